@@ -1,0 +1,1 @@
+"""outpace: the same text from your language model, sooner."""

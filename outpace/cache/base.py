@@ -1,0 +1,141 @@
+"""The contract of a key-value cache: committed text, and a tail of guesses behind it.
+
+    slot 3:  [the cat sat on]  [the  mat  rug  .]     parents in the tail: -1 0 0 1
+              committed, ids    tail: pending and drafted rows, in the order fed
+
+The bookkeeping on the host lives here, once; a subclass moves the tensors. Ids are stored
+beside the keys, so that a cache can be brought in line with any text (`sync`) and checked.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Slot:
+    """Host side of one sequence. Changed by the cache only."""
+
+    ids: list[int] = field(default_factory=list)
+    """Committed tokens, whose keys stand at positions 0, 1, ..."""
+    tail_ids: list[int] = field(default_factory=list)
+    tail_parents: list[int] = field(default_factory=list)
+    """Tail index of each tail row's parent; -1: the last committed token."""
+    tail_depths: list[int] = field(default_factory=list)
+    """Position of a tail row = ``len(ids) + depth``; the first rows have depth 0."""
+
+
+class KVCache(ABC):
+    """Keys and values of several sequences, one slot each."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, Slot] = {}
+
+    def open(self) -> int:
+        """Take a free slot, empty. The lowest free number, so that live slots stay dense."""
+        number = next(i for i in range(len(self._slots) + 1) if i not in self._slots)
+        self._slots[number] = Slot()
+        self._reserve(number + 1, 0)
+        return number
+
+    def close(self, slot: int) -> None:
+        """Give a slot back; its contents are lost."""
+        del self._slots[slot]
+
+    def slot(self, slot: int) -> Slot:
+        """The host side of a slot, to read."""
+        return self._slots[slot]
+
+    def length(self, slot: int) -> int:
+        """Committed tokens."""
+        return len(self._slots[slot].ids)
+
+    def ids(self, slot: int) -> list[int]:
+        """Committed tokens; a copy."""
+        return list(self._slots[slot].ids)
+
+    def append(self, slot: int, tokens: Sequence[int], parents: Sequence[int]) -> range:
+        """Reserve tail rows for a pass; the target then writes their keys.
+
+        Args:
+            tokens: one id per row.
+            parents: tail index of each row's parent, or -1.
+
+        Returns:
+            The storage rows of the slot that the new tail rows occupy.
+        """
+        state = self._slots[slot]
+        first = len(state.ids) + len(state.tail_ids)
+        for token, parent in zip(tokens, parents, strict=True):
+            if not -1 <= parent < len(state.tail_ids):
+                raise ValueError(f"row {len(state.tail_ids)} of the tail has parent {parent}")
+            state.tail_ids.append(token)
+            state.tail_parents.append(parent)
+            state.tail_depths.append(0 if parent < 0 else state.tail_depths[parent] + 1)
+        self._reserve(max(self._slots) + 1, first + len(tokens))
+        return range(first, first + len(tokens))
+
+    def keep(self, slot: int, rows: Sequence[int]) -> None:
+        """Commit tail rows, a path from the committed text down, and drop the rest of the tail.
+
+        Args:
+            rows: tail indices; the first has parent -1, each later one the row before it.
+        """
+        state = self._slots[slot]
+        for before, row in zip((-1, *rows), rows, strict=False):
+            if state.tail_parents[row] != before:
+                raise ValueError(f"rows {list(rows)} are no path: {row} hangs from "
+                                 f"{state.tail_parents[row]}, not from {before}")
+        start = len(state.ids)
+        if list(rows) != list(range(len(rows))):
+            self._move(slot, [start + row for row in rows], start)
+        state.ids.extend(state.tail_ids[row] for row in rows)
+        self.drop(slot)
+
+    def drop(self, slot: int) -> None:
+        """Forget the tail. Costs nothing: later rows overwrite it."""
+        state = self._slots[slot]
+        state.tail_ids.clear()
+        state.tail_parents.clear()
+        state.tail_depths.clear()
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget the tail and all committed tokens from ``length`` on."""
+        state = self._slots[slot]
+        if not 0 <= length <= len(state.ids):
+            raise ValueError(f"cannot truncate {len(state.ids)} committed tokens to {length}")
+        del state.ids[length:]
+        self.drop(slot)
+
+    def sync(self, slot: int, tokens: Sequence[int]) -> int:
+        """Truncate to the longest common prefix with ``tokens``; return its length."""
+        ids = self._slots[slot].ids
+        same = 0
+        for mine, theirs in zip(ids, tokens, strict=False):
+            if mine != theirs:
+                break
+            same += 1
+        self.truncate(slot, same)
+        return same
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the bookkeeping contradicts itself. For tests and idle time."""
+        for number, state in self._slots.items():
+            assert len(state.tail_ids) == len(state.tail_parents) == len(state.tail_depths), number
+            for row, parent in enumerate(state.tail_parents):
+                assert -1 <= parent < row, (number, state.tail_parents)
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of keys and values that are allocated."""
+
+    @abstractmethod
+    def _reserve(self, slots: int, rows: int) -> None:
+        """Make room for ``slots`` slots of ``rows`` rows each, keeping what is stored."""
+
+    @abstractmethod
+    def _move(self, slot: int, rows: Sequence[int], start: int) -> None:
+        """Copy storage rows (ascending, each >= its destination) to ``start, start + 1, ...``."""

@@ -1,0 +1,133 @@
+"""Randomness as a function: every coin is named, none is drawn from a stream.
+
+A coin is a counter-based hash of (seed, stream, position of the pending token, key). The stream
+names the use and the cascade level, the key the node and the draw. The pending position grows at
+every step, so no coin is used twice; batching, preemption and the order of calls change none.
+
+One kind is keyed by the *absolute* position instead: `race`, the Gumbel race that picks a token
+as a function of its law and the coin of its position alone. Whoever races the same law at the
+same position gets the same token, which is what makes text reproducible under any drafter. It
+must only be used where the emitted token is that function (the verifiers `match` and `coupled`):
+keyed that way, an acceptance coin would meet the same uniform again whenever a position is
+drafted twice, and bias the output.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outpace.types import Law
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Stream(enum.IntEnum):
+    """Uses of randomness that must not share a coin."""
+
+    DRAFT = 1
+    JUDGE = 2
+    STOP = 3
+    POLICY = 4
+    RACE = 5
+
+
+class Coins(ABC):
+    """The coins of one sequence in one step, for one use."""
+
+    @abstractmethod
+    def flip(self, prob: float, *key: int) -> bool:
+        """True with the given probability. ``prob`` outside (0, 1) decides without a coin."""
+
+    @abstractmethod
+    def choose(self, law: Law, *key: int) -> int:
+        """A token drawn from the law. One host sync."""
+
+    @abstractmethod
+    def race(self, law: Law, depth: int, count: int = 1) -> list[int]:
+        """The winner at ``pending position + depth``, then the runners-up: a draw without
+        replacement under coins that draft and target share.
+
+        Returns fewer than ``count`` tokens if the law's support is smaller. One host sync.
+        """
+
+
+class KeyedCoins(Coins):
+    """The real thing.
+
+    Args:
+        seed: of the request.
+        position: index of the pending token in its sequence, prompt included.
+        stream: what the coins are for.
+        level: cascade level; 0 is the outermost.
+    """
+
+    __slots__ = ("_base", "_position", "_race")
+
+    def __init__(self, seed: int, position: int, stream: Stream, level: int = 0) -> None:
+        self._base = _mix(_mix(_mix(seed, int(stream)), level), position)
+        self._race = _mix(seed, int(Stream.RACE))
+        self._position = position
+
+    def uniform(self, *key: int) -> float:
+        """The uniform in [0, 1) behind the coin with this key."""
+        state = self._base
+        for part in key:
+            state = _mix(state, part)
+        return (state >> 11) * 2.0**-53
+
+    def flip(self, prob: float, *key: int) -> bool:
+        if prob <= 0.0 or prob >= 1.0:
+            return prob >= 1.0
+        return self.uniform(*key) < prob
+
+    def choose(self, law: Law, *key: int) -> int:
+        if len(law.prob_S) == 1:
+            return int(law.ids[0])
+        # float64: the sum of 50000 float32 entries is off by more than one part in 10^7.
+        edge_S = law.prob_S.double().cumsum(0)
+        at = torch.searchsorted(edge_S, self.uniform(*key) * edge_S[-1], right=True)
+        index = int(at.clamp_max(len(edge_S) - 1))
+        if law.prob_S[index] == 0:  # an edge hit exactly, or rounding past the last entry
+            index = int(law.prob_S.argmax())
+        return int(law.ids[index])
+
+    def race(self, law: Law, depth: int, count: int = 1) -> list[int]:
+        if len(law.prob_S) == 1:
+            return [int(law.ids[0])]
+        noise_S = exponentials(_mix(self._race, self._position + depth), law.ids)
+        time_S = noise_S / law.prob_S.double()  # E / p: the earliest arrival wins, as Gumbel-max
+        count = min(count, int((law.prob_S > 0).sum()))
+        order = time_S.topk(count, largest=False).indices
+        return [int(t) for t in law.ids[order].tolist()]
+
+
+def exponentials(key: int, id_S: Tensor) -> Tensor:
+    """Independent Exp(1) noise, a function of (key, token) alone.
+
+    Keyed per token and not per entry, so that laws with different supports share their noise.
+
+    Returns:
+        float64 [S] on the device of ``id_S``.
+    """
+    state = id_S.cpu().numpy().astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(key)
+    state ^= state >> np.uint64(30)
+    state *= np.uint64(0xBF58476D1CE4E5B9)
+    state ^= state >> np.uint64(27)
+    state *= np.uint64(0x94D049BB133111EB)
+    state ^= state >> np.uint64(31)
+    uniform = ((state >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return torch.from_numpy(-np.log(uniform)).to(id_S.device)
+
+
+def _mix(state: int, part: int) -> int:
+    """SplitMix64's finalizer over a state advanced by ``part`` (Steele et al. 2014)."""
+    z = (state * 0xD1342543DE82EF95 + (part & _MASK) * _GOLDEN + _GOLDEN) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

@@ -1,0 +1,100 @@
+"""The contract every drafting method signs.
+
+A drafter guesses; it never decides what is kept. Weights live in the drafter and are shared by
+all sequences; what changes as one sequence grows lives in its state ``S``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from torch import Tensor
+
+from outpace.models.base import Target
+from outpace.tree.growth import Branch, DraftRow, grow
+from outpace.types import Draft, Outcome
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What a drafter may know when a sequence begins."""
+
+    prompt: tuple[int, ...]
+    """Ids; committed chunk by chunk through ``observe`` with ``forced``."""
+    reference: tuple[int, ...] | None = None
+    """An expected output that the caller supplied, if any."""
+
+
+class Drafter(ABC, Generic[S]):
+    """Turns a committed prefix into a tree of guesses within a budget."""
+
+    Config: ClassVar[type]
+    """Frozen keyword-only dataclass; its fields are the keys of the method spec."""
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """Abilities wanted from the target (``outpace.models.base``: TREE, LAYERS, TAPS, ...)."""
+    taps: frozenset[str] = frozenset()
+    """Features wanted in ``observe``, such as ``hidden.-1``. Unread features cost nothing."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, config: Any, target: Target) -> Drafter[S]:
+        """Make a drafter for this target: the one door to borrowed weights.
+
+        Raises:
+            ModelError: weights that are missing, corrupt, or made for another target.
+        """
+
+    @abstractmethod
+    def begin(self, request: Request) -> S:
+        """State of a new sequence, before any of its prompt is committed."""
+
+    @abstractmethod
+    def propose(self, rows: Sequence[DraftRow[S]]) -> list[Draft]:
+        """Guess for a batch. An empty draft is a valid answer.
+
+        A draft may be dropped unseen, so the states keep nothing that the next ``observe``
+        or ``propose`` cannot undo. All randomness comes from the rows' coins. Every law
+        recorded is the one really drawn from.
+        """
+
+    @abstractmethod
+    def observe(self, states: Sequence[S], outcomes: Sequence[Outcome]) -> None:
+        """Advance past what was committed. Called at every commit, whoever drafted."""
+
+    def reset(self, state: S) -> None:
+        """Forget what was derived from weights or cache (preempted, weights changed)."""
+        return
+
+    def end(self, state: S) -> None:
+        """Give back what ``begin`` took. The state is not used again."""
+        return
+
+
+class ExpandingDrafter(Drafter[S]):
+    """A drafter that can say what may follow each node of a growing tree.
+
+    It implements ``expand`` alone; `outpace.tree.growth` turns that into drafts of every
+    shape, drawn by every rule.
+    """
+
+    @abstractmethod
+    def expand(self, branches: Sequence[Branch[S]]) -> tuple[Tensor, Tensor | None]:
+        """Score the given nodes of the drafts under way, all in one pass.
+
+        Args:
+            branches: one per sequence that still grows. The first call of a ``propose`` has
+                the root alone; later ones only nodes whose parents were expanded before.
+
+        Returns:
+            ``logits_FD`` for the nodes, branch by branch in order, before any sampling
+            setting, and ``id_D``, the target ids of the columns (None: they are the ids).
+        """
+
+    def propose(self, rows: Sequence[DraftRow[S]]) -> list[Draft]:
+        """Grow one tree per row; one ``expand`` per level for the whole batch."""
+        return grow(rows, self.expand)

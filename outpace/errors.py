@@ -1,0 +1,40 @@
+"""What can go wrong by the user's hand, said in one line each.
+
+Every message names what was wrong, the value that was given, and what to do. The command
+line prints the message and exits with 2; a traceback means a bug of ours.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class OutpaceError(ValueError):
+    """Base of all errors that a user can mend."""
+
+
+class ModelError(OutpaceError):
+    """A model that is unknown, unsupported, corrupt, or does not fit its drafter."""
+
+
+class RequestError(OutpaceError):
+    """A prompt or a sampling setting that cannot be served."""
+
+
+class SpecError(OutpaceError):
+    """A method spec that cannot be parsed, or a pair of methods that do not fit."""
+
+
+class UnknownNameError(OutpaceError):
+    """A name that no table holds; near names are suggested.
+
+    Args:
+        kind: what was looked up, for example ``"drafter"``.
+        name: the name that was given.
+        known: every name that would have been right.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        self.kind, self.name, self.known = kind, name, sorted(known)
+        near = difflib.get_close_matches(name, self.known, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(self.known)}"
+        super().__init__(f"unknown {kind} {name!r}; {hint}")

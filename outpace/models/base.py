@@ -1,0 +1,119 @@
+"""The contract of a target: a model that scores many rows of many sequences in one pass.
+
+Any model behind it may be the target, a draft model, or a part of the target that drafts.
+
+Shape letters: T rows of a pass, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from outpace.cache.base import KVCache
+from outpace.errors import ModelError
+from outpace.types import Feed, Scored, VocabMap
+
+if TYPE_CHECKING:
+    from outpace.models.families import GenerationDefaults
+    from outpace.models.text import Tokenizer
+
+TREE = "tree"
+"""Rows of one feed may branch."""
+LAYERS = "layers"
+"""``variant(layers=...)`` works, and ``score(layers=...)`` may stop early."""
+TAPS = "taps"
+"""Hidden states can be asked for by name."""
+EMBEDDINGS = "embeddings"
+"""Riders may enter as embeddings, and ``head`` unembeds."""
+
+
+class Target(ABC):
+    """A causal language model over one vocabulary."""
+
+    name: str
+    """What reports call it."""
+    digest: str
+    """Stable id of the weights; drafters trained for a target are found by it."""
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_positions: int
+    """Context length in tokens, prompt and output together."""
+    device: torch.device
+    dtype: torch.dtype
+    can: frozenset[str]
+    """Which of TREE, LAYERS, TAPS, EMBEDDINGS it supports; chains always work."""
+    tokenizer: Tokenizer | None = None
+    defaults: GenerationDefaults | None = None
+    """Sampling defaults and end-of-sequence ids that came with the model."""
+    note: str | None = None
+    """One line worth telling the user, for example that quantized weights were expanded."""
+
+    @abstractmethod
+    def new_cache(self, capacity: int = 0) -> KVCache:
+        """An empty cache for this model.
+
+        Args:
+            capacity: tokens per slot to reserve at once, prompt and output together; the cache
+                grows past it when needed, at the price of a copy.
+        """
+
+    @abstractmethod
+    def score(
+        self,
+        feeds: Sequence[Feed],
+        cache: KVCache,
+        *,
+        taps: frozenset[str] = frozenset(),
+        layers: int | None = None,
+    ) -> Scored:
+        """Run one pass over all rows of all feeds.
+
+        Every row attends to the committed text of its slot and to its own ancestors, at
+        position = committed length + depth. Its keys and values are appended to the tail of
+        the slot; ``cache.keep``, ``truncate`` and ``drop`` decide what stays.
+
+        Args:
+            feeds: at most one per slot. Rows may differ in number and shape.
+            cache: from this model's ``new_cache``.
+            taps: names of features wanted for every row: ``hidden.L`` is the residual stream
+                after layer L (0 is the embedding, -1 the last layer, after the final norm),
+                ``attn_in.L``, ``attn_out.L``.
+            layers: run only the first so many layers; logits are then the head on that
+                layer's normed output. Keys and values are written for these layers only.
+
+        Returns:
+            Logits of the wanted rows and the taps. Valid until the next call.
+
+        Raises:
+            ModelError: a tap, a rider or a tree that this model cannot serve.
+
+        Cost: one pass. No host sync.
+        """
+
+    def head(self, hidden_TH: Tensor, vocab: VocabMap | None = None) -> Tensor:
+        """Logits [T, V] of normed hidden states, or [T, D] over a draft vocabulary."""
+        raise ModelError(f"{self.name} cannot unembed hidden states; use the own decoder")
+
+    def variant(self, *, layers: Sequence[int]) -> Target:
+        """A target made of some layers of this one, sharing its weights and nothing else."""
+        raise ModelError(f"{self.name} cannot leave out layers; use the own decoder")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights read by a pass over one row."""
+        return 0
+
+    def require(self, needs: frozenset[str], who: str) -> None:
+        """Raise ModelError unless this target can everything that ``who`` needs."""
+        missing = sorted(needs - self.can)
+        if missing:
+            raise ModelError(
+                f"{who} needs {', '.join(missing)}, which {self.name} ({type(self).__name__}) "
+                f"cannot; it can {', '.join(sorted(self.can)) or 'chains only'}"
+            )

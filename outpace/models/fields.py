@@ -1,0 +1,90 @@
+"""Typed reads from the small files of a model, so that a bad value is one clear line."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from outpace.errors import ModelError
+
+
+class Fields:
+    """Typed reads from one mapping, with defaults; None counts as absent.
+
+    Every method raises a ModelError that names the source, the key and the value.
+    """
+
+    def __init__(self, source: str, defaults: Mapping[str, Any], said: Mapping[str, Any]) -> None:
+        """Wrap ``said``, read from ``source``; ``defaults`` fills in what it leaves out."""
+        self.source, self.defaults, self.said = source, defaults, said
+
+    def get(self, key: str, otherwise: Any = None) -> Any:
+        """Give what is said, else the table's default, else ``otherwise``."""
+        value = self.said.get(key)
+        if value is None:
+            value = self.defaults.get(key)
+        return otherwise if value is None else value
+
+    def count(self, key: str, otherwise: int | None = None) -> int:
+        """Give a whole number of at least 1; a list of equal numbers counts as one."""
+        value = self.get(key, otherwise)
+        if isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self._bad(key, "a positive whole number", value)
+        return value
+
+    def number(self, key: str, otherwise: float | None = None, *, zero: bool = False) -> float:
+        """Give a number above 0, or also 0 itself."""
+        value = self.get(key, otherwise)
+        wrong = isinstance(value, bool) or not isinstance(value, (int, float))
+        if wrong or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+            raise self._bad(key, "a number of at least 0" if zero else "a positive number", value)
+        return float(value)
+
+    def maybe(self, key: str, *, zero: bool = False) -> float | None:
+        """Give a number, or None where there is none."""
+        return None if self.get(key) is None else self.number(key, zero=zero)
+
+    def whole(self, key: str) -> int | None:
+        """Give a whole number of at least 1; None where there is none or a 0."""
+        return None if self.get(key) in (None, 0) else self.count(key)
+
+    def text(self, key: str, otherwise: str | None = None) -> str:
+        """Give a string."""
+        value = self.get(key, otherwise)
+        if not isinstance(value, str):
+            raise self._bad(key, "a string", value)
+        return value
+
+    def _bad(self, key: str, wanted: str, value: Any) -> ModelError:
+        if value is None:
+            return ModelError(f"{self.source} lacks {key!r}")
+        return ModelError(f"{self.source}: {key!r} must be {wanted}, got {value!r}")
+
+
+def token_ids(file: Mapping[str, Any], key: str) -> list[int]:
+    """Read one id or a list of ids; an absent or negative one counts as none."""
+    value = file.get(key)
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(i, bool) or not isinstance(i, (int, type(None))) for i in values):
+        raise ModelError(f"{key!r} must be a token id or a list of them, got {value!r}")
+    return [i for i in values if i is not None and i >= 0]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; a file that is absent reads as an empty one.
+
+    Raises:
+        ModelError: the file cannot be read or holds anything but an object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content

@@ -1,0 +1,167 @@
+"""Rotary position tables: every kind of frequency scaling, in one record.
+
+Sources: RoPE (Su et al. 2021, arXiv:2104.09864); linear interpolation (Chen et al. 2023,
+arXiv:2306.15595); "dynamic", the NTK-aware base that grows with the text; YaRN (Peng et al.
+2023, arXiv:2309.00071); "llama3", the smoothed bands of Llama 3.1.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.errors import ModelError
+from outpace.models.fields import Fields
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "divided")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rope:
+    """One rotary table; two layers share a table exactly when their records are equal."""
+
+    kind: str
+    """One of ``KINDS``. ``divided`` is llama 3 scaling as GGUF stores it: a list of divisors."""
+    theta: float
+    """Base of the wavelengths."""
+    dim: int
+    """Rotated dimensions of a head; always the whole head here."""
+    factor: float = 1.0
+    """How many times the context was stretched."""
+    original_max_positions: int = 0
+    """Context length before stretching."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original / this are stretched in full."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original / this stay as they are."""
+    beta_fast: float = 32.0
+    """yarn: dimensions with more rotations than this stay as they are."""
+    beta_slow: float = 1.0
+    """yarn: dimensions with fewer rotations than this are stretched in full."""
+    attention_factor: float | None = None
+    """yarn: factor on cos and sin; None derives it from ``factor`` and the two mscales."""
+    mscale: float | None = None
+    """yarn: numerator of the derived attention factor."""
+    mscale_all_dim: float | None = None
+    """yarn: denominator of the derived attention factor."""
+    truncate: bool = True
+    """yarn: round the bounds of the ramp to whole dimensions."""
+    divisors: tuple[float, ...] = ()
+    """divided: one divisor per frequency."""
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether ``frequencies`` gives different tables for different lengths."""
+        return self.kind == "dynamic"
+
+    def frequencies(self, length: int) -> tuple[Tensor, float]:
+        """Give the inverse frequencies, and the factor that multiplies cos and sin.
+
+        Args:
+            length: tokens in the context, the current one included. Only ``dynamic`` reads
+                it, and only above ``original_max_positions``. A row that is to come out the
+                same whatever else is in its pass must be rotated with its own position + 1.
+
+        Returns:
+            float32 of shape ``[dim / 2]`` on the CPU, and the factor (1.0 unless yarn).
+        """
+        theta = self.theta
+        if self.kind == "dynamic":
+            longest = max(length, self.original_max_positions)
+            stretch = self.factor * longest / self.original_max_positions - (self.factor - 1)
+            theta *= stretch ** (self.dim / (self.dim - 2))
+        wave = theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
+        if self.kind == "linear":
+            return 1.0 / wave / self.factor, 1.0
+        if self.kind == "llama3":
+            return self._llama3(1.0 / wave), 1.0
+        if self.kind == "yarn":
+            return self._yarn(wave), self._yarn_attention()
+        if self.kind == "divided":
+            return 1.0 / wave / torch.tensor(self.divisors, dtype=torch.float32), 1.0
+        return 1.0 / wave, 1.0
+
+    def _llama3(self, inverse: Tensor) -> Tensor:
+        turns = self.original_max_positions * inverse / (2 * math.pi)
+        band = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        keep = band.clamp(0, 1)
+        return (1 - keep) * inverse / self.factor + keep * inverse
+
+    def _yarn(self, wave: Tensor) -> Tensor:
+        low, high = (self._yarn_bound(turns) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        if low == high:
+            high += 0.001
+        ramp = (torch.arange(self.dim // 2, dtype=torch.float32) - low) / (high - low)
+        keep = 1 - ramp.clamp(0, 1)
+        return (1 - keep) / (self.factor * wave) + keep / wave
+
+    def _yarn_bound(self, turns: float) -> float:
+        """Give the dimension that makes ``turns`` rotations over the original context."""
+        wavelength = self.original_max_positions / (turns * 2 * math.pi)
+        return self.dim * math.log(wavelength) / (2 * math.log(self.theta))
+
+    def _yarn_attention(self) -> float:
+        def scale(mscale: float) -> float:
+            return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return scale(self.mscale) / scale(self.mscale_all_dim)
+        return scale(1.0)
+
+    @classmethod
+    def from_hf(
+        cls, parameters: Mapping[str, Any], *, theta: float, dim: int, max_positions: int
+    ) -> "Rope":
+        """Read ``rope_scaling`` or one entry of ``rope_parameters`` of a config.json.
+
+        Args:
+            parameters: the mapping; its own ``rope_theta`` wins over ``theta``.
+            theta: base to use when the mapping names none.
+            dim: dimensions of a head.
+            max_positions: ``max_position_embeddings`` of the model.
+
+        Raises:
+            ModelError: an unknown kind, a partial rotation, a missing or impossible value.
+        """
+        said = Fields(f"rope scaling of {parameters}", {}, parameters)
+        kind = said.text("rope_type", said.text("type", "default"))
+        if said.get("mrope_section"):
+            kind = "mrope"
+        if kind not in KINDS[:-1]:
+            raise ModelError(
+                f"rope scaling {kind!r} is not supported; supported: {', '.join(KINDS[:-1])}"
+            )
+        if (part := said.number("partial_rotary_factor", 1.0)) != 1.0:
+            raise ModelError(f"partial_rotary_factor {part} is not supported, only 1.0")
+        original = said.count("original_max_position_embeddings", max_positions)
+        factor = 1.0
+        if kind == "yarn":
+            factor = said.number("factor", max_positions / original)
+        elif kind != "default":
+            factor = said.number("factor")
+        # The published rule for "dynamic" stretches from the model's own context.
+        start = {"default": 0, "linear": 0, "dynamic": max_positions}.get(kind, original)
+        llama3 = kind == "llama3"
+        return cls(
+            kind=kind,
+            theta=said.number("rope_theta", theta),
+            dim=dim,
+            factor=factor,
+            original_max_positions=start,
+            low_freq_factor=said.number("low_freq_factor", None if llama3 else 1.0),
+            high_freq_factor=said.number("high_freq_factor", None if llama3 else 4.0),
+            beta_fast=said.number("beta_fast", 32.0),
+            beta_slow=said.number("beta_slow", 1.0),
+            attention_factor=said.maybe("attention_factor"),
+            mscale=said.maybe("mscale", zero=True),
+            mscale_all_dim=said.maybe("mscale_all_dim", zero=True),
+            truncate=bool(said.get("truncate", True)),
+        )

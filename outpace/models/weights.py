@@ -1,0 +1,264 @@
+"""Weights on disk, read one tensor at a time.
+
+Files are read with plain reads and never mapped: a mapped file stays resident once touched,
+and a model that is repacked layer by layer would be in memory twice.
+"""
+
+import hashlib
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from outpace.errors import ModelError
+from outpace.models.families import DecoderConfig, GenerationDefaults
+from outpace.models.fields import read_json
+from outpace.models.text import Tokenizer
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Element types of safetensors files that can be read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where one tensor lies."""
+
+    path: Path
+    """The file."""
+    start: int
+    """First byte in the file."""
+    size: int
+    """Bytes."""
+    shape: tuple[int, ...]
+    """Shape, rows first."""
+    kind: str
+    """Element type in the file's own words."""
+
+
+class Checkpoint(ABC):
+    """A model on disk: its configuration, its tokenizer, and its tensors by Hugging Face name."""
+
+    config: DecoderConfig
+    """Shape and arithmetic of the decoder."""
+    defaults: GenerationDefaults
+    """How its authors sample from it."""
+    name: str
+    """What to call it in reports."""
+    files: tuple[Path, ...]
+    """The files that hold the weights."""
+    places: Mapping[str, Place]
+    """Every tensor's place."""
+
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer:
+        """Build the tokenizer; a new one at every call."""
+
+    @abstractmethod
+    def _read(self, name: str, place: Place) -> Tensor:
+        """Read one tensor that exists."""
+
+    def note(self, dtype: torch.dtype) -> str | None:
+        """Say in one line what loading in ``dtype`` expands, or None if nothing is quantized."""
+        return None
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor into memory of its own; nothing is kept here.
+
+        Args:
+            name: its Hugging Face name, as in ``DecoderConfig.tensor_shapes``.
+
+        Returns:
+            A contiguous CPU tensor, in the stored dtype (safetensors) or float32 (GGUF, except
+            that F16 and BF16 stay as they are).
+
+        Raises:
+            ModelError: no such tensor, or the file changed since it was opened.
+        """
+        try:
+            place = self.places[name]
+        except KeyError as error:
+            raise ModelError(f"{self.name} has no tensor {name!r}") from error
+        return self._read(name, place)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return name in self.places
+
+    def names(self) -> Iterable[str]:
+        """Give the names of all tensors."""
+        return self.places.keys()
+
+    @cached_property
+    def digest(self) -> str:
+        """A stable id of the weights: 16 hex digits, the same on every machine.
+
+        Hashes the configuration, every tensor's name, type and shape, and 64 bytes from the
+        middle of each. Cost: one small read per tensor.
+        """
+        lines = hashlib.sha256(repr(self.config).encode())
+        for name, place in sorted(self.places.items()):
+            lines.update(f"{name} {place.kind} {place.shape}\n".encode())
+            middle = place.start + max(0, place.size // 2 - 32)
+            lines.update(read_bytes(place.path, middle, min(64, place.size)))
+        return lines.hexdigest()[:16]
+
+    def _check_shapes(self) -> None:
+        """Refuse a checkpoint that lacks a tensor of its config, or has it in another shape."""
+        for name, shape in self.config.tensor_shapes().items():
+            place = self.places.get(name)
+            if place is None:
+                raise ModelError(f"{self.name} has no tensor {name!r}, which its config needs")
+            if place.shape != shape:
+                raise ModelError(
+                    f"{place.path}: {name!r} has shape {list(place.shape)}, "
+                    f"its config needs {list(shape)}"
+                )
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """A folder in the layout of Hugging Face: config.json and one or more safetensors files."""
+
+    def __init__(self, folder: Path, name: str | None = None) -> None:
+        """Read the headers of the folder's files; no weights are read.
+
+        Raises:
+            ModelError: a missing, truncated or corrupt file, an unsupported architecture, or a
+                tensor that does not fit the config; the message names the file.
+        """
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
+        self.folder, self.name = folder, name or folder.resolve().name
+        config = read_json(folder / "config.json")
+        self.config = DecoderConfig.from_hf(config)
+        self.files, self.places = _find_tensors(folder)
+        self._check_shapes()
+        self._tokenizer_config = read_json(folder / "tokenizer_config.json")
+        self.defaults = GenerationDefaults.from_hf(
+            read_json(folder / "generation_config.json"), config, config.get("text_config") or {}
+        )
+
+    def tokenizer(self) -> Tokenizer:
+        """Build the tokenizer from the files of the folder."""
+        return Tokenizer.from_folder(self.folder)
+
+    def _read(self, name: str, place: Place) -> Tensor:
+        tensor = torch.empty(place.shape, dtype=DTYPES[place.kind])
+        if place.size:
+            read_into(place, memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+        return tensor
+
+
+def read_bytes(path: Path, start: int, size: int) -> bytes:
+    """Read a stretch of a file; a short read is a ModelError."""
+    content = bytearray(size)
+    _fill(path, start, memoryview(content))
+    return bytes(content)
+
+
+def read_into(place: Place, buffer: memoryview) -> None:
+    """Fill ``buffer`` with the bytes of a tensor."""
+    _fill(place.path, place.start, buffer)
+
+
+def _fill(path: Path, start: int, buffer: memoryview) -> None:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            done = _read_all(file, buffer)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    if done < len(buffer):
+        raise ModelError(f"{path} is truncated: it ends at byte {start + done}")
+
+
+def _read_all(file: BinaryIO, buffer: memoryview) -> int:
+    done = 0
+    while done < len(buffer):
+        count = file.readinto(buffer[done:])  # type: ignore[attr-defined]
+        if not count:
+            break
+        done += count
+    return done
+
+
+def _find_tensors(folder: Path) -> tuple[tuple[Path, ...], dict[str, Place]]:
+    """Read the headers of all weight files of a folder."""
+    index_path = folder / "model.safetensors.index.json"
+    if index_path.is_file():
+        weight_map = read_json(index_path).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{index_path} has no weight_map")
+        files = sorted({folder / str(file) for file in weight_map.values()})
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ModelError(f"{folder} lacks {', '.join(missing)}, named in {index_path.name}")
+    elif (folder / "model.safetensors").is_file():
+        files = [folder / "model.safetensors"]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        others = [p.name for p in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt"))]
+        hint = f" ({', '.join(others[:3])} cannot be read: convert to safetensors)" * bool(others)
+        raise ModelError(f"{folder} holds no safetensors files{hint}")
+    places: dict[str, Place] = {}
+    for file in files:
+        places |= _read_header(file)
+    return tuple(files), places
+
+
+def _read_header(path: Path) -> dict[str, Place]:
+    """Read the header of one safetensors file: 8 bytes of length, then JSON."""
+    total = path.stat().st_size
+    length = int.from_bytes(read_bytes(path, 0, 8), "little") if total >= 8 else 0
+    if not 2 <= length <= total - 8:
+        raise ModelError(f"{path} is truncated or no safetensors file ({total} bytes)")
+    try:
+        header = json.loads(read_bytes(path, 8, length))
+        header.pop("__metadata__", None)
+        places = {}
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            places[_hf_name(name)] = Place(
+                path=path,
+                start=8 + length + int(start),
+                size=int(end) - int(start),
+                shape=tuple(int(n) for n in entry["shape"]),
+                kind=str(entry["dtype"]),
+            )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} has a corrupt header: {error}") from error
+    for name, place in places.items():
+        if place.kind in DTYPES:
+            needed = math.prod(place.shape) * DTYPES[place.kind].itemsize
+            if place.size != needed:
+                raise ModelError(f"{path} has a corrupt header: {name!r} needs {needed} bytes")
+        if place.start + place.size > total:
+            raise ModelError(
+                f"{path} is truncated: {name!r} ends at byte {place.start + place.size}, "
+                f"the file at {total}"
+            )
+    return places
+
+
+def _hf_name(name: str) -> str:
+    """Give a tensor of a multimodal checkpoint the name it has in a language model alone."""
+    for before, after in (
+        ("language_model.model.", "model."),
+        ("model.language_model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+    ):
+        if name.startswith(before):
+            return after + name[len(before) :]
+    return name

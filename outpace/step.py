@@ -1,0 +1,299 @@
+"""One step of generalized speculative decoding, in five verbs.
+
+    PLAN    a policy gives every sequence a drafter and a budget
+    DRAFT   the drafters guess token trees
+    SCORE   the target scores pending tokens and trees of the whole batch in one pass
+    JUDGE   the verifier keeps a path of each tree and adds one token
+    COMMIT  caches, sequences, drafters and policy advance past what was emitted
+
+Plain decoding is the empty draft; a chain is a tree of width one; a batch is the only case; a
+prompt is a pass whose tokens are already decided. There is no second path through this file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from outpace.cache.base import KVCache
+from outpace.coins import Coins, Stream
+from outpace.drafters.base import Drafter
+from outpace.models.base import Target
+from outpace.policies.base import Evidence, Policy, PolicyRow
+from outpace.sampling import Warp, laws_of_batch
+from outpace.tree.growth import DraftRow
+from outpace.types import (
+    NOTHING,
+    Budget,
+    Draft,
+    Drawn,
+    Feed,
+    Load,
+    Outcome,
+    Plan,
+    RowRecord,
+    Scored,
+    StepRecord,
+    Verdict,
+)
+from outpace.verifiers.base import Verifier
+
+class Row(Protocol):
+    """What a step needs of one sequence; `outpace.engine.sequence` and cascades implement it."""
+
+    number: int
+    """For records."""
+    tokens: list[int]
+    """Committed ids; the last one is pending."""
+    slot: int
+    warp: Warp
+    states: dict[str, Any]
+    """Drafter spec -> this sequence's state; the drafters that may be picked."""
+    verifiers: Mapping[str, Verifier]
+    """Drafter spec -> verifier of its drafts; ``"none"`` is always among them."""
+    policy_state: Any
+
+    def coins(self, stream: Stream) -> Coins:
+        """Coins for the present pending token."""
+        ...
+
+    def room(self) -> Budget:
+        """What this sequence has room for: context, tokens still wanted, the request's limits."""
+        ...
+
+    def cut(self, verdict: Verdict) -> Verdict:
+        """Shorten a verdict at the first stop: end of sequence, stop string, length."""
+        ...
+
+    def extend(self, outcome: Outcome) -> None:
+        """Append what was emitted, which ``cut`` has passed."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Machine:
+    """Everything a step runs on. One per batch; the rows carry what differs by sequence."""
+
+    target: Target
+    cache: KVCache
+    drafters: Mapping[str, Drafter[Any]]
+    """Method spec -> drafter."""
+    policy: Policy
+    want_laws: bool = False
+    """Whether verdicts carry the laws of the emitted tokens; a cascade hands them up."""
+    chunk: int = 256
+    """Prompt tokens per sequence and pass."""
+    listeners: Sequence[Callable[[StepRecord], None]] = ()
+    steps: int = field(default=0, init=False)
+
+    def taps(self, rows: Sequence[Row]) -> frozenset[str]:
+        """Features that some drafter of these rows reads."""
+        return frozenset().union(
+            *(self.drafters[name].taps for row in rows for name in row.states)
+        )
+
+
+def step(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
+    """Advance every row by one pass of the target.
+
+    Args:
+        machine: target, cache, drafters, verifiers, policy.
+        rows: sequences whose prompts are committed but for the pending token.
+
+    Returns:
+        One outcome per row. Its ``scored`` is valid until the next pass.
+
+    Effects: appends at least one token to every row; ``cache.length == len(row.tokens) - 1``
+    holds before and after.
+    """
+    clock = _Clock()
+    plans = _plan(machine, rows)
+    clock.lap("plan")
+    drafts = _draft(machine, rows, plans)
+    clock.lap("draft")
+    scored = machine.target.score(
+        [Feed.tree(r.slot, r.tokens[-1], d) for r, d in zip(rows, drafts, strict=True)],
+        machine.cache,
+        taps=machine.taps(rows),
+    )
+    clock.lap("score")
+    verdicts = _judge(rows, plans, drafts, scored, machine.want_laws)
+    clock.lap("judge")
+    outcomes = []
+    for i, (row, plan, draft) in enumerate(zip(rows, plans, drafts, strict=True)):
+        verdict = row.cut(verdicts[i])
+        # The last emitted token becomes the pending one, so its own row is not kept.
+        kept = (0, *(node + 1 for node in verdict.kept[: len(verdict.emitted) - 1]))
+        fed = (row.tokens[-1], *verdict.emitted[:-1])
+        outcomes.append(
+            Outcome(draft, scored.of(i), verdict, fed, kept, drafter=plan.drafter)
+        )
+    _commit(machine, rows, outcomes)
+    clock.lap("commit")
+    _tell(machine, rows, outcomes, clock)
+    return outcomes
+
+
+def prefill(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
+    """Feed every row the next chunk of its prompt; a row whose prompt ends emits one token.
+
+    Args:
+        machine: as for ``step``.
+        rows: sequences whose tokens are all given; the cache holds a prefix of each.
+
+    Returns:
+        One outcome per row, ``forced``; ``emitted`` is empty while the prompt goes on.
+
+    Effects: commits at most ``machine.chunk`` tokens per row.
+    """
+    clock = _Clock()
+    held = [machine.cache.length(row.slot) for row in rows]
+    chunks = [tuple(r.tokens[n : n + machine.chunk]) for r, n in zip(rows, held, strict=True)]
+    ends = [n + len(c) == len(r.tokens) for r, n, c in zip(rows, held, chunks, strict=True)]
+    feeds = [
+        Feed.chain(row.slot, chunk, want=(len(chunk) - 1,) if end else ())
+        for row, chunk, end in zip(rows, chunks, ends, strict=True)
+    ]
+    scored = machine.target.score(feeds, machine.cache, taps=machine.taps(rows))
+    clock.lap("score")
+    ending = [i for i, end in enumerate(ends) if end]
+    plan, draft = Plan("none", NOTHING), Draft()
+    last = Scored(scored.logits_TV, tuple(range(len(ending) + 1)))  # one row per ending prompt
+    judged = _judge(
+        [rows[i] for i in ending], [plan] * len(ending), [draft] * len(ending), last, False
+    )
+    verdicts = dict(zip(ending, judged, strict=True))
+    clock.lap("judge")
+    outcomes = []
+    for i, (row, chunk) in enumerate(zip(rows, chunks, strict=True)):
+        verdict = row.cut(verdicts[i]) if i in verdicts else Verdict((), ())
+        outcomes.append(
+            Outcome(draft, scored.of(i), verdict, chunk, tuple(range(len(chunk))), forced=True)
+        )
+    _commit(machine, rows, outcomes)
+    clock.lap("commit")
+    _tell(machine, rows, outcomes, clock)
+    return outcomes
+
+
+def _plan(machine: Machine, rows: Sequence[Row]) -> list[Plan]:
+    views = _policy_rows(rows)
+    plans = machine.policy.plan(
+        views, Load(len(rows), max((len(row.tokens) for row in rows), default=0))
+    )
+    for view, plan in zip(views, plans, strict=True):
+        assert plan.budget.max_nodes <= view.limit.max_nodes, (plan, view.limit)
+        assert plan.budget.max_depth <= view.limit.max_depth, (plan, view.limit)
+    return plans
+
+
+def _draft(machine: Machine, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Draft]:
+    """Ask each drafter once, for all rows that are planned for it."""
+    drafts = [Draft()] * len(rows)
+    asked: dict[str, list[int]] = {}
+    for i, plan in enumerate(plans):
+        if plan.budget.max_nodes > 0 and plan.budget.max_depth > 0:
+            asked.setdefault(plan.drafter, []).append(i)
+    for name, indices in asked.items():
+        answers = machine.drafters[name].propose([
+            DraftRow(
+                rows[i].states[name],
+                rows[i].tokens,
+                plans[i].budget,
+                rows[i].coins(Stream.DRAFT),
+                rows[i].warp,
+                Drawn.CHOSEN if rows[i].warp.greedy else rows[i].verifiers[name].draws,
+            )
+            for i in indices
+        ])
+        for i, draft in zip(indices, answers, strict=True):
+            assert len(draft) <= plans[i].budget.max_nodes, (name, len(draft), plans[i])
+            drafts[i] = draft
+    return drafts
+
+
+def _judge(
+    rows: Sequence[Row],
+    plans: Sequence[Plan],
+    drafts: Sequence[Draft],
+    scored: Scored,
+    want_laws: bool,
+) -> list[Verdict]:
+    laws = laws_of_batch(scored, [row.warp for row in rows], drafts)
+    verdicts = []
+    for row, plan, draft, law in zip(rows, plans, drafts, laws, strict=True):
+        verifier = row.verifiers[plan.drafter]
+        verifier.check(draft)
+        verdicts.append(
+            verifier.judge(draft, law, row.coins(Stream.JUDGE), want_laws=want_laws)
+        )
+    return verdicts
+
+
+def _commit(machine: Machine, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
+    views = _policy_rows(rows)
+    for row, outcome in zip(rows, outcomes, strict=True):
+        machine.cache.keep(row.slot, outcome.row_F)
+        row.extend(outcome)
+    watching: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        for name in row.states:
+            watching.setdefault(name, []).append(i)
+    for name, indices in watching.items():
+        machine.drafters[name].observe(
+            [rows[i].states[name] for i in indices], [outcomes[i] for i in indices]
+        )
+    if any(not outcome.forced for outcome in outcomes):
+        machine.policy.learn(views, [_evidence(outcome) for outcome in outcomes])
+
+
+def _policy_rows(rows: Sequence[Row]) -> list[PolicyRow]:
+    return [
+        PolicyRow(row.policy_state, tuple(row.states), row.room(), row.coins(Stream.POLICY))
+        for row in rows
+    ]
+
+
+def _evidence(outcome: Outcome) -> Evidence:
+    return Evidence(
+        outcome.drafter,
+        len(outcome.draft),
+        max(outcome.draft.depth_N, default=0),
+        len(outcome.verdict.kept),
+        outcome.verdict.censored,
+    )
+
+
+def _tell(
+    machine: Machine, rows: Sequence[Row], outcomes: Sequence[Outcome], clock: _Clock
+) -> None:
+    """Hand listeners the step as numbers."""
+    machine.steps += 1
+    if not machine.listeners:
+        return
+    records = []
+    for row, outcome in zip(rows, outcomes, strict=True):
+        e = _evidence(outcome)
+        records.append(
+            RowRecord(row.number, e.drafter, e.drafted, e.accepted, outcome.verdict.emitted,
+                      e.depth, e.censored)
+        )
+    passed = sum(len(o.row_F) if o.forced else 1 + len(o.draft) for o in outcomes)
+    record = StepRecord(machine.steps - 1, tuple(records), clock.seconds, passed)
+    for listener in machine.listeners:
+        listener(record)
+
+
+class _Clock:
+    """Wall-clock seconds per verb."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, verb: str) -> None:
+        now = time.perf_counter()
+        self.seconds[verb] = now - self._last
+        self._last = now

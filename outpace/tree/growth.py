@@ -1,0 +1,237 @@
+"""Growing trees: from a drafter that can expand nodes to drafts of every shape.
+
+One loop serves chains and trees, greedy and sampled, one sequence and a batch. Level by level,
+the nodes that may have children are expanded in one pass of the drafter, their children are
+drawn by the rule that the verifier asks for, and the law really drawn from is recorded.
+
+Shape letters: F nodes of a frontier (all sequences together), D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from outpace.coins import Coins
+from outpace.sampling import Warp
+from outpace.tree.shapes import children
+from outpace.types import ROOT, Budget, Draft, Drawn, Group, Law, Signals
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftRow(Generic[S]):
+    """One sequence for which a draft is wanted."""
+
+    state: S
+    """The drafter's own, from ``Drafter.begin``."""
+    tokens: Sequence[int]
+    """All committed ids, the pending token last. Read only; valid during the call."""
+    budget: Budget
+    coins: Coins
+    """Stream DRAFT; under the verifier `coupled` its ``race`` is the target's own."""
+    warp: Warp
+    """The sequence's sampling settings and history: p and q go through the same code."""
+    drawn: Drawn
+    """How to draw if the drafter has a law; CHOSEN at temperature 0. CHOSEN is always legal."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branch(Generic[S]):
+    """The nodes of one sequence that are to be expanded together."""
+
+    state: S
+    tokens: Sequence[int]
+    """Committed ids, the pending token last."""
+    nodes: tuple[int, ...]
+    """Draft nodes; ``(ROOT,)`` in the first call."""
+    token_N: Sequence[int]
+    """Tokens of all nodes drawn so far."""
+    parent_N: Sequence[int]
+
+
+Expand = Callable[[Sequence[Branch[Any]]], tuple[Tensor, "Tensor | None"]]
+
+
+@dataclass(slots=True, eq=False)
+class _Tree:
+    """A draft under construction."""
+
+    row: DraftRow[Any]
+    kids: dict[int, list[int]] | None
+    """Template: place -> places of its children; None grows a chain."""
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    laws: list[Law] = field(default_factory=list)
+    q: list[float] = field(default_factory=list)
+    """Probability that the drafter gave to each node's token."""
+    place: list[int] = field(default_factory=list)
+    """Node -> its place in the template."""
+    open: list[int] = field(default_factory=lambda: [ROOT])
+    """Nodes that will be expanded next."""
+
+    def fan(self, node: int) -> int:
+        """How many children the budget and the template grant this node."""
+        if self.kids is None:
+            wanted = 1
+        else:
+            wanted = len(self.kids.get(ROOT if node == ROOT else self.place[node], ()))
+        return min(wanted, self.row.budget.max_nodes - len(self.tokens))
+
+    def path(self, node: int) -> list[int]:
+        out = []
+        while node != ROOT:
+            out.append(self.tokens[node])
+            node = self.parents[node]
+        return out[::-1]
+
+    def add(self, parent: int, picked: Sequence[int], probs: Sequence[float], law: Law | None,
+            drawn: Drawn) -> list[int]:
+        """Hang the drawn tokens below ``parent``; a repeated draw names its node again."""
+        places = None if self.kids is None else self.kids[
+            ROOT if parent == ROOT else self.place[parent]]
+        at: dict[int, int] = {}
+        for token, prob in zip(picked, probs, strict=True):
+            if token not in at:
+                if places is not None:
+                    self.place.append(places[len(at)])
+                at[token] = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(parent)
+                self.q.append(prob)
+        row = None
+        if law is not None:
+            row = len(self.laws)
+            self.laws.append(law)
+        self.groups.append(Group(parent, drawn, tuple(at[token] for token in picked), row))
+        return list(at.values())
+
+    def finish(self) -> Draft:
+        return Draft(
+            tuple(self.tokens), tuple(self.parents), tuple(self.groups), tuple(self.laws)
+        )
+
+
+def grow(rows: Sequence[DraftRow[S]], expand: Expand) -> list[Draft]:
+    """Grow one draft per row.
+
+    Args:
+        rows: budgets may differ; a budget without nodes gives an empty draft.
+        expand: scores nodes, see ``ExpandingDrafter.expand``. Called once per level.
+
+    Returns:
+        Drafts whose groups are CHOSEN at temperature 0 and otherwise drawn as asked.
+    """
+    trees = []
+    for row in rows:
+        template = row.budget.shape.parent_N
+        trees.append(_Tree(row, None if template is None else children(template)))
+    depth = 0
+    while True:
+        growing = [
+            tree for tree in trees
+            if depth < tree.row.budget.max_depth and _may_grow(tree)
+        ]
+        growing = _ask_stop_rules(growing, depth)
+        if not growing:
+            return [tree.finish() for tree in trees]
+        branches = [
+            Branch(t.row.state, t.row.tokens, tuple(t.open), t.tokens, t.parents)
+            for t in growing
+        ]
+        logits_FD, id_D = expand(branches)
+        start = 0
+        for tree in growing:
+            stop = start + len(tree.open)
+            _draw_level(tree, logits_FD[start:stop], id_D, depth)
+            start = stop
+        depth += 1
+
+
+def _may_grow(tree: _Tree) -> bool:
+    """Keep only open nodes that are granted children."""
+    tree.open = [node for node in tree.open if tree.fan(node) > 0]
+    return bool(tree.open)
+
+
+def _ask_stop_rules(trees: list[_Tree], depth: int) -> list[_Tree]:
+    """Close the branches that a stop rule ends. It reads kept tokens only, so nothing is lost."""
+    if depth == 0:
+        return trees
+    for tree in trees:
+        if tree.row.budget.stop is not None:
+            signals = Signals(
+                torch.full((len(tree.open),), depth), torch.tensor([tree.q[n] for n in tree.open])
+            )
+            more = tree.row.budget.stop.more(signals).tolist()
+            tree.open = [n for n, go in zip(tree.open, more, strict=True) if go]
+    return [tree for tree in trees if tree.open]
+
+
+def _draw_level(tree: _Tree, logits_FD: Tensor, id_D: Tensor | None, depth: int) -> None:
+    """Draw the children of all open nodes of one tree."""
+    row, grown = tree.row, []
+    paths = [tree.path(node) for node in tree.open]
+    if row.drawn is Drawn.CHOSEN:
+        most = max(tree.fan(node) for node in tree.open)
+        tokens_Fk, probs_Fk = row.warp.ranking(logits_FD, paths, most, id_D)
+        for node, picked, probs in zip(tree.open, tokens_Fk, probs_Fk, strict=True):
+            fan = tree.fan(node)
+            if fan:
+                grown += tree.add(node, picked[:fan], probs[:fan], None, Drawn.CHOSEN)
+    else:
+        for i, (node, path) in enumerate(zip(tree.open, paths, strict=True)):
+            fan = tree.fan(node)
+            if fan:
+                law = row.warp.law(logits_FD[i], path, id_D)
+                picked = draw(law, fan, row.drawn, row.coins, node, depth + 1)
+                probs = law.at(torch.tensor(picked, device=law.prob_S.device)).tolist()
+                grown += tree.add(node, picked, probs, law, row.drawn)
+    tree.open = grown
+
+
+def draw(
+    law: Law, count: int, drawn: Drawn, coins: Coins, node: int, depth: int
+) -> list[int]:
+    """Draw siblings from a law, in order.
+
+    Args:
+        law: q after the node.
+        count: draws wanted; DISTINCT and COUPLED give fewer if the support is smaller.
+        drawn: IID, DISTINCT, GREEDY_PLUS_ONE or COUPLED.
+        coins: stream DRAFT.
+        node: parent of the siblings, part of the coins' key.
+        depth: of the siblings, for the race of COUPLED.
+    """
+    if drawn is Drawn.IID:
+        return [coins.choose(law, node, i) for i in range(count)]
+    if drawn is Drawn.COUPLED:
+        return coins.race(law, depth, count)
+    picked: list[int] = []
+    if drawn is Drawn.GREEDY_PLUS_ONE:
+        picked = law.top(count - 1)
+    while len(picked) < count:
+        rest = without(law, picked)
+        if rest is None:
+            break
+        picked.append(coins.choose(rest, node, len(picked)))
+    return picked
+
+
+def without(law: Law, tokens: Sequence[int]) -> Law | None:
+    """The law given that none of ``tokens`` is drawn; None if nothing is left."""
+    if not tokens:
+        return law
+    ids = law.ids
+    gone_S = torch.isin(ids, torch.tensor(list(tokens), device=ids.device))
+    prob_S = law.prob_S.masked_fill(gone_S, 0.0)
+    mass = prob_S.sum()
+    if not mass > 0:
+        return None
+    return Law(prob_S / mass, law.id_S)

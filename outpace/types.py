@@ -1,0 +1,383 @@
+"""The records that travel between the five verbs of a step. Standard library and torch only.
+
+Trees live on the host as tuples of ints: they are small, and reading them never waits for a
+device. Laws and features are tensors and stay where the pass left them.
+
+Shape letters: N drafted nodes, J = N + 1 scored rows (the pending token first), V vocabulary,
+H hidden size, R riders, T rows of a whole batch.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from outpace.law import Law as Law
+from outpace.law import VocabMap as VocabMap
+
+ROOT = -1
+"""The parent of the first guesses: the pending token, which is committed but not yet scored."""
+
+
+class Drawn(enum.Enum):
+    """How the siblings of a group were picked. Correct verification depends on it."""
+
+    CHOSEN = "chosen"
+    """By any rule that does not read the target's coins: lookup, top-k, beam."""
+    IID = "iid"
+    """Sampled from q; a token may be drawn more than once."""
+    DISTINCT = "distinct"
+    """Sampled from q without replacement, in draw order."""
+    GREEDY_PLUS_ONE = "greedy_plus_one"
+    """All but the last are q's most probable tokens; the last is sampled from the rest of q."""
+    COUPLED = "coupled"
+    """From q with the target's own position-keyed coins; only the verifier `coupled` takes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Siblings that were picked together, in draw order."""
+
+    parent: int
+    """The node they hang from, or ROOT."""
+    drawn: Drawn
+    nodes: tuple[int, ...]
+    """Draw -> node. A repeated IID draw names the same node again."""
+    law: int | None = None
+    """Row of ``Draft.laws`` that they were drawn from; None iff CHOSEN."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Riders:
+    """Rows computed in the same pass that nobody else sees and nobody verifies.
+
+    Each sees the cache, the path of its node and its own chain, at position = depth. Their
+    keys and values are never kept.
+    """
+
+    node_R: tuple[int, ...]
+    """The node whose path a rider sees; ROOT for the pending token."""
+    after_R: tuple[int, ...]
+    """The rider before it in its chain, or -1 if it follows its node directly."""
+    token_R: tuple[int, ...] | None = None
+    """Ids (a lookahead window), or None when embeddings are given."""
+    embed_RH: Tensor | None = None
+    """Embeddings (trained prompt tokens), or None when ids are given."""
+    logits: bool = True
+    """Whether their logits are wanted besides their last hidden states."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resume:
+    """Work that drafting already did below a layer, handed to verification.
+
+    The rows listed enter the pass at ``layer``; their keys and values below it are in their
+    slots. Rows not listed run the first layers in the same call, then join.
+    """
+
+    layer: int
+    row_K: tuple[int, ...]
+    """Covered rows; 0 is the pending token."""
+    hidden_KH: Tensor
+    """Residual stream of those rows on entry to ``layer``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A forest of guesses that hangs from the pending token. May be empty."""
+
+    token_N: tuple[int, ...] = ()
+    parent_N: tuple[int, ...] = ()
+    """ROOT or an earlier node; siblings of one parent carry distinct tokens."""
+    groups: tuple[Group, ...] = ()
+    """In the order in which a parent's groups are tried; every node is in at least one."""
+    laws: tuple[Law, ...] = ()
+    """The laws really drawn from. One row may serve many parents."""
+    riders: Riders | None = None
+    resume: Resume | None = None
+    memo: Any = None
+    """Opaque to all but the drafter; comes back in the outcome."""
+
+    def __post_init__(self) -> None:
+        if len(self.token_N) != len(self.parent_N):
+            raise ValueError(f"{len(self.token_N)} tokens but {len(self.parent_N)} parents")
+        for node, parent in enumerate(self.parent_N):
+            if not ROOT <= parent < node:
+                raise ValueError(f"parents must come before children, got {self.parent_N}")
+        if len(set(zip(self.parent_N, self.token_N, strict=True))) != len(self.token_N):
+            raise ValueError(f"siblings repeat a token: {self.token_N} under {self.parent_N}")
+        seen = set()
+        for group in self.groups:
+            if (group.law is None) != (group.drawn is Drawn.CHOSEN):
+                verb = "must" if group.law is None else "must not"
+                raise ValueError(f"a group drawn {group.drawn.value!r} {verb} name its law")
+            if any(self.parent_N[node] != group.parent for node in group.nodes):
+                raise ValueError(f"group of {group.parent} holds another's child: {group.nodes}")
+            seen.update(group.nodes)
+        if len(seen) != len(self.token_N):
+            raise ValueError(f"{len(self.token_N)} nodes but groups name {len(seen)} of them")
+
+    def __len__(self) -> int:
+        return len(self.token_N)
+
+    @classmethod
+    def chosen(
+        cls, tokens: Sequence[int], parents: Sequence[int] | None = None, memo: Any = None
+    ) -> Draft:
+        """A deterministic draft: one CHOSEN group per parent, children in node order.
+
+        Args:
+            tokens: ids in node order.
+            parents: ROOT or an earlier node each; None makes a chain.
+            memo: kept for the drafter.
+        """
+        up = range(-1, len(tokens) - 1) if parents is None else parents
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(up):
+            children.setdefault(parent, []).append(node)
+        groups = tuple(Group(p, Drawn.CHOSEN, tuple(c)) for p, c in children.items())
+        return cls(tuple(tokens), tuple(up), groups, memo=memo)
+
+    @cached_property
+    def depth_N(self) -> tuple[int, ...]:
+        """Depth of each node; a child of the pending token has depth 1."""
+        depth: list[int] = []
+        for parent in self.parent_N:
+            depth.append(1 if parent == ROOT else depth[parent] + 1)
+        return tuple(depth)
+
+    @cached_property
+    def groups_of(self) -> Mapping[int, tuple[Group, ...]]:
+        """Parent -> its groups, in the order they are tried."""
+        table: dict[int, list[Group]] = {}
+        for group in self.groups:
+            table.setdefault(group.parent, []).append(group)
+        return {parent: tuple(groups) for parent, groups in table.items()}
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Nodes from the first guess down to ``node``; empty for ROOT."""
+        up = []
+        while node != ROOT:
+            up.append(node)
+            node = self.parent_N[node]
+        return tuple(reversed(up))
+
+    def path_tokens(self, node: int) -> tuple[int, ...]:
+        """Tokens along ``path(node)``."""
+        return tuple(self.token_N[i] for i in self.path(node))
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What a stop rule may read about open branches. It never sees a token not yet drawn.
+
+    Tensors are [F], one entry per open branch of the batch.
+    """
+
+    depth_F: Tensor
+    """int64 depth of the last drawn node."""
+    q_F: Tensor
+    """float32, probability that the drafter gave to the last drawn token."""
+
+
+class StopRule(Protocol):
+    """Decides which branches grow on. Pure; called once per level for the whole batch."""
+
+    def more(self, signals: Signals) -> Tensor:
+        """bool [F]: True where the branch may get children."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Which tree to grow; ``outpace.tree.shapes`` makes and reads it.
+
+    ``parent_N`` is a template in node order (siblings in draw order); None is a chain, as long
+    as the budget allows. A template is cut, never stretched, by a smaller budget.
+    """
+
+    parent_N: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Upper limits of one draft of one sequence."""
+
+    max_nodes: int
+    max_depth: int
+    max_rows: int = 1 << 30
+    """Nodes and riders together."""
+    shape: Shape = Shape()
+    stop: StopRule | None = None
+    """Cutting at a length fixed before drawing, or after a token that is kept, is safe.
+    Dropping a token because of what it turned out to be is not: it biases the output."""
+
+
+NOTHING = Budget(max_nodes=0, max_depth=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A policy's decision for one sequence and one step."""
+
+    drafter: str
+    """Method spec of the drafter to ask; ``"none"`` asks nobody."""
+    budget: Budget
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the policy may know about the batch as a whole."""
+
+    batch: int
+    """Sequences in this step."""
+    context: int
+    """Longest committed length among them, tokens."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Feed:
+    """One sequence's part of a pass: the tokens to append to its cache slot, uncommitted.
+
+    Rows that a slot holds beyond its committed length form its *tail*, in the order in which
+    they were fed. ``KVCache.keep`` commits a path of the tail and drops the rest.
+    """
+
+    slot: int
+    token_J: tuple[int, ...]
+    parent_J: tuple[int, ...]
+    """Tail index of each row's parent, earlier than the row; -1: it follows the committed text."""
+    want: tuple[int, ...] | None = None
+    """Rows (indices into this feed) whose logits are wanted; None means all."""
+    riders: Riders | None = None
+    """Their nodes count from ROOT = row 0 of the slot's tail."""
+    resume: Resume | None = None
+
+    @classmethod
+    def chain(
+        cls, slot: int, tokens: Sequence[int], want: tuple[int, ...] | None = None, start: int = 0
+    ) -> Feed:
+        """Tokens that follow each other; the first follows tail row ``start - 1``."""
+        return cls(slot, tuple(tokens), tuple(range(start - 1, start - 1 + len(tokens))), want)
+
+    @classmethod
+    def tree(cls, slot: int, pending: int, draft: Draft) -> Feed:
+        """The pending token and a draft below it, for a slot without a tail."""
+        return cls(
+            slot,
+            (pending, *draft.token_N),
+            (-1, *(parent + 1 for parent in draft.parent_N)),
+            riders=draft.riders,
+            resume=draft.resume,
+        )
+
+    @property
+    def wanted(self) -> int:
+        """How many rows of logits this feed asks for."""
+        return len(self.token_J) if self.want is None else len(self.want)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """What a pass returns for its feeds. Valid until the end of COMMIT: copy what you keep."""
+
+    logits_TV: Tensor
+    """Wanted rows of all feeds, feed by feed."""
+    start_B: tuple[int, ...]
+    """First row of each feed in ``logits_TV``, then the total."""
+    taps: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> features [rows, H] of all rows fed, feed by feed."""
+    tap_start_B: tuple[int, ...] = (0,)
+    rider_hidden_RH: Tensor | None = None
+    rider_logits_RV: Tensor | None = None
+    rider_start_B: tuple[int, ...] = (0,)
+
+    def of(self, index: int) -> Scored:
+        """The part of one feed, as views."""
+        lo, hi = self.start_B[index], self.start_B[index + 1]
+        taps: dict[str, Tensor] = {}
+        tap_start = (0,)
+        if self.taps:
+            a, b = self.tap_start_B[index], self.tap_start_B[index + 1]
+            taps = {name: rows[a:b] for name, rows in self.taps.items()}
+            tap_start = (0, b - a)
+        riders: tuple[Tensor | None, Tensor | None] = (None, None)
+        rider_start = (0,)
+        if self.rider_hidden_RH is not None:
+            a, b = self.rider_start_B[index], self.rider_start_B[index + 1]
+            logits = self.rider_logits_RV
+            riders = (self.rider_hidden_RH[a:b], None if logits is None else logits[a:b])
+            rider_start = (0, b - a)
+        part = self.logits_TV[lo:hi]
+        return Scored(part, (0, hi - lo), taps, tap_start, *riders, rider_start)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """What the target decided about one draft."""
+
+    kept: tuple[int, ...]
+    """Node indices of the accepted path, root first."""
+    emitted: tuple[int, ...]
+    """The kept tokens, then the one that the target added itself."""
+    laws: tuple[Law, ...] | None = None
+    """True laws of the emitted tokens, where the caller asked for them."""
+    censored: bool = False
+    """A stop cut the emitted tokens short: then ``len(emitted) == len(kept)``, otherwise one
+    more. What would have followed is unknown, so acceptance is not learned from the cut."""
+
+    def cut(self, length: int) -> Verdict:
+        """The same verdict after at most ``length`` emitted tokens (at least one)."""
+        if length >= len(self.emitted):
+            return self
+        laws = None if self.laws is None else self.laws[:length]
+        return Verdict(self.kept[:length], self.emitted[:length], laws, censored=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """Everything that COMMIT tells a drafter or a listener about one sequence."""
+
+    draft: Draft
+    scored: Scored
+    verdict: Verdict
+    fed: tuple[int, ...]
+    """Tokens that entered the cache for good, in order."""
+    row_F: tuple[int, ...]
+    """Rows of the pass that hold the fed tokens; features of ``fed[i]`` are in row ``row_F[i]``."""
+    forced: bool = False
+    """The fed tokens were given (a prompt), not judged. ``verdict.emitted`` then holds the first
+    new token if the prompt is complete, else nothing."""
+    drafter: str = "none"
+    """Who proposed the draft."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowRecord:
+    """One sequence in one step, as numbers."""
+
+    sequence: int
+    drafter: str
+    drafted: int
+    accepted: int
+    emitted: tuple[int, ...]
+    depth: int
+    """Depth of the draft; with ``accepted`` it tells where acceptance stopped."""
+    censored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step, for listeners: traces, benchmarks, metrics, training."""
+
+    index: int
+    rows: tuple[RowRecord, ...]
+    seconds: Mapping[str, float]
+    """Verb -> wall-clock seconds: plan, draft, score, judge, commit."""
+    passed_rows: int
+    """Rows of the target's pass, all sequences together."""

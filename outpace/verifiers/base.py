@@ -1,0 +1,62 @@
+"""The contract of a verifier: a pure function of (draft, target laws, coins)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Protocol
+
+from outpace.coins import Coins
+from outpace.errors import SpecError
+from outpace.types import ROOT, Draft, Drawn, Law, Verdict
+
+
+class TargetLaws(Protocol):
+    """Target laws at the rows of one tree, already warped."""
+
+    def law(self, node: int) -> Law:
+        """The law of the token that follows ``node`` (ROOT: follows the pending token)."""
+        ...
+
+
+class Verifier(ABC):
+    """Decides which path of a draft is kept and which token the target adds."""
+
+    name: ClassVar[str]
+    """As in the registry."""
+    takes: ClassVar[frozenset[Drawn]]
+    """Kinds of groups it can verify without changing the law of the output."""
+    chains_only: ClassVar[bool] = False
+    """Whether it refuses branches."""
+    draws: ClassVar[Drawn]
+    """How a drafter that has a law should draw for it when sampling."""
+    lossless: ClassVar[bool] = True
+
+    def check(self, draft: Draft) -> None:
+        """Raise SpecError, naming a verifier that fits, if this draft is not for this one."""
+        for group in draft.groups:
+            if group.drawn not in self.takes:
+                right = "coupled" if group.drawn is Drawn.COUPLED else "tree"
+                raise SpecError(
+                    f"verifier {self.name!r} cannot take a draft drawn {group.drawn.value!r}; "
+                    f"use verifier={right}"
+                )
+        if self.chains_only and draft.parent_N != tuple(range(ROOT, len(draft) - 1)):
+            raise SpecError(f"verifier {self.name!r} takes chains only; use verifier=tree")
+
+    @abstractmethod
+    def judge(
+        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
+    ) -> Verdict:
+        """Keep a path of ``draft`` and add one token, so that what is emitted has the law p.
+
+        Args:
+            draft: may be empty; then one token is drawn from the law after the pending token.
+            laws: read only at visited nodes.
+            coins: of this step, stream JUDGE.
+            want_laws: whether the verdict shall carry the true laws of the emitted tokens.
+
+        Raises:
+            SpecError: the draft holds groups that this verifier cannot verify.
+
+        Cost: stated by each verifier. Mutates nothing.
+        """
