@@ -40,6 +40,7 @@ from outpace.types import (
 )
 from outpace.verifiers.base import Verifier
 
+
 class Row(Protocol):
     """What a step needs of one sequence; `outpace.engine.sequence` and cascades implement it."""
 
@@ -49,8 +50,10 @@ class Row(Protocol):
     """Committed ids; the last one is pending."""
     slot: int
     warp: Warp
-    states: dict[str, Any]
+    states: Mapping[str, Any]
     """Drafter spec -> this sequence's state; the drafters that may be picked."""
+    budgets: Mapping[str, Budget]
+    """Drafter spec -> the budget that it asks for, preferred drafter first."""
     verifiers: Mapping[str, Verifier]
     """Drafter spec -> verifier of its drafts; ``"none"`` is always among them."""
     policy_state: Any
@@ -128,7 +131,9 @@ def step(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
         kept = (0, *(node + 1 for node in verdict.kept[: len(verdict.emitted) - 1]))
         fed = (row.tokens[-1], *verdict.emitted[:-1])
         outcomes.append(
-            Outcome(draft, scored.of(i), verdict, fed, kept, drafter=plan.drafter)
+            Outcome(
+                draft, scored.of(i), verdict, fed, kept, len(row.tokens) - 1, drafter=plan.drafter
+            )
         )
     _commit(machine, rows, outcomes)
     clock.lap("commit")
@@ -170,7 +175,9 @@ def prefill(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
     for i, (row, chunk) in enumerate(zip(rows, chunks, strict=True)):
         verdict = row.cut(verdicts[i]) if i in verdicts else Verdict((), ())
         outcomes.append(
-            Outcome(draft, scored.of(i), verdict, chunk, tuple(range(len(chunk))), forced=True)
+            Outcome(
+                draft, scored.of(i), verdict, chunk, tuple(range(len(chunk))), held[i], forced=True
+            )
         )
     _commit(machine, rows, outcomes)
     clock.lap("commit")
@@ -251,7 +258,7 @@ def _commit(machine: Machine, rows: Sequence[Row], outcomes: Sequence[Outcome]) 
 
 def _policy_rows(rows: Sequence[Row]) -> list[PolicyRow]:
     return [
-        PolicyRow(row.policy_state, tuple(row.states), row.room(), row.coins(Stream.POLICY))
+        PolicyRow(row.policy_state, row.budgets, row.room(), row.coins(Stream.POLICY))
         for row in rows
     ]
 

@@ -189,7 +189,7 @@ class StopRule(Protocol):
     """Decides which branches grow on. Pure; called once per level for the whole batch."""
 
     def more(self, signals: Signals) -> Tensor:
-        """bool [F]: True where the branch may get children."""
+        """True (bool [F]) where the branch may get children."""
         ...
 
 
@@ -350,6 +350,8 @@ class Outcome:
     """Tokens that entered the cache for good, in order."""
     row_F: tuple[int, ...]
     """Rows of the pass that hold the fed tokens; features of ``fed[i]`` are in row ``row_F[i]``."""
+    start: int
+    """Position of the first fed token in its sequence."""
     forced: bool = False
     """The fed tokens were given (a prompt), not judged. ``verdict.emitted`` then holds the first
     new token if the prompt is complete, else nothing."""

@@ -1,0 +1,1 @@
+"""Everything that may guess the next tokens."""

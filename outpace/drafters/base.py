@@ -25,7 +25,9 @@ class Request:
     """What a drafter may know when a sequence begins."""
 
     prompt: tuple[int, ...]
-    """Ids; committed chunk by chunk through ``observe`` with ``forced``."""
+    """Ids; those after the first ``held`` arrive through ``observe``, ``forced``, in chunks."""
+    held: int = 0
+    """Leading prompt tokens that the target's cache held already, and no pass will show."""
     reference: tuple[int, ...] | None = None
     """An expected output that the caller supplied, if any."""
 
@@ -35,6 +37,8 @@ class Drafter(ABC, Generic[S]):
 
     Config: ClassVar[type]
     """Frozen keyword-only dataclass; its fields are the keys of the method spec."""
+    default_nodes: ClassVar[int] = 0
+    """Length of its chains where the method spec says neither ``tree`` nor ``tree_size``."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """Abilities wanted from the target (``outpace.models.base``: TREE, LAYERS, TAPS, ...)."""
     taps: frozenset[str] = frozenset()

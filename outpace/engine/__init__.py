@@ -1,0 +1,1 @@
+"""Sequences, batches, and the engine that users hold."""

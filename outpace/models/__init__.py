@@ -1,0 +1,1 @@
+"""Targets: models that score many rows in one pass."""

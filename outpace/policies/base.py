@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from outpace.coins import Coins
 from outpace.types import Budget, Load, Plan
@@ -17,8 +17,9 @@ class PolicyRow:
 
     state: Any
     """From ``Policy.begin``."""
-    drafters: tuple[str, ...]
-    """Method specs that may be picked for this sequence; never empty."""
+    drafters: Mapping[str, Budget]
+    """Method specs that may be picked for this sequence, preferred first, each with the budget
+    that its spec asks for; never empty."""
     limit: Budget
     """What the sequence has room for: no plan may ask for more."""
     coins: Coins
@@ -41,6 +42,12 @@ class Evidence:
 class Policy(ABC):
     """Picks drafter and budget for every sequence of a step."""
 
+    Config: ClassVar[type]
+    """Frozen keyword-only dataclass; its fields are the keys of ``policy=NAME[...]``."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
     def begin(self) -> Any:
         """State of a new sequence; None where the policy keeps none."""
         return None
@@ -52,3 +59,13 @@ class Policy(ABC):
     def learn(self, rows: Sequence[PolicyRow], evidence: Sequence[Evidence]) -> None:
         """Update the states in ``rows``. Called once per step, after COMMIT."""
         return
+
+
+def within(budget: Budget, limit: Budget) -> Budget:
+    """The budget, cut to what a sequence has room for."""
+    return replace(
+        budget,
+        max_nodes=min(budget.max_nodes, limit.max_nodes),
+        max_depth=min(budget.max_depth, limit.max_depth),
+        max_rows=min(budget.max_rows, limit.max_rows),
+    )

@@ -1,9 +1,10 @@
 """Tree templates: who hangs from whom, decided before anything is drawn.
 
-    chain            widths 2,2,1           table -1,-1,0,0,1
-    o-o-o-o          o-o-o                  o-o
-                     | +-o-o                | +-o
-                     +-o-o ...              +-o
+    chain      2x1        [-1,-1,0,0]
+
+    *-o-o-o    *-o-o      *-o-o
+                +o-o       | +o
+                           +o
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outpace.errors import SpecError
-from outpace.types import ROOT, Shape
+from outpace.types import ROOT, Budget, Shape
 
 CHAIN = Shape()
 MAX_NODES = 1024
@@ -71,3 +72,32 @@ def children(parents: Sequence[int]) -> dict[int, list[int]]:
     for node, parent in enumerate(parents):
         out.setdefault(parent, []).append(node)
     return out
+
+
+def depth(parents: Sequence[int]) -> int:
+    """Levels of a template."""
+    levels: list[int] = []
+    for parent in parents:
+        levels.append(1 if parent == ROOT else levels[parent] + 1)
+    return max(levels, default=0)
+
+
+def budget(tree: str | None, tree_size: int | None, default_nodes: int) -> Budget:
+    """The budget that a method spec asks for.
+
+    Args:
+        tree: as ``parse_shape`` reads it; None is a chain.
+        tree_size: most nodes; None: the whole template, or ``default_nodes`` for a chain.
+        default_nodes: of the drafter.
+
+    Raises:
+        SpecError: a size below 0 or above MAX_NODES, or an unknown shape.
+    """
+    if tree_size is not None and not 0 <= tree_size <= MAX_NODES:
+        raise SpecError(f"tree_size must be between 0 and {MAX_NODES}, got {tree_size}")
+    shape = CHAIN if tree is None else parse_shape(tree)
+    if shape.parent_N is None:
+        size = default_nodes if tree_size is None else tree_size
+        return Budget(max_nodes=size, max_depth=size)
+    size = len(shape.parent_N) if tree_size is None else min(tree_size, len(shape.parent_N))
+    return Budget(size, depth(shape.parent_N[:size]), shape=shape)

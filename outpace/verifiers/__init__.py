@@ -1,0 +1,1 @@
+"""Which guesses are kept, and what the target adds."""

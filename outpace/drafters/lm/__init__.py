@@ -1,0 +1,1 @@
+"""Guesses from another language model."""

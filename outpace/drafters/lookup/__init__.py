@@ -1,0 +1,1 @@
+"""Guesses from text."""

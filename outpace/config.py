@@ -1,0 +1,161 @@
+"""Method specs, typed configs from text, and the user's folders.
+
+A *method spec* names a method and its settings wherever a drafter is named:
+
+    prompt_lookup
+    draft_model[model=smollm2-135m layers=12 tree=4x2x1 policy=confidence]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from outpace.errors import SpecError, UnknownNameError
+
+C = TypeVar("C")
+
+PLAN_KEYS = ("tree", "tree_size", "verifier", "policy")
+"""Keys that every method takes besides its own config: they say how its drafts are grown,
+verified and budgeted."""
+
+
+@dataclass(frozen=True, slots=True)
+class MethodSpec:
+    """A method and its settings, as the user wrote them. Order of keys does not matter."""
+
+    name: str
+    options: tuple[tuple[str, str], ...] = ()
+    """Sorted (key, text) pairs."""
+
+    @classmethod
+    def parse(cls, text: str) -> MethodSpec:
+        """Read ``NAME`` or ``NAME[key=value key=value]``; values may hold brackets themselves.
+
+        Raises:
+            SpecError: unbalanced brackets, a word without ``=``, a key given twice.
+        """
+        text = text.strip()
+        name, bracket, rest = text.partition("[")
+        name = name.strip()
+        if not name or (bracket and not rest.endswith("]")):
+            raise SpecError(f"cannot read method spec {text!r}; write NAME or NAME[key=value ...]")
+        options: dict[str, str] = {}
+        for word in _words(rest[:-1], text) if bracket else ():
+            key, equals, value = word.partition("=")
+            if not equals or not key or not value:
+                raise SpecError(f"method spec {text!r}: {word!r} is not key=value")
+            if key in options:
+                raise SpecError(f"method spec {text!r} gives {key!r} twice")
+            options[key] = value
+        return cls(name, tuple(sorted(options.items())))
+
+    def __str__(self) -> str:
+        if not self.options:
+            return self.name
+        return f"{self.name}[{' '.join(f'{k}={v}' for k, v in self.options)}]"
+
+    def split(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The method's own options, and those of PLAN_KEYS."""
+        own = {k: v for k, v in self.options if k not in PLAN_KEYS}
+        return own, {k: v for k, v in self.options if k in PLAN_KEYS}
+
+
+def _words(text: str, whole: str) -> list[str]:
+    """Split at spaces outside brackets."""
+    words, depth = [""], 0
+    for char in text:
+        depth += (char == "[") - (char == "]")
+        if depth < 0:
+            break
+        if char == " " and depth == 0:
+            words.append("")
+        else:
+            words[-1] += char
+    if depth:
+        raise SpecError(f"method spec {whole!r}: brackets do not match")
+    return [word for word in words if word]
+
+
+def split_specs(text: str) -> list[str]:
+    """Split a list of specs at commas outside brackets."""
+    specs, depth = [""], 0
+    for char in text:
+        depth += (char == "[") - (char == "]")
+        if char == "," and depth == 0:
+            specs.append("")
+        else:
+            specs[-1] += char
+    return [spec.strip() for spec in specs if spec.strip()]
+
+
+def build(config: type[C], options: Mapping[str, str], who: str) -> C:
+    """Make a frozen config from text options; unknown keys and bad values are errors.
+
+    Args:
+        config: a dataclass whose fields are int, float, bool, str, or ``X | None`` of these.
+        options: field -> text.
+        who: for messages, for example ``"drafter 'prompt_lookup'"``.
+
+    Raises:
+        UnknownNameError: a key that is no field.
+        SpecError: a value that cannot be read, or that the config refuses.
+    """
+    hints = typing.get_type_hints(config)
+    fields = [f.name for f in dataclasses.fields(config)]  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, text in options.items():
+        if key not in fields:
+            raise UnknownNameError(f"setting of {who}", key, [*fields, *PLAN_KEYS])
+        try:
+            values[key] = _read(text, hints[key])
+        except ValueError:
+            raise SpecError(f"{who}: {key}={text!r} is not {_kind(hints[key])}") from None
+    try:
+        return config(**values)
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"{who}: {error}") from None
+
+
+def _read(text: str, hint: Any) -> Any:
+    """Text to a value of the hinted type."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(None) in options and text == "none":
+        return None
+    kind = next(o for o in options if o is not type(None))
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise ValueError
+        return text == "true"
+    return kind(text)
+
+
+def _kind(hint: Any) -> str:
+    if isinstance(hint, types.UnionType):
+        return " or ".join(_kind(option) for option in typing.get_args(hint))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return names.get(hint, "none")
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: ``$OUTPACE_CACHE``, else the user's cache folder."""
+    return _folder("OUTPACE_CACHE", "XDG_CACHE_HOME", ".cache")
+
+
+def data_folder() -> Path:
+    """Where trained drafters are kept: ``$OUTPACE_DATA``, else the user's data folder."""
+    return _folder("OUTPACE_DATA", "XDG_DATA_HOME", ".local/share")
+
+
+def _folder(own: str, xdg: str, home: str) -> Path:
+    if os.environ.get(own):
+        return Path(os.environ[own])
+    if os.environ.get(xdg):
+        return Path(os.environ[xdg]) / "outpace"
+    return Path.home() / home / "outpace"

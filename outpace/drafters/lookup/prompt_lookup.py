@@ -1,0 +1,101 @@
+"""Prompt lookup: what followed these words before may follow them again.
+
+    ... the cat sat on [the cat] -> draft "sat on the"
+
+Strong where the output repeats its input (editing, summarising, retrieval, code); silent
+elsewhere, where it costs a few dictionary reads. Needs no weights and no training.
+
+Source: Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outpace.drafters.base import Drafter, Request
+from outpace.models.base import Target
+from outpace.tree.growth import DraftRow
+from outpace.types import Draft, Outcome
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptLookupConfig:
+    """Settings of the drafter."""
+
+    max_ngram: int = 4
+    """Longest suffix to search for, in tokens. Longer ones are tried first."""
+    min_ngram: int = 2
+    """Shortest suffix worth a draft. 1 drafts nearly always and is nearly always wrong."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise ValueError(
+                f"need 1 <= min_ngram <= max_ngram, got {self.min_ngram} and {self.max_ngram}"
+            )
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """The text so far, and where each n-gram was last followed by something."""
+
+    tokens: list[int] = field(default_factory=list)
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """n-gram -> index of the token that followed its newest occurrence."""
+
+
+class PromptLookup(Drafter[_State]):
+    """Looks the longest recent suffix up in an index of n-grams.
+
+    Cost: O(max_ngram) dictionary operations per token and per draft, and as many entries per
+    token of text.
+    """
+
+    Config = PromptLookupConfig
+    default_nodes = 10
+
+    def __init__(self, config: PromptLookupConfig) -> None:
+        self.config = config
+
+    @classmethod
+    def load(cls, config: PromptLookupConfig, target: Target) -> PromptLookup:
+        """Nothing to load."""
+        return cls(config)
+
+    def begin(self, request: Request) -> _State:
+        """The text that is held already; the rest of the prompt arrives through ``observe``."""
+        state = _State()
+        for token in request.prompt[: request.held]:
+            self._push(state, token)
+        return state
+
+    def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
+        """A chain each, CHOSEN; empty where no suffix of ``min_ngram`` tokens came before."""
+        return [self._propose(row) for row in rows]
+
+    def _propose(self, row: DraftRow[_State]) -> Draft:
+        tokens, ends = row.state.tokens, row.state.ends
+        length = min(row.budget.max_depth, row.budget.max_nodes)
+        for n in range(self.config.max_ngram, self.config.min_ngram - 1, -1):
+            at = ends.get(tuple(tokens[-n:])) if len(tokens) >= n else None
+            if at is not None:
+                found = tokens[at : at + length]
+                period = len(found)
+                # A match that touches the suffix is a loop: let it go round.
+                found += [found[i % period] for i in range(period, length)]
+                return Draft.chosen(found)
+        return Draft()
+
+    def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
+        """Index the new text; an n-gram enters once its successor is known."""
+        for state, outcome in zip(states, outcomes, strict=True):
+            new = outcome.fed if outcome.forced else ()
+            for token in (*new, *outcome.verdict.emitted):
+                self._push(state, token)
+
+    def _push(self, state: _State, token: int) -> None:
+        tokens = state.tokens
+        for n in range(self.config.min_ngram, self.config.max_ngram + 1):
+            if len(tokens) >= n:
+                state.ends[tuple(tokens[-n:])] = len(tokens)
+        tokens.append(token)

@@ -1,0 +1,394 @@
+"""Text to tokens and back: encoding, chat templates, and decoding while tokens still arrive.
+
+Built on the ``tokenizers`` library alone. Decoding is our own and works on bytes, so that a
+stream and a whole text can never disagree.
+"""
+
+import codecs
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from outpace.errors import ModelError, RequestError
+from outpace.models.chat import check_messages, compile_template, render
+from outpace.models.fields import read_json, token_ids
+
+SPACE_MARK = "\u2581"
+"""What SentencePiece writes for a space."""
+
+
+class Tokenizer:
+    """A model's own tokenizer; holds no state of any text."""
+
+    vocab_size: int
+    """Tokens it knows; the model's embedding may have more rows, which decode to nothing."""
+    bos_id: int | None
+    """The token that begins a text."""
+    eos_ids: frozenset[int]
+    """Every token that ends a text."""
+    special_ids: frozenset[int]
+    """Tokens that are never part of a text that a person reads."""
+    chat_template: str | None
+    """The template of ``chat``, in jinja2; None for a model without one."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        named: Mapping[str, str] | None = None,
+        special: Iterable[str] = (),
+        eos_ids: Iterable[int] = (),
+        templates: Mapping[str, str] | None = None,
+    ) -> None:
+        """Wrap a tokenizer of the ``tokenizers`` library, which belongs to this object from now on.
+
+        Args:
+            backend: the tokenizer; padding and truncation are switched off.
+            named: special tokens by role, for example ``{"eos_token": "</s>"}``. Those the
+                vocabulary lacks are left out.
+            special: further special tokens.
+            eos_ids: ids that end a text beside ``eos_token``.
+            templates: chat templates; ``default``, and possibly ``tool_use``.
+
+        Raises:
+            ModelError: the way it decodes is not supported.
+        """
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self._named = {
+            role: token
+            for role, token in (named or {}).items()
+            if backend.token_to_id(token) is not None
+        }
+        added = backend.get_added_tokens_decoder()
+        known = {token.content for token in added.values() if token.special}
+        wanted = [*self._named.values(), *special]
+        extra = [t for t in wanted if t not in known and backend.token_to_id(t) is not None]
+        if extra:
+            backend.add_special_tokens(
+                [tokenizers.AddedToken(token, special=True, normalized=False) for token in extra]
+            )
+            added = backend.get_added_tokens_decoder()
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.bos_id = self._id_of("bos_token")
+        eos_id = self._id_of("eos_token")
+        self.eos_ids = frozenset(eos_ids) | ({eos_id} if eos_id is not None else set())
+        self._templates = dict(templates or {})
+        self.chat_template = self._templates.get("default")
+        self._compiled: dict[str, Any] = {}
+        self._alphabet, self._drops_first_space = _decoding(backend)
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Tokenizer":
+        """Read tokenizer.json and what lies beside it in a model folder.
+
+        Raises:
+            ModelError: a file is missing, corrupt, or of a kind that is not supported.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(
+                f"{folder} holds no tokenizer.json; save its tokenizer with save_pretrained "
+                "of a fast tokenizer"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ModelError(f"cannot read {path}: {error}") from error
+        config = read_json(folder / "special_tokens_map.json") | read_json(
+            folder / "tokenizer_config.json"
+        )
+        named = _named_tokens(config)
+        _set_template(backend, config, named)
+        files = (read_json(folder / "generation_config.json"), read_json(folder / "config.json"))
+        return cls(
+            backend,
+            named=named,
+            special=_more_special(config),
+            eos_ids=[i for file in files for i in token_ids(file, "eos_token_id")],
+            templates=_templates(folder, config),
+        )
+
+    @classmethod
+    def from_transformers(cls, tokenizer: Any) -> "Tokenizer":
+        """Copy a fast tokenizer of transformers that is already in memory.
+
+        Raises:
+            ModelError: it is not backed by the ``tokenizers`` library.
+        """
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, tokenizers.Tokenizer):
+            raise ModelError(
+                f"tokenizer {type(tokenizer).__name__} is not a fast tokenizer of transformers; "
+                "give one backed by the tokenizers library"
+            )
+        template = tokenizer.chat_template
+        templates = template if isinstance(template, Mapping) else {"default": template}
+        named = {role: str(getattr(tokenizer, role)) for role in _ROLES if _has(tokenizer, role)}
+        return cls(
+            tokenizers.Tokenizer.from_str(backend.to_str()),
+            named=named,
+            special=[str(token) for token in tokenizer.all_special_tokens],
+            templates={name: text for name, text in templates.items() if text},
+        )
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Turn text into token ids; special tokens written in the text are recognised.
+
+        Args:
+            text: any text that has a UTF-8 form; the empty text gives only what ``special`` adds.
+            special: add the tokens that the model expects around a text (often the first one).
+
+        Raises:
+            RequestError: not a string, or one with half a surrogate pair.
+        """
+        if not isinstance(text, str):
+            raise RequestError(f"text must be a string, got {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"text has half a surrogate pair at character {error.start}; it has no UTF-8 form"
+            ) from error
+        ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Turn token ids into text.
+
+        Bytes that are not UTF-8 become one U+FFFD per malformed stretch. SentencePiece models
+        drop one space at the start, as they add one when they encode.
+        """
+        stream = TextStream(self, skip_special=skip_special)
+        return stream.push(ids) + stream.flush()
+
+    def token_bytes(self, id: int) -> bytes:
+        """Give the bytes that a token stands for; nothing for an id outside the vocabulary."""
+        known = self._bytes.get(id)
+        if known is None:
+            known = self._bytes[id] = self._spell(self._backend.id_to_token(id))
+        return known
+
+    def text_stream(self, *, skip_special: bool = True) -> "TextStream":
+        """Begin to decode a text whose tokens arrive in portions."""
+        return TextStream(self, skip_special=skip_special)
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Write a conversation as the text that the model was trained on.
+
+        Args:
+            messages: objects with ``role`` and ``content``.
+            generation_prompt: end with the opening of the assistant's answer.
+            tools: JSON schemas of functions that the model may call.
+            variables: more values for the template, for example ``enable_thinking=False``.
+
+        Raises:
+            RequestError: no template, a bad message, or a template that refuses the messages.
+        """
+        checked = check_messages(messages)
+        source = self._templates.get("tool_use") if tools else None
+        source = source or self.chat_template
+        if source is None:
+            raise RequestError(
+                "this model has no chat template; give a raw prompt instead of messages"
+            )
+        if source not in self._compiled:
+            self._compiled[source] = compile_template(source)
+        values = {
+            **self._named,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": generation_prompt,
+            **variables,
+        }
+        return render(self._compiled[source], checked, **values)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """Turn a conversation into token ids; as ``chat_text``, then encoded as it stands."""
+        text = self.chat_text(
+            messages, generation_prompt=generation_prompt, tools=tools, **variables
+        )
+        return self.encode(text, special=False)
+
+    def _id_of(self, role: str) -> int | None:
+        token = self._named.get(role)
+        found: int | None = None if token is None else self._backend.token_to_id(token)
+        return found
+
+    def _spell(self, token: str | None) -> bytes:
+        if token is None:
+            return b""
+        if self._alphabet is None:
+            return _spell_piece(token)
+        if self._alphabet and all(char in self._alphabet for char in token):
+            return bytes(self._alphabet[char] for char in token)
+        # Without any alphabet the vocabulary holds whole words, which are set apart by spaces.
+        return (b"" if self._alphabet else b" ") + token.encode()
+
+
+class TextStream:
+    """Decodes one text from tokens that arrive in portions; cost is linear in the text."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+        """Begin an empty text."""
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at_start = tokenizer._drops_first_space
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Take more tokens and give the text that is certain now.
+
+        A character whose bytes are not all there yet is held back, so pushes and one ``flush``
+        concatenate to what ``Tokenizer.decode`` gives for all the tokens.
+        """
+        spell = self._tokenizer.token_bytes
+        new = b"".join(spell(id) for id in ids if id not in self._skipped)
+        if self._at_start and new:
+            self._at_start = False
+            new = new.removeprefix(b" ")
+        return self._decoder.decode(new)
+
+    def flush(self) -> str:
+        """End the text: give what was held back, as U+FFFD; the stream is empty again."""
+        rest = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        self._at_start = self._tokenizer._drops_first_space
+        return rest
+
+
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+
+def _has(tokenizer: Any, role: str) -> bool:
+    return getattr(tokenizer, role, None) is not None
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Give the character that byte-level vocabularies write for each byte (GPT-2's table).
+
+    Bytes that print in Latin-1 stand for themselves; the others take the characters from 256 on.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }
+
+
+def _decoding(backend: tokenizers.Tokenizer) -> tuple[dict[str, int] | None, bool]:
+    """Say how tokens become bytes.
+
+    Returns:
+        The alphabet of a byte-level vocabulary, an empty one for whole words, None for pieces of
+        SentencePiece; and whether a space at the start of a text is dropped.
+    """
+    if backend.decoder is None:
+        return {}, True
+    state = json.loads(backend.decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return byte_alphabet(), False
+    pieces = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    if steps[:1] == [pieces] and kinds[1:3] == ["ByteFallback", "Fuse"]:
+        if not steps[3:]:
+            return None, False
+        if steps[3:] == [strip]:
+            return None, True
+    raise ModelError(
+        f"tokenizers that decode by {' + '.join(kinds)} are not supported, only byte-level "
+        "and SentencePiece ones"
+    )
+
+
+def _spell_piece(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            return token.encode()
+    return token.replace(SPACE_MARK, " ").encode()
+
+
+def _content(token: Any) -> str | None:
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    contents = {role: _content(config.get(role)) for role in _ROLES}
+    return {role: token for role, token in contents.items() if token is not None}
+
+
+def _more_special(config: Mapping[str, Any]) -> list[str]:
+    found: list[Any] = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        value = config.get(key) or []
+        found += value.values() if isinstance(value, Mapping) else value
+    table = config.get("added_tokens_decoder") or {}
+    found += [entry for entry in table.values() if entry.get("special")]
+    return [token for token in map(_content, found) if token is not None]
+
+
+def _set_template(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]
+) -> None:
+    """Add bos and eos exactly where tokenizer_config.json says so, if it says anything."""
+    if not {"add_bos_token", "add_eos_token"} & set(config):
+        return
+    surround(
+        backend,
+        named.get("bos_token") if config.get("add_bos_token") else None,
+        named.get("eos_token") if config.get("add_eos_token") else None,
+    )
+
+
+def surround(backend: tokenizers.Tokenizer, before: str | None, after: str | None) -> None:
+    """Make ``encode`` put a token before and one after every text; None for none."""
+    single = [token for token in (before, "$A", after) if token is not None]
+    specials = [(t, backend.token_to_id(t)) for t in {before, after} if t is not None]
+    if any(id is None for _, id in specials):
+        raise ModelError(f"the vocabulary lacks the special token {specials[0][0]!r}")
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=single, special_tokens=specials
+    )
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Collect chat templates: those in files win over those in tokenizer_config.json."""
+    said = config.get("chat_template") or read_json(folder / "chat_template.json").get(
+        "chat_template"
+    )
+    templates: dict[str, str] = {}
+    if isinstance(said, str):
+        templates["default"] = said
+    elif isinstance(said, list):
+        templates |= {entry["name"]: entry["template"] for entry in said}
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    if (folder / "chat_template.jinja").is_file():
+        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    return templates

@@ -1,0 +1,119 @@
+"""The one table of methods: name -> where its class is, in one line each.
+
+Classes are imported on first use. A third party adds rows through the entry points
+``outpace.drafters``, ``outpace.verifiers`` and ``outpace.policies``: each names a callable or
+object that is a `Row`, or simply a class with a docstring.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+from outpace.errors import OutpaceError, UnknownNameError
+
+Kind = Literal["drafter", "verifier", "policy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One method."""
+
+    name: str
+    kind: Kind
+    family: str
+    """Drafters: none, lookup, lm, own, heads, compose. Others: their kind."""
+    path: str
+    """``module:Class``."""
+    summary: str
+    """One line for help and docs."""
+    paper: str | None = None
+    lossless: bool = True
+    trained: bool = False
+    """Whether it needs weights of its own."""
+
+
+_BUILTIN = (
+    Row("none", "drafter", "none", "outpace.drafters.none:NoDrafter",
+        "Plain decoding: the empty draft"),
+    Row("prompt_lookup", "drafter", "lookup", "outpace.drafters.lookup.prompt_lookup:PromptLookup",
+        "Repeats what followed the same words earlier; no weights",
+        "Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding"),
+    Row("draft_model", "drafter", "lm", "outpace.drafters.lm.draft_model:DraftModel",
+        "A smaller model with the same vocabulary guesses",
+        "Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318",
+        trained=True),
+    Row("match", "verifier", "verifier", "outpace.verifiers.match:Match",
+        "Draws the target's token and follows the branch that holds it",
+        "SpecInfer's naive sampling, arXiv:2305.09781"),
+    Row("chain", "verifier", "verifier", "outpace.verifiers.chain:Chain",
+        "Rejection sampling along one sampled chain",
+        "Leviathan et al. 2023, arXiv:2211.17192"),
+    Row("tree", "verifier", "verifier", "outpace.verifiers.tree:Tree",
+        "Recursive rejection over all groups of a token tree",
+        "SpecInfer, arXiv:2305.09781; Sequoia, arXiv:2402.12374"),
+    Row("coupled", "verifier", "verifier", "outpace.verifiers.coupled:Coupled",
+        "Draft and target share position-keyed noise: same seed, same text, any drafter",
+        "Gumbel coupling, arXiv:2408.07978"),
+    Row("fixed", "policy", "policy", "outpace.policies.fixed:Fixed",
+        "The same number of guesses at every step"),
+    Row("confidence", "policy", "policy", "outpace.policies.confidence:Confidence",
+        "Stops a branch after a token that the drafter itself held unlikely",
+        "transformers' assistant_confidence_threshold"),
+)
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[tuple[str, str], Row]:
+    """Every method, ours first; read once, never changed."""
+    table: dict[tuple[str, str], Row] = {}
+    foreign = [
+        _foreign(point, kind)
+        for kind, group in (
+            ("drafter", "outpace.drafters"),
+            ("verifier", "outpace.verifiers"),
+            ("policy", "outpace.policies"),
+        )
+        for point in entry_points(group=group)
+    ]
+    for row in (*_BUILTIN, *foreign):
+        if (row.kind, row.name) in table:
+            raise OutpaceError(f"two {row.kind}s are called {row.name!r}; rename the plug-in's")
+        table[row.kind, row.name] = row
+    return table
+
+
+def _foreign(point: Any, kind: Any) -> Row:
+    """The row of an entry point; a bare class is described by its docstring."""
+    found = point.load()
+    if isinstance(found, Row):
+        return found
+    summary = (inspect.getdoc(found) or "").partition("\n")[0]
+    return Row(point.name, kind, "plug-in", f"{found.__module__}:{found.__qualname__}", summary)
+
+
+def rows(kind: Kind | None = None) -> list[Row]:
+    """All methods, or those of one kind, in table order."""
+    return [row for row in _table().values() if kind is None or row.kind == kind]
+
+
+def row(kind: Kind, name: str) -> Row:
+    """One method.
+
+    Raises:
+        UnknownNameError: with near names.
+    """
+    try:
+        return _table()[kind, name]
+    except KeyError:
+        raise UnknownNameError(kind, name, [r.name for r in rows(kind)]) from None
+
+
+def load(kind: Kind, name: str) -> Any:
+    """The class of a method; imports its module on first use."""
+    module, _, cls = row(kind, name).path.partition(":")
+    return getattr(importlib.import_module(module), cls)
