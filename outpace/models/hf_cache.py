@@ -43,6 +43,8 @@ class Spot:
     """Storage row."""
     length: int
     """L: storage rows that the pass can see."""
+    read: int
+    """Rows of the longest slot that were stored before the pass."""
 
 
 class _Layer:
@@ -59,9 +61,6 @@ class _Layer:
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store the new rows and give all rows that the pass may see, both [B, K, ., D]."""
         return self.cache.write(self.index, key, value, self.spot)
-
-    def get_seq_length(self) -> int:
-        return self.spot.length - 1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.spot.length, 0
@@ -95,13 +94,16 @@ class GatherCache(KVCache):
             for column, row in enumerate(span)
         ]
         index_4T = torch.tensor(places, device=self._device).T
-        return Spot(tuple(slots), *index_4T, length=max(span.stop for span in rows))
+        length, width = max(span.stop for span in rows), max(len(span) for span in rows)
+        return Spot(tuple(slots), *index_4T, length=length, read=length - width)
 
     def adapter(self, spot: Spot) -> Any:
         """Give the cache object to hand to the model for the pass at ``spot``."""
         from transformers.cache_utils import Cache
 
-        return Cache(layers=[_Layer(self, spot, i) for i in range(len(self._stores))])
+        whole: Any = Cache(layers=[_Layer(self, spot, i) for i in range(len(self._stores))])
+        whole.get_seq_length = lambda layer_idx=0: spot.read
+        return whole
 
     def write(self, layer: int, key: Tensor, value: Tensor, spot: Spot) -> tuple[Tensor, Tensor]:
         """Store [B, K, J, D] and give views [B, K, L, D] of all rows of the pass's slots."""

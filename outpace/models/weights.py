@@ -1,18 +1,12 @@
-"""Weights on disk, read one tensor at a time.
-
-Files are read with plain reads and never mapped: a mapped file stays resident once touched,
-and a model that is repacked layer by layer would be in memory twice.
-"""
+"""Checkpoints: a model on disk, and its tensors one at a time."""
 
 import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -20,6 +14,7 @@ from torch import Tensor
 from outpace.errors import ModelError
 from outpace.models.families import DecoderConfig, GenerationDefaults
 from outpace.models.fields import read_json
+from outpace.models.places import Place, read_bytes, read_plain
 from outpace.models.text import Tokenizer
 
 DTYPES = {
@@ -29,22 +24,6 @@ DTYPES = {
     "BF16": torch.bfloat16,
 }
 """Element types of safetensors files that can be read."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where one tensor lies."""
-
-    path: Path
-    """The file."""
-    start: int
-    """First byte in the file."""
-    size: int
-    """Bytes."""
-    shape: tuple[int, ...]
-    """Shape, rows first."""
-    kind: str
-    """Element type in the file's own words."""
 
 
 class Checkpoint(ABC):
@@ -66,22 +45,24 @@ class Checkpoint(ABC):
         """Build the tokenizer; a new one at every call."""
 
     @abstractmethod
-    def _read(self, name: str, place: Place) -> Tensor:
+    def _read(self, name: str, place: Place, dtype: torch.dtype | None) -> Tensor:
         """Read one tensor that exists."""
 
     def note(self, dtype: torch.dtype) -> str | None:
         """Say in one line what loading in ``dtype`` expands, or None if nothing is quantized."""
         return None
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read one tensor into memory of its own; nothing is kept here.
 
         Args:
             name: its Hugging Face name, as in ``DecoderConfig.tensor_shapes``.
+            dtype: what to convert to. Asking for it here costs less memory than converting
+                later: quantized tensors are expanded and converted in small portions.
 
         Returns:
-            A contiguous CPU tensor, in the stored dtype (safetensors) or float32 (GGUF, except
-            that F16 and BF16 stay as they are).
+            A contiguous CPU tensor. Without ``dtype`` it is of the stored dtype, or float32 if
+            it is quantized.
 
         Raises:
             ModelError: no such tensor, or the file changed since it was opened.
@@ -90,7 +71,7 @@ class Checkpoint(ABC):
             place = self.places[name]
         except KeyError as error:
             raise ModelError(f"{self.name} has no tensor {name!r}") from error
-        return self._read(name, place)
+        return self._read(name, place, dtype)
 
     def __contains__(self, name: str) -> bool:
         """Whether there is a tensor of this name."""
@@ -153,44 +134,8 @@ class SafetensorsCheckpoint(Checkpoint):
         """Build the tokenizer from the files of the folder."""
         return Tokenizer.from_folder(self.folder)
 
-    def _read(self, name: str, place: Place) -> Tensor:
-        tensor = torch.empty(place.shape, dtype=DTYPES[place.kind])
-        if place.size:
-            read_into(place, memoryview(tensor.view(-1).view(torch.uint8).numpy()))
-        return tensor
-
-
-def read_bytes(path: Path, start: int, size: int) -> bytes:
-    """Read a stretch of a file; a short read is a ModelError."""
-    content = bytearray(size)
-    _fill(path, start, memoryview(content))
-    return bytes(content)
-
-
-def read_into(place: Place, buffer: memoryview) -> None:
-    """Fill ``buffer`` with the bytes of a tensor."""
-    _fill(place.path, place.start, buffer)
-
-
-def _fill(path: Path, start: int, buffer: memoryview) -> None:
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            done = _read_all(file, buffer)
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
-    if done < len(buffer):
-        raise ModelError(f"{path} is truncated: it ends at byte {start + done}")
-
-
-def _read_all(file: BinaryIO, buffer: memoryview) -> int:
-    done = 0
-    while done < len(buffer):
-        count = file.readinto(buffer[done:])  # type: ignore[attr-defined]
-        if not count:
-            break
-        done += count
-    return done
+    def _read(self, name: str, place: Place, dtype: torch.dtype | None) -> Tensor:
+        return read_plain(place, DTYPES[place.kind], dtype)
 
 
 def _find_tensors(folder: Path) -> tuple[tuple[Path, ...], dict[str, Place]]:

@@ -1,0 +1,85 @@
+"""A conversation that keeps what it has read: each turn feeds only what is new."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from outpace.engine.engine import Engine
+from outpace.engine.results import Chunk
+from outpace.errors import RequestError
+from outpace.sampling import SamplingParams
+
+
+class Conversation:
+    """Chat turns over one cache slot of an engine.
+
+    The prefix of the dialogue stays in the cache between turns; where the chat template spells
+    an earlier answer otherwise than it was generated, the cache is cut back to the common part.
+
+    Args:
+        engine: must outlive the conversation.
+        params: sampling settings of every turn.
+        system: a system message to begin with.
+        drafter: method spec in place of the engine's own.
+        reproducible: as in ``Engine.generate``.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: SamplingParams | None = None,
+        *,
+        system: str | None = None,
+        drafter: str | None = None,
+        reproducible: bool = False,
+    ) -> None:
+        self.engine = engine
+        self.params = params or SamplingParams()
+        self.messages: list[dict[str, Any]] = []
+        """The dialogue so far; only whole turns are in it."""
+        if system is not None:
+            self.messages.append({"role": "system", "content": system})
+        self._drafter = drafter
+        self._reproducible = reproducible
+        self._slot: int | None = None
+        self.held = 0
+        """Prompt tokens of the last turn that were in the cache already."""
+
+    def send(self, text: str) -> Iterator[Chunk]:
+        """Stream the answer to a message; a turn broken off leaves the dialogue unchanged.
+
+        Raises:
+            RequestError: an empty message, or a dialogue that outgrew the context.
+        """
+        engine = self.engine
+        if not text.strip():
+            raise RequestError("the message is empty; say something")
+        messages = [*self.messages, {"role": "user", "content": text}]
+        ids = engine.encode(messages)
+        params = replace(self.params.resolved(engine.target.defaults), n=1)
+        engine.check(ids, params)
+        method = engine.method(self._drafter or engine.drafter)
+        verifier = engine.verifier(method, self._reproducible)
+        if self._slot is None:
+            self._slot = engine.cache.open()
+        # The last prompt token is always fed anew: its pass yields the first token.
+        self.held = engine.cache.sync(self._slot, ids[:-1])
+        seed = secrets.randbits(48) if params.seed is None else params.seed
+        row = engine.running(ids, params, seed, self._slot, method, verifier)
+        return self._turn(row, messages)
+
+    def _turn(self, row: Any, messages: list[dict[str, Any]]) -> Iterator[Chunk]:
+        for chunk in self.engine.chunks([row], keep_slots=True):
+            if chunk.result is not None:
+                answer = {"role": "assistant", "content": chunk.result.text}
+                self.messages = [*messages, answer]
+            yield chunk
+
+    def close(self) -> None:
+        """Give the cache slot back."""
+        if self._slot is not None:
+            self.engine.cache.close(self._slot)
+            self._slot = None

@@ -1,0 +1,332 @@
+"""The engine that users hold: load a model once, generate from it with any drafter."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from outpace import registry
+from outpace.config import MethodSpec
+from outpace.drafters.base import Request
+from outpace.engine.method import Method, make
+from outpace.engine.results import Chunk, Result
+from outpace.engine.scheduler import run
+from outpace.engine.sequence import Sequence as Running
+from outpace.engine.sequence import Setup
+from outpace.errors import RequestError, SpecError
+from outpace.models.base import Target
+from outpace.models.load import load_target
+from outpace.sampling import SamplingParams, Warp
+from outpace.step import Machine
+from outpace.stops import StopChecker
+from outpace.types import StepRecord
+from outpace.verifiers.base import Verifier
+
+DEFAULT_DRAFTER = "prompt_lookup"
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or chat messages with ``role`` and ``content``."""
+
+
+class Engine:
+    """A target with its drafters. Answers are the target's own, whatever drafts.
+
+    Not thread-safe: one call at a time.
+    """
+
+    def __init__(self, target: Target, drafter: str = DEFAULT_DRAFTER, *,
+                 allow_lossy: bool = False) -> None:
+        self.target = target
+        self.allow_lossy = allow_lossy
+        self.drafter = str(MethodSpec.parse(drafter))
+        self.listeners: list[Callable[[StepRecord], None]] = []
+        """Called after every step with its record."""
+        self._methods: dict[str, Method] = {}
+        self.cache = target.new_cache()
+        """Keys and values of running sequences and conversations, one slot each."""
+        self._coupled: Verifier = make("verifier", MethodSpec("coupled"))
+        self._count = 0
+        self.method(self.drafter)
+
+    @classmethod
+    def load(
+        cls,
+        model: Any,
+        *,
+        drafter: str = DEFAULT_DRAFTER,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "cpu",
+        tokenizer: Any = None,
+        allow_lossy: bool = False,
+    ) -> Engine:
+        """Load a model and a drafter for it.
+
+        Args:
+            model: a name (``smollm2-135m``), folder, GGUF file, hub id, or a transformers
+                model that is already in memory.
+            drafter: method spec of the drafter to use unless a call names another.
+            dtype: ``float32``, ``bfloat16``, or ``auto``, the faster of the two here.
+            device: where to compute.
+            tokenizer: of an in-memory model; a transformers tokenizer.
+            allow_lossy: permit verifiers that change the law of the output.
+
+        Raises:
+            ModelError, UnknownNameError, SpecError: with one line that says what to do.
+        """
+        MethodSpec.parse(drafter)
+        registry.row("drafter", MethodSpec.parse(drafter).name)
+        target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
+        return cls(target, drafter, allow_lossy=allow_lossy)
+
+    def method(self, spec: str) -> Method:
+        """The drafter of a spec, loaded on first use and kept."""
+        parsed = MethodSpec.parse(spec)
+        if str(parsed) not in self._methods:
+            self._methods[str(parsed)] = Method(parsed, self.target, self.allow_lossy)
+        return self._methods[str(parsed)]
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        drafter: str | None = None,
+        reproducible: bool = False,
+        chat: bool = False,
+        **settings: Any,
+    ) -> Any:
+        """Answer one prompt, or a batch of prompts in one go.
+
+        Args:
+            prompt: text, token ids, chat messages, or a list of such prompts.
+            params: sampling settings for all prompts, or one per prompt.
+            drafter: method spec, in place of the engine's own.
+            reproducible: the same seed gives the same text with any drafter and with none.
+            chat: wrap text prompts in the model's chat template.
+            **settings: fields of SamplingParams, in place of ``params``.
+
+        Returns:
+            A Result for a single prompt with ``n=1``; otherwise a list of them, prompt by
+            prompt, ``n`` for each.
+
+        Raises:
+            RequestError: empty or overlong prompt, or settings out of range.
+        """
+        prompts, single = as_prompts(prompt)
+        rows = self._start(prompts, _settle(params, settings, len(prompts)), drafter,
+                           reproducible, chat)
+        for _ in self._run(rows):
+            pass
+        results: list[Result] = [row.result() for row in rows]
+        return results[0] if single and len(results) == 1 else results
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        drafter: str | None = None,
+        reproducible: bool = False,
+        chat: bool = False,
+        **settings: Any,
+    ) -> Iterator[Chunk]:
+        """Like ``generate``, piece by piece; the last chunk of each answer carries its Result.
+
+        Bad input raises at once, not at the first chunk. Closing the iterator ends the request.
+        """
+        prompts, _ = as_prompts(prompt)
+        rows = self._start(prompts, _settle(params, settings, len(prompts)), drafter,
+                           reproducible, chat)
+        return self.chunks(rows)
+
+    def chunks(self, rows: list[Running], keep_slots: bool = False) -> Iterator[Chunk]:
+        """Run sequences to their ends and hand out what becomes readable."""
+        place = {row.number: i for i, row in enumerate(rows)}
+        for part in self._run(rows, keep_slots):
+            for row in part:
+                for chunk in row.chunks:
+                    yield replace(chunk, index=place[row.number])
+                row.chunks.clear()
+
+    def encode(self, prompt: Prompt, *, chat: bool = False) -> tuple[int, ...]:
+        """Token ids of a prompt, as ``generate`` would feed it."""
+        if len(prompt) == 0:
+            raise RequestError("the prompt is empty; give some text or token ids")
+        if isinstance(prompt, str):
+            tokenizer = self._tokenizer("a text prompt")
+            if chat:
+                return tuple(tokenizer.chat([{"role": "user", "content": prompt}]))
+            return tuple(tokenizer.encode(prompt))
+        if prompt and isinstance(prompt[0], Mapping):
+            return tuple(self._tokenizer("chat messages").chat(prompt))
+        return tuple(int(token) for token in prompt)  # type: ignore[arg-type]
+
+    def _tokenizer(self, what: str) -> Any:
+        if self.target.tokenizer is None:
+            raise RequestError(f"{what} needs a tokenizer, and {self.target.name} has none; "
+                               "give token ids, or Engine.load(..., tokenizer=...)")
+        return self.target.tokenizer
+
+    def _start(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        drafter: str | None,
+        reproducible: bool,
+        chat: bool,
+    ) -> list[Running]:
+        """Check everything, then open slots: bad input leaves nothing behind."""
+        method = self.method(drafter or self.drafter)
+        ready = []
+        for prompt, asked in zip(prompts, params, strict=True):
+            ids = self.encode(prompt, chat=chat)
+            resolved = asked.resolved(self.target.defaults)
+            self.check(ids, resolved)
+            for index in range(resolved.n):
+                seed = secrets.randbits(48) if resolved.seed is None else resolved.seed + index
+                ready.append((ids, resolved, seed))
+        verifier = self.verifier(method, reproducible)
+        return [
+            self.running(ids, resolved, seed, self.cache.open(), method, verifier)
+            for ids, resolved, seed in ready
+        ]
+
+    def running(
+        self,
+        ids: tuple[int, ...],
+        params: SamplingParams,
+        seed: int,
+        slot: int,
+        method: Method,
+        verifier: Verifier,
+    ) -> Running:
+        """A sequence whose slot may hold a prefix of its prompt already."""
+        self._count += 1
+        request = Request(prompt=ids, held=self.cache.length(slot))
+        tokenizer = self.target.tokenizer
+        return Running(
+            number=self._count,
+            prompt=ids,
+            params=params,
+            warp=Warp(params, ids, self.eos_ids, self.target.vocab_size),
+            stops=StopChecker(
+                params, self.eos_ids, None if tokenizer is None else tokenizer.text_stream()
+            ),
+            seed=seed,
+            slot=slot,
+            setup=Setup(
+                drafter=method.spec,
+                states={method.spec: method.drafter.begin(request)},
+                budgets={method.spec: method.budget},
+                verifiers={method.spec: verifier, "none": verifier},
+                policy_state=method.policy.begin(),
+                lossless=verifier.lossless,
+            ),
+            max_positions=self.target.max_positions,
+        )
+
+    def verifier(self, method: Method, reproducible: bool) -> Verifier:
+        """Who verifies this method's drafts; SpecError if the two wishes contradict."""
+        if reproducible:
+            if method.names_verifier and method.verifier_spec.name != "coupled":
+                raise SpecError(f"reproducible text needs verifier=coupled, not "
+                                f"{method.verifier_spec}; drop one of the two")
+            return self._coupled
+        return method.verifier
+
+    def check(self, ids: tuple[int, ...], params: SamplingParams) -> None:
+        """Raise RequestError unless this prompt can be served with these settings."""
+        if not ids:
+            raise RequestError("the prompt has no tokens; give some text or token ids")
+        over = len(ids) - (self.target.max_positions - 1)
+        if over > 0:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, {over} more than fit: {self.target.name} has "
+                f"a context of {self.target.max_positions} and needs room for one new token"
+            )
+        wrong = next((t for t in ids if not 0 <= t < self.target.vocab_size), None)
+        if wrong is not None:
+            raise RequestError(
+                f"token {wrong} is outside the vocabulary of {self.target.name} "
+                f"(0 to {self.target.vocab_size - 1})"
+            )
+        params.check_vocab(self.target.vocab_size)
+
+    def _run(self, rows: list[Running], keep_slots: bool = False) -> Iterator[list[Running]]:
+        """Run a batch; slots and drafter states are given back however it ends."""
+        method = self._methods[rows[0].setup.drafter]
+        machine = Machine(
+            self.target,
+            self.cache,
+            {method.spec: method.drafter},
+            method.policy,
+            listeners=tuple(self.listeners),
+        )
+        living = set(rows)
+        try:
+            for part in run(machine, rows):
+                for row in part:
+                    if row.finished:
+                        living.discard(row)
+                        self._finish(row, method, keep_slots)
+                yield part
+        finally:
+            for row in living:
+                self._finish(row, method, keep_slots)
+
+    def _finish(self, row: Running, method: Method, keep_slot: bool) -> None:
+        if not keep_slot:
+            self.cache.close(row.slot)
+        method.drafter.end(row.states[method.spec])
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Every token that ends a text: the tokenizer's and the generation config's."""
+        ids: frozenset[int] = frozenset()
+        if self.target.tokenizer is not None:
+            ids |= self.target.tokenizer.eos_ids
+        if self.target.defaults is not None:
+            ids |= frozenset(self.target.defaults.eos_ids)
+        return ids
+
+
+def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
+    """Tell one prompt from a batch of prompts.
+
+    Returns:
+        The prompts, and whether a single one was given.
+    """
+    if isinstance(prompt, str):
+        return [prompt], True
+    if hasattr(prompt, "tolist"):  # a tensor or array of ids
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence):
+        raise RequestError(
+            f"a prompt is text, token ids or chat messages, got {type(prompt).__name__}"
+        )
+    if prompt and isinstance(prompt[0], str | Sequence) and not isinstance(prompt[0], Mapping):
+        return list(prompt), False
+    return [prompt], True
+
+
+def _settle(
+    params: SamplingParams | Sequence[SamplingParams] | None, settings: dict[str, Any], count: int
+) -> list[SamplingParams]:
+    """One SamplingParams per prompt."""
+    if params is not None and settings:
+        raise RequestError(f"give params or settings ({', '.join(settings)}), not both")
+    if params is None:
+        try:
+            params = SamplingParams(**settings)
+        except TypeError as error:
+            raise RequestError(f"unknown setting: {error}") from None
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} params for {count} prompts; give one each, or one")
+    return list(params)

@@ -1,0 +1,60 @@
+"""From a method spec to a drafter that is ready to run, with budget, verifier and policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outpace import registry
+from outpace.config import MethodSpec, build
+from outpace.drafters.base import Drafter
+from outpace.errors import SpecError
+from outpace.models.base import Target
+from outpace.policies.base import Policy
+from outpace.tree.shapes import budget
+from outpace.types import Budget
+from outpace.verifiers.base import Verifier
+
+
+class Method:
+    """A drafter that is ready to run, with its budget, verifier and policy.
+
+    Args:
+        spec: as the user wrote it.
+        target: the model it drafts for.
+        allow_lossy: whether a verifier that changes the law of the output may be named.
+    """
+
+    def __init__(self, spec: MethodSpec, target: Target, allow_lossy: bool = False) -> None:
+        own, plan = spec.split()
+        who = f"drafter {spec.name!r}"
+        cls: type[Drafter[Any]] = registry.load("drafter", spec.name)
+        target.require(cls.needs, who)
+        self.spec = str(spec)
+        size = read_size(plan.get("tree_size"), who)
+        self.budget: Budget = budget(plan.get("tree"), size, cls.default_nodes)
+        self.verifier_spec = MethodSpec.parse(plan.get("verifier", "tree"))
+        self.names_verifier = "verifier" in plan
+        self.verifier: Verifier = make("verifier", self.verifier_spec)
+        self.policy: Policy = make("policy", MethodSpec.parse(plan.get("policy", "fixed")))
+        if not self.verifier.lossless and not allow_lossy:
+            raise SpecError(
+                f"verifier {self.verifier_spec} changes the law of the output; "
+                "say allow_lossy=True if that is what you want"
+            )
+        self.drafter = cls.load(build(cls.Config, own, who), target)
+
+
+def read_size(text: str | None, who: str) -> int | None:
+    """Read ``tree_size``."""
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise SpecError(f"{who}: tree_size={text!r} is not a whole number") from None
+
+
+def make(kind: registry.Kind, spec: MethodSpec) -> Any:
+    """A verifier or policy from its spec."""
+    cls = registry.load(kind, spec.name)
+    return cls(build(cls.Config, dict(spec.options), f"{kind} {spec.name!r}"))
