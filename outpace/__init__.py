@@ -3,19 +3,25 @@
     >>> import outpace
     >>> engine = outpace.Engine.load("smollm2-135m")
     >>> print(engine.generate("Water boils at", max_new_tokens=20).text)
+
+Names are imported on first use, so that a command which needs no model does not wait for torch.
 """
 
-from outpace.engine.conversation import Conversation
-from outpace.engine.engine import Engine
-from outpace.engine.results import Chunk, Counters, Result
-from outpace.errors import (
-    ModelError,
-    OutpaceError,
-    RequestError,
-    SpecError,
-    UnknownNameError,
-)
-from outpace.sampling import SamplingParams
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outpace.engine.conversation import Conversation
+    from outpace.engine.engine import Engine
+    from outpace.engine.results import Chunk, Counters, Result
+    from outpace.errors import (
+        ModelError,
+        OutpaceError,
+        RequestError,
+        SpecError,
+        UnknownNameError,
+    )
+    from outpace.sampling import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -33,3 +39,23 @@ __all__ = [
     "UnknownNameError",
     "__version__",
 ]
+
+_HOME = {
+    "Chunk": "outpace.engine.results",
+    "Conversation": "outpace.engine.conversation",
+    "Counters": "outpace.engine.results",
+    "Engine": "outpace.engine.engine",
+    "ModelError": "outpace.errors",
+    "OutpaceError": "outpace.errors",
+    "RequestError": "outpace.errors",
+    "Result": "outpace.engine.results",
+    "SamplingParams": "outpace.sampling",
+    "SpecError": "outpace.errors",
+    "UnknownNameError": "outpace.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'outpace' has no attribute {name!r}")

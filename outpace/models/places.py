@@ -45,8 +45,8 @@ def read_bytes(path: Path, start: int, size: int) -> bytes:
 def read_plain(place: Place, stored: torch.dtype, dtype: torch.dtype | None) -> Tensor:
     """Read a tensor whose elements lie one after the other, and convert it to ``dtype``."""
     tensor = torch.empty(place.shape, dtype=stored)
-    whole = memoryview(tensor.view(-1).view(torch.uint8).numpy())
-    for _ in _fill(place.path, place.start, whole, max(place.size, 1)):
+    view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    for _ in _fill(place.path, place.start, view, place.size):
         pass
     return tensor if dtype is None else tensor.to(dtype)
 
@@ -54,10 +54,25 @@ def read_plain(place: Place, stored: torch.dtype, dtype: torch.dtype | None) -> 
 def read_portions(place: Place, portion: int) -> Iterator[Tensor]:
     """Read a tensor as uint8 in portions of so many bytes; each is valid until the next."""
     buffer = torch.empty(min(portion, place.size), dtype=torch.uint8)
-    view = memoryview(buffer.numpy())
-    left = place.size
+    for count in _fill(place.path, place.start, memoryview(buffer.numpy()), place.size):
+        yield buffer[:count]
+
+
+def _fill(path: Path, start: int, buffer: memoryview, size: int) -> Iterator[int]:
+    """Fill ``buffer`` again and again from ``size`` bytes of a file; yield how full it is."""
+    done = 0
     try:
-        with place.path.open("rb", buffering=0) as file:
-            file.seek(place.start)
-            while left:
-                count = min(portion, left)
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while done < size:
+                wanted = min(len(buffer), size - done)
+                got = 0
+                while got < wanted:
+                    count = file.readinto(buffer[got:wanted])
+                    if not count:
+                        raise ModelError(f"{path} is truncated: it ends at byte {start + done + got}")
+                    got += count
+                done += wanted
+                yield wanted
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
