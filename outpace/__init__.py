@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         SpecError,
         UnknownNameError,
     )
-    from outpace.sampling import SamplingParams
+    from outpace.params import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -49,7 +49,7 @@ _HOME = {
     "OutpaceError": "outpace.errors",
     "RequestError": "outpace.errors",
     "Result": "outpace.engine.results",
-    "SamplingParams": "outpace.sampling",
+    "SamplingParams": "outpace.params",
     "SpecError": "outpace.errors",
     "UnknownNameError": "outpace.errors",
 }

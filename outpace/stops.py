@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from outpace.errors import RequestError
-from outpace.sampling import SamplingParams
+from outpace.params import SamplingParams
 
 FinishReason = Literal["stop", "length"]
 """``stop``: an end-of-sequence id, a stop id or a stop string; ``length``: max_new_tokens."""
@@ -58,6 +58,7 @@ class StopChecker:
         self._stream = stream
         self._parts: list[str] = []
         self._taken = 0
+        self._longest = max(map(len, params.stop), default=1) - 1
         self._held = ""  # the longest end of the text that may yet become a stop string
 
     @property
@@ -86,65 +87,59 @@ class StopChecker:
             tokens: emitted since the last call. Those that are kept count as committed.
 
         Returns:
-            How many of them to keep, and the reason if the text ends there. A token that ends
-            the text and also uses up ``max_new_tokens`` gives ``stop``.
+            How many of them to keep, and the reason if the text ends there. A token that both
+            stops the text and uses up ``max_new_tokens`` gives ``stop``.
+
+        Cost: host only; O(characters x stop strings).
         """
         assert self.reason is None, "the text has ended"
         for length, token in enumerate(tokens, 1):
             self.generated += 1
-            if self._may_stop and token in self._ends:
-                if self._params.include_stop and token in self._params.stop_token_ids:
-                    self._push(token)
-                self._end("stop")
-            elif self._push(token):
-                self.reason = "stop"
+            stops = self._may_stop and token in self._ends
+            shown = self._params.include_stop and token in self._params.stop_token_ids
+            if self._stream is not None and (shown or not stops):
+                self._read(self._stream.push((token,)))
+            if stops:
+                self.close("stop")
             elif self.generated >= self._params.max_new_tokens:
-                self._end("length")
+                self.close("length")
             if self.reason is not None:
                 return length, self.reason
         return len(tokens), None
 
-    def close(self) -> None:
-        """Release held text of a sequence that ends for an outside reason. Twice is harmless."""
-        if self._held or self._stream is not None:
-            tail = "" if self._stream is None else self._stream.flush()
-            if not self._read(tail):
-                self._parts.append(self._held)
-            self._held, self._stream = "", None
+    def close(self, reason: FinishReason = "length") -> None:
+        """End the text here and release what is held back; harmless if it has ended.
+
+        ``cut`` calls it; others call it when something outside ends a sequence, such as a
+        full context. The last characters may still complete a stop string: then that counts.
+        """
+        if self._stream is not None:
+            self._read(self._stream.flush())
+        if self.reason is None:
+            self._end(self._held, reason)
+
+    def _end(self, text: str, reason: FinishReason) -> None:
+        self._parts.append(text)
+        self.reason, self._held, self._stream = reason, "", None
 
     @property
     def _may_stop(self) -> bool:
         return self.generated > self._params.min_tokens
 
-    def _end(self, reason: FinishReason) -> None:
-        """End at the last token kept, unless the flushed text completes a stop string."""
-        before = self._stream is not None and self._read(self._stream.flush())
-        self.reason = "stop" if before else reason
-        self._parts.append(self._held)
-        self._held, self._stream = "", None
-
-    def _push(self, token: int) -> bool:
-        return self._stream is not None and self._read(self._stream.push((token,)))
-
-    def _read(self, piece: str) -> bool:
-        """Take in new text; True if it completes a stop string, which ends the text."""
-        old, text = len(self._held), self._held + piece
-        if self._may_stop:
-            hits = [
-                (start + len(stop), start)
-                for stop in self._params.stop
-                if (start := text.find(stop, max(0, old - len(stop) + 1))) >= 0
-            ]
-            if hits:
-                end, start = min(hits)
-                self._parts.append(text[: end if self._params.include_stop else start])
-                self._held = ""
-                return True
-        keep = next(
-            n
-            for n in range(min(len(text), self._longest), -1, -1)
-            if n == 0 or any(len(s) > n and s.startswith(text[-n:]) for s in self._params.stop)
-        )
+    def _read(self, piece: str) -> None:
+        """Take in new text: end at a stop string, else release what cannot belong to one."""
+        params, old, text = self._params, len(self._held), self._held + piece
+        hits = [
+            (start + len(stop), start)
+            for stop in params.stop
+            if self._may_stop and (start := text.find(stop, max(0, old - len(stop) + 1))) >= 0
+        ]
+        if hits:
+            end, start = min(hits)
+            self._end(text[: end if params.include_stop else start], "stop")
+            return
+        keep = min(len(text), self._longest)
+        while keep and not any(len(s) > keep and s.startswith(text[-keep:]) for s in params.stop):
+            keep -= 1
         self._parts.append(text[: len(text) - keep])
         self._held = text[len(text) - keep :]
-        return False

@@ -108,11 +108,11 @@ class Sequence:
 
     def cut(self, verdict: Verdict) -> Verdict:
         """Shorten a verdict at the first stop, and note why the text ends there."""
-        left = self._max_positions - len(self.tokens) + 1
-        emitted = verdict.emitted[:left]
-        length, self.finish_reason = self.stops.cut(emitted)
+        left = self._max_positions - len(self.tokens)
+        length, self.finish_reason = self.stops.cut(verdict.emitted[:left])
         if self.finish_reason is None and length == left:
-            self.finish_reason = "length"
+            self.stops.close("length")
+            self.finish_reason = self.stops.reason
         return verdict.cut(length)
 
     def extend(self, outcome: Outcome) -> None:
@@ -134,7 +134,7 @@ class Sequence:
         else:
             self._count(outcome)
         self._last = now
-        text = self.stops.take_text(final=self.finished)
+        text = self.stops.take()
         self._text += text
         result = self.result() if self.finished else None
         self.chunks.append(

@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from outpace.errors import ModelError, RequestError
+from outpace.models.fields import brief
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -107,7 +108,8 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
                 "give a string or a list of text parts"
             )
         checked.append({**message, "content": content})
-    return _plain("messages", checked)
+    plain: list[dict[str, Any]] = _plain("messages", checked)
+    return plain
 
 
 def render(template: "Template", messages: list[dict[str, Any]], **variables: Any) -> str:
@@ -116,13 +118,14 @@ def render(template: "Template", messages: list[dict[str, Any]], **variables: An
     Raises:
         RequestError: the template refuses these messages, in the template's own words.
     """
-    from jinja2.exceptions import TemplateError
-
     try:
         return template.render(messages=messages, **_plain("chat template arguments", variables))
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise RequestError(f"the model's chat template refuses these messages: {reason}") from error
+    except RequestError:
+        raise
+    except Exception as error:  # a template is foreign code and may raise anything
+        raise RequestError(
+            f"the model's chat template refuses these messages: {brief(error)}"
+        ) from error
 
 
 def _text_of(part: Any, number: int) -> str:
@@ -139,4 +142,4 @@ def _plain(what: str, value: Any) -> Any:
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
-        raise RequestError(f"{what} must be plain JSON data: {error}") from error
+        raise RequestError(f"{what} must be plain JSON data: {brief(error)}") from error

@@ -219,6 +219,7 @@ class DecoderConfig:
 
 
 def unsupported(name: object) -> ModelError:
+    """Give the error for an architecture that is not in ``FAMILIES``."""
     return ModelError(f"architecture {name!r} is not supported; supported: {', '.join(FAMILIES)}")
 
 

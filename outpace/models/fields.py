@@ -73,6 +73,11 @@ def token_ids(file: Mapping[str, Any], key: str) -> list[int]:
     return [i for i in values if i is not None and i >= 0]
 
 
+def brief(error: BaseException) -> str:
+    """Give what another library's error says, on one line of at most 200 characters."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; a file that is absent reads as an empty one.
 

@@ -27,7 +27,7 @@ def expand(packed: Tensor, kind: str) -> Tensor:
     Returns:
         float32, one-dimensional.
     """
-    block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    _, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     fast = _FAST.get(kind)
     if fast is None:
         blocks = packed.view(-1, block_bytes).numpy()

@@ -1,7 +1,8 @@
 """GGUF files: header, and tensors dequantized one at a time.
 
 The header is read here and not by ``gguf.GGUFReader``: that one makes an array of every token
-and merge (2.1 s for a vocabulary of 49k, against 0.1 s) and maps the weights for good. Format: version 3 of the GGUF specification, ggml project.
+and merge (2.1 s for a vocabulary of 49k, against 0.1 s) and maps the weights for good.
+Format: version 3 of the GGUF specification, ggml project.
 """
 
 import math
@@ -28,7 +29,19 @@ QUANTIZED = (
 )
 """Types that are expanded to float32."""
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY = 8, 9
 
 

@@ -24,9 +24,10 @@ from outpace.models.families import (
 from outpace.models.fields import Fields
 from outpace.models.gguf_file import PLAIN, read_header, read_tensor
 from outpace.models.gguf_text import build_tokenizer, end_ids
+from outpace.models.places import Place
 from outpace.models.rope import Rope
 from outpace.models.text import Tokenizer
-from outpace.models.weights import Checkpoint, Place
+from outpace.models.weights import Checkpoint
 
 _WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -67,7 +68,7 @@ class GGUFCheckpoint(Checkpoint):
         header = read_header(path)
         self.path, self.name = path, name or path.stem
         self.files, self.metadata = (path,), header.metadata
-        if header.metadata.get("split.count", 1) > 1:
+        if Fields(str(path), {}, header.metadata).whole("split.count") not in (None, 1):
             raise ModelError(f"{path} is one part of a set; merge it with llama-gguf-split first")
         family = header.metadata.get("general.architecture")
         if family not in FAMILIES:
@@ -150,6 +151,8 @@ def read_config(
         raise ModelError("the file has no tensor token_embd.weight, so it is not a whole model")
     heads, hidden = read.count("attention.head_count"), read.count("embedding_length")
     layers = read.count("block_count")
+    if layers > len(shapes):
+        raise ModelError(f"block_count {layers} does not fit a file of {len(shapes)} tensors")
     head_dim = read.count("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if (other := read.count(key, head_dim)) != head_dim:

@@ -11,8 +11,9 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from outpace.errors import ModelError
-from outpace.models.fields import Fields
-from outpace.models.text import SPACE_MARK, Tokenizer, surround
+from outpace.models.fields import Fields, brief
+from outpace.models.text import SPACE_MARK, Tokenizer
+from outpace.models.text_files import surround
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -92,7 +93,9 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     except ModelError:
         raise
     except Exception as error:  # the library raises bare Exception
-        raise ModelError(f"the tokenizer in the GGUF metadata is corrupt: {error}") from error
+        raise ModelError(
+            f"the tokenizer in the GGUF metadata is corrupt: {brief(error)}"
+        ) from error
     before = named.get("bos_token") if metadata.get(_ADD_BOS, begins) else None
     after = named.get("eos_token") if metadata.get(_ADD_EOS, False) else None
     if before or after:
@@ -213,9 +216,7 @@ def merges_by_score(
     return [(vocabulary[left], vocabulary[right]) for _, _, left, right in ranked]
 
 
-def _mark(
-    backend: tokenizers.Tokenizer, vocabulary: Sequence[str], types: Sequence[int]
-) -> None:
+def _mark(backend: tokenizers.Tokenizer, vocabulary: Sequence[str], types: Sequence[int]) -> None:
     """Make tokens of their own of everything that must never be cut up."""
     special, plain = [], []
     for token, kind in zip(vocabulary, types, strict=True):

@@ -35,10 +35,21 @@ WAYS = ("gather", "resume", "single", "whole")
 """How a model can be run, best first: trees over our own storage; chains that continue its own
 cache; the same, one token at a time; no cache at all."""
 
+_SLOW = {
+    "single": "this model one token at a time",
+    "whole": "the whole text again in every pass over this model",
+}
 _NO_LIMIT = 1 << 20
 """Context of a model that states none, such as a recurrent one."""
 _REPLAY = 16
 """Accepted tokens that a pass reads again beside its new rows, before a pass of their own."""
+_ROUNDING = {8: 1e-9, 4: 3e-5, 2: 0.1}
+"""Bytes of the dtype -> mean error that rounding may cause, in standard deviations of a logit.
+
+Measured on a model of 30 layers: 4e-6 in float32, 0.005 in float16, 0.03 in bfloat16; and 0.6
+when the mask is ignored."""
+_PADDING = 16
+"""Rows of padding that cost less than a forward of its own (measured: 16 to 24)."""
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 
 
@@ -94,6 +105,8 @@ class HFTarget(Target):
         self.vocab_size = int(self._forward(torch.zeros(1, 1, dtype=torch.int64)).logits.shape[-1])
         self.way = next(way for way in self._possible() if self._reproduces(way))
         taps = {TAPS} if "output_hidden_states" in self._takes else set()
+        if self.note is None and self.way in _SLOW:
+            self.note = f"transformers reads {_SLOW[self.way]}; drafts save little"
         self.can = frozenset(taps | {TREE} if self.way == "gather" else taps)
 
     @property
@@ -281,19 +294,18 @@ class HFTarget(Target):
         ids = [(7 * i + 3) % self.vocab_size for i in range(7)]
         other = (ids[5] + 1) % self.vocab_size
         with self._borrowed():
-            plain = {
-                path: self._forward(torch.tensor([path])).logits[0].float()
-                for path in ((*ids[:5], other), tuple(ids), tuple(ids[:5]))
-            }
-        wanted_V = torch.stack([plain[(*ids[:5], other)][-1], plain[tuple(ids)][-1]])
+            wanted_V = torch.stack(
+                [
+                    self._forward(torch.tensor([path])).logits[0, -1].float()
+                    for path in ([*ids[:5], other], ids)
+                ]
+            )
         try:
             tried_V = self._try(ids, other)
         except Exception:  # whatever an architecture cannot do, another way can
             return False
-        # Plain forwards of different length already differ by rounding; allow some more.
-        noise = float((plain[tuple(ids)][4] - plain[tuple(ids[:5])][4]).abs().mean())
-        allowed = max(8 * noise, 16 * torch.finfo(self.dtype).eps * float(wanted_V.std()))
-        return float((tried_V - wanted_V).abs().mean()) <= allowed
+        error = float((tried_V - wanted_V).abs().mean() / wanted_V.std())
+        return error <= _ROUNDING[self.dtype.itemsize]
 
     def _try(self, ids: Sequence[int], other: int) -> Tensor:
         """Score ``other`` after five ids, and all ids, in passes that also hold other rows."""
@@ -375,14 +387,16 @@ def _layer_kinds(config: Any) -> dict[str, int | None] | None:
 
 
 def _similar(feeds: Sequence[Feed]) -> list[list[int]]:
-    """Group feeds so that padding at most doubles the rows of a forward."""
+    """Group feeds that share a forward: padding costs few rows, or less than the rows do."""
     groups: list[list[int]] = []
     for i in sorted(range(len(feeds)), key=lambda i: -len(feeds[i].token_J)):
-        if groups and len(feeds[groups[-1][0]].token_J) <= 2 * len(feeds[i].token_J):
+        rows = len(feeds[i].token_J)
+        longest = len(feeds[groups[-1][0]].token_J) if groups else 0
+        if groups and longest <= max(2 * rows, rows + _PADDING):
             groups[-1].append(i)
         else:
             groups.append([i])
-    return [sorted(group) for group in groups]
+    return groups
 
 
 def _starts(counts: Sequence[int]) -> tuple[int, ...]:

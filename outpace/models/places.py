@@ -45,7 +45,7 @@ def read_bytes(path: Path, start: int, size: int) -> bytes:
 def read_plain(place: Place, stored: torch.dtype, dtype: torch.dtype | None) -> Tensor:
     """Read a tensor whose elements lie one after the other, and convert it to ``dtype``."""
     tensor = torch.empty(place.shape, dtype=stored)
-    view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    view = tensor.view(-1).view(torch.uint8).numpy().data
     for _ in _fill(place.path, place.start, view, place.size):
         pass
     return tensor if dtype is None else tensor.to(dtype)
@@ -54,7 +54,7 @@ def read_plain(place: Place, stored: torch.dtype, dtype: torch.dtype | None) -> 
 def read_portions(place: Place, portion: int) -> Iterator[Tensor]:
     """Read a tensor as uint8 in portions of so many bytes; each is valid until the next."""
     buffer = torch.empty(min(portion, place.size), dtype=torch.uint8)
-    for count in _fill(place.path, place.start, memoryview(buffer.numpy()), place.size):
+    for count in _fill(place.path, place.start, buffer.numpy().data, place.size):
         yield buffer[:count]
 
 
@@ -70,7 +70,7 @@ def _fill(path: Path, start: int, buffer: memoryview, size: int) -> Iterator[int
                 while got < wanted:
                     count = file.readinto(buffer[got:wanted])
                     if not count:
-                        raise ModelError(f"{path} is truncated: it ends at byte {start + done + got}")
+                        raise ModelError(f"{path} is truncated: it lacks byte {start + done + got}")
                     got += count
                 done += wanted
                 yield wanted

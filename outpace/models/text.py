@@ -14,7 +14,14 @@ import tokenizers
 
 from outpace.errors import ModelError, RequestError
 from outpace.models.chat import check_messages, compile_template, render
-from outpace.models.fields import read_json, token_ids
+from outpace.models.fields import brief, read_json, token_ids
+from outpace.models.text_files import (
+    ROLES,
+    chat_templates,
+    more_special,
+    named_tokens,
+    surround_as_said,
+)
 
 SPACE_MARK = "\u2581"
 """What SentencePiece writes for a space."""
@@ -100,19 +107,25 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise ModelError(f"cannot read {path}: {error}") from error
+            raise ModelError(f"cannot read {path}: {brief(error)}") from error
         config = read_json(folder / "special_tokens_map.json") | read_json(
             folder / "tokenizer_config.json"
         )
-        named = _named_tokens(config)
-        _set_template(backend, config, named)
+        try:
+            named = named_tokens(config)
+            special, templates = more_special(config), chat_templates(folder, config)
+        except (KeyError, TypeError, AttributeError, OSError, UnicodeDecodeError) as error:
+            raise ModelError(
+                f"the tokenizer files of {folder} are corrupt: {brief(error)}"
+            ) from error
+        surround_as_said(backend, config, named)
         files = (read_json(folder / "generation_config.json"), read_json(folder / "config.json"))
         return cls(
             backend,
             named=named,
-            special=_more_special(config),
+            special=special,
             eos_ids=[i for file in files for i in token_ids(file, "eos_token_id")],
-            templates=_templates(folder, config),
+            templates=templates,
         )
 
     @classmethod
@@ -130,7 +143,7 @@ class Tokenizer:
             )
         template = tokenizer.chat_template
         templates = template if isinstance(template, Mapping) else {"default": template}
-        named = {role: str(getattr(tokenizer, role)) for role in _ROLES if _has(tokenizer, role)}
+        named = {role: str(getattr(tokenizer, role)) for role in ROLES if _has(tokenizer, role)}
         return cls(
             tokenizers.Tokenizer.from_str(backend.to_str()),
             named=named,
@@ -159,13 +172,20 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
         return ids
 
-    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+    def decode(
+        self, ids: Iterable[int], *, skip_special: bool = True, continues: bool = False
+    ) -> str:
         """Turn token ids into text.
 
-        Bytes that are not UTF-8 become one U+FFFD per malformed stretch. SentencePiece models
-        drop one space at the start, as they add one when they encode.
+        Bytes that are not UTF-8 become one U+FFFD per malformed stretch.
+
+        Args:
+            ids: any ids; those outside the vocabulary stand for nothing.
+            skip_special: leave special tokens out.
+            continues: the ids continue a text. Otherwise SentencePiece models drop one space at
+                the start, as they add one when they encode.
         """
-        stream = TextStream(self, skip_special=skip_special)
+        stream = TextStream(self, skip_special=skip_special, continues=continues)
         return stream.push(ids) + stream.flush()
 
     def token_bytes(self, id: int) -> bytes:
@@ -175,9 +195,9 @@ class Tokenizer:
             known = self._bytes[id] = self._spell(self._backend.id_to_token(id))
         return known
 
-    def text_stream(self, *, skip_special: bool = True) -> "TextStream":
-        """Begin to decode a text whose tokens arrive in portions."""
-        return TextStream(self, skip_special=skip_special)
+    def text_stream(self, *, skip_special: bool = True, continues: bool = False) -> "TextStream":
+        """Begin to decode a text whose tokens arrive in portions; arguments as in ``decode``."""
+        return TextStream(self, skip_special=skip_special, continues=continues)
 
     def chat_text(
         self,
@@ -249,12 +269,15 @@ class Tokenizer:
 class TextStream:
     """Decodes one text from tokens that arrive in portions; cost is linear in the text."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
-        """Begin an empty text."""
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False
+    ) -> None:
+        """Begin a text; arguments as in ``Tokenizer.decode``."""
+        self._spell = tokenizer.token_bytes
         self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at_start = tokenizer._drops_first_space
+        self._drops_first_space = tokenizer._drops_first_space and not continues
+        self._at_start = self._drops_first_space
 
     def push(self, ids: Iterable[int]) -> str:
         """Take more tokens and give the text that is certain now.
@@ -262,8 +285,7 @@ class TextStream:
         A character whose bytes are not all there yet is held back, so pushes and one ``flush``
         concatenate to what ``Tokenizer.decode`` gives for all the tokens.
         """
-        spell = self._tokenizer.token_bytes
-        new = b"".join(spell(id) for id in ids if id not in self._skipped)
+        new = b"".join(self._spell(id) for id in ids if id not in self._skipped)
         if self._at_start and new:
             self._at_start = False
             new = new.removeprefix(b" ")
@@ -273,11 +295,8 @@ class TextStream:
         """End the text: give what was held back, as U+FFFD; the stream is empty again."""
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
-        self._at_start = self._tokenizer._drops_first_space
+        self._at_start = self._drops_first_space
         return rest
-
-
-_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
 def _has(tokenizer: Any, role: str) -> bool:
@@ -330,65 +349,3 @@ def _spell_piece(token: str) -> bytes:
         except ValueError:
             return token.encode()
     return token.replace(SPACE_MARK, " ").encode()
-
-
-def _content(token: Any) -> str | None:
-    if isinstance(token, Mapping):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    contents = {role: _content(config.get(role)) for role in _ROLES}
-    return {role: token for role, token in contents.items() if token is not None}
-
-
-def _more_special(config: Mapping[str, Any]) -> list[str]:
-    found: list[Any] = []
-    for key in ("additional_special_tokens", "extra_special_tokens"):
-        value = config.get(key) or []
-        found += value.values() if isinstance(value, Mapping) else value
-    table = config.get("added_tokens_decoder") or {}
-    found += [entry for entry in table.values() if entry.get("special")]
-    return [token for token in map(_content, found) if token is not None]
-
-
-def _set_template(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]
-) -> None:
-    """Add bos and eos exactly where tokenizer_config.json says so, if it says anything."""
-    if not {"add_bos_token", "add_eos_token"} & set(config):
-        return
-    surround(
-        backend,
-        named.get("bos_token") if config.get("add_bos_token") else None,
-        named.get("eos_token") if config.get("add_eos_token") else None,
-    )
-
-
-def surround(backend: tokenizers.Tokenizer, before: str | None, after: str | None) -> None:
-    """Make ``encode`` put a token before and one after every text; None for none."""
-    single = [token for token in (before, "$A", after) if token is not None]
-    specials = [(t, backend.token_to_id(t)) for t in {before, after} if t is not None]
-    if any(id is None for _, id in specials):
-        raise ModelError(f"the vocabulary lacks the special token {specials[0][0]!r}")
-    backend.post_processor = tokenizers.processors.TemplateProcessing(
-        single=single, special_tokens=specials
-    )
-
-
-def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Collect chat templates: those in files win over those in tokenizer_config.json."""
-    said = config.get("chat_template") or read_json(folder / "chat_template.json").get(
-        "chat_template"
-    )
-    templates: dict[str, str] = {}
-    if isinstance(said, str):
-        templates["default"] = said
-    elif isinstance(said, list):
-        templates |= {entry["name"]: entry["template"] for entry in said}
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
-    if (folder / "chat_template.jinja").is_file():
-        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    return templates

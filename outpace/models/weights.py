@@ -125,7 +125,12 @@ class SafetensorsCheckpoint(Checkpoint):
         self.config = DecoderConfig.from_hf(config)
         self.files, self.places = _find_tensors(folder)
         self._check_shapes()
-        self._tokenizer_config = read_json(folder / "tokenizer_config.json")
+        for tensor in self.config.tensor_shapes():
+            if (place := self.places[tensor]).kind not in DTYPES:
+                raise ModelError(
+                    f"{place.path}: {tensor!r} is stored as {place.kind}, which is not supported; "
+                    f"supported: {', '.join(DTYPES)}"
+                )
         self.defaults = GenerationDefaults.from_hf(
             read_json(folder / "generation_config.json"), config, config.get("text_config") or {}
         )
@@ -185,6 +190,8 @@ def _read_header(path: Path) -> dict[str, Place]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path} has a corrupt header: {error}") from error
     for name, place in places.items():
+        if place.start < 8 + length or place.size < 0:
+            raise ModelError(f"{path} has a corrupt header: {name!r} lies inside it")
         if place.kind in DTYPES:
             needed = math.prod(place.shape) * DTYPES[place.kind].itemsize
             if place.size != needed:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outpace.errors import ModelError, UnknownNameError
+from outpace.models.fields import brief
 from outpace.models.weights import Checkpoint, SafetensorsCheckpoint
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -117,5 +118,4 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
     except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"cannot get model {name!r} from the hub: {reason}") from error
+        raise ModelError(f"cannot get model {name!r} from the hub: {brief(error)}") from error

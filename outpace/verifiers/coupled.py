@@ -21,7 +21,7 @@ from typing import ClassVar
 from outpace.coins import Coins
 from outpace.types import ROOT, Draft, Drawn, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
-from outpace.verifiers.match import follow
+from outpace.verifiers.rules import follow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

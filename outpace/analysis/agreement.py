@@ -1,0 +1,135 @@
+"""Fast verifiers against their oracles: the same coins must give the same verdicts.
+
+Both read the same float32 laws, but the oracle computes in float64. A coin that lies within
+rounding distance (about 1e-7) of a threshold may thus decide otherwise; with the fixed seeds used
+here none does, and with others one in a million would.
+
+Shape letters: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import torch
+
+from outpace.analysis.tables import RIGHT, Context, NodeLaws, Sapling, World
+from outpace.coins import KeyedCoins, Stream
+from outpace.types import ROOT, Drawn, Law
+from outpace.verifiers.oracle import ORACLES
+
+Edit = Callable[[Law], Law]
+
+
+@dataclass(frozen=True, slots=True)
+class OracleReport:
+    """How often a fast verifier decided as its oracle."""
+
+    cases: int
+    agreed: int
+
+
+def _dense(law: Law) -> Law:
+    return Law(law.prob_S.float())
+
+
+def _wide(law: Law) -> Law:
+    return law
+
+
+def _top(law: Law, k: int) -> Law:
+    at = law.prob_S.topk(min(k, len(law.prob_S))).indices.sort(descending=True).values
+    return Law((law.prob_S[at] / law.prob_S[at].sum()).float(), at)
+
+
+def _few(law: Law) -> Law:
+    return _top(law, 20)
+
+
+def _many(law: Law) -> Law:
+    return _top(law, 200)
+
+
+def _greedy(law: Law) -> Law:
+    return _top(law, 1)
+
+
+def _reduced(law: Law) -> Law:
+    """Over the first half of the ids, stored without ids."""
+    half_S = law.prob_S[: (len(law.prob_S) + 1) // 2]
+    return Law((half_S / half_S.sum()).float())
+
+
+class Likely(World):
+    """A world whose drafters know something of the target, so that drafts get accepted."""
+
+    def _law(self, which: int, context: Context, edit: Edit) -> Law:
+        if (which, context) not in self._known:
+            law_V = torch.zeros(self.vocab, dtype=torch.float64)
+            for part, weight in ((0, 1.0 if which == 0 else 0.7), (which, 0.3 * (which > 0))):
+                rng = np.random.default_rng((self.seed, part, len(context), *context))
+                law_V += weight * torch.from_numpy(rng.dirichlet(np.full(self.vocab, 0.05)) + 1e-9)
+            self._known[which, context] = edit(Law(law_V / law_V.sum()))
+        return self._known[which, context]
+
+
+REGIMES: tuple[tuple[int, Edit, Edit, bool], ...] = (
+    *product(
+        (5, 300, 2000),
+        (_dense, _wide, _few, _many, _greedy),
+        (_dense, _few, _many, _greedy, _reduced),
+        (False,),
+    ),
+    (300, _dense, _dense, True),
+    (300, _few, _few, True),
+)
+"""(vocabulary, form of p, form of q, whether q equals p)."""
+
+
+def _grow(s: Sapling, rng: np.random.Generator, kinds: list[Drawn], chain: bool) -> None:
+    """Hang random groups below random nodes; a chain gets one draw per node."""
+    nodes = [ROOT]
+    for _ in range(int(rng.integers(0, 13))):
+        parent = nodes[-1] if chain else nodes[int(rng.integers(len(nodes)))]
+        drawn = kinds[int(rng.integers(len(kinds)))]
+        count = 1 if chain else int(rng.integers(1, 6))
+        drafter = int(rng.integers(1, 3))
+        if drawn is Drawn.CHOSEN:
+            fresh = s.top(parent, count, drafter)
+        else:
+            fresh = s.sample(parent, drawn, count, drafter)
+        nodes += [node for node in dict.fromkeys(fresh) if node not in nodes]
+
+
+def check_oracle(seed: int = 0, cases: int = 231) -> dict[str, OracleReport]:
+    """Compare verdicts on random trees, in every regime of laws.
+
+    Args:
+        seed: of laws, trees and coins.
+        cases: per verifier; regimes take turns.
+
+    Returns:
+        Verifier name -> report. ``agreed == cases`` unless a verifier is wrong.
+
+    Cost: a few milliseconds per case.
+    """
+    return {name: _compare(name, seed, cases) for name in RIGHT}
+
+
+def _compare(name: str, seed: int, cases: int) -> OracleReport:
+    verifier, agreed = RIGHT[name], 0
+    kinds = sorted(verifier.takes, key=lambda drawn: drawn.value)
+    for case in range(cases):
+        vocab, p_edit, q_edit, same = REGIMES[case % len(REGIMES)]
+        world = Likely(seed * cases + case, vocab, p_edit, q_edit, same)
+        sapling = Sapling(world, KeyedCoins(seed, case, Stream.DRAFT))
+        _grow(sapling, np.random.default_rng((seed, case)), kinds, verifier.chains_only)
+        draft = sapling.done()
+        laws, judge = NodeLaws(world, draft), KeyedCoins(seed, case, Stream.JUDGE)
+        fast = verifier.judge(draft, laws, judge, want_laws=True)
+        slow = ORACLES[name](draft, laws, judge, vocab)
+        agreed += (fast.kept, fast.emitted) == (slow.kept, slow.emitted)
+    return OracleReport(cases, agreed)

@@ -1,0 +1,234 @@
+"""Known-wrong rules. The law test must catch each of them, or it proves nothing.
+
+Most are mistakes that shipped somewhere: the wrong q, siblings touched after they were drawn, a
+residual that forgets something, a coin used twice.
+
+Shape letters: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outpace.analysis.enumeration import Coin, EnumeratingCoins
+from outpace.analysis.tables import RIGHT, Recipe, Sapling, World, best, chain, fan, step_error
+from outpace.coins import Coins
+from outpace.types import ROOT, Draft, Drawn, Group, Law, Verdict
+from outpace.verifiers.base import TargetLaws, Verifier
+from outpace.verifiers.tree import Tree, TreeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    """A known-wrong rule: right parts, with one of them replaced."""
+
+    name: str
+    verifiers: tuple[str, ...]
+    """Those that it can be planted under."""
+    recipe: Recipe
+    wrong: Callable[[Verifier], Verifier] = lambda verifier: verifier
+    coins: type[Any] = EnumeratingCoins
+
+    def error(self, verifier: str, world: World) -> float:
+        """Largest error of the law of the output."""
+        return step_error(self.wrong(RIGHT[verifier]), self.recipe, world, self.coins)
+
+
+# Drafts that are not what they say -----------------------------------------------------------
+
+
+def argmax_with_softmax(s: Sapling) -> None:
+    """The favourite, reported as a draw from q."""
+    q = s.world.q(())
+    s.hang(ROOT, Drawn.IID, q.top(1), q)
+
+
+def other_temperature(s: Sapling) -> None:
+    """Drawn from q, reported as drawn at half the temperature."""
+    q = s.world.q(())
+    sharp_V = q.prob_S**2
+    s.hang(ROOT, Drawn.IID, s.draws(q, Drawn.IID, 1, ROOT, 1), Law(sharp_V / sharp_V.sum()))
+
+
+def dropped_if_unlikely(s: Sapling) -> None:
+    """A drawn token is thrown away because its own q is low."""
+    q = s.world.q(())
+    tokens = [t for t in s.draws(q, Drawn.IID, 1, ROOT, 1) if q.prob(t) > 0.3]
+    s.hang(ROOT, Drawn.IID, tokens, q)
+
+
+def ranked_after_drawing(s: Sapling) -> None:
+    """Siblings are sorted by q after they were drawn."""
+    q = s.world.q(())
+    tokens = s.draws(q, Drawn.DISTINCT, 2, ROOT, 1)
+    s.hang(ROOT, Drawn.DISTINCT, sorted(tokens, key=q.prob, reverse=True), q)
+
+
+def best_of_two_draws(s: Sapling) -> None:
+    """Two are drawn, the likelier one is kept."""
+    q = s.world.q(())
+    tokens = s.draws(q, Drawn.DISTINCT, 2, ROOT, 1)
+    s.hang(ROOT, Drawn.IID, [max(tokens, key=q.prob)], q)
+
+
+def merged_repeats(s: Sapling) -> None:
+    """A token that was drawn twice is tried once."""
+    q = s.world.q(())
+    s.hang(ROOT, Drawn.IID, list(dict.fromkeys(s.draws(q, Drawn.IID, 2, ROOT, 1))), q)
+
+
+def distinct_called_iid(s: Sapling) -> None:
+    """Drawn without replacement, verified with q as it was for the first draw."""
+    q = s.world.q(())
+    s.hang(ROOT, Drawn.IID, s.draws(q, Drawn.DISTINCT, 2, ROOT, 1), q)
+
+
+def groups_share_a_coin(s: Sapling) -> None:
+    """Two drafters draw with the same coin."""
+    for drafter in (1, 2):
+        q = s.world.q((), drafter)
+        s.hang(ROOT, Drawn.IID, s.draws(q, Drawn.IID, 1, ROOT, 1), q)
+
+
+def tail_tried_first(s: Sapling) -> None:
+    """A chosen token that depends on a draw is tried before that draw."""
+    q = s.world.q(())
+    (x,) = s.draws(q, Drawn.IID, 1, ROOT, 1)
+    s.hang(ROOT, Drawn.CHOSEN, [(x + 1) % s.world.vocab])
+    s.hang(ROOT, Drawn.IID, [x], q)
+
+
+# Coins that are used twice -------------------------------------------------------------------
+
+
+class OneStream(EnumeratingCoins):
+    """Drafter and judge draw from the same stream."""
+
+    def _named(self, *key: int) -> Coin:
+        return (self.seed, 0, self.level, self.position, *key)
+
+
+class OneCoinPerNode(EnumeratingCoins):
+    """The key leaves out which draw at the node it is."""
+
+    def _named(self, *key: int) -> Coin:
+        return (self.seed, int(self.stream), self.level, self.position, key[0])
+
+
+class OneCoinPerStep(EnumeratingCoins):
+    """The key leaves out the node."""
+
+    def _named(self, *key: int) -> Coin:
+        return (self.seed, int(self.stream), self.level, self.position, key[-1])
+
+
+class OneRacePerStep(EnumeratingCoins):
+    """Races are keyed by the pending position alone."""
+
+    def race(self, law: Law, depth: int, count: int = 1) -> list[int]:
+        return super().race(law, 1, count)
+
+
+class TurnedOver(EnumeratingCoins):
+    """Keeps with probability q / p."""
+
+    def flip(self, prob: float, *key: int) -> bool:
+        return super().flip(1 / prob if prob > 0 else 0.0, *key)
+
+
+# Verifiers that forget -----------------------------------------------------------------------
+
+
+class Wrapped(Verifier):
+    """A verifier whose answer is spoiled."""
+
+    name = "wrapped"
+    takes = frozenset(Drawn)
+    draws = Drawn.CHOSEN
+
+    def __init__(self, right: Verifier) -> None:
+        self.right = right
+
+    def judge(
+        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
+    ) -> Verdict:
+        return self.right.judge(draft, laws, coins, want_laws=want_laws)
+
+
+class ForgetsQ(Wrapped):
+    """After a refusal the extra token is drawn from p."""
+
+    def judge(
+        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
+    ) -> Verdict:
+        verdict = super().judge(draft, laws, coins, want_laws=want_laws)
+        node = verdict.kept[-1] if verdict.kept else ROOT
+        extra = coins.choose(laws.law(node), node, -2)
+        return replace(verdict, emitted=(*verdict.emitted[:-1], extra))
+
+
+class DrawsAgain(Wrapped):
+    """A token of the target that no child carries is drawn once more."""
+
+    def judge(
+        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
+    ) -> Verdict:
+        verdict = super().judge(draft, laws, coins, want_laws=want_laws)
+        node = verdict.kept[-1] if verdict.kept else ROOT
+        if node not in draft.groups_of:
+            return verdict
+        extra = coins.choose(laws.law(node), node, -2)
+        return replace(verdict, emitted=(*verdict.emitted[:-1], extra))
+
+
+class StartsOver(Tree):
+    """Every sibling is tried against p, as if none had been refused before it."""
+
+    def _pick(
+        self, draft: Draft, groups: Sequence[Group], p: Law, coins: Coins
+    ) -> tuple[int | None, Law]:
+        assert isinstance(coins, EnumeratingCoins)
+        rest = p
+        for group in groups:
+            for node in group.nodes:
+                alone = replace(group, nodes=(node,))
+                fresh = replace(coins, level=1 + node)
+                child, rest = super()._pick(draft, (alone,), p, fresh)
+                if child is not None:
+                    return child, p
+        return None, rest
+
+
+_CHAIN, _TREE = ("chain", "tree"), ("tree",)
+_PICKERS, _ALL = ("match", "coupled"), ("match", "chain", "tree", "coupled")
+
+PLANTED = (
+    Planted(name="argmax draft, softmax q", verifiers=_CHAIN, recipe=argmax_with_softmax),
+    Planted(name="q of another temperature", verifiers=_CHAIN, recipe=other_temperature),
+    Planted(name="unlikely draws dropped", verifiers=_CHAIN, recipe=dropped_if_unlikely),
+    Planted(name="best of two draws", verifiers=_CHAIN, recipe=best_of_two_draws),
+    Planted(name="siblings ranked after drawing", verifiers=_TREE, recipe=ranked_after_drawing),
+    Planted(name="repeated draws merged", verifiers=_TREE, recipe=merged_repeats),
+    Planted(name="distinct verified as iid", verifiers=_TREE, recipe=distinct_called_iid),
+    Planted(name="groups share a draft coin", verifiers=_TREE, recipe=groups_share_a_coin),
+    Planted(name="tail tried before its draw", verifiers=_TREE, recipe=tail_tried_first),
+    Planted(name="residual forgets q", verifiers=_CHAIN, recipe=chain(Drawn.IID), wrong=ForgetsQ),
+    Planted(name="kept with q / p", verifiers=_CHAIN, recipe=chain(Drawn.IID), coins=TurnedOver),
+    Planted(name="draft and judge share coins", verifiers=_CHAIN, recipe=chain(Drawn.IID),
+            coins=OneStream),
+    Planted(name="one coin per node", verifiers=_CHAIN, recipe=chain(Drawn.IID),
+            coins=OneCoinPerNode),
+    Planted(name="one coin per step", verifiers=("match", *_CHAIN), recipe=best([1, 1]),
+            coins=OneCoinPerStep),
+    Planted(name="one race per step", verifiers=("coupled",), recipe=best([1, 1]),
+            coins=OneRacePerStep),
+    Planted(name="drawn again where no child fits", verifiers=_PICKERS, recipe=best([2, 1]),
+            wrong=DrawsAgain),
+    Planted(name="chosen siblings not struck", verifiers=_TREE, recipe=best([2]),
+            wrong=lambda right: StartsOver(TreeConfig())),
+    Planted(name="residual not carried on", verifiers=_TREE, recipe=fan(Drawn.IID, 2, 0),
+            wrong=lambda right: StartsOver(TreeConfig())),
+)
+"""Wrong drafts, coins and verifiers of a single step."""

@@ -1,0 +1,140 @@
+"""``outpace check``: is the text really the model's own? Four levels, this model, this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outpace.cli import show
+from outpace.cli.options import ModelOptions, at_least_one, option, spread
+from outpace.config import MethodSpec, split_specs
+
+if TYPE_CHECKING:
+    from outpace.analysis.lossless import Report, Tally
+
+_EXAMPLES = """
+Examples:
+
+  outpace check
+
+  outpace check --dtype float32 --prompts 40 --max-new-tokens 128
+
+  outpace check -m ./big --drafters prompt_lookup,draft_model[model=./small]
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(epilog=_EXAMPLES.strip().replace("[", r"\["))(spread(check))
+
+
+def check(
+    *,
+    model: ModelOptions,
+    drafters: Annotated[
+        str,
+        option("--drafters", "-d", metavar="SPECS",
+               help="Method specs with commas between them, or all: every lossless drafter that "
+               "needs no setting, and the model drafting for itself. Chains and trees."),
+    ] = "all",
+    prompts: Annotated[
+        int,
+        option("--prompts", metavar="N", help="Built-in prompts to answer, at most."),
+    ] = 8,
+    max_new_tokens: Annotated[
+        int,
+        option("--max-new-tokens", "-n", metavar="N", help="Longest answer, tokens."),
+    ] = 64,
+    as_json: Annotated[bool, option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check that output is lossless: laws, code, tokens, hardware.
+
+    Every drafter answers built-in prompts, alone and in batches of 4, as chains and as trees.
+
+    Every token is compared with plain decoding. Exit code 1 if a promise is broken.
+    """
+    at_least_one("--prompts", prompts)
+    at_least_one("--max-new-tokens", max_new_tokens)
+    named = None if drafters == "all" else split_specs(drafters)
+    for spec in named or ():
+        MethodSpec.parse(spec)
+    engine = model.load(drafter="none")
+
+    from outpace.analysis.check import check as run
+    from outpace.analysis.check import pick, sequences_of, standard_specs, with_trees
+    from outpace.bench.workloads import builtin
+
+    target = engine.target
+    specs = standard_specs(target, model.model) if named is None else with_trees(named, target)
+    for spec in specs:
+        engine.method(spec)  # a drafter that cannot be loaded is said before hours of work
+    templated = target.tokenizer is not None and target.tokenizer.chat_template
+    texts = {
+        prompt.id: list(prompt.messages) if templated
+        else "\n".join(message["content"] for message in prompt.messages)
+        for prompt in builtin()
+    }
+    cases = pick(engine, texts, prompts, max_new_tokens)
+    with show.progress(sequences_of(len(cases), len(specs)), "answers") as tick:
+        report = run(engine, cases, specs, max_new_tokens=max_new_tokens, tick=tick)
+    if as_json:
+        show.write_json(report.to_json())
+    else:
+        show_report(report)
+    if report.broken:
+        raise typer.Exit(1)
+
+
+def show_report(report: Report) -> None:
+    """Print the report for people."""
+    show.write(
+        f"{report.model}, {report.dtype}, {report.device}: {report.prompts} prompts x "
+        f"{report.max_new_tokens} tokens, alone and in batches of 4\n\n"
+    )
+    show.write("1 law       emitted tokens have the target's law (enumerated)\n")
+    show.table(
+        ("verifier", "largest error", "cases", "planted bugs caught"),
+        [(name, f"{law.error:.1e}", str(law.cases),
+          f"{law.planted_bugs_caught} of {law.planted_bugs}")
+         for name, law in report.laws.items()],
+        numbers=("largest error", "cases", "planted bugs caught"),
+    )
+    show.write("2 code      fast verifiers decide as their oracles do\n")
+    show.table(
+        ("verifier", "cases", "agreed"),
+        [(name, str(oracle.cases), str(oracle.agreed))
+         for name, oracle in report.oracles.items()],
+        numbers=("cases", "agreed"),
+    )
+    said = "promised" if report.promised else "not promised here, measured"
+    show.write(f"3 tokens    greedy text equals plain decoding ({said})\n")
+    show.table(
+        ("drafter", "sequences", "equal", "drafted", "accepted", "first difference"),
+        [(name, str(tally.sequences), str(tally.equal), str(tally.drafted), str(tally.accepted),
+          _first(tally)) for name, tally in report.tallies.items()],
+        numbers=("sequences", "equal", "drafted", "accepted"),
+    )
+    found = report.hardware()
+    gap = found["largest_gap"]
+    show.write(
+        f"4 hardware  {found['different']} of {found['sequences']} sequences differ "
+        f"({found['share']:.1%})"
+        + ("" if gap is None else f"; logit gap at the first difference: at most {gap:.3g}")
+        + "\n\n"
+    )
+    for spec in report.idle:
+        show.write(f"shows nothing: {spec} had no guess accepted; try more prompts\n")
+    for line in report.broken:
+        show.write(f"BROKEN  {line}\n")
+    if not report.broken:
+        show.write("All promises are kept.\n")
+
+
+def _first(tally: Tally) -> str:
+    """Where a drafter's text first left the plain one."""
+    if not tally.differences:
+        return ""
+    first = tally.differences[0]
+    gap = "" if first.gap is None else f", logit gap {abs(first.gap):.3g}"
+    return f"prompt {first.prompt}, token {first.position}, batch of {first.batch}{gap}"

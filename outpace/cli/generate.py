@@ -1,0 +1,200 @@
+"""``outpace generate``: one prompt, its answer, and what it cost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outpace.cli import show
+from outpace.cli.options import ModelOptions, SamplingOptions, notes, option, spread
+from outpace.cli.runs import REPEATS, Run, Sides, ratio
+from outpace.errors import RequestError
+
+if TYPE_CHECKING:
+    from outpace.engine.engine import Engine
+    from outpace.engine.results import Result
+
+_PROMPT = "Prompt"
+_OUTPUT = "Output"
+
+_EXAMPLES = r"""
+Examples:
+
+  outpace generate "Why is the sky blue?"
+
+  outpace generate --compare --prompt-file article.txt
+
+  git diff | outpace generate -f - --system "Write a commit message." --json
+
+  outpace generate -m ./my-model -t 0.8 --top-p 0.95 --seed 1 --raw "Once upon"
+
+  outpace generate -d "draft_model\[model=smollm2-135m layers=12]" "Say hello."
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(epilog=_EXAMPLES.strip())(spread(generate))
+
+
+def generate(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="PROMPT", help="The text to answer.", show_default=False),
+    ] = None,
+    *,
+    model: ModelOptions,
+    drafter: Annotated[
+        str | None,
+        option("--drafter", "-d", panel="Model", metavar="SPEC", show_default="prompt_lookup",
+               help="Who guesses: NAME or NAME[key=value ...]; see outpace methods."),
+    ] = None,
+    prompt_file: Annotated[
+        str | None,
+        option("--prompt-file", "-f", panel=_PROMPT, metavar="FILE",
+               help="Read the prompt from a UTF-8 file, less a final newline; -: standard input."),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        option("--chat/--raw", panel=_PROMPT, show_default="chat, if the model has a template",
+               help="Wrap the prompt in the model's chat template, or feed it as it stands."),
+    ] = None,
+    system: Annotated[
+        str | None,
+        option("--system", panel=_PROMPT, metavar="TEXT",
+               help="What the model is told before the prompt, in chat form."),
+    ] = None,
+    sampling: SamplingOptions,
+    n: Annotated[
+        int, option("--n", panel=_OUTPUT, metavar="N", help="Answers to generate, in one batch.")
+    ] = 1,
+    logprobs: Annotated[
+        int | None,
+        option("--logprobs", panel=_OUTPUT, metavar="N",
+               help="With --json: log-probability of every token and of N alternatives."),
+    ] = None,
+    compare: Annotated[
+        bool,
+        option("--compare", panel=_OUTPUT,
+               help=f"Answer plainly as well, {REPEATS} times each in turns, and show the gain."),
+    ] = False,
+    as_json: Annotated[
+        bool, option("--json", panel=_OUTPUT, help="Print one JSON object in place of the text.")
+    ] = False,
+) -> None:
+    """Answer a prompt. The text goes to standard output, all else to standard error."""
+    params = sampling.params(n=n, logprobs=logprobs)
+    if compare and n > 1:
+        raise RequestError(f"--compare times one answer, got --n {n}; drop one of the two")
+    if logprobs is not None and not as_json:
+        raise RequestError("--logprobs are printed with --json only; add it")
+    text = read_prompt(prompt, prompt_file)
+    engine = model.load(drafter=drafter)
+    run = Run(engine, to_ids(engine, text, chat, system), params, sampling.reproducible)
+    remarks = notes(engine, params)
+    if not as_json:
+        for line in remarks:
+            show.note(f"outpace: {line}")
+    if compare:
+        sides = run.compare(quiet=as_json)
+        if as_json:
+            show.write_json({**sides.to_json(), "model": engine.target.name, "notes": remarks})
+        else:
+            show_sides(sides)
+        return
+    results = run.quiet() if as_json else run.aloud()
+    if as_json:
+        answer = results[0].to_json()
+        if n > 1:
+            answer["choices"] = [result.to_json() for result in results]
+        show.write_json({**answer, "model": engine.target.name, "notes": remarks})
+    else:
+        show.note(f"outpace: {summary(results)}")
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """The prompt's text, from the command line, a file or standard input.
+
+    Raises:
+        RequestError: none or two prompts, an empty one, a file that is unreadable or no UTF-8.
+    """
+    if (prompt is None) == (file is None):
+        raise RequestError(
+            "no prompt; give one as an argument, or --prompt-file FILE (- for standard input)"
+            if prompt is None
+            else "two prompts, an argument and --prompt-file; give one of them"
+        )
+    if file is not None:
+        what = "standard input" if file == "-" else f"prompt file {file}"
+        try:
+            content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+            prompt = content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+        except OSError as error:
+            raise RequestError(f"cannot read {what}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise RequestError(
+                f"{what} is not UTF-8 text (byte {error.start}); convert it first"
+            ) from error
+    if not prompt:
+        raise RequestError("the prompt is empty; give some text")
+    return prompt
+
+
+def to_ids(engine: Engine, text: str, chat: bool | None, system: str | None) -> tuple[int, ...]:
+    """Token ids of the prompt, in chat form if that is wanted or, unsaid, possible."""
+    tokenizer = engine.target.tokenizer
+    if chat is None:
+        chat = system is not None or (tokenizer is not None and bool(tokenizer.chat_template))
+    if not chat:
+        if system is not None:
+            raise RequestError("--system needs the chat form; drop it, or --raw")
+        return engine.encode(text)
+    if not text.strip():
+        raise RequestError("the prompt is empty; give some text")
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return engine.encode([*messages, {"role": "user", "content": text}])
+
+
+def summary(results: list[Result]) -> str:
+    """One line: how much, how fast, by whom."""
+    first, tokens = results[0], sum(len(result.tokens) for result in results)
+    seconds = max(result.seconds for result in results)
+    decode = max(result.seconds - result.prefill_seconds for result in results)
+    speed = ratio(tokens - len(results), decode) if decode > 0 else 0.0
+    passes = sum(result.counters.passes for result in results)
+    mean = ratio(tokens - len(results), passes)
+    return (
+        f"{tokens} tokens in {seconds:.2f} s, {speed:.1f} tokens/s, mean emitted {mean:.2f}, "
+        f"drafter {first.drafter}"
+    )
+
+
+def show_sides(sides: Sides) -> None:
+    """Draw the comparison on standard error."""
+    fast, plain = sides.fast, sides.plain
+    show.table(
+        ("", "plain", "speculative"),
+        [
+            ("drafter", plain.drafter, fast.drafter),
+            ("new tokens", str(len(plain.tokens)), str(len(fast.tokens))),
+            ("tokens/s (decode)", f"{plain.tokens_per_second:.1f}",
+             f"{fast.tokens_per_second:.1f}"),
+            ("speed-up (decode)", "1.00 x", f"{sides.speedup:.2f} x"),
+            ("speed-up (end to end)", "1.00 x", f"{sides.end_to_end:.2f} x"),
+            ("mean emitted", f"{plain.counters.mean_emitted:.2f}",
+             f"{fast.counters.mean_emitted:.2f}"),
+            ("acceptance rate", "", f"{fast.counters.acceptance_rate:.0%}"),
+        ],
+        numbers=("plain", "speculative"),
+        to_stderr=True,
+    )
+    show.note(
+        f"same tokens: {_SAME[sides.same_tokens]}; median of {len(sides.ratios)} runs each, "
+        "in turns after a warm-up"
+    )
+
+
+_SAME = {True: "yes", False: "no", None: "not promised (sampled)"}

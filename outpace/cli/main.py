@@ -1,0 +1,122 @@
+"""The command ``outpace``: its sub-commands, its exit codes, its errors in one line.
+
+Exit codes: 0 done; 1 a check found a broken promise; 2 bad input; 130 Ctrl-C; 141 the reader of
+the output has left. A traceback means a bug of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from outpace import __version__
+from outpace.cli import chat, check, generate, methods, show
+from outpace.errors import OutpaceError
+
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer gives it no public name
+
+app = typer.Typer(
+    name="outpace",
+    help="Make a language model generate faster, with exactly the text it would have given.",
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog='Try: outpace generate --compare "Explain how a refrigerator works."',
+)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        show.write(f"outpace {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _whole(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True,
+                     help="Print the version and leave."),
+    ] = False,
+) -> None:
+    """Take the options that stand before a command."""
+
+
+for _module in (generate, chat, check, methods):
+    _module.register(app)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line.
+
+    Args:
+        arguments: without the program's name; None takes those of the process.
+
+    Returns:
+        The exit code.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode is no error
+    try:
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        _drop_stdout()
+        return 141
+    except KeyboardInterrupt:
+        return 130
+    except OutpaceError as error:
+        return _fail(str(error))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}")
+
+
+def _run(arguments: list[str]) -> int:
+    command: Any = typer.main.get_command(app)
+    try:
+        # Not command.main(): it prints errors its own way and turns Ctrl-C into an exit code.
+        with command.make_context("outpace", arguments or ["--help"]) as context:
+            command.invoke(context)
+        return 0
+    except typer.Exit as done:
+        return done.exit_code
+    except _UsageError as error:
+        return _fail(_usage(error))
+
+
+def _usage(error: Any) -> str:
+    """A usage error in one line, with the command whose help to read."""
+    message = error.format_message().strip()
+    message = message[:1].lower() + message[1:].rstrip(".")
+    path = error.ctx.command_path if error.ctx is not None else "outpace"
+    end = "" if message.endswith("?") else ";"
+    return f"{message}{end} see {path} --help"
+
+
+def _fail(message: str) -> int:
+    _drop_stdout()
+    print(f"outpace: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _drop_stdout() -> None:
+    """Write out what is left; if that fails let it vanish, or the interpreter complains later."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        return
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

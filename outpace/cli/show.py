@@ -1,0 +1,143 @@
+"""Printing: answers and reports to standard output, all else to standard error.
+
+rich is imported where a table or a bar is drawn, never before: it costs start-up time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from outpace.errors import OutpaceError
+
+_WIDE = 160  # columns of a table that no terminal shows
+
+
+def write(text: str) -> None:
+    """Put text on standard output now.
+
+    Raises:
+        BrokenPipeError: the reader has left.
+        OutpaceError: it cannot be written, for example because a disk is full.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutpaceError(f"cannot write to standard output: {error.strerror}") from error
+
+
+def write_json(value: Any) -> None:
+    """Put one JSON document on standard output; numbers that are not finite become null."""
+    write(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def note(line: str) -> None:
+    """Put a line on standard error, after what standard output holds."""
+    sys.stdout.flush()
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Show a spinner while something takes its time; nothing unless on a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield
+
+
+@contextlib.contextmanager
+def progress(total: int, unit: str) -> Iterator[Callable[[str, int], None]]:
+    """Show how far long work has come: a bar on a terminal, a line per part elsewhere.
+
+    Yields:
+        A function to call with the name of the part under way and how many units were done
+        since the last call.
+    """
+    if not sys.stderr.isatty():
+        last, done = "", 0
+
+        def tell(part: str, step: int) -> None:
+            nonlocal last, done
+            done += step
+            if part != last:
+                note(f"{done}/{total} {unit}: {part}")
+                last = part
+
+        yield tell
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    bar = Progress(
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("", total=total)
+        yield lambda part, step: bar.update(task, advance=step, description=part)
+
+
+def table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    numbers: Sequence[str] = (),
+    to_stderr: bool = False,
+) -> None:
+    """Draw a table.
+
+    Args:
+        columns: headings.
+        rows: cells, as text.
+        numbers: headings of the columns that are aligned to the right.
+        to_stderr: where it goes; standard output otherwise.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in columns:
+        drawn.add_column(heading, justify="right" if heading in numbers else "left",
+                         overflow="fold")
+    for row in rows:
+        drawn.add_row(*(Text(cell) for cell in row))
+    stream = sys.stderr if to_stderr else sys.stdout
+    sys.stdout.flush()
+    Console(file=stream, width=None if stream.isatty() else _WIDE).print(drawn)

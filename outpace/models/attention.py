@@ -1,0 +1,367 @@
+"""Attention of all rows of a pass over the dense cache, trees and ragged batches included.
+
+The promise: what a row gets does not depend, bit for bit, on the rows beside it, nor on whether
+its ancestors stand in a chain or in a tree. So greedy text can be equal token for token with
+and without guesses. Three rules keep it, given a matrix product that adds up its terms in
+order, as the products of CPU libraries do for up to 192 terms:
+
+- products have at least 4 rows, and a multiple of 64 keys; what a row may not see weighs 0;
+- weighted values are summed in blocks of 128 positions. A block is made of positions, not of
+  storage rows: a guess stored across a border is counted where its position belongs;
+- the sum of the weights, which is split by lanes of the processor, is taken in float64, so that
+  its rounding to float32 does not tell how it was split.
+
+Shape letters: T rows of the pass (filled up), B slots of a group, R rows per slot, K key-value
+heads, G query heads per key-value head, M = R * G, D width of a head, N keys, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.cache.dense import DenseCache
+
+_BLOCK = 128
+"""Positions whose values are summed in one product."""
+_STEP = 64
+"""Keys come in multiples of this."""
+_LONGEST = 192
+"""Most terms of a product that are known to be added in order."""
+_LEAST = 4
+"""Fewest rows of a product."""
+_ROWS = 64
+"""Most rows of one slot in one product; longer feeds are cut, and early rows see fewer keys."""
+_GROUP_COST, _ROW_COST = 250, 0.25
+"""Time of a group of products, and of another row beside a key's own reading, in units of
+reading one key; measured, rough, and no matter for results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows of a pass that belong to one slot, one after another."""
+
+    slot: int
+    start: int
+    """First row in the pass."""
+    stored: range
+    """Storage rows that they occupy."""
+    base: int
+    """Committed length of the slot."""
+    parents: Sequence[int]
+    """Of the whole tail, rows of earlier passes and riders included."""
+    depths: Sequence[int]
+    chain: bool
+    """Whether the tail is one chain, so that storage rows are positions."""
+
+    @property
+    def positions(self) -> list[int]:
+        """Position of each row."""
+        return [self.base + self.depths[row - self.base] for row in self.stored]
+
+    def pieces(self) -> list[Span]:
+        """The same rows in spans of at most ``_ROWS``."""
+        return [
+            Span(self.slot, self.start + i, self.stored[i : i + _ROWS], *self._tail())
+            for i in range(0, len(self.stored), _ROWS)
+        ]
+
+    def strays(self) -> Iterator[tuple[int, int]]:
+        """Storage rows of the tail that lie outside their block, each with the block's start."""
+        for i, depth in enumerate(self.depths):
+            row, home = self.base + i, (self.base + depth) // _BLOCK * _BLOCK
+            if home != row // _BLOCK * _BLOCK and row < home + _LONGEST:
+                yield row, home
+
+    def _tail(self) -> tuple[int, Sequence[int], Sequence[int], bool]:
+        return self.base, self.parents, self.depths, self.chain
+
+    @property
+    def reach(self) -> int:
+        """Keys that its products run over."""
+        return -(-self.stored.stop // _STEP) * _STEP
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Heads of a decoder, and how scores become weights."""
+
+    kv: int
+    """K."""
+    group: int
+    """G."""
+    width: int
+    """D."""
+    scale: float
+    """Multiplies q.k."""
+    softcap: float | None
+    """c: scores become c * tanh(score / c)."""
+
+    @property
+    def queries(self) -> int:
+        return self.kv * self.group
+
+
+class Attention:
+    """The rows of one pass (or of its first layers): where they write, and what they see.
+
+    Everything that does not depend on the layer is made here, once.
+
+    Args:
+        cache: keys and values; room for the rows is reserved already.
+        spans: rows of the pass, in order, without gaps.
+        rows: T, at least the rows of all spans.
+        shape: the decoder's heads.
+        windows: the distinct sliding windows of its layers.
+        dtype: of the result.
+    """
+
+    def __init__(
+        self,
+        cache: DenseCache,
+        spans: Sequence[Span],
+        rows: int,
+        shape: HeadShape,
+        windows: frozenset[int | None],
+        dtype: torch.dtype,
+    ) -> None:
+        self.shape, self.windows, self.device = shape, windows, cache.store.device
+        kv, width, queries = shape.kv, shape.width, shape.queries
+        self.head_TXD = torch.zeros(rows, queries + 2 * kv, width, device=self.device)
+        """float32 queries, keys and values of the layer at hand; the decoder fills them in."""
+        self.query_TKGD = self.head_TXD[:, :queries].unflatten(1, (kv, shape.group))
+        self.out_TKGD = torch.zeros(
+            rows, kv, shape.group, width, dtype=dtype, device=self.device
+        )
+        self._out = self.out_TKGD.flatten(1)
+        self._new, self._index, self._stores = self._places(cache, spans)
+        self.filling = rows - sum(len(span.stored) for span in spans) if len(spans) == 1 else 0
+        """Rows behind a lone span that belong to nobody."""
+        groups = list(_grouped([piece for span in spans for piece in span.pieces()]))
+        largest = max(
+            len(group) * queries * _rows(group, shape) * max(span.reach for span in group)
+            for group in groups
+        )
+        self.scratch = torch.empty(largest, device=self.device)
+        """Scores of one group; the next one overwrites them."""
+        self._groups = [_Group(self, cache, group) for group in groups]
+
+    def _places(
+        self, cache: DenseCache, spans: Sequence[Span]
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """Give new keys and values, their rows (None: in order), and per layer where they go."""
+        kv = self.shape.kv
+        count = sum(len(span.stored) for span in spans)
+        new_TYD = self.head_TXD[:count, self.shape.queries :]
+        if len(spans) == 1:
+            rows = slice(spans[0].stored.start, spans[0].stored.stop)
+            stores = cache.store[:, :, spans[0].slot, :, rows].unbind(0)
+            return new_TYD.unflatten(1, (2, kv)).permute(1, 2, 0, 3), None, list(stores)
+        layers, _, slots, _, length, width = cache.store.shape
+        first = torch.tensor([s.slot * kv * length + row for s in spans for row in s.stored])
+        head = torch.arange(2 * kv)
+        offset = (head // kv * slots * kv + head % kv) * length
+        index = (first[:, None] + offset).flatten().to(self.device)
+        return new_TYD, index, list(cache.store.view(layers, -1, width).unbind(0))
+
+    def __call__(self, layer: int, window: int | None) -> Tensor:
+        """Store keys and values, attend.
+
+        Args:
+            layer: whose keys and values ``head_TXD`` holds, queries and keys rotated.
+            window: sliding window of that layer.
+
+        Returns:
+            [T, K * G * D], overwritten by the next call. Filling rows hold anything finite.
+        """
+        if self._index is None:
+            self._stores[layer].copy_(self._new)
+        else:
+            new = self._new.reshape(-1, self.shape.width)
+            self._stores[layer].index_copy_(0, self._index, new)
+        for group in self._groups:
+            group.attend(layer, window)
+        return self._out
+
+
+class _Group:
+    """Spans of consecutive slots that share their products, filled up to equal length."""
+
+    def __init__(self, whole: Attention, cache: DenseCache, spans: list[Span]) -> None:
+        shape = self.shape = whole.shape
+        batch, longest = len(spans), max(len(span.stored) for span in spans)
+        count, first = _rows(spans, shape), spans[0].start
+        total = batch * count
+        dims = (batch, count, shape.kv, shape.group, shape.width)
+        in_order = all(s.start == first + i * longest for i, s in enumerate(spans))
+        even = count == longest and in_order and all(len(s.stored) == longest for s in spans)
+        self.whole = whole
+        self.index: Tensor | None = None
+        if even or len(spans[-1].stored) + whole.filling >= count > longest:
+            query, result = whole.query_TKGD[first:], whole.out_TKGD[first:]
+        else:
+            # A row stands in for those that its slot lacks; equal rows give equal results.
+            self.index = torch.tensor(
+                [s.start + min(i, len(s.stored) - 1) for s in spans for i in range(count)],
+                device=whole.device,
+            )
+            query = self.picked = whole.query_TKGD.new_empty(total, *dims[2:])
+            result = self.given = whole.out_TKGD.new_empty(total, *dims[2:])
+        self.source = query[:total].view(dims).transpose(1, 2)
+        self.result = result[:total].view(dims).transpose(1, 2)
+        folded = (batch * shape.kv, count * shape.group)
+        self.query = torch.empty(*folded, shape.width, device=whole.device)
+        self.query_view = self.query.view(self.source.shape)
+        self.sum = torch.empty_like(self.query)
+        self.sum_view = self.sum.view(self.source.shape)
+        self.top = torch.empty(*folded, 1, device=whole.device)
+        self.total = torch.empty_like(self.top, dtype=torch.float64)
+        self.total_view = self.total.view(*self.source.shape[:-1], 1)
+        self.sights = {w: _Sight(whole, cache, spans, count, w) for w in whole.windows}
+
+    def attend(self, layer: int, window: int | None) -> None:
+        """Softmax of the scores times the values, unnormalized until the last line."""
+        sight, cap, scale = self.sights[window], self.shape.softcap, self.shape.scale
+        if self.index is not None:
+            torch.index_select(self.whole.query_TKGD, 0, self.index, out=self.picked)
+        self.query_view.copy_(self.source)
+        weight = sight.weight
+        if cap is None:
+            torch.baddbmm(sight.mask, self.query, sight.keys[layer], alpha=scale, out=weight)
+        else:
+            torch.bmm(self.query, sight.keys[layer], out=weight)
+            weight.mul_(scale / cap).tanh_().mul_(cap).add_(sight.mask)
+        torch.amax(weight, -1, keepdim=True, out=self.top)
+        weight.sub_(self.top).exp_()
+        torch.sum(weight, -1, keepdim=True, dtype=torch.float64, out=self.total)
+        for i, (part, member, values) in enumerate(sight.blocks):
+            counted = part if member is None else part * member
+            if i == 0:
+                torch.bmm(counted, values[layer], out=self.sum)
+            else:
+                self.sum.baddbmm_(counted, values[layer])
+        torch.div(self.sum_view, self.total_view, out=self.result)
+        if self.index is not None:
+            self.whole.out_TKGD.index_copy_(0, self.index, self.given)
+
+
+def _rows(spans: list[Span], shape: HeadShape) -> int:
+    """Rows per slot of a group: enough for a product that keeps its order."""
+    return max(-(-_LEAST // shape.group), *(len(span.stored) for span in spans))
+
+
+def _grouped(spans: list[Span]) -> Iterator[list[Span]]:
+    """Group spans of consecutive slots where filling them up costs less than another group."""
+
+    def cost(group: list[Span]) -> float:
+        rows = max(len(span.stored) for span in group)
+        keys = max(span.reach for span in group)
+        return _GROUP_COST + len(group) * keys * (1 + rows * _ROW_COST)
+
+    group: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.slot):
+        if group and span.slot == group[-1].slot + 1:
+            if cost([*group, span]) <= cost(group) + cost([span]):
+                group.append(span)
+                continue
+        if group:
+            yield group
+        group = [span]
+    if group:
+        yield group
+
+
+class _Sight:
+    """What the rows of a group see through one window."""
+
+    def __init__(
+        self,
+        whole: Attention,
+        cache: DenseCache,
+        spans: list[Span],
+        count: int,
+        window: int | None,
+    ) -> None:
+        shape = whole.shape
+        stop, start = max(span.reach for span in spans), 0
+        if window is not None:
+            lowest = min(min(span.positions) for span in spans) - window + 1
+            start = max(0, lowest) // _BLOCK * _BLOCK
+        columns, slots = range(start, stop), range(spans[0].slot, spans[-1].slot + 1)
+        self.keys = cache.keys(slots, columns)
+        mask = torch.stack([_mask(span, columns, count, window) for span in spans])
+        self.mask = _per_head(mask.repeat_interleave(shape.group, 1), shape).to(whole.device)
+        """float32 [B * K or 1, M, N]: 0 or minus infinity."""
+        size = (len(spans) * shape.kv, count * shape.group, stop - start)
+        self.weight = whole.scratch[: math.prod(size)].view(size)
+        self.blocks: list[tuple[Tensor, Tensor | None, list[Tensor]]] = []
+        """Weights of a block, which of them count there (None: all), and its values."""
+        for block, member in _blocks(spans, columns):
+            if member is not None:
+                member = _per_head(member, shape).to(whole.device)
+            part = self.weight[:, :, block.start - start : block.stop - start]
+            self.blocks.append((part, member, cache.values(slots, block)))
+
+
+def _per_head(mask: Tensor, shape: HeadShape) -> Tensor:
+    """Repeat [B, ...] for the heads of each slot; a single slot is left to broadcasting."""
+    return mask if len(mask) == 1 else mask.repeat_interleave(shape.kv, 0)
+
+
+def _mask(span: Span, columns: range, count: int, window: int | None) -> Tensor:
+    """Give [R, N]: 0 where a row sees a key, else minus infinity; the last row fills up."""
+    column_N = torch.arange(columns.start, columns.stop)
+    filled = [*span.stored, *[span.stored[-1]] * (count - len(span.stored))]
+    if span.chain:
+        unseen = column_N > torch.tensor(filled)[:, None]
+    else:
+        unseen = (column_N >= span.base).repeat(count, 1)
+        seen: list[list[int]] = []
+        for row, parent in enumerate(span.parents):
+            seen.append([*(seen[parent] if parent >= 0 else []), row])
+        offset = span.base - columns.start
+        pairs = [
+            (i, offset + other) for i, row in enumerate(filled) for other in seen[row - span.base]
+        ]
+        index = torch.tensor([pair for pair in pairs if pair[1] >= 0]).T
+        unseen[index[0], index[1]] = False
+    if window is not None:
+        position_N = column_N.clone()
+        tail = torch.tensor(span.depths)[max(0, columns.start - span.base) :] + span.base
+        first = max(span.base - columns.start, 0)
+        position_N[first : first + len(tail)] = tail[: len(columns) - first]
+        position_R = torch.tensor([span.base + span.depths[row - span.base] for row in filled])
+        unseen |= position_N <= position_R[:, None] - window
+    return torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
+
+
+def _blocks(spans: list[Span], columns: range) -> Iterator[tuple[range, Tensor | None]]:
+    """Give the columns of each product, and bool [B, 1, N] where some belong to another block.
+
+    A tree stores a guess behind its uncles, so a guess whose position ends one block may lie
+    among the rows of the next. More than 64 rows behind, it is counted where it lies.
+    """
+    homes = None
+    if not all(span.chain for span in spans):
+        homes = torch.arange(columns.start, columns.stop).repeat(len(spans), 1)
+        homes.sub_(homes % _BLOCK)
+        moved = [
+            (i, row - columns.start, home)
+            for i, span in enumerate(spans)
+            for row, home in span.strays()
+            if row in columns
+        ]
+        if not moved:
+            homes = None
+        for i, column, home in moved:
+            homes[i, column] = home
+    for low in range(columns.start, columns.stop, _BLOCK):
+        high, member = min(low + _BLOCK, columns.stop), None
+        if homes is not None:
+                high = max(high, min(-(-(last + 1) // _STEP) * _STEP, columns.stop))
+            member = homes[:, None, low - columns.start : high - columns.start] == low
+        yield range(low, high), member

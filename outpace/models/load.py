@@ -1,0 +1,231 @@
+"""The one door to a model: whatever the user has, a target comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace.errors import ModelError, UnknownNameError
+from outpace.models.base import Target
+from outpace.models.families import DecoderConfig
+from outpace.models.fields import brief, read_json
+from outpace.models.packed import packing_works
+from outpace.models.text import Tokenizer
+from outpace.models.weights import Checkpoint
+from outpace.models.zoo import known_models, open_checkpoint
+
+BACKENDS = ("auto", "own", "hf")
+DTYPES: Mapping[str, torch.dtype | None] = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def load_target(
+    model: Any,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    backend: str = "auto",
+    tokenizer: Any = None,
+) -> Target:
+    """Load a model, or wrap one that is loaded.
+
+    Args:
+        model: a short name (``smollm2-135m``, ``tiny``, ``tiny:SEED``), a folder in the layout
+            of Hugging Face, a ``.gguf`` file, a hub id ``owner/name``, a causal language model
+            of transformers in memory, or a target, which comes back as it is.
+        dtype: ``float32``, ``bfloat16``, or ``auto``: bfloat16 where the device multiplies it
+            natively, which halves the bytes read per pass, else float32. A model in memory
+            keeps its own; asking for another one is an error.
+        device: where to compute; ``auto`` takes a GPU if there is one.
+        backend: ``own`` decoder, ``hf`` (transformers), or ``auto``: the own decoder for every
+            family it knows, transformers for other folders and hub ids, with a note that says
+            so. A model in memory stays with transformers unless ``own`` is asked for, which
+            copies its weights.
+        tokenizer: for a model in memory, its tokenizer; otherwise one to use instead of the
+            model's own.
+
+    Returns:
+        A target with ``tokenizer`` (None if there is none), ``defaults`` and ``note``.
+
+    Raises:
+        UnknownNameError: an unknown model name, dtype or backend; near names are suggested.
+        ModelError: missing, corrupt, not supported, or not what was asked for.
+    """
+    if backend not in BACKENDS:
+        raise UnknownNameError("backend", backend, BACKENDS)
+    wanted, place = _dtype(dtype), _device(device)
+    if isinstance(model, Target):
+        if tokenizer is not None:
+            raise ModelError(f"{model.name} is loaded already; give its tokenizer when loading it")
+        return _as_asked(model, wanted, device, place)
+    if not isinstance(model, (str, Path)):
+        return _in_memory(model, wanted, device, place, backend, tokenizer)
+    target = _by_name(str(model), wanted or fast_dtype(place), place, backend)
+    if tokenizer is not None:
+        from outpace.models.hf import wrap_tokenizer
+
+        target.tokenizer = wrap_tokenizer(tokenizer, target.defaults)
+    return target
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """Give what ``auto`` stands for: bfloat16 where it is multiplied natively, else float32.
+
+    On a CPU that is where it has AMX or AVX-512 instructions for bfloat16 and packed weights
+    work: a pass then reads half the bytes, and 16 rows cost hardly more than one.
+    """
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    if device.type != "cpu" or not packing_works(torch.bfloat16):
+        return torch.float32
+    probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    native = any(getattr(torch.cpu, probe, bool)() for probe in probes)
+    return torch.bfloat16 if native else torch.float32
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise UnknownNameError("dtype", str(dtype), DTYPES)
+    return DTYPES[dtype]
+
+
+def _device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {str(device)!r} cannot be used: {brief(error)}") from error
+    return place
+
+
+def _by_name(name: str, dtype: torch.dtype, device: torch.device, backend: str) -> Target:
+    if name == "tiny" or name.startswith("tiny:"):
+        return _tiny(name, dtype, device, backend)
+    try:
+        checkpoint = open_checkpoint(name)
+    except UnknownNameError as error:
+        raise UnknownNameError(error.kind, name, [*error.known, "tiny"]) from error
+    except ModelError as error:
+        config = _config_of(name)
+        if backend == "own" or config is None:
+            raise
+        if backend == "hf":
+            return _hf(name, dtype, device, None)
+        try:
+            DecoderConfig.from_hf(config)
+        except ModelError as reason:
+            return _hf(name, dtype, device, f"served by transformers: {reason}")
+        raise error
+    if backend != "hf":
+        return _own(checkpoint, dtype, device)
+    if _config_of(name) is None:
+        raise ModelError(f"{name} is a GGUF file, which only the own decoder reads: backend='own'")
+    return _hf(name, dtype, device, None)
+
+
+def _tiny(name: str, dtype: torch.dtype, device: torch.device, backend: str) -> Target:
+    from outpace.models.tiny import tiny
+
+    seed = name.partition(":")[2] or "0"
+    if not seed.isdecimal() or backend == "hf":
+        raise ModelError(f"{name!r} with backend {backend!r}: tiny:SEED is our own decoder only")
+    return tiny(int(seed), dtype=dtype, device=device)
+
+
+def _own(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Target:
+    from outpace.models.decoder import Decoder
+
+    return Decoder.load(checkpoint, dtype=dtype, device=device)
+
+
+def _config_of(name: str) -> Mapping[str, Any] | None:
+    """Read the config.json of a folder, or of a hub id that was downloaded; None without one."""
+    path = Path(name).expanduser() / "config.json"
+    if not path.is_file():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            cached = try_to_load_from_cache(name, "config.json")
+        except HFValidationError:
+            return None
+        if not isinstance(cached, str):
+            return None
+        path = Path(cached)
+    return read_json(path)
+
+
+def _hf(name: str, dtype: torch.dtype, device: torch.device, note: str | None) -> Target:
+    """Load a folder or hub id with transformers, and its tokenizer where it has a usable one."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from outpace.models.hf import HFTarget
+
+    path = Path(name).expanduser()
+    source = str(path) if path.exists() else name
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device)
+    except Exception as error:  # every architecture has its own kinds
+        reason = f"{note}; " if note else ""
+        raise ModelError(
+            f"cannot load {name}: {reason}transformers says: {brief(error)}"
+        ) from error
+    target = HFTarget(model, name=path.resolve().name if path.exists() else name, note=note)
+    try:
+        target.use_tokenizer(AutoTokenizer.from_pretrained(source))
+    except Exception as error:
+        lack = f"no tokenizer ({brief(error)}), so prompts must be token ids"
+        target.note = f"{target.note}; {lack}" if target.note else lack
+    return target
+
+
+def _in_memory(
+    model: Any,
+    dtype: torch.dtype | None,
+    asked: str | torch.device,
+    device: torch.device,
+    backend: str,
+    tokenizer: Any,
+) -> Target:
+    from outpace.models.hf import HFTarget, generation_defaults, wrap_tokenizer
+
+    target = HFTarget(model, tokenizer)
+    if backend != "own":
+        return _as_asked(target, dtype, asked, device)
+    from outpace.models.memory import MemoryCheckpoint
+
+    checkpoint = MemoryCheckpoint(
+        DecoderConfig.from_hf(model.config.to_dict()),
+        model.state_dict(),
+        name=target.name,
+        tokenizer=target.tokenizer,
+        defaults=target.defaults,
+    )
+    return _own(checkpoint, dtype or model.dtype, device)
+
+
+def _as_asked(
+    target: Target, dtype: torch.dtype | None, asked: str | torch.device, device: torch.device
+) -> Target:
+    """Refuse a loaded model that is not of the dtype or on the device that was asked for."""
+    if dtype not in (None, target.dtype):
+        raise ModelError(
+            f"{target.name} is in memory as {target.dtype}, not {dtype}; convert it yourself "
+            "with .to(), or leave dtype out"
+        )
+    # "cpu" is the default here, so it asks for nothing.
+    if str(asked) != "cpu" and target.device.type != device.type:
+        raise ModelError(
+            f"{target.name} is on {target.device}, not on {device}; move it yourself with .to()"
+        )
+    return target

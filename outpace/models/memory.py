@@ -1,0 +1,81 @@
+"""A checkpoint whose tensors are already in memory: made on the spot, or another library's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outpace.errors import ModelError
+from outpace.models.families import DecoderConfig, GenerationDefaults
+from outpace.models.places import Place
+from outpace.models.text import Tokenizer
+from outpace.models.weights import Checkpoint
+
+
+class MemoryCheckpoint(Checkpoint):
+    """Tensors by Hugging Face name, lent and never written to."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        tensors: Mapping[str, Tensor],
+        *,
+        name: str,
+        tokenizer: Tokenizer | None = None,
+        defaults: GenerationDefaults | None = None,
+    ) -> None:
+        """Take a model apart.
+
+        Args:
+            config: shape and arithmetic.
+            tensors: everything ``config.tensor_shapes`` names; more is not read.
+            name: what to call it in reports.
+            tokenizer: its tokenizer, if there is one.
+            defaults: how its authors sample from it.
+
+        Raises:
+            ModelError: a tensor is missing or has another shape than the config says.
+        """
+        self.config, self.name, self.files = config, name, ()
+        self.defaults = defaults or GenerationDefaults()
+        self._tensors, self._tokenizer = tensors, tokenizer
+        self.places = {
+            at: Place(
+                path=Path(name),
+                start=0,
+                size=tensor.nbytes,
+                shape=tuple(tensor.shape),
+                kind=str(tensor.dtype).removeprefix("torch."),
+            )
+            for at, tensor in tensors.items()
+        }
+        self._check_shapes()
+
+    def tokenizer(self) -> Tokenizer:
+        """Give the tokenizer; the same one at every call.
+
+        Raises:
+            ModelError: there is none.
+        """
+        if self._tokenizer is None:
+            raise ModelError(f"{self.name} came without a tokenizer; give token ids")
+        return self._tokenizer
+
+    @cached_property
+    def digest(self) -> str:
+        """A stable id of the weights: configuration, shapes, and a few values of each tensor."""
+        lines = hashlib.sha256(repr(self.config).encode())
+        for name, tensor in sorted(self._tensors.items()):
+            flat = tensor.detach().reshape(-1)
+            some = flat[:: max(1, len(flat) // 8)].float().tolist()
+            lines.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {some}\n".encode())
+        return lines.hexdigest()[:16]
+
+    def _read(self, name: str, place: Place, dtype: torch.dtype | None) -> Tensor:
+        tensor = self._tensors[name].detach()
+        return tensor.to("cpu", dtype or tensor.dtype, copy=True).contiguous()

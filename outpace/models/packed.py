@@ -1,0 +1,94 @@
+"""Linear layers whose weights are laid out once for the CPU.
+
+A plain matrix product lays its weights out anew at every call, which at few rows takes as long
+as the product itself. oneDNN can be handed weights already laid out. The plain product stays:
+it is the fallback where packing does not work, and the oracle in the tests.
+
+Shape letters: T rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+MIN_ROWS = 4
+"""Fewer rows are filled up to this many. oneDNN is no slower at 4 rows than at 1, and 1 row in
+float32 takes another kernel, whose sums are rounded otherwise."""
+
+
+@cache
+def packing_works(dtype: torch.dtype) -> bool:
+    """Whether this machine multiplies packed weights of ``dtype``, and gets them right.
+
+    Tried once per process, on a small matrix; any failure means no.
+    """
+    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
+        return False
+    ones = torch.ones(MIN_ROWS, 48)
+    weight_OI = torch.arange(96 * 48).remainder(7).sub(3).reshape(96, 48).float()
+    try:
+        if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
+        # Sums of small whole numbers: exact in either dtype, whatever the order.
+        packed = _pack(weight_OI.to(dtype))
+        out_TO = _multiply(ones.to(dtype), packed, None)
+        same = torch.equal(out_TO.float(), ones @ weight_OI.T)
+        return same and torch.equal(packed.to_dense().float(), weight_OI)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+
+
+class Linear:
+    """``x @ weight.T + bias`` with weights that never change.
+
+    Args:
+        weight_OI: the matrix; not kept if it is packed.
+        bias_O: added to every row, or None.
+        packed: lay the weights out for the CPU, if this machine can; False keeps them as
+            they are.
+    """
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None, packed: bool = True):
+        self.outputs, self.inputs = weight_OI.shape
+        self.dtype = weight_OI.dtype
+        self.bias_O = bias_O
+        self.packed = packed and weight_OI.device.type == "cpu" and packing_works(self.dtype)
+        self._weight = _pack(weight_OI) if self.packed else weight_OI
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """Give [T, O]. A packed row comes out the same, bit for bit, whatever rows are beside it.
+
+        That is measured, not proved: `outpace check` measures it on the user's machine.
+        """
+        if not self.packed:
+            return F.linear(x_TI, self._weight, self.bias_O)
+        rows = x_TI.shape[0]
+        if rows >= MIN_ROWS:
+            return _multiply(x_TI, self._weight, self.bias_O)
+        filled_TI = x_TI.new_zeros(MIN_ROWS, self.inputs)
+        filled_TI[:rows] = x_TI
+        return _multiply(filled_TI, self._weight, self.bias_O)[:rows]
+
+    def dense(self) -> Tensor:
+        """The matrix [O, I] as it was given; a copy if packed."""
+        return self._weight.to_dense() if self.packed else self._weight
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read by a product, bias included."""
+        bias = 0 if self.bias_O is None else self.bias_O.nbytes
+        return self.outputs * self.inputs * self.dtype.itemsize + bias
+
+
+def _pack(weight_OI: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous())
+    return packed
+
+
+def _multiply(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
+    out_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, packed, bias_O, "none", [], "")
+    return out_TO

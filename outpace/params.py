@@ -1,0 +1,204 @@
+"""One request's sampling settings: checked once, so that nothing below checks again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from outpace.errors import RequestError
+
+
+class Defaults(Protocol):
+    """What a model's authors recommend; None where they did not say."""
+
+    @property
+    def do_sample(self) -> bool | None:
+        """Whether to sample at all."""
+
+    @property
+    def temperature(self) -> float | None:
+        """As in `SamplingParams`, like the rest."""
+
+    @property
+    def top_k(self) -> int | None:
+        """Tokens kept."""
+
+    @property
+    def top_p(self) -> float | None:
+        """Probability kept."""
+
+    @property
+    def min_p(self) -> float | None:
+        """Share of the likeliest token's probability."""
+
+    @property
+    def repetition_penalty(self) -> float | None:
+        """Divides logits of tokens seen."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """One request's settings. None means: the model's own default, else the neutral value.
+
+    Lists, sets and other mappings are taken as well and stored as the types shown.
+
+    Raises:
+        RequestError: a value outside its range, or settings that exclude each other.
+    """
+
+    temperature: float | None = None
+    """Divides the logits; 0 always takes the likeliest token. Neutral: 0."""
+    top_k: int | None = None
+    """Keep the k likeliest tokens; 0 or -1: all."""
+    top_p: float | None = None
+    """Keep the smallest set of likeliest tokens with at least this probability; 1: all."""
+    min_p: float | None = None
+    """Keep tokens at least this probable, as a share of the likeliest one's; 0: all."""
+    repetition_penalty: float | None = None
+    """Divides positive and multiplies negative logits of tokens in prompt or output, once each
+    (CTRL, arXiv:1909.05858); 1: off."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token in the output, as defined by OpenAI."""
+    frequency_penalty: float = 0.0
+    """The same, times the number of occurrences in the output."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token -> what is added to its logit."""
+    allowed_tokens: frozenset[int] | None = None
+    """If given, nothing else is generated."""
+    banned_tokens: frozenset[int] = frozenset()
+    """Never generated."""
+    max_new_tokens: int = 128
+    """Longest output, in tokens."""
+    min_tokens: int = 0
+    """So many tokens are generated before any stop counts."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text where they begin."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the text besides the model's end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """Whether end-of-sequence tokens are tokens like any other."""
+    include_stop: bool = False
+    """Whether the stop string, or the text of the stop id, stays in the text."""
+    seed: int | None = None
+    """Names the coins; None: the engine picks one and reports it."""
+    n: int = 1
+    """Texts per prompt."""
+    logprobs: int | None = None
+    """Report log-probabilities, with so many alternatives per token; 0: of the token alone."""
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        for name in ("allowed_tokens", "banned_tokens", "stop_token_ids"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, frozenset(getattr(self, name)))
+        for name, (whole, allowed, ok) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                _check(name, value, allowed, ok, whole)
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop must hold non-empty strings, got {text!r}")
+        for name, ids in self._id_sets():
+            for token in ids:
+                _check(f"{name} (a token id)", token, "at least 0", lambda t: t >= 0, True)
+        for token, bias in self.logit_bias.items():
+            _check(f"logit_bias of token {token}", bias, "a finite number", lambda b: True)
+        if self.min_tokens > self.max_new_tokens:
+            raise RequestError(
+                f"min_tokens must be at most max_new_tokens ({self.max_new_tokens}), "
+                f"got {self.min_tokens}"
+            )
+        if self.allowed_tokens is not None and not self.allowed_tokens:
+            raise RequestError("allowed_tokens is empty; name a token, or give None for all")
+        if self.allowed_tokens is not None and self.allowed_tokens <= self.banned_tokens:
+            raise RequestError(
+                f"banned_tokens holds all {len(self.allowed_tokens)} allowed_tokens; allow another"
+            )
+
+    def _id_sets(self) -> Iterable[tuple[str, Iterable[int]]]:
+        yield "logit_bias", self.logit_bias
+        yield "allowed_tokens", self.allowed_tokens or ()
+        yield "banned_tokens", self.banned_tokens
+        yield "stop_token_ids", self.stop_token_ids
+
+    def resolved(self, defaults: Defaults | None) -> SamplingParams:
+        """Fill every None of the sampling settings: from the model's defaults, else neutrally.
+
+        A model that does not sample by default (``do_sample`` false, or neither it nor a
+        temperature given) has temperature 0; one that samples at no stated temperature has 1.
+
+        Raises:
+            RequestError: a default is outside its range.
+        """
+        fill: dict[str, Any] = {}
+        for name, neutral in _NEUTRAL.items():
+            if getattr(self, name) is None:
+                value = getattr(defaults, name, None)
+                fill[name] = neutral if value is None else value
+        if "temperature" in fill and defaults is not None:
+            if defaults.do_sample is False:
+                fill["temperature"] = 0.0
+            elif defaults.do_sample and defaults.temperature is None:
+                fill["temperature"] = 1.0
+        try:
+            return replace(self, **fill)
+        except RequestError as error:
+            raise RequestError(f"{error} (a default of the model; give another value)") from None
+
+    def taken(self, defaults: Defaults | None) -> dict[str, float]:
+        """Name the values that ``resolved`` takes from the model and that change something."""
+        full = self.resolved(defaults)
+        taken = {
+            name: getattr(full, name)
+            for name, neutral in _NEUTRAL.items()
+            if getattr(self, name) is None and getattr(full, name) != neutral
+        }
+        if full.temperature == 0:  # truncation around the likeliest token changes nothing
+            taken = {k: v for k, v in taken.items() if k == "repetition_penalty"}
+        return taken
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise RequestError, naming the id, if a setting names a token that does not exist."""
+        for name, ids in self._id_sets():
+            for token in ids:
+                if token >= vocab_size:
+                    raise RequestError(
+                        f"{name} holds token {token}, but ids go from 0 to {vocab_size - 1}"
+                    )
+
+    def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that end a text."""
+        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | eos_ids
+
+
+_NEUTRAL = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+_OPTIONAL = {*_NEUTRAL, "seed", "logprobs"}
+_RANGES: dict[str, tuple[bool, str, Callable[[Any], bool]]] = {
+    "temperature": (False, "at least 0", lambda x: x >= 0),
+    "top_k": (True, "at least 1, or 0 or -1 for all", lambda x: x >= -1),
+    "top_p": (False, "in (0, 1]", lambda x: 0 < x <= 1),
+    "min_p": (False, "in [0, 1]", lambda x: 0 <= x <= 1),
+    "repetition_penalty": (False, "above 0", lambda x: x > 0),
+    "presence_penalty": (False, "a finite number", lambda x: True),
+    "frequency_penalty": (False, "a finite number", lambda x: True),
+    "max_new_tokens": (True, "at least 1", lambda x: x >= 1),
+    "min_tokens": (True, "at least 0", lambda x: x >= 0),
+    "seed": (True, "in [0, 2**64)", lambda x: 0 <= x < 1 << 64),
+    "n": (True, "at least 1", lambda x: x >= 1),
+    "logprobs": (True, "at least 0", lambda x: x >= 0),
+}
+
+
+def _check(
+    name: str, value: Any, allowed: str, ok: Callable[[Any], bool], whole: bool = False
+) -> None:
+    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if isinstance(value, float) and not math.isfinite(value):
+        number = False
+    if not number or not ok(value):
+        what = " a whole number," if whole else ""
+        raise RequestError(f"{name} must be{what} {allowed}, got {value!r}")

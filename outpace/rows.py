@@ -1,0 +1,95 @@
+"""Selecting from rows of logits, through maxima of blocks.
+
+`argmax`, `topk` and `nonzero` of torch read a row of 49152 entry by entry on a CPU; a maximum
+over blocks of 64 vectorizes and leaves them 768 entries to read.
+
+Shape letters: R rows, V entries of a row, B blocks of a row, K selected entries.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_BLOCK = 64
+
+
+def as_float(logits: Tensor) -> Tensor:
+    """The same values in float32, or unchanged if they are float64."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _blocks(x_RV: Tensor) -> Tensor:
+    """Rows cut into blocks [R, V / 64, 64], padded with -inf. Maxima of blocks vectorize."""
+    short = -x_RV.shape[-1] % _BLOCK
+    padded = torch.nn.functional.pad(x_RV, (0, short), value=-math.inf) if short else x_RV
+    return padded.reshape(*padded.shape[:-1], -1, _BLOCK)
+
+
+def argmax_rows(logits_RV: Tensor) -> Tensor:
+    """Index [R] of the largest entry of each row, the lowest one on ties; no sync.
+
+    The same as ``argmax(-1)``, through block maxima: 16 rows of 49152 take 0.11 ms instead of
+    0.65 (float32) and 0.20 instead of 2.9 (bfloat16), one thread.
+    """
+    block_RBb = _blocks(as_float(logits_RV))
+    block_R = block_RBb.amax(-1).argmax(-1)
+    row_R = torch.arange(len(block_R), device=block_R.device)
+    return block_R * _BLOCK + block_RBb[row_R, block_R].argmax(-1)
+
+
+def rank(
+    x_RV: Tensor, ids: Tensor | None, k: int, score_RV: Tensor | None = None
+) -> list[list[tuple[int, float]]]:
+    """List the k best entries of each row that are not -inf, best first.
+
+    Args:
+        x_RV: what to rank by. Of equal entries the lower id comes first; which of them make
+            the list if it ends among them is left to torch, but for k = 1 (the lower column).
+        ids: target ids of the columns; None: their indices.
+        k: fewer are listed where fewer exist.
+        score_RV: reported for each entry; None: the softmax of ``x_RV``.
+
+    Cost: one host sync. 16 rows of 49152, k = 4, one thread: 0.17 ms beside the softmax
+    (0.96 ms through ``topk`` of whole rows).
+    """
+    k = min(k, x_RV.shape[-1])
+    blocks = _blocks(x_RV)
+    if k == 1:
+        at_RK = argmax_rows(x_RV)[:, None]
+    elif k < blocks.shape[1]:
+        # The k best entries lie in the k blocks of largest maximum.
+        near_RK = blocks.amax(-1).topk(k).indices
+        near = blocks.gather(1, near_RK[..., None].expand(-1, -1, _BLOCK)).flatten(1)
+        in_RK = near.topk(k).indices
+        at_RK = near_RK.gather(1, in_RK // _BLOCK) * _BLOCK + in_RK % _BLOCK
+    else:
+        at_RK = x_RV.topk(k).indices
+    value_RK = x_RV.gather(1, at_RK)
+    score_RK = (x_RV.softmax(-1) if score_RV is None else score_RV).gather(1, at_RK)
+    id_RK = at_RK if ids is None else ids[at_RK]
+    packed = torch.stack([t.double() for t in (-value_RK, id_RK, score_RK)], -1).tolist()
+    return [
+        [(int(token), score) for value, token, score in sorted(row) if value < math.inf]
+        for row in packed
+    ]
+
+
+def largest(x_V: Tensor, k: int) -> Tensor:
+    """Indices of the k largest entries, best first, lowest index first on ties."""
+    block_B = _blocks(x_V).amax(-1)
+    bound = (block_B if k < len(block_B) else x_V).topk(k).values[-1]
+    at_K = at_least(x_V, bound)
+    return at_K[x_V[at_K].sort(descending=True, stable=True).indices[:k]]
+
+
+def at_least(x_V: Tensor, bound: Tensor | float) -> Tensor:
+    """Ascending indices of the entries that reach the bound."""
+    if len(x_V) % _BLOCK:
+        return (x_V >= bound).nonzero()[:, 0]
+    blocks = x_V.reshape(-1, _BLOCK)
+    high_B = (blocks.amax(-1) >= bound).nonzero()[:, 0]
+    at = (blocks[high_B] >= bound).nonzero()
+    return high_B[at[:, 0]] * _BLOCK + at[:, 1]

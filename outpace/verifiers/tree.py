@@ -1,0 +1,180 @@
+"""Recursive rejection over all groups of a token tree.
+
+At each visited node the children are tried in turn. Each is a draw x from some law q; it is
+kept, and the walk moves to it, with probability min(1, p(x) / q(x)); refused, it leaves
+
+    p <- norm([p - q]_+)
+
+for the next. If none is kept, the extra token is drawn from what is left. One trial does not
+change the law of the token at its position (`chain` has the two lines of proof), and given that
+the draws so far were refused, the rest is the same problem with the p that they left; so the law
+is p for any number of draws, of any kinds mixed under one parent, as long as each q is the law of
+its draw given the draws before it:
+
+    CHOSEN           q one-hot at x: kept with p(x), else x is struck from p
+    IID              the same q every time; a repeated draw tries the same node again
+    DISTINCT         q without the draws before it in its group
+    GREEDY_PLUS_ONE  first the sampled token, from q without the group's greedy ones; these are
+                     then CHOSEN (the residual keeps all their mass, so nothing is lost)
+
+Once nothing of q is left (DISTINCT drawn past its support), or q(x) is 0, x cannot have come from
+q. It came from some rule that reads no coin of the target, which is what CHOSEN means, and as
+CHOSEN it is tried; so is everything after it in the group that q has no mass for.
+
+Cost, per visited node: one gather of p at its children; per sampled draw that is refused, one
+pass over the support of p and q; for chosen draws nothing, since struck mass is only counted
+until a law is needed.
+Papers: Miao et al. 2023 (SpecInfer), arXiv:2305.09781 (with replacement); Chen et al. 2024
+(Sequoia), arXiv:2402.12374 (without); Hu et al. 2025, arXiv:2502.18779 (greedy plus one; its
+acceptance is optimal). p target, q draft.
+Law: tests/laws/test_laws.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from outpace.coins import Coins
+from outpace.types import ROOT, Draft, Drawn, Group, Law, Verdict
+from outpace.verifiers.base import TargetLaws, Verifier
+from outpace.verifiers.rules import probs, residual, without
+
+_LITTLE = 2.0**-12
+"""Mass below which subtraction from 1 has lost too many digits: it is summed again. A walk gets
+there with about this probability, so the pass costs nothing on average."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TreeConfig:
+    """Settings of the tree verifier."""
+
+    replacement: bool = False
+    """Whether drafters shall draw siblings with replacement, as in SpecInfer. Without, every
+    sibling is a new token, and more is accepted at low temperatures."""
+
+
+class Tree(Verifier):
+    """Tries the children of every visited node, in the order in which they were drawn."""
+
+    Config: ClassVar[type] = TreeConfig
+    name = "tree"
+    takes = frozenset({Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT, Drawn.GREEDY_PLUS_ONE})
+    draws = Drawn.DISTINCT
+
+    def __init__(self, config: TreeConfig) -> None:
+        self.config = config
+        if config.replacement:
+            self.draws = Drawn.IID  # type: ignore[misc]
+
+    def judge(
+        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
+    ) -> Verdict:
+        self.check(draft)
+        kept: list[int] = []
+        read: list[Law] = []
+        node = ROOT
+        while True:
+            p = laws.law(node)
+            read.append(p)
+            groups = draft.groups_of.get(node)
+            if groups is None:
+                rest = p
+                break
+            child, rest = self._pick(draft, groups, p, coins)
+            if child is None:
+                break
+            kept.append(child)
+            node = child
+        emitted = (*(draft.token_N[i] for i in kept), coins.choose(rest, node, -1))
+        return Verdict(tuple(kept), emitted, tuple(read) if want_laws else None)
+
+    def _pick(
+        self, draft: Draft, groups: Sequence[Group], p: Law, coins: Coins
+    ) -> tuple[int | None, Law]:
+        """The child kept, or None and what the refusals left of p."""
+        parent = groups[0].parent
+        rest = _Rest(p, [draft.token_N[i] for group in groups for i in group.nodes])
+        trial = 0
+        for group in groups:
+            for child, q in self._trials(draft, group):
+                token = draft.token_N[child]
+                p_x = rest.prob(token)
+                q_x = 0.0 if q is None else probs(q, (token,))[token]
+                if coins.flip(p_x / q_x if q_x > 0 else p_x, parent, trial):
+                    return child, p
+                if q is None or q_x == 0:
+                    rest.strike(token)
+                else:
+                    rest.subtract(q)
+                trial += 1
+        return None, rest.settled()
+
+    def _trials(self, draft: Draft, group: Group) -> Iterator[tuple[int, Law | None]]:
+        """Draws of a group in the order they are tried, each with its law given those before.
+
+        None stands for a one-hot law. Lazy: what is never tried costs nothing.
+        """
+        token = draft.token_N
+        q = None if group.law is None else draft.laws[group.law]
+        if group.drawn is Drawn.DISTINCT:
+            for child in group.nodes:
+                yield child, q
+                q = None if q is None else without(q, (token[child],))
+        elif group.drawn is Drawn.GREEDY_PLUS_ONE:
+            assert q is not None
+            *greedy, sampled = group.nodes
+            yield sampled, without(q, [token[i] for i in greedy]) if greedy else q
+            for child in greedy:
+                yield child, None
+        else:
+            for child in group.nodes:
+                yield child, q
+
+
+class _Rest:
+    """The law of the next token, given that every draw so far was refused."""
+
+    __slots__ = ("_law", "_left", "_prob", "_struck", "_tokens")
+
+    def __init__(self, law: Law, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+        self._set(law)
+
+    def _set(self, law: Law) -> None:
+        self._law = law
+        self._prob = probs(law, self._tokens)
+        self._struck: list[int] = []
+        """Tokens that the law still holds but that were refused."""
+        self._left = 1.0
+        """Mass of the law without them."""
+
+    def prob(self, token: int) -> float:
+        """Probability of a token that was named at the start."""
+        return self._prob[token] / self._left
+
+    def strike(self, token: int) -> None:
+        """A chosen token was refused: it does not come."""
+        mass = self._prob[token]
+        if mass == 0:
+            return
+        before = self._struck
+        self._struck = [*before, token]
+        self._prob[token] = 0.0
+        self._left -= mass
+        if self._left < _LITTLE:
+            # Nothing left at all: the refusal itself was rounding, so it is taken back.
+            self._set(without(self._law, self._struck) or without(self._law, before) or self._law)
+
+    def subtract(self, q: Law) -> None:
+        """A token drawn from q was refused."""
+        self._set(residual(self.settled(), q))
+
+    def settled(self) -> Law:
+        """The law itself."""
+        if not self._struck:
+            return self._law
+        law = without(self._law, self._struck)
+        assert law is not None, (self._struck, self._left)
+        return law

@@ -1,0 +1,47 @@
+import json
+
+from outpace.analysis import check as module
+from outpace.analysis.law import LawReport
+
+FEW = ("check", "--model", "tiny", "--dtype", "float32", "--prompts", "5", "-n", "12")
+TALLY = {"sequences", "equal", "drafted", "accepted", "first_difference"}
+
+
+def test_json_and_exit_code_of_a_model_that_keeps_its_promises(outpace):
+    ran = outpace(*FEW, "--json")
+    assert ran.code == 0, ran.out + ran.err
+    got = json.loads(ran.out)
+    assert got["broken"] == [] and got["hardware"]["promised"]
+    assert {"match", "chain", "tree", "coupled"} <= set(got["laws"])
+    for law in got["laws"].values():
+        assert law["error"] < 1e-12 and law["planted_bugs_caught"] == law["planted_bugs"] > 0
+    specs = list(got["drafters"])
+    assert "prompt_lookup" in specs
+    assert "draft_model[model=tiny]" in specs and "draft_model[model=tiny tree=4x2x1]" in specs
+    assert "draft_model[layers=1 model=tiny tree=4x2x1]" in specs
+    for tally in got["drafters"].values():
+        assert set(tally) >= TALLY
+        assert tally["sequences"] == tally["equal"] == 10 and tally["first_difference"] is None
+    assert got["drafters"]["draft_model[model=tiny]"]["accepted"] > 0
+    assert got["plain"]["sequences"] == got["plain"]["equal"] == 5
+
+
+def test_the_text_says_it_level_by_level(outpace):
+    ran = outpace(*FEW, "--drafters", "none,draft_model[model=tiny]")
+    assert ran.code == 0
+    for words in ("1 law", "2 code", "3 tokens", "4 hardware", "planted bugs caught",
+                  "draft_model[model=tiny tree=4x2x1]", "0 of 25 sequences differ",
+                  "All promises are kept."):
+        assert words in ran.out
+    assert "25/25 answers" not in ran.out and "answers: draft_model[model=tiny]" in ran.err
+
+
+def test_a_broken_promise_is_exit_code_1(outpace, monkeypatch):
+    wrong = LawReport(error=0.5, cases=1, planted_bugs_caught=0, planted_bugs=1, missed=("bug",))
+    monkeypatch.setattr(module, "check_laws", lambda: {"tree": wrong})
+    ran = outpace(*FEW, "--drafters", "none")
+    assert ran.code == 1 and "All promises" not in ran.out
+    assert [line for line in ran.out.splitlines() if line.startswith("BROKEN")] == [
+        "BROKEN  law: verifier tree is off by 5.0e-01",
+        "BROKEN  law: planted bugs not caught under tree: bug",
+    ]

@@ -1,0 +1,128 @@
+import json
+
+import pytest
+
+TINY = ("generate", "--model", "tiny", "--dtype", "float32", "--raw", "--ignore-eos", "-n", "24")
+PROMPT = "one two three, one two three, one two three,"
+KEYS = {
+    "text", "tokens", "finish_reason", "new_tokens", "seconds", "prefill_seconds",
+    "tokens_per_second", "drafter", "passes", "drafted", "accepted", "mean_emitted",
+}
+
+
+def answer(ran):
+    assert ran.code == 0, ran.err
+    return json.loads(ran.out)
+
+
+def test_json_has_the_words_of_the_glossary(outpace):
+    ran = outpace(*TINY, "--json", PROMPT)
+    got = answer(ran)
+    assert set(got) >= KEYS and ran.err == ""
+    assert got["new_tokens"] == len(got["tokens"]) == 24 and got["finish_reason"] == "length"
+    assert got["drafter"] == "prompt_lookup" and got["model"] == "tiny"
+    assert got["mean_emitted"] == pytest.approx(23 / got["passes"])
+    assert 0 < got["prefill_seconds"] < got["seconds"]
+
+
+def test_the_text_goes_to_stdout_and_the_rest_to_stderr(outpace):
+    text = answer(outpace(*TINY, "--json", PROMPT))["text"]
+    ran = outpace(*TINY, PROMPT)
+    assert ran.code == 0 and ran.out == text + "\n"
+    summary = ran.err.splitlines()[-1]
+    for words in ("24 tokens", "tokens/s", "mean emitted", "drafter prompt_lookup"):
+        assert words in summary
+
+
+def test_every_drafter_gives_the_plain_text(outpace):
+    plain = answer(outpace(*TINY, "--json", "--drafter", "none", PROMPT))
+    assert plain["drafted"] == 0 and plain["mean_emitted"] == 1.0
+    for spec in ("prompt_lookup", "draft_model[model=tiny]", "draft_model[model=tiny tree=3x2]"):
+        got = answer(outpace(*TINY, "--json", "--drafter", spec, PROMPT))
+        assert got["tokens"] == plain["tokens"] and got["accepted"] <= got["drafted"]
+    assert got["accepted"] > 0 and got["mean_emitted"] > 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "same"),
+    [
+        ((), True),
+        (("--temperature", "0.9"), None),
+        (("--temperature", "0.9", "--reproducible", "--seed", "3"), True),
+    ],
+)
+def test_compare_times_both_and_says_whether_they_agree(outpace, settings, same):
+    got = answer(outpace(*TINY, "--compare", "--json", *settings, PROMPT))
+    base = got["baseline"]
+    assert set(got) >= KEYS and set(base) >= KEYS
+    assert base["drafter"] == "none" and got["drafter"] == "prompt_lookup"
+    assert got["speedup"] == pytest.approx(got["tokens_per_second"] / base["tokens_per_second"])
+    assert got["same_tokens"] is same
+    assert got["repeats"] == len(got["pair_speedups"]) == 3
+    if same:
+        assert got["tokens"] == base["tokens"]
+
+
+def test_compare_streams_the_text_once_and_draws_a_table(outpace):
+    text = answer(outpace(*TINY, "--json", PROMPT))["text"]
+    ran = outpace(*TINY, "--compare", PROMPT)
+    assert ran.code == 0 and ran.out == text + "\n"
+    for words in ("plain", "speculative", "speed-up (decode)", "speed-up (end to end)",
+                  "mean emitted", "acceptance rate", "same tokens: yes", "median of 3 runs"):
+        assert words in ran.err
+
+
+def test_prompts_come_from_arguments_files_and_stdin(outpace, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(PROMPT.encode() + b"\r\n")
+    want = answer(outpace(*TINY, "--json", PROMPT))
+    assert answer(outpace(*TINY, "--json", "-f", str(file)))["tokens"] == want["tokens"]
+    piped = outpace(*TINY, "--json", "--prompt-file", "-", stdin=PROMPT.encode() + b"\n")
+    assert answer(piped)["tokens"] == want["tokens"]
+
+
+def test_several_answers_in_one_batch(outpace):
+    settings = ("--n", "3", "-t", "1", "--seed", "5")
+    got = answer(outpace(*TINY, "--json", *settings, PROMPT))
+    texts = [choice["text"] for choice in got["choices"]]
+    assert got["text"] == texts[0] and len(set(texts)) == 3
+    ran = outpace(*TINY, *settings, PROMPT)
+    assert ran.out == (
+        f"{texts[0]}\n\n--- 2 of 3 ---\n{texts[1]}\n\n--- 3 of 3 ---\n{texts[2]}\n"
+    )
+    assert "72 tokens" in ran.err
+
+
+def test_settings_reach_the_sampler(outpace):
+    plain = answer(outpace(*TINY, "--json", PROMPT))
+    first, second = plain["tokens"][:2]
+    banned = answer(outpace(*TINY, "--json", "--ban-token-id", str(first), PROMPT))
+    assert first not in banned["tokens"]
+    only = answer(outpace(*TINY, "--json", "--allow-token-id", str(first),
+                          "--allow-token-id", str(second), PROMPT))
+    assert set(only["tokens"]) <= {first, second}
+    forced = answer(outpace(*TINY, "--json", "--logit-bias", "7=10000", PROMPT))
+    assert set(forced["tokens"]) == {7}
+    stopped = answer(outpace(*TINY, "--json", "--stop-token-id", str(second), PROMPT))
+    assert stopped["finish_reason"] == "stop" and stopped["tokens"][-1] == second
+    piece = plain["text"][3:6]
+    cut = answer(outpace(*TINY, "--json", "--stop", piece, PROMPT))
+    assert cut["text"] == plain["text"][: plain["text"].index(piece)]
+    with_stop = answer(outpace(*TINY, "--json", "--stop", piece, "--include-stop", PROMPT))
+    assert with_stop["text"] == cut["text"] + piece
+    seeded = [answer(outpace(*TINY, "--json", "-t", "1", "--seed", seed, PROMPT))["tokens"]
+              for seed in ("1", "1", "2")]
+    assert seeded[0] == seeded[1] != seeded[2]
+    logprobs = answer(outpace(*TINY, "--json", "--logprobs", "2", PROMPT))["logprobs"]
+    assert [lp["token"] for lp in logprobs] == plain["tokens"]
+    assert all(len(lp["top"]) == 2 for lp in logprobs)
+
+
+def test_chat_form_is_the_default_where_there_is_a_template(outpace):
+    smol = ("generate", "--model", "smollm2-135m", "--max-new-tokens", "4", "--json")
+    chat = answer(outpace(*smol, "Say hello."))
+    raw = answer(outpace(*smol, "--raw", "Say hello."))
+    told = answer(outpace(*smol, "--system", "You are a pirate.", "Say hello."))
+    assert raw["prompt_tokens"] < chat["prompt_tokens"]
+    assert told["prompt_tokens"] != chat["prompt_tokens"]
+    assert any("bytes" in note or "MB" in note for note in chat["notes"])

@@ -1,0 +1,220 @@
+"""Exit codes, errors in one line, start-up, and what happens to a process that is stopped."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import outpace as package
+from outpace.cli import main as cli
+
+TINY = ("--model", "tiny", "--max-new-tokens", "4")
+COMMAND = (sys.executable, "-m", "outpace.cli.main")
+
+OPTIONS = {
+    "generate": """
+        -d -f -m -n -t --allow-token-id --ban-token-id --chat --compare --device --drafter
+        --dtype --frequency-penalty --help --ignore-eos --include-stop --json --logit-bias
+        --logprobs --max-new-tokens --min-p --min-tokens --model --n --no-reproducible
+        --presence-penalty --prompt-file --raw --repetition-penalty --reproducible --seed --stop
+        --stop-token-id --system --temperature --threads --top-k --top-p
+    """,
+    "chat": """
+        -d -m -n -t --allow-token-id --ban-token-id --device --drafter --dtype
+        --frequency-penalty --help --ignore-eos --include-stop --logit-bias --max-new-tokens
+        --min-p --min-tokens --model --no-reproducible --presence-penalty --repetition-penalty
+        --reproducible --seed --stop --stop-token-id --system --temperature --threads --top-k
+        --top-p
+    """,
+    "check": """
+        -d -m -n --device --drafters --dtype --help --json --max-new-tokens --model --prompts
+        --threads
+    """,
+    "methods": "--help --json",
+}
+"""Every option. A new one is added here on purpose, or not at all."""
+
+
+def test_the_options_are_as_agreed():
+    command = cli.typer.main.get_command(cli.app)
+    found = {}
+    for name, one in command.commands.items():
+        with one.make_context(name, [], resilient_parsing=True) as context:
+            names = [
+                flag
+                for parameter in one.get_params(context)
+                if parameter.param_type_name == "option"
+                for flag in (*parameter.opts, *parameter.secondary_opts)
+            ]
+        found[name] = sorted(names)
+    assert found == {name: sorted(text.split()) for name, text in OPTIONS.items()}
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
+def test_without_a_command_it_helps(outpace, arguments):
+    ran = outpace(*arguments)
+    assert ran.code == 0 and ran.err == ""
+    assert all(name in ran.out for name in OPTIONS)
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_every_command_has_help_with_examples(outpace, command):
+    ran = outpace(command, "--help")
+    assert ran.code == 0 and ran.err == ""
+    assert f"outpace {command}" in ran.out
+    for flag in OPTIONS[command].split():
+        assert flag in ran.out
+
+
+def test_version(outpace):
+    ran = outpace("--version")
+    assert (ran.code, ran.out) == (0, f"outpace {package.__version__}\n")
+
+
+JUNK = b"GGUF" + bytes(range(64))
+
+
+@pytest.fixture
+def bad_files(tmp_path, monkeypatch):
+    """Files that a user may give by mistake, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "junk.gguf").write_bytes(JUNK)
+    (tmp_path / "folder").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generat"], "did you mean 'generate'"),
+        (["generate", "--temprature", "1", "a"], "--temperature"),
+        (["generate", "--top-k", "many", "a"], "--top-k"),
+        (["generate", "a", "b"], "extra argument"),
+        (["generate", *TINY], "no prompt"),
+        (["generate", *TINY, ""], "the prompt is empty"),
+        (["generate", *TINY, "a", "-f", "latin.txt"], "two prompts"),
+        (["generate", *TINY, "-f", "latin.txt"], "latin.txt is not utf-8 text (byte 3)"),
+        (["generate", *TINY, "-f", "empty.txt"], "the prompt is empty"),
+        (["generate", *TINY, "-f", "-"], "the prompt is empty"),
+        (["generate", *TINY, "-f", "nowhere.txt"], "cannot read prompt file nowhere.txt"),
+        (["generate", *TINY, "-f", "folder"], "cannot read prompt file folder"),
+        (["generate", *TINY, "-t", "-1", "a"], "temperature must be at least 0, got -1"),
+        (["generate", *TINY, "--top-p", "0", "a"], "top_p must be in (0, 1], got 0"),
+        (["generate", *TINY, "--top-p", "1.5", "a"], "got 1.5"),
+        (["generate", *TINY, "--top-p", "nan", "a"], "got nan"),
+        (["generate", *TINY, "--seed", "-7", "a"], "seed must be"),
+        (["generate", "--max-new-tokens", "-1", "a"], "max_new_tokens must be"),
+        (["generate", *TINY, "--min-tokens", "-1", "a"], "min_tokens must be"),
+        (["generate", *TINY, "--n", "0", "a"], "n must be"),
+        (["generate", *TINY, "--n", "2", "--compare", "a"], "drop one of the two"),
+        (["generate", *TINY, "--logprobs", "1", "a"], "--json"),
+        (["generate", *TINY, "--logit-bias", "5", "a"], "--logit-bias '5' is not id=x"),
+        (["generate", *TINY, "--ban-token-id", "999999999", "a"], "999999999"),
+        (["generate", *TINY, "--threads", "0", "a"], "--threads must be at least 1, got 0"),
+        (["generate", *TINY, "--raw", "--system", "b", "a"], "--system needs the chat form"),
+        (["generate", *TINY, "--raw", "word " * 70_000], "more than fit"),
+        (["generate", *TINY, "--dtype", "bfloat61", "a"], "did you mean bfloat16"),
+        (["generate", *TINY, "--drafter", "prompt_lokup", "a"], "did you mean prompt_lookup"),
+        (["generate", *TINY, "--drafter", "prompt_lookup[max=1]", "a"], "did you mean max_ngram"),
+        (["generate", *TINY, "--drafter", "draft_model[", "a"], "cannot read method spec"),
+        (["generate", *TINY, "--device", "toaster", "a"], "toaster"),
+        (["generate", "--model", "smollm2-135n", "a"], "did you mean smollm2-135m"),
+        (["generate", "--model", "./nowhere", "a"], "no model at ./nowhere"),
+        (["generate", "--model", "junk.gguf", "a"], "junk.gguf"),
+        (["chat", *TINY, "--top-p", "2"], "top_p must be"),
+        (["check", "--model", "tiny", "--prompts", "0"], "--prompts must be at least 1, got 0"),
+        (["check", "--model", "tiny", "--drafters", "none,lookup"], "unknown drafter 'lookup'"),
+        (["methods", "all"], "extra argument"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(outpace, bad_files, arguments, says):
+    ran = outpace(*arguments)
+    assert ran.code == 2 and ran.out == ""
+    error = ran.err.splitlines()[-1]
+    assert error.startswith("outpace: error: ")
+    assert says in error.lower()
+    assert len([line for line in ran.err.splitlines() if "error" in line]) == 1
+
+
+def test_a_truncated_weight_file_and_another_vocabulary(outpace, tmp_path):
+    from outpace.models.zoo import _KNOWN, _packaged
+
+    whole = _packaged(_KNOWN[0])
+    cut = tmp_path / "cut.gguf"
+    shutil.copyfile(whole, cut)
+    os.truncate(cut, whole.stat().st_size // 2)
+    ran = outpace("generate", "--model", str(cut), "a")
+    assert ran.code == 2 and "truncated" in ran.err and ran.err.count("\n") == 1
+    ran = outpace("generate", *TINY, "--drafter", "draft_model[model=smollm2-135m]", "a")
+    assert ran.code == 2 and "vocabular" in ran.err.splitlines()[-1]
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "heavy"),
+    [
+        (["--help"], ("torch", "numpy", "transformers", "tokenizers")),
+        (["methods"], ("torch", "numpy", "transformers", "tokenizers")),
+        (["generate", *TINY, "hello"], ("transformers", "rich.table", "outpace.analysis")),
+    ],
+    ids=lambda value: value[0],
+)
+def test_start_up_imports_only_what_is_needed(arguments, heavy):
+    ran = run_python(
+        "import sys\nfrom outpace.cli.main import main\n"
+        f"code = main({arguments!r})\n"
+        f"found = [name for name in {heavy!r} if name in sys.modules]\n"
+        "sys.exit(f'imported {found}' if found else code)"
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_output_that_cannot_be_written():
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [*COMMAND, "methods", "--json"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("outpace: error: cannot write to standard output: ")
+    assert ran.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def endless():
+    """A process in the middle of a long answer, and the first characters of it."""
+    process = subprocess.Popen(
+        [*COMMAND, "generate", "--model", "tiny", "--raw", "-n", "100000", "--ignore-eos",
+         "--temperature", "1", "hello"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    yield process, process.stdout.read(20)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    process.stderr.close()
+
+
+def test_ctrl_c_keeps_the_text_and_ends_the_line(endless):
+    process, begin = endless
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert (begin + out).endswith("\n")
+    assert "Traceback" not in err and "error" not in err
+
+
+def test_a_reader_that_leaves_is_no_error(endless):
+    process, _ = endless
+    process.stdout.close()
+    assert process.wait(timeout=30) == 141
+    assert "Traceback" not in process.stderr.read()

@@ -1,0 +1,243 @@
+"""Contracts that every registered drafter keeps. A new method is tested before its author
+writes a line; one that needs settings adds a row to SPECS.
+"""
+
+import pytest
+import torch
+
+from outpace import Engine, SamplingParams, registry
+from outpace.coins import KeyedCoins, Stream
+from outpace.drafters.base import Request
+from outpace.sampling import Warp
+from outpace.tree.growth import DraftRow
+from outpace.types import Budget, Draft, Drawn, Outcome, Scored, Verdict
+
+SPECS = {
+    "draft_model": [
+        "draft_model[model=tiny layers=1]",
+        "draft_model[model=tiny]",
+        "draft_model[model=tiny layers=1 tree=3x2x1]",
+        "draft_model[model=tiny tree=2x2x2 policy=confidence]",
+        "draft_model[model=tiny layers=1 tree=2x2 verifier=tree[replacement=true]]",
+        "draft_model[model=tiny:1 verifier=chain]",
+    ],
+    "prompt_lookup": ["prompt_lookup", "prompt_lookup[min_ngram=1 tree_size=4]"],
+}
+METHODS = [
+    spec for row in registry.rows("drafter") for spec in SPECS.get(row.name, [row.name])
+]
+PROMPTS = [
+    [5, 9, 11, 5, 9, 11, 5, 9],
+    [40, 41, 42, 43, 44, 40, 41, 42],
+    [77],
+    [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3],
+]
+GREEDY = {"max_new_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine.load("tiny", drafter="none", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def plain(engine):
+    return [r.tokens for r in engine.generate(PROMPTS, drafter="none", **GREEDY)]
+
+
+def tokens(results):
+    return [result.tokens for result in results]
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_greedy_text_is_plain_text_in_any_batch(engine, plain, spec):
+    batch = engine.generate(PROMPTS, drafter=spec, **GREEDY)
+    assert tokens(batch) == plain
+    single = [engine.generate(p, drafter=spec, **GREEDY) for p in PROMPTS]
+    assert tokens(single) == plain
+    # Not vacuous: it drafts, and something of it is accepted, unless it is the baseline.
+    drafted = sum(r.counters.drafted for r in batch)
+    accepted = sum(r.counters.accepted for r in batch)
+    assert (drafted > 0) == (accepted > 0) == (spec != "none")
+    for result in batch:
+        counters = result.counters
+        assert counters.new_tokens == 24 and counters.accepted <= counters.drafted
+        assert counters.passes + counters.accepted in (23, 22 + counters.accepted_at.count(0) + 1)
+
+
+FEATURES = {
+    "repetition": {"repetition_penalty": 1.3},
+    "presence": {"presence_penalty": 0.8, "frequency_penalty": 0.4},
+    "bias": {"logit_bias": {7: 5.0, 9: -3.0}},
+    "banned": {"banned_tokens": frozenset(range(0, 60, 2))},
+    "allowed": {"allowed_tokens": frozenset(range(40, 90))},
+}
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_every_sampling_feature_works_at_temperature_0(engine, spec):
+    params = [SamplingParams(**GREEDY, **feature) for feature in FEATURES.values()]
+    prompts = [PROMPTS[0]] * len(params)
+    expected = tokens(engine.generate(prompts, params, drafter="none"))
+    assert len(set(expected)) == len(params), "each feature changes the text"
+    assert tokens(engine.generate(prompts, params, drafter=spec)) == expected
+
+
+SAMPLED = {"temperature": 0.9, "seed": 11, "max_new_tokens": 20, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_same_seed_same_text_whatever_the_batch(engine, spec):
+    batch = tokens(engine.generate(PROMPTS, drafter=spec, **SAMPLED))
+    single = [engine.generate(p, drafter=spec, **SAMPLED).tokens for p in reversed(PROMPTS)]
+    assert batch == single[::-1]
+    other = engine.generate(PROMPTS[0], drafter=spec, **{**SAMPLED, "seed": 12})
+    assert other.tokens != batch[0]
+
+
+@pytest.mark.parametrize("spec", [m for m in METHODS if "verifier" not in m])
+@pytest.mark.parametrize("more", [{}, {"top_k": 12, "top_p": 0.9, "repetition_penalty": 1.2}])
+def test_reproducible_text_is_that_of_plain_decoding(engine, spec, more):
+    settings = {**SAMPLED, **more}
+    expected = tokens(engine.generate(PROMPTS, drafter="none", reproducible=True, **settings))
+    assert tokens(
+        engine.generate(PROMPTS, drafter=spec, reproducible=True, **settings)
+    ) == expected
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_end_of_sequence_inside_a_draft(engine, plain, spec):
+    """Stopping at each token of the plain text in turn gives exactly that prefix."""
+    for place in range(1, 12):
+        stop = plain[0][place]
+        first = plain[0].index(stop)
+        result = engine.generate(
+            PROMPTS[0], drafter=spec, max_new_tokens=24, stop_token_ids=frozenset({stop}),
+            ignore_eos=True,
+        )
+        assert result.tokens == plain[0][: first + 1]
+        assert result.finish_reason == "stop"
+        assert result.counters.accepted <= max(first, 0)
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_length_and_context_end_the_text(engine, spec):
+    for length in (1, 2, 3, 7):
+        result = engine.generate(PROMPTS[0], drafter=spec, max_new_tokens=length,
+                                 ignore_eos=True)
+        assert len(result.tokens) == length and result.finish_reason == "length"
+    context = engine.target.max_positions
+    prompt = (PROMPTS[0] * context)[: context - 9]
+    result = engine.generate(prompt, drafter=spec, max_new_tokens=50, ignore_eos=True)
+    expected = engine.generate(prompt, drafter="none", max_new_tokens=50, ignore_eos=True)
+    assert len(prompt) + len(result.tokens) == context
+    assert result.tokens == expected.tokens and result.finish_reason == "length"
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_a_cancelled_request_leaves_nothing_behind(engine, plain, spec):
+    stream = engine.stream(PROMPTS, drafter=spec, **GREEDY)
+    for _ in range(6):
+        next(stream)
+    stream.close()
+    assert not engine.cache._slots
+    drafter = engine.method(spec).drafter
+    if hasattr(drafter, "cache"):
+        assert not drafter.cache._slots
+    assert engine.generate(PROMPTS[1], drafter=spec, **GREEDY).tokens == plain[1]
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_streamed_pieces_make_the_whole(engine, plain, spec):
+    pieces = [()] * len(PROMPTS)
+    texts = [""] * len(PROMPTS)
+    results = [None] * len(PROMPTS)
+    for chunk in engine.stream(PROMPTS, drafter=spec, **GREEDY):
+        pieces[chunk.index] += chunk.tokens
+        texts[chunk.index] += chunk.text
+        results[chunk.index] = results[chunk.index] or chunk.result
+    assert pieces == plain
+    assert texts == [result.text for result in results]
+
+
+@pytest.mark.parametrize("spec", METHODS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_cache_equals_a_fresh_prefill_after_every_commit(engine, spec, temperature):
+    """The next law from the kept cache is the next law from a new cache with the same text."""
+    target, checked = engine.target, []
+
+    def compare(record):
+        fresh = target.new_cache()
+        for slot, state in engine.cache._slots.items():
+            assert not state.tail_ids
+            length = engine.cache.length(slot)
+            row = next(r for r in running if r.slot == slot)
+            assert engine.cache.ids(slot) == row.tokens[:-1]
+            number = fresh.open()
+            from outpace.types import Feed
+
+            whole = target.score(
+                [Feed.chain(number, row.tokens, want=(length,))], fresh
+            ).logits_TV.clone()
+            again = target.score([Feed.chain(slot, row.tokens[-1:])], engine.cache).logits_TV
+            torch.testing.assert_close(again, whole, atol=2e-4, rtol=2e-4)
+            engine.cache.drop(slot)
+            checked.append(slot)
+        engine.cache.check_integrity()
+
+    settings = {"temperature": temperature, "seed": 3, "max_new_tokens": 14, "ignore_eos": True}
+    method = engine.method(spec)
+    params = SamplingParams(**settings).resolved(None)
+    running = [
+        engine.running(tuple(p), params, 3, engine.cache.open(), method, method.verifier)
+        for p in PROMPTS
+    ]
+    engine.listeners.append(compare)
+    try:
+        for _ in engine.chunks(running):
+            pass
+    finally:
+        engine.listeners.clear()
+    assert len(checked) >= 8
+
+
+def proposal_rows(drafter, drawn, budget, temperature, texts):
+    rows = []
+    params = SamplingParams(temperature=temperature, seed=1).resolved(None)
+    for text in texts:
+        state = drafter.begin(Request(prompt=tuple(text)))
+        forced = Outcome(Draft(), Scored(torch.zeros(0, 1), (0, 0)), Verdict((), (text[-1],)),
+                         tuple(text[:-1]), tuple(range(len(text) - 1)), 0, forced=True)
+        drafter.observe([state], [forced])
+        rows.append(
+            DraftRow(state, text, budget, KeyedCoins(1, len(text) - 1, Stream.DRAFT),
+                     Warp(params, text, frozenset(), 10**6), drawn)
+        )
+    return rows
+
+
+@pytest.mark.parametrize("spec", [m for m in METHODS if "medusa" not in m])
+@pytest.mark.parametrize("drawn", [Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT])
+def test_budgets_are_kept_and_dropped_drafts_forgotten(engine, spec, drawn):
+    """Any budget is respected, and proposing again after a dropped draft gives the same draft."""
+    method = engine.method(spec)
+    temperature = 0.0 if drawn is Drawn.CHOSEN else 0.9
+    texts = [PROMPTS[0], PROMPTS[3], PROMPTS[0][:2]]
+    for nodes, depth in ((0, 0), (1, 1), (3, 2), (4, 9), (9, 3)):
+        asked = method.budget
+        budget = Budget(min(nodes, asked.max_nodes), depth, shape=asked.shape)
+        with torch.no_grad():
+            rows = proposal_rows(method.drafter, drawn, budget, temperature, texts)
+            first = method.drafter.propose(rows)
+            again = method.drafter.propose(rows)
+        for draft, twin in zip(first, again, strict=True):
+            assert len(draft) <= budget.max_nodes
+            assert max(draft.depth_N, default=0) <= depth
+            assert all(0 <= t < engine.target.vocab_size for t in draft.token_N)
+            assert (draft.token_N, draft.parent_N) == (twin.token_N, twin.parent_N)
+            for law in draft.laws:
+                assert float(law.prob_S.sum()) == pytest.approx(1.0, abs=1e-5)
+            if temperature == 0.0:
+                assert all(group.drawn is Drawn.CHOSEN for group in draft.groups)
+        for row in rows:
+            method.drafter.end(row.state)

@@ -1,0 +1,43 @@
+import pytest
+
+from outpace.coins import KeyedCoins, Stream
+from outpace.drafters.base import Request
+from outpace.drafters.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
+from outpace.sampling import SamplingParams, Warp
+from outpace.tree.growth import DraftRow
+from outpace.types import Budget, Drawn
+
+LOOKUP = PromptLookup(PromptLookupConfig(min_ngram=1, max_ngram=2))
+PARAMS = SamplingParams().resolved(None)
+
+
+def propose(text, budget=Budget(3, 3), lookup=LOOKUP):
+    state = lookup.begin(Request(prompt=tuple(text), held=len(text)))
+    row = DraftRow(state, text, budget, KeyedCoins(0, 0, Stream.DRAFT),
+                   Warp(PARAMS, text, frozenset(), 100), Drawn.CHOSEN)
+    return lookup.propose([row])[0].token_N
+
+
+@pytest.mark.parametrize(
+    ("committed", "want"),
+    [
+        ([1, 2, 3, 9, 1, 2], (3, 9, 1)),  # the suffix 1 2 was seen once
+        ([1, 2, 3, 1, 2, 4, 1, 2], (4, 1, 2)),  # seen twice: the newest wins
+        ([7, 2, 5, 1, 2, 6, 1, 2], (6, 1, 2)),  # the longer suffix wins over the newer one
+        ([5, 5], (5, 5, 5)),  # a match that touches the suffix goes round
+        ([8, 9, 8], (9, 8, 9)),
+        ([1, 2, 3], ()),  # nothing repeats
+        ([7], ()),
+        ([], ()),
+    ],
+)
+def test_drafts_what_followed_before(committed, want):
+    assert propose(committed) == want
+
+
+def test_budget_and_shortest_suffix_are_respected():
+    text = [1, 2, 3, 9, 1, 2]
+    assert propose(text, Budget(1, 5)) == (3,) and propose(text, Budget(5, 2)) == (3, 9)
+    picky = PromptLookup(PromptLookupConfig(min_ngram=2, max_ngram=2))
+    assert propose([5, 9, 5], lookup=picky) == ()
+    assert propose(text, lookup=picky) == (3, 9, 1)

@@ -1,0 +1,160 @@
+import pytest
+import torch
+
+from outpace import (
+    Conversation,
+    Engine,
+    ModelError,
+    RequestError,
+    SamplingParams,
+    SpecError,
+    UnknownNameError,
+)
+from outpace.models.tiny import TableTarget
+
+SHORT = {"max_new_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine.load("tiny", dtype="float32")
+
+
+def test_every_kind_of_prompt(engine):
+    ids = engine.encode("ab ab ab")
+    by_text = engine.generate("ab ab ab", **SHORT)
+    assert by_text.tokens == engine.generate(list(ids), **SHORT).tokens
+    assert by_text.tokens == engine.generate(torch.tensor(ids), **SHORT).tokens
+    assert by_text.prompt_tokens == len(ids)
+    chat = [{"role": "user", "content": "ab"}]
+    if engine.target.tokenizer.chat_template:
+        alone = engine.generate(chat, **SHORT)
+        assert alone.tokens == engine.generate("ab", chat=True, **SHORT).tokens
+    both = engine.generate(["ab ab ab", list(ids)], **SHORT)
+    assert [r.tokens for r in both] == [by_text.tokens] * 2
+    assert engine.generate([list(ids)], **SHORT)[0].tokens == by_text.tokens
+
+
+def test_prompts_of_one_batch_have_their_own_settings(engine):
+    params = [
+        SamplingParams(**SHORT),
+        SamplingParams(temperature=1.0, seed=5, **SHORT),
+        SamplingParams(max_new_tokens=3, ignore_eos=True),
+        SamplingParams(temperature=0.7, top_k=3, seed=5, n=2, **SHORT),
+    ]
+    batch = engine.generate(["abc abc"] * 4, params)
+    assert len(batch) == 5
+    singles = [engine.generate("abc abc", p) for p in params]
+    assert [r.tokens for r in batch[:3]] == [r.tokens for r in singles[:3]]
+    assert [r.tokens for r in batch[3:]] == [r.tokens for r in singles[3]]
+    assert batch[3].tokens != batch[4].tokens and batch[3].seed != batch[4].seed
+
+
+def test_logprobs_are_the_models_own(engine):
+    result = engine.generate("abab abab", logprobs=3, **SHORT)
+    ids = engine.encode("abab abab")
+    from outpace.types import Feed
+
+    cache = engine.target.new_cache()
+    with torch.no_grad():
+        logits = engine.target.score(
+            [Feed.chain(cache.open(), [*ids, *result.tokens])], cache
+        ).logits_TV
+    want = logits.float().log_softmax(-1)
+    assert len(result.logprobs) == len(result.tokens)
+    for i, lp in enumerate(result.logprobs):
+        row = want[len(ids) - 1 + i]
+        assert lp.token == result.tokens[i]
+        assert lp.logprob == pytest.approx(float(row[lp.token]), abs=1e-3)
+        assert [t for t, _ in lp.top] == row.topk(3).indices.tolist()
+
+
+def test_stop_strings_trim_the_text(engine):
+    whole = engine.generate("abab abab", max_new_tokens=24, ignore_eos=True)
+    middle = whole.text[5:8]
+    assert middle
+    cut = engine.generate("abab abab", max_new_tokens=24, ignore_eos=True, stop=(middle,))
+    assert cut.finish_reason == "stop"
+    assert cut.text == whole.text[: whole.text.index(middle)]
+
+
+def test_counters_add_up(engine):
+    result = engine.generate([7, 8, 9] * 4, max_new_tokens=30, ignore_eos=True)
+    c = result.counters
+    assert c.new_tokens == 30 == len(result.tokens)
+    assert c.mean_emitted == pytest.approx(29 / c.passes)
+    assert c.accepted == sum(c.accepted_at) and c.accepted <= sum(c.drafted_at)
+    assert 0.0 <= c.acceptance_rate <= 1.0
+    assert result.to_json()["mean_emitted"] == c.mean_emitted
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "says"),
+    [
+        ("", {}, "empty"),
+        ([], {}, "empty"),
+        ([5, 10**6], {}, "outside the vocabulary"),
+        (3.5, {}, "got float"),
+        ([1], {"temprature": 1.0}, "temprature"),
+        ([1], {"logit_bias": {10**6: 1.0}}, "1000000"),
+    ],
+)
+def test_bad_requests_are_one_clear_line_and_leave_nothing(engine, prompt, settings, says):
+    with pytest.raises(RequestError) as error:
+        engine.generate(prompt, **settings)
+    assert says in str(error.value) and "\n" not in str(error.value)
+    assert not engine.cache._slots
+
+
+def test_a_prompt_that_is_too_long_says_by_how_much(engine):
+    context = engine.target.max_positions
+    with pytest.raises(RequestError, match=rf"has {context + 4} tokens, 5 more than fit"):
+        engine.generate([3] * (context + 4))
+
+
+def test_bad_methods_are_refused_by_name(engine):
+    with pytest.raises(UnknownNameError, match="did you mean prompt_lookup"):
+        engine.generate([1, 2], drafter="prompt_lokup")
+    with pytest.raises(SpecError, match=r"draft_model.*model"):
+        engine.generate([1, 2], drafter="draft_model")
+    with pytest.raises(ModelError, match="layers=9"):
+        engine.generate([1, 2], drafter="draft_model[model=tiny layers=9]")
+    with pytest.raises(SpecError, match="drop one of the two"):
+        engine.generate([1, 2], drafter="prompt_lookup[verifier=tree]", reproducible=True)
+    with pytest.raises(SpecError, match="chains only"):
+        engine.generate(
+            [1, 2], drafter="draft_model[model=tiny tree=2x2 verifier=chain]", temperature=1.0
+        )
+    assert not engine.cache._slots
+
+
+def test_another_vocabulary_is_refused(monkeypatch, engine):
+    from outpace.drafters.lm import draft_model
+
+    other = TableTarget.random(seed=0, vocab_size=engine.target.vocab_size + 1)
+    with pytest.raises(ModelError, match="same vocabulary"):
+        draft_model.check_vocabulary(other, engine.target)
+
+
+def test_a_conversation_reads_each_token_once(engine):
+    if not engine.target.tokenizer.chat_template:
+        pytest.skip("the tiny model has no chat template")
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    talk = Conversation(engine, params)
+    first = list(talk.send("ab ab"))[-1].result
+    again = list(talk.send("cd cd"))[-1].result
+    assert talk.held > 0, "the second turn found the first in the cache"
+    fresh = engine.generate(talk.messages[:3], params)
+    assert again.tokens == fresh.tokens
+    assert talk.messages[1]["content"] == first.text
+    before = list(talk.messages)
+    broken = talk.send("ef")
+    next(broken)
+    broken.close()
+    assert talk.messages == before, "a turn broken off leaves the dialogue unchanged"
+    third = list(talk.send("gh"))[-1].result
+    assert third.tokens == engine.generate(talk.messages[:5], params).tokens
+    with pytest.raises(RequestError, match="empty"):
+        talk.send("  ")
+    talk.close()
+    assert not engine.cache._slots

@@ -1,0 +1,214 @@
+"""Small models on disk, made on the spot: Hugging Face folders, GGUF files, tokenizers."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from outpace.models.families import DecoderConfig
+from outpace.models.text import byte_alphabet
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}\n"
+    "  {%- if message.role not in ['system', 'user', 'assistant'] %}\n"
+    "    {{- raise_exception('no such role: ' + message.role) }}\n"
+    "  {%- endif %}\n"
+    "  {{- bos_token + '[' + message['role'] + '] ' + message['content'] | trim + '\\n' }}\n"
+    "  {%- if loop.index > 8 %}{% break %}{% endif %}\n"
+    "{%- endfor %}\n"
+    "{%- if tools %}{{ tools | tojson(indent=2) }}{% endif %}\n"
+    "{%- if add_generation_prompt %}\n"
+    "[assistant] {% generation %}{{ prefill | default('') }}{% endgeneration %}\n"
+    "{%- endif %}\n"
+)
+
+SAMPLE = (
+    "Hello, world!  3.14159 it's WE'LL 1234567 x12\n\n"
+    "\tdef f(x):\n        return x**2  # caf\u00e9\n"
+    "\u65e5\u672c\u8a9e\u306e \u4e2d\u6587 \ud55c\uad6d\uc5b4 \u0627\u0644 \u0939\u093f \u00bd "
+    "\U0001f389\U0001f469\u200d\U0001f469\u200d\U0001f467 e\u0301 \u00a0\u3000 \x00\x7f end   "
+)
+"""Numbers, code, runs of spaces, many scripts, emoji with joiners, control characters."""
+
+HF_SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def hf_config(family: str, **changes: Any) -> Any:
+    """Make a small config object of transformers."""
+    import transformers
+
+    kinds = {
+        "llama": transformers.LlamaConfig,
+        "mistral": transformers.MistralConfig,
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+        "gemma3": transformers.Gemma3TextConfig,
+    }
+    return kinds[family](**(HF_SIZES | changes))
+
+
+def save_hf(folder: Path, family: str, *, shard_size: str = "5GB", **changes: Any) -> Any:
+    """Save a random model of transformers and give it back."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(hf_config(family, **changes))
+    # Fresh norms are all ones or zeros, which would hide a mix-up of two of them.
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    return model
+
+
+def byte_level(merges: Sequence[tuple[str, str]] = ()) -> tokenizers.Tokenizer:
+    """Make a byte-level tokenizer of 256 bytes, some merges and three special tokens."""
+    alphabet = list(byte_alphabet())
+    vocabulary = ["<|end|>", "<|start|>", "<|pad|>", *alphabet]
+    vocabulary += ["".join(pair) for pair in merges]
+    made = tokenizers.Tokenizer(
+        models.BPE(vocab={t: i for i, t in enumerate(vocabulary)}, merges=list(merges))
+    )
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|end|>", "<|start|>"])
+    made.post_processor = processors.TemplateProcessing(
+        single=["<|start|>", "$A"], special_tokens=[("<|start|>", 1)]
+    )
+    return made
+
+
+MERGES = (("h", "e"), ("l", "l"), ("he", "ll"), ("\u0120", "w"), ("\u00c3", "\u00a9"), ("1", "2"))
+
+
+def save_tokenizer(folder: Path, **changes: Any) -> Any:
+    """Save a byte-level tokenizer through transformers and give back the object."""
+    import transformers
+
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=byte_level(MERGES),
+        bos_token="<|start|>",
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        chat_template=CHAT_TEMPLATE,
+        **changes,
+    )
+    fast.save_pretrained(folder)
+    return fast
+
+
+GGUF_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def gguf_name(name: str, arch: str) -> str:
+    """Give the GGUF name of a tensor, by the rules of the converters."""
+    whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    stem, kind = name.rsplit(".", 1)
+    if stem in whole:
+        return f"{whole[stem]}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
+    table = GGUF_NAMES
+    if arch == "gemma3":
+        table = table | {
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        }
+    return f"blk.{layer}.{table[part]}.{kind}"
+
+
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Order the rows of q or k as the converters do for architecture llama."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+GGUF_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *byte_alphabet(), "he", "ll"]
+
+
+def gguf_metadata(config: DecoderConfig, arch: str) -> dict[str, Any]:
+    """Give the metadata that a converter writes for a model."""
+    rope = config.ropes[config.rope_of_layer[-1]]
+    return {
+        f"{arch}.block_count": config.num_layers,
+        f"{arch}.context_length": config.max_positions,
+        f"{arch}.embedding_length": config.hidden_size,
+        f"{arch}.feed_forward_length": config.ffn_size,
+        f"{arch}.attention.head_count": config.num_heads,
+        f"{arch}.attention.head_count_kv": config.num_kv_heads,
+        f"{arch}.attention.key_length": config.head_dim,
+        f"{arch}.attention.layer_norm_rms_epsilon": config.norm_eps,
+        f"{arch}.rope.freq_base": rope.theta,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": GGUF_TOKENS,
+        "tokenizer.ggml.token_type": [3, 3, 3] + [1] * 258,
+        "tokenizer.ggml.merges": ["h e", "l l"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+
+
+def write_gguf(
+    path: Path,
+    tensors: Mapping[str, np.ndarray],
+    metadata: Mapping[str, Any],
+    *,
+    arch: str,
+    kinds: Mapping[str, str] | None = None,
+) -> None:
+    """Write tensors, by GGUF name, quantized as ``kinds`` says and float32 otherwise."""
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in metadata.items():
+        if key == "general.alignment":
+            writer.add_custom_alignment(value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_array(key, value)
+    for name, tensor in tensors.items():
+        kind = gguf.GGMLQuantizationType[(kinds or {}).get(name, "F32")]
+        data = gguf.quantize(np.ascontiguousarray(tensor, dtype=np.float32), kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

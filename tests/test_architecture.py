@@ -1,0 +1,300 @@
+"""Imports point one way, and state has no place to hide. Reads the source; imports no torch.
+
+The table of allowed edges is the architecture; docs/architecture.md says why it is so.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outpace import registry
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "outpace"
+
+MAY_IMPORT = {
+    # layer: layers of other packages that it may import, lowest first. `types` includes `law`.
+    "errors": "",
+    "law": "",
+    "config": "errors",
+    "registry": "errors",
+    "params": "errors",
+    "rows": "",
+    "stops": "errors params",
+    "types": "law",
+    "coins": "types",
+    "sampling": "errors params rows types",
+    "tree": "errors types coins sampling",
+    # The contracts: what a step is written against.
+    "cache.base": "",
+    "models.base": "errors types cache.base",
+    "drafters.base": "types tree models.base",
+    "verifiers.base": "errors types coins",
+    "policies.base": "types coins",
+    # The step knows contracts and no implementation, so methods may stand on it.
+    "step": "types coins sampling tree cache.base models.base drafters.base verifiers.base"
+    " policies.base",
+    # The implementations. A policy sees numbers only; a verifier sees laws and coins only.
+    "cache": "errors tree cache.base",
+    "models": "errors config types coins tree cache cache.base models.base",
+    "drafters": "errors types coins tree cache.base models models.base drafters.base",
+    "verifiers": "errors types coins verifiers.base",
+    "policies": "types coins policies.base",
+    # The engine finds methods through the registry and never names one.
+    "engine": "errors config registry params stops types coins sampling tree step cache.base models"
+    " models.base drafters.base verifiers.base policies.base",
+    "analysis": "errors config registry params types coins sampling tree step cache.base models"
+    " models.base drafters.base verifiers verifiers.base policies.base engine",
+    "bench": "errors config registry params models engine",
+    "cli": "errors config registry params models engine analysis bench",
+}
+TYPE_ONLY = {("models.base", "models")}
+"""Edges that exist in annotations alone, below ``if TYPE_CHECKING``."""
+EXEMPT = {"outpace"}
+"""The public surface names the public names of every layer."""
+
+CHANGERS = {
+    "append", "add", "update", "setdefault", "pop", "popitem", "clear", "extend", "insert",
+    "remove", "discard",
+}  # fmt: skip
+
+
+def sources() -> dict[str, str]:
+    """Module name -> source."""
+    out = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        out[name] = file.read_text(encoding="utf-8")
+    return out
+
+
+def layer(module: str) -> str:
+    """``outpace.models.hf`` -> ``models``; contracts are layers of their own."""
+    inner = module.removeprefix("outpace.")
+    return inner if inner in MAY_IMPORT else inner.split(".")[0]
+
+
+def methods() -> set[str]:
+    """Modules that hold a registered method."""
+    return {row.path.partition(":")[0] for row in registry._BUILTIN}
+
+
+def imports(tree: ast.Module, known: set[str]) -> Iterator[tuple[str, bool]]:
+    """(module, whether for annotations only) of every import, wherever it stands."""
+    for_types = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If)
+        and isinstance(block.test, ast.Name)
+        and block.test.id == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, id(node) in for_types
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "write absolute imports"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                named = full in known or full == "outpace.__version__"
+                yield (full if named else str(node.module)), id(node) in for_types
+
+
+def faults(module: str, source: str, known: set[str]) -> list[str]:
+    """Everything that is wrong with one module."""
+    if not source.isascii():
+        return ["holds characters outside ASCII; write escapes"]
+    tree = ast.parse(source, feature_version=(3, 10))
+    out = []
+    if not ast.get_docstring(tree):
+        out.append("has no docstring")
+    for target, type_only in imports(tree, known):
+        if target.startswith("outpace") and module not in EXEMPT:
+            out += _edge(module, target, type_only)
+    out += _transformers(module, tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            out.append(f"line {node.lineno}: global")
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            out.append(f"line {node.lineno}: wildcard import")
+        if module != "outpace.config" and _reads_environment(node):
+            out.append(f"line {node.lineno}: environment variable outside config.py")
+    out += _state(module, tree)
+    return out
+
+
+def _edge(module: str, target: str, type_only: bool) -> list[str]:
+    if target == "outpace.__version__":
+        return []
+    if target == "outpace":
+        return ["imports the public surface; import the module that defines the name"]
+    here, there = layer(module), layer(target)
+    if here not in MAY_IMPORT:
+        return [f"layer {here!r} has no row in MAY_IMPORT; add it, with what it may import"]
+    if type_only and (here, there) in TYPE_ONLY:
+        return []
+    table = methods()
+    if module in table and target in table and module != target:
+        return [f"method imports method {target}; move what they share to a file of its own"]
+    families = (module.split(".")[1:3], target.split(".")[1:3])
+    if (
+        here == there == "drafters"
+        and families[0][1] != families[1][1]
+        and {module, target} & table
+    ):
+        return [f"reaches into the family of {target}"]
+    allowed = {here, *MAY_IMPORT[here].replace("types", "types law").split()}
+    if there not in allowed:
+        return [f"imports {target}; {here} may import: {MAY_IMPORT[here] or 'nothing of ours'}"]
+    return []
+
+
+def _transformers(module: str, tree: ast.Module) -> list[str]:
+    """transformers takes seconds to import, and only the general path needs it."""
+    at_top = {id(node) for node in tree.body}
+    out = []
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [str(node.module)]
+        if any(name.split(".")[0] == "transformers" for name in names):
+            if not module.startswith("outpace.models.hf"):
+                out.append(f"line {node.lineno}: transformers outside models/hf*.py")
+            if id(node) in at_top:
+                out.append(f"line {node.lineno}: transformers imported at module level")
+    return out
+
+
+def _reads_environment(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr in ("environ", "getenv", "environb", "putenv")
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "os" and any("env" in alias.name for alias in node.names)
+    return False
+
+
+def _state(module: str, tree: ast.Module) -> list[str]:
+    """Module-level variables: all are constants, and no function changes one."""
+    out: list[str] = []
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            targets = list(node.targets)
+        elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
+            targets = [node.target]
+        else:
+            continue
+        while targets:
+            target = targets.pop()
+            if isinstance(target, ast.Tuple):
+                targets += target.elts
+            elif not isinstance(target, ast.Name):
+                out.append(f"line {node.lineno}: changes something at import")
+            elif target.id.startswith("__") or (layer(module), target.id) == ("cli", "app"):
+                continue  # typer wants its application at module level, under this name
+            elif target.id.lstrip("_")[:1].islower():
+                out.append(f"line {node.lineno}: module-level variable {target.id}")
+            else:
+                names.add(target.id)
+    for function in ast.walk(tree):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            for node in ast.walk(function):
+                changed = _changed(node)
+                if changed in names:
+                    out.append(f"line {node.lineno}: a function changes the constant {changed}")
+    return out
+
+
+def _changed(node: ast.AST) -> str | None:
+    """The name whose object this node changes in place."""
+    held: ast.AST | None = None
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
+        held = node.value
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in CHANGERS
+    ):
+        held = node.func.value
+    return held.id if isinstance(held, ast.Name) else None
+
+
+def test_every_module_obeys():
+    modules = sources()
+    known = set(modules)
+    wrong = [
+        f"{module}: {fault}"
+        for module, source in modules.items()
+        for fault in faults(module, source, known)
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_the_table_has_no_cycle_and_no_unknown_name():
+    done: set[str] = set()
+    for name, allowed in MAY_IMPORT.items():
+        assert set(allowed.split()) <= done, f"{name}: rows must stand above those that use them"
+        done.add(name)
+    modules = set(sources())
+    for name in MAY_IMPORT:
+        assert f"outpace.{name}" in modules, f"row {name!r} of MAY_IMPORT names nothing"
+
+
+def test_the_registry_names_classes_that_exist():
+    modules = sources()
+    for row in registry._BUILTIN:
+        module, _, cls = row.path.partition(":")
+        tree = ast.parse(modules[module])
+        assert cls in {n.name for n in tree.body if isinstance(n, ast.ClassDef)}, row
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "fault"),
+    [
+        ("outpace.step", "from outpace.models.hf import HFTarget", "imports outpace.models.hf"),
+        ("outpace.policies.fixed", "from outpace.sampling import Warp", "imports outpace.sampling"),
+        ("outpace.types", "import outpace.errors", "types may import: law"),
+        ("outpace.law", "def f():\n    import outpace.types", "may import: nothing of ours"),
+        ("outpace.verifiers.tree", "from outpace.verifiers.match import follow", "imports method"),
+        (
+            "outpace.drafters.lookup.other",
+            "from outpace.drafters.lm.draft_model import DraftModel",
+            "reaches into the family",
+        ),
+        ("outpace.engine.engine", "from outpace import Engine", "the public surface"),
+        ("outpace.quantum.core", "import outpace.types", "has no row"),
+        ("outpace.coins", "X = 1", "no docstring"),
+        ("outpace.coins", "from math import *", "wildcard"),
+        ("outpace.coins", "X = 1\ndef f():\n    global X", "global"),
+        ("outpace.coins", "import os\nX = os.environ.get('A')", "environment variable"),
+        ("outpace.coins", "from os import getenv", "environment variable"),
+        ("outpace.coins", "cache = {}", "module-level variable cache"),
+        ("outpace.coins", "_seen: list[int] = []", "module-level variable _seen"),
+        ("outpace.coins", "SEEN = []\ndef f(x):\n    SEEN.append(x)", "changes the constant SEEN"),
+        ("outpace.coins", "SEEN = {}\ndef f(x):\n    SEEN[x] = 1", "changes the constant SEEN"),
+        ("outpace.coins", "import torch\ntorch.x = 1", "changes something at import"),
+        ("outpace.coins", "X = '\u00e9'", "ASCII"),
+        ("outpace.models.hf", "import transformers", "at module level"),
+        ("outpace.models.text", "def f():\n    import transformers.utils", "outside models/hf"),
+        ("outpace.coins", "try:\n    pass\nexcept* ValueError:\n    pass", "3.11"),
+    ],
+)
+def test_the_checks_can_fail(module, source, fault):
+    documented = source if fault == "no docstring" else f'"""Words."""\n{source}'
+    known = {*sources(), module}
+    try:
+        found = faults(module, documented, known)
+    except SyntaxError as error:
+        found = [str(error)]
+    assert any(fault in line for line in found), found
+
+
+def test_a_good_module_passes():
+    good = '"""Words."""\nfrom outpace.law import Law as Law\nA = 1\ndef f(a):\n    a.append(A)\n'
+    assert faults("outpace.types", good, set(sources())) == []

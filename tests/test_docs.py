@@ -1,0 +1,194 @@
+"""Documentation that cannot rot: its code is run, its links lead somewhere, its words are known."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+import outpace
+from outpace import registry
+from outpace.cli.main import main
+from outpace.engine.results import Counters, Result
+from outpace.sampling import TokenLogprobs
+from outpace.types import RowRecord, StepRecord
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+SHORT = ["--max-new-tokens", "6"]
+"""Added to commands, which is enough to see that they work."""
+
+
+def blocks(page):
+    """(language, text) of every fenced block."""
+    return FENCE.findall(page.read_text(encoding="utf-8"))
+
+
+def run(*arguments):
+    """Output of a command; it must succeed."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(list(arguments))
+    assert code == 0, err.getvalue()
+    return out.getvalue()
+
+
+def test_python_of_the_readme_prints_what_the_readme_shows():
+    found = blocks(README)
+    names: dict[str, object] = {}
+    ran = 0
+    for (language, code), (after, shown) in zip(found, [*found[1:], ("", "")], strict=True):
+        if language != "python":
+            continue
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(code, "README.md", "exec"), names)
+        assert after == "text", "every python block of the README is followed by its output"
+        assert out.getvalue() == shown
+        ran += 1
+    assert ran
+
+
+def test_shell_of_the_readme_works(tmp_path, monkeypatch):
+    lines = [
+        line
+        for language, text in blocks(README)
+        if language == "sh"
+        for line in text.replace("\\\n", " ").splitlines()
+        if line and not line.startswith("#")
+    ]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "article.txt").write_text("A short article about rivers.")
+    ran = set()
+    for line in lines:
+        program, *arguments = shlex.split(line, comments=True)
+        ran.add(program)
+        if program == "outpace":
+            more = SHORT if arguments[0] in ("generate", "check") else []
+            more += ["--prompts", "1", "--drafters", "prompt_lookup"] * (arguments[0] == "check")
+            run(*arguments, *more)
+        elif program == "make":
+            dry = subprocess.run(["make", "-n", "-C", ROOT, *arguments], capture_output=True)
+            assert dry.returncode == 0, line
+        else:
+            assert line.startswith(("git clone ", "cd ", "pip install ")), f"not run: {line}"
+    assert {"outpace", "make"} <= ran
+
+
+def test_the_demo_is_the_readmes():
+    dry = subprocess.run(["make", "-n", "-C", ROOT, "demo"], capture_output=True, text=True)
+    (command,) = [x for x in dry.stdout.splitlines() if "outpace generate" in x]
+    prompt = shlex.split(command)[-1]
+    shown = " ".join(README.read_text(encoding="utf-8").split())
+    assert prompt in shown
+
+
+def test_the_walk_through_works(tmp_path, monkeypatch):
+    page = blocks(ROOT / "docs" / "add-a-drafter.md")
+    module, test = [text for language, text in page if language == "python"]
+    (entry,) = [text for language, text in page if language == "toml"]
+    assert '[project.entry-points."outpace.drafters"]' in entry
+    ((name, value),) = re.findall(r'^(\w+) = "([\w.:]+)"$', entry, re.MULTILINE)
+    (tmp_path / "bigram.py").write_text(module)
+    (tmp_path / "test_bigram.py").write_text(test)
+    monkeypatch.syspath_prepend(tmp_path)
+    point = EntryPoint(name, value, "outpace.drafters")
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: [point] if group == point.group else []
+    )
+    registry._table.cache_clear()
+    try:
+        spec = importlib.util.spec_from_file_location("test_bigram", tmp_path / "test_bigram.py")
+        tests = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(tests)
+        wanted = [thing for word, thing in vars(tests).items() if word.startswith("test_")]
+        for each in wanted:
+            each()
+        assert len(wanted) == 3
+        listed = {row["name"]: row for row in json.loads(run("methods", "--json"))}
+        assert listed["bigram"]["summary"].startswith("Follows the newest successor")
+    finally:
+        registry._table.cache_clear()
+        sys.modules.pop("bigram", None)
+
+
+def test_the_walk_throughs_file_obeys_the_linters(tmp_path):
+    text = next(t for kind, t in blocks(ROOT / "docs" / "add-a-drafter.md") if kind == "python")
+    (tmp_path / "bigram.py").write_text(text)
+    settings = ["--config", str(ROOT / "pyproject.toml"), "--ignore", "D"]
+    subprocess.run([sys.executable, "-m", "ruff", "check", *settings, tmp_path], check=True)
+
+
+def test_the_methods_page_is_up_to_date():
+    page = ROOT / "tools" / "methods_page.py"
+    check = subprocess.run([sys.executable, page, "--check"], capture_output=True, text=True)
+    assert check.returncode == 0, check.stderr
+    text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    for row in registry.rows():
+        assert f"### `{row.name}`" in text
+
+
+def test_an_old_methods_page_is_noticed(tmp_path):
+    for name in ("tools", "docs", "outpace"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    page = tmp_path / "docs" / "methods.md"
+    page.write_text(page.read_text(encoding="utf-8") + "more")
+    check = [sys.executable, tmp_path / "tools" / "methods_page.py", "--check"]
+    assert subprocess.run(check, capture_output=True).returncode == 1
+
+
+def keys_of(value, path=()):
+    """Keys of nested JSON; names of methods, verifiers and prompts are no keys."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if path[-1:] not in (("drafters",), ("laws",), ("code",)):
+                yield key
+            yield from keys_of(inner, (*path, key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from keys_of(inner, path)
+
+
+def test_every_key_is_in_the_glossary():
+    logprobs = (TokenLogprobs(token=1, logprob=-0.5, top=((1, -0.5),)),)
+    result = Result(
+        text="", tokens=(1,), finish_reason="stop", prompt_tokens=1, counters=Counters(),
+        seconds=1.0, prefill_seconds=0.5, drafter="none", seed=0, logprobs=logprobs,
+    )  # fmt: skip
+    keys = set(keys_of(result.to_json()))
+    keys |= set(Counters.__dataclass_fields__)
+    keys |= set(StepRecord.__dataclass_fields__) | set(RowRecord.__dataclass_fields__)
+    tiny = ["--model", "tiny", "--json", *SHORT]
+    keys |= set(keys_of(json.loads(run("generate", "a b a b", "--compare", *tiny))))
+    keys |= set(keys_of(json.loads(run("generate", "a b a b", "--n", "2", *tiny))))
+    keys |= set(keys_of(json.loads(run("methods", "--json"))))
+    keys |= set(keys_of(json.loads(run("check", "--prompts", "1", *tiny))))
+    assert {"speedup", "baseline", "same_tokens", "planted_bugs_caught", "first_difference"} <= keys
+    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    known = set(re.findall(r"`([a-z_]+)`", glossary))
+    assert not keys - known, f"not in docs/glossary.md: {sorted(keys - known)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_readme_names_every_command():
+    text = README.read_text(encoding="utf-8")
+    for command in ("generate", "chat", "check", "methods"):
+        assert f"`outpace {command}" in text
+        assert command in run("--help")
+    assert "Apache-2.0" in text and outpace.__version__ in (ROOT / "pyproject.toml").read_text()

@@ -1,0 +1,136 @@
+"""Growth over a table of laws: what is drawn, what is recorded, where it stops."""
+
+import pytest
+import torch
+
+from outpace.coins import KeyedCoins, Stream
+from outpace.law import Law
+from outpace.policies.confidence import Threshold
+from outpace.sampling import SamplingParams, Warp
+from outpace.tree.growth import DraftRow, draw, grow, without
+from outpace.tree.shapes import budget, parse_shape
+from outpace.types import NOTHING, ROOT, Budget, Drawn, Shape
+
+V = 6
+
+
+def logits_after(path):
+    """A law that depends on the whole path, so that a wrong parent shows."""
+    g = torch.Generator().manual_seed(hash(tuple(path)) % 2**31)
+    return torch.randn(V, generator=g)
+
+
+class Table:
+    """An expander that remembers what it was asked."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, branches):
+        self.calls.append([branch.nodes for branch in branches])
+        rows = []
+        for branch in branches:
+            for node in branch.nodes:
+                path = []
+                while node != ROOT:
+                    path.insert(0, branch.token_N[node])
+                    node = branch.parent_N[node]
+                rows.append(logits_after([*branch.tokens, *path]))
+        return torch.stack(rows), None
+
+
+def row(asked, drawn, seed=0, tokens=(1, 2)):
+    params = SamplingParams(temperature=0.0 if drawn is Drawn.CHOSEN else 1.0).resolved(None)
+    return DraftRow(
+        None, list(tokens), asked, KeyedCoins(seed, len(tokens) - 1, Stream.DRAFT),
+        Warp(params, tokens, frozenset(), V), drawn,
+    )
+
+
+def check(draft, tokens):
+    """Every recorded law is the law after its parent's path; every node is a possible draw."""
+    for group in draft.groups:
+        path = [*tokens, *draft.path_tokens(group.parent)]
+        law = torch.softmax(logits_after(path), 0)
+        picked = [draft.token_N[node] for node in group.nodes]
+        if group.drawn is Drawn.CHOSEN:
+            assert picked == law.topk(len(picked)).indices.tolist()
+        else:
+            torch.testing.assert_close(draft.laws[group.law].dense(V), law)
+        if group.drawn is Drawn.DISTINCT:
+            assert len(set(picked)) == len(picked)
+
+
+@pytest.mark.parametrize("drawn", [Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT, Drawn.COUPLED])
+@pytest.mark.parametrize("shape", ["chain", "3x2x1", "[-1,-1,0,0,1,2,2]"])
+def test_drafts_record_the_laws_they_were_drawn_from(drawn, shape):
+    asked = budget(shape, None, 4)
+    rows = [row(asked, drawn, seed, (1, 2, seed)) for seed in range(8)]
+    expand = Table()
+    for one, draft in zip(rows, grow(rows, expand), strict=True):
+        check(draft, one.tokens)
+        assert 0 < len(draft) <= asked.max_nodes
+        if drawn is not Drawn.IID:  # repeated draws share a node, so a tree may be smaller
+            assert len(draft) == asked.max_nodes
+            if asked.shape.parent_N:
+                order = [parse_shape(shape).parent_N[:n] for n in (len(draft),)]
+                assert sorted(draft.depth_N) == sorted(depths(order[0]))
+    assert len(expand.calls) == asked.max_depth, "one pass per level for the whole batch"
+
+
+def depths(parents):
+    out = []
+    for parent in parents:
+        out.append(1 if parent == ROOT else out[parent] + 1)
+    return out
+
+
+def test_a_repeated_draw_names_its_node_again():
+    certain = DraftRow(
+        None, [1], Budget(3, 1, shape=parse_shape("3")), KeyedCoins(0, 0, Stream.DRAFT),
+        Warp(SamplingParams(temperature=1.0).resolved(None), [1], frozenset(), V), Drawn.IID,
+    )
+    peak = torch.full((1, V), -30.0)
+    peak[0, 4] = 30.0
+    (draft,) = grow([certain], lambda branches: (peak, None))
+    assert draft.token_N == (4,) and draft.groups[0].nodes == (0, 0, 0)
+
+
+def test_budgets_of_a_batch_differ():
+    rows = [row(NOTHING, Drawn.CHOSEN), row(Budget(1, 5), Drawn.CHOSEN),
+            row(Budget(5, 2), Drawn.CHOSEN),
+            row(Budget(4, 9, shape=parse_shape("2x2")), Drawn.CHOSEN)]
+    assert [len(draft) for draft in grow(rows, Table())] == [0, 1, 2, 4]
+
+
+def test_a_stop_rule_ends_branches_and_keeps_what_was_drawn():
+    rows = [row(Budget(20, 20, stop=Threshold(0.3)), Drawn.IID, seed) for seed in range(10)]
+    for one, draft in zip(rows, grow(rows, Table()), strict=True):
+        probs = [float(draft.laws[g.law].prob_S[draft.token_N[g.nodes[0]]]) for g in draft.groups]
+        assert all(prob >= 0.3 for prob in probs[:-1])
+        assert probs[-1] < 0.3 or len(draft) == 20
+        check(draft, one.tokens)
+
+
+def test_reduced_vocabularies_give_target_ids():
+    ids = torch.tensor([5, 0, 3])
+    logits = torch.tensor([[0.0, 2.0, 1.0]])
+    for drawn in (Drawn.CHOSEN, Drawn.DISTINCT):
+        one = row(Budget(3, 1, shape=Shape((-1, -1, -1))), drawn)
+        (draft,) = grow([one], lambda branches: (logits, ids))
+        assert sorted(draft.token_N) == [0, 3, 5]
+        if drawn is Drawn.CHOSEN:
+            assert draft.token_N == (0, 3, 5)
+        else:
+            assert draft.laws[0].prob(1) == 0.0
+
+
+def test_greedy_plus_one_draws_the_last_from_the_rest():
+    law = Law(torch.tensor([0.1, 0.5, 0.25, 0.15, 0.0, 0.0]))
+    seen = {
+        tuple(draw(law, 3, Drawn.GREEDY_PLUS_ONE, KeyedCoins(s, 1, Stream.DRAFT), ROOT, 1))
+        for s in range(50)
+    }
+    assert seen == {(1, 2, 0), (1, 2, 3)}
+    assert len(draw(law, 9, Drawn.DISTINCT, KeyedCoins(0, 1, Stream.DRAFT), ROOT, 1)) == 4
+    assert without(law, [0, 1, 2, 3]) is None
