@@ -201,9 +201,9 @@ def tail_of_the_draw(s: Sapling) -> None:
 
 
 def chosen_then_drawn(s: Sapling) -> None:
-    """Chosen first; then draws of two drafters, one of them with replacement."""
+    """Chosen first; then draws of two drafters, one of them without replacement."""
     s.top(ROOT, 1)
-    first = s.sample(ROOT, Drawn.IID, 2)
+    first = s.sample(ROOT, Drawn.IID, 1)
     s.sample(ROOT, Drawn.DISTINCT, 2, drafter=3)
     s.sample(first[0], Drawn.GREEDY_PLUS_ONE, 2)
 

@@ -10,7 +10,7 @@ from typing import Any
 from outpace.engine.engine import Engine
 from outpace.engine.results import Chunk
 from outpace.errors import RequestError
-from outpace.sampling import SamplingParams
+from outpace.params import SamplingParams
 
 
 class Conversation:

@@ -20,7 +20,8 @@ from outpace.engine.sequence import Setup
 from outpace.errors import RequestError, SpecError
 from outpace.models.base import Target
 from outpace.models.load import load_target
-from outpace.sampling import SamplingParams, Warp
+from outpace.params import SamplingParams
+from outpace.sampling import Warp
 from outpace.step import Machine
 from outpace.stops import StopChecker
 from outpace.types import StepRecord

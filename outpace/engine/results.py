@@ -11,7 +11,8 @@ from outpace.sampling import TokenLogprobs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
     """What speculation did for one sequence. The token that prefill yields is in ``new_tokens``
-    alone: ``mean_emitted = (new_tokens - 1) / passes``."""
+    alone: ``mean_emitted = (new_tokens - 1) / passes``.
+    """
 
     new_tokens: int = 0
     passes: int = 0

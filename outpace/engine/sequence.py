@@ -12,7 +12,8 @@ from typing import Any
 
 from outpace.coins import KeyedCoins, Stream
 from outpace.engine.results import Chunk, Counters, Result
-from outpace.sampling import SamplingParams, TokenLogprobs, Warp, logprobs
+from outpace.params import SamplingParams
+from outpace.sampling import TokenLogprobs, Warp, logprobs
 from outpace.stops import StopChecker
 from outpace.types import NOTHING, Budget, Outcome, Verdict
 from outpace.verifiers.base import Verifier

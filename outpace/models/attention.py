@@ -133,6 +133,10 @@ class Attention:
         kv, width, queries = shape.kv, shape.width, shape.queries
         self.head_TXD = torch.zeros(rows, queries + 2 * kv, width, device=self.device)
         """float32 queries, keys and values of the layer at hand; the decoder fills them in."""
+        self.turned_TXE = torch.view_as_complex(
+            self.head_TXD[:, : queries + kv].unflatten(2, (width // 2, 2))
+        )
+        """Queries and keys as complex numbers, to be rotated in place."""
         self.query_TKGD = self.head_TXD[:, :queries].unflatten(1, (kv, shape.group))
         self.out_TKGD = torch.zeros(
             rows, kv, shape.group, width, dtype=dtype, device=self.device
@@ -362,6 +366,10 @@ def _blocks(spans: list[Span], columns: range) -> Iterator[tuple[range, Tensor |
     for low in range(columns.start, columns.stop, _BLOCK):
         high, member = min(low + _BLOCK, columns.stop), None
         if homes is not None:
-                high = max(high, min(-(-(last + 1) // _STEP) * _STEP, columns.stop))
+            own = (homes == low).any(0).nonzero()
+            if len(own) == 0:
+                continue
+            end = columns.start + int(own.max()) + 1
+            high = max(high, min(-(-end // _STEP) * _STEP, columns.stop))
             member = homes[:, None, low - columns.start : high - columns.start] == low
         yield range(low, high), member

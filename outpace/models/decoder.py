@@ -12,7 +12,7 @@ D width of a head, E = D / 2, R riders.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,11 +22,12 @@ from torch.nn import functional as F
 from outpace.cache.base import KVCache
 from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError
-from outpace.models.attention import Attention, HeadShape
+from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, TREE, Target
+from outpace.models.blocks import Block, Ends, read_block, read_ends
 from outpace.models.families import DecoderConfig
 from outpace.models.packed import MIN_ROWS, Linear
-from outpace.models.passrows import PassRows, Rotation
+from outpace.models.passes import PassRows, Rotation
 from outpace.models.text import Tokenizer
 from outpace.models.weights import Checkpoint
 from outpace.types import Feed, Scored, VocabMap
@@ -39,57 +40,6 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
 _TAPS = ("hidden", "attn_in", "attn_out")
-
-
-class Norm:
-    """x / sqrt(mean(x^2) + eps) * weight, row by row, in float32.
-
-    Args:
-        weight_H: as stored; [heads, D] norms every head by itself.
-        config: for eps and the offset of the weights.
-    """
-
-    def __init__(self, weight_H: Tensor, config: DecoderConfig) -> None:
-        size = weight_H.shape[-1]
-        self._weight_H = (weight_H.float() + config.norm_offset) * size**0.5
-        self._floor = torch.tensor((size * config.norm_eps) ** 0.5, device=weight_H.device)
-
-    def __call__(self, x_TH: Tensor, out: Tensor | None = None) -> Tensor:
-        # sqrt(|x|^2 + H * eps) as a hypotenuse: one small operation instead of four.
-        length_T1 = torch.linalg.vector_norm(x_TH, dim=-1, keepdim=True).hypot_(self._floor)
-        return torch.mul(x_TH / length_T1, self._weight_H, out=out)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Block:
-    """Weights of one layer."""
-
-    qkv: Linear
-    """Dimensions of query and key heads are in pairs that rotate together."""
-    out: Linear
-    gate_up: Linear
-    down: Linear
-    attn_norm: Norm
-    mlp_norm: Norm
-    qk_norm: Norm | None
-    after_attn: Norm | None
-    after_mlp: Norm | None
-    window: int | None
-    rope: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its matrices."""
-        return sum(one.nbytes for one in (self.qkv, self.out, self.gate_up, self.down))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Ends:
-    """Weights before and after the layers."""
-
-    embed_VH: Tensor
-    norm: Norm
-    head: Linear
 
 
 class Decoder(Target):
@@ -152,13 +102,13 @@ class Decoder(Target):
         if dtype not in DTYPES:
             known = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
             raise ModelError(f"dtype {str(dtype).removeprefix('torch.')!r} is not one of {known}")
-        load = _Loader(checkpoint, dtype, torch.device(device), packed)
-        config = checkpoint.config
-        embed_VH = load("model.embed_tokens")
-        head = Linear(embed_VH if config.tied_head else load("lm_head"), packed=packed)
-        ends = Ends(embed_VH=embed_VH, norm=load.norm("model.norm"), head=head)
-        blocks = [load.block(layer) for layer in range(config.num_layers)]
-        turns = [Rotation(rope, ends.embed_VH.device) for rope in config.ropes]
+        config, where = checkpoint.config, torch.device(device)
+        ends = read_ends(checkpoint, dtype, where, packed)
+        blocks = [
+            read_block(checkpoint, layer, dtype, where, packed)
+            for layer in range(config.num_layers)
+        ]
+        turns = [Rotation(rope, where) for rope in config.ropes]
         decoder = cls(checkpoint, config, blocks, ends, turns)
         decoder.note = checkpoint.note(dtype)
         return decoder
@@ -242,14 +192,135 @@ class Decoder(Target):
         its slot holds, in order; they are not appended again.
         """
         depth = self._depth(layers)
-        if not isinstance(cache, DenseCache) or cache.store.shape[0] != self.num_layers:
+        if not isinstance(cache, DenseCache) or len(cache.store) != self.num_layers:
             raise ModelError(f"this cache was not made by {self.name}; use its new_cache()")
         rows = PassRows(feeds, cache, depth)
-        self._check_taps(taps, depth, rows.levels[-1] if rows.levels else 0)
+        self._check_taps(taps, depth, max(rows.levels, default=0))
+        picked = [*rows.wanted, *rows.riders]
         with torch.inference_mode():
             x_TH, seen = self._body(rows, cache, depth, taps)
-            last_TH, picked = self._last(rows, x_TH, "hidden.-1" in taps)
+            last_TH, index = x_TH, [*picked, *[0] * (MIN_ROWS - len(picked))]
             if "hidden.-1" in taps:
-                seen["hidden.-1"] = rows.without_riders(last_TH)
-            # Outside inference mode a copy is an ordinary tensor, which autograd may use.
-            ...
+                last_TH = self._ends.norm(x_TH).to(self.dtype)
+                seen["hidden.-1"] = last_TH
+            last_TH = last_TH.index_select(0, torch.tensor(index, device=self.device))
+            if "hidden.-1" not in taps:
+                last_TH = self._ends.norm(last_TH).to(self.dtype)
+        # Made outside of inference mode these are ordinary tensors, which autograd may use.
+        with torch.no_grad():
+            features = {name: rows.without_riders(seen[name]).clone() for name in taps}
+            last_TH = last_TH.clone()
+            fed, all_ = len(rows.wanted), len(picked)
+            headed = all_ if rows.rider_logits else fed
+            logits_TV = self.head(last_TH)[:headed] if headed else self._no_logits()
+        return Scored(
+            logits_TV[:fed],
+            rows.start_B,
+            features,
+            rows.tap_start_B if taps else (0,),
+            last_TH[fed:all_] if rows.riders else None,
+            logits_TV[fed:] if rows.rider_logits else None,
+            rows.rider_start_B if rows.riders else (0,),
+        )
+
+    def _no_logits(self) -> Tensor:
+        return torch.empty(0, self.vocab_size, device=self.device)
+
+    def _body(
+        self, rows: PassRows, cache: DenseCache, depth: int, taps: frozenset[str]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the layers; give the residual stream [T, H] and the taps of all rows."""
+        stream_TH = self._embed(rows)
+        seen: dict[str, Tensor] = {}
+        borders = [0, *rows.levels, depth]
+        for begin, end in zip(borders, borders[1:], strict=False):
+            for start, layer, hidden_KH in rows.resumed:
+                if layer == begin:
+                    stream_TH[start : start + len(hidden_KH)] = hidden_KH
+            spans, running = rows.running(begin)
+            if not spans:
+                continue
+            x_TH = stream_TH
+            if len(running) < len(rows.ids):
+                filling = [running[0]] * (MIN_ROWS - len(running))
+                x_TH = stream_TH[torch.tensor([*running, *filling], device=self.device)]
+            self._layers(x_TH, range(begin, end), spans, cache, taps, seen)
+            if x_TH is not stream_TH:
+                stream_TH[torch.tensor(running, device=self.device)] = x_TH[: len(running)]
+        if f"hidden.{depth}" in taps:
+            seen[f"hidden.{depth}"] = stream_TH
+        return stream_TH, seen
+
+    def _embed(self, rows: PassRows) -> Tensor:
+        """The residual stream before the first layer, with rows of zeros behind if few."""
+        count = len(rows.ids)
+        stream_TH = torch.zeros(max(count, MIN_ROWS), self.hidden_size, device=self.device)
+        embedded_TH = self._ends.embed_VH[torch.tensor(rows.ids, dtype=torch.int64).to(self.device)]
+        scale = torch.tensor(self.config.embed_scale, dtype=self.dtype)
+        stream_TH[:count] = embedded_TH.float() * float(scale)
+        for start, embed_RH in rows.embeds:
+            stream_TH[start : start + len(embed_RH)] = embed_RH
+        return stream_TH
+
+    def _layers(
+        self,
+        x_TH: Tensor,
+        layers: range,
+        spans: Sequence[Span],
+        cache: DenseCache,
+        taps: frozenset[str],
+        seen: dict[str, Tensor],
+    ) -> None:
+        """Run some layers on the residual stream, in place."""
+        positions = [position for span in spans for position in span.positions]
+        positions += [0] * (len(x_TH) - len(positions))
+        turn = [rotation.at(positions) for rotation in self._turns]
+        attend = Attention(cache, spans, len(x_TH), self._shape, self._windows, self.dtype)
+        qkv_TY, turned_TXE = attend.head_TXD.flatten(1), attend.turned_TXE
+        qk_TXD = attend.head_TXD[:, : turned_TXE.shape[1]]
+        normed_TH = torch.empty(x_TH.shape, dtype=self.dtype, device=self.device)
+        for layer in layers:
+            block = self._blocks[layer]
+            block.attn_norm(x_TH, normed_TH)
+            if taps:
+                _tap(taps, seen, f"hidden.{layer}", x_TH)
+                _tap(taps, seen, f"attn_in.{layer}", normed_TH)
+            qkv_TY.copy_(block.qkv(normed_TH))
+            if block.qk_norm is not None:
+                block.qk_norm(qk_TXD, qk_TXD)
+            turned_TXE.mul_(turn[block.rope])
+            y_TH = block.out(attend(layer, block.window))
+            if block.after_attn is not None:
+                y_TH = block.after_attn(y_TH.float())
+            if taps:
+                _tap(taps, seen, f"attn_out.{layer}", y_TH)
+            x_TH.add_(y_TH)
+            block.mlp_norm(x_TH, normed_TH)
+            gate_TF, up_TF = block.gate_up(normed_TH).chunk(2, 1)
+            y_TH = block.down(self._activation(gate_TF).mul_(up_TF))
+            if block.after_mlp is not None:
+                y_TH = block.after_mlp(y_TH.float())
+            x_TH.add_(y_TH)
+
+    def _depth(self, layers: int | None) -> int:
+        if layers is None:
+            return self.num_layers
+        if not 0 < layers <= self.num_layers:
+            raise ModelError(f"cannot run {layers} layers of {self.name}: it has {self.num_layers}")
+        return layers
+
+    def _check_taps(self, taps: frozenset[str], depth: int, resumed: int) -> None:
+        for name in taps:
+            kind, _, number = name.partition(".")
+            layer = int(number) if number.removeprefix("-").isdecimal() else -2
+            last = depth if kind == "hidden" else depth - 1
+            if kind not in _TAPS or not (resumed <= layer <= last or name == "hidden.-1"):
+                raise ModelError(
+                    f"{self.name} has no tap {name!r} in a pass over layers {resumed} to "
+                    f"{depth - 1}; taps are hidden.L, hidden.-1, attn_in.L and attn_out.L"
+                )
+
+
+def _tap(taps: frozenset[str], seen: dict[str, Tensor], name: str, rows: Tensor) -> None:
+    if name in taps:
+        seen[name] = rows.clone()

@@ -84,12 +84,13 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         if isinstance(id := metadata.get(f"tokenizer.ggml.{key}_token_id"), int)
         and id < len(vocabulary)
     }
+    prefixed = not byte_level and bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     try:
         if byte_level:
             backend, begins = _byte_level(metadata, vocabulary)
         else:
-            backend, begins = _sentencepiece(metadata, vocabulary, types, named), True
-        _mark(backend, vocabulary, types)
+            backend, begins = _sentencepiece(metadata, vocabulary, types, named, prefixed), True
+        _mark(backend, vocabulary, types, prefixed)
     except ModelError:
         raise
     except Exception as error:  # the library raises bare Exception
@@ -165,6 +166,7 @@ def _sentencepiece(
     vocabulary: Sequence[str],
     types: Sequence[int],
     named: Mapping[str, str],
+    prefixed: bool,
 ) -> tokenizers.Tokenizer:
     merges = metadata.get("tokenizer.ggml.merges")
     if merges:
@@ -183,7 +185,6 @@ def _sentencepiece(
             byte_fallback=True,
         )
     )
-    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     marks = [normalizers.Replace(" ", SPACE_MARK)]
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend(SPACE_MARK), *marks] if prefixed else marks
@@ -216,15 +217,20 @@ def merges_by_score(
     return [(vocabulary[left], vocabulary[right]) for _, _, left, right in ranked]
 
 
-def _mark(backend: tokenizers.Tokenizer, vocabulary: Sequence[str], types: Sequence[int]) -> None:
+def _mark(
+    backend: tokenizers.Tokenizer, vocabulary: Sequence[str], types: Sequence[int], prefixed: bool
+) -> None:
     """Make tokens of their own of everything that must never be cut up."""
     special, plain = [], []
     for token, kind in zip(vocabulary, types, strict=True):
         if kind in (_CONTROL, _UNKNOWN):
             special.append(tokenizers.AddedToken(token, special=True, normalized=False))
         elif kind == _USER_DEFINED:
-            # Runs of spaces are written with the mark, which only normalized text contains.
-            plain.append(tokenizers.AddedToken(token, normalized=SPACE_MARK in token))
+            # Runs of spaces are written with the mark, which only normalized text contains. Where
+            # normalizing puts a mark before everything, they are left to the merges.
+            marked = SPACE_MARK in token
+            if not (marked and prefixed):
+                plain.append(tokenizers.AddedToken(token, normalized=marked))
     backend.add_special_tokens(special)
     backend.add_tokens(plain)
 

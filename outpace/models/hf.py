@@ -13,11 +13,10 @@ vocabulary, H hidden size.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +25,17 @@ from torch import Tensor
 from outpace.cache.base import KVCache
 from outpace.errors import ModelError
 from outpace.models.base import TAPS, TREE, Target
-from outpace.models.families import GenerationDefaults
-from outpace.models.hf_cache import CHUNKED, FULL, WINDOWED, GatherCache, ReplayCache, Track
-from outpace.models.text import Tokenizer
+from outpace.models.fields import brief
+from outpace.models.hf_config import (
+    context_length,
+    digest,
+    generation_defaults,
+    layer_kinds,
+    said_name,
+    wrap_tokenizer,
+)
+from outpace.models.hf_gather import GatherCache
+from outpace.models.hf_replay import ReplayCache, Track
 from outpace.types import Draft, Feed, Scored
 
 WAYS = ("gather", "resume", "single", "whole")
@@ -39,8 +46,6 @@ _SLOW = {
     "single": "this model one token at a time",
     "whole": "the whole text again in every pass over this model",
 }
-_NO_LIMIT = 1 << 20
-"""Context of a model that states none, such as a recurrent one."""
 _REPLAY = 16
 """Accepted tokens that a pass reads again beside its new rows, before a pass of their own."""
 _ROUNDING = {8: 1e-9, 4: 3e-5, 2: 0.1}
@@ -50,7 +55,6 @@ Measured on a model of 30 layers: 4e-6 in float32, 0.005 in float16, 0.03 in bfl
 when the mask is ignored."""
 _PADDING = 16
 """Rows of padding that cost less than a forward of its own (measured: 16 to 24)."""
-_VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 
 
 class HFTarget(Target):
@@ -75,7 +79,7 @@ class HFTarget(Target):
         Raises:
             ModelError: it is no causal language model, or its tokenizer is not supported.
 
-        Cost: about five passes over a few tokens, to find out how the model can be run.
+        Cost: about seven passes over a few tokens, to find out how the model can be run.
         """
         config = getattr(model, "config", None)
         if config is None or not callable(getattr(model, "get_output_embeddings", None)):
@@ -85,15 +89,15 @@ class HFTarget(Target):
             )
         text = config.get_text_config(decoder=True)
         self.model = model
-        self.name = name or config._name_or_path or type(model).__name__
+        self.name = name or said_name(model)
         self.note = note
         self.device, self.dtype = model.device, model.dtype
         self.hidden_size, self.num_layers = text.hidden_size, text.num_hidden_layers
-        self.max_positions = _context(text)
-        self.digest = _digest(model)
-        self.defaults = _defaults(model)
-        self.tokenizer = _wrapped(tokenizer, self.defaults)
-        self._kinds = _layer_kinds(text)
+        self.max_positions = context_length(text)
+        self.digest = digest(model)
+        self.defaults = generation_defaults(model)
+        self.tokenizer = wrap_tokenizer(tokenizer, self.defaults)
+        self._kinds = layer_kinds(text)
         parameters = inspect.signature(model.forward).parameters
         self._takes = frozenset(parameters)
         if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -101,9 +105,7 @@ class HFTarget(Target):
         self._state_name = next(
             (n for n in ("past_key_values", "cache_params", "state") if n in self._takes), None
         )
-        self.way = "whole"
-        self.vocab_size = int(self._forward(torch.zeros(1, 1, dtype=torch.int64)).logits.shape[-1])
-        self.way = next(way for way in self._possible() if self._reproduces(way))
+        self.way, self.vocab_size = self._explore()
         taps = {TAPS} if "output_hidden_states" in self._takes else set()
         if self.note is None and self.way in _SLOW:
             self.note = f"transformers reads {_SLOW[self.way]}; drafts save little"
@@ -112,11 +114,11 @@ class HFTarget(Target):
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights read by a pass over one row."""
-        total = sum(p.nbytes for p in self.model.parameters())
+        total: int = sum(p.nbytes for p in self.model.parameters())
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         if embedding is None or head is None or embedding.weight is head.weight:
             return total
-        return int(total - embedding.weight.nbytes)
+        return total - int(embedding.weight.nbytes)
 
     def new_cache(self, capacity: int = 0) -> KVCache:
         """An empty cache: of our own storage if rows may branch, else of the model's states."""
@@ -169,11 +171,17 @@ class HFTarget(Target):
         rows = [cache.append(feed.slot, feed.token_J, feed.parent_J) for feed in feeds]
         counts = [len(feed.token_J) for feed in feeds]
         spot = cache.spot([feed.slot for feed in feeds], rows)
-        position_BJ, masks = cache.mask(spot, counts, self._kinds, self.dtype)
+        position_BJ, masks = cache.mask(spot, counts, self._kinds or {}, self.dtype)
         id_BJ = torch.tensor(
-            [(*feed.token_J, *[0] * (max(counts) - n)) for feed, n in zip(feeds, counts, strict=True)]
+            [
+                (*feed.token_J, *[0] * (max(counts) - n))
+                for feed, n in zip(feeds, counts, strict=True)
+            ]
         )
-        wanted = [range(n) if feed.want is None else feed.want for feed, n in zip(feeds, counts)]
+        wanted = [
+            range(n) if feed.want is None else feed.want
+            for feed, n in zip(feeds, counts, strict=True)
+        ]
         heads = sorted({row for want in wanted for row in want})
         whole = len(heads) == max(counts) or "logits_to_keep" not in self._takes
         extra = {} if whole else {"logits_to_keep": torch.tensor(heads, device=self.device)}
@@ -197,28 +205,28 @@ class HFTarget(Target):
         self, feed: Feed, cache: ReplayCache, depths: Mapping[str, int]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Continue the model's own cache with a chain, reading accepted tokens again if needed."""
-        tail = len(cache.slot(feed.slot).tail_ids)
-        if feed.parent_J != tuple(range(tail - 1, tail - 1 + len(feed.token_J))):
+        tail, fresh = len(cache.slot(feed.slot).tail_ids), len(feed.token_J)
+        if feed.parent_J != tuple(range(tail - 1, tail - 1 + fresh)):
             raise ModelError(f"{self.name} cannot check a tree; use chains or the own decoder")
         cache.append(feed.slot, feed.token_J, feed.parent_J)
-        fresh = len(feed.token_J)
+        wanted = range(fresh) if feed.want is None else feed.want
+        first = min(wanted, default=fresh - 1)
         track = cache.resume(feed.slot, fresh)
         unread = cache.unread(feed.slot, track)
-        if len(unread) - fresh > _REPLAY:
-            self._read(track, unread[:-fresh], {})
+        if len(unread) - fresh > _REPLAY and self.way != "whole":
+            self._read(track, unread[:-fresh], {}, 1)
             unread = unread[-fresh:]
         if fresh > 1:
             cache.save(feed.slot, track)
-        logits_JV, features = self._read(track, unread, depths)
+        logits_KV, features = self._read(track, unread, depths, fresh - first)
         cache.advance(feed.slot, track)
-        logits_JV = logits_JV[-fresh:]
-        picked = logits_JV if feed.want is None else logits_JV[list(feed.want)]
-        return picked.float(), {tap: rows[-fresh:] for tap, rows in features.items()}
+        picked = logits_KV[[row - first for row in wanted]].float()
+        return picked, {tap: rows[-fresh:] for tap, rows in features.items()}
 
     def _read(
-        self, track: Track, tokens: Sequence[int], depths: Mapping[str, int]
+        self, track: Track, tokens: Sequence[int], depths: Mapping[str, int], last: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Advance a track; logits [rows, V] and features [rows, H], at least of ``tokens``."""
+        """Advance a track; logits of the last rows, and features of ``tokens`` or more rows."""
         if self.way == "whole":
             portions = [(*track.ids, *tokens)]
         elif self.way == "single" and track.ids:
@@ -232,6 +240,7 @@ class HFTarget(Target):
                 torch.tensor([portion]),
                 use_cache=self.way != "whole",
                 output_hidden_states=bool(depths),
+                logits_to_keep=min(last, len(portion)),
                 **given,
             )
             logits.append(result.logits[0])
@@ -239,7 +248,9 @@ class HFTarget(Target):
             if self.way != "whole":
                 track.state = result[self._state_name]
         track.ids = (*track.ids, *tokens)
-        return torch.cat(logits), {t: torch.cat([one[t] for one in features]) for t in depths}
+        return torch.cat(logits)[-last:], {
+            tap: torch.cat([part[tap] for part in features]) for tap in depths
+        }
 
     def _forward(self, id_BJ: Tensor, **given: Any) -> Any:
         """Call the model with those of the arguments that it takes."""
@@ -279,36 +290,36 @@ class HFTarget(Target):
             )
         return depth
 
-    def _possible(self) -> Sequence[str]:
-        """Ways that the model's configuration does not rule out."""
-        branching = {"past_key_values", "position_ids", "attention_mask"} <= self._takes
-        if not branching or self._kinds is None or getattr(self.model, "_is_stateful", False):
-            return WAYS[1:] if self._state_name else WAYS[3:]
-        return WAYS
-
-    def _reproduces(self, way: str) -> bool:
-        """Whether one way gives the logits of the plain forward, a rejected guess included."""
-        if way == "whole":
-            return True
-        self.way = way
-        ids = [(7 * i + 3) % self.vocab_size for i in range(7)]
-        other = (ids[5] + 1) % self.vocab_size
-        with self._borrowed():
-            wanted_V = torch.stack(
-                [
-                    self._forward(torch.tensor([path])).logits[0, -1].float()
-                    for path in ([*ids[:5], other], ids)
-                ]
-            )
+    def _explore(self) -> tuple[str, int]:
+        """Find the best way to run the model, and how wide its logits are."""
+        self.way = "whole"
         try:
-            tried_V = self._try(ids, other)
-        except Exception:  # whatever an architecture cannot do, another way can
-            return False
-        error = float((tried_V - wanted_V).abs().mean() / wanted_V.std())
-        return error <= _ROUNDING[self.dtype.itemsize]
+            with self._borrowed():
+                width = self._forward(torch.zeros(1, 1, dtype=torch.int64)).logits.shape[-1]
+                ids = [(7 * i + 3) % width for i in range(7)]
+                other = (ids[5] + 1) % width
+                paths = ([*ids[:5], other], ids[:6], ids)
+                plain_V = [self._forward(torch.tensor([path])).logits[0, -1] for path in paths]
+        except Exception as error:  # every architecture has its own kinds
+            raise ModelError(f"{self.name} fails on its first tokens: {brief(error)}") from error
+        wanted_V = torch.stack(plain_V).float()
+        branching = {"past_key_values", "position_ids", "attention_mask"} <= self._takes
+        stateful = getattr(self.model, "_is_stateful", False) or not self._kinds
+        for way in WAYS[0 if branching and not stateful else 1 if self._state_name else 3 :]:
+            self.way = way
+            try:
+                tried_V = self._try(ids, other)
+            except Exception:  # whatever an architecture cannot do, another way can
+                continue
+            off = (tried_V - wanted_V).abs().mean() / wanted_V.std()
+            if float(off) <= _ROUNDING[self.dtype.itemsize]:
+                return way, int(width)
+        raise ModelError(
+            f"{self.name} cannot be a target: its logits of a token depend on later tokens"
+        )
 
     def _try(self, ids: Sequence[int], other: int) -> Tensor:
-        """Score ``other`` after five ids, and all ids, in passes that also hold other rows."""
+        """Score ``other`` after five ids, six ids, and all, in passes that hold other rows too."""
         cache = self.new_cache()
         slot, second = cache.open(), cache.open()
         # Two slots of different length, so that padding is tried as well.
@@ -319,71 +330,42 @@ class HFTarget(Target):
             wrong_JV = self.score([Feed.chain(slot, [ids[4], other])], cache).logits_TV
             cache.keep(slot, [0])
             right_JV = self.score([Feed.chain(slot, ids[5:])], cache).logits_TV
-            return torch.stack([wrong_JV[1], right_JV[1]])
+            return torch.cat([wrong_JV[1:], right_JV])
         draft = Draft.chosen([other, ids[5], ids[6]], [-1, -1, 1])
         chain = Feed.chain(second, [*ids[2:5], other])
         logits_TV = self.score([chain, Feed.tree(slot, ids[4], draft)], cache).logits_TV
-        return logits_TV[[3, 7]]
+        return logits_TV[[3, 6, 7]]
 
 
-def _digest(model: Any) -> str:
-    """Hash the configuration, and the shape and a few values of every weight."""
-    config = {k: v for k, v in model.config.to_dict().items() if k not in _VOLATILE}
-    lines = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, weight in sorted(model.named_parameters()):
-        flat = weight.detach().reshape(-1)
-        some = [] if flat.is_meta else flat[:: max(1, len(flat) // 4)].float().tolist()
-        lines.update(f"{name} {tuple(weight.shape)} {some}\n".encode())
-    return lines.hexdigest()[:16]
+def load_hf(
+    name: str, dtype: torch.dtype, device: torch.device, note: str | None = None
+) -> HFTarget:
+    """Load a folder or a hub id with transformers, and its tokenizer where it has a usable one.
 
+    Raises:
+        ModelError: transformers cannot load it, or it cannot be a target.
 
-def _defaults(model: Any) -> GenerationDefaults:
-    """Read what the model says about sampling; only settings that somebody chose count."""
-    said = model.generation_config
-    config = model.config
-    return GenerationDefaults.from_hf(
-        said.to_diff_dict() if said is not None else {},
-        config.to_dict(),
-        config.get_text_config(decoder=True).to_dict(),
-    )
-
-
-def _wrapped(tokenizer: Any, defaults: GenerationDefaults) -> Tokenizer | None:
-    """Make a tokenizer ours; every id that ends a text of the model ends one of the tokenizer."""
-    if tokenizer is None or isinstance(tokenizer, Tokenizer):
-        return tokenizer
-    ours = Tokenizer.from_transformers(tokenizer)
-    ours.eos_ids |= frozenset(defaults.eos_ids)
-    return ours
-
-
-def _context(config: Any) -> int:
-    """Tokens that the model can hold with one set of rotary frequencies.
-
-    Under ``longrope`` the frequencies jump when a text passes its original length, for keys
-    that are already stored as well; what follows would depend on how a text was cut into
-    passes, so the context ends there.
+    Effects: a hub id that is not in the local cache of the hub is downloaded.
     """
-    longest = int(getattr(config, "max_position_embeddings", None) or _NO_LIMIT)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if rope.get("rope_type", rope.get("type")) == "longrope":
-        return int(
-            rope.get("original_max_position_embeddings")
-            or getattr(config, "original_max_position_embeddings", None)
-            or longest
-        )
-    return longest
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-
-def _layer_kinds(config: Any) -> dict[str, int | None] | None:
-    """Layer types with their reach in tokens; None if some layer keeps no plain keys."""
-    window = getattr(config, "sliding_window", None)
-    chunk = getattr(config, "attention_chunk_size", None)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        types = [WINDOWED if window else CHUNKED if chunk else FULL]
-    reach = {FULL: None, WINDOWED: window, CHUNKED: chunk}
-    return {kind: reach[kind] for kind in types} if set(types) <= set(reach) else None
+    path = Path(name).expanduser()
+    source = str(path) if path.exists() else name
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device)
+    except Exception as error:  # every architecture has its own kinds
+        reason = f"{note}; " if note else ""
+        raise ModelError(
+            f"cannot load {name}: {reason}transformers says: {brief(error)}"
+        ) from error
+    target = HFTarget(model, note=note)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        target.tokenizer = wrap_tokenizer(tokenizer, target.defaults)
+    except Exception as error:
+        lack = f"no tokenizer ({brief(error)}), so prompts must be token ids"
+        target.note = f"{target.note}; {lack}" if target.note else lack
+    return target
 
 
 def _similar(feeds: Sequence[Feed]) -> list[list[int]]:

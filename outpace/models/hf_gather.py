@@ -1,10 +1,8 @@
-"""Caches for models of transformers: one whose rows can be picked, one that replays.
+"""A cache for models of transformers from which any rows can be picked.
 
-``GatherCache`` owns every key and value, for all layers, windowed ones included: a pass sees
-it through a cache object of transformers whose layers write where they are told, so that a
-tree can be stored and its accepted path moved to the front. ``ReplayCache`` keeps the model's
-own cache object, for models whose state cannot be cut (recurrent layers, ring buffers): it
-goes back to a copy made before the drafted rows and runs the accepted ones again.
+``GatherCache`` owns every key and value of every layer, windowed ones included. A pass sees it
+through a cache object of transformers whose layers write where they are told, so a tree can be
+stored and its accepted path moved to the front.
 
 Shape letters: B feeds of a pass, J rows of the longest feed, L storage rows of the longest
 slot, T rows of all feeds, K key-value heads, D width of a head.
@@ -12,7 +10,6 @@ slot, T rows of all feeds, K key-value heads, D width of a head.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +18,8 @@ import torch
 from torch import Tensor
 
 from outpace.cache.base import KVCache
+from outpace.models.hf_config import CHUNKED
 from outpace.tree.mask import ancestors
-
-FULL, WINDOWED, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-"""Layer types whose keys can be stored at any row and picked by a mask."""
 
 _ROWS = 64
 """Rows that a cache of unknown length starts with."""
@@ -93,9 +88,9 @@ class GatherCache(KVCache):
             for feed, (slot, span) in enumerate(zip(slots, rows, strict=True))
             for column, row in enumerate(span)
         ]
-        index_4T = torch.tensor(places, device=self._device).T
+        feed_T, column_T, slot_T, row_T = torch.tensor(places, device=self._device).T
         length, width = max(span.stop for span in rows), max(len(span) for span in rows)
-        return Spot(tuple(slots), *index_4T, length=length, read=length - width)
+        return Spot(tuple(slots), feed_T, column_T, slot_T, row_T, length, length - width)
 
     def adapter(self, spot: Spot) -> Any:
         """Give the cache object to hand to the model for the pass at ``spot``."""
@@ -197,94 +192,3 @@ def _ancestors(parents: Sequence[int]) -> Tensor:
     if chain == len(parents):
         return torch.ones(chain, chain, dtype=torch.bool).tril_()
     return ancestors(parents)
-
-
-@dataclass(slots=True)
-class Track:
-    """What the model's own cache object of one slot has read."""
-
-    state: Any = None
-    ids: tuple[int, ...] = ()
-
-
-class ReplayCache(KVCache):
-    """The model's own cache objects: one that is ahead, and a copy from before the guesses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._live: dict[int, Track] = {}
-        self._saved: dict[int, Track] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the states that are held, copies included."""
-        tracks = (*self._live.values(), *self._saved.values())
-        return sum(t.nbytes for t in _tensors([track.state for track in tracks]))
-
-    def resume(self, slot: int, fresh: int) -> Track:
-        """Give a track that has read a prefix of the slot's text, ``fresh`` tail rows excepted.
-
-        The live one if nothing it read was dropped since, else the copy, else an empty one.
-        """
-        text = self._text(slot)
-        for tracks in (self._live, self._saved):
-            track = tracks.pop(slot, None)
-            if track is not None and track.ids == text[: len(track.ids)]:
-                if len(track.ids) <= len(text) - fresh:
-                    return track
-        return Track()
-
-    def save(self, slot: int, track: Track) -> None:
-        """Copy a track, to come back to when rows after it are dropped."""
-        self._saved[slot] = Track(_copied(track.state), track.ids)
-
-    def advance(self, slot: int, track: Track) -> None:
-        """Make a track the live one of its slot."""
-        self._live[slot] = track
-
-    def unread(self, slot: int, track: Track) -> tuple[int, ...]:
-        """Give the tokens of the slot's text, tail included, that a track has not read."""
-        return self._text(slot)[len(track.ids) :]
-
-    def close(self, slot: int) -> None:
-        """Give a slot back; its contents are lost."""
-        super().close(slot)
-        self._live.pop(slot, None)
-        self._saved.pop(slot, None)
-
-    def _text(self, slot: int) -> tuple[int, ...]:
-        state = self.slot(slot)
-        return (*state.ids, *state.tail_ids)
-
-    def _reserve(self, slots: int, rows: int) -> None:
-        """The model's own cache grows by itself."""
-
-    def _move(self, slot: int, rows: Sequence[int], start: int) -> None:
-        raise AssertionError("a chain is kept from its first row on")
-
-
-def _copied(state: Any) -> Any:
-    """Copy a cache object of transformers, sharing what a pass replaces and never writes to."""
-    from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
-
-    if not isinstance(state, Cache):
-        return copy.deepcopy(state)
-    twin = copy.copy(state)
-    grown = (DynamicLayer, DynamicSlidingWindowLayer)
-    twin.layers = [
-        copy.copy(layer) if type(layer) in grown else copy.deepcopy(layer) for layer in state.layers
-    ]
-    return twin
-
-
-def _tensors(holder: Any) -> list[Tensor]:
-    """Find the tensors in a cache object of any kind."""
-    if isinstance(holder, Tensor):
-        return [holder]
-    if isinstance(holder, Mapping):
-        parts: Sequence[Any] = list(holder.values())
-    elif isinstance(holder, (list, tuple)):
-        parts = holder
-    else:
-        parts = list(getattr(holder, "__dict__", {}).values())
-    return [tensor for part in parts for tensor in _tensors(part)]

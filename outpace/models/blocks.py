@@ -1,0 +1,148 @@
+"""Weights of a decoder of the Llama family, as they are multiplied, and how they get there.
+
+Layer by layer: read, merge what has the same input, lay out, forget the original.
+
+Shape letters: O outputs, I inputs, H hidden size, D width of a head, V vocabulary, T rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.models.families import DecoderConfig
+from outpace.models.packed import Linear
+from outpace.models.weights import Checkpoint
+
+
+class Norm:
+    """x / sqrt(mean(x^2) + eps) * weight, row by row, in float32.
+
+    Args:
+        weight_H: as stored; [heads, D] norms every head by itself.
+        config: for eps and the offset of the weights.
+    """
+
+    def __init__(self, weight_H: Tensor, config: DecoderConfig) -> None:
+        size = weight_H.shape[-1]
+        self._weight_H = (weight_H.float() + config.norm_offset) * size**0.5
+        self._floor = torch.tensor((size * config.norm_eps) ** 0.5, device=weight_H.device)
+
+    def __call__(self, x_TH: Tensor, out: Tensor | None = None) -> Tensor:
+        # sqrt(|x|^2 + H * eps) as a hypotenuse: one small operation instead of four.
+        length_T1 = torch.linalg.vector_norm(x_TH, dim=-1, keepdim=True).hypot_(self._floor)
+        return torch.mul(x_TH / length_T1, self._weight_H, out=out)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Block:
+    """Weights of one layer."""
+
+    qkv: Linear
+    """Dimensions of query and key heads are in pairs that rotate together."""
+    out: Linear
+    gate_up: Linear
+    down: Linear
+    attn_norm: Norm
+    mlp_norm: Norm
+    qk_norm: Norm | None
+    after_attn: Norm | None
+    after_mlp: Norm | None
+    window: int | None
+    rope: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its matrices."""
+        return sum(one.nbytes for one in (self.qkv, self.out, self.gate_up, self.down))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Ends:
+    """Weights before and after the layers."""
+
+    embed_VH: Tensor
+    norm: Norm
+    head: Linear
+
+
+def read_ends(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, packed: bool
+) -> Ends:
+    """Read the embedding, the last norm and the head."""
+    read = _Reader(checkpoint, dtype, device, packed)
+    embed_VH = read.tensor("model.embed_tokens.weight")
+    tied = checkpoint.config.tied_head
+    head_VH = embed_VH if tied else read.tensor("lm_head.weight")
+    return Ends(embed_VH=embed_VH, norm=read.norm("model.norm"), head=Linear(head_VH, None, packed))
+
+
+def read_block(
+    checkpoint: Checkpoint, layer: int, dtype: torch.dtype, device: torch.device, packed: bool
+) -> Block:
+    """Read one layer."""
+    config, read = checkpoint.config, _Reader(checkpoint, dtype, device, packed)
+    at = f"model.layers.{layer}."
+    attn, mlp = at + "self_attn.", at + "mlp."
+    sandwich = config.sandwich_norms
+    before_mlp = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+    return Block(
+        qkv=read.linear([f"{attn}{one}_proj" for one in "qkv"], config.qkv_bias),
+        out=read.linear([f"{attn}o_proj"], config.out_bias),
+        gate_up=read.linear([f"{mlp}gate_proj", f"{mlp}up_proj"], config.mlp_bias),
+        down=read.linear([f"{mlp}down_proj"], config.mlp_bias),
+        attn_norm=read.norm(f"{at}input_layernorm"),
+        mlp_norm=read.norm(at + before_mlp),
+        qk_norm=read.head_norm(attn) if config.qk_norm else None,
+        after_attn=read.norm(f"{at}post_attention_layernorm") if sandwich else None,
+        after_mlp=read.norm(f"{at}post_feedforward_layernorm") if sandwich else None,
+        window=config.windows[layer],
+        rope=config.rope_of_layer[layer],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    device: torch.device
+    packed: bool
+
+    def tensor(self, name: str) -> Tensor:
+        return self.checkpoint.tensor(name).to(self.device, self.dtype)
+
+    def norm(self, name: str) -> Norm:
+        weight_H = self.checkpoint.tensor(f"{name}.weight").to(self.device)
+        return Norm(weight_H, self.checkpoint.config)
+
+    def head_norm(self, attn: str) -> Norm:
+        """One norm for all query and key heads."""
+        config = self.checkpoint.config
+        query_D, key_D = (
+            _paired(self.checkpoint.tensor(f"{attn}{one}_norm.weight"), config.head_dim)
+            for one in "qk"
+        )
+        weight_XD = torch.stack([query_D] * config.num_heads + [key_D] * config.num_kv_heads)
+        return Norm(weight_XD.to(self.device), config)
+
+    def linear(self, names: Sequence[str], bias: bool) -> Linear:
+        """Several projections of one input as one."""
+        weight_OI = torch.cat([self._part(f"{name}.weight") for name in names])
+        bias_O = torch.cat([self._part(f"{name}.bias") for name in names]) if bias else None
+        return Linear(weight_OI, bias_O, self.packed)
+
+    def _part(self, name: str) -> Tensor:
+        part = self.tensor(name)
+        turned = ".q_proj." in name or ".k_proj." in name
+        return _paired(part, self.checkpoint.config.head_dim) if turned else part
+
+
+def _paired(part: Tensor, width: int) -> Tensor:
+    """Move dimension i + D / 2 of every head beside dimension i: the two rotate together.
+
+    Scores do not change when queries and keys are reordered alike.
+    """
+    return part.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)

@@ -1,0 +1,166 @@
+"""What a pass is made of before any weight is touched: its rows, and how they are rotated.
+
+Shape letters: T rows of a pass, D width of a head, E = D / 2, P positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from outpace.cache.dense import DenseCache
+from outpace.errors import ModelError
+from outpace.models.attention import Span
+from outpace.models.rope import Rope
+from outpace.types import Feed, Riders
+
+
+class Rotation:
+    """One rotary table, by position, as long as needed so far.
+
+    A row is rotated by its own position alone. "dynamic" scaling therefore gives a row the
+    frequencies of the text that ends with it: what decoding token by token gives, and, beyond
+    the context that the model was made for, not what a fresh pass of transformers over the
+    whole text gives, which turns early keys anew whenever the text grows.
+    """
+
+    def __init__(self, rope: Rope, device: torch.device) -> None:
+        self._rope = rope
+        self._table_PE = torch.empty(0, rope.dim // 2, dtype=torch.complex64, device=device)
+
+    def at(self, positions: Sequence[int]) -> Tensor:
+        """Give complex [T, 1, E], the factors of the rows at ``positions``."""
+        longest = max(positions) + 1
+        if longest > len(self._table_PE):
+            self._grow(max(longest, 512, len(self._table_PE) * 3 // 2))
+        index = torch.tensor(positions, device=self._table_PE.device)
+        return self._table_PE.index_select(0, index).unsqueeze(1)
+
+    def _grow(self, length: int) -> None:
+        done, rope = len(self._table_PE), self._rope
+        position_P1 = torch.arange(done, length, dtype=torch.float32)[:, None]
+        if rope.depends_on_length:
+            each = [rope.frequencies(position + 1) for position in range(done, length)]
+            frequency, factor = torch.stack([one for one, _ in each]), each[0][1]
+        else:
+            frequency, factor = rope.frequencies(length)
+        with torch.inference_mode(False):
+            angle_PE = position_P1 * frequency
+            table_PE = torch.complex(angle_PE.cos() * factor, angle_PE.sin() * factor)
+            self._table_PE = torch.cat([self._table_PE, table_PE.to(self._table_PE.device)])
+
+
+class PassRows:
+    """The rows of a pass, feed by feed: those fed, then the riders of that feed.
+
+    Making it appends the rows to the tails of their slots.
+
+    Args:
+        feeds: at most one per slot.
+        cache: holds their slots.
+        depth: layers that the pass runs.
+
+    Raises:
+        ModelError: a resume that does not fit the tail of its slot, or riders without either
+            ids or embeddings.
+    """
+
+    def __init__(self, feeds: Sequence[Feed], cache: DenseCache, depth: int) -> None:
+        known = [_covered(feed, cache, depth) for feed in feeds]
+        self.spans: list[Span] = []
+        self.ids: list[int] = []
+        self.wanted: list[int] = []
+        self.riders: list[int] = []
+        self.embeds: list[tuple[int, Tensor]] = []
+        """First row, and riders that enter as embeddings."""
+        self.resumed: list[tuple[int, int, Tensor]] = []
+        """First row, layer, and the residual stream with which the rows enter it."""
+        self._known: list[int] = []
+        for feed, covered in zip(feeds, known, strict=True):
+            first = len(cache.slot(feed.slot).tail_ids) - covered
+            cache.append(feed.slot, feed.token_J[covered:], feed.parent_J[covered:])
+            start, count = len(self.ids), len(feed.token_J)
+            want = range(count) if feed.want is None else feed.want
+            self.wanted += [start + row for row in want]
+            self.ids += feed.token_J
+            state = cache.slot(feed.slot)
+            parents, depths = list(state.tail_parents), list(state.tail_depths)
+            if feed.riders is not None:
+                _ride(feed.riders, parents, depths)
+                riders = len(feed.riders.node_R)
+                cache.scratch(feed.slot, riders)
+                self.riders += range(start + count, start + count + riders)
+                self.ids += feed.riders.token_R or [0] * riders
+                if feed.riders.embed_RH is not None:
+                    self.embeds.append((start + count, feed.riders.embed_RH))
+                count += riders
+            if feed.resume is not None:
+                self.resumed.append((start, feed.resume.layer, feed.resume.hidden_KH))
+            base = len(state.ids)
+            stored = range(base + first, base + first + count)
+            chain = depths == list(range(len(depths)))
+            self.spans.append(Span(feed.slot, start, stored, base, parents, depths, chain))
+            self._known.append(covered)
+        self.start_B = _starts([feed.wanted for feed in feeds])
+        self.tap_start_B = _starts([len(feed.token_J) for feed in feeds])
+        given = [0 if feed.riders is None else len(feed.riders.node_R) for feed in feeds]
+        self.rider_start_B = _starts(given)
+        self.rider_logits = any(feed.riders and feed.riders.logits for feed in feeds)
+        self.levels = sorted({layer for _, layer, _ in self.resumed})
+        """Layers at which rows join."""
+
+    def running(self, layer: int) -> tuple[list[Span], list[int]]:
+        """Spans that run from ``layer`` on, numbered anew, and their rows in the whole pass."""
+        late = {start: at for start, at, _ in self.resumed}
+        spans: list[Span] = []
+        rows: list[int] = []
+        for span, covered in zip(self.spans, self._known, strict=True):
+            skip = covered if late.get(span.start, 0) > layer else 0
+            if len(span.stored) > skip:
+                spans.append(replace(span, start=len(rows), stored=span.stored[skip:]))
+                rows += range(span.start + skip, span.start + len(span.stored))
+        return spans, rows
+
+    def without_riders(self, x_TH: Tensor) -> Tensor:
+        """The rows fed, of features of all rows of the pass."""
+        if not self.riders:
+            return x_TH[: len(self.ids)]
+        riders = set(self.riders)
+        fed = [row for row in range(len(self.ids)) if row not in riders]
+        return x_TH[torch.tensor(fed, device=x_TH.device)]
+
+
+def _starts(counts: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(counts, initial=0))
+
+
+def _covered(feed: Feed, cache: DenseCache, depth: int) -> int:
+    """Rows of a feed that an earlier pass ran up to the layer at which they resume."""
+    if feed.resume is None:
+        return 0
+    layer, rows = feed.resume.layer, feed.resume.row_K
+    state, count = cache.slot(feed.slot), len(rows)
+    held = (tuple(state.tail_ids), tuple(state.tail_parents))
+    if rows != tuple(range(count)) or held != (feed.token_J[:count], feed.parent_J[:count]):
+        raise ModelError(
+            f"a resume must cover the first rows of its feed, and the tail of slot {feed.slot} "
+            f"must hold these and no others; it covers rows {list(rows)}, the tail holds tokens "
+            f"{state.tail_ids}"
+        )
+    if not 0 < layer < depth:
+        raise ModelError(f"cannot resume at layer {layer} in a pass over {depth} layers")
+    return count
+
+
+def _ride(riders: Riders, parents: list[int], depths: list[int]) -> None:
+    """Append riders to copies of a tail's parents and depths."""
+    if (riders.token_R is None) == (riders.embed_RH is None):
+        raise ModelError("riders need either ids or embeddings, not both")
+    first = len(parents)
+    for node, after in zip(riders.node_R, riders.after_R, strict=True):
+        parents.append(node + 1 if after < 0 else first + after)
+        depths.append(depths[parents[-1]] + 1)
