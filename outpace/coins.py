@@ -7,9 +7,9 @@ every step, so no coin is used twice; batching, preemption and the order of call
 One kind is keyed by the *absolute* position instead: `race`, the Gumbel race that picks a token
 as a function of its law and the coin of its position alone. Whoever races the same law at the
 same position gets the same token, which is what makes text reproducible under any drafter. It
-must only be used where the emitted token is that function (the verifiers `match` and `coupled`):
-keyed that way, an acceptance coin would meet the same uniform again whenever a position is
-drafted twice, and bias the output.
+must only be used where the emitted token is that function (the verifier `coupled`): a draft that
+is drawn with coins of its position alone meets the same coins again whenever a position is
+drafted twice, and a policy or drafter that reads refused tokens then biases the output.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class KeyedCoins(Coins):
         index = int(at.clamp_max(len(edge_S) - 1))
         if law.prob_S[index] == 0:  # an edge hit exactly, or rounding past the last entry
             index = int(law.prob_S.argmax())
-        return int(law.ids[index])
+        return index if law.id_S is None else int(law.id_S[index])
 
     def race(self, law: Law, depth: int, count: int = 1) -> list[int]:
         if len(law.prob_S) == 1:
@@ -104,7 +104,7 @@ class KeyedCoins(Coins):
         time_S = noise_S / law.prob_S.double()  # E / p: the earliest arrival wins, as Gumbel-max
         count = min(count, int((law.prob_S > 0).sum()))
         order = time_S.topk(count, largest=False).indices
-        return [int(t) for t in law.ids[order].tolist()]
+        return [int(t) for t in (order if law.id_S is None else law.id_S[order]).tolist()]
 
 
 def exponentials(key: int, id_S: Tensor) -> Tensor:

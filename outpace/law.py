@@ -5,6 +5,7 @@ Shape letters: S tokens in the support of a law, V vocabulary, D draft vocabular
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +64,24 @@ class Law:
         out = self.prob_S.new_zeros(size)
         out[self.ids] = self.prob_S
         return out
+
+    def without(self, tokens: Sequence[int]) -> Law | None:
+        """The law given that none of ``tokens`` comes; None if it has no other.
+
+        Cost: O(support). One host sync.
+        """
+        if self.id_S is None:
+            inside = [token for token in tokens if token < len(self.prob_S)]
+            token_K = torch.tensor(inside, dtype=torch.int64, device=self.prob_S.device)
+            return Law.normed(self.prob_S.index_fill(0, token_K, 0.0), None)
+        token_K = torch.tensor(tokens, device=self.prob_S.device)
+        return Law.normed(self.prob_S.masked_fill(torch.isin(self.id_S, token_K), 0.0), self.id_S)
+
+    @classmethod
+    def normed(cls, weight_S: Tensor, id_S: Tensor | None) -> Law | None:
+        """A law from weights, which it takes over; None if they are all 0. One host sync."""
+        mass = float(weight_S.sum())
+        return cls(weight_S.div_(mass), id_S) if mass > 0 else None
 
     def top(self, k: int) -> list[int]:
         """The k most probable tokens, best first; fewer if the support is smaller."""

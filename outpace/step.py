@@ -232,7 +232,6 @@ def _judge(
     verdicts = []
     for row, plan, draft, law in zip(rows, plans, drafts, laws, strict=True):
         verifier = row.verifiers[plan.drafter]
-        verifier.check(draft)
         verdicts.append(
             verifier.judge(draft, law, row.coins(Stream.JUDGE), want_laws=want_laws)
         )

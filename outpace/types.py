@@ -111,7 +111,7 @@ class Draft:
                 raise ValueError(f"parents must come before children, got {self.parent_N}")
         if len(set(zip(self.parent_N, self.token_N, strict=True))) != len(self.token_N):
             raise ValueError(f"siblings repeat a token: {self.token_N} under {self.parent_N}")
-        seen = set()
+        seen: set[int] = set()
         for group in self.groups:
             if (group.law is None) != (group.drawn is Drawn.CHOSEN):
                 verb = "must" if group.law is None else "must not"
@@ -301,13 +301,13 @@ class Scored:
         """The part of one feed, as views."""
         lo, hi = self.start_B[index], self.start_B[index + 1]
         taps: dict[str, Tensor] = {}
-        tap_start = (0,)
+        tap_start: tuple[int, ...] = (0,)
         if self.taps:
             a, b = self.tap_start_B[index], self.tap_start_B[index + 1]
             taps = {name: rows[a:b] for name, rows in self.taps.items()}
             tap_start = (0, b - a)
         riders: tuple[Tensor | None, Tensor | None] = (None, None)
-        rider_start = (0,)
+        rider_start: tuple[int, ...] = (0,)
         if self.rider_hidden_RH is not None:
             a, b = self.rider_start_B[index], self.rider_start_B[index + 1]
             logits = self.rider_logits_RV

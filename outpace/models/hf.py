@@ -32,6 +32,7 @@ from outpace.models.hf_config import (
     generation_defaults,
     layer_kinds,
     said_name,
+    text_config,
     wrap_tokenizer,
 )
 from outpace.models.hf_gather import GatherCache
@@ -53,6 +54,8 @@ _ROUNDING = {8: 1e-9, 4: 3e-5, 2: 0.1}
 
 Measured on a model of 30 layers: 4e-6 in float32, 0.005 in float16, 0.03 in bfloat16; and 0.6
 when the mask is ignored."""
+_MASKLESS = ("flash", "flex", "paged")
+"""Parts of the names of attention kernels that take no 4-D mask; sdpa stands in for them."""
 _PADDING = 16
 """Rows of padding that cost less than a forward of its own (measured: 16 to 24)."""
 
@@ -81,13 +84,7 @@ class HFTarget(Target):
 
         Cost: about seven passes over a few tokens, to find out how the model can be run.
         """
-        config = getattr(model, "config", None)
-        if config is None or not callable(getattr(model, "get_output_embeddings", None)):
-            raise ModelError(
-                f"{type(model).__name__} is no language model of transformers; "
-                "give an AutoModelForCausalLM"
-            )
-        text = config.get_text_config(decoder=True)
+        text = text_config(model)
         self.model = model
         self.name = name or said_name(model)
         self.note = note
@@ -182,7 +179,7 @@ class HFTarget(Target):
             range(n) if feed.want is None else feed.want
             for feed, n in zip(feeds, counts, strict=True)
         ]
-        heads = sorted({row for want in wanted for row in want})
+        heads = sorted({row for want in wanted for row in want}) or [0]
         whole = len(heads) == max(counts) or "logits_to_keep" not in self._takes
         extra = {} if whole else {"logits_to_keep": torch.tensor(heads, device=self.device)}
         result = self._forward(
@@ -262,10 +259,10 @@ class HFTarget(Target):
     def _borrowed(self) -> Iterator[None]:
         """Put the model into the state that scoring needs, and back as it was."""
         training = [module for module in self.model.modules() if module.training]
-        attention = getattr(self.model.config, "_attn_implementation", None)
+        attention = getattr(self.model.config, "_attn_implementation", None) or ""
         for module in training:
             module.training = False
-        switch = self.way == "gather" and attention not in ("sdpa", "eager", None)
+        switch = self.way == "gather" and any(word in attention for word in _MASKLESS)
         if switch:
             self.model.set_attn_implementation("sdpa")
         try:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from outpace.errors import ModelError
 from outpace.models.families import GenerationDefaults
 from outpace.models.text import Tokenizer
 
@@ -16,6 +17,21 @@ FULL, WINDOWED, CHUNKED = "full_attention", "sliding_attention", "chunked_attent
 _NO_LIMIT = 1 << 20
 """Context of a model that states none, such as a recurrent one."""
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
+
+
+def text_config(model: Any) -> Any:
+    """Give the part of a model's configuration that describes its language model.
+
+    Raises:
+        ModelError: it is no language model of transformers.
+    """
+    config = getattr(model, "config", None)
+    if not all(hasattr(model, name) for name in ("get_output_embeddings", "generation_config")):
+        raise ModelError(
+            f"{type(model).__name__} is no language model of transformers; "
+            "give a model name, a path, or an AutoModelForCausalLM"
+        )
+    return config.get_text_config(decoder=True)
 
 
 def said_name(model: Any) -> str:
@@ -42,7 +58,7 @@ def generation_defaults(model: Any) -> GenerationDefaults:
     return GenerationDefaults.from_hf(
         said.to_diff_dict() if said is not None else {},
         config.to_dict(),
-        config.get_text_config(decoder=True).to_dict(),
+        text_config(model).to_dict(),
     )
 
 

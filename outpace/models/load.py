@@ -124,7 +124,9 @@ def _by_name(name: str, dtype: torch.dtype, device: torch.device, backend: str) 
         try:
             DecoderConfig.from_hf(config)
         except ModelError as reason:
-            return _hf(name, dtype, device, f"served by transformers: {reason}")
+            return _hf(
+                name, dtype, device, f"served by transformers, not the own decoder: {reason}"
+            )
         raise error
     if backend != "hf":
         return _own(checkpoint, dtype, device)

@@ -217,21 +217,8 @@ def draw(
     if drawn is Drawn.GREEDY_PLUS_ONE:
         picked = law.top(count - 1)
     while len(picked) < count:
-        rest = without(law, picked)
+        rest = law.without(picked) if picked else law
         if rest is None:
             break
         picked.append(coins.choose(rest, node, len(picked)))
     return picked
-
-
-def without(law: Law, tokens: Sequence[int]) -> Law | None:
-    """The law given that none of ``tokens`` is drawn; None if nothing is left."""
-    if not tokens:
-        return law
-    ids = law.ids
-    gone_S = torch.isin(ids, torch.tensor(list(tokens), device=ids.device))
-    prob_S = law.prob_S.masked_fill(gone_S, 0.0)
-    mass = prob_S.sum()
-    if not mass > 0:
-        return None
-    return Law(prob_S / mass, law.id_S)

@@ -27,7 +27,7 @@ class Verifier(ABC):
     """Kinds of groups it can verify without changing the law of the output."""
     chains_only: ClassVar[bool] = False
     """Whether it refuses branches."""
-    draws: ClassVar[Drawn]
+    draws: Drawn
     """How a drafter that has a law should draw for it when sampling."""
     lossless: ClassVar[bool] = True
 

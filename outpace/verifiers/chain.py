@@ -24,7 +24,7 @@ from outpace.coins import Coins
 from outpace.errors import SpecError
 from outpace.types import ROOT, Draft, Drawn, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
-from outpace.verifiers.rules import probs, residual, without
+from outpace.verifiers.rules import probs, residual
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,7 @@ class Chain(Verifier):
                 if q is not None and q_x > 0:
                     rest = residual(rest, q)
                 elif p_x > 0:
-                    rest = without(rest, (token,)) or rest
+                    rest = rest.without((token,)) or rest
                 break
             node += 1
         kept = tuple(range(node + 1))

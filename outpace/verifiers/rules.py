@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from outpace.types import ROOT, Draft, Law, Verdict
 from outpace.verifiers.base import TargetLaws
@@ -64,20 +63,7 @@ def residual(p: Law, q: Law) -> Law:
         q_S = q.prob_S
     else:  # two dense laws over vocabularies that were padded differently
         q_S = q.at(p.ids)
-    return _normed((p.prob_S - q_S).clamp_min_(0), p.id_S) or p
-
-
-def without(law: Law, tokens: Sequence[int]) -> Law | None:
-    """The law given that none of ``tokens`` comes; None if it has no other.
-
-    Cost: O(support). One host sync.
-    """
-    if law.id_S is None:
-        inside = [token for token in tokens if token < len(law.prob_S)]
-        token_K = torch.tensor(inside, dtype=torch.int64, device=law.prob_S.device)
-        return _normed(law.prob_S.index_fill(0, token_K, 0.0), None)
-    token_K = torch.tensor(tokens, device=law.prob_S.device)
-    return _normed(law.prob_S.masked_fill(torch.isin(law.id_S, token_K), 0.0), law.id_S)
+    return Law.normed((p.prob_S - q_S).clamp_min_(0), p.id_S) or p
 
 
 def probs(law: Law, tokens: Sequence[int]) -> dict[int, float]:
@@ -89,9 +75,3 @@ def probs(law: Law, tokens: Sequence[int]) -> dict[int, float]:
         return {token: table.get(token, 0.0) for token in tokens}
     token_K = torch.tensor(tokens, device=law.prob_S.device)
     return dict(zip(tokens, law.at(token_K).tolist(), strict=True))
-
-
-def _normed(weight_S: Tensor, id_S: Tensor | None) -> Law | None:
-    """A law from weights, in place; None if they are all 0."""
-    mass = float(weight_S.sum())
-    return Law(weight_S.div_(mass), id_S) if mass > 0 else None

@@ -39,7 +39,7 @@ from typing import ClassVar
 from outpace.coins import Coins
 from outpace.types import ROOT, Draft, Drawn, Group, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
-from outpace.verifiers.rules import probs, residual, without
+from outpace.verifiers.rules import probs, residual
 
 _LITTLE = 2.0**-12
 """Mass below which subtraction from 1 has lost too many digits: it is summed again. A walk gets
@@ -66,7 +66,7 @@ class Tree(Verifier):
     def __init__(self, config: TreeConfig) -> None:
         self.config = config
         if config.replacement:
-            self.draws = Drawn.IID  # type: ignore[misc]
+            self.draws = Drawn.IID
 
     def judge(
         self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
@@ -122,11 +122,11 @@ def _trials(draft: Draft, group: Group) -> Iterator[tuple[int, Law | None]]:
     if group.drawn is Drawn.DISTINCT:
         for child in group.nodes:
             yield child, q
-            q = None if q is None else without(q, (token[child],))
+            q = None if q is None else q.without((token[child],))
     elif group.drawn is Drawn.GREEDY_PLUS_ONE:
         assert q is not None
         *greedy, sampled = group.nodes
-        yield sampled, without(q, [token[i] for i in greedy]) if greedy else q
+        yield sampled, q.without([token[i] for i in greedy]) if greedy else q
         for child in greedy:
             yield child, None
     else:
@@ -166,7 +166,7 @@ class _Rest:
         self._left -= mass
         if self._left < _LITTLE:
             # Nothing left at all: the refusal itself was rounding, so it is taken back.
-            self._set(without(self._law, self._struck) or without(self._law, before) or self._law)
+            self._set(self._law.without(self._struck) or self._law.without(before) or self._law)
 
     def subtract(self, q: Law) -> None:
         """A token drawn from q was refused."""
@@ -176,6 +176,6 @@ class _Rest:
         """The law itself."""
         if not self._struck:
             return self._law
-        law = without(self._law, self._struck)
+        law = self._law.without(self._struck)
         assert law is not None, (self._struck, self._left)
         return law

@@ -2,6 +2,7 @@ import io
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from outpace.cli.main import main
 
@@ -16,6 +17,7 @@ class Ran:
 @pytest.fixture
 def outpace(capsys, monkeypatch):
     """Runs a command line in this process; nothing is a terminal."""
+    threads = torch.get_num_threads()
 
     def run(*arguments, stdin=b""):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
@@ -24,4 +26,5 @@ def outpace(capsys, monkeypatch):
         captured = capsys.readouterr()
         return Ran(code, captured.out, captured.err)
 
-    return run
+    yield run
+    torch.set_num_threads(threads)  # --threads is meant for a whole process

@@ -1,10 +1,26 @@
 import json
 
+import pytest
+
 from outpace.analysis import check as module
 from outpace.analysis.law import LawReport
+from outpace.bench import workloads
 
-FEW = ("check", "--model", "tiny", "--dtype", "float32", "--prompts", "5", "-n", "12")
+FEW = ("check", "--model", "tiny", "--threads", "1", "--dtype", "float32", "--prompts", "5",
+       "-n", "12")
+PROMPTS = [
+    workloads.Prompt(
+        id=f"p{i}", category="edit",
+        messages=({"role": "user", "content": "abc abd abe " * 3 + "xyz"[: i % 4]},),
+    )
+    for i in range(8)
+]
 TALLY = {"sequences", "equal", "drafted", "accepted", "first_difference"}
+
+
+@pytest.fixture(autouse=True)
+def short_prompts(monkeypatch):
+    monkeypatch.setattr(workloads, "builtin", lambda: PROMPTS)
 
 
 def test_json_and_exit_code_of_a_model_that_keeps_its_promises(outpace):

@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-TINY = ("generate", "--model", "tiny", "--dtype", "float32", "--raw", "--ignore-eos", "-n", "24")
+RUN = ("generate", "--threads", "1", "--ignore-eos", "--model")
+TINY = (*RUN, "tiny", "--dtype", "float32", "--raw", "-n", "24")
 PROMPT = "one two three, one two three, one two three,"
 KEYS = {
     "text", "tokens", "finish_reason", "new_tokens", "seconds", "prefill_seconds",
@@ -119,10 +120,16 @@ def test_settings_reach_the_sampler(outpace):
 
 
 def test_chat_form_is_the_default_where_there_is_a_template(outpace):
-    smol = ("generate", "--model", "smollm2-135m", "--max-new-tokens", "4", "--json")
-    chat = answer(outpace(*smol, "Say hello."))
-    raw = answer(outpace(*smol, "--raw", "Say hello."))
-    told = answer(outpace(*smol, "--system", "You are a pirate.", "Say hello."))
-    assert raw["prompt_tokens"] < chat["prompt_tokens"]
-    assert told["prompt_tokens"] != chat["prompt_tokens"]
-    assert any("bytes" in note or "MB" in note for note in chat["notes"])
+    tiny = (*RUN, "tiny", "-n", "4", "--json")
+    chat = answer(outpace(*tiny, "Say hello."))
+    raw = answer(outpace(*tiny, "--raw", "Say hello."))
+    told = answer(outpace(*tiny, "--system", "You are a pirate.", "Say hello."))
+    assert raw["prompt_tokens"] < chat["prompt_tokens"] < told["prompt_tokens"]
+    assert answer(outpace(*tiny, "--chat", "Say hello."))["tokens"] == chat["tokens"]
+
+
+def test_what_a_model_was_made_into_is_said(outpace):
+    ran = outpace(*RUN, "smollm2-135m", "-n", "3", "--dtype", "float32", "Say hello.")
+    assert ran.code == 0 and ran.out.count("\n") == 1
+    note = ran.err.splitlines()[0]
+    assert note.startswith("outpace: ") and "float32" in note and "Q4_1" in note

@@ -1,5 +1,7 @@
 """The small targets: laws that are known, and a decoder that is real."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -96,7 +98,7 @@ def test_tiny_talks_and_repeats_itself():
     assert text != greedy(second, "the cat sat on the mat and the dog", 64)[0]
     assert text != greedy(first, "the dog sat on the mat and the cat", 64)[0]
     assert len(set(text)) > 20
-    pairs = list(zip(text, text[1:], strict=False))
+    pairs = list(itertools.pairwise(text))
     assert len(set(pairs)) < len(pairs)
     assert float(logits_V.softmax(0).max()) > 5 / len(logits_V)
 

@@ -7,7 +7,7 @@ from outpace.coins import KeyedCoins, Stream
 from outpace.law import Law
 from outpace.policies.confidence import Threshold
 from outpace.sampling import SamplingParams, Warp
-from outpace.tree.growth import DraftRow, draw, grow, without
+from outpace.tree.growth import DraftRow, draw, grow
 from outpace.tree.shapes import budget, parse_shape
 from outpace.types import NOTHING, ROOT, Budget, Drawn, Shape
 
@@ -133,4 +133,4 @@ def test_greedy_plus_one_draws_the_last_from_the_rest():
     }
     assert seen == {(1, 2, 0), (1, 2, 3)}
     assert len(draw(law, 9, Drawn.DISTINCT, KeyedCoins(0, 1, Stream.DRAFT), ROOT, 1)) == 4
-    assert without(law, [0, 1, 2, 3]) is None
+    assert law.without([0, 1, 2, 3]) is None

@@ -1,0 +1,117 @@
+import pytest
+import torch
+
+from outpace.cache.dense import DenseCache
+
+
+def filled(slots: int, rows: int, *, capacity: int = 0) -> DenseCache:
+    """A cache of 2 layers whose keys and values tell slot, storage row and kind."""
+    cache = DenseCache(2, heads=3, width=4, capacity=capacity)
+    for _ in range(slots):
+        slot = cache.open()
+        stored = cache.append(slot, range(rows), range(-1, rows - 1))
+        write(cache, slot, stored)
+        cache.keep(slot, range(rows))
+    return cache
+
+
+def write(cache, slot, stored):
+    for row in stored:
+        cache.store[:, 0, slot, :, row] = 100 * slot + row
+        cache.store[:, 1, slot, :, row] = -100 * slot - row
+
+
+def held(cache, slot):
+    """What the keys of a slot's committed rows tell; the values must tell the same."""
+    store = cache.store[:, :, slot, :, : cache.length(slot)]
+    assert torch.equal(store[:, 0], -store[:, 1])
+    assert torch.equal(store, store[:1, :, :1, :, :1].expand_as(store))
+    return [int(row) for row in store[0, 0, 0, :, 0]]
+
+
+def test_keep_moves_a_path_to_the_front_in_its_own_slot_only():
+    cache = filled(2, 5)
+    #  5 (-1)   6 (5)   7 (5)   8 (6)   9 (7)
+    write(cache, 1, cache.append(1, [50, 51, 52, 53, 54], [-1, 0, 0, 1, 2]))
+    cache.keep(1, [0, 2, 4])
+    assert held(cache, 1) == [100, 101, 102, 103, 104, 105, 107, 109]
+    assert cache.ids(1) == [0, 1, 2, 3, 4, 50, 52, 54]
+    assert held(cache, 0) == [0, 1, 2, 3, 4]
+    cache.check_integrity()
+
+
+def test_growth_keeps_what_is_stored():
+    cache = filled(1, 60)
+    before = held(cache, 0)
+    old = cache.keys(range(0, 1), range(0, 64))
+    write(cache, 0, cache.append(0, range(70), range(-1, 69)))
+    cache.keep(0, range(70))
+    second = cache.open()
+    write(cache, second, cache.append(second, [1], [-1]))
+    cache.keep(second, [0])
+    assert held(cache, 0) == [*before, *range(60, 130)]
+    assert held(cache, second) == [100]
+    assert cache.store.shape[4] % 64 == 0
+    assert cache.keys(range(0, 1), range(0, 64))[0].data_ptr() != old[0].data_ptr()
+    assert cache.nbytes == cache.store.nbytes
+
+
+def test_slots_opened_together_are_allocated_once():
+    cache = DenseCache(2, heads=3, width=4, capacity=100)
+    slots = [cache.open() for _ in range(4)]
+    assert cache.nbytes == 0
+    cache.append(slots[0], [1], [-1])
+    assert cache.store.shape[2] == 4
+    assert cache.store.shape[4] == 128
+    place = cache.store.data_ptr()
+    for slot in slots[1:]:
+        cache.append(slot, range(99), range(-1, 98))
+    assert cache.store.data_ptr() == place
+
+
+def test_a_closed_slot_is_taken_again_and_starts_empty():
+    cache = filled(3, 4)
+    cache.close(1)
+    assert cache.open() == 1
+    assert cache.length(1) == 0
+    assert cache.append(1, [7], [-1]) == range(0, 1)
+    assert held(cache, 2) == [200, 201, 202, 203]
+
+
+def test_views_are_made_once_and_follow_the_layout():
+    cache = filled(2, 3)
+    keys = cache.keys(range(0, 2), range(0, 64))
+    assert cache.keys(range(0, 2), range(0, 64)) is keys
+    assert keys[0].shape == (6, 4, 64)
+    assert [int(keys[1][3 * slot, 0, 2]) for slot in (0, 1)] == [2, 102]
+    values = cache.values(range(1, 2), range(0, 64))
+    assert values[0].shape == (3, 64, 4)
+    assert int(values[0][1, 2, 3]) == -102
+
+
+def test_scratch_rows_lie_behind_the_tail_and_are_reused():
+    cache = filled(1, 3)
+    cache.append(0, [9], [-1])
+    assert cache.scratch(0, 70) == range(4, 74)
+    assert cache.store.shape[4] >= 74
+    assert cache.append(0, [9], [0]) == range(4, 5)
+
+
+def test_inference_mode_leaves_no_mark_on_the_memory():
+    cache = DenseCache(1, heads=1, width=2)
+    with torch.inference_mode():
+        slot = cache.open()
+        cache.append(slot, [1, 2, 3], [-1, 0, 0])
+    assert not cache.store.is_inference()
+    cache.keep(slot, [0, 2])
+    assert cache.length(slot) == 2
+
+
+@pytest.mark.parametrize("rows", [[1], [0, 3], [2, 0]])
+def test_rows_that_are_no_path_are_refused(rows):
+    cache = DenseCache(1, heads=1, width=2)
+    slot = cache.open()
+    cache.append(slot, [1, 2, 3, 4], [-1, 0, 0, 1])
+    with pytest.raises(ValueError, match="no path"):
+        cache.keep(slot, rows)
+    assert cache.length(slot) == 0
