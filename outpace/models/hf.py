@@ -335,9 +335,11 @@ class HFTarget(Target):
 
 
 def load_hf(
-    name: str, dtype: torch.dtype, device: torch.device, note: str | None = None
+    name: str, dtype: torch.dtype, device: torch.device, reason: str | None = None
 ) -> HFTarget:
     """Load a folder or a hub id with transformers, and its tokenizer where it has a usable one.
+
+    ``reason`` says why it is not the own decoder; the target's note repeats it.
 
     Raises:
         ModelError: transformers cannot load it, or it cannot be a target.
@@ -351,10 +353,9 @@ def load_hf(
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device)
     except Exception as error:  # every architecture has its own kinds
-        reason = f"{note}; " if note else ""
-        raise ModelError(
-            f"cannot load {name}: {reason}transformers says: {brief(error)}"
-        ) from error
+        why = f"{reason}; " if reason else ""
+        raise ModelError(f"cannot load {name}: {why}transformers says: {brief(error)}") from error
+    note = f"served by transformers, not the own decoder: {reason}" if reason else None
     target = HFTarget(model, note=note)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)

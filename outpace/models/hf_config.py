@@ -25,13 +25,13 @@ def text_config(model: Any) -> Any:
     Raises:
         ModelError: it is no language model of transformers.
     """
-    config = getattr(model, "config", None)
-    if not all(hasattr(model, name) for name in ("get_output_embeddings", "generation_config")):
+    parts = ("config", "generation_config", "get_output_embeddings")
+    if not all(hasattr(model, part) for part in parts):
         raise ModelError(
             f"{type(model).__name__} is no language model of transformers; "
             "give a model name, a path, or an AutoModelForCausalLM"
         )
-    return config.get_text_config(decoder=True)
+    return model.config.get_text_config(decoder=True)
 
 
 def said_name(model: Any) -> str:
@@ -53,12 +53,11 @@ def digest(model: Any) -> str:
 
 def generation_defaults(model: Any) -> GenerationDefaults:
     """Read what the model says about sampling; only settings that somebody chose count."""
-    said = model.generation_config
-    config = model.config
+    text, said = text_config(model), model.generation_config
     return GenerationDefaults.from_hf(
         said.to_diff_dict() if said is not None else {},
-        config.to_dict(),
-        text_config(model).to_dict(),
+        model.config.to_dict(),
+        text.to_dict(),
     )
 
 
@@ -67,6 +66,9 @@ def wrap_tokenizer(tokenizer: Any, defaults: GenerationDefaults | None) -> Token
     if tokenizer is None or isinstance(tokenizer, Tokenizer):
         return tokenizer
     ours = Tokenizer.from_transformers(tokenizer)
+    if ours.vocab_size <= len(ours.special_ids):
+        # What transformers makes of a folder that lacks the files of its tokenizer.
+        raise ModelError(f"tokenizer {type(tokenizer).__name__} has no vocabulary")
     ours.eos_ids |= frozenset(defaults.eos_ids if defaults else ())
     return ours
 

@@ -14,10 +14,18 @@ class Ran:
     err: str
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small gain nothing from a second thread and wait for it when others run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def outpace(capsys, monkeypatch):
     """Runs a command line in this process; nothing is a terminal."""
-    threads = torch.get_num_threads()
 
     def run(*arguments, stdin=b""):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
@@ -26,5 +34,4 @@ def outpace(capsys, monkeypatch):
         captured = capsys.readouterr()
         return Ran(code, captured.out, captured.err)
 
-    yield run
-    torch.set_num_threads(threads)  # --threads is meant for a whole process
+    return run

@@ -5,7 +5,7 @@ import pytest
 from outpace.cli import show
 from outpace.cli.chat import Talk
 
-CHAT = ("chat", "--model", "tiny", "--threads", "1", "--max-new-tokens", "6", "--ignore-eos")
+CHAT = ("chat", "--model", "tiny", "--max-new-tokens", "6", "--ignore-eos")
 
 
 def counts(stats):

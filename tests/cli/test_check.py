@@ -3,10 +3,10 @@ import json
 import pytest
 
 from outpace.analysis import check as module
-from outpace.analysis.law import LawReport
+from outpace.analysis.law import LawReport, check_laws
 from outpace.bench import workloads
 
-FEW = ("check", "--model", "tiny", "--threads", "1", "--dtype", "float32", "--prompts", "5",
+FEW = ("check", "--model", "tiny", "--dtype", "float32", "--prompts", "5",
        "-n", "12")
 PROMPTS = [
     workloads.Prompt(
@@ -42,7 +42,8 @@ def test_json_and_exit_code_of_a_model_that_keeps_its_promises(outpace):
     assert got["plain"]["sequences"] == got["plain"]["equal"] == 5
 
 
-def test_the_text_says_it_level_by_level(outpace):
+def test_the_text_says_it_level_by_level(outpace, monkeypatch):
+    monkeypatch.setattr(module, "check_laws", lambda: check_laws(["match"]))
     ran = outpace(*FEW, "--drafters", "none,draft_model[model=tiny]")
     assert ran.code == 0
     for words in ("1 law", "2 code", "3 tokens", "4 hardware", "planted bugs caught",

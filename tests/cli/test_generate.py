@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-RUN = ("generate", "--threads", "1", "--ignore-eos", "--model")
+RUN = ("generate", "--ignore-eos", "--model")
 TINY = (*RUN, "tiny", "--dtype", "float32", "--raw", "-n", "24")
 PROMPT = "one two three, one two three, one two three,"
 KEYS = {

@@ -11,7 +11,7 @@ import pytest
 import outpace as package
 from outpace.cli import main as cli
 
-TINY = ("--model", "tiny", "--threads", "1", "--max-new-tokens", "4")
+TINY = ("--model", "tiny", "--max-new-tokens", "4")
 COMMAND = (sys.executable, "-m", "outpace.cli.main")
 
 OPTIONS = {
