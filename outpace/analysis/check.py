@@ -127,11 +127,13 @@ def check(
     target = engine.target
     plain: list[tuple[int, ...]] = []
     for case in cases:
-        tick("none", 1)
+        tick("none", 0)
         plain.append(engine.generate([case.ids], params, drafter="none")[0].tokens)
+        tick("none", 1)
     tallies: dict[str, Tally] = {}
     for spec in dict.fromkeys(("none", *specs)):
         tally = tallies[spec] = Tally()
+        tick(spec, 0)
         for batch in BATCHES[1:] if spec == "none" else BATCHES:
             for start in range(0, len(cases), batch):
                 part = cases[start : start + batch]

@@ -69,7 +69,7 @@ def chat(
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             importlib.import_module("readline")  # input() then edits lines and recalls them
-        show.note("outpace: /help lists commands")
+        show.hint("outpace: /help lists commands")
     try:
         for line in _lines():
             if line in ("/quit", "/exit"):

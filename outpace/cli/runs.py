@@ -104,10 +104,11 @@ class Run:
             timed.aloud()
         plain: list[Result] = []
         fast: list[Result] = []
-        with show.busy(f"timing {REPEATS} runs each"):
-            for turn in range(REPEATS):
-                for side in ("none", None) if turn % 2 else (None, "none"):
-                    (plain if side else fast).extend(timed.quiet(side))
+        if not quiet:
+            show.hint(f"timing {REPEATS} runs each")  # no spinner: it would take part in the race
+        for turn in range(REPEATS):
+            for side in ("none", None) if turn % 2 else (None, "none"):
+                (plain if side else fast).extend(timed.quiet(side))
         same = {result.tokens for result in (*plain, *fast)}
         promised = resolved.temperature == 0 or self.reproducible
         ratios = [

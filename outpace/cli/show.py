@@ -54,6 +54,12 @@ def note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def hint(line: str) -> None:
+    """A note for those who sit before a terminal."""
+    if sys.stderr.isatty():
+        note(line)
+
+
 @contextlib.contextmanager
 def busy(what: str) -> Iterator[None]:
     """Show a spinner while something takes its time; nothing unless on a terminal."""

@@ -188,13 +188,16 @@ class Engine:
             ids = self.encode(prompt, chat=chat)
             resolved = asked.resolved(self.target.defaults)
             self.check(ids, resolved)
+            answers = chat if isinstance(prompt, str) else isinstance(prompt[0], Mapping)
             for index in range(resolved.n):
                 seed = secrets.randbits(48) if resolved.seed is None else resolved.seed + index
-                ready.append((ids, resolved, seed))
+                ready.append((ids, resolved, seed, not answers))
         verifier = self.verifier(method, reproducible)
         return [
-            self.running(ids, resolved, seed, self.cache.open(), method, verifier)
-            for ids, resolved, seed in ready
+            self.running(
+                ids, resolved, seed, self.cache.open(), method, verifier, continues=continues
+            )
+            for ids, resolved, seed, continues in ready
         ]
 
     def running(
@@ -205,8 +208,13 @@ class Engine:
         slot: int,
         method: Method,
         verifier: Verifier,
+        *,
+        continues: bool = False,
     ) -> Running:
-        """A sequence whose slot may hold a prefix of its prompt already."""
+        """A sequence whose slot may hold a prefix of its prompt already.
+
+        ``continues``: its text carries on from the prompt's, so a leading space belongs to it.
+        """
         self._count += 1
         request = Request(prompt=ids, held=self.cache.length(slot))
         tokenizer = self.target.tokenizer
@@ -216,7 +224,9 @@ class Engine:
             params=params,
             warp=Warp(params, ids, self.eos_ids, self.target.vocab_size),
             stops=StopChecker(
-                params, self.eos_ids, None if tokenizer is None else tokenizer.text_stream()
+                params,
+                self.eos_ids,
+                None if tokenizer is None else tokenizer.text_stream(continues=continues),
             ),
             seed=seed,
             slot=slot,

@@ -10,6 +10,7 @@ from outpace.drafters.base import Drafter
 from outpace.errors import SpecError
 from outpace.models.base import Target
 from outpace.policies.base import Policy
+from outpace.tree.mask import is_chain
 from outpace.tree.shapes import budget
 from outpace.types import Budget
 from outpace.verifiers.base import Verifier
@@ -40,6 +41,12 @@ class Method:
             raise SpecError(
                 f"verifier {self.verifier_spec} changes the law of the output; "
                 "say allow_lossy=True if that is what you want"
+            )
+        template = self.budget.shape.parent_N
+        if self.verifier.chains_only and template and not is_chain(template):
+            raise SpecError(
+                f"{who}: verifier {self.verifier_spec} takes chains only, not tree={plan['tree']}; "
+                "use verifier=tree"
             )
         self.drafter = cls.load(build(cls.Config, own, who), target)
 

@@ -124,9 +124,7 @@ def _by_name(name: str, dtype: torch.dtype, device: torch.device, backend: str) 
         try:
             DecoderConfig.from_hf(config)
         except ModelError as reason:
-            return _hf(
-                name, dtype, device, f"served by transformers, not the own decoder: {reason}"
-            )
+            return _hf(name, dtype, device, str(reason))
         raise error
     if backend != "hf":
         return _own(checkpoint, dtype, device)
@@ -150,10 +148,10 @@ def _own(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Ta
     return Decoder.load(checkpoint, dtype=dtype, device=device)
 
 
-def _hf(name: str, dtype: torch.dtype, device: torch.device, note: str | None = None) -> Target:
+def _hf(name: str, dtype: torch.dtype, device: torch.device, reason: str | None = None) -> Target:
     from outpace.models.hf import load_hf
 
-    return load_hf(name, dtype, device, note)
+    return load_hf(name, dtype, device, reason)
 
 
 def _config_of(name: str) -> Mapping[str, Any] | None:
