@@ -21,6 +21,9 @@ from outpace.errors import SpecError, UnknownNameError
 
 C = TypeVar("C")
 
+DEFAULT_DRAFTER = "prompt_lookup"
+"""Who drafts where nobody is named."""
+
 PLAN_KEYS = ("tree", "tree_size", "verifier", "policy")
 """Keys that every method takes besides its own config: they say how its drafts are grown,
 verified and budgeted."""

@@ -49,6 +49,7 @@ MAY_IMPORT = {
     " models.base drafters.base verifiers verifiers.base policies.base engine",
     "bench": "errors config registry params models engine",
     "cli": "errors config registry params models engine analysis bench",
+    "__main__": "cli",
 }
 TYPE_ONLY = {("models.base", "models")}
 """Edges that exist in annotations alone, below ``if TYPE_CHECKING``."""

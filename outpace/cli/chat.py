@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli import show
-from outpace.cli.options import ModelOptions, SamplingOptions, notes, option, spread
+from outpace.cli.options import (
+    DrafterOption,
+    ModelOptions,
+    SamplingOptions,
+    notes,
+    option,
+    spread,
+)
 from outpace.errors import OutpaceError
 
 if TYPE_CHECKING:
@@ -48,11 +55,7 @@ def register(app: typer.Typer) -> None:
 def chat(
     *,
     model: ModelOptions,
-    drafter: Annotated[
-        str | None,
-        option("--drafter", "-d", panel="Model", metavar="SPEC", show_default="prompt_lookup",
-               help="Who guesses: NAME or NAME[key=value ...]; see outpace methods."),
-    ] = None,
+    drafter: DrafterOption = None,
     system: Annotated[
         str | None,
         option("--system", panel="Prompt", metavar="TEXT",
@@ -178,7 +181,7 @@ class Talk:
         passes = sum(r.counters.passes for r in self._results)
         read = sum(r.prompt_tokens for r in self._results)
         return (
-            f"{len(self._results)} turns, {tokens} tokens, "
+            f"{show.count(len(self._results), 'turn')}, {show.count(tokens, 'token')}, "
             f"{later / decode if decode > 0 else 0.0:.1f} tokens/s, "
             f"mean emitted {later / passes if passes else 1.0:.2f}, "
             f"{self._held} of {read} prompt tokens were kept from earlier turns, "

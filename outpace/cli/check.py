@@ -44,7 +44,7 @@ def check(
     ] = 8,
     max_new_tokens: Annotated[
         int,
-        option("--max-new-tokens", "-n", metavar="N", help="Longest answer, tokens."),
+        option("--max-new-tokens", metavar="N", help="Longest answer, tokens."),
     ] = 64,
     as_json: Annotated[bool, option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outpace.cli import show
-from outpace.cli.options import ModelOptions, SamplingOptions, notes, option, spread
-from outpace.cli.runs import REPEATS, Run, Sides, ratio
+from outpace.cli.options import (
+    DrafterOption,
+    ModelOptions,
+    SamplingOptions,
+    notes,
+    option,
+    spread,
+)
+from outpace.cli.runs import REPEATS, Run, Sides
 from outpace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -47,11 +54,7 @@ def generate(
     ] = None,
     *,
     model: ModelOptions,
-    drafter: Annotated[
-        str | None,
-        option("--drafter", "-d", panel="Model", metavar="SPEC", show_default="prompt_lookup",
-               help="Who guesses: NAME or NAME[key=value ...]; see outpace methods."),
-    ] = None,
+    drafter: DrafterOption = None,
     prompt_file: Annotated[
         str | None,
         option("--prompt-file", "-f", panel=_PROMPT, metavar="FILE",
@@ -95,13 +98,18 @@ def generate(
     engine = model.load(drafter=drafter)
     run = Run(engine, to_ids(engine, text, chat, system), params, sampling.reproducible)
     remarks = notes(engine, params)
+    about = {
+        "model": engine.target.name,
+        "dtype": str(engine.target.dtype).removeprefix("torch."),
+        "notes": remarks,
+    }
     if not as_json:
         for line in remarks:
             show.note(f"outpace: {line}")
     if compare:
         sides = run.compare(quiet=as_json)
         if as_json:
-            show.write_json({**sides.to_json(), "model": engine.target.name, "notes": remarks})
+            show.write_json({**sides.to_json(), **about})
         else:
             show_sides(sides)
         return
@@ -110,7 +118,7 @@ def generate(
         answer = results[0].to_json()
         if n > 1:
             answer["choices"] = [result.to_json() for result in results]
-        show.write_json({**answer, "model": engine.target.name, "notes": remarks})
+        show.write_json({**answer, **about})
     else:
         show.note(f"outpace: {summary(results)}")
 
@@ -163,13 +171,12 @@ def summary(results: list[Result]) -> str:
     first, tokens = results[0], sum(len(result.tokens) for result in results)
     seconds = max(result.seconds for result in results)
     decode = max(result.seconds - result.prefill_seconds for result in results)
-    speed = ratio(tokens - len(results), decode) if decode > 0 else 0.0
     passes = sum(result.counters.passes for result in results)
-    mean = ratio(tokens - len(results), passes)
-    return (
-        f"{tokens} tokens in {seconds:.2f} s, {speed:.1f} tokens/s, mean emitted {mean:.2f}, "
-        f"drafter {first.drafter}"
-    )
+    parts = [f"{show.count(tokens, 'token')} in {seconds:.2f} s"]
+    if passes:
+        later = tokens - len(results)  # what prefill yields is in no pass
+        parts += [f"{later / decode:.1f} tokens/s", f"mean emitted {later / passes:.2f}"]
+    return ", ".join([*parts, f"drafter {first.drafter}"])
 
 
 def show_sides(sides: Sides) -> None:

@@ -116,6 +116,14 @@ class ModelOptions:
             return Engine.load(self.model, dtype=self.dtype, device=self.device, **given)
 
 
+DrafterOption = Annotated[
+    str | None,
+    option("--drafter", "-d", panel=_MODEL, metavar="SPEC", show_default="prompt_lookup",
+           help="Who guesses: NAME or NAME[key=value ...]; see outpace methods."),
+]
+"""Of commands that run one drafter; None is the engine's default."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingOptions:
     """How tokens are drawn, and where a text ends."""
@@ -183,7 +191,7 @@ class SamplingOptions:
     ] = False
     max_new_tokens: Annotated[
         int,
-        option("--max-new-tokens", "-n", panel=_END, metavar="N", help="Longest answer, tokens."),
+        option("--max-new-tokens", panel=_END, metavar="N", help="Longest answer, tokens."),
     ] = 256
     min_tokens: Annotated[
         int,

@@ -35,14 +35,14 @@ class Sides:
     @property
     def speedup(self) -> float:
         """Ratio of decode tokens per second."""
-        return ratio(self.fast.tokens_per_second, self.plain.tokens_per_second)
+        return _ratio(self.fast.tokens_per_second, self.plain.tokens_per_second)
 
     @property
     def end_to_end(self) -> float:
         """Ratio of new tokens per second of everything, the prompt included."""
-        return ratio(
-            ratio(len(self.fast.tokens), self.fast.seconds),
-            ratio(len(self.plain.tokens), self.plain.seconds),
+        return _ratio(
+            _ratio(len(self.fast.tokens), self.fast.seconds),
+            _ratio(len(self.plain.tokens), self.plain.seconds),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Run:
         same = {result.tokens for result in (*plain, *fast)}
         promised = resolved.temperature == 0 or self.reproducible
         ratios = [
-            ratio(f.tokens_per_second, p.tokens_per_second)
+            _ratio(f.tokens_per_second, p.tokens_per_second)
             for f, p in zip(fast, plain, strict=True)
         ]
         return Sides(
@@ -132,7 +132,7 @@ def _middle(results: list[Result]) -> Result:
     return next(result for result in results if result.tokens_per_second == middle)
 
 
-def ratio(over: float, under: float) -> float:
+def _ratio(over: float, under: float) -> float:
     """Quotient; 1.0 where there is nothing to divide by."""
     return over / under if under > 0 else 1.0
 

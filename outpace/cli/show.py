@@ -34,8 +34,13 @@ def write(text: str) -> None:
 
 
 def write_json(value: Any) -> None:
-    """Put one JSON document on standard output; numbers that are not finite become null."""
-    write(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+    """Put one JSON document on a line of its own; numbers that are not finite become null."""
+    write(json.dumps(_finite(value), allow_nan=False) + "\n")
+
+
+def count(number: int, what: str) -> str:
+    """``1 token``, ``2 tokens``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _finite(value: Any) -> Any:
@@ -67,8 +72,9 @@ def busy(what: str) -> Iterator[None]:
         yield
         return
     from rich.console import Console
+    from rich.text import Text
 
-    with Console(stderr=True).status(what):
+    with Console(stderr=True).status(Text(what)):
         yield
 
 
@@ -109,7 +115,7 @@ def progress(total: int, unit: str) -> Iterator[Callable[[str, int], None]]:
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         console=Console(stderr=True),
         transient=True,
     )

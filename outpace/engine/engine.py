@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from outpace import registry
-from outpace.config import MethodSpec
+from outpace.config import DEFAULT_DRAFTER, MethodSpec
 from outpace.drafters.base import Request
 from outpace.engine.method import Method, make
 from outpace.engine.results import Chunk, Result
@@ -26,8 +26,6 @@ from outpace.step import Machine
 from outpace.stops import StopChecker
 from outpace.types import StepRecord
 from outpace.verifiers.base import Verifier
-
-DEFAULT_DRAFTER = "prompt_lookup"
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -61,7 +59,7 @@ class Engine:
         *,
         drafter: str = DEFAULT_DRAFTER,
         dtype: str | torch.dtype = "auto",
-        device: str | torch.device = "cpu",
+        device: str | torch.device | None = None,
         tokenizer: Any = None,
         allow_lossy: bool = False,
     ) -> Engine:
@@ -72,7 +70,7 @@ class Engine:
                 model that is already in memory.
             drafter: method spec of the drafter to use unless a call names another.
             dtype: ``float32``, ``bfloat16``, or ``auto``, the faster of the two here.
-            device: where to compute.
+            device: where to compute; None is the CPU, or where an in-memory model is.
             tokenizer: of an in-memory model; a transformers tokenizer.
             allow_lossy: permit verifiers that change the law of the output.
 

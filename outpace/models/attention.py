@@ -203,7 +203,7 @@ class _Group:
         dims = (batch, count, shape.kv, shape.group, shape.width)
         in_order = all(s.start == first + i * longest for i, s in enumerate(spans))
         even = count == longest and in_order and all(len(s.stored) == longest for s in spans)
-        self.whole = whole
+        self.queries, self.outputs = whole.query_TKGD, whole.out_TKGD
         self.index: Tensor | None = None
         if even or len(spans[-1].stored) + whole.filling >= count > longest:
             query, result = whole.query_TKGD[first:], whole.out_TKGD[first:]
@@ -231,7 +231,7 @@ class _Group:
         """Softmax of the scores times the values, unnormalized until the last line."""
         sight, cap, scale = self.sights[window], self.shape.softcap, self.shape.scale
         if self.index is not None:
-            torch.index_select(self.whole.query_TKGD, 0, self.index, out=self.picked)
+            torch.index_select(self.queries, 0, self.index, out=self.picked)
         self.query_view.copy_(self.source)
         weight = sight.weight
         if cap is None:
@@ -250,7 +250,7 @@ class _Group:
                 self.sum.baddbmm_(counted, values[layer])
         torch.div(self.sum_view, self.total_view, out=self.result)
         if self.index is not None:
-            self.whole.out_TKGD.index_copy_(0, self.index, self.given)
+            self.outputs.index_copy_(0, self.index, self.given)
 
 
 def _rows(spans: list[Span], shape: HeadShape) -> int:

@@ -27,7 +27,7 @@ def test_reset_begins_anew_and_quit_leaves(outpace):
     first = outpace(*CHAT, stdin=b"hello there\n").out
     ran = outpace(*CHAT, stdin=b"hello there\n/reset\nhello there\n/stats\n/quit\nnever read\n")
     assert ran.code == 0 and ran.out == first * 2
-    assert "1 turns, 6 tokens" in ran.err and counts(ran.err.splitlines()[-1])[0] == 0
+    assert "1 turn, 6 tokens" in ran.err and counts(ran.err.splitlines()[-1])[0] == 0
     nothing = outpace(*CHAT, stdin=b"/stats\n/help\n")
     assert nothing.out == "" and "nothing said yet" in nothing.err and "/reset" in nothing.err
 
@@ -65,7 +65,7 @@ def test_ctrl_c_stops_an_answer_and_the_talk_goes_on(talk, monkeypatch, capsys):
     assert signal.getsignal(signal.SIGINT) is before
     talk.take("hello there")
     talk.take("/stats")
-    assert "1 turns, 200 tokens" in capsys.readouterr().err
+    assert "1 turn, 200 tokens" in capsys.readouterr().err
 
 
 def test_a_second_ctrl_c_is_not_held_back(talk, monkeypatch):

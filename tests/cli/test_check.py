@@ -7,7 +7,7 @@ from outpace.analysis.law import LawReport, check_laws
 from outpace.bench import workloads
 
 FEW = ("check", "--model", "tiny", "--dtype", "float32", "--prompts", "5",
-       "-n", "12")
+       "--max-new-tokens", "12")
 PROMPTS = [
     workloads.Prompt(
         id=f"p{i}", category="edit",

@@ -3,7 +3,7 @@ import json
 import pytest
 
 RUN = ("generate", "--ignore-eos", "--model")
-TINY = (*RUN, "tiny", "--dtype", "float32", "--raw", "-n", "24")
+TINY = (*RUN, "tiny", "--dtype", "float32", "--raw", "--max-new-tokens", "24")
 PROMPT = "one two three, one two three, one two three,"
 KEYS = {
     "text", "tokens", "finish_reason", "new_tokens", "seconds", "prefill_seconds",
@@ -120,7 +120,7 @@ def test_settings_reach_the_sampler(outpace):
 
 
 def test_chat_form_is_the_default_where_there_is_a_template(outpace):
-    tiny = (*RUN, "tiny", "-n", "4", "--json")
+    tiny = (*RUN, "tiny", "--max-new-tokens", "4", "--json")
     chat = answer(outpace(*tiny, "Say hello."))
     raw = answer(outpace(*tiny, "--raw", "Say hello."))
     told = answer(outpace(*tiny, "--system", "You are a pirate.", "Say hello."))
@@ -129,7 +129,7 @@ def test_chat_form_is_the_default_where_there_is_a_template(outpace):
 
 
 def test_what_a_model_was_made_into_is_said(outpace):
-    ran = outpace(*RUN, "smollm2-135m", "-n", "3", "--dtype", "float32", "Say hello.")
+    ran = outpace(*RUN, "smollm2-135m", "--max-new-tokens", "3", "--dtype", "float32", "Say hello.")
     assert ran.code == 0 and ran.out.count("\n") == 1
     note = ran.err.splitlines()[0]
     assert note.startswith("outpace: ") and "float32" in note and "Q4_1" in note

@@ -16,21 +16,21 @@ COMMAND = (sys.executable, "-m", "outpace.cli.main")
 
 OPTIONS = {
     "generate": """
-        -d -f -m -n -t --allow-token-id --ban-token-id --chat --compare --device --drafter
+        -d -f -m -t --allow-token-id --ban-token-id --chat --compare --device --drafter
         --dtype --frequency-penalty --help --ignore-eos --include-stop --json --logit-bias
         --logprobs --max-new-tokens --min-p --min-tokens --model --n --no-reproducible
         --presence-penalty --prompt-file --raw --repetition-penalty --reproducible --seed --stop
         --stop-token-id --system --temperature --threads --top-k --top-p
     """,
     "chat": """
-        -d -m -n -t --allow-token-id --ban-token-id --device --drafter --dtype
+        -d -m -t --allow-token-id --ban-token-id --device --drafter --dtype
         --frequency-penalty --help --ignore-eos --include-stop --logit-bias --max-new-tokens
         --min-p --min-tokens --model --no-reproducible --presence-penalty --repetition-penalty
         --reproducible --seed --stop --stop-token-id --system --temperature --threads --top-k
         --top-p
     """,
     "check": """
-        -d -m -n --device --drafters --dtype --help --json --max-new-tokens --model --prompts
+        -d -m --device --drafters --dtype --help --json --max-new-tokens --model --prompts
         --threads
     """,
     "methods": "--help --json",
@@ -67,6 +67,12 @@ def test_every_command_has_help_with_examples(outpace, command):
     assert f"outpace {command}" in ran.out
     for flag in OPTIONS[command].split():
         assert flag in ran.out
+
+
+def test_the_help_names_the_default_drafter(outpace):
+    from outpace.engine.engine import DEFAULT_DRAFTER
+
+    assert f"[default: ({DEFAULT_DRAFTER})]" in outpace("generate", "--help").out
 
 
 def test_version(outpace):
@@ -191,7 +197,8 @@ def test_output_that_cannot_be_written():
 def endless():
     """A process in the middle of a long answer, and the first characters of it."""
     process = subprocess.Popen(
-        [*COMMAND, "generate", "--threads", "1", "-n", "2000", "--ignore-eos", "Count."],
+        [*COMMAND, "generate", "--threads", "1", "--max-new-tokens", "2000", "--ignore-eos",
+         "Count."],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

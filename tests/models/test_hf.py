@@ -183,6 +183,61 @@ def test_every_slower_way_is_right_too(models, way):
         target.score([Feed.tree(slot, 1, Draft.chosen([1, 2], [-1, -1]))], cache)
 
 
+def test_a_cache_grows_and_keeps_what_it_holds(models):
+    model = models("mixed windows")
+    target = HFTarget(model)
+    cache = target.new_cache()
+    rng = random.Random(0)
+    texts = [[rng.randrange(61) for _ in range(90)] for _ in range(2)]
+    one = cache.open()
+    target.score([Feed.chain(one, texts[0][:50])], cache)
+    cache.keep(one, range(50))
+    before = cache.nbytes
+    two = cache.open()  # more slots, then more rows
+    feeds = [Feed.chain(two, texts[1][:60]), Feed.chain(one, texts[0][50:])]
+    scored = target.score(feeds, cache)
+    assert cache.nbytes > 2 * before
+    assert_close(scored.of(0).logits_TV, plain(model, texts[1][:60]))
+    assert_close(scored.of(1).logits_TV, plain(model, texts[0])[50:])
+
+
+def test_feeds_share_a_forward_unless_padding_costs_more(models, monkeypatch):
+    target = HFTarget(models("llama"))
+    shapes = []
+    forward = target._forward
+
+    def watched(id_BJ, **given):
+        shapes.append(tuple(id_BJ.shape))
+        return forward(id_BJ, **given)
+
+    monkeypatch.setattr(target, "_forward", watched)
+    for lengths, want in [([1, 5, 9, 16], {(4, 16)}), ([1, 40, 1, 64], {(2, 64), (2, 1)})]:
+        cache = target.new_cache()
+        shapes.clear()
+        target.score([Feed.chain(cache.open(), range(n)) for n in lengths], cache)
+        assert set(shapes) == want
+
+
+def test_a_rejected_guess_costs_no_second_reading(models, monkeypatch):
+    target = HFTarget(models("convolutions"))
+    read = []
+    forward = target._forward
+
+    def watched(id_BJ, **given):
+        read.append(id_BJ.shape[1])
+        return forward(id_BJ, **given)
+
+    monkeypatch.setattr(target, "_forward", watched)
+    cache = target.new_cache()
+    slot = cache.open()
+    target.score([Feed.chain(slot, range(40), want=(39,))], cache)
+    cache.keep(slot, range(40))
+    for kept in (2, 2, 5, 1):
+        target.score([Feed.chain(slot, [1, 2, 3, 4, 5])], cache)
+        cache.keep(slot, range(kept))
+    assert read == [40, 5, 7, 9, 5]
+
+
 def test_taps_are_the_models_hidden_states(models):
     for kind in ("llama", "recurrent"):
         model = models(kind)
