@@ -11,9 +11,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/.installed
 
 # The prompt of the README: an answer that repeats its prompt is what prompt_lookup is good at.
-PROMPT := Copy this list and correct the spelling mistakes: 1. The quick brown fox jumps over \
-the lazy dog. 2. A jorney of a thousand miles begins with a single step. 3. All that glitters is \
-not gold. 4. Actions speak louder than wrods.
+PROMPT := Say this in one sentence: The lighthouse was built in 1871 on the northern tip of the \
+island. The keeper lived there alone, and the supply boat came once a month. When the light was \
+automated in 1963, the keeper left, and the house stood empty until the village turned it into a \
+small museum.
 
 .PHONY: help demo test check-slow lint docs clean
 

@@ -1,6 +1,7 @@
 """Documentation that cannot rot: its code is run, its links lead somewhere, its words are known."""
 
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -17,6 +18,7 @@ import pytest
 import outpace
 from outpace import registry
 from outpace.cli.main import main
+from outpace.engine import engine
 from outpace.engine.results import Counters, Result
 from outpace.sampling import TokenLogprobs
 from outpace.types import RowRecord, StepRecord
@@ -29,9 +31,21 @@ SHORT = ["--max-new-tokens", "6"]
 """Added to commands, which is enough to see that they work."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _each_model_is_loaded_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "load_target", functools.cache(engine.load_target))
+        yield
+
+
 def blocks(page):
     """(language, text) of every fenced block."""
     return FENCE.findall(page.read_text(encoding="utf-8"))
+
+
+def joined(text):
+    """A backslash at the end of a line joins it with the next, as in a shell."""
+    return text.replace("\\\n", "")
 
 
 def run(*arguments):
@@ -64,7 +78,7 @@ def test_shell_of_the_readme_works(tmp_path, monkeypatch):
         line
         for language, text in blocks(README)
         if language == "sh"
-        for line in text.replace("\\\n", " ").splitlines()
+        for line in joined(text).splitlines()
         if line and not line.startswith("#")
     ]
     monkeypatch.chdir(tmp_path)
@@ -89,8 +103,7 @@ def test_the_demo_is_the_readmes():
     dry = subprocess.run(["make", "-n", "-C", ROOT, "demo"], capture_output=True, text=True)
     (command,) = [x for x in dry.stdout.splitlines() if "outpace generate" in x]
     prompt = shlex.split(command)[-1]
-    shown = " ".join(README.read_text(encoding="utf-8").split())
-    assert prompt in shown
+    assert f'outpace generate --compare "{prompt}"' in joined(README.read_text(encoding="utf-8"))
 
 
 def test_the_walk_through_works(tmp_path, monkeypatch):

@@ -134,13 +134,11 @@ class Attention:
         self.head_TXD = torch.zeros(rows, queries + 2 * kv, width, device=self.device)
         """float32 queries, keys and values of the layer at hand; the decoder fills them in."""
         self.turned_TXE = torch.view_as_complex(
-            self.head_TXD[:, : queries + kv].unflatten(2, (width // 2, 2))
+            self.head_TXD[:, : queries + kv].view(rows, queries + kv, width // 2, 2)
         )
         """Queries and keys as complex numbers, to be rotated in place."""
-        self.query_TKGD = self.head_TXD[:, :queries].unflatten(1, (kv, shape.group))
-        self.out_TKGD = torch.zeros(
-            rows, kv, shape.group, width, dtype=dtype, device=self.device
-        )
+        self.query_TKGD = self.head_TXD[:, :queries].view(rows, kv, shape.group, width)
+        self.out_TKGD = torch.zeros(rows, kv, shape.group, width, dtype=dtype, device=self.device)
         self._out = self.out_TKGD.flatten(1)
         self._new, self._index, self._stores = self._places(cache, spans)
         self.filling = rows - sum(len(span.stored) for span in spans) if len(spans) == 1 else 0
@@ -164,7 +162,8 @@ class Attention:
         if len(spans) == 1:
             rows = slice(spans[0].stored.start, spans[0].stored.stop)
             stores = cache.store[:, :, spans[0].slot, :, rows].unbind(0)
-            return new_TYD.unflatten(1, (2, kv)).permute(1, 2, 0, 3), None, list(stores)
+            new = new_TYD.view(count, 2, kv, -1).permute(1, 2, 0, 3)
+            return new, None, list(stores)
         layers, _, slots, _, length, width = cache.store.shape
         first = torch.tensor([s.slot * kv * length + row for s in spans for row in s.stored])
         head = torch.arange(2 * kv)
@@ -268,10 +267,10 @@ def _grouped(spans: list[Span]) -> Iterator[list[Span]]:
 
     group: list[Span] = []
     for span in sorted(spans, key=lambda span: span.slot):
-        if group and span.slot == group[-1].slot + 1:
-            if cost([*group, span]) <= cost(group) + cost([span]):
-                group.append(span)
-                continue
+        follows = bool(group) and span.slot == group[-1].slot + 1
+        if follows and cost([*group, span]) <= cost(group) + cost([span]):
+            group.append(span)
+            continue
         if group:
             yield group
         group = [span]
@@ -349,18 +348,17 @@ def _blocks(spans: list[Span], columns: range) -> Iterator[tuple[range, Tensor |
     A tree stores a guess behind its uncles, so a guess whose position ends one block may lie
     among the rows of the next. More than 64 rows behind, it is counted where it lies.
     """
+    moved = [
+        (i, row - columns.start, home)
+        for i, span in enumerate(spans)
+        if not span.chain
+        for row, home in span.strays()
+        if row in columns
+    ]
     homes = None
-    if not all(span.chain for span in spans):
+    if moved:
         homes = torch.arange(columns.start, columns.stop).repeat(len(spans), 1)
         homes.sub_(homes % _BLOCK)
-        moved = [
-            (i, row - columns.start, home)
-            for i, span in enumerate(spans)
-            for row, home in span.strays()
-            if row in columns
-        ]
-        if not moved:
-            homes = None
         for i, column, home in moved:
             homes[i, column] = home
     for low in range(columns.start, columns.stop, _BLOCK):

@@ -145,4 +145,5 @@ def _paired(part: Tensor, width: int) -> Tensor:
 
     Scores do not change when queries and keys are reordered alike.
     """
-    return part.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
+    pairs = part.view(-1, 2, width // 2, *part.shape[1:]).transpose(1, 2)
+    return pairs.reshape(part.shape)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -233,7 +234,7 @@ class Decoder(Target):
         stream_TH = self._embed(rows)
         seen: dict[str, Tensor] = {}
         borders = [0, *rows.levels, depth]
-        for begin, end in zip(borders, borders[1:], strict=False):
+        for begin, end in pairwise(borders):
             for start, layer, hidden_KH in rows.resumed:
                 if layer == begin:
                     stream_TH[start : start + len(hidden_KH)] = hidden_KH

@@ -43,7 +43,7 @@ def test_keep_moves_a_path_to_the_front_in_its_own_slot_only():
 def test_growth_keeps_what_is_stored():
     cache = filled(1, 60)
     before = held(cache, 0)
-    old = cache.keys(range(0, 1), range(0, 64))
+    old = cache.keys(range(1), range(64))
     write(cache, 0, cache.append(0, range(70), range(-1, 69)))
     cache.keep(0, range(70))
     second = cache.open()
@@ -52,7 +52,7 @@ def test_growth_keeps_what_is_stored():
     assert held(cache, 0) == [*before, *range(60, 130)]
     assert held(cache, second) == [100]
     assert cache.store.shape[4] % 64 == 0
-    assert cache.keys(range(0, 1), range(0, 64))[0].data_ptr() != old[0].data_ptr()
+    assert cache.keys(range(1), range(64))[0].data_ptr() != old[0].data_ptr()
     assert cache.nbytes == cache.store.nbytes
 
 
@@ -74,17 +74,17 @@ def test_a_closed_slot_is_taken_again_and_starts_empty():
     cache.close(1)
     assert cache.open() == 1
     assert cache.length(1) == 0
-    assert cache.append(1, [7], [-1]) == range(0, 1)
+    assert cache.append(1, [7], [-1]) == range(1)
     assert held(cache, 2) == [200, 201, 202, 203]
 
 
 def test_views_are_made_once_and_follow_the_layout():
     cache = filled(2, 3)
-    keys = cache.keys(range(0, 2), range(0, 64))
-    assert cache.keys(range(0, 2), range(0, 64)) is keys
+    keys = cache.keys(range(2), range(64))
+    assert cache.keys(range(2), range(64)) is keys
     assert keys[0].shape == (6, 4, 64)
     assert [int(keys[1][3 * slot, 0, 2]) for slot in (0, 1)] == [2, 102]
-    values = cache.values(range(1, 2), range(0, 64))
+    values = cache.values(range(1, 2), range(64))
     assert values[0].shape == (3, 64, 4)
     assert int(values[0][1, 2, 3]) == -102
 

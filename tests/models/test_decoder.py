@@ -262,9 +262,7 @@ def test_riders_see_their_path_and_their_chain_and_are_forgotten(decoder, embedd
     embeds = None
     if embedded:
         cache = decoder.new_cache()
-        probe = decoder.score(
-            [Feed.chain(cache.open(), ids)], cache, taps=frozenset({"hidden.0"})
-        )
+        probe = decoder.score([Feed.chain(cache.open(), ids)], cache, taps=frozenset({"hidden.0"}))
         embeds = probe.taps["hidden.0"]
     riders = Riders(node, after, None if embedded else ids, embeds)
     draft = Draft(draft.token_N, draft.parent_N, draft.groups, riders=riders)
