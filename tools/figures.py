@@ -1,8 +1,8 @@
 """Measure the figures of the README on this machine, each beside its baseline in the same run.
 
-    python tools/figures.py speed    [--prompts 8] [--tokens 128]   against transformers, interleaved
-    python tools/figures.py passes                                  cost of a pass by rows
-    python tools/figures.py memory   [--dtype bfloat16]             peak memory of loading and running
+    python tools/figures.py speed  [--prompts 8] [--tokens 128]  against transformers, interleaved
+    python tools/figures.py passes                                cost of a pass by rows
+    python tools/figures.py memory [--dtype bfloat16]             peak memory, loading and running
 
 Ratios are per prompt, then their mean; every prompt is run by each method in turn.
 """
@@ -48,7 +48,7 @@ def transformers_model(dtype):
 
 
 def timed_generate(model, ids, count, lookup):
-    """transformers' generate: tokens, decode tokens per second (after the first logits)."""
+    """Time transformers' generate: tokens, decode tokens per second (after the first logits)."""
     import torch
     from transformers import LogitsProcessor, LogitsProcessorList
 

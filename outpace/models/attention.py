@@ -34,8 +34,12 @@ _LONGEST = 192
 """Most terms of a product that are known to be added in order."""
 _LEAST = 4
 """Fewest rows of a product."""
+_LANES = 16
+"""Columns that a processor handles at once, at most."""
 _ROWS = 64
 """Most rows of one slot in one product; longer feeds are cut, and early rows see fewer keys."""
+_LOG2E = 1 / math.log(2)
+
 _GROUP_COST, _ROW_COST = 250, 0.25
 """Time of a group of products, and of another row beside a key's own reading, in units of
 reading one key; measured, rough, and no matter for results."""
@@ -223,23 +227,25 @@ class _Group:
         self.sum_view = self.sum.view(self.source.shape)
         self.top = torch.empty(*folded, 1, device=whole.device)
         self.total = torch.empty_like(self.top, dtype=torch.float64)
-        self.total_view = self.total.view(*self.source.shape[:-1], 1)
+        self.shares = torch.empty_like(self.top)
+        self.shares_view = self.shares.view(*self.source.shape[:-1], 1)
+        # Scores are powers of 2: exp2 takes half the time of exp.
+        self.scale = shape.scale * (_LOG2E if shape.softcap is None else 1.0)
         self.sights = {w: _Sight(whole, cache, spans, count, w) for w in whole.windows}
 
     def attend(self, layer: int, window: int | None) -> None:
         """Softmax of the scores times the values, unnormalized until the last line."""
-        sight, cap, scale = self.sights[window], self.shape.softcap, self.shape.scale
+        sight, cap = self.sights[window], self.shape.softcap
         if self.index is not None:
             torch.index_select(self.queries, 0, self.index, out=self.picked)
-        self.query_view.copy_(self.source)
+        torch.mul(self.source, self.scale, out=self.query_view)
         weight = sight.weight
-        if cap is None:
-            torch.baddbmm(sight.mask, self.query, sight.keys[layer], alpha=scale, out=weight)
-        else:
-            torch.bmm(self.query, sight.keys[layer], out=weight)
-            weight.mul_(scale / cap).tanh_().mul_(cap).add_(sight.mask)
+        torch.bmm(self.query, sight.keys[layer], out=weight)
+        if cap is not None:
+            weight.div_(cap).tanh_().mul_(cap * _LOG2E)
+        sight.masked.add_(sight.mask)
         torch.amax(weight, -1, keepdim=True, out=self.top)
-        weight.sub_(self.top).exp_()
+        weight.sub_(self.top).exp2_()
         torch.sum(weight, -1, keepdim=True, dtype=torch.float64, out=self.total)
         for i, (part, member, values) in enumerate(sight.blocks):
             counted = part if member is None else part * member
@@ -247,7 +253,8 @@ class _Group:
                 torch.bmm(counted, values[layer], out=self.sum)
             else:
                 self.sum.baddbmm_(counted, values[layer])
-        torch.div(self.sum_view, self.total_view, out=self.result)
+        self.shares.copy_(self.total)
+        torch.div(self.sum_view, self.shares_view, out=self.result)
         if self.index is not None:
             self.outputs.index_copy_(0, self.index, self.given)
 
@@ -296,11 +303,17 @@ class _Sight:
             start = max(0, lowest) // _BLOCK * _BLOCK
         columns, slots = range(start, stop), range(spans[0].slot, spans[-1].slot + 1)
         self.keys = cache.keys(slots, columns)
-        mask = torch.stack([_mask(span, columns, count, window) for span in spans])
-        self.mask = _per_head(mask.repeat_interleave(shape.group, 1), shape).to(whole.device)
-        """float32 [B * K or 1, M, N]: 0 or minus infinity."""
         size = (len(spans) * shape.kv, count * shape.group, stop - start)
         self.weight = whole.scratch[: math.prod(size)].view(size)
+        # Without a window all committed text is seen, and needs no mask.
+        first = start
+        if window is None:
+            first = min(span.base for span in spans) // _LANES * _LANES
+        masks = [_mask(span, range(first, stop), count, window) for span in spans]
+        mask = torch.stack(masks).repeat_interleave(shape.group, 1)
+        self.mask = _per_head(mask, shape).to(whole.device)
+        """float32 [B * K or 1, M, .]: 0 or minus infinity, of the last columns."""
+        self.masked = self.weight[:, :, first - start :]
         self.blocks: list[tuple[Tensor, Tensor | None, list[Tensor]]] = []
         """Weights of a block, which of them count there (None: all), and its values."""
         for block, member in _blocks(spans, columns):

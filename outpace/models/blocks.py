@@ -112,7 +112,7 @@ class _Reader:
     packed: bool
 
     def tensor(self, name: str) -> Tensor:
-        return self.checkpoint.tensor(name).to(self.device, self.dtype)
+        return self.checkpoint.tensor(name, self.dtype).to(self.device)
 
     def norm(self, name: str) -> Norm:
         weight_H = self.checkpoint.tensor(f"{name}.weight").to(self.device)

@@ -11,7 +11,10 @@ LOOKUP = PromptLookup(PromptLookupConfig(min_ngram=1, max_ngram=2))
 PARAMS = SamplingParams().resolved(None)
 
 
-def propose(text, budget=Budget(3, 3), lookup=LOOKUP):
+BUDGET = Budget(3, 3)
+
+
+def propose(text, budget=BUDGET, lookup=LOOKUP):
     state = lookup.begin(Request(prompt=tuple(text), held=len(text)))
     row = DraftRow(state, text, budget, KeyedCoins(0, 0, Stream.DRAFT),
                    Warp(PARAMS, text, frozenset(), 100), Drawn.CHOSEN)
