@@ -25,7 +25,7 @@ from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError
 from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, TREE, Target
-from outpace.models.blocks import Block, Ends, read_block, read_ends
+from outpace.models.blocks import Block, Ends, read_block, read_ends, release
 from outpace.models.families import DecoderConfig
 from outpace.models.packed import MIN_ROWS, Linear
 from outpace.models.passes import PassRows, Rotation
@@ -105,10 +105,10 @@ class Decoder(Target):
             raise ModelError(f"dtype {str(dtype).removeprefix('torch.')!r} is not one of {known}")
         config, where = checkpoint.config, torch.device(device)
         ends = read_ends(checkpoint, dtype, where, packed)
-        blocks = [
-            read_block(checkpoint, layer, dtype, where, packed)
-            for layer in range(config.num_layers)
-        ]
+        blocks = []
+        for layer in range(config.num_layers):
+            blocks.append(read_block(checkpoint, layer, dtype, where, packed))
+            release()
         turns = [Rotation(rope, where) for rope in config.ropes]
         decoder = cls(checkpoint, config, blocks, ends, turns)
         decoder.note = checkpoint.note(dtype)
