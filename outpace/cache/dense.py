@@ -45,7 +45,7 @@ class DenseCache(KVCache):
     ) -> None:
         super().__init__()
         self._capacity = capacity
-        self.store = torch.zeros(layers, 2, 0, heads, 0, width, device=device)
+        self.store = torch.zeros(layers, 2, 0, heads, 0, width, dtype=torch.float32, device=device)
         """float32 [L, 2, S, K, C, D]. Rows never written are zero, hence finite."""
         self._views: dict[tuple[int, int, int, int, int], list[Tensor]] = {}
 

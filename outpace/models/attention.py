@@ -135,7 +135,9 @@ class Attention:
     ) -> None:
         self.shape, self.windows, self.device = shape, windows, cache.store.device
         kv, width, queries = shape.kv, shape.width, shape.queries
-        self.head_TXD = torch.zeros(rows, queries + 2 * kv, width, device=self.device)
+        self.head_TXD = torch.zeros(
+            rows, queries + 2 * kv, width, dtype=torch.float32, device=self.device
+        )
         """float32 queries, keys and values of the layer at hand; the decoder fills them in."""
         self.turned_TXE = torch.view_as_complex(
             self.head_TXD[:, : queries + kv].view(rows, queries + kv, width // 2, 2)
@@ -152,7 +154,7 @@ class Attention:
             len(group) * queries * _rows(group, shape) * max(span.reach for span in group)
             for group in groups
         )
-        self.scratch = torch.empty(largest, device=self.device)
+        self.scratch = self.head_TXD.new_empty(largest)
         """Scores of one group; the next one overwrites them."""
         self._groups = [_Group(self, cache, group) for group in groups]
 
@@ -221,11 +223,11 @@ class _Group:
         self.source = query[:total].view(dims).transpose(1, 2)
         self.result = result[:total].view(dims).transpose(1, 2)
         folded = (batch * shape.kv, count * shape.group)
-        self.query = torch.empty(*folded, shape.width, device=whole.device)
+        self.query = whole.head_TXD.new_empty(*folded, shape.width)
         self.query_view = self.query.view(self.source.shape)
         self.sum = torch.empty_like(self.query)
         self.sum_view = self.sum.view(self.source.shape)
-        self.top = torch.empty(*folded, 1, device=whole.device)
+        self.top = whole.head_TXD.new_empty(*folded, 1)
         self.total = torch.empty_like(self.top, dtype=torch.float64)
         self.shares = torch.empty_like(self.top)
         self.shares_view = self.shares.view(*self.source.shape[:-1], 1)
@@ -352,7 +354,7 @@ def _mask(span: Span, columns: range, count: int, window: int | None) -> Tensor:
         position_N[first : first + len(tail)] = tail[: len(columns) - first]
         position_R = torch.tensor([span.base + span.depths[row - span.base] for row in filled])
         unseen |= position_N <= position_R[:, None] - window
-    return torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
+    return torch.zeros(unseen.shape, dtype=torch.float32).masked_fill_(unseen, -torch.inf)
 
 
 def _blocks(spans: list[Span], columns: range) -> Iterator[tuple[range, Tensor | None]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 
 import torch
@@ -114,14 +114,13 @@ class Decoder(Target):
         decoder.note = checkpoint.note(dtype)
         return decoder
 
-    @property
-    def tokenizer(self) -> Tokenizer:  # type: ignore[override]
-        """The checkpoint's tokenizer, built when first asked for."""
-        if self._tokenizer is None:
-            self._tokenizer = self._checkpoint.tokenizer()
-        return self._tokenizer
-
-    _tokenizer: Tokenizer | None = None
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:  # type: ignore[override]
+        """The checkpoint's tokenizer, built when first asked for; None if it has none."""
+        try:
+            return self._checkpoint.tokenizer()
+        except ModelError:
+            return None
 
     @property
     def weight_bytes(self) -> int:
@@ -152,7 +151,8 @@ class Decoder(Target):
         part = Decoder(self._checkpoint, config, blocks, self._ends, self._turns)
         chosen = "-".join(str(i) for i in layers)
         part.name, part.digest = f"{self.name}[layers={chosen}]", f"{self.digest}:{chosen}"
-        part._tokenizer = self._tokenizer
+        if "tokenizer" in vars(self):
+            part.tokenizer = self.tokenizer
         return part
 
     def head(self, hidden_TH: Tensor, vocab: VocabMap | None = None) -> Tensor:
@@ -195,8 +195,9 @@ class Decoder(Target):
         depth = self._depth(layers)
         if not isinstance(cache, DenseCache) or len(cache.store) != self.num_layers:
             raise ModelError(f"this cache was not made by {self.name}; use its new_cache()")
+        resumed = [feed.resume.layer for feed in feeds if feed.resume is not None]
+        self._check_taps(taps, depth, max(resumed, default=0))
         rows = PassRows(feeds, cache, depth)
-        self._check_taps(taps, depth, max(rows.levels, default=0))
         picked = [*rows.wanted, *rows.riders]
         with torch.inference_mode():
             x_TH, seen = self._body(rows, cache, depth, taps)
@@ -213,7 +214,9 @@ class Decoder(Target):
             last_TH = last_TH.clone()
             fed, all_ = len(rows.wanted), len(picked)
             headed = all_ if rows.rider_logits else fed
-            logits_TV = self.head(last_TH)[:headed] if headed else self._no_logits()
+            logits_TV = torch.empty(0, self.vocab_size, dtype=torch.float32, device=self.device)
+            if headed:
+                logits_TV = self.head(last_TH[: max(headed, MIN_ROWS)])[:headed]
         return Scored(
             logits_TV[:fed],
             rows.start_B,
@@ -223,9 +226,6 @@ class Decoder(Target):
             logits_TV[fed:] if rows.rider_logits else None,
             rows.rider_start_B if rows.riders else (0,),
         )
-
-    def _no_logits(self) -> Tensor:
-        return torch.empty(0, self.vocab_size, device=self.device)
 
     def _body(
         self, rows: PassRows, cache: DenseCache, depth: int, taps: frozenset[str]
@@ -255,7 +255,8 @@ class Decoder(Target):
     def _embed(self, rows: PassRows) -> Tensor:
         """The residual stream before the first layer, with rows of zeros behind if few."""
         count = len(rows.ids)
-        stream_TH = torch.zeros(max(count, MIN_ROWS), self.hidden_size, device=self.device)
+        size = (max(count, MIN_ROWS), self.hidden_size)
+        stream_TH = torch.zeros(size, dtype=torch.float32, device=self.device)
         embedded_TH = self._ends.embed_VH[torch.tensor(rows.ids, dtype=torch.int64).to(self.device)]
         scale = torch.tensor(self.config.embed_scale, dtype=self.dtype)
         stream_TH[:count] = embedded_TH.float() * float(scale)

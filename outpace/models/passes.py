@@ -71,6 +71,9 @@ class PassRows:
 
     def __init__(self, feeds: Sequence[Feed], cache: DenseCache, depth: int) -> None:
         known = [_covered(feed, cache, depth) for feed in feeds]
+        for feed in feeds:
+            if feed.riders and (feed.riders.token_R is None) == (feed.riders.embed_RH is None):
+                raise ModelError("riders need either ids or embeddings, and not both")
         self.spans: list[Span] = []
         self.ids: list[int] = []
         self.wanted: list[int] = []
@@ -158,8 +161,6 @@ def _covered(feed: Feed, cache: DenseCache, depth: int) -> int:
 
 def _ride(riders: Riders, parents: list[int], depths: list[int]) -> None:
     """Append riders to copies of a tail's parents and depths."""
-    if (riders.token_R is None) == (riders.embed_RH is None):
-        raise ModelError("riders need either ids or embeddings, not both")
     first = len(parents)
     for node, after in zip(riders.node_R, riders.after_R, strict=True):
         parents.append(node + 1 if after < 0 else first + after)
