@@ -111,7 +111,7 @@ def step(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
     Effects: appends at least one token to every row; ``cache.length == len(row.tokens) - 1``
     holds before and after.
     """
-    clock = _Clock()
+    clock = _Clock(machine)
     plans = _plan(machine, rows)
     clock.lap("plan")
     drafts = _draft(machine, rows, plans)
@@ -153,7 +153,7 @@ def prefill(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
 
     Effects: commits at most ``machine.chunk`` tokens per row.
     """
-    clock = _Clock()
+    clock = _Clock(machine)
     held = [machine.cache.length(row.slot) for row in rows]
     chunks = [tuple(r.tokens[n : n + machine.chunk]) for r, n in zip(rows, held, strict=True)]
     ends = [n + len(c) == len(r.tokens) for r, n, c in zip(rows, held, chunks, strict=True)]
@@ -287,19 +287,41 @@ def _tell(
                       e.depth, e.censored)
         )
     passed = sum(len(o.row_F) if o.forced else 1 + len(o.draft) for o in outcomes)
-    record = StepRecord(machine.steps - 1, tuple(records), clock.seconds, passed)
+    record = StepRecord(
+        machine.steps - 1, tuple(records), clock.seconds, passed, clock.passes, clock.draft_levels,
+        prompt=all(outcome.forced for outcome in outcomes),
+    )
     for listener in machine.listeners:
         listener(record)
 
 
 class _Clock:
-    """Wall-clock seconds per verb."""
+    """Wall-clock seconds per verb, and how many of them were spent inside passes."""
 
-    def __init__(self) -> None:
+    def __init__(self, machine: Machine) -> None:
         self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
+        self.passes: dict[str, float] = {}
+        self.draft_levels = 0
+        self._target = machine.target.clock
+        # A target that drafts for itself has one clock: the verb tells for whom it ran.
+        self._drafters = list({id(d.clock): d.clock for d in machine.drafters.values()}.values())
+        self._then = self._now()
 
     def lap(self, verb: str) -> None:
-        now = time.perf_counter()
-        self.seconds[verb] = now - self._last
-        self._last = now
+        """End a verb."""
+        now, then = self._now(), self._then
+        own = 2 if verb == "score" else 1
+        self.seconds[verb] = now[0] - then[0]
+        self.passes[verb] = now[own] - then[own]
+        if verb == "draft":
+            self.draft_levels = int(now[3] - then[3])
+        self._then = now
+
+    def _now(self) -> tuple[float, float, float, int]:
+        """Time, seconds in drafters' passes, seconds in the target's, drafters' passes."""
+        return (
+            time.perf_counter(),
+            sum(clock.seconds for clock in self._drafters),
+            self._target.seconds,
+            sum(clock.count for clock in self._drafters),
+        )

@@ -383,3 +383,10 @@ class StepRecord:
     """Verb -> wall-clock seconds: plan, draft, score, judge, commit."""
     passed_rows: int
     """Rows of the target's pass, all sequences together."""
+    pass_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Verb -> seconds of it spent inside passes: of the drafters' models in draft and commit, of
+    the target in score."""
+    draft_levels: int = 0
+    """Passes of drafters' models in the verb draft."""
+    prompt: bool = False
+    """Whether the step fed prompts."""

@@ -18,6 +18,7 @@ MAY_IMPORT = {
     # layer: layers of other packages that it may import, lowest first. `types` includes `law`.
     "errors": "",
     "law": "",
+    "clock": "",
     "config": "errors",
     "registry": "errors",
     "params": "errors",
@@ -29,8 +30,8 @@ MAY_IMPORT = {
     "tree": "errors types coins sampling",
     # The contracts: what a step is written against.
     "cache.base": "",
-    "models.base": "errors types cache.base",
-    "drafters.base": "types tree models.base",
+    "models.base": "errors clock types cache.base",
+    "drafters.base": "clock types tree models.base",
     "verifiers.base": "errors types coins",
     "policies.base": "types coins",
     # The step knows contracts and no implementation, so methods may stand on it.
@@ -39,7 +40,7 @@ MAY_IMPORT = {
     # The implementations. A policy sees numbers only; a verifier sees laws and coins only.
     "cache": "errors tree cache.base",
     "models": "errors config types coins tree cache cache.base models.base",
-    "drafters": "errors types coins tree cache.base models models.base drafters.base",
+    "drafters": "errors clock types coins tree cache.base models models.base drafters.base",
     "verifiers": "errors types coins verifiers.base",
     "policies": "types coins policies.base",
     # The engine finds methods through the registry and never names one.

@@ -9,10 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
+from outpace.clock import PassClock
 from outpace.models.base import Target
 from outpace.tree.growth import Branch, DraftRow, grow
 from outpace.types import Draft, Outcome
@@ -43,6 +45,14 @@ class Drafter(ABC, Generic[S]):
     """Abilities wanted from the target (``outpace.models.base``: TREE, LAYERS, TAPS, ...)."""
     taps: frozenset[str] = frozenset()
     """Features wanted in ``observe``, such as ``hidden.-1``. Unread features cost nothing."""
+
+    @cached_property
+    def clock(self) -> PassClock:
+        """Seconds spent inside passes of the drafter's own model; one that has none counts none.
+
+        Wrap every pass in ``with self.clock:``, so that reports can tell it from host work.
+        """
+        return PassClock()
 
     @classmethod
     @abstractmethod

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from outpace.engine.engine import Engine
+from outpace.engine.requests import Ready
 from outpace.engine.results import Chunk
 from outpace.errors import RequestError
 from outpace.params import SamplingParams
@@ -68,11 +69,11 @@ class Conversation:
         # The last prompt token is always fed anew: its pass yields the first token.
         self.held = engine.cache.sync(self._slot, ids[:-1])
         seed = secrets.randbits(48) if params.seed is None else params.seed
-        row = engine.running(ids, params, seed, self._slot, method, verifier)
-        return self._turn(row, messages)
+        row = engine.running(Ready(ids=ids, params=params, seed=seed), self._slot, method, verifier)
+        return self._turn(engine.chunks([row], method, keep_slots=True), messages)
 
-    def _turn(self, row: Any, messages: list[dict[str, Any]]) -> Iterator[Chunk]:
-        for chunk in self.engine.chunks([row], keep_slots=True):
+    def _turn(self, chunks: Iterator[Chunk], messages: list[dict[str, Any]]) -> Iterator[Chunk]:
+        for chunk in chunks:
             if chunk.result is not None:
                 answer = {"role": "assistant", "content": chunk.result.text}
                 self.messages = [*messages, answer]

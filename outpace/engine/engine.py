@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from outpace import registry
 from outpace.config import DEFAULT_DRAFTER, MethodSpec
 from outpace.drafters.base import Request
 from outpace.engine.method import Method, make
+from outpace.engine.requests import Prompt, Ready, Reference, as_prompts, each, settle
 from outpace.engine.results import Chunk, Result
 from outpace.engine.scheduler import run
 from outpace.engine.sequence import Sequence as Running
@@ -26,10 +26,6 @@ from outpace.step import Machine
 from outpace.stops import StopChecker
 from outpace.types import StepRecord
 from outpace.verifiers.base import Verifier
-
-Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
-"""Text, token ids, or chat messages with ``role`` and ``content``."""
 
 
 class Engine:
@@ -97,6 +93,7 @@ class Engine:
         drafter: str | None = None,
         reproducible: bool = False,
         chat: bool = False,
+        reference: Any = None,
         **settings: Any,
     ) -> Any:
         """Answer one prompt, or a batch of prompts in one go.
@@ -107,6 +104,9 @@ class Engine:
             drafter: method spec, in place of the engine's own.
             reproducible: the same seed gives the same text with any drafter and with none.
             chat: wrap text prompts in the model's chat template.
+            reference: text or token ids that the answer is expected to resemble, one for all
+                prompts or a list of one (or None) each. Drafters may read it; the answer is the
+                same with and without.
             **settings: fields of SamplingParams, in place of ``params``.
 
         Returns:
@@ -117,11 +117,15 @@ class Engine:
             RequestError: empty or overlong prompt, or settings out of range.
         """
         prompts, single = as_prompts(prompt)
-        rows = self._start(prompts, _settle(params, settings, len(prompts)), drafter,
-                           reproducible, chat)
-        for _ in self._run(rows):
-            pass
-        results: list[Result] = [row.result() for row in rows]
+        method = self.method(drafter or self.drafter)
+        ready = list(self._ready(prompts, settle(params, settings, len(prompts)), chat,
+                                 each(reference, len(prompts))))
+        done: dict[int, Result] = {}
+        for part in self._run(self._open(ready, method, reproducible), method):
+            for row in part:
+                if row.finished:
+                    done[row.index] = row.result()
+        results = [done[index] for index in range(len(ready))]
         return results[0] if single and len(results) == 1 else results
 
     def stream(
@@ -132,6 +136,7 @@ class Engine:
         drafter: str | None = None,
         reproducible: bool = False,
         chat: bool = False,
+        reference: Any = None,
         **settings: Any,
     ) -> Iterator[Chunk]:
         """Like ``generate``, piece by piece; the last chunk of each answer carries its Result.
@@ -139,17 +144,56 @@ class Engine:
         Bad input raises at once, not at the first chunk. Closing the iterator ends the request.
         """
         prompts, _ = as_prompts(prompt)
-        rows = self._start(prompts, _settle(params, settings, len(prompts)), drafter,
-                           reproducible, chat)
-        return self.chunks(rows)
+        method = self.method(drafter or self.drafter)
+        ready = list(self._ready(prompts, settle(params, settings, len(prompts)), chat,
+                                 each(reference, len(prompts))))
+        return self.chunks(self._open(ready, method, reproducible), method)
 
-    def chunks(self, rows: list[Running], keep_slots: bool = False) -> Iterator[Chunk]:
-        """Run sequences to their ends and hand out what becomes readable."""
-        place = {row.number: i for i, row in enumerate(rows)}
-        for part in self._run(rows, keep_slots):
+    def map(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        batch: int = 32,
+        drafter: str | None = None,
+        reproducible: bool = False,
+        chat: bool = False,
+        **settings: Any,
+    ) -> Iterator[tuple[int, Result]]:
+        """Answer any number of prompts, ``batch`` at a time.
+
+        A prompt is taken and checked when an earlier answer makes room for it, so ``prompts``
+        may be endless. The batch stays full until they run out.
+
+        Returns:
+            (number of the prompt, its answer) as the answers are finished. With ``n`` above 1
+            a prompt's number comes ``n`` times.
+
+        Raises:
+            RequestError: at the prompt that does not fit; answers under way are lost.
+        """
+        if batch < 1:
+            raise RequestError(f"batch must be at least 1, got {batch}")
+        method = self.method(drafter or self.drafter)
+        asked = settle(params, settings, 1)[0]
+        ready = (
+            one
+            for number, prompt in enumerate(prompts)
+            for one in self._ready([prompt], [asked], chat, [None], first=number)
+        )
+        for part in self._run(self._open(ready, method, reproducible), method, batch=batch):
             for row in part:
-                for chunk in row.chunks:
-                    yield replace(chunk, index=place[row.number])
+                row.chunks.clear()
+                if row.finished:
+                    yield row.index, row.result()
+
+    def chunks(
+        self, rows: Iterable[Running], method: Method, keep_slots: bool = False
+    ) -> Iterator[Chunk]:
+        """Run sequences to their ends and hand out what becomes readable."""
+        for part in self._run(rows, method, keep_slots=keep_slots):
+            for row in part:
+                yield from row.chunks
                 row.chunks.clear()
 
     def encode(self, prompt: Prompt, *, chat: bool = False) -> tuple[int, ...]:
@@ -171,62 +215,64 @@ class Engine:
                                "give token ids, or Engine.load(..., tokenizer=...)")
         return self.target.tokenizer
 
-    def _start(
+    def _ready(
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
-        drafter: str | None,
-        reproducible: bool,
         chat: bool,
-    ) -> list[Running]:
-        """Check everything, then open slots: bad input leaves nothing behind."""
-        method = self.method(drafter or self.drafter)
-        ready = []
-        for prompt, asked in zip(prompts, params, strict=True):
+        references: Sequence[Reference | None],
+        first: int | None = None,
+    ) -> Iterator[Ready]:
+        """Check prompts and settings; answers are counted from 0, or share the number ``first``."""
+        count = 0
+        for prompt, asked, reference in zip(prompts, params, references, strict=True):
             ids = self.encode(prompt, chat=chat)
             resolved = asked.resolved(self.target.defaults)
             self.check(ids, resolved)
+            if isinstance(reference, str):
+                reference = self._tokenizer("a reference text").encode(reference, special=False)
             answers = chat if isinstance(prompt, str) else isinstance(prompt[0], Mapping)
-            for index in range(resolved.n):
-                seed = secrets.randbits(48) if resolved.seed is None else resolved.seed + index
-                ready.append((ids, resolved, seed, not answers))
+            for turn in range(resolved.n):
+                seed = secrets.randbits(48) if resolved.seed is None else resolved.seed + turn
+                yield Ready(
+                    ids=ids,
+                    params=resolved,
+                    seed=seed,
+                    index=count if first is None else first,
+                    continues=not answers,
+                    reference=None if reference is None else tuple(reference),
+                )
+                count += 1
+
+    def _open(
+        self, ready: Iterable[Ready], method: Method, reproducible: bool
+    ) -> Iterator[Running]:
+        """Sequences in slots of their own, each opened when it is asked for."""
         verifier = self.verifier(method, reproducible)
-        return [
-            self.running(
-                ids, resolved, seed, self.cache.open(), method, verifier, continues=continues
-            )
-            for ids, resolved, seed, continues in ready
-        ]
+        return (self.running(one, self.cache.open(), method, verifier) for one in ready)
 
     def running(
-        self,
-        ids: tuple[int, ...],
-        params: SamplingParams,
-        seed: int,
-        slot: int,
-        method: Method,
-        verifier: Verifier,
-        *,
-        continues: bool = False,
+        self, ready: Ready, slot: int, method: Method, verifier: Verifier
     ) -> Running:
-        """A sequence whose slot may hold a prefix of its prompt already.
-
-        ``continues``: its text carries on from the prompt's, so a leading space belongs to it.
-        """
+        """A sequence whose slot may hold a prefix of its prompt already."""
         self._count += 1
-        request = Request(prompt=ids, held=self.cache.length(slot))
+        ids, params = ready.ids, ready.params
+        request = Request(
+            prompt=ids, held=self.cache.length(slot), reference=ready.reference
+        )
         tokenizer = self.target.tokenizer
         return Running(
             number=self._count,
+            index=ready.index,
             prompt=ids,
             params=params,
             warp=Warp(params, ids, self.eos_ids, self.target.vocab_size),
             stops=StopChecker(
                 params,
                 self.eos_ids,
-                None if tokenizer is None else tokenizer.text_stream(continues=continues),
+                None if tokenizer is None else tokenizer.text_stream(continues=ready.continues),
             ),
-            seed=seed,
+            seed=ready.seed,
             slot=slot,
             setup=Setup(
                 drafter=method.spec,
@@ -266,9 +312,15 @@ class Engine:
             )
         params.check_vocab(self.target.vocab_size)
 
-    def _run(self, rows: list[Running], keep_slots: bool = False) -> Iterator[list[Running]]:
-        """Run a batch; slots and drafter states are given back however it ends."""
-        method = self._methods[rows[0].setup.drafter]
+    def _run(
+        self,
+        rows: Iterable[Running],
+        method: Method,
+        *,
+        batch: int | None = None,
+        keep_slots: bool = False,
+    ) -> Iterator[list[Running]]:
+        """Run sequences; slots and drafter states are given back however it ends."""
         machine = Machine(
             self.target,
             self.cache,
@@ -276,9 +328,15 @@ class Engine:
             method.policy,
             listeners=tuple(self.listeners),
         )
-        living = set(rows)
+        living: set[Running] = set()
+
+        def joining() -> Iterator[Running]:
+            for row in rows:
+                living.add(row)
+                yield row
+
         try:
-            for part in run(machine, rows):
+            for part in run(machine, joining(), batch):
                 for row in part:
                     if row.finished:
                         living.discard(row)
@@ -302,40 +360,3 @@ class Engine:
         if self.target.defaults is not None:
             ids |= frozenset(self.target.defaults.eos_ids)
         return ids
-
-
-def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
-    """Tell one prompt from a batch of prompts.
-
-    Returns:
-        The prompts, and whether a single one was given.
-    """
-    if isinstance(prompt, str):
-        return [prompt], True
-    if hasattr(prompt, "tolist"):  # a tensor or array of ids
-        prompt = prompt.tolist()
-    if not isinstance(prompt, Sequence):
-        raise RequestError(
-            f"a prompt is text, token ids or chat messages, got {type(prompt).__name__}"
-        )
-    if prompt and isinstance(prompt[0], str | Sequence) and not isinstance(prompt[0], Mapping):
-        return list(prompt), False
-    return [prompt], True
-
-
-def _settle(
-    params: SamplingParams | Sequence[SamplingParams] | None, settings: dict[str, Any], count: int
-) -> list[SamplingParams]:
-    """One SamplingParams per prompt."""
-    if params is not None and settings:
-        raise RequestError(f"give params or settings ({', '.join(settings)}), not both")
-    if params is None:
-        try:
-            params = SamplingParams(**settings)
-        except TypeError as error:
-            raise RequestError(f"unknown setting: {error}") from None
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise RequestError(f"{len(params)} params for {count} prompts; give one each, or one")
-    return list(params)

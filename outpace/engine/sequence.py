@@ -37,6 +37,7 @@ class Sequence:
 
     Args:
         number: for records; unique within the engine.
+        index: which answer of its request.
         prompt: ids, at least one.
         params: resolved, see ``SamplingParams.resolved``.
         warp: over this prompt.
@@ -59,8 +60,10 @@ class Sequence:
         slot: int,
         setup: Setup,
         max_positions: int,
+        index: int = 0,
     ) -> None:
         self.number = number
+        self.index = index
         self.tokens = list(prompt)
         self.prompt_tokens = len(prompt)
         self.params = params
@@ -139,7 +142,7 @@ class Sequence:
         self._text += text
         result = self.result() if self.finished else None
         self.chunks.append(
-            Chunk(self.number, text, verdict.emitted, len(verdict.kept), result)
+            Chunk(self.index, text, verdict.emitted, len(verdict.kept), result)
         )
 
     def _count(self, outcome: Outcome) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from outpace.cache.base import KVCache
+from outpace.clock import PassClock
 from outpace.errors import ModelError
 from outpace.types import Feed, Scored, VocabMap
 
@@ -103,6 +105,11 @@ class Target(ABC):
     def variant(self, *, layers: Sequence[int]) -> Target:
         """A target made of some layers of this one, sharing its weights and nothing else."""
         raise ModelError(f"{self.name} cannot leave out layers; use the own decoder")
+
+    @cached_property
+    def clock(self) -> PassClock:
+        """Seconds that this target spent inside passes, laying out rows not counted."""
+        return PassClock()
 
     @property
     def weight_bytes(self) -> int:

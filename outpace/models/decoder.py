@@ -198,6 +198,12 @@ class Decoder(Target):
         resumed = [feed.resume.layer for feed in feeds if feed.resume is not None]
         self._check_taps(taps, depth, max(resumed, default=0))
         rows = PassRows(feeds, cache, depth)
+        with self.clock:
+            return self._pass(rows, cache, depth, taps)
+
+    def _pass(
+        self, rows: PassRows, cache: DenseCache, depth: int, taps: frozenset[str]
+    ) -> Scored:
         picked = [*rows.wanted, *rows.riders]
         with torch.inference_mode():
             x_TH, seen = self._body(rows, cache, depth, taps)

@@ -252,7 +252,7 @@ class HFTarget(Target):
     def _forward(self, id_BJ: Tensor, **given: Any) -> Any:
         """Call the model with those of the arguments that it takes."""
         known = {key: value for key, value in given.items() if key in self._takes}
-        with torch.no_grad():
+        with self.clock, torch.no_grad():
             return self.model(input_ids=id_BJ.to(self.device), return_dict=True, **known)
 
     @contextmanager

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request
 from outpace.errors import ModelError
 from outpace.models.base import LAYERS, Target
@@ -70,6 +71,11 @@ class DraftModel(ExpandingDrafter[_State]):
         self.model = model
         self._vocab_size = vocab_size
         self.cache = model.new_cache()
+
+    @property
+    def clock(self) -> PassClock:
+        """The draft model's own; where the target drafts for itself, the target's."""
+        return self.model.clock
 
     @classmethod
     def load(cls, config: DraftModelConfig, target: Target) -> DraftModel:
