@@ -102,6 +102,10 @@ class Target(ABC):
         """Logits [T, V] of normed hidden states, or [T, D] over a draft vocabulary."""
         raise ModelError(f"{self.name} cannot unembed hidden states; use the own decoder")
 
+    def embed(self, ids: Sequence[int]) -> Tensor:
+        """Vectors [T, H] of token ids as a pass takes them in, float32; needs EMBEDDINGS."""
+        raise ModelError(f"{self.name} does not give embeddings; use the own decoder")
+
     def variant(self, *, layers: Sequence[int]) -> Target:
         """A target made of some layers of this one, sharing its weights and nothing else."""
         raise ModelError(f"{self.name} cannot leave out layers; use the own decoder")

@@ -66,9 +66,38 @@ class Block:
 class Ends:
     """Weights before and after the layers."""
 
-    embed_VH: Tensor
+    embed: Embedding
     norm: Norm
     head: Linear
+
+
+class Embedding:
+    """The vectors of token ids.
+
+    On a CPU a tied matrix is in memory once already, laid out for the head, which cannot be read
+    by rows; then the rows of a pass are read from the checkpoint, some 50 us for a few of them.
+
+    Args:
+        checkpoint: where it is stored.
+        dtype: of the vectors.
+        device: where they are wanted.
+        keep: hold the matrix in memory.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, keep: bool
+    ) -> None:
+        name = "model.embed_tokens.weight"
+        self.dtype, self.device = dtype, device
+        self.matrix_VH = checkpoint.tensor(name, dtype).to(device) if keep else None
+        self._rows = None if keep else checkpoint.rows(name, dtype)
+
+    def __call__(self, ids: Sequence[int]) -> Tensor:
+        """Vectors [T, H], as stored."""
+        if self._rows is not None:
+            return self._rows(ids).to(self.device)
+        assert self.matrix_VH is not None
+        return self.matrix_VH[torch.tensor(ids, dtype=torch.int64).to(self.device)]
 
 
 def read_ends(
@@ -76,10 +105,11 @@ def read_ends(
 ) -> Ends:
     """Read the embedding, the last norm and the head."""
     read = _Reader(checkpoint, dtype, device, packed)
-    embed_VH = read.tensor("model.embed_tokens.weight")
     tied = checkpoint.config.tied_head
-    head_VH = embed_VH if tied else read.tensor("lm_head.weight")
-    return Ends(embed_VH=embed_VH, norm=read.norm("model.norm"), head=Linear(head_VH, None, packed))
+    head_VH = read.tensor("model.embed_tokens.weight" if tied else "lm_head.weight")
+    head = Linear(head_VH, None, packed)
+    embed = Embedding(checkpoint, dtype, device, keep=not (tied and head.packed))
+    return Ends(embed=embed, norm=read.norm("model.norm"), head=head)
 
 
 def read_block(

@@ -65,7 +65,7 @@ class Decoder(Target):
         self.name, self.digest = checkpoint.name, checkpoint.digest
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_positions = len(blocks), config.max_positions
-        self.device, self.dtype = ends.embed_VH.device, ends.embed_VH.dtype
+        self.device, self.dtype = ends.embed.device, ends.embed.dtype
         self._checkpoint, self._blocks, self._ends, self._turns = checkpoint, blocks, ends, turns
         self._windows = frozenset(block.window for block in blocks)
         self._activation = _ACTIVATIONS[config.activation]
@@ -155,6 +155,11 @@ class Decoder(Target):
             part.tokenizer = self.tokenizer
         return part
 
+    def embed(self, ids: Sequence[int]) -> Tensor:
+        """Vectors [T, H] of token ids as a pass takes them in, float32."""
+        scale = torch.tensor(self.config.embed_scale, dtype=self.dtype)
+        return self._ends.embed(ids).float() * float(scale)
+
     def head(self, hidden_TH: Tensor, vocab: VocabMap | None = None) -> Tensor:
         """Logits [T, V] of normed hidden states, or [T, D] over a draft vocabulary, float32.
 
@@ -173,8 +178,10 @@ class Decoder(Target):
         for known, head in self._reduced:
             if known is vocab:
                 return head
-        whole = self._ends.embed_VH if self.config.tied_head else self._ends.head.dense()
-        rows = whole[vocab.to_target_D.to(self.device)]
+        if self.config.tied_head:
+            rows = self._ends.embed(vocab.to_target_D.tolist())
+        else:
+            rows = self._ends.head.dense()[vocab.to_target_D.to(self.device)]
         self._reduced.append((vocab, Linear(rows, packed=self._ends.head.packed)))
         return self._reduced[-1][1]
 
@@ -263,9 +270,7 @@ class Decoder(Target):
         count = len(rows.ids)
         size = (max(count, MIN_ROWS), self.hidden_size)
         stream_TH = torch.zeros(size, dtype=torch.float32, device=self.device)
-        embedded_TH = self._ends.embed_VH[torch.tensor(rows.ids, dtype=torch.int64).to(self.device)]
-        scale = torch.tensor(self.config.embed_scale, dtype=self.dtype)
-        stream_TH[:count] = embedded_TH.float() * float(scale)
+        stream_TH[:count] = self.embed(rows.ids)
         for start, embed_RH in rows.embeds:
             stream_TH[start : start + len(embed_RH)] = embed_RH
         return stream_TH

@@ -8,6 +8,7 @@ Format: version 3 of the GGUF specification, ggml project.
 import math
 import mmap
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from outpace.errors import ModelError
 from outpace.models.gguf_blocks import GRAIN, expand
-from outpace.models.places import Place, read_plain, read_portions
+from outpace.models.places import Place, RowFile, read_plain, read_portions
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types that are read as they stand."""
@@ -99,6 +100,19 @@ def read_tensor(place: Place, dtype: torch.dtype | None = None) -> Tensor:
         tensor[done : done + len(numbers)] = numbers
         done += len(numbers)
     return tensor.view(place.shape)
+
+
+def read_rows(place: Place, dtype: torch.dtype) -> Callable[[Sequence[int]], Tensor]:
+    """Give a reader of some rows of a matrix, expanded as by ``read_tensor``."""
+    file = RowFile(place)
+
+    def read(ids: Sequence[int]) -> Tensor:
+        packed = file.read(ids)
+        plain = PLAIN.get(place.kind)
+        numbers = expand(packed, place.kind) if plain is None else packed.view(plain)
+        return numbers.view(len(ids), -1).to(dtype)
+
+    return read
 
 
 class _Short(Exception):

@@ -4,7 +4,7 @@ Key and tensor names follow the conversion scripts of llama.cpp.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from outpace.models.families import (
     unsupported,
 )
 from outpace.models.fields import Fields
-from outpace.models.gguf_file import PLAIN, read_header, read_tensor
+from outpace.models.gguf_file import PLAIN, read_header, read_rows, read_tensor
 from outpace.models.gguf_text import build_tokenizer, end_ids
 from outpace.models.places import Place
 from outpace.models.rope import Rope
@@ -99,6 +99,12 @@ class GGUFCheckpoint(Checkpoint):
             f"{' and '.join(kinds)} GGUF, {sum(sizes.values()) / 1e6:.0f} MB on disk, expanded to "
             f"{str(dtype).removeprefix('torch.')}: {elements * dtype.itemsize / 1e6:.0f} MB"
         )
+
+    def rows(self, name: str, dtype: torch.dtype) -> Callable[[Sequence[int]], Tensor]:
+        """Read and expand rows from the file; see the base class."""
+        if "_proj" in name:
+            raise ModelError(f"rows of {name!r} are not stored in order")
+        return read_rows(self.places[name], dtype)
 
     def _read(self, name: str, place: Place, dtype: torch.dtype | None) -> Tensor:
         tensor = read_tensor(place, dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -75,6 +75,11 @@ class MemoryCheckpoint(Checkpoint):
             some = flat[:: max(1, len(flat) // 8)].float().tolist()
             lines.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {some}\n".encode())
         return lines.hexdigest()[:16]
+
+    def rows(self, name: str, dtype: torch.dtype) -> Callable[[Sequence[int]], Tensor]:
+        """Read rows of a tensor that is lent; see the base class."""
+        tensor = self._tensors[name].detach()
+        return lambda ids: tensor[list(ids)].to("cpu", dtype)
 
     def _read(self, name: str, place: Place, dtype: torch.dtype | None) -> Tensor:
         tensor = self._tensors[name].detach()

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from outpace.errors import ModelError
 from outpace.models.families import DecoderConfig, GenerationDefaults
 from outpace.models.fields import read_json
-from outpace.models.places import Place, read_bytes, read_plain
+from outpace.models.places import Place, RowFile, read_bytes, read_plain
 from outpace.models.text import Tokenizer
 
 DTYPES = {
@@ -72,6 +72,13 @@ class Checkpoint(ABC):
         except KeyError as error:
             raise ModelError(f"{self.name} has no tensor {name!r}") from error
         return self._read(name, place, dtype)
+
+    @abstractmethod
+    def rows(self, name: str, dtype: torch.dtype) -> Callable[[Sequence[int]], Tensor]:
+        """Give a reader of a matrix's rows: ids to [ids, columns] in ``dtype``.
+
+        The matrix stays where it is; the rows are those of ``tensor(name, dtype)``, bit for bit.
+        """
 
     def __contains__(self, name: str) -> bool:
         """Whether there is a tensor of this name."""
@@ -141,6 +148,11 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _read(self, name: str, place: Place, dtype: torch.dtype | None) -> Tensor:
         return read_plain(place, DTYPES[place.kind], dtype)
+
+    def rows(self, name: str, dtype: torch.dtype) -> Callable[[Sequence[int]], Tensor]:
+        """Read rows from the file; see the base class."""
+        file, stored = RowFile(self.places[name]), DTYPES[self.places[name].kind]
+        return lambda ids: file.read(ids).view(stored).view(len(ids), -1).to(dtype)
 
 
 def _find_tensors(folder: Path) -> tuple[tuple[Path, ...], dict[str, Place]]:
