@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from outpace.curve import CostCurve as CostCurve
 from outpace.law import Law as Law
 from outpace.law import VocabMap as VocabMap
 
@@ -202,6 +203,12 @@ class Shape:
     """
 
     parent_N: tuple[int, ...] | None = None
+    beam: int = 0
+    """Above 0: no template, but a tree that grows where the drafter's own probabilities say it
+    pays (``outpace.tree.dynamic``), with at most so many nodes expanded per level."""
+    least: float = 0.0
+    """Of such a tree: a place is filled if the probability that verification gets there is above
+    this share of a node, ``least / max_nodes``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,4 +111,16 @@ class ExpandingDrafter(Drafter[S]):
 
     def propose(self, rows: Sequence[DraftRow[S]]) -> list[Draft]:
         """Grow one tree per row; one ``expand`` per level for the whole batch."""
-        return grow(rows, self.expand)
+        drafts = []
+        for row, (draft, numbers) in zip(rows, grow(rows, self.expand), strict=True):
+            if numbers is not None:
+                self.renumber(row.state, numbers)
+            drafts.append(draft)
+        return drafts
+
+    def renumber(self, state: S, numbers: Sequence[int]) -> None:
+        """Node i of the draft is the one that ``expand`` knew as ``numbers[i]``.
+
+        Called after growth where candidates were left out; for states that refer to nodes.
+        """
+        return

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from outpace.coins import Coins
 from outpace.sampling import Warp
+from outpace.tree.dynamic import Dynamic
 from outpace.tree.shapes import children
 from outpace.types import ROOT, Budget, Draft, Drawn, Group, Law, Signals
 
@@ -58,9 +59,33 @@ class Branch(Generic[S]):
 Expand = Callable[[Sequence[Branch[Any]]], tuple[Tensor, "Tensor | None"]]
 
 
+class Growing(Protocol):
+    """A draft under construction, by whatever rule it grows."""
+
+    row: DraftRow[Any]
+    tokens: list[int]
+    parents: list[int]
+    q: list[float]
+    """Probability that the drafter gave to each node's token."""
+    open: list[int]
+    """Nodes that will be expanded next."""
+
+    def may_grow(self, depth: int) -> bool:
+        """Whether another level is wanted; if so ``open`` holds the nodes to expand."""
+        ...
+
+    def level(self, logits_FD: Tensor, id_D: Tensor | None, depth: int) -> None:
+        """Draw the children of the open nodes, whose logits these are, and open the next."""
+        ...
+
+    def finish(self) -> tuple[Draft, Sequence[int] | None]:
+        """The draft, and what its nodes were called in ``Branch``, if that changed."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class _Tree:
-    """A draft under construction."""
+    """A draft under construction that follows a template, or goes on as a chain."""
 
     row: DraftRow[Any]
     kids: dict[int, list[int]] | None
@@ -75,6 +100,11 @@ class _Tree:
     """Node -> its place in the template."""
     open: list[int] = field(default_factory=lambda: [ROOT])
     """Nodes that will be expanded next."""
+
+    @classmethod
+    def of(cls, row: DraftRow[Any]) -> _Tree:
+        template = row.budget.shape.parent_N
+        return cls(row, None if template is None else children(template))
 
     def fan(self, node: int) -> int:
         """How many children the budget and the template grant this node."""
@@ -112,13 +142,39 @@ class _Tree:
         self.groups.append(Group(parent, drawn, tuple(at[token] for token in picked), row))
         return list(at.values())
 
-    def finish(self) -> Draft:
+    def may_grow(self, depth: int) -> bool:
+        self.open = [node for node in self.open if self.fan(node) > 0]
+        return depth < self.row.budget.max_depth and bool(self.open)
+
+    def level(self, logits_FD: Tensor, id_D: Tensor | None, depth: int) -> None:
+        row, grown = self.row, []
+        paths = [self.path(node) for node in self.open]
+        if row.drawn is Drawn.CHOSEN:
+            most = max(self.fan(node) for node in self.open)
+            tokens_Fk, probs_Fk = row.warp.ranking(logits_FD, paths, most, id_D)
+            for node, picked, probs in zip(self.open, tokens_Fk, probs_Fk, strict=True):
+                fan = self.fan(node)
+                if fan:
+                    grown += self.add(node, picked[:fan], probs[:fan], None, Drawn.CHOSEN)
+        else:
+            for i, (node, path) in enumerate(zip(self.open, paths, strict=True)):
+                fan = self.fan(node)
+                if fan:
+                    law = row.warp.law(logits_FD[i], path, id_D)
+                    picked = draw(law, fan, row.drawn, row.coins, node, depth + 1)
+                    probs = law.at(torch.tensor(picked, device=law.prob_S.device)).tolist()
+                    grown += self.add(node, picked, probs, law, row.drawn)
+        self.open = grown
+
+    def finish(self) -> tuple[Draft, None]:
         return Draft(
             tuple(self.tokens), tuple(self.parents), tuple(self.groups), tuple(self.laws)
-        )
+        ), None
 
 
-def grow(rows: Sequence[DraftRow[S]], expand: Expand) -> list[Draft]:
+def grow(
+    rows: Sequence[DraftRow[S]], expand: Expand
+) -> list[tuple[Draft, Sequence[int] | None]]:
     """Grow one draft per row.
 
     Args:
@@ -126,19 +182,15 @@ def grow(rows: Sequence[DraftRow[S]], expand: Expand) -> list[Draft]:
         expand: scores nodes, see ``ExpandingDrafter.expand``. Called once per level.
 
     Returns:
-        Drafts whose groups are CHOSEN at temperature 0 and otherwise drawn as asked.
+        Drafts whose groups are CHOSEN at temperature 0 and otherwise drawn as asked; with each,
+        for every node the number that ``expand`` knew it by, or None if all kept theirs.
     """
-    trees = []
-    for row in rows:
-        template = row.budget.shape.parent_N
-        trees.append(_Tree(row, None if template is None else children(template)))
+    trees: list[Growing] = [
+        Dynamic(row, draw) if row.budget.shape.beam else _Tree.of(row) for row in rows
+    ]
     depth = 0
     while True:
-        growing = [
-            tree for tree in trees
-            if depth < tree.row.budget.max_depth and _may_grow(tree)
-        ]
-        growing = _ask_stop_rules(growing, depth)
+        growing = _ask_stop_rules([tree for tree in trees if tree.may_grow(depth)], depth)
         if not growing:
             return [tree.finish() for tree in trees]
         branches = [
@@ -149,18 +201,12 @@ def grow(rows: Sequence[DraftRow[S]], expand: Expand) -> list[Draft]:
         start = 0
         for tree in growing:
             stop = start + len(tree.open)
-            _draw_level(tree, logits_FD[start:stop], id_D, depth)
+            tree.level(logits_FD[start:stop], id_D, depth)
             start = stop
         depth += 1
 
 
-def _may_grow(tree: _Tree) -> bool:
-    """Keep only open nodes that are granted children."""
-    tree.open = [node for node in tree.open if tree.fan(node) > 0]
-    return bool(tree.open)
-
-
-def _ask_stop_rules(trees: list[_Tree], depth: int) -> list[_Tree]:
+def _ask_stop_rules(trees: list[Growing], depth: int) -> list[Growing]:
     """Close the branches that a stop rule ends. It reads kept tokens only, so nothing is lost."""
     if depth == 0:
         return trees
@@ -172,28 +218,6 @@ def _ask_stop_rules(trees: list[_Tree], depth: int) -> list[_Tree]:
             more = tree.row.budget.stop.more(signals).tolist()
             tree.open = [n for n, go in zip(tree.open, more, strict=True) if go]
     return [tree for tree in trees if tree.open]
-
-
-def _draw_level(tree: _Tree, logits_FD: Tensor, id_D: Tensor | None, depth: int) -> None:
-    """Draw the children of all open nodes of one tree."""
-    row, grown = tree.row, []
-    paths = [tree.path(node) for node in tree.open]
-    if row.drawn is Drawn.CHOSEN:
-        most = max(tree.fan(node) for node in tree.open)
-        tokens_Fk, probs_Fk = row.warp.ranking(logits_FD, paths, most, id_D)
-        for node, picked, probs in zip(tree.open, tokens_Fk, probs_Fk, strict=True):
-            fan = tree.fan(node)
-            if fan:
-                grown += tree.add(node, picked[:fan], probs[:fan], None, Drawn.CHOSEN)
-    else:
-        for i, (node, path) in enumerate(zip(tree.open, paths, strict=True)):
-            fan = tree.fan(node)
-            if fan:
-                law = row.warp.law(logits_FD[i], path, id_D)
-                picked = draw(law, fan, row.drawn, row.coins, node, depth + 1)
-                probs = law.at(torch.tensor(picked, device=law.prob_S.device)).tolist()
-                grown += tree.add(node, picked, probs, law, row.drawn)
-    tree.open = grown
 
 
 def draw(

@@ -15,6 +15,10 @@ from outpace.errors import SpecError
 from outpace.types import ROOT, Budget, Shape
 
 CHAIN = Shape()
+BEAM, LEAST = 8, 0.5
+"""Of dynamic trees, see ``Shape``."""
+LEVELS = 8
+"""Deepest dynamic tree where nobody says otherwise."""
 MAX_NODES = 1024
 """Templates larger than this are refused: no pass pays for them."""
 
@@ -43,7 +47,8 @@ def table(parents: Sequence[int]) -> Shape:
 def parse_shape(text: str) -> Shape:
     """Read a shape as users write it.
 
-    ``chain``; ``4x2x1`` (children per level); ``[-1,-1,0,0,1]`` (a table of parents).
+    ``chain``; ``4x2x1`` (children per level); ``[-1,-1,0,0,1]`` (a table of parents);
+    ``dynamic`` (grown where it pays), ``dynamic:W`` (with at most W nodes expanded per level).
 
     Raises:
         SpecError: anything else.
@@ -51,6 +56,9 @@ def parse_shape(text: str) -> Shape:
     text = text.strip()
     if text == "chain":
         return CHAIN
+    kind, colon, beam = text.partition(":")
+    if kind == "dynamic" and (not colon or (beam.isdecimal() and int(beam) > 0)):
+        return Shape(beam=int(beam) if colon else BEAM, least=LEAST)
     try:
         if text.startswith("[") and text.endswith("]"):
             return table([int(part) for part in text[1:-1].split(",")])
@@ -61,7 +69,7 @@ def parse_shape(text: str) -> Shape:
         if isinstance(error, SpecError):
             raise
     raise SpecError(
-        f"unknown tree {text!r}; use chain, children per level such as 4x2x1, "
+        f"unknown tree {text!r}; use chain, dynamic, children per level such as 4x2x1, "
         "or a table of parents such as [-1,-1,0]"
     )
 
@@ -96,6 +104,9 @@ def budget(tree: str | None, tree_size: int | None, default_nodes: int) -> Budge
     if tree_size is not None and not 0 <= tree_size <= MAX_NODES:
         raise SpecError(f"tree_size must be between 0 and {MAX_NODES}, got {tree_size}")
     shape = CHAIN if tree is None else parse_shape(tree)
+    if shape.beam:
+        size = max(default_nodes, 2 * BEAM) if tree_size is None else tree_size
+        return Budget(max_nodes=size, max_depth=min(size, LEVELS), shape=shape)
     if shape.parent_N is None:
         size = default_nodes if tree_size is None else tree_size
         return Budget(max_nodes=size, max_depth=size)

@@ -47,6 +47,10 @@ def row(asked, drawn, seed=0, tokens=(1, 2)):
     )
 
 
+def grown(rows, expand):
+    return [draft for draft, _ in grow(rows, expand)]
+
+
 def check(draft, tokens):
     """Every recorded law is the law after its parent's path; every node is a possible draw."""
     for group in draft.groups:
@@ -67,7 +71,7 @@ def test_drafts_record_the_laws_they_were_drawn_from(drawn, shape):
     asked = budget(shape, None, 4)
     rows = [row(asked, drawn, seed, (1, 2, seed)) for seed in range(8)]
     expand = Table()
-    for one, draft in zip(rows, grow(rows, expand), strict=True):
+    for one, draft in zip(rows, grown(rows, expand), strict=True):
         check(draft, one.tokens)
         assert 0 < len(draft) <= asked.max_nodes
         if drawn is not Drawn.IID:  # repeated draws share a node, so a tree may be smaller
@@ -92,7 +96,7 @@ def test_a_repeated_draw_names_its_node_again():
     )
     peak = torch.full((1, V), -30.0)
     peak[0, 4] = 30.0
-    (draft,) = grow([certain], lambda branches: (peak, None))
+    (draft,) = grown([certain], lambda branches: (peak, None))
     assert draft.token_N == (4,) and draft.groups[0].nodes == (0, 0, 0)
 
 
@@ -100,12 +104,12 @@ def test_budgets_of_a_batch_differ():
     rows = [row(NOTHING, Drawn.CHOSEN), row(Budget(1, 5), Drawn.CHOSEN),
             row(Budget(5, 2), Drawn.CHOSEN),
             row(Budget(4, 9, shape=parse_shape("2x2")), Drawn.CHOSEN)]
-    assert [len(draft) for draft in grow(rows, Table())] == [0, 1, 2, 4]
+    assert [len(draft) for draft in grown(rows, Table())] == [0, 1, 2, 4]
 
 
 def test_a_stop_rule_ends_branches_and_keeps_what_was_drawn():
     rows = [row(Budget(20, 20, stop=Threshold(0.3)), Drawn.IID, seed) for seed in range(10)]
-    for one, draft in zip(rows, grow(rows, Table()), strict=True):
+    for one, draft in zip(rows, grown(rows, Table()), strict=True):
         probs = [float(draft.laws[g.law].prob_S[draft.token_N[g.nodes[0]]]) for g in draft.groups]
         assert all(prob >= 0.3 for prob in probs[:-1])
         assert probs[-1] < 0.3 or len(draft) == 20
@@ -117,7 +121,7 @@ def test_reduced_vocabularies_give_target_ids():
     logits = torch.tensor([[0.0, 2.0, 1.0]])
     for drawn in (Drawn.CHOSEN, Drawn.DISTINCT):
         one = row(Budget(3, 1, shape=Shape((-1, -1, -1))), drawn)
-        (draft,) = grow([one], lambda branches: (logits, ids))
+        (draft,) = grown([one], lambda branches: (logits, ids))
         assert sorted(draft.token_N) == [0, 3, 5]
         if drawn is Drawn.CHOSEN:
             assert draft.token_N == (0, 3, 5)
@@ -134,3 +138,87 @@ def test_greedy_plus_one_draws_the_last_from_the_rest():
     assert seen == {(1, 2, 0), (1, 2, 3)}
     assert len(draw(law, 9, Drawn.DISTINCT, KeyedCoins(0, 1, Stream.DRAFT), ROOT, 1)) == 4
     assert law.without([0, 1, 2, 3]) is None
+
+
+@pytest.mark.parametrize("drawn", [Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT, Drawn.COUPLED,
+                                   Drawn.GREEDY_PLUS_ONE])
+@pytest.mark.parametrize("size", [1, 3, 12])
+def test_dynamic_trees_record_their_laws_and_keep_the_budget(drawn, size):
+    rows = [row(budget("dynamic:4", size, 4), drawn, seed, (1, 2, seed)) for seed in range(8)]
+    expand = Table()
+    drafts = grown(rows, expand)
+    for one, draft in zip(rows, drafts, strict=True):
+        if drawn is not Drawn.GREEDY_PLUS_ONE:
+            check(draft, one.tokens)
+        assert 0 < len(draft) <= size
+        assert max(draft.depth_N) <= one.budget.max_depth
+    assert len(expand.calls) <= max(one.budget.max_depth for one in rows)
+    assert all(len(nodes) <= 4 for call in expand.calls for nodes in call)
+    if size == 12:
+        assert len({draft.parent_N for draft in drafts}) > 1, "the shape follows the laws"
+
+
+def cumulative(draft, node, tokens):
+    path = draft.path_tokens(node)
+    value = 1.0
+    for i, token in enumerate(path):
+        value *= float(torch.softmax(logits_after([*tokens, *path[:i]]), 0)[token])
+    return value
+
+
+def test_a_chosen_dynamic_tree_takes_the_most_valuable_nodes():
+    """Against all 6 + 36 paths of two levels, scored one by one."""
+    for seed in range(6):
+        asked = Budget(7, 2, shape=Shape(beam=50))
+        one = row(asked, Drawn.CHOSEN, seed, (1, 2, seed))
+        ((draft, numbers),) = grow([one], Table())
+        everything = []
+        for a in range(V):
+            pa = float(torch.softmax(logits_after([*one.tokens]), 0)[a])
+            everything.append(pa)
+            law = torch.softmax(logits_after([*one.tokens, a]), 0)
+            everything += [pa * float(law[b]) for b in range(V)]
+        best = sorted(everything, reverse=True)[:7]
+        mine = sorted((cumulative(draft, n, one.tokens) for n in range(7)), reverse=True)
+        assert mine == pytest.approx(best, rel=1e-5)
+        assert numbers is None or len(numbers) == 7
+
+
+def test_numbers_lead_back_to_what_was_expanded():
+    seen = {}
+
+    class Watching(Table):
+        def __call__(self, branches):
+            for branch in branches:
+                for node in branch.nodes:
+                    path, at = [], node
+                    while at != ROOT:
+                        path.insert(0, branch.token_N[at])
+                        at = branch.parent_N[at]
+                    seen[tuple(branch.tokens), node] = path
+            return super().__call__(branches)
+
+    renamed = 0
+    for seed in range(12):
+        one = row(budget("dynamic:3", 6, 4), Drawn.CHOSEN, seed, (1, 2, seed))
+        ((draft, numbers),) = grow([one], Watching())
+        for node, old in enumerate(numbers or range(len(draft))):
+            path = seen.get((tuple(one.tokens), old))
+            assert path is None or path == list(draft.path_tokens(node))
+        renamed += numbers is not None and numbers != sorted(range(len(numbers)))
+    assert renamed, "some candidate was left out, or the test shows nothing"
+
+
+def test_a_peaked_law_makes_a_chain_and_a_flat_one_a_bush():
+    def law(scale):
+        return lambda branches: (
+            torch.arange(V).float().repeat(sum(len(b.nodes) for b in branches), 1) * scale, None
+        )
+
+    for drawn in (Drawn.CHOSEN, Drawn.DISTINCT):
+        asked = budget("dynamic", 6, 4)
+        (chain,) = grown([row(asked, drawn)], law(30.0))
+        (bush,) = grown([row(asked, drawn)], law(0.01))
+        assert max(chain.depth_N) == len(chain) == 6
+        assert max(bush.depth_N) <= 2 and bush.parent_N.count(ROOT) >= 4
+

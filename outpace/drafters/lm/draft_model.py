@@ -4,6 +4,9 @@ Any Target may draft: another model, or some layers of the target itself (which 
 weights). Its cache follows the committed text by ids, so it may lag and catch up; guesses that
 were accepted keep their keys and values, so a step costs one pass per level and no more.
 
+Without ``model`` it is the one that ``outpace train draft_model`` made for the target, which may
+know a part of the vocabulary only.
+
 Pays if the model is several times cheaper than the target and agrees with it; the last level
 of a draft is never run through the draft model.
 
@@ -20,6 +23,8 @@ from torch import Tensor
 
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request
+from outpace.drafters.lm.trained_model import load_trained
+from outpace.drafters.trained import find, is_drafter
 from outpace.errors import ModelError
 from outpace.models.base import LAYERS, Target
 from outpace.models.load import load_target
@@ -31,8 +36,9 @@ from outpace.types import NOTHING, ROOT, Draft, Feed, Outcome
 class DraftModelConfig:
     """Settings of the drafter."""
 
-    model: str
-    """Name, folder, GGUF file or hub id of the draft model; it may be the target itself."""
+    model: str | None = None
+    """Name, folder, GGUF file or hub id of the draft model; it may be the target itself, or a
+    folder that ``outpace train draft_model`` wrote. Without it, the one trained for the target."""
     layers: int | None = None
     """Use only the first so many layers."""
     dtype: str | None = None
@@ -62,14 +68,15 @@ class DraftModel(ExpandingDrafter[_State]):
     Args:
         model: shares the vocabulary of the target; owns the cache of this drafter.
         vocab_size: of the target; columns beyond it are padding of the draft model.
+        id_D: target ids of the columns, if the model knows a part of the vocabulary only.
     """
 
     Config = DraftModelConfig
     default_nodes = 5
 
-    def __init__(self, model: Target, vocab_size: int) -> None:
+    def __init__(self, model: Target, vocab_size: int, id_D: Tensor | None = None) -> None:
         self.model = model
-        self._vocab_size = vocab_size
+        self._vocab_size, self._id_D = vocab_size, id_D
         self.cache = model.new_cache()
 
     @property
@@ -82,9 +89,15 @@ class DraftModel(ExpandingDrafter[_State]):
         """Load the draft model, or borrow the target's own layers.
 
         Raises:
-            ModelError: unknown model, too many layers, or another vocabulary.
+            ModelError: unknown model, too many layers, another vocabulary, or a draft model that
+                was trained for another target, or none.
         """
-        if config.model == target.name and config.dtype is None:
+        model: Target
+        id_D = None
+        if config.model is None or is_drafter(config.model):
+            folder = find("draft_model", target, config.model)
+            model, id_D = load_trained(folder, target, config.dtype)
+        elif config.model == target.name and config.dtype is None:
             model = target
         else:
             model = load_target(
@@ -92,6 +105,7 @@ class DraftModel(ExpandingDrafter[_State]):
             )
             if (model.digest, model.dtype) == (target.digest, target.dtype):
                 model = target  # the same weights by another name: one copy will do
+            check_vocabulary(model, target)
         if config.layers is not None:
             if config.layers > model.num_layers:
                 raise ModelError(
@@ -99,8 +113,7 @@ class DraftModel(ExpandingDrafter[_State]):
                 )
             model.require(frozenset({LAYERS}), "draft_model with layers=")
             model = model.variant(layers=range(config.layers))
-        check_vocabulary(model, target)
-        return cls(model, target.vocab_size)
+        return cls(model, target.vocab_size, id_D)
 
     def begin(self, request: Request) -> _State:
         """Take a slot of the draft model's cache."""
@@ -138,7 +151,12 @@ class DraftModel(ExpandingDrafter[_State]):
             state.row.update({node: start + i for i, node in enumerate(branch.nodes)})
             feeds.append(Feed(state.slot, tokens, parents))
         logits_TV = self.model.score(feeds, self.cache).logits_TV
-        return logits_TV[:, : self._vocab_size], None
+        return logits_TV[:, : self._vocab_size], self._id_D
+
+    def renumber(self, state: _State, numbers: Sequence[int]) -> None:
+        """Follow the nodes that stayed in a draft to their rows."""
+        rows = {node: state.row[old] for node, old in enumerate(numbers) if old in state.row}
+        state.row = {ROOT: state.row[ROOT], **rows}
 
     def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
         """Keep the rows that were committed; read a prompt along with the target."""

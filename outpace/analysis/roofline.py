@@ -1,0 +1,361 @@
+"""What a pass should cost, from the shape of a decoder and two numbers of a device.
+
+An operator takes as long as its arithmetic or its memory traffic, whichever is longer, and a
+pass is the sum of its operators:
+
+    seconds = sum of max(FLOPs / peak, bytes / bandwidth) + operators * overhead
+
+Weights are read once per pass whatever the rows, so rows are free until arithmetic takes longer
+than reading. Keys and values are read once per sequence: they are not shared by a batch.
+
+``measure_device`` measures both numbers. With them and an overhead of 0 this is about the least
+that a pass can cost; ``calibrate`` fits what a model reaches of them to its measured curve. Traffic
+between caches, overlap and communication are not modelled; experts (MoE) are not either, since no
+decoder here has them.
+
+Source: LLM-Viewer, arXiv:2402.16363, with two operations per multiply-add in the head as well, the
+key-value heads' own count, the MLP's own width, and the head's rows and tying counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from outpace.models.families import DecoderConfig
+from outpace.models.packed import Linear
+from outpace.types import CostCurve
+
+_SHARES = tuple(0.93**i for i in range(33))
+"""Tried by ``calibrate``: from all of a peak down to a tenth of it."""
+
+_REPEAT = 11
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """A machine as two numbers, and what every operator costs before it does anything."""
+
+    name: str
+    peak: float
+    """FLOP per second of a matrix product in the model's dtype."""
+    bandwidth: float
+    """Bytes read per second."""
+    overhead: float = 0.0
+    """Seconds per operator."""
+
+    def __post_init__(self) -> None:
+        if not (self.peak > 0 and self.bandwidth > 0 and self.overhead >= 0):
+            raise ValueError(f"peak and bandwidth must be above 0, got {self}")
+
+    def better(self, other: Device) -> Device:
+        """The higher peaks of the two, each measured at another moment."""
+        return replace(self, peak=max(self.peak, other.peak),
+                       bandwidth=max(self.bandwidth, other.bandwidth))
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs per byte above which arithmetic takes longer than reading."""
+        return self.peak / self.bandwidth
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Widths:
+    """Bytes per number."""
+
+    weight: float
+    """Of matrices, norms and biases; below 1 for weights packed tighter than a byte."""
+    activation: float
+    """Of what goes in and out of projections."""
+    residual: float
+    """Of the residual stream and the logits."""
+    cache: float
+    """Of keys and values."""
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Widths:
+        """Those of the own decoder: residual stream, logits and cache are float32."""
+        return cls(weight=dtype.itemsize, activation=dtype.itemsize, residual=4, cache=4)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One kind of operator in a pass. FLOPs and bytes are those of a single one."""
+
+    name: str
+    count: int
+    """How many of them a pass has."""
+    flops: float
+    weights: float
+    """Bytes of weights read."""
+    moved: float
+    """Other bytes read and written: activations, keys and values."""
+
+    def seconds(self, device: Device) -> float:
+        """Time of a single one."""
+        work = self.flops / device.peak
+        return max(work, (self.weights + self.moved) / device.bandwidth) + device.overhead
+
+
+def parameters(config: DecoderConfig) -> int:
+    """Numbers in the weights, a tied head counted once."""
+    return sum(math.prod(shape) for shape in config.tensor_shapes().values())
+
+
+def op_table(
+    config: DecoderConfig,
+    widths: Widths,
+    *,
+    rows: int = 1,
+    context: int = 0,
+    batch: int = 1,
+) -> list[Op]:
+    """Every operator of a pass, in order.
+
+    Args:
+        config: shape of the decoder.
+        widths: bytes per number.
+        rows: rows of each sequence; a prompt is rows without context.
+        context: committed tokens of each sequence.
+        batch: sequences.
+
+    Attention is fused: scores touch no memory. Each row is multiplied by every key of its
+    sequence, hidden ones included, as attention with a tree's mask does.
+    """
+    c, total = config, rows * batch
+    w, a, r = widths.weight, widths.activation, widths.residual
+    query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    layers = c.num_layers
+
+    def linear(name: str, count: int, inputs: int, outputs: int, bias: bool, out: float) -> Op:
+        """A projection; ``out`` is the bytes that it writes per row."""
+        weights = w * (inputs + bias) * outputs
+        flops = 2 * total * inputs * outputs
+        return Op(name=name, count=count, flops=flops, weights=weights,
+                  moved=total * (a * inputs + out))
+
+    def rowwise(name: str, count: int, work: float, moved: float, weights: float = 0) -> Op:
+        """An operator on rows: FLOPs and bytes per row."""
+        return Op(name=name, count=count, flops=total * work, weights=weights,
+                  moved=total * moved)
+
+    sandwich = layers if c.sandwich_norms else 0
+    ops = [
+        rowwise("embed", 1, 0, c.hidden_size * (w + r)),
+        rowwise("norm", 2 * layers + 1, 7 * c.hidden_size, c.hidden_size * (r + a),
+                w * c.hidden_size),
+        rowwise("norm after", 2 * sandwich, 7 * c.hidden_size, c.hidden_size * (a + r),
+                w * c.hidden_size),
+        linear("qkv", layers, c.hidden_size, query + 2 * key, c.qkv_bias,
+               a * query + 2 * widths.cache * key),
+        rowwise("qk norm", layers if c.qk_norm else 0, 7 * (query + key), 2 * a * (query + key),
+                2 * w * c.head_dim),
+        rowwise("rotate", layers, 3 * (query + key), 2 * a * (query + key)),
+    ]
+    for window in sorted(set(c.windows), key=lambda one: one or 0):
+        seen = context + rows if window is None else min(context, window - 1) + rows
+        scores = batch * c.num_heads * rows * seen
+        ops.append(Op(
+            name="attention" if window is None else f"attention in {window}",
+            count=sum(one == window for one in c.windows),
+            flops=scores * (4 * c.head_dim + 5),  # scores, values, and 5 for the softmax
+            weights=0,
+            moved=2 * total * query * a + 2 * batch * seen * key * widths.cache,
+        ))
+    ops += [
+        linear("out", layers, query, c.hidden_size, c.out_bias, a * c.hidden_size),
+        linear("gate, up", layers, c.hidden_size, 2 * c.ffn_size, c.mlp_bias, 2 * a * c.ffn_size),
+        rowwise("activation", layers, 2 * c.ffn_size, 3 * a * c.ffn_size),
+        linear("down", layers, c.ffn_size, c.hidden_size, c.mlp_bias, a * c.hidden_size),
+        rowwise("add", 2 * layers, c.hidden_size, c.hidden_size * (2 * r + a)),
+        linear("head", 1, c.hidden_size, c.vocab_size, False, r * c.vocab_size),
+    ]
+    return [op for op in ops if op.count]
+
+
+def seconds(ops: Sequence[Op], device: Device) -> float:
+    """Time of a pass."""
+    return sum(op.count * op.seconds(device) for op in ops)
+
+
+def estimate(
+    config: DecoderConfig,
+    device: Device,
+    *,
+    rows: int = 1,
+    context: int = 0,
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+) -> float:
+    """Seconds of a pass of the own decoder, where nothing was measured."""
+    table = op_table(config, Widths.of(dtype), rows=rows, context=context, batch=batch)
+    return seconds(table, device)
+
+
+def estimated_like(config: DecoderConfig, device: Device, curve: CostCurve) -> CostCurve:
+    """The estimate at the points of another curve, of the same dtype."""
+    dtype: torch.dtype = getattr(torch, curve.dtype)
+
+    def at(rows: int, context: int, batch: int) -> float:
+        return estimate(config, device, rows=rows, context=context, batch=batch, dtype=dtype)
+
+    return replace(
+        curve,
+        seconds_CR=tuple(tuple(at(n, c, 1) for n in curve.rows_R) for c in curve.context_C),
+        seconds_CB=tuple(tuple(at(1, c, b) for b in curve.batch_B) for c in curve.context_C),
+        source="roofline",
+    )
+
+
+def error(guess: CostCurve, truth: CostCurve) -> float:
+    """Mean of abs(guess - truth) / truth over the points of ``truth`` (MAPE, as a share)."""
+    off = [
+        abs(guess.seconds(rows, context) / cost - 1)
+        for context, cost_R in zip(truth.context_C, truth.seconds_CR, strict=True)
+        for rows, cost in zip(truth.rows_R, cost_R, strict=True)
+    ]
+    return sum(off) / len(off)
+
+
+def calibrate(config: DecoderConfig, device: Device, curve: CostCurve) -> Device:
+    """The device with the shares of its peaks, and the overhead, that fit a measured curve best.
+
+    Least squares of relative errors over the curve's passes of one sequence. The two shares are
+    searched on a grid, the overhead follows from them.
+
+    Args:
+        config: of the decoder that was measured.
+        device: its measured peaks.
+        curve: measured, with several row counts; a single one tells nothing of arithmetic.
+    """
+    widths = Widths.of(getattr(torch, curve.dtype))
+    tables = [
+        op_table(config, widths, rows=rows, context=context)
+        for context in curve.context_C
+        for rows in curve.rows_R
+    ]
+    truth_P = np.array([cost for cost_R in curve.seconds_CR for cost in cost_R])
+    count_PO, work_PO, read_PO = (
+        np.array([[value(op) for op in table] for table in tables])
+        for value in (
+            lambda op: float(op.count),
+            lambda op: op.flops / device.peak,
+            lambda op: (op.weights + op.moved) / device.bandwidth,
+        )
+    )
+    count_P = count_PO.sum(1)
+    best = (math.inf, device)
+    for of_peak in _SHARES:
+        for of_bandwidth in _SHARES:
+            bound_P = (count_PO * np.maximum(work_PO / of_peak, read_PO / of_bandwidth)).sum(1)
+            slope_P, rest_P = count_P / truth_P, 1 - bound_P / truth_P
+            overhead = max(0.0, float((slope_P @ rest_P) / (slope_P @ slope_P)))
+            off = float(((rest_P - overhead * slope_P) ** 2).sum())
+            if off < best[0]:
+                best = off, Device(
+                    name=device.name,
+                    peak=device.peak * of_peak,
+                    bandwidth=device.bandwidth * of_bandwidth,
+                    overhead=overhead,
+                )
+    return best[1]
+
+
+def measure_device(dtype: torch.dtype, device: torch.device, repeat: int = _REPEAT) -> Device:
+    """The machine's two numbers, with the threads that torch has now."""
+    return Device(
+        name=machine(device),
+        peak=flop_rate(dtype, device, repeat),
+        bandwidth=read_bandwidth(device, repeat),
+    )
+
+
+def read_bandwidth(device: torch.device, repeat: int = _REPEAT) -> float:
+    """Bytes per second that are read from memory: a sum over more than the caches hold."""
+    size = 1 << 30 if device.type == "cuda" else max(1 << 28, 4 * _cache_bytes())
+    buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
+    return buffer.nbytes / _seconds_of(lambda: buffer.sum(), device, repeat)
+
+
+def flop_rate(dtype: torch.dtype, device: torch.device, repeat: int = _REPEAT) -> float:
+    """FLOP per second of a product of 512 rows with a square matrix, packed where that works."""
+    width = 8192 if device.type == "cuda" else 2048
+    linear = Linear(torch.full((width, width), 0.5, dtype=dtype, device=device))
+    x_TI = torch.full((512, width), 0.5, dtype=dtype, device=device)
+    return 2 * x_TI.numel() * width / _seconds_of(lambda: linear(x_TI), device, repeat)
+
+
+def machine(device: torch.device) -> str:
+    """Name of the processor, and how many cores of it this process may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        name = next(iter(re.findall(r"^model name\s*: (.+)$", lines, re.MULTILINE)), name)
+    allowed = getattr(os, "sched_getaffinity", None)
+    cores = len(allowed(0)) if allowed is not None else os.cpu_count() or 1
+    return f"{name.strip()}, {cores} core{'s' * (cores != 1)}"
+
+
+def medians(
+    points: Sequence[Callable[[], float]],
+    repeat: int,
+    tell: Callable[[int], None] | None = None,
+) -> list[float]:
+    """Median seconds of measurements in turns.
+
+    Args:
+        points: each does its work and gives the seconds that it took.
+        repeat: rounds that count, after one that does not. Each visits every point once, forth
+            and back in turn, so that drift of the machine hits all alike.
+        tell: called with 1 after every round.
+    """
+    times: list[list[float]] = [[] for _ in points]
+    for turn in range(repeat + 1):
+        order = range(len(points)) if turn % 2 == 0 else reversed(range(len(points)))
+        for i in order:
+            spent = points[i]()
+            if turn:
+                times[i].append(spent)
+        if tell is not None:
+            tell(1)
+    return [statistics.median(each) for each in times]
+
+
+def _seconds_of(work: Callable[[], Any], device: torch.device, repeat: int) -> float:
+    def run() -> float:
+        start = now(device)
+        work()
+        return now(device) - start
+
+    return medians([run], repeat)[0]
+
+
+def now(device: torch.device) -> float:
+    """The time, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _cache_bytes() -> int:
+    """Bytes of all last-level caches; 0 where the system does not tell."""
+    found: dict[str, int] = {}
+    for folder in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index3"):
+        with contextlib.suppress(OSError, ValueError):
+            size = (folder / "size").read_text().strip().removesuffix("K")
+            found[(folder / "shared_cpu_list").read_text()] = int(size) * 1024
+    return sum(found.values())

@@ -1,0 +1,292 @@
+"""``outpace bench passes``: what a pass costs here, beside the least that it could cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outpace.cli import show
+from outpace.cli.options import ModelOptions, at_least_one, option, spread
+from outpace.config import MethodSpec, split_specs
+from outpace.errors import RequestError
+
+if TYPE_CHECKING:
+    from outpace.analysis.cost import CostCurve, DraftCost
+    from outpace.analysis.roofline import Device
+    from outpace.engine.engine import Engine
+
+_EXAMPLES = """
+Examples:
+
+  outpace bench passes --dtype float32 --threads 2
+
+  outpace bench passes --drafters prompt_lookup,draft_model[model=smollm2-135m layers=6]
+
+  outpace bench passes --rows 1,5,9,17 --contexts 100,2000 --out passes --json
+"""
+
+
+def register(group: typer.Typer) -> None:
+    """Add the command."""
+    group.command(epilog=_EXAMPLES.strip().replace("[", r"\["))(spread(passes))
+
+
+def passes(
+    *,
+    model: ModelOptions,
+    drafters: Annotated[
+        str,
+        option("--drafters", "-d", metavar="SPECS", show_default="nobody",
+               help="Method specs with commas between them, whose drafts are timed by level."),
+    ] = "",
+    rows: Annotated[
+        str | None,
+        option("--rows", metavar="N,N,...", show_default="1 to 128, doubling",
+               help="Rows of one sequence: the pending token and its guesses."),
+    ] = None,
+    contexts: Annotated[
+        str | None,
+        option("--contexts", metavar="N,N,...", show_default="64,256,1024",
+               help="Tokens that the cache holds before a pass."),
+    ] = None,
+    batches: Annotated[
+        str | None,
+        option("--batches", metavar="N,N,...", show_default="1,2,4",
+               help="Sequences in one pass, of one row each."),
+    ] = None,
+    repeat: Annotated[
+        int, option("--repeat", metavar="R", help="Timed rounds; medians are reported.")
+    ] = 11,
+    out: Annotated[
+        Path | None,
+        option("--out", metavar="DIR", help="Write passes.json, passes.png and passes.svg here."),
+    ] = None,
+    as_json: Annotated[bool, option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure what a pass costs by rows, context and batch, and the floor below it.
+
+    The floor is the time to read the weights once at the measured bandwidth.
+
+    What the default rows, contexts and batches cost is kept, for policies that plan by cost.
+    """
+    at_least_one("--repeat", repeat)
+    points = {
+        name: _numbers(f"--{name}", text)
+        for name, text in (("rows", rows), ("contexts", contexts), ("batches", batches))
+        if text is not None
+    }
+    for spec in split_specs(drafters):
+        MethodSpec.parse(spec)
+    engine = model.load(drafter="none")
+    methods = [engine.method(spec) for spec in split_specs(drafters)]
+
+    from outpace.analysis.cost import keep, measure, measure_drafter
+    from outpace.analysis.roofline import measure_device
+
+    target = engine.target
+    with show.progress(repeat + 1, "rounds") as tick:
+        tick("the machine", 0)
+        device = measure_device(target.dtype, target.device)
+        curve = measure(target, repeat=repeat, progress=tick, **points)
+        # A floor is what the machine can do: of two moments, before and after, the better one.
+        device = device.better(measure_device(target.dtype, target.device))
+    costs = [measure_drafter(method, target, repeat=repeat) for method in methods]
+    keep(target, device, show.note)
+    if not points:
+        keep(target, curve, show.note)
+    for cost in costs:
+        keep(target, cost, show.note)
+    report = {**report_of(engine, device, curve, costs), "repeats": repeat}
+    if as_json:
+        show.write_json(report)
+    else:
+        show_report(report)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "passes.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        plot(report, out)
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise RequestError(
+            f"{name} {text!r} is no list of whole numbers; give some, such as 1,2,4"
+        ) from None
+
+
+def report_of(
+    engine: Engine, device: Device, curve: CostCurve, costs: list[DraftCost]
+) -> dict[str, Any]:
+    """Everything measured, as plain data; docs/glossary.md says what the keys mean."""
+    target = engine.target
+    one = curve.seconds_CR[0][0]
+    floor = target.weight_bytes / device.bandwidth
+    return {
+        "model": curve.model,
+        "digest": target.digest,
+        "dtype": curve.dtype,
+        "device": curve.device,
+        "threads": curve.threads,
+        "weight_bytes": target.weight_bytes,
+        "bandwidth": device.bandwidth,
+        "floor_seconds": floor,
+        "one_row_seconds": one,
+        "floor_ratio": one / floor if floor else None,
+        "rows": list(curve.rows_R),
+        "contexts": list(curve.context_C),
+        "pass_seconds": [list(line) for line in curve.seconds_CR],
+        "batches": list(curve.batch_B),
+        "batch_seconds": [list(line) for line in curve.seconds_CB],
+        "drafters": {
+            cost.spec: {
+                "draft_seconds": list(cost.seconds_L),
+                "pass_seconds": list(cost.pass_seconds_L),
+                "draft_passes": list(cost.passes_L),
+                "depths": list(cost.depth_L),
+                "level_seconds": cost.per_level,
+                "level_share": cost.per_level / one,
+            }
+            for cost in costs
+        },
+        "roofline": _roofline(engine, device, curve),
+    }
+
+
+def _roofline(engine: Engine, device: Device, curve: CostCurve) -> dict[str, Any] | None:
+    """What the shape of the model predicts; None where it is not known."""
+    from outpace.analysis.roofline import calibrate, error, estimated_like
+    from outpace.models.decoder import Decoder
+
+    target = engine.target
+    if not isinstance(target, Decoder):
+        return None
+    fitted = calibrate(target.config, device, curve)
+    out = []
+    for one in (device, fitted):
+        guess = estimated_like(target.config, one, curve)
+        out.append({
+            "peak": one.peak,
+            "bandwidth": one.bandwidth,
+            "overhead": one.overhead,
+            "one_row_seconds": guess.seconds_CR[0][0],
+            "error": error(guess, curve),
+            "pass_seconds": [list(line) for line in guess.seconds_CR],
+        })
+    return {"measured": out[0], "fitted": out[1]}
+
+
+def show_report(report: dict[str, Any]) -> None:
+    """Print the report for people."""
+    rows, contexts = report["rows"], report["contexts"]
+    one = report["one_row_seconds"]
+    show.write(
+        f"{report['model']}, {report['dtype']}, {report['device']}, "
+        f"{show.count(report['threads'], 'thread')}; medians of {report['repeats']}\n\n"
+    )
+    if report["floor_ratio"] is not None:
+        show.write(
+            f"floor     {report['weight_bytes'] / 1e6:.1f} MB of weights at "
+            f"{report['bandwidth'] / 1e9:.1f} GB/s: {_ms(report['floor_seconds'])} ms\n"
+            f"one row   {_ms(one)} ms at context {contexts[0]}: "
+            f"{report['floor_ratio']:.2f} x the floor\n"
+        )
+    if report["roofline"] is not None:
+        plain, fitted = report["roofline"]["measured"], report["roofline"]["fitted"]
+        show.write(
+            f"roofline  {_peaks(plain)}: one row {_ms(plain['one_row_seconds'])} ms; "
+            f"off by {plain['error']:.0%} on average\n"
+            f"fitted    {_peaks(fitted)}, {fitted['overhead'] * 1e6:.1f} us per operator: "
+            f"off by {fitted['error']:.0%}\n"
+        )
+    show.write("\npass by rows: ms, and passes over one row\n")
+    heads = [(f"ms at {context}", f"x at {context}") for context in contexts]
+    columns = ["rows", *(head for pair in heads for head in pair)]
+    show.table(
+        columns,
+        [[str(count), *_pairs(report["pass_seconds"], i)] for i, count in enumerate(rows)],
+        numbers=columns,
+    )
+    if len(report["batches"]) > 1:
+        show.write("pass by sequences of one row each: ms, and passes over one of them\n")
+        columns[0] = "batch"
+        show.table(
+            columns,
+            [[str(size), *_pairs(report["batch_seconds"], i)]
+             for i, size in enumerate(report["batches"])],
+            numbers=columns,
+        )
+    if report["drafters"]:
+        show.write("drafts: cost of a level beside a pass over one row\n")
+        numbers = ("levels", "draft ms", "of it in passes", "ms per level", "x one row")
+        show.table(
+            ("drafter", *numbers),
+            [(spec, *_draft(cost)) for spec, cost in report["drafters"].items()],
+            numbers=numbers,
+        )
+
+
+def _peaks(device: dict[str, float]) -> str:
+    return f"{device['peak'] / 1e9:.0f} GFLOP/s, {device['bandwidth'] / 1e9:.1f} GB/s"
+
+
+def _pairs(table: list[list[float]], index: int) -> list[str]:
+    """For one row of a table: milliseconds and ratio, context by context."""
+    return [cell for line in table
+            for cell in (_ms(line[index]), f"{line[index] / line[0]:.2f}")]
+
+
+def _draft(cost: dict[str, Any]) -> tuple[str, ...]:
+    if not cost["draft_seconds"]:
+        return ("0", "", "", "", "0.000")
+    whole, inside = cost["draft_seconds"][-1], cost["pass_seconds"][-1]
+    return (str(cost["depths"][-1]), _ms(whole), f"{inside / whole:.0%}",
+            _ms(cost["level_seconds"]), f"{cost['level_share']:.3f}")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}" if seconds >= 1e-3 else f"{seconds * 1e3:.3f}"
+
+
+def plot(report: dict[str, Any], folder: Path) -> None:
+    """Draw the cost of a pass by rows into passes.png and passes.svg; a note without matplotlib."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        show.note("no plot: matplotlib is not installed; try pip install 'outpace[plots]'")
+        return
+    # Text stays text, and equal reports give equal files.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "outpace"}):
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        rows = report["rows"]
+        for i, (context, line) in enumerate(
+            zip(report["contexts"], report["pass_seconds"], strict=True)
+        ):
+            colour = f"C{i}"
+            axes.plot(rows, [1e3 * cost for cost in line], "o-", color=colour,
+                      label=f"context {context}")
+            if report["roofline"] is not None:
+                guess = report["roofline"]["fitted"]["pass_seconds"][i]
+                axes.plot(rows, [1e3 * cost for cost in guess], ":", color=colour,
+                          label=None if i else "fitted roofline")
+        if report["floor_ratio"] is not None:
+            axes.axhline(1e3 * report["floor_seconds"], color="0.5", linestyle="--",
+                         label="floor: reading the weights")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(rows, [str(count) for count in rows])
+        axes.set_xticks([], minor=True)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("rows of a pass")
+        axes.set_ylabel("ms")
+        axes.set_title(f"{report['model']}, {report['dtype']}, {report['device']}, "
+                       f"{show.count(report['threads'], 'thread')}", fontsize="medium")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(folder / "passes.png", dpi=150)
+        figure.savefig(folder / "passes.svg", metadata={"Date": None})

@@ -1,0 +1,99 @@
+"""The measured cost of a pass: what policies and predictions read.
+
+Shape letters: R numbers of rows, C context lengths, B batch sizes, P points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostCurve:
+    """Seconds of a pass of one model on one machine, by rows, context and batch. Pure numbers.
+
+    Linear between its points, over rows first, then over contexts; beyond them the outermost
+    segment goes on, but never downhill. A batch costs what all its rows would cost in one
+    sequence, and a surcharge for being several, which is linear in the batch as well.
+
+    Shape letters: R row counts and B batch sizes, both from 1; C contexts; all ascending.
+    """
+
+    model: str
+    dtype: str
+    threads: int
+    device: str
+    rows_R: tuple[int, ...]
+    context_C: tuple[int, ...]
+    """Committed tokens of every sequence."""
+    seconds_CR: tuple[tuple[float, ...], ...]
+    """One sequence."""
+    batch_B: tuple[int, ...] = (1,)
+    seconds_CB: tuple[tuple[float, ...], ...] = ()
+    """Several sequences, one row each; empty where none were measured."""
+    source: str = "measured"
+    """``measured``, or ``roofline`` where it is computed."""
+
+    def __post_init__(self) -> None:
+        for points, first in ((self.rows_R, 1), (self.batch_B, 1), (self.context_C, None)):
+            if not points or list(points) != sorted(set(points)) or first not in (None, points[0]):
+                raise ValueError(f"rows and batches ascend from 1, contexts ascend, got {points}")
+        self._check(self.seconds_CR, len(self.rows_R))
+        if self.seconds_CB:
+            self._check(self.seconds_CB, len(self.batch_B))
+            if [line[0] for line in self.seconds_CB] != [line[0] for line in self.seconds_CR]:
+                raise ValueError("a batch of one must cost what one sequence of one row costs")
+
+    def _check(self, table: Sequence[Sequence[float]], width: int) -> None:
+        if [len(line) for line in table] != [width] * len(self.context_C):
+            raise ValueError(f"need {len(self.context_C)} lines of {width} costs, got {table}")
+        if not all(0 < cost < float("inf") for line in table for cost in line):
+            raise ValueError(f"seconds must be above 0, got {table}")
+
+    def seconds(self, rows: float, context: float, batch: float = 1) -> float:
+        """Cost of a pass.
+
+        Args:
+            rows: of each sequence, the pending token included; at least 1. Means are welcome.
+            context: committed tokens of each sequence.
+            batch: sequences, at least 1.
+        """
+        if rows < 1 or context < 0 or batch < 1:
+            raise ValueError(f"no pass over {batch} x {rows} rows at context {context}")
+        cost_C = [_linear(self.rows_R, cost_R, rows * batch) for cost_R in self.seconds_CR]
+        for c, (one_R, cost_B) in enumerate(zip(self.seconds_CR, self.seconds_CB, strict=False)):
+            extra_B = [cost - _linear(self.rows_R, one_R, b)
+                       for b, cost in zip(self.batch_B, cost_B, strict=True)]
+            cost_C[c] += _linear(self.batch_B, extra_B, batch)
+        return _linear(self.context_C, cost_C, context)
+
+    def ratio(self, rows: float, context: float, batch: float = 1) -> float:
+        """Cost in passes over one row of each sequence."""
+        return self.seconds(rows, context, batch) / self.seconds(1, context, batch)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; ``from_json`` reads it."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CostCurve:
+        """Read plain data; ValueError, TypeError or KeyError if it is no curve."""
+        def tuples(value: Any) -> Any:
+            return tuple(map(tuples, value)) if isinstance(value, list | tuple) else value
+
+        return cls(**{name: tuples(data[name]) for name in cls.__slots__})
+
+
+def _linear(x_P: Sequence[float], y_P: Sequence[float], x: float) -> float:
+    """Value at x of the line through points in ascending x."""
+    if len(x_P) == 1:
+        return y_P[0]
+    end = next((i for i in range(1, len(x_P)) if x <= x_P[i]), len(x_P) - 1)
+    slope = (y_P[end] - y_P[end - 1]) / (x_P[end] - x_P[end - 1])
+    if x < x_P[0]:
+        return y_P[0] + max(slope, 0.0) * (x - x_P[0])
+    if x > x_P[-1]:
+        return y_P[-1] + max(slope, 0.0) * (x - x_P[-1])
+    return y_P[end - 1] + slope * (x - x_P[end - 1])

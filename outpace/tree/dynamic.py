@@ -1,0 +1,214 @@
+"""Trees that grow where the drafter's own probabilities say that a guess is likely to be reached.
+
+The value of a place for a guess is the probability, by the drafter's own laws, that verification
+gets there: the parent is accepted, and every sibling before it is refused. A chosen tree takes the
+most valuable nodes of all that were looked at. A sampled tree draws slots, most valuable first, and
+never looks at a token before it has decided to draw it; what it has drawn it keeps.
+
+Every level costs one pass of the drafter, for all branches that go on together.
+
+Sources: DySpec, arXiv:2410.11744 (values and slots; its threshold variant with one pass per layer,
+the test turned round); EAGLE-2, arXiv:2406.16858 (expand and re-rank, for CHOSEN drafts alone).
+
+Shape letters: F open nodes, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from outpace.types import ROOT, Draft, Drawn, Group, Law
+
+MOST = 8
+"""Most children of one node."""
+_HALVING = math.log(2.0)
+
+Pick = Callable[[Law, int, Drawn, Any, int, int], list[int]]
+"""``outpace.tree.growth.draw``."""
+
+
+class Dynamic:
+    """One draft under construction.
+
+    Args:
+        row: a ``DraftRow`` whose budget has a dynamic shape.
+        draw: draws several siblings at once, for the rules that have to know their number.
+    """
+
+    def __init__(self, row: Any, draw: Pick) -> None:
+        self.row, self._draw = row, draw
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.q: list[float] = []
+        """Probability that the drafter gave to each node's token."""
+        self.open: list[int] = [ROOT]
+        """Nodes that will be expanded next."""
+        self._value: list[float] = []
+        self._groups: list[Group] = []
+        self._laws: list[Law] = []
+        self._chosen = row.drawn is Drawn.CHOSEN
+        self._budget = row.budget
+        self._least = row.budget.shape.least / max(1, row.budget.max_nodes)
+
+    def may_grow(self, depth: int) -> bool:
+        """Whether another level is worth a pass; ``open`` holds the nodes to expand."""
+        return depth < self._budget.max_depth and self._budget.max_nodes > 0 and bool(self.open)
+
+    def level(self, logits_FD: Tensor, id_D: Tensor | None, depth: int) -> None:
+        """Draw below the open nodes, whose logits these are, and say which are open next."""
+        paths = [self._path(node) for node in self.open]
+        last = depth + 1 == self._budget.max_depth
+        if self._chosen:
+            fresh = self._choose(logits_FD, id_D, paths)
+            alive = {node for node, _ in self._best()}
+            fresh = [node for node in fresh if node in alive]
+        elif self.row.drawn in (Drawn.IID, Drawn.DISTINCT):
+            fresh = self._sample(logits_FD, id_D, paths, last)
+        else:
+            fresh = self._sample_at_once(logits_FD, id_D, paths, depth)
+        room = len(self.tokens) < self._budget.max_nodes or self._chosen
+        fresh = [node for node in fresh if room and self._value[node] > self._least]
+        fresh.sort(key=lambda node: -self._value[node])
+        self.open = sorted(fresh[: self._budget.shape.beam])
+
+    def finish(self) -> tuple[Draft, list[int] | None]:
+        """The draft, and for each of its nodes the number it had while the tree grew.
+
+        None where all nodes stayed and kept their numbers.
+        """
+        if not self._chosen:
+            return (
+                Draft(tuple(self.tokens), tuple(self.parents), tuple(self._groups),
+                      tuple(self._laws)),
+                None,
+            )
+        kept = sorted(node for node, _ in self._best())
+        place = {ROOT: ROOT, **{node: i for i, node in enumerate(kept)}}
+        # Created parents first, and siblings best first: the order survives the cut.
+        draft = Draft.chosen(
+            [self.tokens[node] for node in kept], [place[self.parents[node]] for node in kept]
+        )
+        return draft, None if kept == list(range(len(self.tokens))) else kept
+
+    def _best(self) -> list[tuple[int, float]]:
+        """The most valuable nodes, as many as the budget has: closed under ancestors, since a
+        child is worth at most its parent and comes after it.
+        """
+        ranked = sorted(enumerate(self._value), key=lambda pair: (-pair[1], pair[0]))
+        return ranked[: self._budget.max_nodes]
+
+    def _choose(
+        self, logits_FD: Tensor, id_D: Tensor | None, paths: list[list[int]]
+    ) -> list[int]:
+        """Add the likeliest children of every open node as candidates."""
+        most = min(MOST, self._budget.max_nodes)
+        fresh = []
+        tokens_Fk, probs_Fk = self.row.warp.ranking(logits_FD, paths, most, id_D)
+        for node, picked, probs in zip(self.open, tokens_Fk, probs_Fk, strict=True):
+            value = self._worth(node)
+            for token, prob in zip(picked, probs, strict=True):
+                if value * prob > self._least or not self.tokens:
+                    fresh.append(self._add(node, token, prob, value * prob))
+        return fresh
+
+    def _sample(
+        self, logits_FD: Tensor, id_D: Tensor | None, paths: list[list[int]], last: bool
+    ) -> list[int]:
+        """Draw slots of all open nodes, most valuable first, while they are worth their place.
+
+        A slot has to leave room for the children of what was drawn already and is worth more.
+        """
+        row = self.row
+        fresh: list[int] = []
+        rest: dict[int, Law | None] = {}
+        whole: dict[int, Law] = {}
+        drawn: dict[int, list[int]] = {}
+        slots: list[tuple[float, int]] = []
+        for i, node in enumerate(self.open):
+            law = row.warp.law(logits_FD[i], paths[i], id_D)
+            whole[node] = rest[node] = law
+            drawn[node] = []
+            heapq.heappush(slots, (-self._worth(node), node))
+        while slots:
+            worth, node = -slots[0][0], slots[0][1]
+            law_left = rest[node]
+            left = self._budget.max_nodes - len(self.tokens)
+            wanted = 0 if last else sum(self._below(child, worth) for child in fresh)
+            if left <= wanted or (worth <= self._least and self.tokens):
+                break
+            heapq.heappop(slots)
+            picks = drawn[node]
+            if law_left is None or len(picks) == MOST:
+                continue
+            token = row.coins.choose(law_left, node, len(picks))
+            prob = law_left.prob(token)
+            if token not in picks:  # an IID draw may repeat one
+                fresh.append(self._add(node, token, whole[node].prob(token), worth * prob))
+            picks.append(token)
+            if row.drawn is Drawn.DISTINCT:
+                rest[node] = whole[node].without(picks)
+            heapq.heappush(slots, (-worth * (1.0 - prob), node))
+        for node, picks in drawn.items():
+            self._group(node, picks, whole[node])
+        return fresh
+
+    def _sample_at_once(
+        self, logits_FD: Tensor, id_D: Tensor | None, paths: list[list[int]], depth: int
+    ) -> list[int]:
+        """For rules that draw all siblings together: their number follows from the law alone."""
+        row, fresh = self.row, []
+        for i, node in enumerate(self.open):
+            law = row.warp.law(logits_FD[i], paths[i], id_D)
+            left = self._budget.max_nodes - len(self.tokens)
+            value, fan = self._worth(node), 0
+            for token in law.top(min(MOST, left)):
+                if value <= self._least and (fan or self.tokens):
+                    break
+                fan += 1
+                value -= self._worth(node) * law.prob(token)
+            if fan:
+                picks = self._draw(law, fan, row.drawn, row.coins, node, depth + 1)
+                value = self._worth(node)
+                for token in picks:
+                    prob = law.prob(token)
+                    fresh.append(self._add(node, token, prob, value * prob))
+                self._group(node, picks, law)
+        return fresh
+
+    def _below(self, node: int, worth: float) -> int:
+        """Guess how many slots below a node are worth more: values halve from level to level."""
+        value = self._value[node]
+        return 1 + int(math.log(value / worth) / _HALVING) if value > worth > 0 else 0
+
+    def _worth(self, node: int) -> float:
+        return 1.0 if node == ROOT else self._value[node]
+
+    def _path(self, node: int) -> list[int]:
+        out = []
+        while node != ROOT:
+            out.append(self.tokens[node])
+            node = self.parents[node]
+        return out[::-1]
+
+    def _add(self, parent: int, token: int, prob: float, value: float) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.q.append(prob)
+        self._value.append(value)
+        return len(self.tokens) - 1
+
+    def _group(self, parent: int, picks: Sequence[int], law: Law) -> None:
+        if not picks:
+            return
+        at = {self.tokens[node]: node for node in range(len(self.tokens))
+              if self.parents[node] == parent}
+        self._laws.append(law)
+        self._groups.append(
+            Group(parent, self.row.drawn, tuple(at[token] for token in picks), len(self._laws) - 1)
+        )
+
