@@ -64,6 +64,11 @@ class MethodSpec:
             return self.name
         return f"{self.name}[{' '.join(f'{k}={v}' for k, v in self.options)}]"
 
+    def planned(self, **plan: str | int | None) -> MethodSpec:
+        """The same method with settings of PLAN_KEYS put in or replaced; None leaves one alone."""
+        given = {key: str(value) for key, value in plan.items() if value is not None}
+        return MethodSpec(self.name, tuple(sorted({**dict(self.options), **given}.items())))
+
     def split(self) -> tuple[dict[str, str], dict[str, str]]:
         """The method's own options, and those of PLAN_KEYS."""
         own = {k: v for k, v in self.options if k not in PLAN_KEYS}
@@ -149,6 +154,11 @@ def _kind(hint: Any) -> str:
 def cache_folder() -> Path:
     """Where measurements are kept: ``$OUTPACE_CACHE``, else the user's cache folder."""
     return _folder("OUTPACE_CACHE", "XDG_CACHE_HOME", ".cache")
+
+
+def world() -> tuple[int, int]:
+    """This process's rank and the number of processes, as ``torchrun`` says; (0, 1) without it."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def data_folder() -> Path:

@@ -94,3 +94,11 @@ def test_a_plugin_adds_a_row_and_cannot_take_a_name(monkeypatch):
     finally:
         monkeypatch.undo()
         registry._table.cache_clear()
+
+
+def test_a_plan_is_put_into_a_spec():
+    spec = MethodSpec.parse("draft_model[layers=2 tree=2x1]")
+    assert str(spec.planned(tree="dynamic", tree_size=8, verifier=None)) == (
+        "draft_model[layers=2 tree=dynamic tree_size=8]"
+    )
+    assert spec.planned() == spec

@@ -14,7 +14,7 @@ import typer
 
 from outpace.cli import show
 from outpace.cli.options import (
-    DrafterOption,
+    DrafterOptions,
     ModelOptions,
     SamplingOptions,
     notes,
@@ -55,7 +55,7 @@ def register(app: typer.Typer) -> None:
 def chat(
     *,
     model: ModelOptions,
-    drafter: DrafterOption = None,
+    drafting: DrafterOptions,
     system: Annotated[
         str | None,
         option("--system", panel="Prompt", metavar="TEXT",
@@ -65,7 +65,7 @@ def chat(
 ) -> None:
     """Talk with a model; each line is a message. Ctrl-C stops an answer, Ctrl-D leaves."""
     params = sampling.params()
-    engine = model.load(drafter=drafter)
+    engine = model.load(drafter=drafting.spec)
     for line in notes(engine, params):
         show.note(f"outpace: {line}")
     talk = Talk(engine, params, system, sampling.reproducible)

@@ -10,7 +10,7 @@ import typer
 
 from outpace.cli import show
 from outpace.cli.options import (
-    DrafterOption,
+    DrafterOptions,
     ModelOptions,
     SamplingOptions,
     notes,
@@ -54,7 +54,7 @@ def generate(
     ] = None,
     *,
     model: ModelOptions,
-    drafter: DrafterOption = None,
+    drafting: DrafterOptions,
     prompt_file: Annotated[
         str | None,
         option("--prompt-file", "-f", panel=_PROMPT, metavar="FILE",
@@ -95,7 +95,7 @@ def generate(
     if logprobs is not None and not as_json:
         raise RequestError("--logprobs are printed with --json only; add it")
     text = read_prompt(prompt, prompt_file)
-    engine = model.load(drafter=drafter)
+    engine = model.load(drafter=drafting.spec)
     run = Run(engine, to_ids(engine, text, chat, system), params, sampling.reproducible)
     remarks = notes(engine, params)
     about = {

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from outpace.cli import show
+from outpace.config import DEFAULT_DRAFTER, MethodSpec
 from outpace.errors import RequestError
 from outpace.params import SamplingParams
 
@@ -116,12 +117,42 @@ class ModelOptions:
             return Engine.load(self.model, dtype=self.dtype, device=self.device, **given)
 
 
-DrafterOption = Annotated[
-    str | None,
-    option("--drafter", "-d", panel=_MODEL, metavar="SPEC", show_default="prompt_lookup",
-           help="Who guesses: NAME or NAME[key=value ...]; see outpace methods."),
-]
-"""Of commands that run one drafter; None is the engine's default."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterOptions:
+    """Who drafts, and how the drafts are grown and verified."""
+
+    drafter: Annotated[
+        str | None,
+        option("--drafter", "-d", panel=_MODEL, metavar="SPEC", show_default="prompt_lookup",
+               help="Who guesses: NAME or NAME[key=value ...]; see outpace methods."),
+    ] = None
+    tree: Annotated[
+        str | None,
+        option("--tree", panel=_MODEL, metavar="SHAPE", show_default="the drafter's",
+               help="chain, dynamic, or children per level such as 4x2x1."),
+    ] = None
+    tree_size: Annotated[
+        int | None,
+        option("--tree-size", panel=_MODEL, metavar="N", show_default="the drafter's",
+               help="Most guesses per pass."),
+    ] = None
+    verifier: Annotated[
+        str | None,
+        option("--verifier", panel=_MODEL, metavar="NAME", show_default="tree",
+               help="Who decides what is kept; see outpace methods."),
+    ] = None
+
+    @property
+    def spec(self) -> str | None:
+        """The method spec that they make; None where nothing was said.
+
+        Raises:
+            SpecError: ``--drafter`` cannot be read.
+        """
+        plan = {"tree": self.tree, "tree_size": self.tree_size, "verifier": self.verifier}
+        if self.drafter is None and all(value is None for value in plan.values()):
+            return None
+        return str(MethodSpec.parse(self.drafter or DEFAULT_DRAFTER).planned(**plan))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
