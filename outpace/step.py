@@ -286,13 +286,18 @@ def _tell(
             RowRecord(row.number, e.drafter, e.drafted, e.accepted, outcome.verdict.emitted,
                       e.depth, e.censored)
         )
-    passed = sum(len(o.row_F) if o.forced else 1 + len(o.draft) for o in outcomes)
+    passed = sum(len(o.row_F) if o.forced else _rows_of(o.draft) for o in outcomes)
     record = StepRecord(
         machine.steps - 1, tuple(records), clock.seconds, passed, clock.passes, clock.draft_levels,
         prompt=all(outcome.forced for outcome in outcomes),
     )
     for listener in machine.listeners:
         listener(record)
+
+
+def _rows_of(draft: Draft) -> int:
+    """Rows of a pass: the pending token, the guesses, and their riders."""
+    return 1 + len(draft) + (0 if draft.riders is None else len(draft.riders.node_R))
 
 
 class _Clock:

@@ -55,6 +55,7 @@ def standard_specs(target: Target, model: str) -> list[str]:
         row.name
         for row in registry.rows("drafter")
         if row.lossless and not row.trained and row.name != "none"
+        and registry.load("drafter", row.name).needs <= target.can
     ]
     if LAYERS in target.can:
         half = max(1, target.num_layers // 2)

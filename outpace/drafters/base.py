@@ -40,7 +40,9 @@ class Drafter(ABC, Generic[S]):
     Config: ClassVar[type]
     """Frozen keyword-only dataclass; its fields are the keys of the method spec."""
     default_nodes: ClassVar[int] = 0
-    """Length of its chains where the method spec says neither ``tree`` nor ``tree_size``."""
+    """Most guesses per draft where the method spec does not say ``tree_size``."""
+    default_tree: ClassVar[str | None] = None
+    """Shape where the method spec does not say ``tree``; None is a chain."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """Abilities wanted from the target (``outpace.models.base``: TREE, LAYERS, TAPS, ...)."""
     taps: frozenset[str] = frozenset()

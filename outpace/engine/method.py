@@ -32,7 +32,9 @@ class Method:
         target.require(cls.needs, who)
         self.spec = str(spec)
         size = read_size(plan.get("tree_size"), who)
-        self.budget: Budget = budget(plan.get("tree"), size, cls.default_nodes)
+        self.budget: Budget = budget(
+            plan.get("tree", cls.default_tree), size, cls.default_nodes
+        )
         self.verifier_spec = MethodSpec.parse(plan.get("verifier", "tree"))
         self.names_verifier = "verifier" in plan
         self.verifier: Verifier = make("verifier", self.verifier_spec)

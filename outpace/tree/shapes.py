@@ -105,7 +105,7 @@ def budget(tree: str | None, tree_size: int | None, default_nodes: int) -> Budge
         raise SpecError(f"tree_size must be between 0 and {MAX_NODES}, got {tree_size}")
     shape = CHAIN if tree is None else parse_shape(tree)
     if shape.beam:
-        size = max(default_nodes, 2 * BEAM) if tree_size is None else tree_size
+        size = max(default_nodes, BEAM) if tree_size is None else tree_size
         return Budget(max_nodes=size, max_depth=min(size, LEVELS), shape=shape)
     if shape.parent_N is None:
         size = default_nodes if tree_size is None else tree_size
