@@ -20,20 +20,37 @@ OPTIONS = {
         --dtype --frequency-penalty --help --ignore-eos --include-stop --json --logit-bias
         --logprobs --max-new-tokens --min-p --min-tokens --model --n --no-reproducible
         --presence-penalty --prompt-file --raw --repetition-penalty --reproducible --seed --stop
-        --stop-token-id --system --temperature --threads --top-k --top-p
+        --stop-token-id --system --temperature --threads --top-k --top-p --tree --tree-size
+        --verifier
     """,
     "chat": """
         -d -m -t --allow-token-id --ban-token-id --device --drafter --dtype
         --frequency-penalty --help --ignore-eos --include-stop --logit-bias --max-new-tokens
         --min-p --min-tokens --model --no-reproducible --presence-penalty --repetition-penalty
         --reproducible --seed --stop --stop-token-id --system --temperature --threads --top-k
-        --top-p
+        --top-p --tree --tree-size --verifier
     """,
     "check": """
         -d -m --device --drafters --dtype --help --json --max-new-tokens --model --prompts
         --threads
     """,
+    "bench": """
+        -b -d -m -o -t -w --answers --batch --device --drafters --dtype --help --json --limit
+        --max-new-tokens --max-repeat --model --out --peer-python --peers --repeat --seed
+        --synthetic-acceptance --temperature --threads --workload
+    """,
+    "bench compare": "--help",
+    "bench passes": """
+        -d -m --batches --contexts --device --drafters --dtype --help --json --model --out
+        --repeat --rows --threads
+    """,
+    "analyze": "-h --help",
+    "analyze acceptance": """
+        -d -m -o -t -w --device --drafter --dtype --help --json --limit --max-new-tokens --model
+        --out --temperature --threads --workload
+    """,
     "methods": "--help --json",
+    "build": "--help",
 }
 """Command, as typed -> its options. A new one is added here on purpose, or not at all."""
 
@@ -70,7 +87,7 @@ def test_without_a_command_it_helps(outpace, arguments):
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_every_command_has_help_with_examples(outpace, command):
-    ran = outpace(command, "--help")
+    ran = outpace(*command.split(), "--help")
     assert ran.code == 0 and ran.err == ""
     assert f"outpace {command}" in ran.out
     for flag in OPTIONS[command].split():

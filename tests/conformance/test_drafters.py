@@ -8,6 +8,8 @@ import torch
 from outpace import Engine, SamplingParams, registry
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
+from outpace.drafters.lookup.datastore import write_datastore
+from outpace.engine.requests import Ready
 from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
 from outpace.types import Budget, Draft, Drawn, Outcome, Scored, Verdict
@@ -20,8 +22,29 @@ SPECS = {
         "draft_model[model=tiny tree=2x2x2 policy=confidence]",
         "draft_model[model=tiny layers=1 tree=2x2 verifier=tree[replacement=true]]",
         "draft_model[model=tiny layers=1 verifier=chain]",
+        "draft_model[model=tiny layers=1 tree=dynamic tree_size=6]",
+        "draft_model[model=tiny layers=1 tree=dynamic:3 verifier=tree[replacement=true]]",
+        "draft_model[model=tiny layers=1 verifier=block]",
+        "draft_model[model=tiny layers=1 tree=3x2 verifier=k_seq]",
+        "draft_model[model=tiny layers=1 tree=3x2 verifier=greedy_plus_one]",
+        "draft_model[model=tiny layers=1 tree=3x2x1 verifier=traversal]",
     ],
     "prompt_lookup": ["prompt_lookup", "prompt_lookup[min_ngram=1 tree_size=4]"],
+    "max_gram": ["max_gram", "max_gram[min_match=2 tree=2x2x1]"],
+    "suffix": ["suffix", "suffix[tree=3x2x1]", "suffix[factor=1.5 verifier=chain]"],
+    "adaptive_ngram": ["adaptive_ngram", "adaptive_ngram[max_order=3 tree=2x2x1x1]"],
+    "reference": ["reference", "reference[tree=[-1,-1,0,1,2,4,5]]"],
+    "retrieval": [
+        "retrieval[store=small.store]",
+        "retrieval[store=small.store min_ngram=1 tree=3x2x1]",
+        "retrieval[store=small.store min_ngram=1 tree=dynamic]",
+    ],
+    "recycling": [
+        "recycling",
+        "recycling[tree=dynamic]",
+        "recycling[table=small.store successors=3 tree=[-1,-1,0,2,2,1] verifier=match]",
+    ],
+    "lookahead": ["lookahead", "lookahead[ngram=4 window=4 tree=3x2x1]"],
 }
 METHODS = [
     spec for row in registry.rows("drafter") for spec in SPECS.get(row.name, [row.name])
@@ -45,6 +68,17 @@ def engine():
 @pytest.fixture(scope="module")
 def plain(engine):
     return [r.tokens for r in engine.generate(PROMPTS, drafter="none", **GREEDY)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_store(engine, plain, tmp_path_factory):
+    """Tests run in a folder that holds a datastore of the plain texts, for those who read one."""
+    folder = tmp_path_factory.mktemp("store")
+    documents = [[*prompt, *text] for prompt, text in zip(PROMPTS, plain, strict=True)]
+    write_datastore(documents, engine.target.tokenizer, folder / "small.store")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield
 
 
 def tokens(results):
@@ -197,12 +231,14 @@ def test_cache_equals_a_fresh_prefill_after_every_commit(engine, spec, temperatu
     method = engine.method(spec)
     params = SamplingParams(**settings).resolved(None)
     running = [
-        engine.running(tuple(p), params, 3, engine.cache.open(), method, method.verifier)
+        engine.running(
+            Ready(ids=tuple(p), params=params, seed=3), engine.cache.open(), method, method.verifier
+        )
         for p in PROMPTS
     ]
     engine.listeners.append(compare)
     try:
-        for _ in engine.chunks(running):
+        for _ in engine.chunks(running, method):
             pass
     finally:
         engine.listeners.clear()

@@ -1,0 +1,159 @@
+"""Bigram tables: which tokens follow a token most often in some text, and how often.
+
+The weakest drafter that always has something to say. One table per vocabulary, made once from any
+text by ``outpace build bigram``; text like that of the answers is best, but any prose or code
+teaches how words of several tokens go on.
+
+    token -> WIDTH tokens and the share of its occurrences that each of them follows
+
+Source: the statistical model of CS-Drafting's Max-Gram, arXiv:2312.11462, section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from outpace.config import data_folder
+from outpace.drafters.lookup.files import read, vocabulary, write
+from outpace.errors import ModelError, RequestError
+from outpace.models.text import Tokenizer
+
+WIDTH = 4
+"""Successors kept of every token."""
+_KIND = "bigram table"
+_REMEDY = "make one with `outpace build bigram FILES --model M`"
+_PIECE = 1 << 20  # characters that are encoded at a time
+_DOUBT = 1.0  # added to how often a token was seen: what was seen once proves little
+_SCALE = 255
+
+
+class BigramTable:
+    """The likeliest successors of every token.
+
+    Args:
+        token: int32 [vocabulary, WIDTH], likeliest first; -1 where there are fewer.
+        share: uint8 of the same shape, probabilities times 255.
+    """
+
+    def __init__(self, token: npt.NDArray[np.int32], share: npt.NDArray[np.uint8]) -> None:
+        self.token = token
+        self.share = share
+
+    def after(self, token: int) -> list[tuple[int, float]]:
+        """Successors and their probabilities, likeliest first; none for an unknown token."""
+        if not 0 <= token < len(self.token):
+            return []
+        shares = self.share[token].tolist()
+        pairs = zip(self.token[token].tolist(), shares, strict=True)
+        return [(then, share / _SCALE) for then, share in pairs if then >= 0]
+
+    @classmethod
+    def count(cls, texts: Iterable[Sequence[int]], size: int) -> BigramTable:
+        """Count the pairs of some texts.
+
+        Args:
+            texts: token ids; no pair spans two texts.
+            size: tokens of the vocabulary.
+
+        Cost: about a second per 5 million tokens; memory for the distinct pairs.
+        """
+        pair = np.zeros(0, np.int64)
+        times = np.zeros(0, np.int64)
+        for text in texts:
+            ids = np.asarray(text, np.int64)
+            new, seen = np.unique(ids[:-1] * size + ids[1:], return_counts=True)
+            pair, back = np.unique(np.concatenate([pair, new]), return_inverse=True)
+            times = np.bincount(back, np.concatenate([times, seen]), len(pair)).astype(np.int64)
+        first = pair // size
+        total = np.bincount(first, times, size) + _DOUBT
+        order = np.lexsort((pair, -times, first))  # by token, then by count
+        pair, times, first = pair[order], times[order], first[order]
+        starts = np.searchsorted(first, np.arange(size))
+        rank = np.arange(len(pair)) - starts[first]
+        top = rank < WIDTH
+        token = np.full((size, WIDTH), -1, np.int32)
+        share = np.zeros((size, WIDTH), np.uint8)
+        token[first[top], rank[top]] = pair[top] % size
+        share[first[top], rank[top]] = np.round(_SCALE * times[top] / total[first[top]])
+        return cls(token, share)
+
+    def save(self, path: Path, digest: str) -> None:
+        """Write the table for the vocabulary of this digest; an existing file is replaced."""
+        data = self.token.astype("<i4").tobytes() + self.share.tobytes()
+        write(path, _KIND, digest, {"size": len(self.token), "width": WIDTH}, data)
+
+    @classmethod
+    def load(cls, path: Path, digest: str) -> BigramTable:
+        """Read a table back.
+
+        Raises:
+            ModelError: missing, damaged, or made for another vocabulary.
+        """
+        header, data = read(path, _KIND, digest, _REMEDY)
+        size, width = header.get("size", 0), header.get("width", 0)
+        if len(data) != 5 * size * width or not data:
+            raise ModelError(f"{_KIND} {path} is damaged; {_REMEDY}")
+        token = np.frombuffer(data, "<i4", size * width).astype(np.int32).reshape(size, width)
+        share = np.frombuffer(data, np.uint8, offset=4 * size * width).reshape(size, width)
+        return cls(token, share)
+
+
+def usual_place(digest: str) -> Path:
+    """Where the user's own table for a vocabulary lies, if there is one."""
+    return data_folder() / "bigram" / f"{digest}.bigram"
+
+
+def build_bigram(
+    paths: Sequence[Path],
+    tokenizer: Tokenizer,
+    out: Path | None,
+    *,
+    progress: Callable[[str, int], None],
+) -> tuple[Path, int]:
+    """Make a table from text files.
+
+    Args:
+        paths: files of UTF-8 text.
+        tokenizer: of the model that is to use it.
+        out: the file to write; None is the `usual_place`, where ``max_gram`` finds it.
+        progress: told the file under way and how many bytes of it were done.
+
+    Returns:
+        The file written, and the number of tokens read.
+
+    Raises:
+        RequestError: a file that is not UTF-8 text, or no text at all.
+        OSError: a file that cannot be read or written.
+    """
+    read_tokens = 0
+
+    def texts() -> Iterable[list[int]]:
+        nonlocal read_tokens
+        for path in paths:
+            for piece in _pieces(path):
+                ids = tokenizer.encode(piece, special=False)
+                read_tokens += len(ids)
+                yield ids
+                progress(str(path), len(piece.encode()))
+
+    table = BigramTable.count(texts(), tokenizer.vocab_size)
+    if read_tokens < 2:
+        raise RequestError(f"no text in {', '.join(map(str, paths))}; give files with some text")
+    digest = vocabulary(tokenizer, tokenizer.vocab_size)
+    path = out or usual_place(digest)
+    table.save(path, digest)
+    return path, read_tokens
+
+
+def _pieces(path: Path) -> Iterable[str]:
+    """A file's text in pieces that end at the end of a line, where there is one."""
+    with path.open(encoding="utf-8", newline="") as file:
+        try:
+            while piece := file.read(_PIECE):
+                yield piece + file.readline(_PIECE)
+        except UnicodeDecodeError:
+            raise RequestError(f"{path} is not UTF-8 text; convert it, or leave it out") from None

@@ -1,0 +1,146 @@
+"""Max-Gram: copy what followed the longest suffix that occurred before; failing that, bigrams.
+
+    ... the cat sat on the mat. [Then the cat] -> draft "sat on the mat."
+    ... a word that never came before: [elec] -> draft "tric" "ity", from a table of pairs
+
+The longest suffix is found anywhere in prompt and output, its newest occurrence wins, and the
+draft copies on from there; a copy that touches the end of the text goes round if the match is
+longer than the round, which is what a loop looks like. A bigram table (``outpace build bigram``)
+takes over where nothing matches, where the pair is likelier than a short match, and where the
+text to copy from ends. So there is a guess at nearly every step, which pays on a machine where
+the first few are free. Without a table the method is silent on new text.
+
+Cost: amortised O(1) per token and per drafted token; some 600 bytes per token of a running
+sequence, and 20 bytes per token of the vocabulary for a table.
+Paper: Chen et al. 2023, Cascade Speculative Drafting, arXiv:2312.11462, section 4 (there the
+earliest occurrence wins, which guesses worse).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outpace.drafters.base import Drafter, Request
+from outpace.drafters.lookup.automaton import SuffixAutomaton
+from outpace.drafters.lookup.bigram import BigramTable, usual_place
+from outpace.drafters.lookup.files import vocabulary
+from outpace.drafters.lookup.worth import Trust, grow
+from outpace.models.base import Target
+from outpace.tree.growth import DraftRow
+from outpace.types import Draft, Outcome
+
+ABROAD = 0.5
+"""How much of a pair's share in the table's text to expect in an answer: the surest pairs of
+other people's prose are kept about half as often as they came there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaxGramConfig:
+    """Settings of the drafter."""
+
+    min_match: int = 1
+    """Shortest suffix worth copying after, tokens."""
+    table: str | None = None
+    """Bigram table; none: that of the user's data folder for this vocabulary, if there is one."""
+    bigram: bool = True
+    """Whether to use a bigram table."""
+
+    def __post_init__(self) -> None:
+        if self.min_match < 1:
+            raise ValueError(f"min_match must be at least 1, got {self.min_match}")
+        if self.table is not None and not self.bigram:
+            raise ValueError(f"table={self.table} contradicts bigram=false; drop one of the two")
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """One sequence."""
+
+    text: SuffixAutomaton
+    trust: Trust = field(default_factory=Trust)
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """Where a draft stands."""
+
+    token: int
+    """The last token."""
+    copy: int = -1
+    """Index into the text of what the copy takes next; -1 if there is nothing to copy."""
+    match: int = 0
+    """Tokens before it that agree."""
+
+
+class MaxGram(Drafter[_State]):
+    """Copies after the longest match, and fills up with bigrams.
+
+    Args:
+        table: None does without.
+    """
+
+    Config = MaxGramConfig
+    default_nodes = 20
+
+    def __init__(self, config: MaxGramConfig, table: BigramTable | None = None) -> None:
+        self.config = config
+        self.table = table
+
+    @classmethod
+    def load(cls, config: MaxGramConfig, target: Target) -> MaxGram:
+        """Read the bigram table that is named, or the user's own.
+
+        Raises:
+            ModelError: a table that is missing, damaged, or made for another vocabulary.
+        """
+        named = None if config.table is None else Path(config.table)
+        if not config.bigram or (named is None and not usual_place("").parent.is_dir()):
+            return cls(config)
+        digest = vocabulary(target.tokenizer, target.vocab_size)
+        path = named or usual_place(digest)
+        if named is None and not path.exists():
+            return cls(config)
+        return cls(config, BigramTable.load(path, digest))
+
+    def begin(self, request: Request) -> _State:
+        """The text that is held already; the rest of the prompt arrives through ``observe``."""
+        return _State(SuffixAutomaton(request.prompt[: request.held]))
+
+    def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
+        """A chain each; in a template the siblings come from the table. CHOSEN."""
+        return [self._propose(row) for row in rows]
+
+    def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
+        """Take in the new text, and which guesses were kept."""
+        for state, outcome in zip(states, outcomes, strict=True):
+            if outcome.forced:
+                state.text.extend(outcome.fed)
+            state.text.extend(outcome.verdict.emitted)
+            state.trust.learn(outcome)
+
+    def _propose(self, row: DraftRow[_State]) -> Draft:
+        text, trust = row.state.text, row.state.trust
+        if not text.tokens:
+            return Draft()
+        tokens = text.tokens
+        state, match = next(text.suffixes(), (0, 0))
+        first = text.newest[state] + 1 if match >= self.config.min_match else -1
+        goes_round = match >= len(tokens) - first or self.table is None
+
+        def after(node: _Node) -> list[tuple[int, float, _Node]]:
+            found: dict[int, tuple[float, _Node]] = {}
+            if node.copy >= 0:
+                token, then = tokens[node.copy], node.copy + 1
+                if then == len(tokens):
+                    then = first if goes_round else -1
+                found[token] = trust.chance(node.match), _Node(token, then, node.match + 1)
+            if self.table is not None:
+                for token, share in self.table.after(node.token):
+                    if token not in found:
+                        found[token] = ABROAD * share, _Node(token)
+            out = [(token, *what) for token, what in found.items()]
+            return sorted(out, key=lambda item: -item[1])
+
+        return grow(after, _Node(tokens[-1], first, match), row.budget)

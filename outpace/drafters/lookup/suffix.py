@@ -1,0 +1,194 @@
+"""Suffix drafting: after the longest phrase that occurred before, what followed it most often.
+
+    ... in the old town ... in the new town ... in the old [in the]
+    draft   old --- town          as a tree (tree=2x1):   old --- town
+                                                          new --- town
+
+A suffix automaton over prompt and output knows, for the text so far, its longest suffix that was
+there before, what followed it, and how often. The draft goes down that way as long as it pays:
+a few tokens after a short match, dozens after a long one (`outpace.drafters.lookup.worth`).
+
+``shared=true`` also remembers what the drafter's earlier requests answered, in a bounded store,
+and takes whichever of the two promises more. It pays where requests resemble each other: agents
+that call the same tools, the same questions again, structured output. ``store=FILE`` keeps it
+between runs. One drafter serves all its users from that store: what they said can be guessed
+from how fast an answer comes, so share it among those who may know.
+
+The text at temperature 0, or with ``reproducible``, does not depend on any of this. Otherwise a
+shared store changes which coins meet which guesses, as every change of drafter does.
+
+Cost: amortised O(1) per token and per drafted token, some 600 bytes per token of a running
+sequence; the store 36 bytes per token of room, which doubles up to ``capacity``, and one
+look-up of some 10 microseconds per draft.
+Paper: Oliaro et al. 2024, SuffixDecoding, arXiv:2411.04975; the automaton, SAM-Decoding,
+arXiv:2411.10666.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from outpace.drafters.base import Drafter, Request
+from outpace.drafters.lookup.automaton import SuffixAutomaton
+from outpace.drafters.lookup.files import vocabulary
+from outpace.drafters.lookup.history import LONGEST, History
+from outpace.drafters.lookup.worth import Chances, Trust, grow
+from outpace.models.base import Target
+from outpace.tree.growth import DraftRow
+from outpace.types import Budget, Draft, Outcome
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuffixConfig:
+    """Settings of the drafter."""
+
+    min_match: int = 1
+    """Shortest suffix worth a draft, tokens. 2 drafts less, and is more often right."""
+    factor: float | None = None
+    """Draft at most so many tokens per token of the match; none: as many as pay."""
+    shared: bool = False
+    """Look into the answers of past requests as well."""
+    capacity: int = 1 << 20
+    """Tokens that the shared store holds; beyond it the oldest answers go."""
+    store: str | None = None
+    """File that the shared store is read from, and written to after every request; implies
+    ``shared``. Of several processes that write it the last one wins."""
+
+    def __post_init__(self) -> None:
+        if self.min_match < 1:
+            raise ValueError(f"min_match must be at least 1, got {self.min_match}")
+        if self.factor is not None and not self.factor > 0:
+            raise ValueError(f"factor must be above 0, got {self.factor}")
+        if not 4096 <= self.capacity <= 1 << 30:
+            raise ValueError(f"capacity must be between 4096 and {1 << 30}, got {self.capacity}")
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """One sequence."""
+
+    prompt: int
+    """Tokens of its prompt."""
+    text: SuffixAutomaton
+    trust: Trust = field(default_factory=Trust)
+
+
+class Suffix(Drafter[_State]):
+    """Follows what came most often after the longest suffix that came before.
+
+    Args:
+        history: answers of past requests; None keeps none.
+        digest: vocabulary of the store's file.
+    """
+
+    Config = SuffixConfig
+    default_nodes = 20
+
+    def __init__(
+        self, config: SuffixConfig, history: History | None = None, digest: str = ""
+    ) -> None:
+        self.config = config
+        self.history = history
+        self._digest = digest
+
+    @classmethod
+    def load(cls, config: SuffixConfig, target: Target) -> Suffix:
+        """Read the store, if one is named and exists already.
+
+        Raises:
+            ModelError: the store is damaged, or made for another vocabulary.
+        """
+        if config.store is None:
+            return cls(config, History(config.capacity) if config.shared else None)
+        digest, path = vocabulary(target.tokenizer, target.vocab_size), Path(config.store)
+        if path.exists():
+            return cls(config, History.load(path, digest, config.capacity), digest)
+        return cls(config, History(config.capacity), digest)
+
+    def begin(self, request: Request) -> _State:
+        """The text that is held already; the rest of the prompt arrives through ``observe``."""
+        return _State(len(request.prompt), SuffixAutomaton(request.prompt[: request.held]))
+
+    def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
+        """A chain each, or a part of the template; CHOSEN, and empty where nothing matches."""
+        return [self._propose(row) for row in rows]
+
+    def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
+        """Take in the new text, and which guesses were kept."""
+        for state, outcome in zip(states, outcomes, strict=True):
+            if outcome.forced:
+                state.text.extend(outcome.fed)
+            state.text.extend(outcome.verdict.emitted)
+            state.trust.learn(outcome)
+
+    def end(self, state: _State) -> None:
+        """Remember the answer, with as much of the prompt's end as a match may need."""
+        tokens = state.text.tokens
+        if self.history is None or len(tokens) <= state.prompt:
+            return
+        self.history.add(tokens[max(0, state.prompt - LONGEST) :])
+        if self.config.store is not None:
+            self.history.save(Path(self.config.store), self._digest)
+
+    def _propose(self, row: DraftRow[_State]) -> Draft:
+        own = self._from_text(row)
+        if self.history is None:
+            return own
+        past = self._from_history(row, self.history)
+        return past if _worth(past) > _worth(own) else own
+
+    def _from_text(self, row: DraftRow[_State]) -> Draft:
+        text, trust = row.state.text, row.state.trust
+        state, match = next(text.suffixes(), (0, 0))
+        if match < self.config.min_match:
+            return Draft()
+
+        def after(node: tuple[int, int]) -> list[tuple[int, float, tuple[int, int]]]:
+            found = text.after(node[0])
+            total = sum(count for _, count, _ in found)
+            return [
+                (token, trust.chance(node[1], count, total), (then, node[1] + 1))
+                for token, count, then in found
+            ]
+
+        return grow(after, (state, match), self._within(row.budget, match))
+
+    def _from_history(self, row: DraftRow[_State], history: History) -> Draft:
+        found = history.find(row.state.text.tokens[-LONGEST:])
+        if not found:
+            return Draft()
+        longest = max(match for _, match in found)
+        if longest < self.config.min_match:
+            return Draft()
+        # Places that agree half as far still say what is usual; shorter ones are about other
+        # things.
+        alike = [(place, match) for place, match in found if 2 * match >= longest]
+        tokens, trust = history.tokens, row.state.trust
+        Places = tuple[tuple[int, ...], int]
+
+        def after(node: Places) -> list[tuple[int, float, Places]]:
+            places: dict[int, list[int]] = {}
+            for place in node[0]:
+                if tokens[place + 1] >= 0:
+                    places.setdefault(tokens[place + 1], []).append(place + 1)
+            total = len(node[0])
+            out = [
+                (token, trust.chance(node[1], len(at), total), (tuple(at), node[1] + 1))
+                for token, at in places.items()
+            ]
+            return sorted(out, key=lambda item: -item[1])  # newest first where equal
+
+        start = tuple(place for place, _ in alike), min(match for _, match in alike)
+        return grow(after, start, self._within(row.budget, longest))
+
+    def _within(self, budget: Budget, match: int) -> Budget:
+        if self.config.factor is None:
+            return budget
+        most = max(1, int(self.config.factor * match))
+        return replace(budget, max_depth=min(budget.max_depth, most))
+
+
+def _worth(draft: Draft) -> float:
+    return draft.memo.worth if isinstance(draft.memo, Chances) else 0.0

@@ -1,0 +1,107 @@
+import pytest
+
+from outpace.config import data_folder
+from outpace.drafters.lookup import bigram as module
+from outpace.drafters.lookup.bigram import BigramTable
+from outpace.drafters.lookup.files import vocabulary
+from outpace.models.load import load_target
+
+TEXT = "the cat sat on the mat.\nthe dog sat on the log.\n" * 30
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OUTPACE_DATA", str(tmp_path / "data"))
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    (tmp_path / "b.txt").write_text("caf\u00e9 au lait", encoding="utf-8")
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    (tmp_path / "empty.txt").write_bytes(b"")
+    return tmp_path
+
+
+def test_a_bigram_table_is_made_and_used(outpace, folder):
+    ran = outpace("build", "bigram", "a.txt", "b.txt", "--model", "tiny", "--out", "t.bigram")
+    assert ran.code == 0, ran.err
+    tokenizer = load_target("tiny").tokenizer
+    pieces = [TEXT, "caf\u00e9 au lait"]
+    count = sum(len(tokenizer.encode(piece, special=False)) for piece in pieces)
+    assert ran.out == f"t.bigram: made from {count} tokens\n"
+    assert "bytes: a.txt" in ran.err
+    table = BigramTable.load(folder / "t.bigram", vocabulary(tokenizer, tokenizer.vocab_size))
+    (s,) = tokenizer.encode("s", special=False)
+    a = tokenizer.encode("sat", special=False)[1]
+    assert table.after(s)[0][0] == a and table.after(s)[0][1] > 0.9
+    answer = ("generate", "--model", "tiny", "--max-new-tokens", "8", "--raw", "--ignore-eos", "ab")
+    plain = outpace(*answer, "--drafter", "none")
+    ran = outpace(*answer, "--drafter", "max_gram[table=t.bigram]")
+    assert ran.code == 0 and ran.out == plain.out
+
+
+def test_without_a_name_it_goes_where_the_drafter_looks(outpace, folder):
+    ran = outpace("build", "bigram", "a.txt", "-m", "tiny")
+    assert ran.code == 0, ran.err
+    (made,) = (data_folder() / "bigram").iterdir()
+    assert ran.out.startswith(f"{made}: ") and made.suffix == ".bigram"
+
+
+def test_pieces_of_a_file_are_counted_as_one_text(folder, monkeypatch):
+    tokenizer = load_target("tiny").tokenizer
+    told = []
+
+    def build(name):
+        return module.build_bigram([folder / "a.txt"], tokenizer, folder / name,
+                                   progress=lambda part, step: told.append(step))
+
+    whole, tokens = build("whole")
+    assert sum(told) == len(TEXT)
+    monkeypatch.setattr(module, "_PIECE", 100)
+    parts, again = build("parts")
+    assert tokens == again and len(told) > 3
+    digest = vocabulary(tokenizer, 0)
+    one, other = (BigramTable.load(path, digest) for path in (whole, parts))
+    (s,) = tokenizer.encode("s", special=False)
+    assert one.after(s)[0][0] == other.after(s)[0][0]
+
+
+def test_a_datastore_is_made(outpace, folder):
+    ran = outpace("build", "datastore", "a.txt", "-m", "tiny", "--out", "t.store")
+    assert ran.code == 0, ran.err
+    assert ran.out == f"t.store: {(folder / 't.store').stat().st_size} bytes\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "missing command; see outpace build --help"),
+        (["bigrams"], "did you mean"),
+        (["bigram"], "missing argument"),
+        (["bigram", "nowhere.txt", "-m", "tiny"], "nowhere.txt"),
+        (["bigram", ".", "-m", "tiny"], "is a directory"),
+        (["bigram", "latin.txt", "-m", "tiny"], "latin.txt is not utf-8 text"),
+        (["bigram", "empty.txt", "-m", "tiny"], "no text in empty.txt"),
+        (["bigram", "a.txt", "-m", "smollm2-135n"], "did you mean smollm2-135m"),
+        (["bigram", "a.txt", "-m", "./nowhere"], "no model at ./nowhere"),
+        (["datastore", "a.txt", "-m", "tiny"], "--out"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(outpace, folder, arguments, says):
+    ran = outpace("build", *arguments)
+    assert ran.code == 2 and ran.out == ""
+    error = ran.err.splitlines()[-1]
+    assert error.startswith("outpace: error: ") and says in error.lower()
+
+
+def test_a_table_of_another_vocabulary_is_refused(outpace, folder):
+    outpace("build", "bigram", "a.txt", "-m", "smollm2-135m", "--out", "big.bigram")
+    ran = outpace("generate", "--model", "tiny", "--max-new-tokens", "2", "--drafter",
+                  "max_gram[table=big.bigram]", "a")
+    assert ran.code == 2 and "another vocabulary" in ran.err and ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["bigram", "datastore"])
+def test_help_has_examples(outpace, command):
+    ran = outpace("build", command, "--help")
+    assert ran.code == 0 and f"outpace build {command}" in ran.out
+    assert all(flag in ran.out for flag in ("--model", "-m", "--out", "-o"))
