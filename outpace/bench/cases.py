@@ -1,0 +1,120 @@
+"""From the prompts of a workload to the cases that contenders answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outpace.bench.records import Case
+from outpace.bench.workloads import Prompt
+from outpace.engine.engine import Engine
+from outpace.errors import RequestError
+from outpace.params import SamplingParams
+
+
+@dataclass(kw_only=True, slots=True)
+class Asked:
+    """What is going to be answered."""
+
+    prompts: list[Prompt] = field(default_factory=list)
+    cases: list[Case] = field(default_factory=list)
+    """Category by category; a case per turn of a prompt and per seed."""
+    notes: list[str] = field(default_factory=list)
+    """For the report: what had to be left out."""
+
+
+def turn_id(prompt: Prompt, turn: int) -> str:
+    """Id of the case that is a turn of a prompt; the first turn is the prompt itself."""
+    return prompt.id if turn == 0 else f"{prompt.id}#{turn + 1}"
+
+
+def make_cases(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    *,
+    limit: int | None,
+    max_new_tokens: int,
+    seeds: Sequence[int],
+) -> Asked:
+    """Turn prompts into cases, as many per category as wanted.
+
+    A later turn follows the model's own greedy answers to the turns before it, ended where the
+    model ends them: all contenders get the same conversation.
+
+    Args:
+        engine: encodes prompts, in chat form if the model has a template, and answers turns.
+        prompts: those that leave no room for the answer are left out.
+        limit: most prompts per category, spread evenly over those that fit; None takes all.
+        max_new_tokens: length of an answer.
+        seeds: every prompt is answered once with each.
+
+    Raises:
+        RequestError: no prompt fits.
+
+    Cost: an answer for every turn that is followed by another.
+    """
+    room = engine.target.max_positions - max_new_tokens
+    asked = Asked()
+    fitting: dict[str, list[tuple[Prompt, tuple[int, ...]]]] = {}
+    for prompt in prompts:
+        ids = encode(engine, prompt.messages)
+        if len(ids) <= room:
+            fitting.setdefault(prompt.category, []).append((prompt, ids))
+    left_out = len(prompts) - sum(map(len, fitting.values()))
+    if not fitting:
+        raise RequestError(
+            f"no prompt leaves room for {max_new_tokens} new tokens in the context of "
+            f"{engine.target.max_positions}; give a smaller --max-new-tokens or other prompts"
+        )
+    cut = 0
+    for group, rows in fitting.items():
+        count = len(rows) if limit is None else min(limit, len(rows))
+        for prompt, ids in (rows[i * len(rows) // count] for i in range(count)):
+            turns = _turns(engine, prompt, ids, max_new_tokens, room)
+            cut += 1 + len(prompt.turns) - len(turns)
+            asked.prompts.append(prompt)
+            asked.cases += [
+                Case(id=turn_id(prompt, turn), group=group, ids=said, seed=seed,
+                     reference=_reference(engine, prompt))
+                for turn, said in enumerate(turns)
+                for seed in seeds
+            ]
+    for number, what in ((left_out, f"of {len(prompts)} prompts"), (cut, "later turns")):
+        if number:
+            asked.notes.append(
+                f"{number} {what} left out: too long for the context of "
+                f"{engine.target.max_positions}"
+            )
+    return asked
+
+
+def encode(engine: Engine, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """Token ids of a conversation; its bare text if the model has no chat template."""
+    tokenizer = engine.target.tokenizer
+    if tokenizer is not None and tokenizer.chat_template:
+        return engine.encode(list(messages))
+    return engine.encode("\n".join(message["content"] for message in messages))
+
+
+def _turns(
+    engine: Engine, prompt: Prompt, ids: tuple[int, ...], max_new_tokens: int, room: int
+) -> list[tuple[int, ...]]:
+    """Prompts of all turns, up to the first that has no room."""
+    turns, answers = [ids], list[str]()
+    greedy = SamplingParams(
+        temperature=0.0, repetition_penalty=1.0, max_new_tokens=max_new_tokens
+    )
+    while len(turns) <= len(prompt.turns):
+        answers.append(engine.generate(turns[-1], greedy, drafter="none").text)
+        following = encode(engine, prompt.after(answers))
+        if len(following) > room:
+            break
+        turns.append(following)
+    return turns
+
+
+def _reference(engine: Engine, prompt: Prompt) -> tuple[int, ...] | None:
+    if prompt.reference is None or engine.target.tokenizer is None:
+        return None
+    return tuple(engine.target.tokenizer.encode(prompt.reference, special=False))

@@ -1,0 +1,154 @@
+"""Contenders of this package: a drafter of the engine, run and timed unit by unit."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace.bench.records import Case, Kind, Run, Settings
+from outpace.engine.engine import Engine
+from outpace.engine.method import Method
+from outpace.engine.requests import Ready
+from outpace.engine.results import Result
+from outpace.params import SamplingParams
+from outpace.types import StepRecord
+
+_PROC = Path("/proc/self")
+_RESET_PEAK = "5"  # see proc(5), clear_refs
+
+
+class Ours:
+    """A drafter of the engine as a contender.
+
+    Args:
+        engine: shared by all of them, so that they run on the same weights.
+        method: what drafts; ``Engine.method`` makes it.
+    """
+
+    kind: Kind = "drafter"
+
+    def __init__(self, engine: Engine, method: Method) -> None:
+        self.engine = engine
+        self.method = method
+        self.name = method.spec
+        self.about: Mapping[str, Any] = {
+            "dtype": str(engine.target.dtype).removeprefix("torch."),
+            "lossless": method.verifier.lossless,
+            "synthetic": False,
+        }
+
+    def reference(self, case: Case, settings: Settings) -> tuple[int, ...] | None:
+        """What the drafter is told to expect as the answer."""
+        return case.reference
+
+    def run(self, unit: tuple[Case, ...], settings: Settings) -> Run:
+        """Answer a unit in one batch.
+
+        Every setting of sampling but the temperature is neutral, whatever the model recommends:
+        all contenders have to draw from the same law.
+        """
+        watch = _Watch()
+        self.engine.listeners.append(watch)
+        try:
+            with _peak(self.engine.target.device) as peak:
+                began = time.perf_counter()
+                results = self._answer(unit, settings)
+        finally:
+            self.engine.listeners.remove(watch)
+        return Run(
+            tokens=tuple(result.tokens for result in results),
+            seconds=watch.last - began,
+            prefill_seconds=watch.first - began,
+            counters=tuple(result.counters for result in results),
+            verb_seconds=watch.verbs,
+            draft_levels=watch.draft_levels,
+            peak_memory_bytes=peak[0] if peak else None,
+        )
+
+    def _answer(self, unit: tuple[Case, ...], settings: Settings) -> list[Result]:
+        """What ``Engine.generate`` does, with a seed per case."""
+        engine, method = self.engine, self.method
+        verifier = engine.verifier(method, settings.reproducible)
+        ready = []
+        for index, case in enumerate(unit):
+            params = SamplingParams(
+                temperature=settings.temperature, top_k=0, top_p=1.0, min_p=0.0,
+                repetition_penalty=1.0, max_new_tokens=settings.max_new_tokens,
+                ignore_eos=settings.ignore_eos, seed=case.seed,
+            )  # fmt: skip
+            engine.check(case.ids, params)
+            ready.append(
+                Ready(ids=case.ids, params=params, seed=case.seed, index=index,
+                      reference=self.reference(case, settings))
+            )
+        rows = (engine.running(one, engine.cache.open(), method, verifier) for one in ready)
+        done: dict[int, Result] = {}
+        for chunk in engine.chunks(rows, method):
+            if chunk.result is not None:
+                done[chunk.index] = chunk.result
+        return [done[index] for index in range(len(unit))]
+
+    def close(self) -> None:
+        """The engine is not its own."""
+
+
+class _Watch:
+    """Listens to the steps of one run: when prefill and decoding ended, and where time went."""
+
+    def __init__(self) -> None:
+        self.first = self.last = 0.0
+        self.draft_levels = 0
+        self.verbs: dict[str, float] = {}
+
+    def __call__(self, record: StepRecord) -> None:
+        self.last = time.perf_counter()
+        if record.prompt:
+            self.first = self.last
+            return
+        inside = record.pass_seconds
+        draft, score = inside.get("draft", 0.0), inside.get("score", 0.0)
+        caught_up = inside.get("commit", 0.0)  # a drafter's model reads what was emitted
+        self.draft_levels += record.draft_levels
+        for verb, spent in (
+            ("plan", record.seconds["plan"]),
+            ("draft_host", record.seconds["draft"] - draft),
+            ("draft_pass", draft + caught_up),
+            ("score_host", record.seconds["score"] - score),
+            ("score_pass", score),
+            ("judge", record.seconds["judge"]),
+            ("commit", record.seconds["commit"] - caught_up),
+        ):
+            self.verbs[verb] = self.verbs.get(verb, 0.0) + spent
+
+
+@contextlib.contextmanager
+def _peak(device: torch.device) -> Iterator[list[int]]:
+    """Yields a list that holds, at the end, the peak of memory since the beginning.
+
+    Memory of the device on a GPU, else the resident set of the process; the list stays empty
+    where the system does not tell.
+    """
+    found: list[int] = []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield found
+        found.append(torch.cuda.max_memory_allocated(device))
+        return
+    try:
+        (_PROC / "clear_refs").write_text(_RESET_PEAK)
+        told = True
+    except OSError:
+        told = False
+    yield found
+    if told:
+        status = (_PROC / "status").read_text()
+        found += [
+            int(line.split()[1]) * 1024
+            for line in status.splitlines()
+            if line.startswith("VmHWM:")
+        ]

@@ -1,0 +1,276 @@
+"""A report as tables, the same ones on a terminal and in ``report.md``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outpace.bench.records import VERBS
+from outpace.bench.report import Report
+from outpace.bench.stats import LOOPS, half_width
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Cells as text."""
+
+    title: str
+    columns: tuple[str, ...]
+    """All but the first hold numbers."""
+    rows: tuple[tuple[str, ...], ...]
+
+
+def tables(report: Report) -> list[Table]:
+    """Everything that a report says about methods."""
+    rows: list[Row] = report["rows"]
+    out = [_main(rows), _groups(rows), _shares(rows), _costs(rows), _depths(rows)]
+    if any(row["repeats"] > 1 for row in rows):
+        out.append(_repeats(rows))
+    return [table for table in out if table.rows]
+
+
+def heading(report: Report) -> str:
+    """What was measured, in one line."""
+    p = report["provenance"]
+    c = p["config"]
+    return (
+        f"{p['model']}, {p['dtype']}, {p['gpu'] or p['cpu']}, {p['threads']} threads: "
+        f"{p['prompts']} prompts of {c['workload']}, {c['max_new_tokens']} new tokens, "
+        f"temperature {c['temperature']:g}, batch {c['batch']}"
+    )
+
+
+def noise_line(report: Report) -> str:
+    """The noise floor in one line."""
+    noise = report["noise_floor"]
+    return (
+        f"noise floor: none against none {number(noise['speedup'], 3)} x "
+        f"{interval(noise['speedup_interval'], 3)}, single units off by up to "
+        f"{share(noise['largest_deviation'])}"
+    )
+
+
+def _main(rows: Sequence[Row]) -> Table:
+    return Table(
+        "Speed-up over none: ratio of decode tokens per second, unit by unit, then the mean",
+        ("method", "decode tok/s", "speed-up", "95 % interval", "without loops", "95 % interval",
+         "end to end", "mean emitted", "acceptance", "equal to none"),
+        tuple(
+            (
+                label(row),
+                number(row["decode_tokens_per_second"], 1),
+                number(row["speedup"]),
+                interval(row["speedup_interval"]),
+                number(_kept(row, "speedup")),
+                interval(_kept(row, "speedup_interval")),
+                number(row["end_to_end_speedup"]),
+                number(row["mean_emitted"]),
+                share(row["acceptance_rate"]),
+                share(row["equal_to_none"]),
+            )
+            for row in rows
+        ),
+    )
+
+
+def _groups(rows: Sequence[Row]) -> Table:
+    """Speed-ups by category, with and without loops."""
+    names = list(rows[0]["groups"])
+    plain = rows[0]["groups"]
+    counts = (
+        "sequences",
+        *(f"{plain[n]['sequences']} / {_kept(plain[n], 'sequences') or 0}" for n in names),
+    )
+    cells = [
+        (
+            label(row),
+            *(
+                f"{number(row['groups'][n]['speedup'])} / "
+                f"{number(_kept(row['groups'][n], 'speedup'))}"
+                if n in row["groups"] else ""
+                for n in names
+            ),
+        )
+        for row in rows
+        if row["method"] != "none"
+    ]
+    return Table(
+        f"Speed-up by category: all sequences / without those whose plain text loops (> {LOOPS:g})",
+        ("method", *names),
+        (counts, *cells) if cells else (),
+    )
+
+
+def _shares(rows: Sequence[Row]) -> Table:
+    told = [row for row in rows if row["verb_shares"] is not None]
+    return Table(
+        "Where decoding spends its time",
+        ("method", *VERBS),
+        tuple(
+            (label(row), *(f"{row['verb_shares'][verb]:.1%}" for verb in VERBS)) for row in told
+        ),
+    )
+
+
+def _costs(rows: Sequence[Row]) -> Table:
+    return Table(
+        "Work",
+        ("method", "tok/s with prefill", "prefill s", "passes", "drafted", "draft levels",
+         "peak memory MB", "looping"),
+        tuple(
+            (
+                label(row),
+                number(row["tokens_per_second"], 1),
+                number(row["prefill_seconds"], 3),
+                number(row["passes"], 0),
+                number(row["drafted"], 0),
+                number(row["draft_levels"], 0),
+                number(None if row["peak_memory_bytes"] is None
+                       else row["peak_memory_bytes"] / 1e6, 0),
+                share(row["looping"]),
+            )
+            for row in rows
+        ),
+    )
+
+
+def _depths(rows: Sequence[Row]) -> Table:
+    deep = [row for row in rows if row["acceptance_by_depth"]]
+    most = max((len(row["acceptance_by_depth"]) for row in deep), default=0)
+    return Table(
+        "Acceptance by depth: of the passes whose draft reached it",
+        ("method", *(str(depth + 1) for depth in range(most))),
+        tuple(
+            (label(row), *(f"{a:.2f}" for a in row["acceptance_by_depth"]),
+             *[""] * (most - len(row["acceptance_by_depth"])))
+            for row in deep
+        ),
+    )
+
+
+def _repeats(rows: Sequence[Row]) -> Table:
+    """Every cell with its rounds, so that floors can be judged."""
+    out = []
+    for row in rows:
+        if row["method"] == "none":
+            continue
+        for name, cell in (("all", row), *row["groups"].items()):
+            width = half_width(cell["repeat_interval"])
+            out.append((
+                label(row), name, number(cell["speedup"], 3),
+                "" if cell["repeat_interval"] is None else f"{width:.3f}",
+                number(_kept(cell, "speedup"), 3), str(cell["repeats"]),
+                " ".join(f"{value:.3f}" for value in cell["repeat_speedups"]),
+            ))
+    return Table(
+        "Repeats: the interval is that of measuring these very prompts again",
+        ("method", "category", "speed-up", "half-width", "without loops", "rounds", "each round"),
+        tuple(out),
+    )
+
+
+def side_by_side(a: Report, b: Report) -> list[Table]:
+    """Two comparable reports, method by method; speed-ups each over the plain runs of its own."""
+    both: dict[str, list[Row | None]] = {}
+    for side, report in enumerate((a, b)):
+        for row in report["rows"]:
+            both.setdefault(label(row), [None, None])[side] = row
+
+    def pair(rows: Sequence[Row | None], key: str, digits: int = 2) -> tuple[str, str]:
+        one, other = (number(None if row is None else row[key], digits) for row in rows)
+        return one, other
+
+    main = Table(
+        "A and B",
+        ("method", "decode tok/s A", "B", "speed-up A", "B", "95 % interval A", "B",
+         "end to end A", "B", "mean emitted A", "B"),
+        tuple(
+            (
+                name,
+                *pair(rows, "decode_tokens_per_second", 1),
+                *pair(rows, "speedup"),
+                *(interval(None if row is None else row["speedup_interval"]) for row in rows),
+                *pair(rows, "end_to_end_speedup"),
+                *pair(rows, "mean_emitted"),
+            )
+            for name, rows in both.items()
+        ),
+    )
+    groups = list(dict.fromkeys(name for r in (a, b) for name in r["rows"][0]["groups"]))
+    cells = []
+    for name, rows in both.items():
+        if name.split()[0] != "none":
+            cells.append((
+                name,
+                *(
+                    " | ".join(
+                        number(None if row is None else row["groups"].get(g, {}).get("speedup"))
+                        for row in rows
+                    )
+                    for g in groups
+                ),
+            ))
+    by_group = Table("Speed-up by category: A | B", ("method", *groups), tuple(cells))
+    return [table for table in (main, by_group) if table.rows]
+
+
+def markdown(report: Report) -> str:
+    """The report as a page: what to mind, the tables, then how to get them again."""
+    p = report["provenance"]
+    lines = ["# Benchmark", "", heading(report), "", f"- {noise_line(report)}"]
+    lines += [f"- {note}" for note in report["notes"]]
+    for table in tables(report):
+        lines += ["", f"## {table.title}", "", _line(table.columns)]
+        lines.append(_line(["---", *["---:"] * (len(table.columns) - 1)]))
+        lines += [_line(row) for row in table.rows]
+    lines += ["", "## Again", "", f"    {p['command']}", "", "| | |", "|---|---|"]
+    lines += [
+        _line((key, value if isinstance(value, str) else json.dumps(value)))
+        for key, value in p.items() if key != "command"
+    ]
+    lines += [
+        _line((f"about {label(row)}", json.dumps(row["about"]))) for row in report["rows"]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def label(row: Row) -> str:
+    """A method's name, with what sets its row apart."""
+    marks = [
+        mark
+        for mark, holds in (
+            ("peer", row["kind"] == "peer"),
+            ("reproducible", row["reproducible"]),
+            ("synthetic", row["synthetic"]),
+        )
+        if holds
+    ]
+    return f"{row['method']} ({', '.join(marks)})" if marks else str(row["method"])
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A figure, or a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def share(value: float | None) -> str:
+    """A figure as a percentage."""
+    return "-" if value is None else f"{value:.1%}"
+
+
+def interval(value: Sequence[float] | None, digits: int = 2) -> str:
+    """Both ends of an interval."""
+    return "-" if value is None else f"[{value[0]:.{digits}f}, {value[1]:.{digits}f}]"
+
+
+def _kept(cell: Row, key: str) -> Any:
+    """A figure of the sequences that do not loop; None if all of them do."""
+    return None if cell["without_loops"] is None else cell["without_loops"][key]

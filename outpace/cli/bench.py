@@ -1,0 +1,381 @@
+"""``outpace bench``: what is faster here, by how much, and why, in one paired run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outpace.cli import bench_passes, show
+from outpace.cli.options import ModelOptions, at_least_one, option, spread
+from outpace.config import DEFAULT_DRAFTER, MethodSpec, split_specs
+from outpace.errors import OutpaceError, RequestError, UnknownNameError
+
+if TYPE_CHECKING:
+    from outpace.bench.cases import Asked
+    from outpace.bench.records import Case, Contender, Settings
+    from outpace.bench.report import Report
+    from outpace.bench.runner import Runner, Session
+    from outpace.bench.synthetic import Texts
+    from outpace.engine.engine import Engine
+
+SEEDS = 4
+"""Answers per prompt where answers are sampled."""
+_WHO = "Methods"
+_WHAT = "Prompts"
+_HOW = "Measuring"
+_OUTPUT = "Output"
+
+_EXAMPLES = """
+Examples:
+
+  outpace bench --limit 2
+
+  outpace bench --drafters prompt_lookup,draft_model[model=smollm2-135m layers=12] --out report
+
+  outpace bench --peers hf,hf-prompt-lookup --workload question.jsonl --answers answers.jsonl
+
+  outpace bench --temperature 0.8 --batch 4 --json
+
+  outpace bench compare before after
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command and its sub-commands."""
+    group = typer.Typer(
+        invoke_without_command=True, epilog=_EXAMPLES.strip().replace("[", r"\[")
+    )
+    group.callback()(spread(bench))
+    group.command(epilog="Try: outpace bench compare before/report.json after")(compare)
+    bench_passes.register(group)
+    app.add_typer(group, name="bench")
+
+
+def bench(
+    context: typer.Context,
+    *,
+    model: ModelOptions,
+    drafters: Annotated[
+        str,
+        option("--drafters", "-d", panel=_WHO, metavar="SPECS",
+               help="Method specs with commas between them, or all: every drafter that needs no "
+               "setting. none takes part in any case."),
+    ] = f"none,{DEFAULT_DRAFTER}",
+    peers: Annotated[
+        str,
+        option("--peers", panel=_WHO, metavar="NAMES", show_default="nobody",
+               help="Other programs: hf, hf-prompt-lookup, hf-assisted, openvino, "
+               "openvino-prompt-lookup, llamacpp. hf-assisted takes the model of the first "
+               "draft_model among the drafters."),
+    ] = "",
+    peer_python: Annotated[
+        Path | None,
+        option("--peer-python", panel=_WHO, metavar="PATH",
+               help="Python of the environment that the peers outside this process are in."),
+    ] = None,
+    synthetic_acceptance: Annotated[
+        str | None,
+        option("--synthetic-acceptance", panel=_WHO, metavar="A1,A2,...",
+               help="Add a drafter whose guess at depth i is right at rate Ai, at no cost: "
+               "what a drafter of that quality would give."),
+    ] = None,
+    workload: Annotated[
+        str,
+        option("--workload", "-w", panel=_WHAT, metavar="NAME|FILE",
+               help="builtin, or a file: Spec-Bench, MT-bench, HumanEval, GSM8K, MBPP, or JSONL "
+               "with prompt or messages."),
+    ] = "builtin",
+    limit: Annotated[
+        int | None,
+        option("--limit", panel=_WHAT, metavar="N", show_default="all",
+               help="Prompts per category, at most."),
+    ] = None,
+    max_new_tokens: Annotated[
+        int,
+        option("--max-new-tokens", panel=_HOW, metavar="N",
+               help="Tokens of every answer; an end of sequence does not end it."),
+    ] = 128,
+    temperature: Annotated[
+        float,
+        option("--temperature", "-t", panel=_HOW, metavar="T",
+               help=f"Above 0: {SEEDS} seeds per prompt, sampled independently and, in rows of "
+               "their own, reproducibly."),
+    ] = 0.0,
+    batch: Annotated[
+        int,
+        option("--batch", "-b", panel=_HOW, metavar="B",
+               help="Prompts of one category that are answered together."),
+    ] = 1,
+    repeat: Annotated[
+        int, option("--repeat", panel=_HOW, metavar="R", help="Rounds over all prompts.")
+    ] = 1,
+    max_repeat: Annotated[
+        int | None,
+        option("--max-repeat", panel=_HOW, metavar="R", show_default="--repeat",
+               help="Most rounds over a category where a speed-up is not settled to 0.02."),
+    ] = None,
+    seed: Annotated[
+        int, option("--seed", panel=_HOW, metavar="S", help="First seed of sampled answers.")
+    ] = 0,
+    out: Annotated[
+        Path | None,
+        option("--out", "-o", panel=_OUTPUT, metavar="DIR",
+               help="Write report.json, report.md and plots here."),
+    ] = None,
+    answers: Annotated[
+        Path | None,
+        option("--answers", panel=_OUTPUT, metavar="FILE",
+               help="Write the answers as Spec-Bench does."),
+    ] = None,
+    as_json: Annotated[
+        bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")
+    ] = False,
+) -> None:
+    """Measure methods against plain decoding, in turns, prompt by prompt.
+
+    Ctrl-C ends it early and keeps what is measured. Read docs/bench.md before you believe it.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    for name, value in (
+        ("--limit", limit), ("--batch", batch), ("--repeat", repeat), ("--max-repeat", max_repeat),
+    ):
+        at_least_one(name, value)
+    if max_new_tokens < 2:
+        raise RequestError(
+            f"--max-new-tokens must be at least 2, got {max_new_tokens}; the first token belongs "
+            "to prefill"
+        )
+    if answers is not None and batch > 1:
+        raise RequestError(f"--answers needs the time of every answer, got --batch {batch}; use 1")
+    specs = None if drafters == "all" else [str(MethodSpec.parse(s)) for s in split_specs(drafters)]
+
+    from outpace.bench.formats import read_workload
+    from outpace.bench.provenance import provenance
+    from outpace.bench.records import Settings
+    from outpace.bench.synthetic import read_rates
+    from outpace.params import SamplingParams
+
+    SamplingParams(temperature=temperature, seed=seed)  # refuses what is out of range
+    named = check_peers(peers)
+    rates = None if synthetic_acceptance is None else read_rates(synthetic_acceptance)
+    prompts = read_workload(workload)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)  # what cannot be written is said before the work
+    engine = model.load(drafter="none")
+    tokenizer = engine.target.tokenizer
+    if answers is not None and tokenizer is None:
+        raise RequestError(f"--answers needs a tokenizer, and {engine.target.name} has none")
+
+    from outpace.bench import report as reports
+    from outpace.bench.cases import make_cases
+    from outpace.bench.runner import Runner
+
+    sampled = temperature > 0
+    seeds = range(seed, seed + SEEDS) if sampled else [seed]
+    with show.busy("preparing prompts"):
+        asked = make_cases(
+            engine, prompts, limit=limit, max_new_tokens=max_new_tokens, seeds=seeds
+        )
+    plain = Settings(max_new_tokens=max_new_tokens, temperature=temperature)
+    modes = [plain]
+    if sampled:
+        modes.append(
+            Settings(max_new_tokens=max_new_tokens, temperature=temperature, reproducible=True)
+        )
+    texts: Texts = {}
+    contenders = gather(engine, specs, asked.notes)
+    try:
+        if rates is not None:
+            from outpace.bench.synthetic import Synthetic
+
+            contenders.append(Synthetic(engine, rates, texts))
+        if named:
+            contenders += start_peers(engine, named, peer_python, specs or [], asked.notes)
+        runner = Runner(
+            contenders, texts, batch=batch, repeat=repeat,
+            max_repeat=max(repeat, max_repeat or 1), need_texts=rates is not None,
+        )  # fmt: skip
+        runner.session.notes += asked.notes
+        measure(runner, asked.cases, modes)
+    finally:
+        for contender in contenders:
+            contender.close()
+    report = reports.build(
+        runner.session,
+        provenance(
+            command=shlex.join(["outpace", *sys.argv[1:]]),
+            target=engine.target,
+            cases=asked.cases,
+            config={
+                "workload": workload, "limit": limit, "max_new_tokens": max_new_tokens,
+                "temperature": temperature, "batch": batch, "ignore_eos": plain.ignore_eos,
+                "repeat": repeat, "max_repeat": runner.max_repeat, "seed": seed,
+                "drafters": drafters, "peers": named, "synthetic_acceptance": rates,
+            },
+        ),
+        engine.eos_ids,
+    )  # fmt: skip
+    if out is not None:
+        from outpace.bench.plots import draw
+
+        for path in [*reports.write(report, out), *draw(report, out)]:
+            show.note(f"wrote {path}")
+    if answers is not None and tokenizer is not None:
+        for path in save_answers(answers, runner.session, asked, tokenizer.decode):
+            show.note(f"wrote {path}")
+    if as_json:
+        show.write_json(report)
+    else:
+        show_report(report)
+    if report["partial"]:
+        raise typer.Exit(130)
+
+
+def gather(engine: Engine, specs: list[str] | None, notes: list[str]) -> list[Contender]:
+    """Drafters as contenders, `none` first.
+
+    Args:
+        engine: builds them.
+        specs: normalised method specs; None takes every registered drafter that this model can
+            run without settings, and notes why others stay out.
+        notes: remarks are added here.
+
+    Raises:
+        OutpaceError: a drafter that was named cannot be built.
+    """
+    from outpace import registry
+    from outpace.bench.ours import Ours
+
+    named = [row.name for row in registry.rows("drafter")] if specs is None else specs
+    contenders: list[Contender] = []
+    for spec in dict.fromkeys(["none", *named]):
+        try:
+            contenders.append(Ours(engine, engine.method(spec)))
+        except OutpaceError as error:
+            if specs is not None:
+                raise
+            notes.append(f"{spec} takes no part: {error}")
+    return contenders
+
+
+def check_peers(text: str) -> list[str]:
+    """Read names of peers.
+
+    Raises:
+        UnknownNameError: one that nobody has.
+    """
+    if not text:
+        return []
+    from outpace.bench.peers import PEERS
+
+    names = list(dict.fromkeys(split_specs(text)))
+    for name in names:
+        if name not in PEERS:
+            raise UnknownNameError("peer", name, PEERS)
+    return names
+
+
+def start_peers(
+    engine: Engine, names: list[str], python: Path | None, specs: list[str], notes: list[str]
+) -> list[Contender]:
+    """Peers as contenders; why one stays out is noted.
+
+    Args:
+        engine: its weights are theirs.
+        names: of peers.
+        python: of the environment of those outside this process.
+        specs: of the drafters; the first that is a whole draft model assists ``hf-assisted``.
+        notes: remarks are added here.
+    """
+    from outpace.bench.peers import make_peer
+
+    options = [dict(s.options) for s in map(MethodSpec.parse, specs) if s.name == "draft_model"]
+    assistant = next((o["model"] for o in options if "model" in o and "layers" not in o), None)
+    found: list[Contender] = []
+    for name in names:
+        with show.busy(f"starting {name}"):
+            peer = make_peer(
+                name, engine.target, peer_python=python, assistant=assistant, note=notes.append,
+                beside=found,
+            )  # fmt: skip
+        if peer is not None:
+            found.append(peer)
+    return found
+
+
+def measure(runner: Runner, cases: list[Case], modes: list[Settings]) -> None:
+    """Run it, showing how far it has come."""
+    with show.progress(runner.steps(cases, modes), "units") as tick:
+        runner.tick = tick
+        runner.run(cases, modes)
+
+
+def save_answers(
+    file: Path, session: Session, asked: Asked, decode: Callable[[Sequence[int]], str]
+) -> list[Path]:
+    """Write an answer file per method, ``FILE`` with the method's name before its suffix.
+
+    The answers are those of the first seed in the first round. Prompts of which a turn was not
+    measured, because Ctrl-C came first, are left out.
+    """
+    from outpace.bench.answers import write_answers
+    from outpace.bench.cases import turn_id
+
+    part = session.parts[0]
+    seed = asked.cases[0].seed
+    unit_of = {unit[0].id: n for n, unit in enumerate(part.units) if unit[0].seed == seed}
+    written = []
+    for contender in part.contenders:
+        runs = part.runs[contender.name]
+        prompts, answers = [], []
+        for prompt in asked.prompts:
+            names = [turn_id(prompt, turn) for turn in range(1 + len(prompt.turns))]
+            keys = [(unit_of[name], 0) for name in names if name in unit_of]
+            if all(key in runs for key in keys):
+                prompts.append(prompt)
+                answers.append([runs[key] for key in keys])
+        name = re.sub(r"[^\w.=-]+", "_", contender.name).strip("_")
+        path = file.with_name(f"{file.stem}-{name}{file.suffix}")
+        write_answers(path, contender.name, prompts, answers, decode=decode)
+        written.append(path)
+    return written
+
+
+def show_report(report: Report) -> None:
+    """Print a report for people."""
+    from outpace.bench.tables import heading, noise_line, tables
+
+    show.write(f"{heading(report)}\n")
+    show.write(f"{noise_line(report)}\n")
+    for line in report["notes"]:
+        show.write(f"note: {line}\n")
+    for table in tables(report):
+        show.write(f"\n{table.title}\n")
+        show.table(table.columns, table.rows, numbers=table.columns[1:])
+
+
+def compare(
+    first: Annotated[
+        Path, typer.Argument(metavar="A", help="report.json, or the folder that holds it.")
+    ],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+) -> None:
+    """Show two reports side by side, if they measured the same prompts in the same way."""
+    from outpace.bench.report import check_comparable, read
+    from outpace.bench.tables import heading, side_by_side
+
+    a, b = read(first), read(second)
+    remarks = check_comparable(a, b)
+    show.write(f"A  {heading(a)}\nB  {heading(b)}\n")
+    for line in remarks:
+        show.write(f"differs in {line}\n")
+    for table in side_by_side(a, b):
+        show.write(f"\n{table.title}\n")
+        show.table(table.columns, table.rows, numbers=table.columns[1:])

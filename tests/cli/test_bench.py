@@ -1,0 +1,196 @@
+import json
+
+import pytest
+
+from outpace.bench import workloads
+from outpace.bench.ours import Ours
+
+ROWS = [
+    {"prompt": "a b c a b c a b", "category": "x"},
+    {"prompt": "the cat sat on the mat, the cat", "category": "x"},
+    {"prompt": "one two one two", "group": "y", "reference": "one two"},
+]
+TINY = ("bench", "--model", "tiny", "--dtype", "float32", "--max-new-tokens", "12")
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "w.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+
+def few(*arguments):
+    return (*TINY, "--workload", "w.jsonl", *arguments)
+
+
+def test_json_has_a_row_per_method_and_its_baseline(outpace):
+    ran = outpace(*few("--drafters", "prompt_lookup[min_ngram=1 max_ngram=4]", "--json",
+                       "--synthetic-acceptance", "1,0"))
+    assert ran.code == 0, ran.err
+    report = json.loads(ran.out)
+    plain, lookup, synthetic = report["rows"]
+    assert [row["method"] for row in report["rows"]] == [
+        "none", "prompt_lookup[max_ngram=4 min_ngram=1]", "synthetic[acceptance=1,0]"
+    ]
+    assert {row["kind"] for row in report["rows"]} == {"drafter"}
+    assert [row["synthetic"] for row in report["rows"]] == [False, False, True]
+    assert plain["speedup"] == 1.0 and plain["mean_emitted"] == 1.0 and plain["passes"] == 3 * 11
+    assert lookup["equal_to_none"] == synthetic["equal_to_none"] == 1.0
+    assert synthetic["acceptance_by_depth"][0] == 1.0 and synthetic["mean_emitted"] > 1.5
+    assert synthetic["acceptance_by_depth"][1:] == [0.0]
+    low, high = lookup["speedup_interval"]
+    assert low <= lookup["speedup"] <= high
+    assert set(lookup["groups"]) == {"x", "y"} and lookup["groups"]["x"]["sequences"] == 2
+    assert sum(lookup["verb_shares"].values()) == pytest.approx(1)
+    assert lookup["verb_shares"]["other"] > 0
+    origin = report["provenance"]
+    assert origin["config"]["max_new_tokens"] == 12 and origin["seeds"] == [0]
+    assert origin["model"] == "tiny" and origin["dtype"] == "float32"
+    assert "units: noise floor: x" in ran.err
+
+
+def test_the_text_has_figures_and_caveats(outpace):
+    ran = outpace(*few("--repeat", "2", "--limit", "1"))
+    assert ran.code == 0, ran.err
+    lines = ran.out.splitlines()
+    assert lines[0].startswith("tiny, float32, ") and "2 prompts of w.jsonl" in lines[0]
+    assert lines[1].startswith("noise floor: none against none")
+    for words in ("Speed-up over none", "without loops", "prompt_lookup", "score_pass",
+                  "each round"):
+        assert words in ran.out
+
+
+def test_sampling_has_rows_of_both_kinds(outpace):
+    ran = outpace(*few("--temperature", "0.8", "--batch", "2", "--seed", "7", "--json"))
+    assert ran.code == 0, ran.err
+    report = json.loads(ran.out)
+    assert [(row["method"], row["reproducible"], row["equal_to_none"], row["sequences"])
+            for row in report["rows"]] == [
+        ("none", False, None, 12), ("prompt_lookup", False, None, 12),
+        ("none", True, 1.0, 12), ("prompt_lookup", True, 1.0, 12),
+    ]
+    assert report["provenance"]["seeds"] == [7, 8, 9, 10]
+
+
+def test_all_takes_what_needs_no_setting(outpace):
+    ran = outpace(*few("--drafters", "all", "--limit", "1", "--max-new-tokens", "3", "--json"))
+    report = json.loads(ran.out)
+    methods = [row["method"] for row in report["rows"]]
+    assert methods[0] == "none" and "prompt_lookup" in methods and "draft_model" not in methods
+    assert any(line.startswith("draft_model takes no part:") for line in report["notes"])
+
+
+def test_answers_are_one_file_per_method(outpace, tmp_path):
+    pytest.importorskip("outpace.bench.answers")
+    rows = [{"question_id": 81, "category": "writing", "turns": ["a b a b", "and c"]}]
+    (tmp_path / "q.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    ran = outpace(*TINY, "--workload", "q.jsonl", "--answers", "deep/a.jsonl")
+    assert ran.code == 0, ran.err
+    for name in ("none", "prompt_lookup"):
+        (line,) = (tmp_path / "deep" / f"a-{name}.jsonl").read_text().splitlines()
+        answer = json.loads(line)
+        assert answer["model_id"] == name and len(answer["choices"][0]["turns"]) == 2
+        assert answer["choices"][0]["new_tokens"] == [12, 12]
+
+
+@pytest.fixture
+def reports(outpace, tmp_path):
+    for name, more in (("a", ()), ("b", ("--drafters", "none")), ("c", ("--limit", "1"))):
+        (tmp_path / f"{name}.json").write_text(outpace(*few("--json", *more)).out)
+
+
+def test_reports_side_by_side(outpace, reports):
+    ran = outpace("bench", "compare", "a.json", "b.json")
+    assert ran.code == 0, ran.err
+    assert "prompt_lookup" in ran.out and ran.out.startswith("A  tiny, float32")
+    ran = outpace("bench", "compare", "a.json", "c.json")
+    assert ran.code == 2 and ran.out == ""
+    assert "measured different things: prompts (3 and 2)" in ran.err
+
+
+def test_ctrl_c_keeps_what_is_measured(outpace, monkeypatch):
+    run, count = Ours.run, []
+
+    def stopped(self, unit, settings):
+        count.append(unit)
+        if len(count) == 7 + 2 + 3:  # noise floor, warm-up, one unit and a half
+            raise KeyboardInterrupt
+        return run(self, unit, settings)
+
+    monkeypatch.setattr(Ours, "run", stopped)
+    ran = outpace(*few("--json"))
+    assert ran.code == 130
+    report = json.loads(ran.out)
+    assert report["partial"] and [row["sequences"] for row in report["rows"]] == [1, 1]
+
+
+def test_out_writes_report_and_plots(outpace, tmp_path):
+    pytest.importorskip("outpace.bench.plots")
+    pytest.importorskip("matplotlib")
+    ran = outpace(*few("--out", "report", "--limit", "1"))
+    assert ran.code == 0, ran.err
+    names = {path.name for path in (tmp_path / "report").iterdir()}
+    assert {"report.json", "report.md"} <= names
+    assert {path.rsplit(".")[-1] for path in names} >= {"png", "svg"}
+    assert outpace("bench", "compare", "report", "report").code == 0
+
+
+def test_the_builtin_prompts_are_the_default(outpace, monkeypatch):
+    prompt = workloads.Prompt(id="p", category="edit",
+                              messages=({"role": "user", "content": "a b a b"},))
+    monkeypatch.setattr("outpace.bench.formats.builtin", lambda: [prompt])
+    ran = outpace(*TINY, "--json", "--max-new-tokens", "3", "--drafters", "none")
+    assert json.loads(ran.out)["rows"][0]["groups"]["edit"]["sequences"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--limit", "0"), "--limit must be at least 1, got 0"),
+        (("--batch", "0"), "--batch must be at least 1, got 0"),
+        (("--repeat", "0"), "--repeat must be at least 1, got 0"),
+        (("--max-repeat", "0"), "--max-repeat must be at least 1, got 0"),
+        (("--max-new-tokens", "1"), "--max-new-tokens must be at least 2, got 1"),
+        (("--temperature", "-1"), "temperature must be at least 0, got -1"),
+        (("--seed", "-1"), "seed must be"),
+        (("--drafters", "none,lookup"), "unknown drafter 'lookup'"),
+        (("--drafters", "none["), "cannot read method spec"),
+        (("--drafters", "prompt_lookup[max=1]"), "did you mean max_ngram"),
+        (("--synthetic-acceptance", "often"), "is not a list of rates"),
+        (("--synthetic-acceptance", "2"), "acceptance must be rates in [0, 1]"),
+        (("--workload", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--answers", "a.jsonl", "--batch", "2"), "--answers needs the time of every answer"),
+        (("--out", "w.jsonl"), "w.jsonl: file exists"),
+        (("compare", "nowhere", "nowhere"), "cannot read report nowhere"),
+        (("compare", "w.jsonl", "w.jsonl"), "w.jsonl is not json"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_input_is_one_line(outpace, arguments, says):
+    ran = outpace(*(("bench",) if arguments[0] == "compare" else few()), *arguments)
+    assert ran.code == 2 and ran.out == ""
+    assert says in ran.err.splitlines()[-1].lower()
+
+
+def test_an_unknown_peer_is_said_at_once(outpace):
+    ran = outpace(*few("--peers", "hf-promt-lookup"))
+    assert ran.code == 2 and "did you mean hf-prompt-lookup" in ran.err
+
+
+def test_a_peer_that_is_not_there_is_left_out_with_a_line(outpace):
+    ran = outpace(*few("--peers", "llamacpp,hf-assisted", "--drafters", "none", "--limit", "1",
+                       "--json"))
+    assert ran.code == 0, ran.err
+    report = json.loads(ran.out)
+    assert [row["method"] for row in report["rows"]] == ["none"]
+    assert [line.split()[0] for line in report["notes"][:2]] == ["llamacpp", "hf-assisted"]
+
+
+@pytest.mark.slow  # imports transformers
+def test_a_peer_is_compared_on_the_same_prompts(outpace):
+    ran = outpace(*few("--peers", "hf", "--drafters", "none", "--limit", "1", "--json"))
+    assert ran.code == 0, ran.err
+    plain, peer = json.loads(ran.out)["rows"]
+    assert (peer["method"], peer["kind"], peer["equal_to_none"]) == ("hf", "peer", None)
+    assert peer["about"]["dtype"] == "float32" and peer["speedup"] > 0
+    assert peer["sequences"] == plain["sequences"] == 2
