@@ -5,6 +5,10 @@
 Strong where the output repeats its input (editing, summarising, retrieval, code); silent
 elsewhere, where it costs a few dictionary reads. Needs no weights and no training.
 
+The original always drafts the same number of tokens. Here a draft ends where one more guess would
+cost more than it is expected to bring: a short match or a text that keeps refusing gets few
+guesses, a long match many.
+
 Source: Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding
 """
 
@@ -12,8 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from outpace.drafters.base import Drafter, Request
+from outpace.drafters.lookup.worth import Trust, grow
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Outcome
@@ -25,8 +31,9 @@ class PromptLookupConfig:
 
     max_ngram: int = 4
     """Longest suffix to search for, in tokens. Longer ones are tried first."""
-    min_ngram: int = 2
-    """Shortest suffix worth a draft. 1 drafts nearly always and is nearly always wrong."""
+    min_ngram: int = 1
+    """Shortest suffix worth a draft. After a match of one token a quarter of the guesses is kept,
+    which pays while a pass has rows to spare."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_ngram <= self.max_ngram:
@@ -42,6 +49,7 @@ class _State:
     tokens: list[int] = field(default_factory=list)
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     """n-gram -> index of the token that followed its newest occurrence."""
+    trust: Trust = field(default_factory=Trust)
 
 
 class PromptLookup(Drafter[_State]):
@@ -52,7 +60,7 @@ class PromptLookup(Drafter[_State]):
     """
 
     Config = PromptLookupConfig
-    default_nodes = 10
+    default_nodes = 16
 
     def __init__(self, config: PromptLookupConfig) -> None:
         self.config = config
@@ -74,24 +82,27 @@ class PromptLookup(Drafter[_State]):
         return [self._propose(row) for row in rows]
 
     def _propose(self, row: DraftRow[_State]) -> Draft:
-        tokens, ends = row.state.tokens, row.state.ends
-        length = min(row.budget.max_depth, row.budget.max_nodes)
+        tokens, ends, trust = row.state.tokens, row.state.ends, row.state.trust
         for n in range(self.config.max_ngram, self.config.min_ngram - 1, -1):
-            at = ends.get(tuple(tokens[-n:])) if len(tokens) >= n else None
-            if at is not None:
-                found = tokens[at : at + length]
-                period = len(found)
-                # A match that touches the suffix is a loop: let it go round.
-                found += [found[i % period] for i in range(period, length)]
-                return Draft.chosen(found)
+            first = ends.get(tuple(tokens[-n:])) if len(tokens) >= n else None
+            if first is not None:
+
+                def after(node: tuple[int, int], first: int = first) -> list[Any]:
+                    at, match = node
+                    # A copy that has caught up with the text is a loop: let it go round.
+                    then = at + 1 if at + 1 < len(tokens) else first
+                    return [(tokens[at], trust.chance(match), (then, match + 1))]
+
+                return grow(after, (first, n), row.budget)
         return Draft()
 
     def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
-        """Index the new text; an n-gram enters once its successor is known."""
+        """Index the new text; an n-gram enters once its successor is known. Learn trust."""
         for state, outcome in zip(states, outcomes, strict=True):
             new = outcome.fed if outcome.forced else ()
             for token in (*new, *outcome.verdict.emitted):
                 self._push(state, token)
+            state.trust.learn(outcome)
 
     def _push(self, state: _State, token: int) -> None:
         tokens = state.tokens
