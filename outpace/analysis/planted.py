@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from outpace.analysis import planted_rules as rules
 from outpace.analysis.enumeration import Coin, EnumeratingCoins
 from outpace.analysis.tables import RIGHT, Recipe, Sapling, World, best, chain, fan, step_error
 from outpace.coins import Coins
@@ -30,6 +31,8 @@ class Planted:
     recipe: Recipe
     wrong: Callable[[Verifier], Verifier] = lambda verifier: verifier
     coins: type[Any] = EnumeratingCoins
+    worlds: tuple[World, ...] = ()
+    """Where it shows; empty: in ordinary ones."""
 
     def error(self, verifier: str, world: World) -> float:
         """Largest error of the law of the output."""
@@ -98,6 +101,14 @@ def tail_tried_first(s: Sapling) -> None:
     (x,) = s.draws(q, Drawn.IID, 1, ROOT, 1)
     s.hang(ROOT, Drawn.CHOSEN, [(x + 1) % s.world.vocab])
     s.hang(ROOT, Drawn.IID, [x], q)
+
+
+def chain_as_grown(s: Sapling) -> None:
+    """A chain whose coins are keyed by the node alone, as those of real drafters are. Right."""
+    node = ROOT
+    for depth in (1, 2):
+        law = s.world.q(s.path(node))
+        (node,) = s.hang(node, Drawn.IID, s.draws(law, Drawn.IID, 1, node, depth), law)
 
 
 # Coins that are used twice -------------------------------------------------------------------
@@ -201,26 +212,39 @@ class StartsOver(Tree):
         return None, rest
 
 
-_CHAIN, _TREE = ("chain", "tree"), ("tree",)
-_PICKERS, _ALL = ("match", "coupled"), ("match", "chain", "tree", "coupled")
+_CHAIN = ("chain", "tree", "block", "k_seq", "traversal")
+_TREE, _SIBLINGS, _REPEATS = ("tree",), ("tree", "traversal"), ("tree", "k_seq", "traversal")
+_PICKERS = ("match", "coupled", "k_seq", "greedy_plus_one", "traversal")
+_GREEDY, _BLOCK, _K_SEQ, _TRAVERSAL = ("greedy_plus_one",), ("block",), ("k_seq",), ("traversal",)
+_GREEDY_FAN = fan(Drawn.GREEDY_PLUS_ONE, 2, 0)
 
 PLANTED = (
     Planted(name="argmax draft, softmax q", verifiers=_CHAIN, recipe=argmax_with_softmax),
     Planted(name="q of another temperature", verifiers=_CHAIN, recipe=other_temperature),
     Planted(name="unlikely draws dropped", verifiers=_CHAIN, recipe=dropped_if_unlikely),
     Planted(name="best of two draws", verifiers=_CHAIN, recipe=best_of_two_draws),
-    Planted(name="siblings ranked after drawing", verifiers=_TREE, recipe=ranked_after_drawing),
-    Planted(name="repeated draws merged", verifiers=_TREE, recipe=merged_repeats),
-    Planted(name="distinct verified as iid", verifiers=_TREE, recipe=distinct_called_iid),
-    Planted(name="groups share a draft coin", verifiers=_TREE, recipe=groups_share_a_coin),
-    Planted(name="tail tried before its draw", verifiers=_TREE, recipe=tail_tried_first),
+    Planted(name="siblings ranked after drawing", verifiers=_SIBLINGS,
+            recipe=ranked_after_drawing),
+    Planted(name="repeated draws merged", verifiers=_REPEATS, recipe=merged_repeats),
+    Planted(name="distinct verified as iid", verifiers=_REPEATS, recipe=distinct_called_iid),
+    Planted(name="groups share a draft coin", verifiers=_SIBLINGS, recipe=groups_share_a_coin),
+    Planted(name="tail tried before its draw", verifiers=_SIBLINGS, recipe=tail_tried_first),
     Planted(name="residual forgets q", verifiers=_CHAIN, recipe=chain(Drawn.IID), wrong=ForgetsQ),
+    Planted(name="residual forgets q", verifiers=_GREEDY, recipe=_GREEDY_FAN, wrong=ForgetsQ,
+            worlds=(World(3, vocab=4),)),
     Planted(name="kept with q / p", verifiers=_CHAIN, recipe=chain(Drawn.IID), coins=TurnedOver),
-    Planted(name="draft and judge share coins", verifiers=_CHAIN, recipe=chain(Drawn.IID),
-            coins=OneStream),
+    Planted(name="kept with q / p", verifiers=_GREEDY, recipe=_GREEDY_FAN, coins=TurnedOver),
+    Planted(name="draft and judge share coins", verifiers=("chain", "tree", "k_seq"),
+            recipe=chain(Drawn.IID), coins=OneStream),
+    Planted(name="draft and judge share coins", verifiers=(*_BLOCK, *_TRAVERSAL),
+            recipe=chain_as_grown, coins=OneStream, worlds=(World(12),)),
+    Planted(name="draft and judge share coins", verifiers=_GREEDY,
+            recipe=chain(Drawn.GREEDY_PLUS_ONE), coins=OneStream),
     Planted(name="one coin per node", verifiers=_CHAIN, recipe=chain(Drawn.IID),
             coins=OneCoinPerNode),
-    Planted(name="one coin per step", verifiers=("match", *_CHAIN), recipe=best([1, 1]),
+    Planted(name="one coin per node", verifiers=_GREEDY, recipe=_GREEDY_FAN,
+            coins=OneCoinPerNode, worlds=(World(3, vocab=4),)),
+    Planted(name="one coin per step", verifiers=("match", *_CHAIN, *_GREEDY), recipe=best([1, 1]),
             coins=OneCoinPerStep),
     Planted(name="one race per step", verifiers=("coupled",), recipe=best([1, 1]),
             coins=OneRacePerStep),
@@ -230,5 +254,21 @@ PLANTED = (
             wrong=lambda right: StartsOver(TreeConfig())),
     Planted(name="residual not carried on", verifiers=_TREE, recipe=fan(Drawn.IID, 2, 0),
             wrong=lambda right: StartsOver(TreeConfig())),
+    Planted(name="kept with the weight of its path", verifiers=_BLOCK, recipe=chain(Drawn.IID),
+            wrong=lambda right: rules.BLOCK_BY_WEIGHT),
+    Planted(name="residual without the weight", verifiers=_BLOCK, recipe=chain(Drawn.IID),
+            wrong=lambda right: rules.BLOCK_FULL_RESIDUAL, worlds=(World(12),)),
+    Planted(name="no discount", verifiers=_K_SEQ, recipe=fan(Drawn.IID, 2, 0),
+            wrong=lambda right: rules.UNDISCOUNTED),
+    Planted(name="discount for one draw less", verifiers=_K_SEQ, recipe=fan(Drawn.IID, 3, 0),
+            wrong=lambda right: rules.LAST_DISCOUNT),
+    Planted(name="greedy siblings left in q", verifiers=_GREEDY, recipe=_GREEDY_FAN,
+            wrong=lambda right: rules.GREEDY_IN_LAW),
+    Planted(name="weight unchanged by refusals", verifiers=_TRAVERSAL,
+            recipe=fan(Drawn.DISTINCT, 2), wrong=lambda right: rules.UNWEIGHED),
+    Planted(name="weight not handed down", verifiers=_TRAVERSAL, recipe=chain(Drawn.IID),
+            wrong=lambda right: rules.EVERY_PATH_ALONE),
+    Planted(name="residual without the weight", verifiers=_TRAVERSAL, recipe=chain(Drawn.IID),
+            wrong=lambda right: rules.LIGHT_RESIDUAL, worlds=(World(12),)),
 )
 """Wrong drafts, coins and verifiers of a single step."""

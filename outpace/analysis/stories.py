@@ -49,7 +49,8 @@ from outpace.types import (
 from outpace.verifiers.base import Verifier
 
 _PROMPT = (0, 1, 0, 0, 1)
-_ALL = ("match", "chain", "tree", "coupled")
+_DRAWN = ("chain", "tree", "block", "k_seq", "traversal")
+_ALL = ("match", *_DRAWN, "greedy_plus_one", "coupled")
 _FAR = 1 << 20
 """A position that no story reaches: coins named after it stay alive."""
 _NEUTRAL = SamplingParams(temperature=1.0)
@@ -336,6 +337,6 @@ PLANTED_STORIES: tuple[tuple[str, tuple[str, ...], Story], ...] = (
     ("bonus token from raw logits", _ALL, Story(params=_NUCLEUS, warp=RawBonus)),
     ("penalty without the path", _ALL, Story(params=_SETTINGS, warp=Pathless)),
     ("same coins at every step", _ALL, Story(coins=SameEveryStep)),
-    ("draft coins keyed by position alone", ("chain", "tree"), Story(drafter=DraftsByPosition)),
+    ("draft coins keyed by position alone", _DRAWN, Story(drafter=DraftsByPosition)),
 )
 """Mistakes that show over several steps or under sampling settings: name, verifiers, story."""

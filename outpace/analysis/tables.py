@@ -25,18 +25,30 @@ from outpace.coins import Coins, Stream
 from outpace.tree.growth import draw
 from outpace.types import ROOT, Draft, Drawn, Group, Law, Verdict
 from outpace.verifiers.base import Verifier
+from outpace.verifiers.block import Block, BlockConfig
 from outpace.verifiers.chain import Chain, ChainConfig
 from outpace.verifiers.coupled import Coupled, CoupledConfig
+from outpace.verifiers.greedy_plus_one import GreedyPlusOne, GreedyPlusOneConfig
+from outpace.verifiers.k_seq import KSeq, KSeqConfig
 from outpace.verifiers.match import Match, MatchConfig
+from outpace.verifiers.traversal import Traversal, TraversalConfig
 from outpace.verifiers.tree import Tree, TreeConfig
+from outpace.verifiers.typical import Typical, TypicalConfig
 
 RIGHT: dict[str, Verifier] = {
     "match": Match(MatchConfig()),
     "chain": Chain(ChainConfig()),
     "tree": Tree(TreeConfig()),
+    "block": Block(BlockConfig()),
+    "k_seq": KSeq(KSeqConfig()),
+    "greedy_plus_one": GreedyPlusOne(GreedyPlusOneConfig()),
+    "traversal": Traversal(TraversalConfig()),
     "coupled": Coupled(CoupledConfig()),
 }
 """The verifiers whose cases are known."""
+
+LOSSY: dict[str, Verifier] = {"typical": Typical(TypicalConfig())}
+"""Verifiers that have an oracle, and promise no law."""
 
 Context = tuple[int, ...]
 Output = Mapping[Context, float]
@@ -190,6 +202,19 @@ def chain_with_tails(s: Sapling) -> None:
         (child,) = s.sample(node, Drawn.IID, 1)
         s.top(node, 1)
         node = child
+
+
+def two_and_one(s: Sapling) -> None:
+    """Two draws, and one more below the first."""
+    first = s.sample(ROOT, Drawn.IID, 2)
+    s.sample(first[0], Drawn.IID, 1)
+
+
+def chain_of_both(s: Sapling) -> None:
+    """A chain: drawn, chosen, drawn by another drafter."""
+    (node,) = s.sample(ROOT, Drawn.IID, 1)
+    (node,) = s.top(node, 1)
+    s.sample(node, Drawn.IID, 1, drafter=3)
 
 
 def tail_of_the_draw(s: Sapling) -> None:

@@ -15,7 +15,18 @@ from typing import Annotated, Any
 import typer
 
 from outpace import __version__
-from outpace.cli import analyze, bench, build, chat, check, generate, methods, show, train
+from outpace.cli import (
+    analyze,
+    bench,
+    build,
+    chat,
+    check,
+    export,
+    generate,
+    methods,
+    show,
+    train,
+)
 from outpace.errors import OutpaceError
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer gives it no public name
@@ -47,7 +58,7 @@ def _whole(
     """Take the options that stand before a command."""
 
 
-for _module in (generate, chat, check, bench, train, analyze, methods, build):
+for _module in (generate, chat, check, bench, train, export, analyze, methods, build):
     _module.register(app)
 
 

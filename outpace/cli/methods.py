@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outpace import registry
 from outpace.cli import show
-from outpace.cli.options import option
+from outpace.cli.options import ModelOptions, option
+
+if TYPE_CHECKING:
+    from outpace.models.base import Target
 
 
 def register(app: typer.Typer) -> None:
@@ -17,10 +21,18 @@ def register(app: typer.Typer) -> None:
 
 
 def methods(
+    model: Annotated[
+        str | None,
+        option("--model", "-m", metavar="M",
+               help="List the drafters that are there for this model, with their speed-ups."),
+    ] = None,
     as_json: Annotated[bool, option("--json", help="Print a JSON list.")] = False,
 ) -> None:
     """List drafters, verifiers and policies."""
     rows = registry.rows()
+    if model is not None:
+        _for_model(ModelOptions(model=model).load(drafter="none").target, as_json)
+        return
     if as_json:
         show.write_json([describe(row) for row in rows])
         return
@@ -36,6 +48,50 @@ def methods(
             [(row.name, row.family, row.summary, row.paper or "", _remarks(row))
              for row in of_kind],
         )
+
+
+def _for_model(target: Target, as_json: bool) -> None:
+    """List drafters for one model."""
+    found = [available(row, target) for row in registry.rows("drafter")]
+    if as_json:
+        show.write_json(found)
+        return
+    show.write(f"Drafters for {target.name}: --drafter NAME\n")
+    show.table(
+        ("name", "for this model", "speed-up", "mean emitted", "measured"),
+        [(one["name"], one["status"], *_figures(one["measured"])) for one in found],
+    )
+    show.write("Speed-ups of trained drafters are those measured when they were made; "
+               "outpace bench measures them here.\n")
+
+
+def available(row: registry.Row, target: Target) -> dict[str, Any]:
+    """Whether a drafter can be used with a model as it is, and how fast it was found to be."""
+    from outpace.drafters.trained import candidates, shipped_folder
+    from outpace.train.kit import read_measured
+    from outpace.train.objectives import OBJECTIVES
+
+    folder: Path | None = next(iter(candidates(row.name, target)), None) if row.trained else None
+    if not row.trained:
+        status = "ready"
+    elif folder is None:
+        status = "not trained" if row.name in OBJECTIVES else "needs a file of its own"
+    else:
+        status = "shipped" if folder.is_relative_to(shipped_folder()) else "trained here"
+    return {
+        "name": row.name,
+        "status": status,
+        "folder": None if folder is None else str(folder),
+        "measured": None if folder is None else read_measured(folder),
+    }
+
+
+def _figures(measured: Any) -> tuple[str, str, str]:
+    """Speed-up, mean emitted, and where that was measured."""
+    if measured is None or measured.get("speedup") is None:
+        return "", "", ""
+    where = f"{measured.get('threads')} threads, {measured.get('dtype')}, {measured.get('cpu')}"
+    return f"{measured['speedup']:.2f}", f"{measured['mean_emitted']:.2f}", where
 
 
 def describe(row: registry.Row) -> dict[str, Any]:

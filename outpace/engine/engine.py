@@ -12,7 +12,7 @@ from outpace import registry
 from outpace.config import DEFAULT_DRAFTER, MethodSpec
 from outpace.drafters.base import Request
 from outpace.engine.method import Method, make
-from outpace.engine.requests import Prompt, Ready, Reference, as_prompts, each, settle
+from outpace.engine.requests import Prompt, Ready, Reference, as_prompts, each, settle, together
 from outpace.engine.results import Chunk, Result
 from outpace.engine.scheduler import run
 from outpace.engine.sequence import Sequence as Running
@@ -57,6 +57,7 @@ class Engine:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         tokenizer: Any = None,
+        quantize: str | None = None,
         allow_lossy: bool = False,
     ) -> Engine:
         """Load a model and a drafter for it.
@@ -68,6 +69,7 @@ class Engine:
             dtype: ``float32``, ``bfloat16``, or ``auto``, the faster of the two here.
             device: where to compute; None is the CPU, or where an in-memory model is.
             tokenizer: of an in-memory model; a transformers tokenizer.
+            quantize: ``int8`` or ``int4``: round the weights; the target is then another model.
             allow_lossy: permit verifiers that change the law of the output.
 
         Raises:
@@ -75,7 +77,9 @@ class Engine:
         """
         MethodSpec.parse(drafter)
         registry.row("drafter", MethodSpec.parse(drafter).name)
-        target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
+        target = load_target(
+            model, dtype=dtype, device=device, tokenizer=tokenizer, quantize=quantize
+        )
         return cls(target, drafter, allow_lossy=allow_lossy)
 
     def method(self, spec: str) -> Method:
@@ -152,7 +156,7 @@ class Engine:
     def map(
         self,
         prompts: Iterable[Prompt],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         batch: int = 32,
         drafter: str | None = None,
@@ -163,7 +167,8 @@ class Engine:
         """Answer any number of prompts, ``batch`` at a time.
 
         A prompt is taken and checked when an earlier answer makes room for it, so ``prompts``
-        may be endless. The batch stays full until they run out.
+        may be endless. The batch stays full until they run out. ``params`` holds for all prompts,
+        or is taken one by one with them.
 
         Returns:
             (number of the prompt, its answer) as the answers are finished. With ``n`` above 1
@@ -175,11 +180,10 @@ class Engine:
         if batch < 1:
             raise RequestError(f"batch must be at least 1, got {batch}")
         method = self.method(drafter or self.drafter)
-        asked = settle(params, settings, 1)[0]
         ready = (
             one
-            for number, prompt in enumerate(prompts)
-            for one in self._ready([prompt], [asked], chat, [None], first=number)
+            for number, (prompt, own) in enumerate(together(prompts, params, settings))
+            for one in self._ready([prompt], [own], chat, [None], first=number)
         )
         for part in self._run(self._open(ready, method, reproducible), method, batch=batch):
             for row in part:

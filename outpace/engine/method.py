@@ -45,10 +45,12 @@ class Method:
                 "say allow_lossy=True if that is what you want"
             )
         template = self.budget.shape.parent_N
-        if self.verifier.chains_only and template and not is_chain(template):
+        branches = self.budget.shape.beam > 0 or (template and not is_chain(template))
+        if self.verifier.chains_only and branches:
+            tree = plan.get("tree", cls.default_tree)
             raise SpecError(
-                f"{who}: verifier {self.verifier_spec} takes chains only, not tree={plan['tree']}; "
-                "use verifier=tree"
+                f"{who}: verifier {self.verifier_spec} takes chains only, not tree={tree}; "
+                "use verifier=tree, or tree=chain"
             )
         self.drafter = cls.load(build(cls.Config, own, who), target)
 

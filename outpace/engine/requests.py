@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 from outpace.errors import RequestError
@@ -66,6 +67,22 @@ def settle(
     if len(params) != count:
         raise RequestError(f"{len(params)} params for {count} prompts; give one each, or one")
     return list(params)
+
+
+def together(
+    prompts: Iterable[Prompt],
+    params: SamplingParams | Iterable[SamplingParams] | None,
+    settings: dict[str, Any],
+) -> Iterator[tuple[Prompt, SamplingParams]]:
+    """Pair prompts with their params, taking both one by one, the prompt first."""
+    if params is None or isinstance(params, SamplingParams):
+        params = repeat(settle(params, settings, 1)[0])
+    elif settings:
+        raise RequestError(f"give params or settings ({', '.join(settings)}), not both")
+    for number, (prompt, own) in enumerate(zip(prompts, chain(params, repeat(None)), strict=False)):
+        if own is None:
+            raise RequestError(f"{number} params for more prompts; give one each, or one for all")
+        yield prompt, own
 
 
 def each(reference: Any, count: int) -> list[Reference | None]:

@@ -27,6 +27,8 @@ class Verifier(ABC):
     """Kinds of groups it can verify without changing the law of the output."""
     chains_only: ClassVar[bool] = False
     """Whether it refuses branches."""
+    one_law: ClassVar[bool] = False
+    """Whether it refuses two drawn groups below one parent; chosen ones may join."""
     draws: Drawn
     """How a drafter that has a law should draw for it when sampling."""
     lossless: ClassVar[bool] = True
@@ -40,8 +42,24 @@ class Verifier(ABC):
                     f"verifier {self.name!r} cannot take a draft drawn {group.drawn.value!r}; "
                     f"use verifier={right}"
                 )
-        if self.chains_only and draft.parent_N != tuple(range(ROOT, len(draft) - 1)):
-            raise SpecError(f"verifier {self.name!r} takes chains only; use verifier=tree")
+        if self.chains_only:
+            if draft.parent_N != tuple(range(ROOT, len(draft) - 1)):
+                raise SpecError(f"verifier {self.name!r} takes chains only; use verifier=tree")
+            most = max((len(group.nodes) for group in draft.groups), default=1)
+            if len(draft.groups) > len(draft) or most != 1:
+                raise SpecError(
+                    f"verifier {self.name!r} takes one draw per position, got "
+                    f"{len(draft.groups)} groups of up to {most} draws for {len(draft)} nodes; "
+                    "use verifier=tree"
+                )
+        if self.one_law:
+            for parent, groups in draft.groups_of.items():
+                drawn = [group.drawn.value for group in groups if group.law is not None]
+                if len(drawn) > 1:
+                    raise SpecError(
+                        f"verifier {self.name!r} takes one drawn group per parent, got "
+                        f"{' and '.join(drawn)} under node {parent}; use verifier=tree"
+                    )
 
     @abstractmethod
     def judge(

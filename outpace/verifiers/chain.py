@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from outpace.coins import Coins
-from outpace.errors import SpecError
 from outpace.types import ROOT, Draft, Drawn, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
 from outpace.verifiers.rules import probs, residual
@@ -43,15 +42,6 @@ class Chain(Verifier):
 
     def __init__(self, config: ChainConfig) -> None:
         self.config = config
-
-    def check(self, draft: Draft) -> None:
-        super().check(draft)
-        if len(draft.groups) > len(draft) or any(len(g.nodes) != 1 for g in draft.groups):
-            raise SpecError(
-                f"verifier 'chain' takes one draw per position, got {len(draft.groups)} groups "
-                f"of up to {max(len(g.nodes) for g in draft.groups)} draws for {len(draft)} "
-                "nodes; use verifier=tree"
-            )
 
     def judge(
         self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False

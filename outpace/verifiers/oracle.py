@@ -1,5 +1,7 @@
 """The verifiers again, slow and obvious: dense float64 vectors, one rule, no bookkeeping.
 
+The younger half of them is in `outpace.analysis.oracles`.
+
 With the same coins the fast verifiers give the same verdicts. Two things are convention and not
 law, and are shared with them: the keys of the coins, and that a draw lays the tokens along the
 uniform in the order of p's support.
@@ -30,12 +32,12 @@ def rejection(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdic
     while True:
         law = laws.law(node)
         read.append(law)
-        p_V = _vector(law, size)
+        p_V = vector(law, size)
         found, trial = None, 0
         for group in draft.groups:
             if group.parent != node:
                 continue
-            for child, q_V in _draws(draft, group, size):
+            for child, q_V in draws_of(draft, group, size):
                 x = draft.token_N[child]
                 if coins.flip(float(p_V[x] / q_V[x]), node, trial):
                     found = child
@@ -54,11 +56,11 @@ def rejection(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdic
         node = found
 
 
-def _draws(draft: Draft, group: Group, size: int) -> Iterator[tuple[int, Tensor]]:
+def draws_of(draft: Draft, group: Group, size: int) -> Iterator[tuple[int, Tensor]]:
     """The draws of a group as they are tried, and the law of each given those before it."""
     q_V = torch.zeros(size, dtype=torch.float64)
     if group.law is not None:
-        q_V = _vector(draft.laws[group.law], size)
+        q_V = vector(draft.laws[group.law], size)
     nodes = group.nodes
     if group.drawn is Drawn.GREEDY_PLUS_ONE:
         nodes = (nodes[-1], *nodes[:-1])
@@ -99,7 +101,7 @@ def _walk(
     while True:
         law = laws.law(node)
         read.append(law)
-        token = pick(Law(_vector(law, size)[law.ids], law.ids), node, len(kept) + 1)
+        token = pick(Law(vector(law, size)[law.ids], law.ids), node, len(kept) + 1)
         emitted.append(token)
         below = [
             i for i in range(len(draft))
@@ -111,7 +113,7 @@ def _walk(
         kept.append(node)
 
 
-def _vector(law: Law, size: int) -> Tensor:
+def vector(law: Law, size: int) -> Tensor:
     """float64 [V], a copy."""
     out_V = torch.zeros(size, dtype=torch.float64)
     out_V[law.ids] = law.prob_S.double()

@@ -1,19 +1,25 @@
-"""What verifiers have in common: the walk that follows tokens, and what refusals leave of a law.
+"""What verifiers have in common: walks down a tree, and what refusals leave of a law.
 
 Shape letters: S support of a law, K tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
-from outpace.types import ROOT, Draft, Law, Verdict
+from outpace.coins import Coins
+from outpace.types import ROOT, Draft, Drawn, Group, Law, Verdict
 from outpace.verifiers.base import TargetLaws
 
 Pick = Callable[[Law, int], int]
 """(target law after a node, the node) -> the token that follows it."""
+
+Attempt = Callable[[Sequence[Group], Law], tuple["int | None", Law]]
+"""(groups of a node, target law after it) -> the drawn child kept, or None and what is left of
+the law."""
 
 _FEW = 64
 """Supports up to this size are read as Python numbers: two copies instead of four small ops."""
@@ -47,6 +53,65 @@ def follow(draft: Draft, laws: TargetLaws, pick: Pick, want_laws: bool) -> Verdi
     return Verdict(tuple(kept), tuple(emitted), tuple(read) if want_laws else None)
 
 
+def walk(
+    draft: Draft, laws: TargetLaws, coins: Coins, attempt: Attempt, want_laws: bool
+) -> Verdict:
+    """Walk down: try what was drawn, then draw what is left of p and follow its child, if any.
+
+    The token drawn is emitted whether a child carries it or not, so following that child costs
+    nothing and changes no law; chosen siblings are kept with all the mass that they hold.
+
+    Args:
+        draft: what ``attempt`` accepts.
+        laws: read at every visited node.
+        coins: key (node, -1) is used here.
+        attempt: called once per visited node that has groups.
+        want_laws: whether the verdict carries the laws read.
+    """
+    child_of = {
+        branch: node
+        for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))
+    }
+    kept: list[int] = []
+    read: list[Law] = []
+    node = ROOT
+    while True:
+        p = laws.law(node)
+        read.append(p)
+        groups = draft.groups_of.get(node)
+        child, rest = (None, p) if groups is None else attempt(groups, p)
+        if child is None:
+            extra = coins.choose(rest, node, -1)
+            child = child_of.get((node, extra))
+            if child is None:
+                emitted = (*(draft.token_N[i] for i in kept), extra)
+                return Verdict(tuple(kept), emitted, tuple(read) if want_laws else None)
+        kept.append(child)
+        node = child
+
+
+def trials(draft: Draft, group: Group) -> Iterator[tuple[int, Law | None]]:
+    """Draws of a group in the order they are tried, each with its law given those before.
+
+    None stands for a one-hot law. Lazy: what is never tried costs nothing.
+    """
+    token = draft.token_N
+    q = None if group.law is None else draft.laws[group.law]
+    if group.drawn is Drawn.DISTINCT:
+        for child in group.nodes:
+            yield child, q
+            q = None if q is None else q.without((token[child],))
+    elif group.drawn is Drawn.GREEDY_PLUS_ONE:
+        assert q is not None
+        *greedy, sampled = group.nodes
+        yield sampled, q.without([token[i] for i in greedy]) if greedy else q
+        for child in greedy:
+            yield child, None
+    else:
+        for child in group.nodes:
+            yield child, q
+
+
 def residual(p: Law, q: Law) -> Law:
     """The law of the next token once a draw from q was refused: norm([p - q]_+).
 
@@ -55,15 +120,26 @@ def residual(p: Law, q: Law) -> Law:
 
     Cost: O(support of p); no V-sized work unless p or q is that large. One host sync.
     """
+    return excess(p, q)[1] or p
+
+
+def excess(p: Law, q: Law, weight: float = 1.0) -> tuple[float, Law | None]:
+    """Mass of [weight * p - q]_+, and its law; None where nothing is left. Cost: as `residual`."""
+    p_S = p.prob_S if weight == 1 else p.prob_S * weight
+    over_S = (p_S - on_support(p, q)).clamp_min_(0)
+    mass = float(over_S.sum())
+    return mass, Law(over_S.div_(mass), p.id_S) if mass > 0 else None
+
+
+def on_support(p: Law, q: Law) -> Tensor:
+    """Probabilities [S] that q gives to the support of p, entry by entry. Not to be changed."""
     if p.id_S is not None:
-        q_S = q.at(p.id_S)
-    elif q.id_S is not None:
-        q_S = q.dense(len(p.prob_S))
-    elif len(q.prob_S) == len(p.prob_S):
-        q_S = q.prob_S
-    else:  # two dense laws over vocabularies that were padded differently
-        q_S = q.at(p.ids)
-    return Law.normed((p.prob_S - q_S).clamp_min_(0), p.id_S) or p
+        return q.at(p.id_S)
+    if q.id_S is not None:
+        return q.dense(len(p.prob_S))
+    if len(q.prob_S) == len(p.prob_S):
+        return q.prob_S
+    return q.at(p.ids)  # two dense laws over vocabularies that were padded differently
 
 
 def probs(law: Law, tokens: Sequence[int]) -> dict[int, float]:

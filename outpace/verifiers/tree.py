@@ -32,14 +32,14 @@ Law: tests/laws/test_laws.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from outpace.coins import Coins
 from outpace.types import ROOT, Draft, Drawn, Group, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
-from outpace.verifiers.rules import probs, residual
+from outpace.verifiers.rules import probs, residual, trials
 
 _LITTLE = 2.0**-12
 """Mass below which subtraction from 1 has lost too many digits: it is summed again. A walk gets
@@ -98,7 +98,7 @@ class Tree(Verifier):
         rest = _Rest(p, [draft.token_N[i] for group in groups for i in group.nodes])
         trial = 0
         for group in groups:
-            for child, q in _trials(draft, group):
+            for child, q in trials(draft, group):
                 token = draft.token_N[child]
                 p_x = rest.prob(token)
                 q_x = 0.0 if q is None else probs(q, (token,))[token]
@@ -110,28 +110,6 @@ class Tree(Verifier):
                     rest.subtract(q)
                 trial += 1
         return None, rest.settled()
-
-
-def _trials(draft: Draft, group: Group) -> Iterator[tuple[int, Law | None]]:
-    """Draws of a group in the order they are tried, each with its law given those before.
-
-    None stands for a one-hot law. Lazy: what is never tried costs nothing.
-    """
-    token = draft.token_N
-    q = None if group.law is None else draft.laws[group.law]
-    if group.drawn is Drawn.DISTINCT:
-        for child in group.nodes:
-            yield child, q
-            q = None if q is None else q.without((token[child],))
-    elif group.drawn is Drawn.GREEDY_PLUS_ONE:
-        assert q is not None
-        *greedy, sampled = group.nodes
-        yield sampled, q.without([token[i] for i in greedy]) if greedy else q
-        for child in greedy:
-            yield child, None
-    else:
-        for child in group.nodes:
-            yield child, q
 
 
 class _Rest:

@@ -49,7 +49,11 @@ OPTIONS = {
         -d -m -o -t -w --device --drafter --dtype --help --json --limit --max-new-tokens --model
         --out --temperature --threads --workload
     """,
-    "methods": "--help --json",
+    "train": """
+        -m -o -s --device --dry-run --dtype --help --json --model --only-data --out --prompts
+        --resume --set --texts --threads --tokens --work
+    """,
+    "methods": "-m --help --json --model",
     "build": "--help",
 }
 """Command, as typed -> its options. A new one is added here on purpose, or not at all."""

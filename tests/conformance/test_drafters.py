@@ -12,7 +12,8 @@ from outpace.drafters.lookup.datastore import write_datastore
 from outpace.engine.requests import Ready
 from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
-from outpace.types import Budget, Draft, Drawn, Outcome, Scored, Verdict
+from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
+from outpace.types import Budget, Draft, Drawn, Outcome, Scored, Verdict, VocabMap
 
 SPECS = {
     "draft_model": [
@@ -28,6 +29,14 @@ SPECS = {
         "draft_model[model=tiny layers=1 tree=3x2 verifier=k_seq]",
         "draft_model[model=tiny layers=1 tree=3x2 verifier=greedy_plus_one]",
         "draft_model[model=tiny layers=1 tree=3x2x1 verifier=traversal]",
+    ],
+    "eagle3": [
+        "eagle3[model=small.head]",
+        "eagle3[model=small.head tree=3x2x1]",
+        "eagle3[model=small.head tree=dynamic tree_size=8]",
+        "eagle3[model=small.head tree=dynamic:3 verifier=tree[replacement=true]]",
+        "eagle3[model=small.head tree=2x2 policy=confidence verifier=traversal]",
+        "eagle3[model=small.head verifier=block]",
     ],
     "prompt_lookup": ["prompt_lookup", "prompt_lookup[min_ngram=1 tree_size=4]"],
     "max_gram": ["max_gram", "max_gram[min_match=2 tree=2x2x1]"],
@@ -72,13 +81,22 @@ def plain(engine):
 
 @pytest.fixture(scope="module", autouse=True)
 def small_store(engine, plain, tmp_path_factory):
-    """Tests run in a folder that holds a datastore of the plain texts, for those who read one."""
+    """Tests run in a folder with a datastore of the plain texts, and an untrained EAGLE head."""
     folder = tmp_path_factory.mktemp("store")
     documents = [[*prompt, *text] for prompt, text in zip(PROMPTS, plain, strict=True)]
     write_datastore(documents, engine.target.tokenizer, folder / "small.store")
+    write_head(engine.target, folder / "small.head")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield
+
+
+def write_head(target, folder):
+    """A head that starts from a layer of the target, over most of its tokens."""
+    known = torch.tensor([i for i in range(target.vocab_size) if i % 5])
+    feed_V = torch.full((target.vocab_size,), -1)
+    feed_V[known] = torch.arange(len(known))
+    Eagle3.build(Eagle3Config(), target, VocabMap(known, feed_V)).save(folder, {})
 
 
 def tokens(results):

@@ -34,6 +34,17 @@ def test_answers_do_not_depend_on_who_joins_and_leaves(engine, drafter):
     assert engine.cache.open() == 0, "all slots were given back"
 
 
+def test_map_takes_params_with_their_prompts(engine):
+    asked = [SamplingParams(**{**MIXED, "seed": i, "temperature": i % 2}) for i in range(6)]
+    done = dict(engine.map(PROMPTS, iter(asked), batch=4, drafter="none"))
+    for i, (prompt, own) in enumerate(zip(PROMPTS, asked, strict=True)):
+        assert done[i].tokens == engine.generate(prompt, own, drafter="none").tokens
+    with pytest.raises(RequestError, match="2 params for more prompts"):
+        list(engine.map(PROMPTS, asked[:2], batch=2))
+    with pytest.raises(RequestError, match="not both"):
+        next(engine.map(PROMPTS, asked, temperature=1.0))
+
+
 def test_map_takes_prompts_one_by_one_and_answers_out_of_order(engine):
     taken = []
 

@@ -27,7 +27,11 @@ def test_the_output_has_the_targets_law(reports, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "bugs"), [("match", 5), ("chain", 13), ("tree", 20), ("coupled", 5)]
+    ("name", "bugs"),
+    [
+        ("match", 5), ("chain", 13), ("tree", 20), ("block", 15), ("k_seq", 18),
+        ("greedy_plus_one", 10), ("traversal", 22), ("coupled", 5),
+    ],
 )
 def test_known_wrong_rules_are_caught(reports, name, bugs):
     report = reports[name]

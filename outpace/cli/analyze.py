@@ -1,0 +1,181 @@
+"""``outpace analyze``: what p and q of a model and a drafter allow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outpace.cli import show
+from outpace.cli.options import ModelOptions, at_least_one, option, spread
+from outpace.config import MethodSpec
+from outpace.errors import RequestError
+
+if TYPE_CHECKING:
+    from outpace.analysis.acceptance import Acceptance
+
+_OUTPUT = "Output"
+_NAMES = {
+    "chosen": "q's best", "iid": "with replacement", "distinct": "without replacement",
+    "greedy_plus_one": "greedy and one", "coupled": "coupled",
+}
+
+_EXAMPLES = """
+Examples:
+
+  outpace analyze acceptance --drafter draft_model[model=smollm2-135m layers=15]
+"""
+_ACCEPTANCE = """
+Examples:
+
+  outpace analyze acceptance --drafter draft_model[model=smollm2-135m layers=15] --limit 4
+
+  outpace analyze acceptance -m ./big -d draft_model[model=./small] -t 0.7 --out report
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group of commands."""
+    group = typer.Typer(
+        name="analyze",
+        help="Look into a model and a drafter: what could be accepted, and what is.",
+        epilog=_epilog(_EXAMPLES),
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    group.command(epilog=_epilog(_ACCEPTANCE))(spread(acceptance))
+    app.add_typer(group)
+
+
+def acceptance(
+    *,
+    model: ModelOptions,
+    drafter: Annotated[
+        str,
+        option("--drafter", "-d", metavar="SPEC",
+               help="Who guesses; one that samples, such as draft_model[model=M]."),
+    ],
+    workload: Annotated[
+        str,
+        option("--workload", "-w", metavar="FILE",
+               help="Prompts to generate from: a file of JSON lines, or builtin."),
+    ] = "builtin",
+    limit: Annotated[int, option("--limit", metavar="N", help="Prompts, at most.")] = 8,
+    max_new_tokens: Annotated[
+        int, option("--max-new-tokens", metavar="N", help="Longest answer, tokens.")
+    ] = 16,
+    temperature: Annotated[
+        float, option("--temperature", "-t", metavar="T", help="Of both laws, above 0.")
+    ] = 1.0,
+    as_json: Annotated[
+        bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        option("--out", "-o", panel=_OUTPUT, metavar="DIR",
+               help="Write acceptance.json and a plot into this folder."),
+    ] = None,
+) -> None:
+    """Compare what verifiers keep at one position with the most that any could.
+
+    The model answers prompts plainly. At every position p and q are compared for 1 to 8 drafts.
+    """
+    at_least_one("--limit", limit)
+    if max_new_tokens < 3:
+        raise RequestError(
+            f"--max-new-tokens must be at least 3, got {max_new_tokens}: neither the first nor "
+            "the last token of a text is drafted"
+        )
+    MethodSpec.parse(drafter)
+    from outpace.bench.formats import read_workload
+
+    prompts = read_workload(workload)
+    engine = model.load(drafter="none")
+
+    from outpace.analysis.acceptance import measure
+    from outpace.analysis.check import pick
+
+    templated = engine.target.tokenizer is not None and engine.target.tokenizer.chat_template
+    texts = {
+        prompt.id: list(prompt.messages) if templated
+        else "\n".join(message["content"] for message in prompt.messages)
+        for prompt in prompts
+    }
+    cases = pick(engine, texts, limit, max_new_tokens)
+    with show.progress(len(cases), "prompts") as tick:
+        report = measure(
+            engine, drafter, [case.ids for case in cases], max_new_tokens=max_new_tokens,
+            temperature=temperature, tick=tick,
+        )
+    found = {**report.to_json(), "workload": workload, "prompts": len(cases)}
+    if as_json:
+        show.write_json(found)
+    else:
+        show_report(report, len(cases))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "acceptance.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        plot(found, out)
+
+
+def show_report(report: Acceptance, prompts: int) -> None:
+    """Print the curves for people."""
+    found = report.to_json()
+    show.write(
+        f"{report.model}, drafter {report.drafter}, temperature {report.temperature:g}: mean over "
+        f"{show.count(report.positions, 'position')} of {show.count(prompts, 'text')}\n\n"
+    )
+    rows = []
+    most = 0
+    for drawn, part in found["drafts"].items():
+        curves = {"at most": part["bound"]} if part["bound"] is not None else {}
+        curves |= {f"{name} (lossy)" if name == "typical" else name: curve
+                   for name, curve in part["verifiers"].items()}
+        for name, curve in curves.items():
+            most = max(most, len(curve))
+            rows.append((_NAMES[drawn], name, *(f"{value:.3f}" for value in curve)))
+    numbers = tuple(str(k + 1) for k in range(most))
+    table = [row + ("",) * (2 + most - len(row)) for row in rows]
+    show.write("Probability that one of k drafts of a position is kept\n")
+    show.table(("drafts", "verifier", *numbers), table, numbers=numbers)
+
+
+def plot(found: dict[str, Any], folder: Path) -> None:
+    """Draw the curves into acceptance.png and acceptance.svg; a note without matplotlib."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        show.note("no plot: matplotlib is not installed; try pip install 'outpace[plots]'")
+        return
+    # Text stays text, and equal reports give equal files.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "outpace"}):
+        figure = Figure(figsize=(9, 6.5), layout="constrained")
+        figure.suptitle(
+            f"{found['model']}, {found['drafter']}, temperature {found['temperature']:g}, "
+            f"{show.count(found['positions'], 'position')}", fontsize="medium",
+        )
+        parts = {name: part for name, part in found["drafts"].items() if part["bound"]}
+        grid = figure.subplots(2, 2, sharex=True, sharey=True).ravel()
+        for axes, (drawn, part) in zip(grid, parts.items(), strict=True):
+            steps = range(1, len(part["bound"]) + 1)
+            axes.plot(steps, part["bound"], "--", color="0.4", label="at most")
+            for name, curve in part["verifiers"].items():
+                lossy = " (lossy)" if name == "typical" else ""
+                axes.plot(steps[: len(curve)], curve, "o-", markersize=4, label=name + lossy)
+            axes.set_title(_NAMES[drawn], fontsize="medium")
+            axes.set_xticks(steps)
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize="small")
+        for axes in grid[2:]:
+            axes.set_xlabel("drafts")
+        for axes in grid[::2]:
+            axes.set_ylabel("acceptance")
+        figure.savefig(folder / "acceptance.png", dpi=150)
+        figure.savefig(folder / "acceptance.svg", metadata={"Date": None})
+
+
+def _epilog(text: str) -> str:
+    """Examples whose brackets are no markup."""
+    return text.strip().replace("[", r"\[")

@@ -1,0 +1,284 @@
+"""``outpace train``: from prompts to a measured drafter for a model, in one command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outpace.cli import show
+from outpace.cli.options import ModelOptions, at_least_one, option, spread
+from outpace.errors import OutpaceError, RequestError
+
+if TYPE_CHECKING:
+    from outpace.engine.engine import Engine
+    from outpace.train.corpus import CorpusPrompt, Source
+    from outpace.train.estimate import Estimate
+    from outpace.train.kit import Kit, Made
+
+MEASURED_PROMPTS, MEASURED_TOKENS = 12, 96
+"""Held-out prompts that a new drafter is measured on, and tokens of each answer."""
+_DATA = "Data"
+_OUTPUT = "Output"
+
+_EXAMPLES = """
+Examples:
+
+  outpace train draft_model --prompts questions.jsonl --texts book.txt --dry-run
+
+  outpace train eagle3 --prompts questions.jsonl --tokens 2000000 --set loop.minutes=120
+
+  outpace train eagle3 --resume --set loop.minutes=120
+
+  outpace train draft_model --set layers=4 --set kit.vocab=16384 --set data.greedy=0.3
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(epilog=_EXAMPLES.strip())(spread(train))
+
+
+def train(
+    method: Annotated[
+        str, typer.Argument(metavar="METHOD", help="What to train, such as draft_model or eagle3.")
+    ],
+    *,
+    model: ModelOptions,
+    prompts: Annotated[
+        list[str] | None,
+        option("--prompts", panel=_DATA, metavar="FILE",
+               help="Questions to answer: JSON or JSONL rows, or a line each. FILE::LICENCE notes "
+               "its licence. Repeatable."),
+    ] = None,
+    texts: Annotated[
+        list[str] | None,
+        option("--texts", panel=_DATA, metavar="FILE",
+               help="Texts or code; every passage becomes a task, such as to summarise it. "
+               "Repeatable."),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        option("--tokens", panel=_DATA, metavar="N", show_default="1000000",
+               help="Tokens of answers to learn from."),
+    ] = None,
+    work: Annotated[
+        Path | None,
+        option("--work", panel=_DATA, metavar="DIR", show_default="the user's data folder",
+               help="Keep answers, features and checkpoints here; all methods share them."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        option("--out", "-o", panel=_OUTPUT, metavar="DIR",
+               show_default="where --drafter METHOD finds it", help="Write the drafter here."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        option("--set", "-s", metavar="KEY=VALUE",
+               help="An option of the method, of the data (data.KEY), of the loop (loop.KEY) or of "
+               "the kit (kit.KEY); a wrong one lists those there are. Repeatable."),
+    ] = None,
+    resume: Annotated[
+        bool, option("--resume", help="Go on with a training that was stopped.")
+    ] = False,
+    only_data: Annotated[
+        bool, option("--only-data", help="Make answers and features, and leave.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        option("--dry-run", help="Say what it would take in tokens, disk, memory and time."),
+    ] = False,
+    as_json: Annotated[
+        bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")
+    ] = False,
+) -> None:
+    """Make a drafter for a model, from nothing but the model and some prompts.
+
+    The model answers the prompts, its features are kept, the method is trained on both, and the
+    drafter is measured on prompts that were kept apart. Whatever is stopped goes on where it was.
+    """
+    at_least_one("--tokens", tokens)
+    from outpace.train.options import read_options
+
+    options = read_options(method, settings or (), tokens)
+    corpus, sources = _corpus(prompts or (), texts or ())
+    engine = model.load(drafter="none")
+
+    from outpace.train.kit import Kit, made_to_json, note_measured
+
+    kit = Kit(
+        engine, options, prompts=corpus, sources=sources, work=work, out=out, resume=resume,
+        say=_say,
+    )  # fmt: skip
+    if tokens is not None and not corpus and (store := kit.stored) and store.answer_tokens < tokens:
+        raise RequestError(
+            f"--tokens {tokens}, but {kit.work / 'tokens'} holds {store.answer_tokens}; give the "
+            "files that it was made from with --prompts and --texts"
+        )
+    if not corpus and (wrong := [pair for pair in settings or () if pair.startswith("data.")]):
+        raise RequestError(f"--set {wrong[0]} is about answers to be made; give the files to make "
+                           "them from with --prompts and --texts")
+    if dry_run:
+        from outpace.train.estimate import estimate
+
+        with show.busy("measuring speeds"):
+            _show_estimate(kit, estimate(kit), as_json)
+        return
+    if only_data:
+        kit.data()
+        _show_data(kit, as_json)
+        return
+    made = kit.run(report=_report)
+    if kit.rank > 0:
+        return
+    measured = _measure(engine, kit, made.folder)
+    note_measured(made.folder, measured)
+    if as_json:
+        show.write_json({**made_to_json(made), "measured": measured})
+    else:
+        _show_made(made, measured)
+
+
+def _corpus(
+    prompts: list[str] | tuple[()], texts: list[str] | tuple[()]
+) -> tuple[list[CorpusPrompt], list[Source]]:
+    """Prompts of the files, without those that benchmarks measure with."""
+    if not prompts and not texts:
+        return [], []
+    from outpace.bench.workloads import builtin
+    from outpace.train.corpus import read_corpus
+
+    measured = [turn["content"] for prompt in builtin() for turn in prompt.messages]
+    with show.busy("reading prompts"):
+        return read_corpus(prompts, texts, exclude=measured)
+
+
+def _say(tick: Any) -> None:
+    show.note(str(tick))
+
+
+def _report(progress: Any) -> None:
+    show.note(progress.line())
+
+
+def _measure(engine: Engine, kit: Kit, folder: Path) -> dict[str, Any]:
+    """Speed-up of a drafter over plain decoding, in turns, on prompts kept from training.
+
+    A drafter that cannot be measured here is no reason to lose it: the reason is given instead.
+    """
+    from outpace.bench import report as reports
+    from outpace.bench.ours import Ours
+    from outpace.bench.provenance import provenance
+    from outpace.bench.records import Case, Settings
+    from outpace.bench.runner import Runner
+    from outpace.train.kit import command
+
+    prompts = kit.held_out_prompts(MEASURED_PROMPTS)
+    longest = engine.target.max_positions - MEASURED_TOKENS
+    cases = [
+        Case(id=f"held-out-{i}", group="held-out", ids=ids)
+        for i, ids in enumerate(prompts) if len(ids) <= longest
+    ]
+    spec = drafter_spec(kit.options.method, folder, kit.out_is_home)
+    try:
+        if not cases:
+            raise RequestError("no held-out prompt leaves room for an answer")
+        contenders = [Ours(engine, engine.method(name)) for name in ("none", spec)]
+        runner = Runner(contenders, {})
+        mode = Settings(max_new_tokens=MEASURED_TOKENS)
+        with show.progress(runner.steps(cases, [mode]), "units") as tick:
+            runner.tick = tick
+            session = runner.run(cases, [mode])
+    except OutpaceError as error:
+        show.note(f"not measured: {error}")
+        return {"speedup": None, "reason": str(error)}
+    about = provenance(
+        command=command(), target=engine.target, cases=cases,
+        config={"max_new_tokens": MEASURED_TOKENS, "temperature": 0.0, "batch": 1},
+    )  # fmt: skip
+    row = reports.build(session, about, engine.eos_ids)["rows"][-1]
+    keys = ("speedup", "speedup_interval", "mean_emitted", "acceptance_rate", "tokens_per_second")
+    where = ("cpu", "gpu", "threads", "dtype", "date")
+    return {
+        **{key: row.get(key) for key in keys},
+        "method": spec, "prompts": len(cases), "max_new_tokens": MEASURED_TOKENS,
+        **{key: about.get(key) for key in where},
+    }  # fmt: skip
+
+
+def drafter_spec(method: str, folder: Path, found: bool) -> str:
+    """The method spec that loads a drafter folder.
+
+    Args:
+        method: name of the drafter.
+        folder: where it is.
+        found: whether the name alone finds it.
+
+    Raises:
+        OutpaceError: no drafter is called that.
+    """
+    if found:
+        return method
+    import dataclasses
+
+    from outpace import registry
+
+    fields = {field.name for field in dataclasses.fields(registry.load("drafter", method).Config)}
+    key = next((name for name in ("path", "model") if name in fields), "path")
+    return f"{method}[{key}={folder}]"
+
+
+def _show_estimate(kit: Kit, found: Estimate, as_json: bool) -> None:
+    import shutil
+
+    from outpace.train.capture import size_text
+    from outpace.train.progress import clock_text
+
+    there = next(p for p in (kit.work, *kit.work.resolve().parents) if p.exists())
+    free = shutil.disk_usage(there).free
+    if as_json:
+        show.write_json({
+            "method": kit.options.method, "model": kit.target.name, "work": str(kit.work),
+            "out": str(kit.out), "disk_free_bytes": free, **found.to_json(),
+        })  # fmt: skip
+        return
+    show.write(
+        f"{kit.options.method} for {kit.target.name}, roughly; nothing was started\n"
+        f"tokens   {found.answer_tokens} of answers, {found.tokens} with {found.answers} prompts\n"
+        f"disk     {size_text(found.disk_bytes)} in {kit.work} ({size_text(free)} are free)\n"
+        f"memory   {size_text(found.memory_bytes)}\n"
+        f"time     {clock_text(found.seconds)}: answers {clock_text(found.generate_seconds)}, "
+        f"features {clock_text(found.capture_seconds)}, {found.steps} steps "
+        f"{clock_text(found.train_seconds)}\n"
+        f"drafter  {kit.out}\n"
+    )
+
+
+def _show_data(kit: Kit, as_json: bool) -> None:
+    counts = dict(kit.store.manifest["counts"])
+    if as_json:
+        show.write_json({
+            "work": str(kit.work), "data_digest": kit.store.digest, **counts,
+            "features": list(kit.taps),
+        })  # fmt: skip
+        return
+    show.write(
+        f"{counts['answer_tokens']} tokens of answers in {counts['sequences']} sequences; "
+        f"{counts.get('loop_tokens_cut', 0)} tokens of loops were cut\n"
+        f"features {', '.join(kit.taps) or 'none'}; all in {kit.work}\n"
+    )
+
+
+def _show_made(made: Made, measured: dict[str, Any]) -> None:
+    best = made.trained.best
+    if best is not None:
+        depths = ", ".join(f"{one:.2f}" for one in best.acceptance)
+        show.write(f"held-out acceptance by depth {depths} (step {made.trained.best_step} of "
+                   f"{made.trained.steps})\n")
+    if measured["speedup"] is not None:
+        show.write(
+            f"measured on {measured['prompts']} held-out prompts: speed-up "
+            f"{measured['speedup']:.2f}, mean emitted {measured['mean_emitted']:.2f}\n"
+        )
+    show.write(f"wrote {made.folder}\n")

@@ -1,0 +1,114 @@
+"""A draft model that was trained for its target, as a Target: loaded, with what it borrows.
+
+It is a decoder whose embedding may be the target's own object and whose head has one row per token
+of its vocabulary, so its logits have fewer columns than the target has tokens.
+
+Shape letters: V vocabulary, D draft vocabulary, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outpace.drafters.trained import (
+    CONFIG,
+    checkpoint_of,
+    decoder_from_json,
+    embedding_of,
+    head_name,
+    lender,
+    read_config,
+    read_tensors,
+    vocab_map,
+)
+from outpace.errors import ModelError
+from outpace.models.base import Target
+from outpace.models.blocks import Embedding, Ends, Norm, read_block
+from outpace.models.decoder import Decoder
+from outpace.models.families import DecoderConfig
+from outpace.models.memory import MemoryCheckpoint
+from outpace.models.packed import Linear
+from outpace.models.passes import Rotation
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class PartCheckpoint(MemoryCheckpoint):
+    """Tensors of a decoder that may lack the embedding and have a head of its own size.
+
+    Args:
+        config: shape; ``vocab_size`` is the target's.
+        tensors: by Hugging Face name.
+        name: for reports.
+        rows: of the head.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, tensors: Mapping[str, Tensor], *, name: str, rows: int
+    ) -> None:
+        self._rows = rows
+        super().__init__(config, tensors, name=name)
+
+    def _check_shapes(self) -> None:
+        ends = {EMBED, HEAD} - set(self.places)
+        for name, shape in self.config.tensor_shapes().items():
+            wanted = (self._rows, *shape[1:]) if name == HEAD else shape
+            place = self.places.get(name)
+            if name not in ends and (place is None or place.shape != wanted):
+                got = "is missing" if place is None else f"has shape {list(place.shape)}"
+                raise ModelError(f"{self.name}: {name!r} {got}, needs {list(wanted)}")
+
+
+def load_trained(
+    folder: Path, target: Target, dtype: str | None = None
+) -> tuple[Decoder, Tensor | None]:
+    """Load a draft model that ``outpace train draft_model`` wrote.
+
+    Args:
+        folder: its drafter folder.
+        target: what it was trained for; lends what is not stored.
+        dtype: must be the target's if given, since tensors are shared.
+
+    Returns:
+        The model, and the target ids [D] of its logits' columns; None: they are all ids.
+
+    Raises:
+        ModelError: files that are missing or corrupt, another target, or a dtype.
+    """
+    said = read_config(folder, target, "draft_model")
+    lent = lender(target, "draft_model")
+    if dtype is not None and getattr(torch, dtype, None) is not target.dtype:
+        raise ModelError(
+            f"{folder} borrows from {target.name} and has its dtype, "
+            f"{str(target.dtype).removeprefix('torch.')}; leave dtype={dtype} out"
+        )
+    tensors = read_tensors(folder)
+    vocab = vocab_map(tensors, target.vocab_size)
+    config = decoder_from_json(said.get("decoder", {}), folder / CONFIG)
+    rows = target.vocab_size if vocab is None else len(vocab.to_target_D)
+    for name, what in ((EMBED, "embedding"), (HEAD, "head")):
+        if name not in tensors and config.hidden_size != target.hidden_size:
+            raise ModelError(
+                f"{folder} stores no {what}, and cannot borrow that of {target.name}: it has "
+                f"hidden size {config.hidden_size}, the target {target.hidden_size}"
+            )
+    checkpoint = PartCheckpoint(config, tensors, name=f"{target.name}/draft_model", rows=rows)
+    kind, where = target.dtype, target.device
+    blocks = [read_block(checkpoint, i, kind, where, True) for i in range(config.num_layers)]
+    if HEAD in tensors:
+        head_DW = checkpoint.tensor(HEAD, kind)
+    else:
+        head_DW = checkpoint_of(lent).tensor(head_name(lent), kind)
+        head_DW = head_DW if vocab is None else head_DW[vocab.to_target_D]
+    ends = Ends(
+        embed=Embedding(checkpoint, kind, where, True) if EMBED in tensors else embedding_of(lent),
+        norm=Norm(checkpoint.tensor("model.norm.weight").to(where), config),
+        head=Linear(head_DW.to(where)),
+    )
+    turns = [Rotation(rope, where) for rope in config.ropes]
+    model = Decoder(checkpoint, config, blocks, ends, turns)
+    return model, None if vocab is None else vocab.to_target_D.to(where)

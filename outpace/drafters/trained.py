@@ -1,0 +1,210 @@
+"""Trained drafters on disk: where they are found, what their folder says, what they borrow.
+
+A drafter folder holds ``config.json``, ``model.safetensors`` (bfloat16) and ``provenance.json``.
+Its config.json always has these keys, and more that the method reads itself:
+
+    {"method": "eagle3", "target": "smollm2-135m", "target_digest": "0123456789abcdef",
+     "hidden_size": 576, "vocab_size": 49152, "draft_vocab_size": 8192, "taps": ["hidden.2"],
+     "decoder": {...}}
+
+``vocab_size`` is the target's; ``decoder`` is the `DecoderConfig` of the drafter's own layers.
+
+Shape letters: V vocabulary, D draft vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from outpace.config import data_folder
+from outpace.errors import ModelError
+from outpace.law import VocabMap
+from outpace.models.base import Target
+from outpace.models.blocks import Embedding
+from outpace.models.decoder import Decoder
+from outpace.models.families import DecoderConfig, Rope
+from outpace.models.fields import brief, read_json
+from outpace.models.weights import Checkpoint
+
+CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "provenance.json"
+"""Files of a drafter folder."""
+
+
+def find(method: str, target: Target, path: str | None = None) -> Path:
+    """Give the folder of a drafter trained for this target.
+
+    Args:
+        method: for example ``eagle3``.
+        target: its digest is the key.
+        path: a folder that the user named; nothing else is then looked at.
+
+    Raises:
+        ModelError: there is none; the message has the command that makes one.
+    """
+    if path is not None:
+        folder = Path(path).expanduser()
+        if (folder / CONFIG).is_file():
+            return folder
+        raise ModelError(f"{method}: {folder} holds no {CONFIG}, so it is no drafter folder")
+    for folder in candidates(method, target):
+        return folder
+    raise ModelError(
+        f"no trained {method} for {target.name}; make one with: "
+        f"outpace train {method} --model {target.name}"
+    )
+
+
+def candidates(method: str, target: Target) -> list[Path]:
+    """Folders that hold this method for this target, best first: the user's, then shipped ones.
+
+    A shipped folder is known by the digest that its config.json records, not by its name.
+    """
+    own = home(method, target)
+    found = [own] if (own / CONFIG).is_file() else []
+    for config in sorted(shipped_folder().glob(f"*/{method}/{CONFIG}")):
+        if read_json(config).get("target_digest") == target.digest:
+            found.append(config.parent)
+    return found
+
+
+def home(method: str, target: Target) -> Path:
+    """Where ``outpace train`` writes this method for this target unless told otherwise."""
+    return data_folder() / "drafters" / target.digest / method
+
+
+def shipped_folder() -> Path:
+    """The drafters that come with the package: ``TARGET/METHOD`` below it."""
+    return Path(__file__).parents[1] / "weights"
+
+
+def is_drafter(path: str | Path) -> bool:
+    """Whether a path is a drafter folder, and not a model."""
+    config = Path(path).expanduser() / CONFIG
+    return config.is_file() and "target_digest" in read_json(config)
+
+
+def read_config(path: Path, target: Target, method: str | None = None) -> dict[str, Any]:
+    """Read a drafter folder's config.json.
+
+    Raises:
+        ModelError: another method's, or trained for another target; both are named.
+    """
+    config = read_json(path / CONFIG)
+    missing = [
+        key
+        for key in ("method", "target", "target_digest", "hidden_size", "vocab_size")
+        if key not in config
+    ]
+    if missing:
+        raise ModelError(f"{path / CONFIG} lacks {', '.join(map(repr, missing))}")
+    if method is not None and config["method"] != method:
+        raise ModelError(f"{path} holds a drafter of method {config['method']!r}, not {method!r}")
+    if config["target_digest"] != target.digest:
+        raise ModelError(
+            f"{path} was trained for {config['target']} ({config['target_digest']}), not for "
+            f"{target.name} ({target.digest}); make one with: "
+            f"outpace train {config['method']} --model {target.name}"
+        )
+    for key in ("hidden_size", "vocab_size"):
+        if config[key] != getattr(target, key):
+            raise ModelError(
+                f"{path} has {key} {config[key]}, but {target.name} has {getattr(target, key)}"
+            )
+    return config
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a drafter folder's weights.
+
+    Raises:
+        ModelError: the file is missing, truncated or corrupt.
+    """
+    file = path / WEIGHTS
+    try:
+        tensors: dict[str, Tensor] = load_file(file)
+        return tensors
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} holds no {WEIGHTS}") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelError(f"{file} is truncated or corrupt: {brief(error)}") from error
+
+
+def vocab_map(tensors: Mapping[str, Tensor], vocab_size: int) -> VocabMap | None:
+    """Read ``d2t``, the offsets from draft ids to target ids; None if the vocabulary is whole.
+
+    Raises:
+        ModelError: ids outside the target's vocabulary, or the same one twice.
+    """
+    if "d2t" not in tensors:
+        return None
+    to_target_D = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
+    inside = bool(((to_target_D >= 0) & (to_target_D < vocab_size)).all())
+    if not inside or len(set(to_target_D.tolist())) != len(to_target_D):
+        raise ModelError(f"d2t does not map {len(to_target_D)} draft ids into {vocab_size} tokens")
+    feed_V = torch.full((vocab_size,), -1)
+    feed_V[to_target_D] = torch.arange(len(to_target_D))
+    return VocabMap(to_target_D, feed_V)
+
+
+def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:
+    """A decoder's shape as plain data."""
+    return dataclasses.asdict(config)
+
+
+def decoder_from_json(data: Mapping[str, Any], source: Path) -> DecoderConfig:
+    """Read what ``decoder_to_json`` gave.
+
+    Raises:
+        ModelError: fields that are missing, unknown or impossible.
+    """
+    try:
+        ropes = tuple(
+            Rope(**{**rope, "divisors": tuple(rope["divisors"])}) for rope in data["ropes"]
+        )
+        tuples = {key: tuple(data[key]) for key in ("windows", "rope_of_layer")}
+        return DecoderConfig(**{**data, **tuples, "ropes": ropes})
+    except (KeyError, TypeError) as error:
+        raise ModelError(f"{source}: the decoder's fields are not right: {error}") from error
+
+
+def lender(target: Target, who: str) -> Decoder:
+    """The target, as a decoder whose weights can be read and borrowed.
+
+    Raises:
+        ModelError: it is not of the own decoder, which alone lends weights.
+    """
+    if not isinstance(target, Decoder):
+        raise ModelError(
+            f"{who} borrows weights of the target, and {target.name} is a "
+            f"{type(target).__name__}; load it with backend='own'"
+        )
+    return target
+
+
+def checkpoint_of(target: Decoder) -> Checkpoint:
+    """The checkpoint of a target: its tensors one at a time, by Hugging Face name."""
+    return target._checkpoint
+
+
+def embedding_of(target: Decoder) -> Embedding:
+    """The target's own embedding, to share; its vectors are not scaled."""
+    return target._ends.embed
+
+
+def read_embedding(target: Decoder) -> Tensor:
+    """A copy of the target's embedding [V, H], in its dtype, not scaled."""
+    name = "model.embed_tokens.weight"
+    return checkpoint_of(target).tensor(name, target.dtype).to(target.device)
+
+
+def head_name(target: Decoder) -> str:
+    """Name of the tensor that holds the rows of the target's head."""
+    return "model.embed_tokens.weight" if target.config.tied_head else "lm_head.weight"

@@ -1,0 +1,1 @@
+"""Making drafters: data, features, losses, the loop, formats."""

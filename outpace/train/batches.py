@@ -1,0 +1,192 @@
+"""Batches of stored sequences with their features, the same ones whenever they are asked for.
+
+Which sequences stand in batch ``index`` of an epoch depends on the store, the settings and the
+seed alone, so training goes on after a break from two numbers: epoch and index.
+
+Shape letters: B sequences of a batch, T longest of them in tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outpace.errors import RequestError
+from outpace.train.tokens import TokenStore
+
+Split = Literal["train", "held_out"]
+
+_WINDOW = 32  # batches' worth of sequences that are sorted by length together
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Batch:
+    """Some sequences, padded to the longest, with the target's features of their tokens."""
+
+    token_BT: Tensor
+    """int64; 0 behind the end of a sequence."""
+    length_B: Tensor
+    """int64, real tokens of each sequence."""
+    answer_BT: Tensor
+    """bool: the target generated this token (or it is text to learn), so predicting it counts."""
+    feature: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tap -> bfloat16 [B, T, H]: row t was computed when token t was fed, so the target's law of
+    token t + 1 is ``head(feature["hidden.-1"][:, t])``. 0 behind the end. Empty if no tap is
+    wanted."""
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens."""
+        return int(self.length_B.sum())
+
+
+class Features(Protocol):
+    """Where batches get features; `outpace.train.capture.FeatureStore` is one."""
+
+    def read(self, number: int, length: int, tap: str) -> Tensor:
+        """Features bfloat16 [length, H] of the first tokens of the sequence so numbered."""
+        ...
+
+
+class Batches:
+    """Epochs of batches over one split of a store."""
+
+    def __init__(
+        self,
+        store: TokenStore,
+        tokens_per_batch: int,
+        seed: int = 0,
+        *,
+        split: Split = "train",
+        features: Features | None = None,
+        taps: Sequence[str] = (),
+        max_length: int = 2048,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        """Choose what to iterate over.
+
+        Args:
+            store: the sequences.
+            tokens_per_batch: most tokens of a batch, padding included.
+            seed: of the order; the held-out split always comes in the same order.
+            split: ``train`` or ``held_out``.
+            features: where ``taps`` are read; None if there are none.
+            taps: names of the features that batches carry.
+            max_length: longer sequences lose their ends.
+            rank: of this process, from 0.
+            world: processes that share the batches of an epoch; each gets every world-th.
+
+        Raises:
+            RequestError: no sequence in the split, a size below 1, or taps without features.
+        """
+        for name, value in (("tokens_per_batch", tokens_per_batch), ("max_length", max_length),
+                            ("world", world)):
+            if value < 1:
+                raise RequestError(f"{name} must be at least 1, got {value}")
+        if not 0 <= rank < world:
+            raise RequestError(f"rank must be in 0 to {world - 1}, got {rank}")
+        if taps and features is None:
+            raise RequestError(f"taps {', '.join(taps)} are wanted, but no features were captured")
+        wanted = store.held_out_S if split == "held_out" else ~store.held_out_S
+        self._rows = np.flatnonzero(wanted)
+        if len(self._rows) == 0:
+            raise RequestError(
+                f"{store.folder} holds no sequence of the {split.replace('_', '-')} split; "
+                "generate more tokens"
+            )
+        self.store, self.tokens_per_batch, self.split = store, tokens_per_batch, split
+        self.seed, self.taps, self.features = seed, tuple(taps), features
+        self.rank, self.world = rank, world
+        limit = min(max_length, tokens_per_batch)
+        self._length_S = np.minimum(store.length_S, limit)
+        self._plan = lru_cache(maxsize=2)(self._make_plan)
+
+    def count(self, epoch: int) -> int:
+        """Batches of an epoch; the same for every rank."""
+        plan = self._plan(self._folded(epoch))
+        return max(1, len(plan) // self.world)
+
+    def at(self, epoch: int, index: int) -> Batch:
+        """One batch, read from disk.
+
+        Raises:
+            IndexError: ``index`` is not below ``count(epoch)``.
+        """
+        if not 0 <= index < self.count(epoch):
+            raise IndexError(f"epoch {epoch} has {self.count(epoch)} batches, got {index}")
+        plan = self._plan(self._folded(epoch))
+        return self._read(plan[(index * self.world + self.rank) % len(plan)])
+
+    def since(self, epoch: int = 0, index: int = 0) -> Iterator[tuple[int, int, Batch]]:
+        """(epoch, index, batch) from there on, without end; to go on after it, add 1 to index."""
+        while True:
+            if index >= self.count(epoch):
+                epoch, index = epoch + 1, 0
+            yield epoch, index, self.at(epoch, index)
+            index += 1
+
+    def __iter__(self) -> Iterator[Batch]:
+        """All batches of epoch 0."""
+        return (self.at(0, index) for index in range(self.count(0)))
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens of an epoch."""
+        return int(self._length_S[self._rows].sum())
+
+    def _folded(self, epoch: int) -> int:
+        return 0 if self.split == "held_out" else epoch
+
+    def _make_plan(self, epoch: int) -> list[tuple[int, ...]]:
+        """Sequences of every batch: alike in length, in an order that length does not tell."""
+        coins = np.random.default_rng(_entropy(self.seed if self.split == "train" else 0, epoch))
+        order = coins.permutation(self._rows)
+        mean = max(1.0, float(self._length_S[self._rows].mean()))
+        window = max(1, int(_WINDOW * self.tokens_per_batch / mean))
+        batches: list[tuple[int, ...]] = []
+        for first in range(0, len(order), window):
+            part = order[first : first + window]
+            part = part[np.argsort(self._length_S[part], kind="stable")]
+            open_: list[int] = []
+            for row in part.tolist():
+                if open_ and (len(open_) + 1) * self._length_S[row] > self.tokens_per_batch:
+                    batches.append(tuple(open_))
+                    open_ = []
+                open_.append(row)
+            batches.append(tuple(open_))
+        return [batches[i] for i in coins.permutation(len(batches)).tolist()]
+
+    def _read(self, rows: tuple[int, ...]) -> Batch:
+        lengths = [int(self._length_S[row]) for row in rows]
+        longest = max(lengths)
+        token_BT = torch.zeros(len(rows), longest, dtype=torch.int64)
+        answer_BT = torch.zeros(len(rows), longest, dtype=torch.bool)
+        feature: dict[str, Tensor] = {}
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            one = self.store[row]
+            token_BT[i, :length] = torch.from_numpy(one.ids[:length].astype(np.int64))
+            answer_BT[i, one.prompt : length] = True
+            for tap in self.taps:
+                assert self.features is not None
+                rows_TH = self.features.read(one.number, length, tap)
+                if tap not in feature:
+                    feature[tap] = torch.zeros(
+                        len(rows), longest, rows_TH.shape[1], dtype=torch.bfloat16
+                    )
+                feature[tap][i, :length] = rows_TH
+        return Batch(
+            token_BT=token_BT, length_B=torch.tensor(lengths), answer_BT=answer_BT, feature=feature
+        )
+
+
+def _entropy(seed: int, epoch: int) -> int:
+    digest = hashlib.sha256(f"batches {seed} {epoch}".encode()).digest()
+    return int.from_bytes(digest[:16], "big")

@@ -1,0 +1,145 @@
+"""Checkpoints of training: everything that goes on from here, in one file, written in one step.
+
+A checkpoint is a safetensors file: weights and the optimizer's moments by parameter name, and in
+its header the counters, as JSON, with a digest of the tensors. Going on from it gives the same
+bits as never having stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from outpace.errors import ModelError
+from outpace.models.fields import brief
+
+KEPT = 2
+"""How many checkpoints stay: the newest, and the one before in case the newest is damaged."""
+_PREFIX, _SUFFIX = "step-", ".safetensors"
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Give a temporary path to write to; afterwards it takes the place of ``path``.
+
+    A reader sees the old file or the new one, whole. After an error the old one stays.
+    """
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield fresh
+        with fresh.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+    """Write a checkpoint, then drop all but the newest ``KEPT``.
+
+    Args:
+        folder: made if absent.
+        step: names the file.
+        tensors: as they are, any dtype.
+        state: plain data; numbers come back as they were.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = {name: one.detach().cpu().contiguous() for name, one in tensors.items()}
+    header = {"state": json.dumps(dict(state)), "sha256": _digest(stored)}
+    path = folder / f"{_PREFIX}{step:08d}{_SUFFIX}"
+    with replaced(path) as fresh:
+        save_file(stored, fresh, metadata=header)
+    for old in paths(folder)[:-KEPT]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def paths(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, oldest first."""
+    return sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}"))
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest checkpoint, or None."""
+    return next(reversed(paths(folder)), None)
+
+
+def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read a checkpoint: its tensors and its state.
+
+    Raises:
+        ModelError: truncated or damaged; says which older one is there to go on from.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if header["sha256"] != _digest(tensors):
+            raise ValueError("its digest does not fit its contents")
+        return tensors, json.loads(header["state"])
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        older = [one for one in paths(path.parent) if one < path]
+        way = f"delete it to go on from {older[-1]}" if older else "delete it to begin anew"
+        raise ModelError(f"checkpoint {path} is corrupt: {brief(error)}; {way}") from error
+
+
+def training_tensors(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """Weights and moments by parameter name; buffers are not trained and not kept."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        tensors[f"weight.{name}"] = parameter
+        for key, moment in optimizer.state.get(parameter, {}).items():
+            tensors[f"{key}.{name}"] = moment
+    return tensors
+
+
+@torch.no_grad()
+def restore(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor],
+    path: Path,
+) -> None:  # fmt: skip
+    """Put weights and moments back where ``training_tensors`` took them.
+
+    Raises:
+        ModelError: the checkpoint is of another network.
+    """
+    for name, parameter in module.named_parameters():
+        stored = tensors.get(f"weight.{name}")
+        if stored is None or stored.shape != parameter.shape:
+            got = "nothing" if stored is None else f"shape {list(stored.shape)}"
+            raise ModelError(
+                f"checkpoint {path} is of another network: {name} has shape "
+                f"{list(parameter.shape)}, the checkpoint holds {got}; train into another folder"
+            )
+        parameter.copy_(stored)
+        moments = {
+            key: tensors[f"{key}.{name}"]
+            for key in ("step", "exp_avg", "exp_avg_sq")
+            if f"{key}.{name}" in tensors
+        }
+        if moments:
+            # The count of steps stays where the optimizer wants it; moments live with weights.
+            optimizer.state[parameter] = {
+                key: one.clone() if key == "step" else one.to(parameter.device)
+                for key, one in moments.items()
+            }
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    lines = hashlib.sha256()
+    for name, one in sorted(tensors.items()):
+        lines.update(f"{name} {one.dtype} {tuple(one.shape)}\n".encode())
+        lines.update(one.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return lines.hexdigest()

@@ -1,0 +1,185 @@
+"""What a training would take, before anything is started: tokens, disk, memory, time.
+
+Speeds are measured, on a few passes and one training step with made-up data; lengths of answers
+are guessed where there are none yet.
+
+Shape letters: B sequences, T tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from outpace.models.base import Target
+from outpace.train.batches import Batch
+from outpace.train.kit import Kit
+from outpace.train.vocab import reduced_vocab
+from outpace.types import Feed, VocabMap
+
+_FULL = 0.6
+"""Length of an answer as a share of the longest allowed, where none is known."""
+_SAMPLE = 64  # prompts whose lengths are looked at
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """What is left to do; all numbers are rough."""
+
+    answers: int
+    """Sequences in all."""
+    tokens: int
+    """Of prompts and answers together."""
+    answer_tokens: int
+    disk_bytes: int
+    """To be written: features, tokens, checkpoints."""
+    memory_bytes: int
+    """At most in use at a time."""
+    steps: int
+    """Of training."""
+    generate_seconds: float
+    capture_seconds: float
+    train_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Of everything."""
+        return self.generate_seconds + self.capture_seconds + self.train_seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "seconds": self.seconds}
+
+
+def estimate(kit: Kit) -> Estimate:
+    """Say what a training would take.
+
+    Cost: a few passes of the target, one of them over 1024 tokens, and one step of training.
+    Effects: none on the disk.
+    """
+    data, target, options = kit.options.data, kit.target, kit.options
+    store = kit.stored
+    known = store is not None and len(store) > 0
+    done = store.answer_tokens if store is not None else 0
+    if store is not None and known:
+        answer, prompt = done / len(store), float(store.prompt_S.mean())
+    else:
+        lengths = [len(kit.engine.encode(p.messages)) for p in kit.prompts[:_SAMPLE]]
+        fitting = [n for n in lengths if n <= data.max_prompt] or [data.max_prompt]
+        answer, prompt = _FULL * data.max_new_tokens, sum(fitting) / len(fitting)
+    wanted = max(data.tokens, done) if kit.prompts else done
+    answers = max(1, round(wanted / max(answer, 1.0)))
+    tokens = round(wanted + answers * prompt)
+    decode, cache_bytes = _decode(target, data.batch, round(prompt + answer / 2))
+    per_row = _row_seconds(target, frozenset(kit.taps))
+    missing = (wanted - done) / max(answer, 1.0)  # answers still to be made
+    step_seconds, parameters = _step(kit)
+    batches = max(1, round(tokens / options.kit.tokens_per_batch))
+    loop = options.loop_config(batches)
+    steps = loop.steps or round((loop.minutes or 0.0) * 60 / step_seconds)
+    train_seconds = steps * step_seconds
+    if loop.minutes is not None:
+        train_seconds = min(train_seconds, 60 * loop.minutes)
+    features = tokens * len(kit.taps) * target.hidden_size * 2
+    rows = data.max_prompt + data.max_new_tokens
+    return Estimate(
+        answers=answers,
+        tokens=tokens,
+        answer_tokens=wanted,
+        # Two checkpoints of weights and moments in float32, and a third on its way.
+        disk_bytes=max(0, features - kit.captured_bytes()) + 4 * tokens + 3 * 12 * parameters,
+        memory_bytes=_peak_memory() + cache_bytes * rows * data.batch,
+        steps=steps,
+        generate_seconds=missing * (answer * decode / data.batch + prompt * per_row),
+        capture_seconds=max(0, features - kit.captured_bytes()) / max(features, 1)
+        * tokens * per_row,
+        train_seconds=train_seconds,
+    )  # fmt: skip
+
+
+def _decode(target: Target, batch: int, context: int) -> tuple[float, int]:
+    """Seconds of a pass over ``batch`` sequences so long, and cache bytes per token of one."""
+    context = max(1, min(context, target.max_positions - 2))
+    cache = target.new_cache(capacity=context + 1)
+    slots = [cache.open() for _ in range(batch)]
+    for slot in slots:  # keys that nobody computed: what they hold is no matter for the time
+        cache.append(slot, [0] * context, range(-1, context - 1))
+        cache.keep(slot, range(context))
+
+    def one() -> None:
+        target.score([Feed.chain(slot, [0]) for slot in slots], cache)
+        for slot in slots:
+            cache.drop(slot)
+
+    return _seconds(one), cache.nbytes // (batch * (context + 1))
+
+
+def _row_seconds(target: Target, taps: frozenset[str]) -> float:
+    """Seconds per token of a pass as capturing makes them."""
+    length = max(1, min(256, target.max_positions - 1))
+
+    def one() -> None:
+        cache = target.new_cache(capacity=length)
+        target.score(
+            [Feed.chain(cache.open(), [0] * length, want=()) for _ in range(4)], cache, taps=taps
+        )
+
+    return _seconds(one) / (4 * length)
+
+
+def _step(kit: Kit) -> tuple[float, int]:
+    """Seconds of a training step on made-up data, and how many parameters are trained."""
+    options, target = kit.options, kit.target
+    size = options.kit.vocab
+    vocab: VocabMap | None = None
+    if size is not None and size < target.vocab_size:
+        vocab = reduced_vocab(torch.arange(target.vocab_size).flip(0).numpy(), size)
+    objective = options.objective.build(options.own, target, vocab)
+    length = max(4, min(256, options.kit.tokens_per_batch, target.max_positions))
+    count = max(1, options.kit.tokens_per_batch // length)
+    coins = torch.Generator().manual_seed(0)
+    tokens = torch.randint(min(256, target.vocab_size), (count, length), generator=coins)
+    answer = torch.ones(count, length, dtype=torch.bool)
+    answer[:, : length // 3] = False
+    shape = (count, length, target.hidden_size)
+    batch = Batch(
+        token_BT=tokens.to(target.device),
+        length_B=torch.full((count,), length, device=target.device),
+        answer_BT=answer.to(target.device),
+        feature={
+            tap: torch.randn(shape, generator=coins).to(target.device, torch.bfloat16)
+            for tap in kit.taps
+        },
+    )
+    native = target.dtype is torch.bfloat16
+
+    def one() -> None:
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=native):
+            loss = objective.loss(batch).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    learned = [p for p in objective.module.parameters() if p.requires_grad]
+    return _seconds(one), sum(p.numel() for p in learned)
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    """The second of two runs: the first one sets things up."""
+    work()
+    began = time.perf_counter()
+    work()
+    return max(time.perf_counter() - began, 1e-9)
+
+
+def _peak_memory() -> int:
+    """Most bytes that this process has held; 0 where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

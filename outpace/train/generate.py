@@ -1,0 +1,278 @@
+"""Answers of the target itself to many prompts, stored as they come.
+
+A drafter is trained on what the target says, for that is what it will have to guess (on-policy
+data, arXiv:2310.08461). Part of the answers is greedy and part sampled, as in use.
+
+Every answer has a number, and the number alone says prompt, temperature and coins. So work that
+was stopped, even killed, goes on where its store ends, and makes the same answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outpace.engine.engine import Engine
+from outpace.errors import ModelError, RequestError
+from outpace.params import SamplingParams
+from outpace.train.corpus import CorpusPrompt, digest_of
+from outpace.train.progress import Say, Tick
+from outpace.train.tokens import TokenSequence, TokenStore
+from outpace.types import StepRecord
+
+LOOP_TOKENS, LOOP_PERIOD = 64, 32
+"""An answer loops if its last so many tokens repeat a period of at most so many."""
+_SAY_EVERY = 10.0  # seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateConfig:
+    """How answers are made."""
+
+    tokens: int = 1_000_000
+    """Answer tokens wanted; answers under way when they are reached are finished."""
+    greedy: float = 0.5
+    """Share of greedy answers, in [0, 1]; a prompt gets one at most, so less in long work."""
+    coolest: float = 0.8
+    """Lowest temperature of sampled answers."""
+    hottest: float = 1.0
+    """Highest; each answer draws its own between the two."""
+    max_new_tokens: int = 300
+    """Longest answer."""
+    max_prompt: int = 640
+    """Longer prompts are left out, tokens."""
+    batch: int = 64
+    """Answers under way at a time."""
+    seed: int = 0
+    """Of everything drawn."""
+    shard_tokens: int = 60_000
+    """A shard is written after so many tokens ..."""
+    shard_seconds: float = 120.0
+    """... or so many seconds: what a killed process loses at most."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "max_new_tokens", "max_prompt", "batch", "shard_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.greedy <= 1:
+            raise ValueError(f"greedy must be in [0, 1], got {self.greedy}")
+        if not 0 < self.coolest <= self.hottest:
+            raise ValueError(
+                f"need 0 < coolest <= hottest, got {self.coolest} and {self.hottest}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """What decides about the answers, for the manifest."""
+        return {
+            name: getattr(self, name)
+            for name in ("greedy", "coolest", "hottest", "max_new_tokens", "max_prompt", "seed")
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One answer that is wanted."""
+
+    number: int
+    prompt: int
+    """Index of the prompt."""
+    temperature: float
+    seed: int
+
+
+def ask_of(number: int, prompts: int, config: GenerateConfig) -> Ask:
+    """What a number stands for: prompts go round, and each round gives a prompt other coins.
+
+    In every round another ``greedy`` of the prompts is answered greedily, until each was once.
+    """
+    turn, prompt = divmod(number, prompts)
+    of_prompt = _uniform(config.seed, "greedy", prompt)
+    if turn * config.greedy <= of_prompt < (turn + 1) * config.greedy:
+        return Ask(number, prompt, 0.0, 0)
+    heat = _uniform(config.seed, "heat", number)
+    temperature = config.coolest + heat * (config.hottest - config.coolest)
+    return Ask(
+        number, prompt, round(temperature, 3), int(_uniform(config.seed, "coins", number) * 2**48)
+    )
+
+
+def without_loop(tokens: Sequence[int]) -> int:
+    """How many tokens of an answer to keep: all, or up to where it only repeats itself.
+
+    If the last LOOP_TOKENS tokens repeat a period of at most LOOP_PERIOD, then what is kept ends
+    with the first round of the shortest such period.
+    """
+    if len(tokens) < LOOP_TOKENS:
+        return len(tokens)
+    for period in range(1, LOOP_PERIOD + 1):
+        same = 0
+        for i in range(len(tokens) - 1, period - 1, -1):
+            if tokens[i] != tokens[i - period]:
+                break
+            same += 1
+        if same + period >= LOOP_TOKENS:
+            return len(tokens) - same
+    return len(tokens)
+
+
+def generate_answers(
+    engine: Engine,
+    prompts: Sequence[CorpusPrompt],
+    folder: Path,
+    config: GenerateConfig,
+    *,
+    about: Mapping[str, Any] | None = None,
+    say: Say = print,
+) -> TokenStore:
+    """Answer prompts until the store holds the tokens that are wanted.
+
+    Args:
+        engine: of the target; its drafter is not used.
+        prompts: in the order in which they are taken; again and again with other coins.
+        folder: of the store; one that holds a part of the same work is gone on with.
+        config: how.
+        about: more entries for the manifest: command, sources.
+        say: receives progress.
+
+    Returns:
+        The store, with at least ``config.tokens`` answer tokens.
+
+    Raises:
+        RequestError: no prompts, or none short enough.
+        ModelError: the folder holds answers of another target, other prompts or settings.
+
+    Effects: writes a shard every few minutes. A process that is killed loses only what came after
+    the last one.
+    """
+    if not prompts:
+        raise RequestError("there are no prompts; give files with --prompts or --texts")
+    target = engine.target
+    plan = {**config.to_json(), "prompts": len(prompts), "prompts_digest": digest_of(prompts)}
+    store = TokenStore.create(
+        folder, target=target.name, digest=target.digest, vocab_size=target.vocab_size,
+        about={**(about or {}), "plan": plan},
+    )
+    made = store.manifest["about"].get("plan")
+    if made != plan:
+        wrong = next(key for key in plan if made is None or made.get(key) != plan[key])
+        raise ModelError(
+            f"{folder} was made with {wrong} {None if made is None else made.get(wrong)}, not "
+            f"{plan[wrong]}; give the same files and settings, or another folder"
+        )
+    work = _Work(engine, prompts, store, config, say)
+    engine.listeners.append(work.count)
+    try:
+        work.run()
+    finally:
+        engine.listeners.remove(work.count)
+        work.flush()
+    return store
+
+
+class _Work:
+    """Answers on their way into a store."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[CorpusPrompt],
+        store: TokenStore,
+        config: GenerateConfig,
+        say: Say,
+    ) -> None:
+        self.engine, self.prompts, self.store, self.config = engine, prompts, store, config
+        self.say: Callable[[Tick], Any] = say
+        self.kept = store.answer_tokens
+        self.emitted = self.finished = 0  # tokens of this process: made, and made in done answers
+        self.waiting: list[TokenSequence] = []
+        self.cut = {"looped_answers": 0, "loop_tokens_cut": 0}
+        self.asked: list[tuple[Ask, tuple[int, ...]]] = []  # by number in Engine.map
+        self.began = self.told = self.flushed = time.perf_counter()
+
+    def run(self) -> None:
+        for index, result in self.engine.map(
+            self._prompts(), self._params(), batch=self.config.batch, drafter="none"
+        ):
+            ask, ids = self.asked[index]
+            length = without_loop(result.tokens)
+            self.finished += len(result.tokens)
+            self.kept += length
+            if length < len(result.tokens):
+                self.cut["looped_answers"] += 1
+                self.cut["loop_tokens_cut"] += len(result.tokens) - length
+            self.waiting.append(
+                TokenSequence(
+                    number=ask.number,
+                    ids=np.array([*ids, *result.tokens[:length]], np.int32),
+                    prompt=len(ids),
+                    temperature=ask.temperature,
+                )
+            )
+            waiting = sum(len(one.ids) for one in self.waiting)
+            late = time.perf_counter() - self.flushed > self.config.shard_seconds
+            if late or waiting >= self.config.shard_tokens:
+                self.flush()
+        self._tell()
+
+    def flush(self) -> None:
+        """Write the answers that wait."""
+        waiting, self.waiting = self.waiting, []
+        cut, self.cut = self.cut, dict.fromkeys(self.cut, 0)
+        self.store.append(waiting, cut)
+        self.flushed = time.perf_counter()
+
+    def count(self, record: StepRecord) -> None:
+        """Count what a step emitted, and tell how far the work is now and then."""
+        self.emitted += sum(len(row.emitted) for row in record.rows)
+        if time.perf_counter() - self.told > _SAY_EVERY:
+            self._tell()
+
+    def _tell(self) -> None:
+        self.told = time.perf_counter()
+        rate = self.emitted / max(self.told - self.began, 1e-9)
+        done = self.kept + self.emitted - self.finished  # those under way count as well
+        self.say(
+            Tick("generating", min(done, self.config.tokens), self.config.tokens, "tokens", rate)
+        )
+
+    def _prompts(self) -> Iterator[tuple[int, ...]]:
+        """Token ids of the prompts wanted, until there are answers enough."""
+        done = set(self.store.number_S.tolist())
+        number = skipped = 0
+        while self.kept < self.config.tokens:
+            ask = ask_of(number, len(self.prompts), self.config)
+            number += 1
+            if ask.number in done:
+                continue
+            ids = self.engine.encode(self.prompts[ask.prompt].messages)
+            if len(ids) > self.config.max_prompt:
+                skipped += 1
+                if skipped > len(self.prompts):
+                    raise RequestError(
+                        f"no prompt has at most {self.config.max_prompt} tokens; raise max_prompt"
+                    )
+                continue
+            skipped = 0
+            self.asked.append((ask, ids))
+            yield ids
+
+    def _params(self) -> Iterator[SamplingParams]:
+        """Settings of the prompt that was taken last. Neutral where a model has its own wishes."""
+        while True:
+            ask, _ = self.asked[-1]
+            yield SamplingParams(
+                temperature=ask.temperature, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
+                max_new_tokens=self.config.max_new_tokens, seed=ask.seed,
+            )
+
+
+def _uniform(seed: int, what: str, number: int) -> float:
+    """A number in [0, 1), the same whenever it is asked for."""
+    digest = hashlib.sha256(f"{seed} {what} {number}".encode()).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48

@@ -1,0 +1,305 @@
+"""From prompts to a drafter: answers, features, vocabulary, training, one after another.
+
+Everything is kept in a work folder, so that each part is done once, whatever else is trained for
+the same target, and goes on where it was:
+
+    tokens/             answers of the target, with their manifest
+    tokens/features/    what the target computed at every token of them
+    METHOD/             settings and checkpoints of a training under way, its plot
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace import __version__
+from outpace.config import data_folder, world
+from outpace.drafters.trained import PROVENANCE, home
+from outpace.engine.engine import Engine
+from outpace.errors import RequestError
+from outpace.train import checkpoint
+from outpace.train.batches import Batches, Features, Split
+from outpace.train.capture import FeatureStore, capture, check_disk, folder_for
+from outpace.train.corpus import CorpusPrompt, Source
+from outpace.train.generate import generate_answers
+from outpace.train.loop import Progress, Trained, train
+from outpace.train.options import Options
+from outpace.train.progress import Say
+from outpace.train.tokens import TokenStore, write_atomically
+from outpace.train.vocab import always_kept, count_tokens, coverage, reduced_vocab
+from outpace.types import VocabMap
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Made:
+    """A drafter that was trained."""
+
+    folder: Path
+    trained: Trained
+    provenance: Mapping[str, Any]
+
+
+def work_folder(engine: Engine) -> Path:
+    """Where training for this target keeps its files unless told otherwise."""
+    return data_folder() / "training" / engine.target.digest
+
+
+class Kit:
+    """One method's way from prompts to a drafter."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: Options,
+        *,
+        prompts: Sequence[CorpusPrompt] = (),
+        sources: Sequence[Source] = (),
+        work: Path | None = None,
+        out: Path | None = None,
+        resume: bool = False,
+        say: Say = print,
+    ) -> None:
+        """Prepare; nothing is written yet.
+
+        Args:
+            engine: of the target.
+            options: method and settings.
+            prompts: what the target answers; none: the answers that are there already are used.
+            sources: the files that prompts came from.
+            work: folder of everything that is made on the way.
+            out: drafter folder; None: where ``--drafter METHOD`` finds it.
+            resume: go on with a training that was stopped.
+            say: receives progress of generating and capturing.
+
+        Raises:
+            ModelError: the target cannot serve this method.
+            RequestError: neither prompts nor answers, or a training that was stopped is there and
+                ``resume`` is not given, or it had other settings.
+        """
+        self.engine, self.options, self.say = engine, options, say
+        self.target = engine.target
+        self.prompts, self.sources = prompts, sources
+        self.work = work_folder(engine) if work is None else work
+        self.out = home(options.method, self.target) if out is None else out
+        self.resume = resume
+        self.rank, self.world = world()
+        self.taps = options.objective.taps(options.own, self.target)
+        self._check()
+
+    @property
+    def folder(self) -> Path:
+        """Of the training under way."""
+        return self.work / self.options.method
+
+    @property
+    def out_is_home(self) -> bool:
+        """Whether the method's name alone will find the drafter."""
+        return self.out == home(self.options.method, self.target)
+
+    @property
+    def stored(self) -> TokenStore | None:
+        """The answers that are there already, of whatever number."""
+        if not (self.work / "tokens" / "manifest.json").is_file():
+            return None
+        store = TokenStore.open(self.work / "tokens")
+        store.check(self.target.name, self.target.digest)
+        return store
+
+    def _check(self) -> None:
+        if not self.prompts and self.stored is None:
+            raise RequestError(
+                f"no prompts, and {self.work / 'tokens'} holds no answers yet; give files with "
+                "--prompts or --texts"
+            )
+        last = checkpoint.latest(self.folder)
+        if last is not None and not self.resume:
+            raise RequestError(
+                f"a training was stopped at {last}; go on with --resume, or delete {self.folder}"
+            )
+
+    @cached_property
+    def store(self) -> TokenStore:
+        """The target's answers, generated if they are not there yet."""
+        if not self.prompts or self.world > 1:
+            store = self.stored
+            if store is None:
+                raise RequestError("several processes train on data that are there; make them "
+                                   "first, in one process, with --only-data")
+            return store
+        about = {"command": command(), "sources": [one.to_json() for one in self.sources]}
+        return generate_answers(
+            self.engine, self.prompts, self.work / "tokens", self.options.data,
+            about=about, say=self.say,
+        )  # fmt: skip
+
+    @cached_property
+    def features(self) -> FeatureStore | None:
+        """Features of all answers, captured if they are not there yet; None if none are wanted."""
+        if not self.taps:
+            return None
+        if self.world > 1:
+            features = FeatureStore.open(folder_for(self.store.folder, self.taps))
+            features.check(self.target)
+            return features
+        return capture(self.target, self.store, self.taps, say=self.say)
+
+    @cached_property
+    def vocab(self) -> VocabMap | None:
+        """The draft vocabulary; None: the target's whole."""
+        size = self.options.kit.vocab
+        if size is None or size >= self.target.vocab_size:
+            return None
+        counts = count_tokens(self.store, self.target.vocab_size)
+        return reduced_vocab(counts, size, always_kept(self.target))
+
+    def batches(self, split: Split) -> Batches:
+        """Batches of this process, as training reads them."""
+        kit = self.options.kit
+        features: Features | None = self.features
+        return Batches(
+            self.store, kit.tokens_per_batch, int(dict(self.options.loop).get("seed", 0)),
+            split=split, features=features, taps=self.taps, max_length=kit.max_length,
+            rank=self.rank, world=self.world,
+        )  # fmt: skip
+
+    def data(self) -> None:
+        """Make answers and features; what is there is not made again.
+
+        Raises:
+            RequestError: the disk is too small for the features; nothing is captured then.
+        """
+        wanted = len(self.taps) * self.target.hidden_size * 2
+        if self.prompts:
+            # Prompts are about as long as their answers; the exact size is checked later.
+            check_disk(self.work, 2 * self.options.data.tokens * wanted - self.captured_bytes())
+        assert self.store is not None
+        self._free_cache()
+        assert self.features is not None or not self.taps
+
+    def captured_bytes(self) -> int:
+        """Bytes of features that are on the disk already."""
+        folder = folder_for(self.work / "tokens", self.taps)
+        return sum(file.stat().st_size for file in folder.glob("features-*"))
+
+    def _free_cache(self) -> None:
+        """Keys and values of generation are not needed any more, and are much."""
+        self.engine.cache = self.target.new_cache()
+
+    def run(self, report: Callable[[Progress], None] = print) -> Made:
+        """Do all that is left to do.
+
+        Raises:
+            OutpaceError: in one line, whatever of it cannot be; what was done stays.
+        """
+        self.data()
+        source, held_out = self.batches("train"), self.batches("held_out")
+        loop = self.options.loop_config(source.count(0))
+        provenance = self.provenance()
+        self._guard(provenance)
+        objective = self.options.objective.build(self.options.own, self.target, self.vocab)
+        trained = train(
+            objective, source, held_out, loop,
+            out=self.out, work=self.folder, device=self.target.device, provenance=provenance,
+            resume=self.resume, report=report,
+        )  # fmt: skip
+        if self.rank == 0:
+            for path in checkpoint.paths(self.folder):
+                path.unlink()
+        return Made(folder=self.out, trained=trained, provenance=provenance)
+
+    def provenance(self) -> dict[str, Any]:
+        """What the drafter is made of, as plain values."""
+        held = count_tokens(self.store, self.target.vocab_size, held_out=True)
+        size = self.target.vocab_size if self.vocab is None else len(self.vocab.to_target_D)
+        about = self.store.manifest["about"]
+        return {
+            "command": command(),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "versions": {"outpace": __version__, "torch": str(torch.__version__)},
+            "target": {"name": self.target.name, "digest": self.target.digest},
+            "data": {
+                "digest": self.store.digest,
+                **self.store.manifest["counts"],
+                "plan": about.get("plan"),
+                "sources": about.get("sources", []),
+            },
+            "vocab": {
+                "size": size,
+                "held_out_coverage": 1.0 if self.vocab is None else coverage(held, self.vocab),
+            },
+            "settings": self.options.to_json(),
+        }
+
+    def _guard(self, provenance: Mapping[str, Any]) -> None:
+        """Refuse to go on with other settings or data than a training began with."""
+        plan = {"target": provenance["target"]["digest"], "data": provenance["data"]["digest"],
+                "world": self.world, **provenance["settings"]}  # fmt: skip
+        path = self.folder / "run.json"
+        if self.resume and checkpoint.latest(self.folder) is not None and path.is_file():
+            began = json.loads(path.read_text(encoding="utf-8"))
+            wrong = [key for key in plan if began.get(key) != json.loads(json.dumps(plan[key]))]
+            if wrong:
+                key = wrong[0]
+                raise RequestError(
+                    f"the training in {self.folder} began with {key} {began.get(key)}, not "
+                    f"{plan[key]}; give the same, or delete the folder to begin anew"
+                )
+        elif self.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(plan, indent=1).encode())
+
+    def held_out_prompts(self, limit: int) -> list[tuple[int, ...]]:
+        """Token ids of prompts that were kept from training, short and long ones."""
+        found = {
+            tuple(one.ids[: one.prompt].tolist()): None
+            for one, held in zip(self.store, self.store.held_out_S, strict=True)
+            if held and one.prompt
+        }
+        by_length = sorted(found, key=lambda ids: (len(ids), ids))
+        return by_length[:: max(1, len(by_length) // limit)][:limit]
+
+
+def note_measured(folder: Path, measured: Mapping[str, Any]) -> None:
+    """Add a measurement to the provenance of a drafter."""
+    path = folder / PROVENANCE
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["measured"] = dict(measured)
+    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def read_measured(folder: Path) -> Mapping[str, Any] | None:
+    """What ``note_measured`` wrote; None if nobody did."""
+    try:
+        content = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+        measured = content.get("measured")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return measured if isinstance(measured, dict) else None
+
+
+def command() -> str:
+    """What was typed."""
+    return shlex.join(["outpace", *sys.argv[1:]])
+
+
+def made_to_json(made: Made) -> dict[str, Any]:
+    """Plain values for ``--json``."""
+    best = None if made.trained.best is None else asdict(made.trained.best)
+    return {
+        "folder": str(made.folder),
+        "steps": made.trained.steps,
+        "best_step": made.trained.best_step,
+        "stopped_early": made.trained.stopped_early,
+        "held_out": best,
+        "provenance": dict(made.provenance),
+    }

@@ -1,0 +1,303 @@
+"""Losses that make a draft's law agree with the target's, plain and fast.
+
+p is the target's law and q the draft's, both over the draft vocabulary. Every loss exists twice:
+in ``ORACLES``, as the formula says it and differentiated by autograd, and in ``LAWS``, with its
+gradient in closed form, which ``head_loss`` uses to go from hidden states to a loss without ever
+holding all logits.
+
+What a pass accepts of a sampled draft is alpha = sum min(p, q) = 1 - tv; at temperature 0 it is
+whether the two argmaxes agree. Smaller is better everywhere, and every loss is 0 at q = p,
+except ``ce``.
+
+    ce       -log q(label)                                   hard labels
+    kl       sum p log(p / q)                                forward
+    rkl      sum q log(q / p)                                reverse
+    jsd      b KL(p | m) + (1 - b) KL(q | m), m = b p + (1 - b) q, b = 1/2
+    tv       1/2 sum |p - q|
+    lk       -log sum min(p, q)                              negative log acceptance
+    lk_mix   l kl + (1 - l) tv, l = exp(-3 alpha)            l is a weight: no gradient through it
+
+Papers: DistillSpec, arXiv:2310.08461 (kl, rkl, jsd, tv); Samarin et al. 2026, arXiv:2602.23881
+(lk, lk_mix); EAGLE, arXiv:2401.15077 (smooth_l1 on features).
+
+Shape letters: R rows, D draft vocabulary, H hidden size, C rows of a chunk, N rows of laws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outpace.errors import UnknownNameError
+
+Oracle = Callable[[Tensor, Tensor], Tensor]
+"""(draft logits [R, D], p [R, D]) -> loss [R]."""
+Fast = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(draft logits [R, D], float32, which it may overwrite, p [R, D]) -> loss [R], its gradient
+[R, D] with respect to the logits."""
+
+HALF, SLOPE = 0.5, 3.0
+"""b of ``jsd``; the 3 of ``lk_mix``."""
+TINY = 1e-30
+"""Probabilities below count as this where a logarithm or a quotient is taken."""
+CHUNK = 256
+"""Rows whose logits exist at a time: 8 MB at 8192 columns, which stays in the caches."""
+
+
+def _log(p_RD: Tensor) -> Tensor:
+    return p_RD.clamp_min(TINY).log()
+
+
+# The oracles.
+
+
+def kl(z_RD: Tensor, p_RD: Tensor) -> Tensor:
+    """Forward Kullback-Leibler divergence: q has to be everywhere where p is."""
+    return (p_RD * (_log(p_RD) - z_RD.log_softmax(-1))).sum(-1)
+
+
+def rkl(z_RD: Tensor, p_RD: Tensor) -> Tensor:
+    """Reverse divergence: q keeps away from where p is not."""
+    logq_RD = z_RD.log_softmax(-1)
+    return (logq_RD.exp() * (logq_RD - _log(p_RD))).sum(-1)
+
+
+def jsd(z_RD: Tensor, p_RD: Tensor) -> Tensor:
+    """Jensen-Shannon divergence."""
+    q_RD = z_RD.softmax(-1)
+    logm_RD = _log(HALF * p_RD + (1 - HALF) * q_RD)
+    toward_p = (p_RD * (_log(p_RD) - logm_RD)).sum(-1)
+    toward_q = (q_RD * (_log(q_RD) - logm_RD)).sum(-1)
+    return HALF * toward_p + (1 - HALF) * toward_q
+
+
+def tv(z_RD: Tensor, p_RD: Tensor) -> Tensor:
+    """Total variation distance, 1 - acceptance."""
+    return 0.5 * (z_RD.softmax(-1) - p_RD).abs().sum(-1)
+
+
+def lk(z_RD: Tensor, p_RD: Tensor) -> Tensor:
+    """Negative logarithm of the acceptance."""
+    return -_log(acceptance(z_RD, p_RD))
+
+
+def lk_mix(z_RD: Tensor, p_RD: Tensor) -> Tensor:
+    """Divergence while acceptance is low, total variation once it is high."""
+    share_R = (-SLOPE * acceptance(z_RD, p_RD)).exp().detach()
+    return share_R * kl(z_RD, p_RD) + (1 - share_R) * tv(z_RD, p_RD)
+
+
+def cross_entropy(z_RD: Tensor, label_R: Tensor) -> Tensor:
+    """Negative log probability of a label."""
+    return -z_RD.log_softmax(-1).gather(-1, label_R[:, None]).squeeze(-1)
+
+
+def smooth_l1(a_RH: Tensor, b_RH: Tensor) -> Tensor:
+    """Mean over the features of d^2 / 2 where |d| < 1 and |d| - 1/2 elsewhere, d = a - b; [R]."""
+    d_RH = (a_RH - b_RH).abs()
+    return torch.where(d_RH < 1, 0.5 * d_RH * d_RH, d_RH - 0.5).mean(-1)
+
+
+def acceptance(z_RD: Tensor, p_RD: Tensor) -> Tensor:
+    """The chance that a token sampled from q is accepted: alpha = sum min(p, q), [R]."""
+    return torch.minimum(z_RD.softmax(-1), p_RD).sum(-1)
+
+
+ORACLES: Mapping[str, Oracle] = {
+    "kl": kl, "rkl": rkl, "jsd": jsd, "tv": tv, "lk": lk, "lk_mix": lk_mix,
+}  # fmt: skip
+"""Plain versions of the losses on laws."""
+
+
+# The same with gradients in closed form. For a loss f(q) of q = softmax(z):
+# df/dz = q * (g - sum(q * g)), g = df/dq.
+
+
+def _law(z_RD: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn logits into q, in place, and give log sum exp of the logits."""
+    top_R1 = z_RD.amax(-1, keepdim=True)
+    z_RD.sub_(top_R1).exp_()
+    mass_R1 = z_RD.sum(-1, keepdim=True)
+    return z_RD.div_(mass_R1), (top_R1 + mass_R1.log()).squeeze(-1)
+
+
+def _through_softmax(q_RD: Tensor, g_RD: Tensor) -> Tensor:
+    """df/dz from q and df/dq, which is overwritten."""
+    return g_RD.sub_(torch.linalg.vecdot(q_RD, g_RD)[:, None]).mul_(q_RD)
+
+
+def _fast_kl(z_RD: Tensor, p_RD: Tensor) -> tuple[Tensor, Tensor]:
+    crossed_R = torch.linalg.vecdot(p_RD, z_RD)
+    own_R = torch.linalg.vecdot(p_RD, _log(p_RD))
+    q_RD, whole_R = _law(z_RD)
+    return own_R + whole_R - crossed_R, q_RD.sub_(p_RD)
+
+
+def _fast_rkl(z_RD: Tensor, p_RD: Tensor) -> tuple[Tensor, Tensor]:
+    log_RD = z_RD.clone()
+    q_RD, whole_R = _law(z_RD)
+    ratio_RD = log_RD.sub_(whole_R[:, None]).sub_(_log(p_RD))
+    loss_R = torch.linalg.vecdot(q_RD, ratio_RD)
+    return loss_R, ratio_RD.sub_(loss_R[:, None]).mul_(q_RD)
+
+
+def _fast_jsd(z_RD: Tensor, p_RD: Tensor) -> tuple[Tensor, Tensor]:
+    q_RD, _ = _law(z_RD)
+    logm_RD = _log(HALF * p_RD + (1 - HALF) * q_RD)
+    ratio_RD = _log(q_RD).sub_(logm_RD)
+    toward_p = torch.linalg.vecdot(p_RD, _log(p_RD).sub_(logm_RD))
+    loss_R = HALF * toward_p + (1 - HALF) * torch.linalg.vecdot(q_RD, ratio_RD)
+    return loss_R, _through_softmax(q_RD, ratio_RD.mul_(1 - HALF))
+
+
+def _fast_tv(z_RD: Tensor, p_RD: Tensor) -> tuple[Tensor, Tensor]:
+    q_RD, _ = _law(z_RD)
+    apart_RD = q_RD - p_RD
+    loss_R = 0.5 * apart_RD.abs().sum(-1)
+    return loss_R, _through_softmax(q_RD, apart_RD.sign_().mul_(0.5))
+
+
+def _fast_lk(z_RD: Tensor, p_RD: Tensor) -> tuple[Tensor, Tensor]:
+    q_RD, _ = _law(z_RD)
+    alpha_R = torch.minimum(q_RD, p_RD).sum(-1).clamp_min(TINY)
+    below_RD = (q_RD < p_RD).to(q_RD.dtype)
+    return -alpha_R.log(), _through_softmax(q_RD, below_RD.div_(-alpha_R[:, None]))
+
+
+def _fast_lk_mix(z_RD: Tensor, p_RD: Tensor) -> tuple[Tensor, Tensor]:
+    far_R, far_RD = _fast_tv(z_RD.clone(), p_RD)
+    kl_R, kl_RD = _fast_kl(z_RD, p_RD)
+    # Of two laws alpha is 1 - tv; the oracle counts it.
+    share_R = (-SLOPE * (1 - far_R)).exp()
+    grad_RD = kl_RD.mul_(share_R[:, None]).add_(far_RD.mul_(1 - share_R[:, None]))
+    return share_R * kl_R + (1 - share_R) * far_R, grad_RD
+
+
+def _fast_cross_entropy(z_RD: Tensor, label_R: Tensor) -> tuple[Tensor, Tensor]:
+    said_R = z_RD.gather(-1, label_R[:, None]).squeeze(-1)
+    q_RD, whole_R = _law(z_RD)
+    q_RD[torch.arange(len(label_R), device=q_RD.device), label_R] -= 1
+    return whole_R - said_R, q_RD
+
+
+LAWS: Mapping[str, Fast] = {
+    "kl": _fast_kl, "rkl": _fast_rkl, "jsd": _fast_jsd, "tv": _fast_tv, "lk": _fast_lk,
+    "lk_mix": _fast_lk_mix,
+}  # fmt: skip
+"""Fast versions of the losses on laws."""
+LOSSES = ("ce", *LAWS)
+"""Names of the losses that an objective can be asked for."""
+
+
+def check(name: str) -> str:
+    """Give the name back.
+
+    Raises:
+        UnknownNameError: no loss has it.
+    """
+    if name not in LOSSES:
+        raise UnknownNameError("loss", name, LOSSES)
+    return name
+
+
+def head_loss(
+    hidden_RH: Tensor,
+    head_DH: Tensor,
+    name: str,
+    *,
+    p_ND: Tensor | None = None,
+    row_R: Tensor | None = None,
+    label_R: Tensor | None = None,
+) -> Tensor:
+    """Sum of a loss over rows, from their normed hidden states.
+
+    Logits, laws and gradients exist for ``CHUNK`` rows at a time. Gradients flow to
+    ``hidden_RH`` and ``head_DH`` where they ask for them; they are computed on the way there,
+    so backward only scales them. Under autocast the products are of its dtype.
+
+    Args:
+        hidden_RH: the head's input.
+        head_DH: rows of the head.
+        name: one of ``LOSSES``.
+        p_ND: the target's laws, for every loss but ``ce``.
+        row_R: row of ``p_ND`` that belongs to each row.
+        label_R: int64 draft ids, for ``ce``.
+
+    Returns:
+        A scalar, float32.
+
+    Cost: three products of R x D x H and a few sweeps over R x D.
+    """
+
+    def judged(z_CD: Tensor, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        if name == "ce":
+            assert label_R is not None, "ce needs labels"
+            return _fast_cross_entropy(z_CD, label_R[lo:hi])
+        assert p_ND is not None and row_R is not None, f"{name} needs laws"
+        return LAWS[name](z_CD, p_ND.index_select(0, row_R[lo:hi]))
+
+    kind = hidden_RH.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_RH.dtype
+    with torch.autocast(kind, enabled=False):
+        loss: Tensor = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+            hidden_RH, head_DH, judged, dtype
+        )
+    return loss
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_RH: Tensor, head_DH: Tensor, judged: Any, dtype: Any) -> Tensor:
+        to_hidden, to_head = ctx.needs_input_grad[:2]
+        ctx.dtypes = hidden_RH.dtype, head_DH.dtype
+        hidden_RH, head_DH = hidden_RH.to(dtype), head_DH.to(dtype)
+        total = torch.zeros((), dtype=torch.float32, device=hidden_RH.device)
+        hidden_grad_RH = torch.empty_like(hidden_RH) if to_hidden else None
+        head_grad_DH = None
+        if to_head:
+            head_grad_DH = torch.zeros(
+                head_DH.shape, dtype=torch.promote_types(dtype, torch.float32),
+                device=head_DH.device,
+            )  # fmt: skip
+        for lo in range(0, len(hidden_RH), CHUNK):
+            part_CH = hidden_RH[lo : lo + CHUNK]
+            z_CD = part_CH @ head_DH.T
+            z_CD = z_CD.float() if z_CD.dtype is torch.bfloat16 else z_CD
+            loss_C, grad_CD = judged(z_CD, lo, lo + CHUNK)
+            total = total + loss_C.sum()
+            if not (to_hidden or to_head):
+                continue
+            grad_CD = grad_CD.to(dtype)
+            if hidden_grad_RH is not None:
+                torch.mm(grad_CD, head_DH, out=hidden_grad_RH[lo : lo + CHUNK])
+            if head_grad_DH is not None:
+                head_grad_DH += grad_CD.T @ part_CH
+        ctx.grads = hidden_grad_RH, head_grad_DH
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        scaled = [
+            None if one is None else (one * grads[0]).to(dtype)
+            for one, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
+        ]
+        return (*scaled, None, None)
+
+
+def depth_weights(depths: int, decay: float) -> tuple[float, ...]:
+    """decay^0, decay^1, ...: deeper guesses are reached more rarely, so they count less."""
+    return tuple(decay**depth for depth in range(depths))
+
+
+def weighted(loss_J: Sequence[Tensor], weight_J: Sequence[float]) -> Tensor:
+    """Sum of weight * loss over depths."""
+    return torch.stack([w * one for one, w in zip(loss_J, weight_J, strict=True)]).sum()
+
+
+def feature_loss(a_RH: Tensor, b_RH: Tensor) -> Tensor:
+    """``smooth_l1`` by one kernel, forward and backward; [R]."""
+    return F.smooth_l1_loss(a_RH, b_RH, reduction="none").mean(-1)

@@ -1,0 +1,237 @@
+"""What every trained method says about itself: what it reads, learns, is judged by, and leaves.
+
+Shape letters: B sequences, T tokens, R rows, A learning rows of a sequence, N laws, H hidden size,
+V vocabulary, D draft vocabulary, J depths.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from outpace.drafters.trained import CONFIG, PROVENANCE, WEIGHTS
+from outpace.law import VocabMap
+from outpace.models.base import Target
+from outpace.train.align import Aligned
+from outpace.train.batches import Batch
+from outpace.train.checkpoint import replaced
+from outpace.train.losses import CHUNK
+
+LAST = "hidden.-1"
+"""The tap from which the target's laws are computed."""
+DEPTHS = 5
+"""Depths by which held-out acceptance is reported."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """What one batch gave. Sums, so that batches and processes add up."""
+
+    loss: Tensor
+    """Scalar, mean over ``tokens``; with gradients if the batch was trained on."""
+    tokens: int
+    """Rows that counted."""
+    accepted_by_depth: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """[J] rows whose guess at this depth, and at all before, was the target's argmax."""
+    counted_by_depth: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """[J] rows whose guesses at all earlier depths were; accepted / counted is the acceptance."""
+    overlap_by_depth: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """[J] sum of alpha = sum min(p, q) over the rows counted; empty if the laws are not known."""
+
+
+class Objective(ABC):
+    """A method in training. Its weights are float32; `save` writes what drafts."""
+
+    Config: ClassVar[type]
+    """Frozen keyword-only dataclass: the options of ``outpace train METHOD``."""
+    module: nn.Module
+    """All that is trained."""
+
+    @classmethod
+    @abstractmethod
+    def taps(cls, config: Any, target: Target) -> tuple[str, ...]:
+        """Features wanted in batches."""
+
+    @classmethod
+    @abstractmethod
+    def build(cls, config: Any, target: Target, vocab: VocabMap | None) -> Objective:
+        """A drafter before its first step, taken from the target or drawn from a seed.
+
+        Args:
+            config: options.
+            target: lends weights and computes laws; is never changed.
+            vocab: the draft vocabulary; None is the target's whole.
+
+        Raises:
+            ModelError: the target cannot lend what is needed, or shapes do not fit.
+        """
+
+    @abstractmethod
+    def loss(self, batch: Batch) -> Step:
+        """What to descend on. The batch is on the target's device."""
+
+    @abstractmethod
+    def evaluate(self, batch: Batch) -> Step:
+        """Held-out acceptance by depth at temperature 0, and alpha. Call under no_grad."""
+
+    @abstractmethod
+    def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
+        """Write the drafter folder, or replace its files, each in one step.
+
+        Args:
+            folder: where; its parents are made.
+            provenance: what made it, as plain data.
+        """
+
+    def on_policy(self, batch: Batch, seed: int) -> Batch:
+        """The batch with answers that the drafter wrote itself; as it is for most methods.
+
+        The loop calls this before ``loss`` for the share of batches that ``on_policy_share``
+        asks for.
+        """
+        return batch
+
+    @property
+    def on_policy_share(self) -> float:
+        """Share of batches to be passed through ``on_policy``."""
+        return 0.0
+
+
+@torch.no_grad()
+def target_laws(
+    target: Target, vocab: VocabMap | None, last_NH: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """The target's laws over the draft vocabulary, normalised there; float32 [N, D].
+
+    Cost: N rows of the head, over the draft vocabulary only.
+    """
+    parts = [
+        target.head(last_NH[lo : lo + CHUNK], vocab).div_(temperature).softmax(-1)
+        for lo in _chunks(last_NH)
+    ]
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def whole_laws(
+    target: Target, vocab: VocabMap | None, last_NH: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The part of the target's laws that lies in the draft vocabulary, and the likeliest tokens.
+
+    Returns:
+        float32 [N, D], which need not sum to 1, and int64 target ids [N].
+    """
+    laws, ids = [], []
+    for lo in _chunks(last_NH):
+        p_CV = target.head(last_NH[lo : lo + CHUNK]).softmax(-1)
+        ids.append(p_CV.argmax(-1))
+        laws.append(p_CV if vocab is None else p_CV[:, vocab.to_target_D.to(p_CV.device)])
+    return torch.cat(laws), torch.cat(ids)
+
+
+@torch.no_grad()
+def guesses(
+    hidden_RH: Tensor, head_DH: Tensor, vocab: VocabMap | None, p_ND: Tensor | None, row_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The drafter's likeliest tokens, int64 target ids [R], and alpha [R], 0 without ``p_ND``."""
+    picked, overlaps = [], []
+    for lo in _chunks(hidden_RH):
+        z_CD = (hidden_RH[lo : lo + CHUNK] @ head_DH.T).float()
+        picked.append(z_CD.argmax(-1))
+        if p_ND is not None:
+            overlaps.append(torch.minimum(z_CD.softmax(-1), p_ND[row_R[lo : lo + CHUNK]]).sum(-1))
+        else:
+            overlaps.append(torch.zeros(len(z_CD), device=z_CD.device))
+    token_R = torch.cat(picked)
+    if vocab is not None:
+        token_R = vocab.to_target_D.to(token_R.device)[token_R]
+    return token_R, torch.cat(overlaps)
+
+
+def _chunks(rows: Tensor) -> range:
+    """First rows of chunks; one of no rows if there are none."""
+    return range(0, max(1, len(rows)), CHUNK)
+
+
+def draft_ids(token: Tensor, vocab: VocabMap | None) -> Tensor:
+    """Draft ids of target ids, -1 where the draft vocabulary lacks them; any shape."""
+    return token if vocab is None else vocab.feed_V.to(token.device)[token]
+
+
+class Chain:
+    """Counts, depth by depth, how far chains drafted at temperature 0 would have been right."""
+
+    def __init__(self, alive: Tensor) -> None:
+        self._alive = alive
+        self._accepted: list[Tensor] = []
+        self._counted: list[Tensor] = []
+        self._overlap: list[Tensor] = []
+
+    def add(self, known: Tensor, right: Tensor, follows: Tensor, overlap: Tensor) -> None:
+        """One depth further; all tensors are of one shape.
+
+        Args:
+            known: whether what is right is known here.
+            right: the guess is the target's likeliest token.
+            follows: the text goes on with that token, so that the next depth is the same text.
+            overlap: alpha.
+        """
+        counted = self._alive & known
+        self._counted.append(counted.sum())
+        self._accepted.append((counted & right).sum())
+        self._overlap.append((overlap * counted).sum())
+        self._alive = counted & right & follows
+
+    def narrow(self, size: int) -> None:
+        """Keep the first columns: later rows have no text so far ahead."""
+        self._alive = self._alive[:, :size]
+
+    def step(self, loss: Tensor, tokens: int, with_overlap: bool) -> Step:
+        """What was counted."""
+        overlap = torch.stack(self._overlap).float() if with_overlap else torch.zeros(0)
+        accepted, counted = torch.stack(self._accepted), torch.stack(self._counted)
+        return Step(loss, tokens, accepted.float(), counted.float(), overlap)
+
+
+def laws_for(
+    batch: Batch, aligned: Aligned, target: Target, vocab: VocabMap | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """``whole_laws`` of a batch, or (None, None) if it came without features."""
+    if LAST not in batch.feature:
+        return None, None
+    return whole_laws(target, vocab, aligned.laws_of(batch.feature[LAST]))
+
+
+def write_drafter(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    vocab: VocabMap | None,
+    provenance: Mapping[str, Any],
+) -> None:
+    """Write a drafter folder, or replace its files, each in one step; weights as bfloat16.
+
+    A reduced vocabulary adds ``d2t`` (offsets, int64 [D]) and ``t2d`` (bool [V]).
+    """
+    stored = {
+        name: one.detach().to("cpu", torch.bfloat16).contiguous() for name, one in tensors.items()
+    }
+    if vocab is not None:
+        to_target_D = vocab.to_target_D.cpu()
+        stored["d2t"] = to_target_D - torch.arange(len(to_target_D))
+        stored["t2d"] = (vocab.feed_V >= 0).cpu()
+    folder.mkdir(parents=True, exist_ok=True)
+    with replaced(folder / WEIGHTS) as fresh:
+        save_file(stored, fresh, metadata={"format": "pt"})
+    # The config comes last: a folder without one is no drafter yet.
+    for name, content in ((PROVENANCE, provenance), (CONFIG, config)):
+        with replaced(folder / name) as fresh:
+            fresh.write_text(json.dumps(dict(content), indent=1) + "\n", encoding="utf-8")

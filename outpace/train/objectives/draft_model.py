@@ -1,0 +1,210 @@
+"""A small decoder that learns to speak like the target: some of its layers, or narrower ones.
+
+The layers are copies of the target's (by default the first two), with the target's
+embedding and the rows of its head for the draft vocabulary, both borrowed and not stored; or, with
+``width``, narrower layers drawn at random between a projected embedding and a head of their own.
+All answer tokens are learned at once, from the target's laws.
+
+With ``on_policy`` a share of the batches gets answers that the draft model wrote itself, judged by
+the target's laws: the texts on which it will be asked (`outpace.train.on_policy`).
+
+Paper: DistillSpec, Zhou et al. 2023, arXiv:2310.08461.
+
+Shape letters: B sequences, T tokens, A learning rows, H hidden size, V vocabulary, D draft
+vocabulary, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outpace.drafters.trained import (
+    checkpoint_of,
+    decoder_to_json,
+    head_name,
+    lender,
+    read_embedding,
+)
+from outpace.law import VocabMap
+from outpace.models.base import EMBEDDINGS, TAPS, Target
+from outpace.models.decoder import Decoder
+from outpace.train.align import DRAFT_MODEL, Aligned, places
+from outpace.train.batches import Batch
+from outpace.train.losses import check, head_loss
+from outpace.train.objectives.base import (
+    DEPTHS,
+    LAST,
+    Chain,
+    Objective,
+    Step,
+    draft_ids,
+    guesses,
+    laws_for,
+    target_laws,
+    write_drafter,
+)
+from outpace.train.objectives.draft_net import DraftNet, chosen_layers, narrow_start, shape_of
+from outpace.train.on_policy import student_answers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftModelTraining:
+    """Options of ``outpace train draft_model``."""
+
+    layers: int = 2
+    """Layers of the draft model."""
+    take: str | None = None
+    """Layers of the target to start from, as ``0,29``; the first ones by default."""
+    width: int | None = None
+    """Hidden size, a multiple of the target's head width; the target's by default. Another one
+    starts at random."""
+    train_head: bool = False
+    """Train and store a head of its own; False borrows the target's. A narrow one always has its
+    own."""
+    loss: str = "kl"
+    """One of the losses of `outpace.train.losses`: ce, kl, rkl, jsd, tv, lk, lk_mix."""
+    temperature: float = 1.0
+    """Divides the target's logits before they become labels."""
+    on_policy: float = 0.0
+    """Share of batches whose answers the draft model writes itself."""
+    seed: int = 0
+    """Of random weights."""
+
+    def __post_init__(self) -> None:
+        check(self.loss)
+        if self.layers < 1 or self.temperature <= 0 or not 0 <= self.on_policy <= 1:
+            raise ValueError(
+                "layers must be at least 1, temperature above 0, on_policy in [0, 1], got "
+                f"{self.layers}, {self.temperature}, {self.on_policy}"
+            )
+        if self.width is not None and self.take is not None:
+            raise ValueError("take copies layers of the target, which have the target's width")
+
+
+class DraftModelObjective(Objective):
+    """One draft model in training."""
+
+    Config = DraftModelTraining
+    module: DraftNet
+
+    def __init__(
+        self, config: DraftModelTraining, target: Decoder, vocab: VocabMap | None, net: DraftNet
+    ) -> None:
+        self.config, self.target, self.vocab, self.module = config, target, vocab, net
+        self._head_DH: Tensor | None = None
+        self._embed_VW = read_embedding(target) if net.embed is None else None
+
+    @classmethod
+    def taps(cls, config: DraftModelTraining, target: Target) -> tuple[str, ...]:
+        return (LAST,)
+
+    @classmethod
+    def build(
+        cls, config: DraftModelTraining, target: Target, vocab: VocabMap | None
+    ) -> DraftModelObjective:
+        target.require(frozenset({TAPS, EMBEDDINGS}), "draft_model")
+        lent = lender(target, "draft_model")
+        narrow = config.width is not None and config.width != lent.hidden_size
+        taken = chosen_layers(config.layers, config.take, lent)
+        shape = shape_of(lent.config, taken, config.width if narrow else None)
+        rows = lent.vocab_size if vocab is None else len(vocab.to_target_D)
+        own_head = config.train_head or narrow
+        net = DraftNet(shape, lent.device, embed=narrow, head=rows if own_head else None)
+        net.to(lent.device)
+        if narrow:
+            narrow_start(net, lent, vocab, config.seed)
+        else:
+            net.take(lent, taken, vocab)
+        return cls(config, lent, vocab, net)
+
+    def head(self) -> Tensor:
+        """Rows of the head, [D, W]: its own, or the target's, which are read once."""
+        if self.module.lm_head is not None:
+            return self.module.lm_head.weight
+        if self._head_DH is None:
+            head_VH = checkpoint_of(self.target).tensor(head_name(self.target))
+            rows = head_VH if self.vocab is None else head_VH[self.vocab.to_target_D]
+            self._head_DH = rows.to(self.target.device, torch.float32)
+        return self._head_DH
+
+    def hidden(self, batch: Batch, aligned: Aligned) -> Tensor:
+        """Normed last states of the learning rows, [B, A, W]."""
+        net = self.module
+        embed_BTW = F.embedding(batch.token_BT, self.embedding())
+        hidden_BAW: Tensor = net(embed_BTW, places(batch), aligned)
+        return hidden_BAW
+
+    def loss(self, batch: Batch) -> Step:
+        aligned, config = Aligned(batch, DRAFT_MODEL), self.config
+        p_ND = None
+        if config.loss != "ce":
+            last_NH = aligned.laws_of(batch.feature[LAST])
+            p_ND = target_laws(self.target, self.vocab, last_NH, config.temperature)
+        hidden_BAW = self.hidden(batch, aligned)
+        label_BA = draft_ids(aligned.token(DRAFT_MODEL), self.vocab)
+        keep_BA = aligned.teaches(DRAFT_MODEL) & (label_BA >= 0)
+        tokens = max(1, int(keep_BA.sum()))
+        loss = head_loss(
+            hidden_BAW[keep_BA], self.head(), config.loss, p_ND=p_ND,
+            row_R=aligned.law(DRAFT_MODEL)[keep_BA], label_R=label_BA[keep_BA],
+        )  # fmt: skip
+        return Step(loss / tokens, tokens)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Step:
+        aligned = Aligned(batch, DRAFT_MODEL)
+        p_ND, truth_N = laws_for(batch, aligned, self.target, self.vocab)
+        hidden_BAW, row_BA = self.hidden(batch, aligned), aligned.law(DRAFT_MODEL)
+        text_BA = aligned.token(DRAFT_MODEL)
+        truth_BA = text_BA if truth_N is None else truth_N[row_BA]
+        guess_R, alpha_R = guesses(
+            hidden_BAW.flatten(0, 1), self.head(), self.vocab, p_ND, row_BA.flatten()
+        )
+        right_BA, alpha_BA = guess_R.view_as(truth_BA) == truth_BA, alpha_R.view_as(truth_BA)
+        chain, size = Chain(aligned.real_BA), right_BA.shape[1]
+        # Row a guessed the text at depth 1; the row after it is the same chain at depth 2.
+        for i in range(min(DEPTHS, size)):
+            chain.narrow(size - i)
+            chain.add(
+                aligned.follows(i), right_BA[:, i:], (text_BA == truth_BA)[:, i:], alpha_BA[:, i:]
+            )
+        for _ in range(size, DEPTHS):
+            chain.narrow(0)
+            chain.add(right_BA[:, :0], right_BA[:, :0], right_BA[:, :0], alpha_BA[:, :0])
+        tokens = int(aligned.real_BA.sum())
+        return chain.step(torch.zeros(()), tokens, with_overlap=truth_N is not None)
+
+    @property
+    def on_policy_share(self) -> float:
+        return self.config.on_policy
+
+    def on_policy(self, batch: Batch, seed: int) -> Batch:
+        """Answers by the draft model as it is now, at ``temperature``; features of these texts."""
+        return student_answers(
+            self.module, self.embedding(), self.head(), self.vocab, self.target, batch,
+            temperature=self.config.temperature, seed=seed,
+        )  # fmt: skip
+
+    def embedding(self) -> Tensor:
+        """The embedding that the draft model reads, [V, W]: its own, or a copy of the target's."""
+        if self.module.embed is not None:
+            return self.module.embed.weight
+        assert self._embed_VW is not None
+        return self._embed_VW
+
+    def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
+        target, net = self.target, self.module
+        config = {
+            "method": "draft_model", "target": target.name, "target_digest": target.digest,
+            "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
+            "draft_vocab_size": len(self.head()), "taps": [],
+            "decoder": decoder_to_json(net.shape),
+        }  # fmt: skip
+        write_drafter(folder, config, net.stored(), self.vocab, provenance)

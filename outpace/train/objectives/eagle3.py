@@ -1,0 +1,215 @@
+"""EAGLE-3: one layer that reads fused features and its own output, unrolled over depth.
+
+    g_t = fc(features of row t);  input of depth 1: norm(emb(x_{t+1})), norm(g_t);  stream: g_t
+    input of depth j: norm(emb(x_{t+j})), norm(a_t), a_t the stream it left at depth j - 1
+    logits = head(norm(a_t)), over the draft vocabulary
+
+Training-time test: all depths run on all learning rows at once. At depth j a row sees the keys of
+depth 1 up to its own, and its own keys of depths 2 to j; all others are masked with -inf.
+
+The layer starts as one of the target's: queries, keys and values read the feature as that layer
+reads its stream, and the embedding through a small copy of the same weights.
+
+Paper: Li et al. 2025, arXiv:2503.01840. Parameter names are those of the speculators format.
+
+Shape letters: B sequences, T tokens, A learning rows, R rows, N laws, H hidden size, D draft
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outpace.drafters.trained import decoder_to_json, lender, read_embedding
+from outpace.errors import ModelError
+from outpace.law import VocabMap
+from outpace.models.base import EMBEDDINGS, TAPS, Target
+from outpace.models.decoder import Decoder
+from outpace.models.families import DecoderConfig
+from outpace.train.align import EAGLE, Aligned, next_tokens, places
+from outpace.train.batches import Batch
+from outpace.train.losses import check, depth_weights, head_loss, weighted
+from outpace.train.objectives.base import (
+    DEPTHS,
+    LAST,
+    Chain,
+    Objective,
+    Step,
+    draft_ids,
+    guesses,
+    laws_for,
+    target_laws,
+    write_drafter,
+)
+from outpace.train.objectives.eagle3_net import Eagle3Net, take
+from outpace.train.objectives.networks import KeyValue, Turns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eagle3Config:
+    """Options of ``outpace train eagle3``."""
+
+    steps: int = 3
+    """Depths that training unrolls."""
+    decay: float = 0.8
+    """Weight of a depth relative to the one before."""
+    loss: str = "kl"
+    """One of the losses of `outpace.train.losses`: ce, kl, rkl, jsd, tv, lk, lk_mix."""
+    temperature: float = 1.0
+    """Divides the target's logits before they become labels."""
+    layer: int | None = None
+    """The layer of the target to start from; the last by default."""
+    start: str = "last"
+    """What the fused feature starts as: ``last`` of the features, or their ``mean``."""
+    taps: str | None = None
+    """Layers after which features are taken, as ``2,15,27``; 2, L / 2 and L - 3 by default."""
+
+    def __post_init__(self) -> None:
+        check(self.loss)
+        if self.steps < 1 or not 0 < self.decay <= 1 or self.temperature <= 0:
+            raise ValueError(
+                "steps must be at least 1, decay in (0, 1], temperature above 0, got "
+                f"{self.steps}, {self.decay}, {self.temperature}"
+            )
+        if self.start not in ("last", "mean"):
+            raise ValueError(f"start must be last or mean, got {self.start!r}")
+
+
+class Eagle3(Objective):
+    """One EAGLE-3 head in training."""
+
+    Config = Eagle3Config
+    module: Eagle3Net
+
+    def __init__(
+        self, config: Eagle3Config, target: Decoder, vocab: VocabMap | None, net: Eagle3Net,
+        shape: DecoderConfig,
+    ) -> None:  # fmt: skip
+        self.config, self.target, self.vocab, self.module = config, target, vocab, net
+        self.shape = shape
+        self._embed_VH = read_embedding(target)
+        self._turns = Turns(shape.ropes[0], target.device)
+        self._fused = [f"hidden.{layer}" for layer in _tap_layers(config, target)]
+        self._weights = depth_weights(config.steps, config.decay)
+
+    @classmethod
+    def taps(cls, config: Eagle3Config, target: Target) -> tuple[str, ...]:
+        fused = [f"hidden.{layer}" for layer in _tap_layers(config, target)]
+        return tuple(dict.fromkeys([*fused, LAST]))
+
+    @classmethod
+    def build(cls, config: Eagle3Config, target: Target, vocab: VocabMap | None) -> Eagle3:
+        target.require(frozenset({TAPS, EMBEDDINGS}), "eagle3")
+        lent = lender(target, "eagle3")
+        layer = lent.num_layers - 1 if config.layer is None else config.layer
+        if not 0 <= layer < lent.num_layers:
+            raise ModelError(f"eagle3: layer={layer}, but {lent.name} has {lent.num_layers}")
+        theirs = lent.config
+        rope = theirs.ropes[theirs.rope_of_layer[layer]]
+        shape = replace(
+            theirs, num_layers=1, windows=(None,), ropes=(rope,),
+            rope_of_layer=(0,), tied_head=False, qkv_bias=False, out_bias=False, mlp_bias=False,
+            qk_norm=False, norm_offset=0.0, sandwich_norms=False, attention_softcap=None,
+            logit_softcap=None, embed_scale=1.0, attention_scale=theirs.head_dim**-0.5,
+        )  # fmt: skip
+        taps = _tap_layers(config, target)
+        rows = lent.vocab_size if vocab is None else len(vocab.to_target_D)
+        net = Eagle3Net(shape, len(taps), rows).to(lent.device)
+        take(net, lent, layer, config.start, len(taps), vocab)
+        return cls(config, lent, vocab, net, shape)
+
+    def unroll(self, batch: Batch, aligned: Aligned, depths: int) -> list[Tensor]:
+        """Normed outputs [B, A, H] of the learning rows at depths 1 to ``depths``."""
+        net, layer, place_BA = self.module, self.module.layer, aligned.place_BA
+        longest = batch.token_BT.shape[1] + depths
+        fused = [batch.feature[tap] for tap in self._fused]
+        stream_BTH = net.fc(torch.cat(fused, -1).to(net.fc.weight.dtype)).float()
+        u_BTI = net.inputs(self._embed(next_tokens(batch)), stream_BTH)
+        text = layer.self_attn.keys(u_BTI, self._turns.at(places(batch), longest))
+        stream, u_BAI = aligned.rows(stream_BTH), aligned.rows(u_BTI)
+        own: list[KeyValue] = []
+        out = []
+        for depth in range(1, depths + 1):
+            turn = self._turns.at(place_BA + depth - 1, longest)
+            if depth > 1:
+                u_BAI = net.inputs(self._embed(aligned.token(depth)), stream)
+                own.append(layer.self_attn.keys(u_BAI, turn))
+            query = layer.self_attn.queries(u_BAI, turn)
+            stream = layer.after(stream, layer.self_attn(query, text, own, place_BA))
+            out.append(net.norm(stream))
+        return out
+
+    def loss(self, batch: Batch) -> Step:
+        aligned, config = Aligned(batch, EAGLE), self.config
+        p_ND = None
+        if config.loss != "ce":
+            last_NH = aligned.laws_of(batch.feature[LAST])
+            p_ND = target_laws(self.target, self.vocab, last_NH, config.temperature)
+        losses, tokens = [], 1
+        for i, hidden_BAH in enumerate(self.unroll(batch, aligned, config.steps)):
+            ahead = EAGLE + i
+            label_BA = draft_ids(aligned.token(ahead), self.vocab)
+            keep_BA = aligned.teaches(ahead) & (label_BA >= 0)
+            losses.append(
+                head_loss(
+                    hidden_BAH[keep_BA], self.module.lm_head.weight, config.loss,
+                    p_ND=p_ND, row_R=aligned.law(ahead)[keep_BA], label_R=label_BA[keep_BA],
+                )
+            )  # fmt: skip
+            tokens = max(1, int(keep_BA.sum())) if i == 0 else tokens
+        return Step(weighted(losses, self._weights) / tokens, tokens)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Step:
+        aligned = Aligned(batch, EAGLE)
+        p_ND, truth_N = laws_for(batch, aligned, self.target, self.vocab)
+        assert truth_N is not None, "EAGLE reads features"
+        chain = Chain(aligned.real_BA)
+        head_DH = self.module.lm_head.weight
+        for i, hidden_BAH in enumerate(self.unroll(batch, aligned, max(DEPTHS, self.config.steps))):
+            row_BA = aligned.law(EAGLE + i)
+            guess_R, alpha_R = guesses(
+                hidden_BAH.flatten(0, 1), head_DH, self.vocab, p_ND, row_BA.flatten()
+            )
+            truth_BA = truth_N[row_BA]
+            chain.add(
+                aligned.teaches(EAGLE + i), guess_R.view_as(truth_BA) == truth_BA,
+                aligned.token(EAGLE + i) == truth_BA, alpha_R.view_as(truth_BA),
+            )  # fmt: skip
+        tokens = int(aligned.real_BA.sum())
+        return chain.step(torch.zeros(()), tokens, with_overlap=True)
+
+    def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
+        target = self.target
+        config = {
+            "method": "eagle3", "target": target.name, "target_digest": target.digest,
+            "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
+            "draft_vocab_size": self.module.lm_head.out_features,
+            "taps": self._fused,
+            "decoder": decoder_to_json(self.shape),
+        }  # fmt: skip
+        write_drafter(folder, config, self.module.state_dict(), self.vocab, provenance)
+
+    def _embed(self, token_BA: Tensor) -> Tensor:
+        # As `Target.embed`: the scale is rounded to the dtype of the embedding.
+        scale = torch.tensor(self.target.config.embed_scale, dtype=self._embed_VH.dtype)
+        return F.embedding(token_BA, self._embed_VH).float() * float(scale)
+
+
+def _tap_layers(config: Eagle3Config, target: Target) -> tuple[int, ...]:
+    """Layers after which features are taken; in shallow targets one may serve twice."""
+    last = target.num_layers
+    if config.taps is None:
+        return (min(2, last), last // 2, max(last - 3, 1))
+    words = config.taps.split(",")
+    layers = tuple(int(word) if word.isdecimal() else -1 for word in words)
+    if not all(0 <= layer <= last for layer in layers):
+        raise ModelError(f"eagle3: taps={config.taps!r}, but {target.name} has 0 to {last}")
+    return layers

@@ -1,0 +1,135 @@
+"""Settings of ``outpace train``: of the method, of its data, of the loop, as one list of pairs.
+
+    layers=2          an option of the method
+    data.greedy=0.3   see GenerateConfig
+    loop.lr=0.001     see LoopConfig
+    kit.vocab=4096    see KitConfig
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outpace.config import build
+from outpace.errors import SpecError, UnknownNameError
+from outpace.train.generate import GenerateConfig
+from outpace.train.loop import LoopConfig
+from outpace.train.objectives import OBJECTIVES
+from outpace.train.objectives.base import Objective
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KitConfig:
+    """What holds for every method."""
+
+    vocab: int | None = 8192
+    """Size of the draft vocabulary; none: the target's whole."""
+    tokens_per_batch: int = 2048
+    """Most tokens of a training batch, padding included."""
+    max_length: int = 1024
+    """Longer sequences lose their ends."""
+    epochs: float = 4.0
+    """Times that training sees all data, where neither loop.steps nor loop.minutes is given."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens_per_batch", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.epochs <= 0:
+            raise ValueError(f"epochs must be above 0, got {self.epochs}")
+        if self.vocab is not None and self.vocab < 1:
+            raise ValueError(f"vocab must be at least 1, or none for all, got {self.vocab}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """A method with all its settings."""
+
+    method: str
+    objective: type[Objective]
+    own: Any
+    """The method's own config."""
+    data: GenerateConfig
+    kit: KitConfig
+    loop: tuple[tuple[str, str], ...]
+    """As given: how long training is may depend on the data."""
+
+    def loop_config(self, batches: int) -> LoopConfig:
+        """How to train on so many batches per epoch.
+
+        Raises:
+            SpecError: a setting that cannot be.
+        """
+        given = dict(self.loop)
+        if not {"steps", "minutes"} & set(given):
+            given["steps"] = str(max(1, round(self.kit.epochs * batches)))
+        return build(LoopConfig, given, "the training loop")
+
+    def to_json(self) -> dict[str, Any]:
+        """What decides about the weights; the amount of data is told by the data themselves."""
+        return {
+            "method": self.method,
+            "options": dataclasses.asdict(self.own),
+            "kit": dataclasses.asdict(self.kit),
+            "loop": dict(self.loop),
+        }
+
+
+def objective(method: str) -> type[Objective]:
+    """The objective of a method.
+
+    Raises:
+        UnknownNameError: none is called that.
+    """
+    if method not in OBJECTIVES:
+        raise UnknownNameError("method to train", method, OBJECTIVES)
+    module, _, name = OBJECTIVES[method].partition(":")
+    found: type[Objective] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def read_options(method: str, pairs: Sequence[str], tokens: int | None = None) -> Options:
+    """Read ``key=value`` pairs; later ones win.
+
+    Args:
+        method: name of an objective.
+        pairs: as in the module's text.
+        tokens: answer tokens wanted, in place of ``data.tokens``.
+
+    Raises:
+        UnknownNameError: no such method or setting.
+        SpecError: not a pair, or a value that cannot be.
+    """
+    kind = objective(method)
+    groups = {"": kind.Config, "data": GenerateConfig, "loop": LoopConfig, "kit": KitConfig}
+    given: dict[str, dict[str, str]] = {group: {} for group in groups}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key or not value:
+            raise SpecError(f"--set {pair!r} is not key=value")
+        group, dot, name = key.rpartition(".")
+        fields = [field.name for field in dataclasses.fields(groups.get(group, kind.Config))]
+        if group not in groups or name not in fields or (dot and not group):
+            known = [
+                f"{prefix}.{field.name}" if prefix else field.name
+                for prefix, config in groups.items()
+                for field in dataclasses.fields(config)
+            ]
+            raise UnknownNameError(f"setting of {method}", key, known)
+        given[group][name] = value
+    if tokens is not None:
+        given["data"]["tokens"] = str(tokens)
+    options = Options(
+        method=method,
+        objective=kind,
+        own=build(kind.Config, given[""], f"method {method!r}"),
+        data=build(GenerateConfig, given["data"], "the data"),
+        kit=build(KitConfig, given["kit"], "the kit"),
+        loop=tuple(sorted(given["loop"].items())),
+    )
+    options.loop_config(1)  # refuses what cannot be, before hours of other work
+    return options

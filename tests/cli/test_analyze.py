@@ -1,0 +1,105 @@
+import json
+
+import pytest
+
+from outpace import Engine, RequestError
+from outpace.analysis.acceptance import MOST, RULES, measure
+from outpace.bench import formats, workloads
+
+DRAFTER = "draft_model[model=tiny layers=1]"
+FEW = ("analyze", "acceptance", "--model", "tiny", "--dtype", "float32", "--limit", "2",
+       "--max-new-tokens", "6")
+PROMPTS = [
+    workloads.Prompt(id=f"p{i}", category="edit",
+                     messages=({"role": "user", "content": "abc abd abe " + "xyz"[:i]},))
+    for i in range(4)
+]
+
+
+@pytest.fixture(autouse=True)
+def short_prompts(monkeypatch):
+    monkeypatch.setattr(formats, "builtin", lambda: PROMPTS)
+
+
+def test_json_holds_every_verifier_below_its_bound(outpace, tmp_path):
+    ran = outpace(*FEW, "--drafter", DRAFTER, "--json", "--out", str(tmp_path / "new" / "report"))
+    assert ran.code == 0, ran.err
+    got = json.loads(ran.out)
+    assert json.loads((tmp_path / "new/report/acceptance.json").read_text()) == got
+    assert got["drafter"] == "draft_model[layers=1 model=tiny]" and got["model"] == "tiny"
+    assert (got["positions"], got["prompts"], got["temperature"]) == (2 * (6 - 2), 2, 1.0)
+    assert sorted(rule for part in got["drafts"].values() for rule in part["verifiers"]) == sorted(
+        RULES
+    )
+    for drawn, part in got["drafts"].items():
+        for rule, curve in part["verifiers"].items():
+            assert all(0 <= value <= 1 + 1e-9 for value in curve)
+            if drawn == "coupled" or rule == "typical":
+                continue
+            assert len(part["bound"]) == MOST
+            slack = 0.03 if drawn == "distinct" else 1e-6
+            for value, limit in zip(curve, part["bound"], strict=False):
+                assert value <= limit + slack
+    chain = got["drafts"]["iid"]["verifiers"]["chain"]
+    assert 0.05 < chain[0] < 0.999, "p and q differ, and overlap"
+    assert got["drafts"]["distinct"]["verifiers"]["tree"][0] == pytest.approx(chain[0])
+
+
+def test_the_table_and_the_plot(outpace, tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    assert matplotlib
+    ran = outpace(*FEW, "--drafter", DRAFTER, "--out", str(tmp_path))
+    assert ran.code == 0, ran.err
+    assert "mean over 8 positions of 2 texts" in ran.out
+    for words in ("at most", "typical (lossy)", "greedy_plus_one", "k_seq", "without replacement"):
+        assert words in ran.out
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "acceptance.json", "acceptance.png", "acceptance.svg"
+    }
+    assert (tmp_path / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_a_line_says_so(outpace, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    ran = outpace(*FEW, "--drafter", DRAFTER, "--out", str(tmp_path))
+    assert ran.code == 0 and "no plot: matplotlib is not installed" in ran.err
+    assert [file.name for file in tmp_path.iterdir()] == ["acceptance.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "missing option '--drafter'"),
+        (("-d", DRAFTER, "-t", "0"), "give a temperature above 0"),
+        (("-d", "prompt_lookup"), "name one that samples"),
+        (("-d", DRAFTER, "--max-new-tokens", "2"), "must be at least 3, got 2"),
+        (("-d", DRAFTER, "--limit", "0"), "--limit must be at least 1, got 0"),
+        (("-d", DRAFTER, "-w", "nowhere.jsonl"), "no workload 'nowhere.jsonl'"),
+        (("-d", "draft_modle[model=tiny]"), "did you mean draft_model"),
+    ],
+)
+def test_bad_input_is_one_line(outpace, arguments, says):
+    ran = outpace(*FEW, *arguments)
+    assert ran.code == 2
+    assert says in ran.err.splitlines()[-1].lower()
+
+
+def test_the_text_is_the_plain_one_and_the_method_is_left_as_it_was():
+    engine = Engine.load("tiny", drafter="none", dtype="float32")
+    prompt, said = [5, 9, 11, 5, 9, 11], []
+    single = "draft_model[layers=1 model=tiny tree_size=1]"
+    usual = engine.method(single).verifier
+    generate = engine.generate
+
+    def listening(*arguments, **settings):
+        said.append(generate(*arguments, **settings))
+        return said[-1]
+
+    engine.generate = listening
+    report = measure(engine, DRAFTER, [prompt], max_new_tokens=8, temperature=0.8)
+    assert report.positions == 6
+    plain = generate(prompt, drafter="none", temperature=0.8, seed=0, max_new_tokens=8)
+    assert said[0].tokens == plain.tokens
+    assert engine.method(single).verifier is usual
+    with pytest.raises(RequestError, match="name one that samples"):
+        measure(engine, "prompt_lookup", [prompt], max_new_tokens=8, temperature=0.8)

@@ -1,0 +1,117 @@
+import json
+
+import pytest
+
+
+def settings(*pairs):
+    return [arg for pair in pairs for arg in ("--set", pair)]
+
+
+TRAINING = settings("layers=1", "kit.vocab=64", "kit.tokens_per_batch=256", "loop.steps=4",
+                    "loop.evaluate_every=4")
+FAST = [*TRAINING, *settings("data.batch=32", "data.max_new_tokens=16")]
+MODEL = ("--model", "tiny:7", "--dtype", "float32", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("files") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"tell {i}"}) + "\n" for i in range(120)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture
+def data_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTPACE_DATA", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+def train(outpace, *more):
+    return outpace("train", "draft_model", *MODEL, *FAST, *more)
+
+
+def test_a_dry_run_says_what_it_would_take(outpace, prompts, data_folder):
+    ran = train(outpace, "--prompts", prompts, "--tokens", "1500", "--dry-run", "--json")
+    found = json.loads(ran.out)
+    assert ran.code == 0 and not data_folder.exists()
+    assert found["answer_tokens"] == 1500 and found["steps"] == 4
+    assert found["disk_free_bytes"] > found["disk_bytes"] > 0
+    assert found["seconds"] > 0 and found["memory_bytes"] > 0
+    assert found["out"].startswith(str(data_folder / "drafters"))
+    plain = train(outpace, "--prompts", prompts, "--tokens", "1500", "--dry-run")
+    for word in ("tokens   1500", "disk ", "memory ", "time ", "nothing was started"):
+        assert word in plain.out
+
+
+def test_from_prompts_to_a_measured_drafter_that_methods_lists(
+    outpace, prompts, data_folder, work
+):
+    given = ("--prompts", f"{prompts}::CC0", "--tokens", "1500", "--work", str(work))
+    before = outpace("methods", "--model", "tiny:7", "--json")
+    listed = {m["name"]: m for m in json.loads(before.out)}
+    assert listed["draft_model"]["status"] == "not trained"
+    assert listed["prompt_lookup"]["status"] == "ready"
+    assert listed["retrieval"]["status"] == "needs a file of its own"
+    data = train(outpace, *given, "--only-data", "--json")
+    assert data.code == 0 and "generating" in data.err
+    assert json.loads(data.out)["answer_tokens"] >= 1500
+    ran = train(outpace, *given, "--json")
+    assert ran.code == 0, ran.err
+    made = json.loads(ran.out)
+    assert made["folder"].startswith(str(data_folder / "drafters"))
+    assert made["measured"]["speedup"] > 0 and made["measured"]["mean_emitted"] >= 1
+    assert made["measured"]["method"] == "draft_model" and made["steps"] == 4
+    assert made["provenance"]["data"]["sources"][0]["licence"] == "CC0"
+    assert "acceptance" in ran.err
+    after = outpace("methods", "--model", "tiny:7", "--json")
+    listed = {m["name"]: m for m in json.loads(after.out)}
+    assert listed["draft_model"]["status"] == "trained here"
+    assert listed["draft_model"]["measured"] == made["measured"]
+    table = outpace("methods", "--model", "tiny:7")
+    assert "trained here" in table.out and f"{made['measured']['speedup']:.2f}" in table.out
+    drafted = outpace("generate", "--model", "tiny:7", "--drafter", "draft_model", "--json",
+                      "--max-new-tokens", "8", "a")
+    assert drafted.code == 0, drafted.err
+    assert json.loads(drafted.out)["drafter"] == "draft_model"
+
+
+def test_a_folder_of_ones_own_is_measured_too(outpace, prompts, work, data_folder, tmp_path):
+    train(outpace, "--prompts", f"{prompts}::CC0", "--tokens", "1500", "--work", str(work),
+          "--only-data")
+    ran = outpace("train", "draft_model", *MODEL, *TRAINING, "--work", str(work),
+                  "--out", str(tmp_path / "mine"))
+    assert ran.code == 0, ran.err
+    assert f"wrote {tmp_path / 'mine'}" in ran.out and "speed-up" in ran.out
+    told = json.loads((tmp_path / "mine" / "provenance.json").read_text())
+    assert told["measured"]["method"] == f"draft_model[model={tmp_path / 'mine'}]"
+    refused = train(outpace, "--work", str(work), "--set", "data.greedy=0.1")
+    assert refused.code == 2 and "is about answers to be made" in refused.err
+    more = outpace("train", "draft_model", *MODEL, "--work", str(work), "--tokens", "9000")
+    assert more.code == 2 and "--tokens 9000" in more.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("draft_modle",), "unknown method to train 'draft_modle'; did you mean draft_model?"),
+        (("draft_model",), "no prompts"),
+        (("draft_model", "--tokens", "0"), "--tokens must be at least 1"),
+        (("draft_model", "--prompts", "nowhere.jsonl"), "nowhere.jsonl: No such file"),
+        (("draft_model", "--set", "x=1"), "unknown setting of draft_model 'x'"),
+    ],
+)
+def test_bad_input_is_one_line(outpace, data_folder, arguments, message):
+    ran = outpace("train", *arguments, "--model", "tiny:7")
+    assert ran.code == 2 and message in ran.err
+    assert len(ran.err.strip().splitlines()) == 1
+    assert not data_folder.exists()
+
+
+def test_help_shows_examples(outpace):
+    ran = outpace("train", "--help")
+    assert ran.code == 0 and "outpace train eagle3 --resume" in ran.out

@@ -1,0 +1,189 @@
+"""The trained draft model: found, loaded with what it borrows, and lossless."""
+
+import json
+
+import pytest
+import torch
+
+from outpace import Engine, ModelError
+from outpace.drafters import trained
+from outpace.drafters.lm.draft_model import DraftModel, DraftModelConfig
+from outpace.law import VocabMap
+from outpace.models.tiny import TableTarget, tiny
+from outpace.train.objectives.draft_model import DraftModelObjective, DraftModelTraining
+
+PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42, 43, 44], [77]]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny()
+
+
+@pytest.fixture(autouse=True)
+def own_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTPACE_DATA", str(tmp_path / "data"))
+
+
+def half(target):
+    """The end of sequence and every token with an even number."""
+    to_target_D = torch.tensor([i for i in range(target.vocab_size) if i % 2 == 0 or i == 1])
+    feed_V = torch.full((target.vocab_size,), -1)
+    feed_V[to_target_D] = torch.arange(len(to_target_D))
+    return VocabMap(to_target_D, feed_V)
+
+
+def write(target, folder, **options):
+    """A draft model before its first step."""
+    vocab = half(target)
+    DraftModelObjective.build(DraftModelTraining(**options), target, vocab).save(folder, {})
+    return vocab
+
+
+SHAPES = [
+    "", " tree=3x2x1", " verifier=chain", " tree=2x2 verifier=tree[replacement=true]",
+    " tree=2x2 policy=confidence",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_text_is_plain_text(target, tmp_path, shape):
+    write(target, tmp_path / "d", layers=2)
+    engine = Engine(target, drafter="none")
+    spec = f"draft_model[model={tmp_path / 'd'}{shape}]"
+    for settings in ({}, {"temperature": 0.8, "seed": 5, "reproducible": True}):
+        if settings and "verifier" in shape:
+            continue
+        settings |= {"max_new_tokens": 24, "ignore_eos": True}
+        plain = engine.generate(PROMPTS, drafter="none", **settings)
+        fast = engine.generate(PROMPTS, drafter=spec, **settings)
+        assert [one.tokens for one in fast] == [one.tokens for one in plain]
+        assert sum(one.counters.accepted for one in fast) > 3
+        single = [engine.generate(one, drafter=spec, **settings).tokens for one in PROMPTS]
+        assert single == [one.tokens for one in fast]
+
+
+def test_only_tokens_of_its_vocabulary_are_drafted(target, tmp_path):
+    vocab = write(target, tmp_path / "d", layers=2)
+    engine = Engine(target, drafter="none")
+    records = []
+    method = engine.method(f"draft_model[model={tmp_path / 'd'}]").drafter
+    real = method.propose
+    method.propose = lambda rows: records.append(real(rows)) or records[-1]
+    engine.generate(
+        PROMPTS, drafter=f"draft_model[model={tmp_path / 'd'}]", max_new_tokens=30,
+        temperature=1.0, seed=1, ignore_eos=True,
+    )  # fmt: skip
+    drafted = {token for drafts in records for draft in drafts for token in draft.token_N}
+    assert len(drafted) > 10 and drafted <= set(vocab.to_target_D.tolist())
+    laws = [law for drafts in records for draft in drafts for law in draft.laws]
+    assert laws and all(law.id_S is not None for law in laws)
+
+
+def test_all_layers_and_half_the_vocabulary_fail_only_outside_it(target, tmp_path):
+    """The draft law is the target's own, given that the token is one that it knows."""
+    vocab = write(target, tmp_path / "d", layers=2)
+    model, id_D = DraftModel.load(
+        DraftModelConfig(model=str(tmp_path / "d")), target
+    ).model, vocab.to_target_D
+    from outpace.types import Feed
+
+    caches = [one.new_cache() for one in (model, target)]
+    part, whole = (
+        one.score([Feed.chain(cache.open(), PROMPTS[0])], cache).logits_TV
+        for one, cache in zip((model, target), caches, strict=True)
+    )
+    assert part.shape == (8, len(id_D))
+    torch.testing.assert_close(part, whole[:, id_D], atol=0.3, rtol=0.05)  # bfloat16 weights
+
+
+def test_without_a_name_the_one_of_this_target_is_found(target, tmp_path):
+    with pytest.raises(ModelError, match="no trained draft_model for tiny; make one with: "
+                       "outpace train draft_model --model tiny"):
+        DraftModel.load(DraftModelConfig(), target)
+    home = trained.home("draft_model", target)
+    assert home == tmp_path / "data" / "drafters" / target.digest / "draft_model"
+    write(target, home, layers=1)
+    assert trained.find("draft_model", target) == home
+    assert DraftModel.load(DraftModelConfig(), target).model.num_layers == 1
+    with pytest.raises(ModelError, match="no trained draft_model for tiny:1"):
+        DraftModel.load(DraftModelConfig(), tiny(1))
+
+
+def test_shipped_ones_are_found_by_digest(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(trained, "shipped_folder", lambda: tmp_path / "weights")
+    write(target, tmp_path / "weights" / "some-name" / "draft_model", layers=1)
+    write(tiny(1), tmp_path / "weights" / "another" / "draft_model", layers=2)
+    assert trained.find("draft_model", target).parent.name == "some-name"
+    assert trained.find("draft_model", tiny(1)).parent.name == "another"
+    write(target, trained.home("draft_model", target), layers=1)
+    found = trained.candidates("draft_model", target)
+    assert found[0] == trained.home("draft_model", target) and len(found) == 2
+
+
+def test_a_drafter_of_another_target_is_named(target, tmp_path):
+    write(tiny(1), tmp_path / "d", layers=1)
+    with pytest.raises(ModelError, match=r"trained for tiny:1 \(.*not for tiny \("):
+        DraftModel.load(DraftModelConfig(model=str(tmp_path / "d")), target)
+
+
+def broken(folder, file, change):
+    path = folder / file
+    if file.endswith("json"):
+        data = json.loads(path.read_text())
+        change(data)
+        path.write_text(json.dumps(data))
+    else:
+        path.write_bytes(change(path.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("model.safetensors", lambda data: data[:-5], "truncated or corrupt"),
+        ("config.json", lambda data: data.pop("hidden_size"), "lacks 'hidden_size'"),
+        ("config.json", lambda data: data.update(method="eagle3"), "'eagle3', not 'draft_model'"),
+        ("config.json", lambda data: data.update(vocab_size=7), "vocab_size 7, but tiny has"),
+        ("config.json", lambda data: data["decoder"].pop("ropes"), "fields are not right"),
+        ("config.json", lambda data: data["decoder"].update(ffn_size=8), "has shape"),
+    ],
+)
+def test_damage_is_one_line(target, tmp_path, file, change, words):
+    write(target, tmp_path / "d", layers=1)
+    broken(tmp_path / "d", file, change)
+    with pytest.raises(ModelError, match=words) as caught:
+        DraftModel.load(DraftModelConfig(model=str(tmp_path / "d")), target)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_does_not_fit_is_said(target, tmp_path):
+    write(target, tmp_path / "d", layers=2)
+    with pytest.raises(ModelError, match="has its dtype, float32; leave dtype=bfloat16 out"):
+        DraftModel.load(DraftModelConfig(model=str(tmp_path / "d"), dtype="bfloat16"), target)
+    assert (
+        DraftModel.load(DraftModelConfig(model=str(tmp_path / "d"), layers=1), target)
+        .model.num_layers == 1
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="layers=3"):
+        DraftModel.load(DraftModelConfig(model=str(tmp_path / "d"), layers=3), target)
+    with pytest.raises(ModelError, match="is a TableTarget; load it with backend='own'"):
+        trained.lender(TableTarget.random(0), "draft_model")
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
+        trained.find("eagle3", target, str(tmp_path / "nowhere"))
+    offsets = {"d2t": torch.tensor([0, 0, -1])}
+    with pytest.raises(ModelError, match="does not map 3 draft ids"):
+        trained.vocab_map(offsets, 10)
+    assert trained.vocab_map({}, 10) is None
+
+
+def test_shapes_survive_the_file(target):
+    data = json.loads(json.dumps(trained.decoder_to_json(target.config)))
+    assert trained.decoder_from_json(data, trained.shipped_folder()) == target.config
+
+
+def test_plain_models_are_not_taken_for_drafters(target, tmp_path):
+    assert not trained.is_drafter(tmp_path) and not trained.is_drafter("tiny")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert not trained.is_drafter(tmp_path)
+    write(target, tmp_path, layers=1)
+    assert trained.is_drafter(tmp_path)

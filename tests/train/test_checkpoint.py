@@ -1,0 +1,88 @@
+"""Checkpoints come back bit for bit, and damage is one clear line."""
+
+import pytest
+import torch
+
+from outpace.errors import ModelError
+from outpace.train import checkpoint
+
+
+def save(folder, step, value=0.0):
+    tensors = {"a": torch.tensor([value, 0.1]), "b": torch.tensor([1.5], dtype=torch.bfloat16)}
+    return checkpoint.save(folder, step, tensors, {"step": step, "best": 0.1 + 0.2})
+
+
+def test_what_is_kept_comes_back(tmp_path):
+    path = save(tmp_path / "deep" / "er", 3, float("nan"))
+    tensors, state = checkpoint.load(path)
+    assert state == {"step": 3, "best": 0.1 + 0.2}
+    assert tensors["a"].isnan().tolist() == [True, False]
+    assert tensors["b"].dtype is torch.bfloat16 and float(tensors["b"]) == 1.5
+
+
+def test_the_newest_two_stay(tmp_path):
+    assert checkpoint.latest(tmp_path) is None
+    for step in (5, 20, 100):
+        save(tmp_path, step)
+    assert [path.name for path in checkpoint.paths(tmp_path)] == [
+        "step-00000020.safetensors", "step-00000100.safetensors",
+    ]  # fmt: skip
+    assert checkpoint.latest(tmp_path).name == "step-00000100.safetensors"
+    assert len(list(tmp_path.iterdir())) == 2, "no temporary files"
+
+
+@pytest.mark.parametrize("harm", ["cut", "flip", "empty"])
+def test_damage_is_found_and_an_older_one_named(tmp_path, harm):
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    data = bytearray(path.read_bytes())
+    if harm == "flip":
+        data[-1] ^= 1
+    path.write_bytes({"cut": data[:-1], "flip": data, "empty": b""}[harm])
+    with pytest.raises(ModelError, match=r"00000002.*corrupt.*go on from .*00000001"):
+        checkpoint.load(path)
+    checkpoint.paths(tmp_path)[0].unlink()
+    with pytest.raises(ModelError, match="delete it to begin anew"):
+        checkpoint.load(path)
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+    file = tmp_path / "x.json"
+    file.write_text("old")
+    with pytest.raises(RuntimeError), checkpoint.replaced(file) as fresh:
+        fresh.write_text("half")
+        raise RuntimeError
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+    with checkpoint.replaced(file) as fresh:
+        fresh.write_text("new")
+        assert file.read_text() == "old", "until all of it is written"
+    assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file]
+
+
+def trained(seed):
+    torch.manual_seed(seed)
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    for _ in range(3):
+        module(torch.ones(1, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return module, optimizer
+
+
+def test_weights_and_moments_go_back(tmp_path):
+    module, optimizer = trained(0)
+    other, fresh = trained(1)
+    path = checkpoint.save(
+        tmp_path, 3, checkpoint.training_tensors(module, optimizer), {}
+    )
+    checkpoint.restore(other, fresh, checkpoint.load(path)[0], path)
+    for one, twin in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, twin)
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(optimizer.state[one][key], fresh.state[twin][key]), key
+    wrong = torch.nn.Linear(4, 2)
+    with pytest.raises(ModelError, match=r"weight has shape \[2, 4\].*shape \[2, 3\]"):
+        checkpoint.restore(
+            wrong, torch.optim.AdamW(wrong.parameters()), checkpoint.load(path)[0], path
+        )

@@ -1,0 +1,190 @@
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+
+import pytest
+
+from outpace import Engine, ModelError, RequestError
+from outpace.train import generate
+from outpace.train.corpus import CorpusPrompt
+from outpace.train.generate import GenerateConfig, ask_of, generate_answers, without_loop
+from outpace.train.progress import Tick
+from outpace.train.tokens import TokenStore
+
+PROMPTS = [CorpusPrompt(messages=({"role": "user", "content": f"tell {i}"},), source=0)
+           for i in range(7)]  # fmt: skip
+SMALL = GenerateConfig(tokens=400, max_new_tokens=24, batch=4, shard_tokens=150)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine.load("tiny", dtype="float32", drafter="none")
+
+
+def quiet(tick):
+    pass
+
+
+def contents(store):
+    return {one.number: (one.ids.tolist(), one.prompt, one.temperature) for one in store}
+
+
+@pytest.fixture(scope="module")
+def whole(engine, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return generate_answers(engine, PROMPTS, folder, SMALL, about={"command": "x"}, say=quiet)
+
+
+def test_answers_are_the_targets_own(engine, whole):
+    assert whole.answer_tokens >= SMALL.tokens
+    assert len(whole.manifest["shards"]) > 2, "written as they come"
+    kinds = Counter()
+    for one in whole:
+        ask = ask_of(one.number, len(PROMPTS), SMALL)
+        messages = PROMPTS[ask.prompt].messages
+        assert tuple(one.ids[: one.prompt]) == engine.encode(messages)
+        answer = engine.generate(
+            messages, drafter="none", temperature=ask.temperature, seed=ask.seed, max_new_tokens=24
+        )
+        kept = without_loop(answer.tokens)
+        assert tuple(one.ids[one.prompt :].tolist()) == answer.tokens[:kept]
+        assert one.temperature == pytest.approx(ask.temperature)
+        kinds[one.temperature == 0] += 1
+    assert kinds[True] and kinds[False]
+
+
+def test_the_manifest_tells_how(whole):
+    about = TokenStore.open(whole.folder).manifest["about"]
+    assert about["command"] == "x"
+    assert about["plan"]["greedy"] == 0.5 and about["plan"]["prompts"] == 7
+    assert whole.manifest["target"]["name"] == "tiny"
+    assert whole.manifest["counts"]["looped_answers"] >= 0
+
+
+def test_work_that_was_stopped_goes_on_and_gives_the_same(engine, whole, tmp_path):
+    class Stop(Exception):
+        pass
+
+    seen = []
+
+    def stop(record):
+        seen.append(record)
+        if len(seen) == 60:
+            raise Stop
+
+    engine.listeners.append(stop)
+    with pytest.raises(Stop):
+        generate_answers(engine, PROMPTS, tmp_path, SMALL, say=quiet)
+    engine.listeners.remove(stop)
+    assert engine.cache.open() == 0, "no slot is lost"
+    engine.cache.close(0)
+    first = TokenStore.open(tmp_path)
+    assert 0 < len(first) < len(whole)
+    again = generate_answers(engine, PROMPTS, tmp_path, SMALL, say=quiet)
+    assert contents(first).items() <= contents(again).items()
+    shared = contents(whole).keys() & contents(again).keys()
+    assert len(shared) >= len(whole) - SMALL.batch
+    assert all(contents(whole)[n] == contents(again)[n] for n in shared)
+    more = GenerateConfig(**{**{f: getattr(SMALL, f) for f in SMALL.__slots__}, "tokens": 500})
+    assert generate_answers(engine, PROMPTS, tmp_path, more, say=quiet).answer_tokens >= 500
+
+
+def test_a_killed_process_loses_no_shard(tmp_path, engine):
+    code = textwrap.dedent(f"""
+        from pathlib import Path
+        import torch
+        torch.set_num_threads(1)
+        from outpace import Engine
+        from outpace.train.corpus import CorpusPrompt
+        from outpace.train.generate import GenerateConfig, generate_answers
+        prompts = [CorpusPrompt(messages=({{"role": "user", "content": f"tell {{i}}"}},), source=0)
+                   for i in range(7)]
+        config = GenerateConfig(tokens=10**9, max_new_tokens=24, batch=4, shard_tokens=150)
+        generate_answers(Engine.load("tiny", dtype="float32"), prompts, Path({str(tmp_path)!r}),
+                         config, say=lambda tick: None)
+    """)
+    child = subprocess.Popen([sys.executable, "-c", code])
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("tokens-*.safetensors"))) < 3:
+        assert time.monotonic() < deadline and child.poll() is None
+        time.sleep(0.02)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    left = contents(TokenStore.open(tmp_path))
+    assert len(left) > 5
+    more = GenerateConfig(tokens=sum(len(ids) - p for ids, p, _ in left.values()) + 50,
+                          max_new_tokens=24, batch=4)
+    again = contents(generate_answers(engine, PROMPTS, tmp_path, more, say=quiet))
+    assert left.items() <= again.items() and len(again) > len(left)
+
+
+def test_the_same_prompt_gets_other_coins_each_round():
+    config = GenerateConfig(greedy=0.5)
+    asks = [ask_of(n, 40, config) for n in range(200)]
+    assert len({(a.prompt, a.seed) for a in asks if a.temperature}) == 160
+    greedy = [a.prompt for a in asks if a.temperature == 0]
+    assert sorted(greedy) == list(range(40)), "once each, in the first two rounds"
+    assert 10 < len([a for a in asks[:40] if a.temperature == 0]) < 30
+    assert all(0.8 <= a.temperature <= 1.0 for a in asks if a.temperature)
+    assert not [a for n in range(99) if (a := ask_of(n, 9, GenerateConfig(greedy=0.0))).seed == 0]
+    assert all(ask_of(n, 9, GenerateConfig(greedy=1.0)).temperature == 0 for n in range(9))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept"),
+    [
+        ([*range(100)], 100),
+        ([1, 2, 3] * 10, 30),  # short
+        ([9, 8, *[7] * 63], 65),  # the last 64 hold one other token
+        ([9, 8, *[7] * 64], 3),
+        ([*range(10), *[1, 2, 3] * 30], 13),
+        ([*range(10), *range(40, 72), *range(40, 72)], 42),
+        ([*range(10), *range(40, 73), *range(40, 73)], 76),  # a period of 33
+        ([5, *[1, 2] * 40, 3], 82),  # it got out of the loop
+        ([*range(6), *[4, 5] * 40], 6),  # the loop began before
+    ],
+)
+def test_a_loop_is_cut_where_it_only_repeats(tokens, kept):
+    assert without_loop(tokens) == kept
+
+
+def test_loops_are_cut_and_counted(monkeypatch, engine, tmp_path):
+    monkeypatch.setattr(generate, "LOOP_TOKENS", 4)
+    monkeypatch.setattr(generate, "LOOP_PERIOD", 2)
+    store = generate_answers(engine, PROMPTS, tmp_path, SMALL, say=quiet)
+    counts = store.manifest["counts"]
+    assert counts["looped_answers"] > 0 and counts["loop_tokens_cut"] >= counts["looped_answers"]
+    assert store.answer_tokens == counts["answer_tokens"] >= SMALL.tokens
+
+
+def test_progress_is_told(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "_SAY_EVERY", 0.0)
+    ticks = []
+    generate_answers(engine, PROMPTS, tmp_path, SMALL, say=ticks.append)
+    assert len(ticks) > 5 and ticks[-1].done == ticks[-1].total == 400
+    assert [t.done for t in ticks] == sorted(t.done for t in ticks)
+    assert str(Tick("generating", 50, 200, "tokens", 3.0)) == (
+        "generating: 50/200 tokens (25.0 %), 3 tokens/s, 0:00:50 left"
+    )
+    assert str(Tick("generating", 0, 200, "tokens", 0.0)).endswith("? left")
+
+
+def test_what_does_not_fit_is_refused(engine, tmp_path, whole):
+    with pytest.raises(RequestError, match="no prompts"):
+        generate_answers(engine, [], tmp_path, SMALL)
+    with pytest.raises(ModelError, match="was made with prompts 7, not 6"):
+        generate_answers(engine, PROMPTS[1:], whole.folder, SMALL)
+    with pytest.raises(RequestError, match="no prompt has at most 3 tokens"):
+        generate_answers(engine, PROMPTS, tmp_path, GenerateConfig(tokens=9, max_prompt=3))
+    other = Engine.load("tiny:1", dtype="float32")
+    with pytest.raises(ModelError, match="holds answers of tiny "):
+        generate_answers(other, PROMPTS, whole.folder, SMALL)
+    with pytest.raises(ValueError, match="coolest"):
+        GenerateConfig(coolest=1.5)
+    with pytest.raises(ValueError, match="greedy"):
+        GenerateConfig(greedy=2)
+    with pytest.raises(ValueError, match="batch must be at least 1"):
+        GenerateConfig(batch=0)

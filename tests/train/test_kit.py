@@ -1,0 +1,201 @@
+import json
+
+import pytest
+
+from outpace import Engine, OutpaceError, RequestError, SpecError, UnknownNameError
+from outpace.train import capture as capturing
+from outpace.train import checkpoint
+from outpace.train.corpus import CorpusPrompt
+from outpace.train.estimate import estimate
+from outpace.train.kit import Kit, made_to_json, note_measured, read_measured
+from outpace.train.options import read_options
+
+PROMPTS = [CorpusPrompt(messages=({"role": "user", "content": f"tell {i}"},), source=0)
+           for i in range(120)]  # fmt: skip
+SETTINGS = [
+    "layers=1", "kit.vocab=64", "kit.tokens_per_batch=256", "loop.steps=6",
+    "loop.evaluate_every=3", "loop.checkpoint_every=2", "loop.bf16=false", "data.batch=32",
+    "data.max_new_tokens=16",
+]  # fmt: skip
+OPTIONS = read_options("draft_model", SETTINGS, 1500)
+
+
+def quiet(tick):
+    pass
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine.load("tiny", dtype="float32", drafter="none")
+
+
+@pytest.fixture(scope="module")
+def made(engine, tmp_path_factory):
+    """A training that nothing disturbed."""
+    work = tmp_path_factory.mktemp("work")
+    kit = Kit(engine, OPTIONS, prompts=PROMPTS, work=work, out=work / "out", say=quiet)
+    return kit, kit.run(report=quiet)
+
+
+def weights(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_from_prompts_to_a_drafter_that_drafts(engine, made):
+    kit, result = made
+    assert result.trained.steps == 6 and kit.store.answer_tokens >= 1500
+    assert kit.vocab is not None and len(kit.vocab.to_target_D) == 64
+    spec = f"draft_model[model={result.folder}]"
+    plain = engine.generate([5, 9, 11], drafter="none", max_new_tokens=12, ignore_eos=True)
+    fast = engine.generate([5, 9, 11], drafter=spec, max_new_tokens=12, ignore_eos=True)
+    assert fast.tokens == plain.tokens and fast.counters.drafted > 0
+
+
+def test_the_provenance_tells_everything(made):
+    kit, result = made
+    told = json.loads((result.folder / "provenance.json").read_text())
+    assert told["target"] == {"name": "tiny", "digest": kit.target.digest}
+    assert told["data"]["digest"] == kit.store.digest
+    assert told["data"]["answer_tokens"] == kit.store.answer_tokens
+    assert told["data"]["plan"]["prompts"] == 120
+    assert told["vocab"]["size"] == 64 and 0.3 < told["vocab"]["held_out_coverage"] <= 1
+    assert told["settings"]["options"]["layers"] == 1
+    assert told["settings"]["loop"]["steps"] == "6"
+    assert told["held_out"]["acceptance"] and told["versions"]["torch"]
+    assert made_to_json(result)["held_out"]["step"] == result.trained.best_step
+    assert json.dumps(made_to_json(result))
+
+
+def test_nothing_is_left_to_resume_after_the_end(engine, made):
+    kit, _ = made
+    assert checkpoint.latest(kit.folder) is None
+    Kit(engine, OPTIONS, work=kit.work)  # answers are there, so no prompts are needed
+
+
+def test_stopped_and_resumed_is_the_same_to_the_bit(engine, made, tmp_path):
+    kit, result = made
+
+    class Stop(Exception):
+        pass
+
+    def stop(progress):
+        if progress.step == 3:
+            raise Stop
+
+    def begin(options=OPTIONS, **more):
+        return Kit(engine, options, work=kit.work, out=tmp_path / "out", say=quiet, **more)
+
+    with pytest.raises(Stop):
+        begin().run(report=stop)
+    assert checkpoint.latest(kit.folder).name == "step-00000002.safetensors"
+    with pytest.raises(RequestError, match=r"stopped at .*step-00000002.* --resume"):
+        begin()
+    other = read_options("draft_model", [*SETTINGS, "loop.lr=0.1"], 1500)
+    with pytest.raises(RequestError, match=r"began with loop .* not .*'lr': '0.1'"):
+        begin(other, resume=True).run(report=quiet)
+    again = begin(resume=True).run(report=quiet)
+    assert again.trained.steps == 6
+    assert weights(again.folder) == weights(result.folder)
+
+
+def test_data_are_made_once(engine, made, monkeypatch, tmp_path):
+    kit, _ = made
+    monkeypatch.setattr(engine.target, "score", lambda *a, **k: pytest.fail("a pass was run"))
+    again = Kit(engine, OPTIONS, prompts=PROMPTS, work=kit.work, out=tmp_path, say=quiet)
+    again.data()
+    assert again.store.digest == kit.store.digest
+    assert again.captured_bytes() > kit.store.length_S.sum() * 64 * 2
+
+
+def test_held_out_prompts_were_not_learned_from(made):
+    kit, _ = made
+    prompts = kit.held_out_prompts(5)
+    learned = {tuple(one.ids[: one.prompt].tolist()) for one, held in
+               zip(kit.store, kit.store.held_out_S, strict=True) if not held}
+    assert prompts and not learned & set(prompts)
+
+
+def test_too_small_a_disk_is_said_before_the_work_begins(engine, tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 100_000})
+    monkeypatch.setattr(capturing.shutil, "disk_usage", lambda path: usage)
+    kit = Kit(engine, OPTIONS, prompts=PROMPTS, work=tmp_path / "w", say=quiet)
+    with pytest.raises(RequestError, match=r"of disk and 100.0 kB are free"):
+        kit.run(report=quiet)
+    assert not (tmp_path / "w").exists()
+
+
+def test_without_prompts_and_answers_there_is_nothing_to_do(engine, tmp_path):
+    with pytest.raises(RequestError, match="no prompts"):
+        Kit(engine, OPTIONS, work=tmp_path)
+
+
+def test_several_processes_need_data_that_are_there(engine, made, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(RequestError, match="--only-data"):
+        assert Kit(engine, OPTIONS, prompts=PROMPTS, work=tmp_path).store
+    kit, _ = made
+    shared = Kit(engine, OPTIONS, prompts=PROMPTS, work=kit.work)
+    assert len(shared.features) == len(kit.store)
+    batches = shared.batches("train")
+    assert (batches.rank, batches.world) == (1, 2)
+
+
+def test_an_estimate_writes_nothing_and_is_near_the_truth(engine, made, tmp_path):
+    kit, _ = made
+    work = tmp_path / "w"
+    found = estimate(Kit(engine, OPTIONS, prompts=PROMPTS, work=work, say=quiet))
+    assert not work.exists()
+    assert found.answer_tokens == 1500 and found.steps == 6
+    assert found.disk_bytes > found.tokens * 64 * 2
+    assert 0 < found.seconds < 60 and found.memory_bytes > 10**6
+    left = estimate(kit)
+    assert left.generate_seconds == left.capture_seconds == 0
+    assert left.tokens == pytest.approx(kit.store.length_S.sum(), rel=0.01)
+    assert left.to_json()["seconds"] == pytest.approx(left.train_seconds)
+
+
+def test_a_measurement_is_added_to_the_provenance(made):
+    _, result = made
+    before = json.loads((result.folder / "provenance.json").read_text())
+    assert read_measured(result.folder) is None
+    note_measured(result.folder, {"speedup": 1.5})
+    assert read_measured(result.folder) == {"speedup": 1.5}
+    after = json.loads((result.folder / "provenance.json").read_text())
+    assert after == {**before, "measured": {"speedup": 1.5}}
+    assert read_measured(result.folder / "nothing") is None
+
+
+def test_settings_are_read_by_group():
+    options = read_options(
+        "draft_model",
+        ["layers=3", "loop.lr=0.01", "data.greedy=0.25", "kit.epochs=2", "kit.vocab=none"], 77,
+    )
+    assert options.own.layers == 3 and options.data.greedy == 0.25 and options.data.tokens == 77
+    assert options.kit.vocab is None
+    loop = options.loop_config(50)
+    assert loop.lr == 0.01 and loop.steps == 100
+    assert read_options("draft_model", ["loop.minutes=5"]).loop_config(50).steps is None
+
+
+@pytest.mark.parametrize(
+    ("method", "pair", "error", "message"),
+    [
+        ("draft_modle", "layers=1", UnknownNameError, "did you mean draft_model"),
+        ("draft_model", "layers", SpecError, "is not key=value"),
+        ("draft_model", "layer=1", UnknownNameError, "did you mean layers"),
+        ("draft_model", "loop.lrr=1", UnknownNameError, "did you mean loop.lr"),
+        ("draft_model", "lr=1", UnknownNameError, "unknown setting of draft_model 'lr'"),
+        ("draft_model", "other.x=1", UnknownNameError, "unknown setting"),
+        ("draft_model", ".layers=1", UnknownNameError, "unknown setting"),
+        ("draft_model", "layers=x", SpecError, "whole number"),
+        ("draft_model", "data.greedy=7", SpecError, "greedy must be in"),
+        ("draft_model", "kit.vocab=0", SpecError, "vocab must be at least 1"),
+        ("draft_model", "kit.epochs=0", SpecError, "epochs must be above 0"),
+        ("draft_model", "loop.steps=0", SpecError, "steps must be above 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(method, pair, error, message):
+    with pytest.raises(error, match=message) as caught:
+        read_options(method, [pair])
+    assert isinstance(caught.value, OutpaceError) and "\n" not in str(caught.value)
