@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,19 @@ class Prompt:
     """The conversation that is to be answered."""
     reference: str | None = None
     """The text that the answer is expected to resemble, if there is one."""
+    turns: tuple[str, ...] = ()
+    """What the user says next, turn by turn, once ``messages`` are answered.
+
+    A runner answers ``messages`` first, plainly, and builds the conversation of the next turn
+    with ``after``: all contenders then get the same prompt, whatever they answer themselves."""
+
+    def after(self, answers: Sequence[str]) -> tuple[dict[str, str], ...]:
+        """The conversation to be answered next, given the plain answers to the turns before."""
+        talk = list(self.messages)
+        for answer, turn in zip(answers, self.turns, strict=False):
+            talk.append({"role": "assistant", "content": answer})
+            talk.append({"role": "user", "content": turn})
+        return tuple(talk)
 
 
 def builtin() -> list[Prompt]:

@@ -1,0 +1,232 @@
+"""A model of transformers on the weights of a target: what a benchmark compares with.
+
+Quantized weights are expanded and given to the model class of transformers that computes the
+same: its own GGUF loader would keep them quantized and compute in float32, which is slower in
+bfloat16 and so no fair opponent. That it computes the same is tried, not believed.
+
+Shape letters: T rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace.errors import ModelError, UnknownNameError
+from outpace.models.base import Target
+from outpace.models.decoder import Decoder
+from outpace.models.families import FULL, WINDOWED, DecoderConfig
+from outpace.models.fields import brief
+from outpace.models.hf import HFTarget
+from outpace.models.hf_generate import quiet
+from outpace.models.rope import Rope
+from outpace.models.weights import Checkpoint, SafetensorsCheckpoint
+from outpace.models.zoo import open_checkpoint
+from outpace.types import Feed
+
+_PROBE = 48  # tokens: enough for another rotary table to show
+_ROUNDING = {4: 1e-3, 2: 0.1}
+"""Bytes of the smaller dtype -> mean difference of logits that rounding may cause, in standard
+deviations of a logit. Measured on a model of 30 layers in bfloat16: 0.04, with a tenth of the
+rotary base 0.31; smaller mistakes show in float32 only."""
+_QUANTIZED = 0.5
+"""The same where the target's own weights are rounded to a few bits, and the twin's are not."""
+_CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gemma3": "Gemma3Text",
+}
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+
+
+def transformers_twin(target: Target, dtype: torch.dtype | None = None) -> Any:
+    """Give a model of transformers with the weights of a target, unrounded if it is quantized.
+
+    Args:
+        target: one of transformers, whose model comes back as it is, or our decoder.
+        dtype: of the twin; None is the target's.
+
+    Raises:
+        ModelError: the target is of another kind, its model is in another dtype, or
+            transformers computes something else from its weights (which is tried).
+
+    Memory: the weights once more, unless the target is one of transformers.
+    """
+    dtype = dtype or target.dtype
+    if isinstance(target, HFTarget):
+        if target.dtype != dtype:
+            raise ModelError(f"{target.name} is in memory as {target.dtype}, not {dtype}")
+        return target.model
+    if not isinstance(target, Decoder):
+        raise ModelError(f"{target.name} ({type(target).__name__}) has no twin in transformers")
+    model = _from_checkpoint(target._checkpoint, dtype).to(target.device)
+    off, most = _difference(model, target), _ROUNDING[min(dtype.itemsize, target.dtype.itemsize)]
+    if target.quantize is not None:
+        most = _QUANTIZED
+    if not off <= most:
+        raise ModelError(
+            f"transformers computes something else than {target.name} from the same weights: "
+            f"logits differ by {off:.2g} standard deviations, rounding explains {most:g}"
+        )
+    return model
+
+
+def load_assistant(name: str, target: Target, dtype: torch.dtype) -> Any:
+    """Load a model that drafts for a twin: a short name, a folder, a GGUF file, or a hub id.
+
+    Raises:
+        ModelError: it cannot be loaded, or has another vocabulary than the target.
+
+    Effects: a hub id that is not in the local cache of the hub is downloaded.
+    """
+    try:
+        model = _from_checkpoint(open_checkpoint(name), dtype)
+    except UnknownNameError:
+        raise
+    except ModelError:
+        model = _from_folder(name, dtype)
+    width = model.config.get_text_config().vocab_size
+    if width != target.vocab_size:
+        raise ModelError(
+            f"assistant {name} has {width} tokens, {target.name} {target.vocab_size}; it must "
+            "have the same vocabulary"
+        )
+    # Where the target reads on past an end, so does its assistant.
+    model.generation_config.eos_token_id = None
+    return model.to(target.device)
+
+
+def _from_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    if isinstance(checkpoint, SafetensorsCheckpoint):
+        return _from_folder(str(checkpoint.folder), dtype)
+    import transformers
+
+    config = checkpoint.config
+    windowed = config.family == "llama" and any(config.windows)
+    kind = _CLASSES["mistral" if windowed else config.family]
+    shape = getattr(transformers, f"{kind}Config")(dtype=dtype, **_settings(config))
+    # Gemma's norms add 1 to weights that a GGUF file stores with the 1 in them.
+    extra = 1.0 if config.family == "gemma3" and config.norm_offset == 0 else 0.0
+    weights = {}
+    for name in config.tensor_shapes():
+        if extra and "norm" in name:
+            weights[name] = (checkpoint.tensor(name, torch.float32) - extra).to(dtype)
+        else:
+            weights[name] = checkpoint.tensor(name, dtype)
+    made = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")
+    with quiet():
+        model, told = made.from_pretrained(
+            None, config=shape, state_dict=weights, dtype=dtype, output_loading_info=True
+        )
+    for what in ("missing", "unexpected", "mismatched"):
+        if names := sorted(str(name) for name in told[f"{what}_keys"]):
+            raise ModelError(
+                f"{checkpoint.name} has no twin in transformers: {what} {', '.join(names[:3])}"
+            )
+    for rope in config.ropes:
+        if rope.kind == "divided":
+            inverse, _ = rope.frequencies(1)
+            turner = model.model.rotary_emb
+            turner.inv_freq.copy_(inverse)
+            turner.original_inv_freq.copy_(inverse)
+    return model.requires_grad_(False)
+
+
+def _from_folder(name: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    path = Path(name).expanduser()
+    try:
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                str(path) if path.exists() else name, dtype=dtype
+            )
+    except Exception as error:  # every architecture has its own kinds
+        raise ModelError(f"transformers cannot load {name}: {brief(error)}") from error
+    return model.requires_grad_(False)
+
+
+def _settings(config: DecoderConfig) -> dict[str, Any]:
+    """Arguments of the config class of transformers.
+
+    They need not be right for every checkpoint that our decoder can read: the twin is tried.
+    """
+    first = config.ropes[0]
+    positions = first.original_max_positions if first.kind == "dynamic" else config.max_positions
+    out: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": config.tied_head,
+        "rope_parameters": _rope(first),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    window = next((one for one in config.windows if one), None)
+    kinds = [WINDOWED if one else FULL for one in config.windows]
+    if config.family == "gemma3":
+        ropes = zip(kinds, config.rope_of_layer, strict=True)
+        return out | {
+            "layer_types": kinds,
+            "sliding_window": window,
+            "rope_parameters": {kind: _rope(config.ropes[index]) for kind, index in ropes},
+            "query_pre_attn_scalar": round(config.attention_scale**-2),
+            "attention_bias": config.qkv_bias,
+            "attn_logit_softcapping": config.attention_softcap,
+            "final_logit_softcapping": config.logit_softcap,
+        }
+    out["hidden_act"] = _ACTIVATIONS[config.activation]
+    if config.family in ("qwen2", "qwen3"):
+        out |= {"layer_types": kinds, "sliding_window": window}
+        out["use_sliding_window"] = window is not None
+    elif window or config.family == "mistral":
+        out["sliding_window"] = window
+    if config.family == "llama":
+        out["mlp_bias"] = config.mlp_bias
+    if config.family in ("llama", "qwen3"):
+        out["attention_bias"] = config.qkv_bias
+    return out
+
+
+def _rope(rope: Rope) -> dict[str, Any]:
+    """What transformers calls rope parameters; divisors are put in afterwards."""
+    kind = "default" if rope.kind == "divided" else rope.kind
+    out: dict[str, Any] = {"rope_type": kind, "rope_theta": rope.theta}
+    if kind != "default":
+        out["factor"] = rope.factor
+    if kind in ("llama3", "yarn", "dynamic"):
+        out["original_max_position_embeddings"] = rope.original_max_positions
+    if kind == "llama3":
+        out["low_freq_factor"] = rope.low_freq_factor
+        out["high_freq_factor"] = rope.high_freq_factor
+    if kind == "yarn":
+        out |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        out["truncate"] = rope.truncate
+        for key in ("attention_factor", "mscale", "mscale_all_dim"):
+            if getattr(rope, key) is not None:
+                out[key] = getattr(rope, key)
+    return out
+
+
+def _difference(model: Any, target: Target) -> float:
+    """Mean difference of the logits after some tokens, in standard deviations of a logit."""
+    count = min(_PROBE, target.max_positions)
+    ids = [(101 * i + i * i) % target.vocab_size for i in range(count)]
+    want = tuple(range(count // 2, count))
+    cache = target.new_cache()
+    wanted_TV = target.score([Feed.chain(cache.open(), ids, want)], cache).logits_TV.float()
+    with torch.no_grad():
+        out = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
+    got_TV = out.logits[0, want[0] :].float()
+    return float((got_TV - wanted_TV).abs().mean() / wanted_TV.std())
