@@ -15,18 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from outpace import __version__
-from outpace.cli import (
-    analyze,
-    bench,
-    build,
-    chat,
-    check,
-    export,
-    generate,
-    methods,
-    show,
-    train,
-)
+from outpace.cli import analyze, bench, build, chat, check, export, generate, methods, show, train
 from outpace.errors import OutpaceError
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer gives it no public name

@@ -5,7 +5,10 @@
     hf            a draft model as a plain folder of transformers, with the whole vocabulary
 
 What a config of transformers cannot say is refused by name: each config is read back and compared
-before anything is written. No format holds the target's embedding, which its readers share.
+before anything is written. Heads hold no embedding: their readers share the target's.
+
+Loaded and compared: speculators 0.9.0 computes the same logits from an export, and a head that it
+saved is read here (``tools/check_speculators.py``). vLLM and SGLang: checked by format alone.
 
 Shape letters: V vocabulary, D draft vocabulary, W width.
 """

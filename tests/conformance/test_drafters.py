@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from outpace import Engine, SamplingParams, registry
+from outpace.cache.base import Lease
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
 from outpace.drafters.lookup.datastore import write_datastore
 from outpace.engine.requests import Ready
 from outpace.sampling import Warp
-from outpace.tree.growth import DraftRow
 from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
-from outpace.types import Budget, Draft, Drawn, Outcome, Scored, Verdict, VocabMap
+from outpace.tree.growth import DraftRow
+from outpace.types import Budget, Draft, Drawn, Feed, Outcome, Scored, Verdict, VocabMap
 
 SPECS = {
     "draft_model": [
@@ -30,6 +31,17 @@ SPECS = {
         "draft_model[model=tiny layers=1 tree=3x2 verifier=greedy_plus_one]",
         "draft_model[model=tiny layers=1 tree=3x2x1 verifier=traversal]",
     ],
+    "early_exit": [
+        "early_exit",
+        "early_exit[layer=1 tree=3x2x1]",
+        "early_exit[tree=[-1,-1,0,0,2,2,5] policy=confidence]",
+        "early_exit[tree=dynamic tree_size=6]",
+        "early_exit[tree=dynamic:3 verifier=tree[replacement=true]]",
+        "early_exit[tree=3x2x1 verifier=traversal]",
+        "early_exit[verifier=block]",
+    ],
+    "layer_skip": ["layer_skip[skip=1]", "layer_skip[skip=1 tree=2x2x1 policy=confidence]"],
+    "quantized_self": ["quantized_self", "quantized_self[kind=int4 tree=2x2]"],
     "eagle3": [
         "eagle3[model=small.head]",
         "eagle3[model=small.head tree=3x2x1]",
@@ -54,6 +66,14 @@ SPECS = {
         "recycling[table=small.store successors=3 tree=[-1,-1,0,2,2,1] verifier=match]",
     ],
     "lookahead": ["lookahead", "lookahead[ngram=4 window=4 tree=3x2x1]"],
+    "cascade": [
+        "cascade[levels=draft_model[model=tiny layers=1]+max_gram]",
+        "cascade[levels=draft_model[model=tiny layers=1]+max_gram k=3,5/4 tree=3x1x1x1]",
+        "cascade[levels=draft_model[model=tiny]+draft_model[model=tiny layers=1]+suffix"
+        " k=3,2,4/2,4/4 verifier=chain]",
+        "cascade[levels=draft_model[model=tiny layers=1]+recycling k=4/3 verifier=block]",
+        "cascade[levels=draft_model[model=tiny layers=1] k=3 policy=confidence]",
+    ],
 }
 METHODS = [
     spec for row in registry.rows("drafter") for spec in SPECS.get(row.name, [row.name])
@@ -234,8 +254,6 @@ def test_cache_equals_a_fresh_prefill_after_every_commit(engine, spec, temperatu
             row = next(r for r in running if r.slot == slot)
             assert engine.cache.ids(slot) == row.tokens[:-1]
             number = fresh.open()
-            from outpace.types import Feed
-
             whole = target.score(
                 [Feed.chain(number, row.tokens, want=(length,))], fresh
             ).logits_TV.clone()
@@ -263,17 +281,20 @@ def test_cache_equals_a_fresh_prefill_after_every_commit(engine, spec, temperatu
     assert len(checked) >= 8
 
 
-def proposal_rows(drafter, drawn, budget, temperature, texts):
-    rows = []
+def proposal_rows(target, drafter, drawn, budget, temperature, texts):
+    rows, cache = [], target.new_cache()
     params = SamplingParams(temperature=temperature, seed=1).resolved(None)
     for text in texts:
         state = drafter.begin(Request(prompt=tuple(text)))
         forced = Outcome(Draft(), Scored(torch.zeros(0, 1), (0, 0)), Verdict((), (text[-1],)),
                          tuple(text[:-1]), tuple(range(len(text) - 1)), 0, forced=True)
         drafter.observe([state], [forced])
+        lease = Lease(cache, cache.open())
+        target.score([Feed.chain(lease.slot, text[:-1], want=())], cache)
+        cache.keep(lease.slot, range(len(text) - 1))
         rows.append(
             DraftRow(state, text, budget, KeyedCoins(1, len(text) - 1, Stream.DRAFT),
-                     Warp(params, text, frozenset(), 10**6), drawn)
+                     Warp(params, text, frozenset(), 10**6), drawn, lease)
         )
     return rows
 
@@ -289,7 +310,9 @@ def test_budgets_are_kept_and_dropped_drafts_forgotten(engine, spec, drawn):
         asked = method.budget
         budget = Budget(min(nodes, asked.max_nodes), depth, shape=asked.shape)
         with torch.no_grad():
-            rows = proposal_rows(method.drafter, drawn, budget, temperature, texts)
+            rows = proposal_rows(
+                engine.target, method.drafter, drawn, budget, temperature, texts
+            )
             first = method.drafter.propose(rows)
             again = method.drafter.propose(rows)
         for draft, twin in zip(first, again, strict=True):

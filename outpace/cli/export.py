@@ -1,0 +1,66 @@
+"""``outpace export``: a trained drafter in the format of another program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outpace.cli import show
+from outpace.cli.options import option
+
+_EXAMPLES = """
+Examples:
+
+  outpace export eagle3 --format speculators --verifier owner/model --out head
+
+  outpace export draft_model --format hf --out small-llama
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(epilog=_EXAMPLES.strip())(export)
+
+
+def export(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE",
+                       help="A drafter folder, or the method whose drafter for the model it is."),
+    ],
+    form: Annotated[
+        str,
+        option("--format", "-f", metavar="FORMAT",
+               help="speculators (vLLM reads it) or eagle3 (its authors' layout) for a head; hf, a "
+               "plain folder of transformers, for a draft model."),
+    ],
+    out: Annotated[Path, option("--out", "-o", metavar="DIR", help="The folder to write.")],
+    model: Annotated[
+        str,
+        option("--model", "-m", metavar="M",
+               help="The model it was trained for: name, folder, GGUF file, or hub id."),
+    ] = "smollm2-135m",
+    verifier: Annotated[
+        str | None,
+        option("--verifier", metavar="ID", show_default="the model's name",
+               help="What the other program calls that model, as a rule a hub id."),
+    ] = None,
+) -> None:
+    """Write a trained drafter for another program.
+
+    Heads for vLLM and SGLang, draft models for everything that loads a Llama.
+    """
+    from outpace.drafters.trained import find
+    from outpace.models.load import load_target
+    from outpace.train.export import export as write
+
+    with show.busy(f"exporting {source}"):
+        target = load_target(model)
+        folder = Path(source).expanduser()
+        if not folder.is_dir():
+            folder = find(source, target)
+        files = write(folder, form, out, target, verifier)
+    for file in files:
+        show.write(f"{file}: {show.count(file.stat().st_size, 'byte')}\n")

@@ -1,0 +1,1 @@
+"""Drafters that read the target's own features."""

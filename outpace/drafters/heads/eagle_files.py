@@ -1,0 +1,254 @@
+"""EAGLE heads on disk: the project's own folders, the speculators format, the authors' checkpoints.
+
+    own           config.json with "method": "eagle3"; tensors as in speculators
+    speculators   config.json with "speculators_model_type": "eagle3"
+    authors       config.json of a Llama; EAGLE-3 has "draft_vocab_size" and ``midlayer.*``,
+                  EAGLE-1 and EAGLE-2 have ``fc`` over an embedding and a feature, and no head
+
+Tensors are renamed to those of speculators. ``d2t`` holds offsets: target id = draft id + offset.
+
+Numbers of layers whose features are fused are counted alike here and in speculators: L is the
+stream behind L layers. ``eagle_config`` of plain EAGLE-3 folders counts from the layer whose
+output it is, one less.
+
+Shape letters: V vocabulary, D draft vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.drafters.trained import (
+    CONFIG,
+    WEIGHTS,
+    decoder_from_json,
+    find,
+    lender,
+    read_config,
+    read_embedding,
+    read_tensors,
+    vocab_map,
+)
+from outpace.errors import ModelError
+from outpace.models.base import Target
+from outpace.models.eagle import EagleShape
+from outpace.models.families import DecoderConfig
+from outpace.models.fields import brief, read_json
+
+METHOD = "eagle3"
+VERIFIER_DIGEST = "verifier_digest"
+"""Key under which exports record the target's digest."""
+_PICKLED = "pytorch_model.bin"
+_EMBED = "embed_tokens.weight"
+_FLAGS = {
+    "norm_before_residual": "residual_normed",
+    "norm_output": "output_normed",
+    "norm_before_fc": "joint_norm",
+    "fc_norm": "each_norm",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Head:
+    """An EAGLE head as it was read."""
+
+    shape: EagleShape
+    tensors: Mapping[str, Tensor]
+    """All that the shape names, by the names of speculators."""
+    id_D: Tensor | None
+    """Target ids of the columns of its logits; None: they are the ids."""
+    embed_VH: Tensor | None = None
+    """An embedding of its own, where it differs from the target's."""
+
+
+def find_head(target: Target, path: str | None) -> Path:
+    """The folder of a head: the one named, or the one that was trained for the target.
+
+    Raises:
+        ModelError: there is none.
+    """
+    return find(METHOD, target, path)
+
+
+def read_head(folder: Path, target: Target) -> Head:
+    """Read a head of any known format.
+
+    Raises:
+        ModelError: files that are missing or corrupt, a tensor that is missing or has another
+            shape than the config says, or a head for another target, as far as that shows.
+    """
+    said = read_json(folder / CONFIG)
+    tensors = _renamed(_read_tensors(folder))
+    if "target_digest" in said:
+        shape = _own(read_config(folder, target, METHOD), folder)
+    elif "speculators_model_type" in said:
+        shape = _speculators(said, folder, target)
+    else:
+        shape = _authors(said, folder, target, tensors)
+    _check(shape, tensors, folder)
+    vocab = vocab_map(tensors, target.vocab_size) if shape.fused else None
+    columns = target.vocab_size if vocab is None else len(vocab.to_target_D)
+    if shape.fused and columns != shape.draft_vocab:
+        raise ModelError(
+            f"{folder} has {shape.draft_vocab} draft tokens, but "
+            + (f"no 'd2t' to {target.vocab_size}" if vocab is None else f"'d2t' of {columns}")
+        )
+    return Head(
+        shape=shape,
+        tensors={name: tensors[name] for name in shape.tensor_shapes()},
+        id_D=None if vocab is None else vocab.to_target_D,
+        embed_VH=_own_embedding(tensors, target, folder),
+    )
+
+
+def default_taps(target: Target) -> tuple[str, ...]:
+    """The features that EAGLE-3 fuses unless told otherwise: behind layers 2, L / 2 and L - 3."""
+    count = target.num_layers
+    return tuple(f"hidden.{layer}" for layer in (2, count // 2, count - 3))
+
+
+def _own(said: Mapping[str, Any], folder: Path) -> EagleShape:
+    if not said.get("taps") or "draft_vocab_size" not in said:
+        raise ModelError(f"{folder / CONFIG} lacks 'taps' or 'draft_vocab_size'")
+    decoder = decoder_from_json(said.get("decoder", {}), folder / CONFIG)
+    return EagleShape(
+        decoder=decoder, taps=tuple(said["taps"]), draft_vocab=int(said["draft_vocab_size"])
+    )
+
+
+def _speculators(said: Mapping[str, Any], folder: Path, target: Target) -> EagleShape:
+    kind = said["speculators_model_type"]
+    if kind != METHOD:
+        raise ModelError(f"{folder} holds a speculator of type {kind!r}, not {METHOD!r}")
+    verifier = (said.get("speculators_config") or {}).get("verifier") or {}
+    name = verifier.get("name_or_path", "another model")
+    digest = said.get(VERIFIER_DIGEST)
+    if digest is not None and digest != target.digest:
+        raise ModelError(
+            f"{folder} was trained for {name} ({digest}), not for {target.name} ({target.digest})"
+        )
+    decoder = _decoder(said.get("transformer_layer_config") or {}, folder, "qwen3")
+    layers = said.get("eagle_aux_hidden_state_layer_ids")
+    flags = {ours: bool(said.get(theirs)) for theirs, ours in _FLAGS.items()}
+    shape = EagleShape(
+        decoder=decoder,
+        taps=_taps(layers, 0, folder, target),
+        draft_vocab=int(said.get("draft_vocab_size") or decoder.vocab_size),
+        **flags,
+    )
+    width = said.get("target_hidden_size") or decoder.hidden_size
+    _fits(int(width), decoder, folder, target, str(name))
+    return shape
+
+
+def _authors(
+    said: Mapping[str, Any], folder: Path, target: Target, tensors: Mapping[str, Tensor]
+) -> EagleShape:
+    decoder = _decoder(said, folder, "llama")
+    _fits(decoder.hidden_size, decoder, folder, target, "another model")
+    if "lm_head.weight" in tensors and "norm.weight" in tensors:
+        layers = (said.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        return EagleShape(
+            decoder=decoder,
+            taps=_taps(layers, 1, folder, target),
+            draft_vocab=int(said.get("draft_vocab_size") or decoder.vocab_size),
+        )
+    return EagleShape(
+        decoder=decoder, taps=("hidden.-1",), draft_vocab=target.vocab_size, fused=False,
+        fc_bias="fc.bias" in tensors,
+    )  # fmt: skip
+
+
+def _decoder(said: Mapping[str, Any], folder: Path, family: str) -> DecoderConfig:
+    """The one layer of a config in the layout of transformers."""
+    plain: dict[str, Any] = {"model_type": family, **said, "tie_word_embeddings": False}
+    plain.pop("architectures", None)
+    try:
+        config = DecoderConfig.from_hf(plain)
+    except ModelError as error:
+        raise ModelError(f"{folder / CONFIG}: {error}") from error
+    if config.num_layers != 1:
+        raise ModelError(f"{folder} has {config.num_layers} layers; heads of one can be read")
+    return config
+
+
+def _taps(layers: Any, one_less: int, folder: Path, target: Target) -> tuple[str, ...]:
+    if not layers:
+        return default_taps(target)
+    behind = [layer + one_less if isinstance(layer, int) else -1 for layer in layers]
+    if not all(0 <= layer <= target.num_layers for layer in behind):
+        raise ModelError(
+            f"{folder} reads features of layers {list(layers)}, but {target.name} has "
+            f"{target.num_layers} layers"
+        )
+    return tuple(f"hidden.{layer}" for layer in behind)
+
+
+def _fits(width: int, decoder: DecoderConfig, folder: Path, target: Target, name: str) -> None:
+    """Refuse a head whose shapes are not the target's."""
+    for what, wanted, got in (
+        ("hidden size", target.hidden_size, width),
+        ("hidden size", target.hidden_size, decoder.hidden_size),
+        ("vocabulary size", target.vocab_size, decoder.vocab_size),
+    ):
+        if wanted != got:
+            raise ModelError(
+                f"{folder} was made for {name} with {what} {got}, but {target.name} has {wanted}"
+            )
+
+
+def _check(shape: EagleShape, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    for name, wanted in shape.tensor_shapes().items():
+        if name not in tensors:
+            raise ModelError(f"{folder} has no tensor {name!r}, which its config needs")
+        if tuple(tensors[name].shape) != wanted:
+            raise ModelError(
+                f"{folder}: {name!r} has shape {list(tensors[name].shape)}, its config needs "
+                f"{list(wanted)}"
+            )
+
+
+def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    out = {}
+    for name, tensor in tensors.items():
+        name = name.removeprefix("model.")
+        if name.startswith("midlayer."):
+            name = "layers.0." + name.removeprefix("midlayer.")
+        out[name] = tensor
+    return out
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    pickled = folder / _PICKLED
+    if (folder / WEIGHTS).is_file() or not pickled.is_file():
+        return read_tensors(folder)
+    try:
+        tensors = torch.load(pickled, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise ModelError(f"{pickled} is truncated or corrupt: {brief(error)}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise ModelError(f"{pickled} does not hold tensors by name")
+    return tensors
+
+
+def _own_embedding(
+    tensors: Mapping[str, Tensor], target: Target, folder: Path
+) -> Tensor | None:
+    """The embedding that came with a head, unless it is the target's."""
+    if _EMBED not in tensors:
+        return None
+    mine_VH = tensors[_EMBED].to(target.dtype)
+    theirs_VH = read_embedding(lender(target, METHOD)).cpu()
+    if mine_VH.shape != theirs_VH.shape:
+        raise ModelError(
+            f"{folder}: {_EMBED!r} has shape {list(mine_VH.shape)}, that of {target.name} has "
+            f"{list(theirs_VH.shape)}"
+        )
+    return None if torch.equal(mine_VH, theirs_VH) else mine_VH

@@ -1,0 +1,371 @@
+"""The network of EAGLE heads: one layer that reads features of the target and its own output.
+
+    EAGLE-3    g = fc(features);  q, k, v read norm(emb) and norm(g) side by side;  stream: g
+    EAGLE-1/2  g = fc(emb and feature side by side);  q, k, v read g;               stream: g
+    both       a = stream + attention + mlp;  logits = head(a); a is the next feature
+
+A pass takes rows of many sequences, chains and trees, as a pass of a decoder does, and computes
+behind the attention only the rows whose outputs are wanted.
+
+Papers: Li et al. 2024, arXiv:2401.15077 and arXiv:2406.16858; Li et al. 2025, arXiv:2503.01840.
+
+Shape letters: T rows of a pass (filled up to a few), H hidden size, F width of all features side
+by side, R rows wanted, D draft vocabulary, V vocabulary; of heads, K key-value heads, G query
+heads of each, X = K * (G + 2) heads of all kinds, W their width, E = W / 2, N keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outpace.cache.dense import DenseCache
+from outpace.models.attention import Attention, HeadShape, Span
+from outpace.models.base import Target
+from outpace.models.blocks import Norm, read_block
+from outpace.models.families import DecoderConfig
+from outpace.models.memory import MemoryCheckpoint
+from outpace.models.packed import MIN_ROWS, Linear
+from outpace.models.passes import PassRows, Rotation
+
+LAYER = "model.layers.0."
+"""What a decoder's reader calls the one layer; files say ``layers.0.``."""
+BLOCK, LEAST, LOG2E = 128, 4, 1 / math.log(2)
+"""As in `outpace.models.attention`: positions per product, rows per product, units of scores."""
+_FEW = 16
+"""Most rows that are attended to without the preparations that many rows pay for."""
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EagleShape:
+    """What kind of head it is."""
+
+    decoder: DecoderConfig
+    """Of the one layer."""
+    taps: tuple[str, ...]
+    """Features of the target, in the order in which they stand side by side."""
+    draft_vocab: int
+    """Rows of its own head."""
+    fused: bool = True
+    """EAGLE-3. False: EAGLE-1/2, which has neither input norms nor a head of its own."""
+    fc_bias: bool = False
+    """Whether ``fc`` has a bias."""
+    residual_normed: bool = False
+    """The stream starts as norm(g), not as g (``norm_before_residual``)."""
+    output_normed: bool = False
+    """The next feature is norm(a), not a (``norm_output``)."""
+    joint_norm: bool = False
+    """One norm over all features side by side, before ``fc`` (``norm_before_fc``)."""
+    each_norm: bool = False
+    """A norm over each feature, before ``fc`` (``fc_norm``)."""
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor it reads, by the names of the speculators format."""
+        config, hidden = self.decoder, self.decoder.hidden_size
+        wide = len(self.taps) if self.fused else 2
+        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, wide * hidden)}
+        if self.fc_bias:
+            shapes["fc.bias"] = (hidden,)
+        for name, shape in config.tensor_shapes().items():
+            if name.startswith(LAYER):
+                reads_both = self.fused and name.endswith(
+                    ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+                )
+                doubled = (shape[0], 2 * shape[1]) if reads_both else shape
+                shapes[name.removeprefix("model.")] = doubled
+        if not self.fused:
+            del shapes["layers.0.input_layernorm.weight"]
+            return shapes
+        shapes |= {
+            "layers.0.hidden_norm.weight": (hidden,),
+            "norm.weight": (hidden,),
+            "lm_head.weight": (self.draft_vocab, hidden),
+        }
+        if self.joint_norm:
+            shapes["input_norm.weight"] = (wide * hidden,)
+        if self.each_norm:
+            shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(wide)}
+        return shapes
+
+
+class EagleNet:
+    """One head, ready to run.
+
+    Args:
+        shape: of the head.
+        tensors: all that ``shape.tensor_shapes`` names; converted, not kept.
+        target: its dtype and device; embeds, and unembeds for heads without rows of their own.
+        embed_VH: an embedding of its own; None borrows the target's.
+        id_D: tokens that it can draft, whose embeddings it keeps at hand; None: all, and none.
+        packed: lay the weights out for the CPU where that works.
+    """
+
+    def __init__(
+        self, shape: EagleShape, tensors: Mapping[str, Tensor], target: Target,
+        embed_VH: Tensor | None = None, id_D: Tensor | None = None, packed: bool = True,
+    ) -> None:  # fmt: skip
+        config, dtype, device = shape.decoder, target.dtype, target.device
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.hidden_size = config.hidden_size
+        layer = {f"model.{name}": one for name, one in tensors.items()}
+        layer.setdefault(f"{LAYER}input_layernorm.weight", torch.ones(config.hidden_size))
+        self._block = read_block(_OneLayer(config, layer), 0, dtype, device, packed)
+        self._heads = HeadShape(
+            config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim,
+            config.attention_scale, config.attention_softcap,
+        )  # fmt: skip
+        self._rotation = Rotation(config.ropes[config.rope_of_layer[0]], device)
+        self._activation = _ACTIVATIONS[config.activation]
+
+        def linear(name: str) -> Linear:
+            bias = tensors.get(f"{name}.bias")
+            weight = tensors[f"{name}.weight"].to(device, dtype)
+            return Linear(weight, None if bias is None else bias.to(device, dtype), packed)
+
+        def norm(name: str) -> Norm:
+            return Norm(tensors[f"{name}.weight"].to(device), config)
+
+        self._fc = linear("fc")
+        self._feature_norms: list[Norm] = []
+        if shape.each_norm or shape.joint_norm:
+            count = len(shape.taps) if shape.each_norm else 1
+            names = [f"fc_norm.{i}" for i in range(count)] if shape.each_norm else ["input_norm"]
+            self._feature_norms = [norm(name) for name in names]
+        self._hidden_norm = norm("layers.0.hidden_norm") if shape.fused else None
+        self._norm = norm("norm") if shape.fused else None
+        self._head: Callable[[Tensor], Tensor] = linear("lm_head") if shape.fused else target.head
+        self._embed: Callable[[Sequence[int]], Tensor] = target.embed
+        if embed_VH is not None:
+            self._embed = _Table(embed_VH.to(device, dtype))
+        elif id_D is not None:
+            self._embed = _AtHand(target, id_D)
+
+    def new_cache(self) -> DenseCache:
+        """An empty cache for its one layer."""
+        return DenseCache(1, self._heads.kv, self._heads.width, device=self.device)
+
+    def feature(self, taps: Mapping[str, Tensor], rows: slice | list[int]) -> Tensor:
+        """Features [T, F] of some rows of a pass of the target, side by side; a copy."""
+        parts = [taps[name][rows].to(self.dtype) for name in self.shape.taps]
+        return torch.cat(parts, -1)
+
+    def fuse(self, feature_TF: Tensor) -> Tensor:
+        """Turn features of the target into what the layer reads, float32 [T, H]."""
+        if not self.shape.fused:
+            return feature_TF.float()
+        with torch.inference_mode():
+            norms = self._feature_norms
+            if norms:
+                parts = feature_TF.float().chunk(len(norms), -1)
+                normed = [norm(part) for norm, part in zip(norms, parts, strict=True)]
+                feature_TF = torch.cat(normed, -1).to(self.dtype)
+            return self._fc(feature_TF).float()
+
+    def run(
+        self, rows: PassRows, cache: DenseCache, offsets: Sequence[int], stream_TH: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One pass.
+
+        Args:
+            rows: made from feeds whose ids are the tokens that the rows embed; no riders. Keys
+                and values are written for all of them.
+            cache: from ``new_cache``; the one that ``rows`` was made with.
+            offsets: per feed, the position of the first row of its slot.
+            stream_TH: what ``fuse`` gave, or the outputs of earlier rows; float32.
+
+        Returns:
+            For the rows wanted, the feature that the next row reads [R, H], float32, and logits
+            [R, D] (or [R, V]), float32.
+        """
+        with torch.inference_mode():
+            x_TH, u_TI = self._inputs(rows.ids, stream_TH)
+            a_RH = self._layer(rows, cache, offsets, x_TH, u_TI)
+            count = len(rows.wanted)
+            if not count:
+                return a_RH[:0], a_RH[:0]
+            normed_RH = a_RH if self._norm is None else self._norm(a_RH)
+            given_RH = normed_RH if self.shape.output_normed else a_RH
+            headed_RH = normed_RH.to(self.dtype)
+        with torch.no_grad():
+            # Made outside of inference mode the logits are ordinary tensors.
+            return given_RH[:count], self._head(headed_RH.clone())[:count].float()
+
+    def _inputs(self, ids: Sequence[int], stream_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream, and what queries, keys and values read; rows are filled up."""
+        count, hidden = len(ids), self.hidden_size
+        size, embed_TH = max(count, MIN_ROWS), self._embed(ids)
+        x_TH = torch.zeros(size, hidden, device=self.device)
+        u_TI = torch.zeros(size, 2 * hidden, dtype=self.dtype, device=self.device)
+        if self._hidden_norm is None:
+            u_TI[:count, :hidden] = embed_TH
+            u_TI[:count, hidden:] = stream_TH
+            fused_TH = self._fc(u_TI)
+            x_TH.copy_(fused_TH)
+            return x_TH, fused_TH
+        self._block.attn_norm(embed_TH, u_TI[:count, :hidden])
+        if self.shape.residual_normed:
+            self._hidden_norm(stream_TH, x_TH[:count])
+            u_TI[:, hidden:] = x_TH
+        else:
+            x_TH[:count] = stream_TH
+            self._hidden_norm(x_TH, u_TI[:, hidden:])
+        return x_TH, u_TI
+
+    def _layer(
+        self, rows: PassRows, cache: DenseCache, offsets: Sequence[int], x_TH: Tensor, u_TI: Tensor
+    ) -> Tensor:
+        """The layer, [R, H] filled up, of the rows wanted."""
+        block, heads, spans = self._block, self._heads, rows.spans
+        positions = [
+            offset + position
+            for span, offset in zip(spans, offsets, strict=True)
+            for position in span.positions
+        ]
+        positions += [0] * (len(x_TH) - len(positions))
+        alone = block.window is None and heads.softcap is None and is_few(spans)
+        if alone:
+            head_TXW = block.qkv(u_TI).float().view(len(x_TH), -1, heads.width)
+        else:
+            attend = Attention(
+                cache, spans, len(x_TH), heads, frozenset({block.window}), self.dtype
+            )
+            head_TXW = attend.head_TXD
+            head_TXW.flatten(1).copy_(block.qkv(u_TI))
+        turned_TYW = head_TXW[:, : heads.queries + heads.kv]
+        if block.qk_norm is not None:
+            block.qk_norm(turned_TYW, turned_TYW)
+        pairs = turned_TYW.view(*turned_TYW.shape[:2], heads.width // 2, 2)
+        torch.view_as_complex(pairs).mul_(self._rotation.at(positions))
+        if alone:
+            mixed_TY = attend_few(cache, spans[0], head_TXW, heads, self.dtype)
+        else:
+            mixed_TY = attend(0, block.window)
+        if len(rows.wanted) < len(rows.ids):
+            wanted = [*rows.wanted, *[0] * (MIN_ROWS - len(rows.wanted))]
+            if not rows.wanted:
+                return x_TH
+            index = torch.tensor(wanted, device=self.device)
+            x_TH, mixed_TY = x_TH.index_select(0, index), mixed_TY.index_select(0, index)
+        x_TH.add_(block.out(mixed_TY))
+        normed_TH = torch.empty(x_TH.shape, dtype=self.dtype, device=self.device)
+        block.mlp_norm(x_TH, normed_TH)
+        gate_TF, up_TF = block.gate_up(normed_TH).chunk(2, 1)
+        return x_TH.add_(block.down(self._activation(gate_TF).mul_(up_TF)))
+
+
+def is_few(spans: Sequence[Span]) -> bool:
+    """Whether ``attend_few`` serves: few rows of one sequence, none outside its block."""
+    return (
+        len(spans) == 1
+        and len(spans[0].stored) <= _FEW
+        and (spans[0].chain or not any(spans[0].strays()))
+    )
+
+
+def attend_few(
+    cache: DenseCache, span: Span, head_TXW: Tensor, heads: HeadShape, dtype: torch.dtype
+) -> Tensor:
+    """What `Attention` gives, bit for bit, in a third of its time for one layer.
+
+    It follows the same rules, but prepares nothing for further layers or sequences.
+
+    Args:
+        cache: where keys and values are written, in layer 0.
+        span: see ``is_few``.
+        head_TXW: float32 queries, keys and values, queries and keys rotated.
+        heads: their shape.
+        dtype: of the result.
+
+    Returns:
+        [T, K * G * W].
+    """
+    slots, stop, own = range(span.slot, span.slot + 1), span.reach, len(span.stored)
+    rows = slice(span.stored.start, span.stored.stop)
+    new_TYW = head_TXW[:own, heads.queries :].view(own, 2, heads.kv, heads.width)
+    cache.store[0, :, span.slot, :, rows].copy_(new_TYW.permute(1, 2, 0, 3))
+    count = max(own, -(-LEAST // heads.group))
+    query = head_TXW[:count, : heads.queries].view(count, heads.kv, heads.group, heads.width)
+    query_KMW = (query.transpose(0, 1) * (heads.scale * LOG2E)).reshape(heads.kv, -1, heads.width)
+    weight_KMN = torch.bmm(query_KMW, cache.keys(slots, range(stop))[0])
+    split = weight_KMN.view(heads.kv, count, heads.group, stop)
+    split[..., span.base :].add_(_mask(span, count).to(head_TXW.device).unsqueeze(1))
+    weight_KMN.sub_(weight_KMN.amax(-1, keepdim=True)).exp2_()
+    total_KM1 = weight_KMN.sum(-1, keepdim=True, dtype=torch.float64).float()
+    first = range(min(BLOCK, stop))
+    sum_KMW = torch.bmm(weight_KMN[:, :, : first.stop], cache.values(slots, first)[0])
+    for low in range(BLOCK, stop, BLOCK):
+        block = range(low, min(low + BLOCK, stop))
+        sum_KMW.baddbmm_(weight_KMN[:, :, low : block.stop], cache.values(slots, block)[0])
+    out = head_TXW.new_zeros(len(head_TXW), heads.kv, heads.group, heads.width, dtype=dtype)
+    shape = (heads.kv, count, heads.group)
+    shares = total_KM1.view(*shape, 1).transpose(0, 1)
+    torch.div(sum_KMW.view(*shape, -1).transpose(0, 1), shares, out=out[:count])
+    return out.flatten(1)
+
+
+def _mask(span: Span, count: int) -> Tensor:
+    """0 where a row sees a key behind the committed text, else minus infinity; the last row
+    fills up.
+    """
+    width, lines = span.reach - span.base, []
+    for row in range(span.stored.start - span.base, span.stored.stop - span.base):
+        line, at = [-math.inf] * width, row
+        while at >= 0:
+            line[at] = 0.0
+            at = span.parents[at]
+        lines.append(line)
+    return torch.tensor([*lines, *[lines[-1]] * (count - len(lines))])
+
+
+class _OneLayer(MemoryCheckpoint):
+    """A layer alone, whose shapes were checked by whoever read it."""
+
+    def __init__(self, config: DecoderConfig, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(config, tensors, name="eagle")
+
+    def _check_shapes(self) -> None:
+        """Queries, keys and values may read twice the hidden size, and there are no ends."""
+
+
+class _Table:
+    """An embedding of a head's own."""
+
+    def __init__(self, embed_VH: Tensor) -> None:
+        self._embed_VH = embed_VH
+
+    def __call__(self, ids: Sequence[int]) -> Tensor:
+        index = torch.tensor(ids, dtype=torch.int64, device=self._embed_VH.device)
+        return self._embed_VH[index].float()
+
+
+class _AtHand:
+    """The target's embedding, with the vectors of some tokens in memory.
+
+    A target may have to read them from its file, which takes a twentieth of a level.
+    """
+
+    def __init__(self, target: Target, id_D: Tensor) -> None:
+        ids = id_D.tolist()
+        vector_DH = target.embed(ids)
+        self._all, self._device = target.embed, target.device
+        self._vector_DH = vector_DH.to(target.dtype)
+        exact = torch.equal(self._vector_DH.float(), vector_DH)
+        self._row = {token: row for row, token in enumerate(ids)} if exact else {}
+
+    def __call__(self, ids: Sequence[int]) -> Tensor:
+        try:
+            index = [self._row[token] for token in ids]
+        except KeyError:
+            return self._all(ids)
+        rows = torch.tensor(index, device=self._device)
+        return self._vector_DH.index_select(0, rows).float()

@@ -1,0 +1,40 @@
+"""``outpace export``: by folder and by method."""
+
+import json
+
+import pytest
+
+from outpace.drafters.trained import home
+from outpace.models.tiny import tiny
+from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
+
+
+@pytest.fixture(autouse=True)
+def own_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTPACE_DATA", str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_head_by_folder_and_by_method(outpace, tmp_path, by_name):
+    target = tiny()
+    folder = home("eagle3", target) if by_name else tmp_path / "head"
+    Eagle3.build(Eagle3Config(), target, None).save(folder, {})
+    source = "eagle3" if by_name else str(folder)
+    ran = outpace(
+        "export", source, "--model", "tiny", "--format", "speculators", "--out",
+        str(tmp_path / "out"), "--verifier", "owner/model",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "owner/model"
+    assert "model.safetensors: " in ran.out and " bytes" in ran.out
+
+
+def test_bad_input(outpace, tmp_path):
+    out = ("--out", str(tmp_path / "out"), "--model", "tiny")
+    ran = outpace("export", "eagle3", "--format", "speculators", *out)
+    assert ran.code == 2 and "no trained eagle3 for tiny" in ran.err
+    Eagle3.build(Eagle3Config(), tiny(), None).save(tmp_path / "head", {})
+    ran = outpace("export", str(tmp_path / "head"), "--format", "gguf", *out)
+    assert ran.code == 2 and "'gguf' is not one of speculators, eagle3, hf" in ran.err
+    assert ran.err.count("\n") == 1

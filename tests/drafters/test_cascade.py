@@ -1,0 +1,475 @@
+"""Cascades: exact laws by enumeration, levels that share the work, a lookup that takes text back."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import pytest
+
+from outpace import Engine, SpecError
+from outpace.analysis.enumeration import EnumeratingCoins, fates
+from outpace.analysis.tables import RIGHT, distance
+from outpace.drafters.base import Drafter, Request
+from outpace.drafters.compose import levels
+from outpace.drafters.compose.ahead import CoinsAhead, common
+from outpace.drafters.compose.cascade import Cascade, CascadeConfig, read_k
+from outpace.drafters.lookup.automaton import SuffixAutomaton
+from outpace.drafters.lookup.max_gram import MaxGram, MaxGramConfig
+from outpace.law import Law
+from outpace.models.tiny import TableTarget
+from outpace.params import SamplingParams
+from outpace.policies.fixed import Fixed, FixedConfig
+from outpace.sampling import Warp
+from outpace.step import Machine, prefill, step
+from outpace.tree.shapes import CHAIN, widths
+from outpace.types import NOTHING, Budget, Draft
+from outpace.verifiers.chain import Chain, ChainConfig
+from outpace.verifiers.rules import probs
+
+PROMPT = (0, 1, 0)
+
+
+@dataclass
+class Mood:
+    refused: int = 0
+
+
+class Echo(Drafter[Mood]):
+    """A lookup that goes on from the last token, in steps that depend on what was refused."""
+
+    Config = Mood
+
+    def __init__(self, vocab):
+        self.vocab = vocab
+
+    @classmethod
+    def load(cls, config, target):
+        return cls(target.vocab_size)
+
+    def begin(self, request):
+        return Mood()
+
+    def propose(self, rows):
+        out = []
+        for row in rows:
+            size = min(row.budget.max_nodes, row.budget.max_depth)
+            step_ = 1 + row.state.refused
+            last = row.tokens[-1]
+            out.append(Draft.chosen([(last + (i + 1) * step_) % self.vocab for i in range(size)]))
+        return out
+
+    def observe(self, states, outcomes):
+        for state, outcome in zip(states, outcomes, strict=True):
+            if outcome.draft.token_N:
+                gone = [t for n, t in enumerate(outcome.draft.token_N)
+                        if n not in outcome.verdict.kept]
+                state.refused = gone[0] + 1 if gone else 0
+
+
+@dataclass
+class Case:
+    """A request that is told in every way it can go."""
+
+    k: str
+    models: int = 1
+    lookup: bool = True
+    verifier: str = "tree"
+    vocab: int = 2
+    length: int = 3
+    shape: object = CHAIN
+    params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
+    edit: object = lambda cascade: None
+
+    def __post_init__(self):
+        self.target = TableTarget.random(3, self.vocab)
+        tables = [TableTarget.random(20 + i, self.vocab) for i in range(self.models)]
+        lookup = Echo(self.vocab) if self.lookup else None
+        self.cascade = Cascade(tables, lookup, read_k(self.k))
+        self.edit(self.cascade)
+        self.machine = Machine(
+            self.target, self.target.new_cache(), {"c": self.cascade}, Fixed(FixedConfig())
+        )
+        self.drafted = self.accepted = 0.0
+
+    def error(self):
+        """Largest error of the law of the emitted tokens."""
+        done, open_ = defaultdict(float), {((), 0, frozenset()): 1.0}
+        while open_:
+            state = min(open_, key=lambda s: len(s[0]))
+            weight = open_.pop(state)
+            for fate, after in fates(partial(self._on, state), dict(state[2])):
+                share = weight * fate.weight
+                if len(after[0]) == self.length:
+                    done[after[0]] += share
+                else:
+                    open_[after] = open_.get(after, 0.0) + share
+        return distance(done, self._p, self.vocab, self.length)
+
+    def _p(self, context):
+        warp = Warp(self.params, PROMPT, frozenset(), self.vocab)
+        warp.advance(context)
+        return warp.law(self.target.law_after((*PROMPT, *context)).log())
+
+    def _on(self, state, fate):
+        emitted, refused, _ = state
+        cache, cascade = self.machine.cache, self.cascade
+        mine = cascade.begin(Request(prompt=(*PROMPT, *emitted)))
+        row = Row(self, fate, mine, cache.open(), emitted)
+        while len(row.tokens) == len(PROMPT) + len(emitted):
+            if emitted:
+                tokens = row.tokens[:-1]
+                row.tokens, row.given = [*tokens, row.tokens[-1]], row.tokens
+                self._read(row)
+                if mine.reading is not None:
+                    mine.reading.state.refused = refused
+                (outcome,) = step(self.machine, [row])
+                self.drafted += fate.weight * len(outcome.draft)
+                self.accepted += fate.weight * len(outcome.verdict.kept)
+            else:
+                prefill(self.machine, [row])
+        mood = 0 if mine.reading is None else mine.reading.state.refused
+        pending = len(row.tokens) - 1
+        live = frozenset((c, at) for c, at in fate.known.items() if c[3] >= pending)
+        cascade.end(mine)
+        cache.close(row.slot)
+        return tuple(row.tokens[len(PROMPT) :]), mood, live
+
+    def _read(self, row):
+        """Prefill all but the pending token, and tell the drafter of it."""
+        from outpace.types import Feed, Outcome, Verdict
+
+        fed = tuple(row.tokens[:-1])
+        scored = self.target.score([Feed.chain(row.slot, fed, want=())], self.machine.cache)
+        self.machine.cache.keep(row.slot, range(len(fed)))
+        self.cascade.observe([row.states["c"]], [Outcome(
+            Draft(), scored.of(0), Verdict((), (row.tokens[-1],)), fed, tuple(range(len(fed))),
+            0, forced=True,
+        )])
+
+
+class Row:
+    number, policy_state = 0, None
+
+    def __init__(self, case, fate, state, slot, emitted):
+        self.case, self.fate, self.slot = case, fate, slot
+        self.tokens = [*PROMPT, *emitted]
+        self.warp = Warp(case.params, PROMPT, frozenset(), case.vocab)
+        self.warp.advance(emitted)
+        self.states = {"c": state}
+        size = len(case.shape.parent_N or ()) or 8
+        self.budgets = {"c": Budget(size, size, shape=case.shape)}
+        self.verifiers = {"c": RIGHT[case.verifier], "none": RIGHT[case.verifier]}
+
+    @property
+    def missing(self):
+        return self.case.length + len(PROMPT) - len(self.tokens)
+
+    def coins(self, stream):
+        return EnumeratingCoins(self.fate, 0, len(self.tokens) - 1, stream)
+
+    def room(self):
+        return Budget(1 << 20, self.missing) if self.missing > 0 else NOTHING
+
+    def cut(self, verdict):
+        return verdict.cut(self.missing)
+
+    def extend(self, outcome):
+        self.tokens.extend(outcome.verdict.emitted)
+        self.warp.advance(outcome.verdict.emitted)
+
+
+SETTINGS = SamplingParams(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4)
+CASES = {
+    "vertical": Case("2/2"),
+    "both": Case("1,2/1"),
+    "three levels": Case("2,1,1/1,1/1", models=2),
+    "model below a model": Case("2/2", models=2, lookup=False),
+    "three tokens": Case("2,1/1", vocab=3, length=2),
+    "penalties": Case("2/2", params=SETTINGS),
+    "chain": Case("2,1/2", verifier="chain"),
+    "block": Case("2,1/2", verifier="block"),
+    "k_seq": Case("2,1/2", verifier="k_seq"),
+    "traversal": Case("2,1/1", verifier="traversal"),
+    "greedy_plus_one": Case("2,1/2", verifier="greedy_plus_one"),
+    "match": Case("2,1/2", verifier="match"),
+    "coupled": Case("2,1/2", verifier="coupled"),
+    "coupled, three levels": Case("2/1,1/1", models=2, verifier="coupled"),
+    "leaders": Case("2,1/1", shape=widths((2, 1)), vocab=3, length=2),
+    "leaders, drawn again": Case("1,1/1", shape=widths((2, 1)), vocab=3, length=2,
+                                 verifier="k_seq"),
+    "leaders, coupled": Case("2,1/1", shape=widths((2, 1)), verifier="coupled"),
+    "greedy": Case("2,1/2", params=SamplingParams(temperature=0.0, repetition_penalty=1.5)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_emitted_has_the_targets_law(name):
+    case = CASES[name]
+    assert case.error() < 1e-12
+    assert case.drafted > case.accepted > 0
+
+
+def handed_up_by_the_lookup(guesses, outcome, real=levels.Guesses.extend):
+    """The law of the inner draft, where one was kept, and not that of the level."""
+    verdict = outcome.verdict
+    wrong = [
+        Law.one_hot(token, law.prob_S.dtype) if i < len(verdict.kept) else law
+        for i, (token, law) in enumerate(zip(verdict.emitted, verdict.laws, strict=True))
+    ]
+    real(guesses, replace(outcome, verdict=replace(verdict, laws=tuple(wrong))))
+
+
+def handed_up_by_the_model_below(guesses, outcome, real=levels.Guesses.extend):
+    draft, verdict = outcome.draft, outcome.verdict
+    laws = list(verdict.laws)
+    for i, node in enumerate(verdict.kept[: len(laws)]):
+        group = next(g for g in draft.groups if node in g.nodes)
+        if group.law is not None:
+            laws[i] = draft.laws[group.law]
+    real(guesses, replace(outcome, verdict=replace(verdict, laws=tuple(laws))))
+
+
+class Unresidual(Chain):
+    """After a refusal it draws from p itself and not from what is left of it."""
+
+    def judge(self, draft, laws, coins, *, want_laws=False):
+        verdict = super().judge(draft, laws, coins, want_laws=want_laws)
+        if len(verdict.kept) == len(draft):
+            return verdict
+        last = verdict.laws[-1]
+        token = coins.choose(last, 99, -1)
+        return replace(verdict, emitted=(*verdict.emitted[:-1], token))
+
+
+def unlikely_ones_dropped(guesses, real=levels.Guesses.draft):
+    """The last guess is taken back if it turned out unlikely."""
+    if guesses.laws and guesses.laws[-1] is not None:
+        token = guesses.tokens[-1]
+        if probs(guesses.laws[-1], (token,))[token] < 0.5:
+            guesses.tokens.pop()
+            guesses.laws.pop()
+    return real(guesses)
+
+
+def one_coin_for_all(coins, law, *key):
+    return coins.outer.choose(law, *key)
+
+
+def level_and_place_alone(coins, law, *key):
+    """Keyed by the inner position: guessed again at the next step, a place has the same coin."""
+    outer = coins.outer
+    while isinstance(outer, CoinsAhead):
+        outer = outer.outer
+    place = outer.position + coins.ahead
+    return replace(outer, position=1 << 20).choose(law, coins.level, place, *key)
+
+
+def with_verifier(verifier):
+    def edit(cascade):
+        for level in cascade.models:
+            level.verifier = verifier
+
+    return edit
+
+
+PLANTED = {
+    "law of the lookup": (Case("2/2"), ("extend", handed_up_by_the_lookup), None),
+    "law of the model below": (
+        Case("2/2", models=2, lookup=False), ("extend", handed_up_by_the_model_below), None
+    ),
+    "no residual": (Case("2/2", edit=with_verifier(Unresidual(ChainConfig()))), None, None),
+    "dropped by what it is": (Case("2/1"), ("draft", unlikely_ones_dropped), None),
+    "inner block": (
+        Case("3/3", length=4, edit=with_verifier(RIGHT["block"])), None, None
+    ),
+    "one coin for all": (Case("2/2"), None, one_coin_for_all),
+    "coins of the place alone": (Case("2/2", length=4), None, level_and_place_alone),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_mistakes_are_caught(name, monkeypatch):
+    case, method, choose = PLANTED[name]
+    if method is not None:
+        monkeypatch.setattr(levels.Guesses, *method)
+    if choose is not None:
+        monkeypatch.setattr(CoinsAhead, "choose", choose)
+    assert case.error() > 1e-3
+
+
+def test_the_tables_are_not_the_targets():
+    for name, case in CASES.items():
+        laws = [model.model.law_after((0, 1)) for model in case.cascade.models]
+        far = [float((law - case.target.law_after((0, 1))).abs().sum()) for law in laws]
+        assert min(far) > 0.05, name
+
+
+# Levels ---------------------------------------------------------------------------------------
+
+DRAFT = "draft_model[model=tiny layers=1]"
+PERIOD = [5, 9, 11, 14]
+PROMPTS = [PERIOD * 5, [40, 41, 42, 43, 44, 40, 41, 42]]
+GREEDY = {"max_new_tokens": 32, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine.load("tiny", drafter="none", dtype="float32")
+
+
+def run(engine, spec, prompts=PROMPTS, **settings):
+    """Tokens, passes of the target, and passes of the draft models."""
+    clock = engine.method(spec).drafter.clock
+    before = clock.count
+    results = engine.generate(prompts, drafter=spec, **{**GREEDY, **settings})
+    passes = max(result.counters.passes for result in results)
+    return [result.tokens for result in results], passes, clock.count - before
+
+
+def test_the_lookup_saves_passes_of_the_model(engine):
+    few = frozenset({3, 1, 4})
+    prompts = [[3, 1, 4, 1] * 6]
+    plain, passes, alone = run(engine, f"cascade[levels={DRAFT} k=5]", prompts, allowed_tokens=few)
+    same, as_many, helped = run(
+        engine, f"cascade[levels={DRAFT}+max_gram k=5/10]", prompts, allowed_tokens=few
+    )
+    assert plain == same and helped < 0.8 * alone and as_many <= passes + 2
+    expected = engine.generate(prompts, drafter="none", allowed_tokens=few, **GREEDY)
+    assert plain == [expected[0].tokens]
+
+
+def test_a_model_level_alone_drafts_as_the_draft_model_does(engine):
+    for settings in ({}, {"temperature": 0.0, "repetition_penalty": 1.4}):
+        alone = run(engine, f"{DRAFT[:-1]} tree_size=4]", **settings)
+        level = run(engine, f"cascade[levels={DRAFT} k=4]", **settings)
+        assert alone == level, "as many passes of either model, too"
+
+
+def test_the_tail_lengthens_the_draft(engine):
+    lengths = []
+    for k in ("3/3", "3,8/3"):
+        spec = f"cascade[levels={DRAFT}+max_gram k={k}]"
+        results = engine.generate(PROMPTS[:1], drafter=spec, **GREEDY)
+        lengths.append(results[0].counters.drafted)
+    assert lengths[1] > lengths[0]
+
+
+def test_a_batch_is_drafted_together(engine):
+    spec = f"cascade[levels={DRAFT}+max_gram k=4/6]"
+    together = run(engine, spec, PROMPTS * 2)
+    apart = [run(engine, spec, [prompt]) for prompt in PROMPTS]
+    assert together[0] == [tokens for tokens, *_ in (*apart, *apart)] or together[0] == [
+        apart[0][0][0], apart[1][0][0]] * 2
+    assert together[2] < apart[0][2] + apart[1][2]
+
+
+def test_no_slot_stays_open_and_the_lookup_keeps_no_guess(engine):
+    spec = f"cascade[levels={DRAFT}+max_gram k=4,4/6]"
+    cascade = engine.method(spec).drafter
+    seen = []
+    real = cascade.lookup.drafter.observe
+
+    def watching(states, outcomes):
+        real(states, outcomes)
+        seen.append(states[0])
+
+    cascade.lookup.drafter.observe = watching
+    result = engine.generate(PROMPTS[0], drafter=spec, **GREEDY)
+    del cascade.lookup.drafter.observe
+    assert seen[-1].text.tokens == [*PROMPTS[0], *result.tokens]
+    assert all(not level.cache.real._slots for level in cascade.models)
+
+
+def test_the_lookup_learns_from_the_level_that_judged_it(engine):
+    spec = f"cascade[levels={DRAFT}+max_gram[bigram=false] k=4/6]"
+    lookup = engine.method(spec).drafter.lookup.drafter
+    doubts = []
+    real = lookup.end
+    lookup.end = lambda state: (doubts.append(state.trust.doubt), real(state))
+    engine.generate([3, 1, 4, 1] * 6, drafter=spec, **GREEDY)
+    assert doubts and doubts[0] != 1.0
+
+
+def test_leaders_are_the_models_best_and_each_has_a_tail(engine):
+    spec = f"cascade[levels={DRAFT}+max_gram k=2,2/3 tree=3x1x1x1]"
+    cascade = engine.method(spec).drafter
+    drafts = []
+    real = cascade.propose
+    cascade.propose = lambda rows: drafts.extend(real(rows)) or drafts[-len(rows) :]
+    engine.generate(PROMPTS[0], drafter=spec, **GREEDY)
+    del cascade.propose
+    fans = [len(draft.groups_of[-1][0].nodes) for draft in drafts if len(draft) > 3]
+    assert fans and max(fans) == 3
+    tails = [d for d in drafts if any(p >= 0 and d.depth_N[p] == 1 and p > 0 for p in d.parent_N)]
+    assert tails, "the lookup goes on from a rival"
+
+
+# Parts ----------------------------------------------------------------------------------------
+
+
+def test_tokens_are_taken_back_without_trace():
+    def everything(a):
+        return [list(a.tokens), [dict(d) for d in a.next], list(a.link), list(a.length),
+                list(a.newest), list(a.count), a.last]
+
+    parted = 0
+    for seed in range(60):
+        text = [(seed * i * i + i // 3) % (2 + seed % 3) for i in range(30)]
+        automaton = SuffixAutomaton(text[: seed % 20])
+        before = everything(automaton)
+        states = len(automaton.next)
+        mark = automaton.mark()
+        automaton.extend(text[10:])
+        parted += len(automaton.next) - states > 20
+        automaton.rewind(mark)
+        assert everything(automaton) == before
+        automaton.extend(text)
+        fresh = SuffixAutomaton([*text[: seed % 20], *text])
+        assert everything(automaton) == everything(fresh)
+    assert parted > 10, "states were parted and put together again"
+
+
+def test_a_lookup_without_a_rewind_of_its_own_is_copied():
+    echo, max_gram = Echo(3), MaxGram(MaxGramConfig())
+    state = echo.begin(Request(prompt=(1,)))
+    mark = echo.mark(state)
+    state.refused = 2
+    assert echo.rewind(state, mark).refused == 0
+    other = max_gram.begin(Request(prompt=(1, 2, 1), held=3))
+    mark = max_gram.mark(other)
+    other.text.extend([2, 2])
+    other.trust.doubt = 3.0
+    assert max_gram.rewind(other, mark) is other
+    assert other.text.tokens == [1, 2, 1] and other.trust.doubt == 1.0
+
+
+def test_common_prefixes():
+    for a, b, n in (([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 5, 3], 1), ([1], [1], 1)):
+        assert common(a, b) == common(b, a) == n
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("cascade", "levels"),
+        ("cascade[levels=max_gram]", "max_gram is no language model"),
+        (f"cascade[levels=max_gram+{DRAFT}]", "max_gram is no language model"),
+        (f"cascade[levels={DRAFT}+lookahead+suffix]", "lookahead is no language model"),
+        (f"cascade[levels={DRAFT}+]", "empty part"),
+        (f"cascade[levels={DRAFT[:-1]} tree=2x1]]", "tree, which the whole decides"),
+        (f"cascade[levels={DRAFT}+max_gram k=0/3]", "not all 0"),
+        (f"cascade[levels={DRAFT}+max_gram k=3/x]", "rows of whole numbers"),
+        (f"cascade[levels={DRAFT}+max_gram k=3,4,5]", "row 1 for 2 levels"),
+        (f"cascade[levels={DRAFT}+max_gram k=3/4/5]", "row 3 for 2 levels"),
+    ],
+)
+def test_levels_that_do_not_fit_are_refused(engine, spec, says):
+    with pytest.raises(SpecError, match=says):
+        engine.generate(PROMPTS[0], drafter=spec, **GREEDY)
+
+
+def test_the_default_k():
+    assert CascadeConfig(levels="a+b").k is None
+    engine = Engine.load("tiny", drafter=f"cascade[levels={DRAFT}+suffix]")
+    stages = engine.method(engine.drafter).drafter.relay.stages
+    assert [quota for _, quota in stages] == [4, 4]

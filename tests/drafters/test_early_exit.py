@@ -1,0 +1,293 @@
+"""Early exit: nothing is computed twice, laws are those drawn from, the text is the target's."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from outpace import Engine, ModelError, SpecError
+from outpace.cache.base import Lease
+from outpace.coins import KeyedCoins, Stream
+from outpace.drafters import trained
+from outpace.drafters.own.early_exit import EarlyExit, EarlyExitConfig
+from outpace.drafters.own.exits import Belief, pick
+from outpace.drafters.shallow import reordered
+from outpace.models.decoder import Decoder
+from outpace.models.tiny import tiny
+from outpace.params import SamplingParams
+from outpace.sampling import Warp
+from outpace.tree.growth import DraftRow
+from outpace.tree.shapes import budget
+from outpace.types import Budget, Draft, Drawn, Feed
+
+PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42, 43, 44], [77]]
+LONG = {"max_new_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(layers=6)
+
+
+@pytest.fixture(scope="module")
+def engine(target):
+    return Engine(target, drafter="none")
+
+
+@pytest.fixture(autouse=True)
+def own_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTPACE_DATA", str(tmp_path / "data"))
+
+
+SPECS = [
+    "early_exit[layer=4]",
+    "early_exit",
+    "early_exit[layer=5 tree=3x2x1]",
+    "early_exit[layer=5 tree=[-1,-1,0,0,2,2,5]]",
+    "early_exit[layer=4 tree=dynamic tree_size=6]",
+    "early_exit[exits=2+4+5 tree_size=3]",
+    "early_exit[layer=5 tree_size=8 policy=confidence]",
+]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_text_is_plain_text(engine, spec):
+    for more in ({"seed": 5}, {"temperature": 0.8, "seed": 5, "reproducible": True}):
+        plain = engine.generate(PROMPTS, drafter="none", **LONG, **more)
+        fast = engine.generate(PROMPTS, drafter=spec, **LONG, **more)
+        assert [one.tokens for one in fast] == [one.tokens for one in plain]
+        assert sum(one.counters.accepted for one in fast) > 0
+        single = engine.generate(PROMPTS[0], drafter=spec, **LONG, **more)
+        assert single.tokens == fast[0].tokens and single.counters == fast[0].counters
+
+
+def count_rows(monkeypatch, target):
+    """Rows that each layer really computes, from now on."""
+    rows = [0] * target.num_layers
+    real = Decoder._layers
+
+    def counting(self, x_TH, layers, spans, *rest):
+        for layer in layers:
+            rows[layer] += sum(len(span.stored) for span in spans)
+        return real(self, x_TH, layers, spans, *rest)
+
+    monkeypatch.setattr(Decoder, "_layers", counting)
+    return rows
+
+
+@pytest.mark.parametrize("spec", ["early_exit[layer=4]", "early_exit[layer=5 tree=3x2x1]"])
+def test_every_layer_runs_once_per_drafted_token(engine, target, monkeypatch, spec):
+    rows = count_rows(monkeypatch, target)
+    results = engine.generate(PROMPTS, drafter=spec, **LONG)
+    passed = sum(one.counters.passes + one.counters.drafted for one in results)
+    prompt = sum(len(one) for one in PROMPTS)
+    assert rows == [prompt + passed] * target.num_layers
+    # The count can fail: without the hand-over, rows below the exit are computed again.
+    drafter = engine.method(spec).drafter
+    real = drafter.propose
+
+    def forgetful(given):
+        drafts = []
+        for row, draft in zip(given, real(given), strict=True):
+            row.lease.cache.drop(row.lease.slot)
+            drafts.append(Draft(draft.token_N, draft.parent_N, draft.groups, draft.laws))
+        return drafts
+
+    monkeypatch.setattr(drafter, "propose", forgetful)
+    rows[:] = [0] * target.num_layers
+    again = engine.generate(PROMPTS, drafter=spec, **LONG)
+    assert [one.tokens for one in again] == [one.tokens for one in results]
+    assert rows[0] > rows[-1] == prompt + passed
+
+
+def leased(target, texts, asked, drawn=Drawn.CHOSEN, temperature=0.0):
+    """Rows for a drafter, each with a slot that holds its text but for the pending token."""
+    cache, rows = target.new_cache(), []
+    params = SamplingParams(temperature=temperature, seed=1).resolved(None)
+    for text in texts:
+        slot = cache.open()
+        target.score([Feed.chain(slot, text[:-1], want=())], cache)
+        cache.keep(slot, range(len(text) - 1))
+        coins = KeyedCoins(1, len(text) - 1, Stream.DRAFT)
+        warp = Warp(params, text, frozenset(), target.vocab_size)
+        rows.append(DraftRow([Belief()], text, asked, coins, warp, drawn, Lease(cache, slot)))
+    return rows
+
+
+def proposed(drafter, rows):
+    rows = [replace(row, state=drafter.begin(None)) for row in rows]
+    return rows, drafter.propose(rows)
+
+
+TEXT = [5, 9, 11, 5, 9, 11, 5, 9, 40]
+
+
+@pytest.mark.parametrize("drawn", [Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT])
+@pytest.mark.parametrize("tree", ["chain", "3x2x1", "[-1,-1,0,0,2,2,5]", "dynamic:2"])
+def test_verification_goes_on_where_the_draft_stopped(target, tree, drawn):
+    """Logits are, bit for bit, those of a pass that knows of no draft; nothing else is in the tail.
+
+    Dynamic trees of chosen tokens leave out nodes that were expanded: their rows must go.
+    """
+    drafter = EarlyExit(target, [4])
+    asked = budget(tree, 7 if tree == "chain" else None, 4)
+    temperature = 0.0 if drawn is Drawn.CHOSEN else 0.9
+    for text in (TEXT, [77, 3]):
+        rows, (draft,) = proposed(drafter, leased(target, [text], asked, drawn, temperature))
+        cache, slot = rows[0].lease.cache, rows[0].lease.slot
+        covered = len(draft.resume.row_K)
+        feed = Feed.tree(slot, text[-1], draft)
+        assert tuple(cache.slot(slot).tail_ids) == feed.token_J[:covered]
+        assert 1 < covered <= len(draft)
+        cache.check_integrity()
+        logits = target.score([feed], cache).logits_TV
+        (fresh,) = leased(target, [text], asked)
+        plain = Feed(fresh.lease.slot, feed.token_J, feed.parent_J)
+        assert torch.equal(logits, target.score([plain], fresh.lease.cache).logits_TV)
+
+
+def test_nodes_left_out_leave_the_tail(target, monkeypatch):
+    """Not vacuous: among some texts there are drafts that left out a node they had expanded."""
+    drafter, asked = EarlyExit(target, [4]), budget("dynamic:4", 4, 4)
+    kept, real, fed = 0, target.score, []
+    texts = [[i, i + 1, i + 2] for i in range(0, 60, 5)]
+    rows, drafts = proposed(drafter, leased(target, texts, asked))
+    for row, draft in zip(rows, drafts, strict=True):
+        kept += len(draft.resume.row_K)
+        assert len(row.lease.cache.slot(row.lease.slot).tail_ids) == len(draft.resume.row_K)
+    monkeypatch.setattr(target, "score", lambda feeds, *rest, **more: (
+        fed.extend(len(feed.token_J) for feed in feeds) or real(feeds, *rest, **more)
+    ))
+    again = drafter.propose(rows)
+    assert [one.token_N for one in again] == [one.token_N for one in drafts]
+    assert sum(fed) > kept
+
+
+def test_the_laws_are_those_of_the_exit(target):
+    drafter = EarlyExit(target, [3])
+    _, (draft,) = proposed(
+        drafter, leased(target, [TEXT], budget("2x2x1", None, 4), Drawn.DISTINCT, 0.9)
+    )
+    first = target.variant(layers=range(3))
+    seen = 0
+    for group in draft.groups:
+        path = [*TEXT, *draft.path_tokens(group.parent)]
+        cache = first.new_cache()
+        feed = Feed.chain(cache.open(), path, want=(len(path) - 1,))
+        law = (first.score([feed], cache).logits_TV[0] / 0.9).softmax(0)
+        torch.testing.assert_close(draft.laws[group.law].prob_S, law, atol=1e-5, rtol=1e-4)
+        seen += 1
+    assert seen == 7
+
+
+def test_without_a_lease_nothing_is_drafted(target):
+    drafter = EarlyExit(target, [3])
+    (row,) = leased(target, [TEXT], Budget(4, 4))
+    (draft,) = drafter.propose([replace(row, state=drafter.begin(None), lease=None)])
+    assert len(draft) == 0 and draft.resume is None
+
+
+def test_what_a_drafter_leaves_in_the_tail_without_a_draft_is_dropped(engine, monkeypatch):
+    drafter = engine.method("early_exit[layer=3]").drafter
+    real = drafter.propose
+    monkeypatch.setattr(drafter, "propose", lambda rows: [Draft() for _ in real(rows)])
+    plain = engine.generate(PROMPTS, drafter="none", **LONG)
+    silent = engine.generate(PROMPTS, drafter="early_exit[layer=3]", **LONG)
+    assert [one.tokens for one in silent] == [one.tokens for one in plain]
+    assert sum(one.counters.drafted for one in silent) == 0
+
+
+def test_nodes_can_be_put_in_another_order():
+    draft = Draft.chosen([10, 11, 12, 13], [-1, -1, 0, 1])
+    other = reordered(draft, [1, 3, 0, 2])
+    assert other.token_N == (11, 13, 10, 12) and other.parent_N == (-1, 0, -1, 2)
+    assert [group.nodes for group in other.groups] == [(2, 0), (3,), (1,)]
+    assert [group.parent for group in other.groups] == [-1, 2, 0]
+    assert reordered(draft, range(4)) is draft
+
+
+def test_what_was_never_judged_counts_for_nothing():
+    belief = Belief()
+    belief.learn(accepted=2, depth=5, censored=False)
+    assert (belief.a, belief.b) == (3.0, 2.0)  # one failure, not three
+    belief = Belief()
+    belief.learn(accepted=2, depth=5, censored=True)
+    assert (belief.a, belief.b) == (3.0, 1.0)
+    law = Belief(8.0, 2.0).law()
+    grid = (torch.arange(64) + 0.5) / 64
+    assert float((law.prob_S * grid).sum()) == pytest.approx(0.8, abs=0.01)
+
+
+def test_the_exit_that_pays_is_found():
+    """The deep exit guesses better, the early one is cheaper; what is better by far wins."""
+
+    def share(beliefs):
+        coins = [KeyedCoins(3, i, Stream.DRAFT) for i in range(200)]
+        return sum(pick(beliefs, [0.2, 0.6], 4, coin) for coin in coins) / 200
+
+    assert share([Belief(2, 60), Belief(60, 6)]) > 0.95
+    assert share([Belief(50, 10), Belief(60, 6)]) < 0.05
+    assert 0.05 < share([Belief(), Belief()]) < 0.95
+    assert pick([Belief()], [0.2], 4, None) == 0
+
+
+def test_sequences_learn_for_themselves(engine):
+    spec = "early_exit[exits=1+5]"
+    texts = [[i, i + 1] for i in range(4)]
+    settings = {"temperature": 0.7, "seed": 2, "max_new_tokens": 20, "ignore_eos": True}
+    batch = [one.tokens for one in engine.generate(texts, drafter=spec, **settings)]
+    single = [engine.generate(one, drafter=spec, **settings).tokens for one in texts[::-1]]
+    assert batch == single[::-1]
+
+
+def write_exit(target, folder, layer=4, d2t=None, **tensors):
+    tensors = {"norm.weight": target._checkpoint.tensor("model.norm.weight", torch.float32),
+               **tensors}
+    if d2t is not None:
+        tensors["d2t"] = d2t
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "method": "early_exit", "target": target.name, "target_digest": target.digest,
+        "hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "layer": layer,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_trained_exit_is_used(engine, target, tmp_path):
+    size = target.hidden_size
+    write_exit(target, tmp_path / "same", **{"linear.weight": torch.zeros(size, size)})
+    own = engine.generate(PROMPTS, drafter="early_exit[layer=4]", **LONG)
+    same = engine.generate(PROMPTS, drafter=f"early_exit[model={tmp_path / 'same'}]", **LONG)
+    assert [one.counters for one in same] == [one.counters for one in own]
+    # A matrix changes the guesses and not the text; a part of the vocabulary is all it drafts.
+    known = torch.tensor([i for i in range(target.vocab_size) if i % 2])
+    write_exit(
+        target, trained.home("early_exit", target), d2t=known - torch.arange(len(known)),
+        **{"linear.weight": torch.randn(size, size, generator=torch.Generator().manual_seed(0))},
+    )
+    found = EarlyExit.load(EarlyExitConfig(), target)
+    assert found.head is not None and found.layers == (4,)
+    _, drafts = proposed(found, leased(target, [TEXT, [77, 3]], Budget(3, 3)))
+    assert all(token % 2 for draft in drafts for token in draft.token_N)
+    assert all(len(draft) == 3 for draft in drafts)
+    assert EarlyExit.load(EarlyExitConfig(layer=4), target).head is None
+
+
+def test_what_does_not_fit_is_said(engine, target, tmp_path):
+    with pytest.raises(ModelError, match="6 layers of 6 are not the first few"):
+        EarlyExit.load(EarlyExitConfig(layer=6), target)
+    for spec, words in (
+        ("layer=2 exits=2+3", "exclude each other"), ("layer=0", "at least 1"),
+        ("exits=3", "two numbers or more"), ("exits=3+x", "two numbers or more"),
+    ):
+        with pytest.raises(SpecError, match=words):
+            engine.generate([1, 2], drafter=f"early_exit[{spec}]")
+    write_exit(target, tmp_path / "a", layer=6)
+    with pytest.raises(ModelError, match="layer is 6, need 1 to 5"):
+        EarlyExit.load(EarlyExitConfig(model=str(tmp_path / "a")), target)
+    write_exit(target, tmp_path / "b", **{"norm.weight": torch.ones(3)})
+    with pytest.raises(ModelError, match="holds tensors of shapes"):
+        EarlyExit.load(EarlyExitConfig(model=str(tmp_path / "b")), target)
