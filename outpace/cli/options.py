@@ -86,6 +86,11 @@ class ModelOptions:
         option("--dtype", panel=_MODEL, metavar="D",
                help="float32, bfloat16, or auto: the faster of the two here."),
     ] = "auto"
+    quantize: Annotated[
+        str | None,
+        option("--quantize", panel=_MODEL, metavar="K", show_default="as they are",
+               help="Round the weights to int8 or int4: another model, with less to read (CPU)."),
+    ] = None
     device: Annotated[
         str,
         option("--device", panel=_MODEL, metavar="D", help="Where to compute: cpu, cuda, cuda:1."),
@@ -114,7 +119,9 @@ class ModelOptions:
             if self.threads is not None:
                 torch.set_num_threads(self.threads)
             given = {key: value for key, value in settings.items() if value is not None}
-            return Engine.load(self.model, dtype=self.dtype, device=self.device, **given)
+            return Engine.load(
+                self.model, dtype=self.dtype, device=self.device, quantize=self.quantize, **given
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,10 @@ import torch
 
 from outpace import registry
 from outpace.config import DEFAULT_DRAFTER, MethodSpec
+from outpace.costs import Costs
 from outpace.drafters.base import Request
 from outpace.engine.method import Method, make
+from outpace.engine.portfolio import Portfolio
 from outpace.engine.requests import Prompt, Ready, Reference, as_prompts, each, settle, together
 from outpace.engine.results import Chunk, Result
 from outpace.engine.scheduler import run
@@ -41,6 +43,8 @@ class Engine:
         self.drafter = str(MethodSpec.parse(drafter))
         self.listeners: list[Callable[[StepRecord], None]] = []
         """Called after every step with its record."""
+        self.costs = Costs()
+        """What passes and drafts cost, for policies; ``costs.start`` takes a measured curve."""
         self._methods: dict[str, Method] = {}
         self.cache = target.new_cache()
         """Keys and values of running sequences and conversations, one slot each."""
@@ -86,7 +90,9 @@ class Engine:
         """The drafter of a spec, loaded on first use and kept."""
         parsed = MethodSpec.parse(spec)
         if str(parsed) not in self._methods:
-            self._methods[str(parsed)] = Method(parsed, self.target, self.allow_lossy)
+            cls = registry.load("drafter", parsed.name)
+            kind = cls if issubclass(cls, Portfolio) else Method
+            self._methods[str(parsed)] = kind(parsed, self.target, self.allow_lossy, self.costs)
         return self._methods[str(parsed)]
 
     def generate(
@@ -265,6 +271,9 @@ class Engine:
             prompt=ids, held=self.cache.length(slot), reference=ready.reference
         )
         tokenizer = self.target.tokenizer
+        if params.seed is not None and not (method.policy.steady or method.names_verifier):
+            verifier = self._coupled  # a seed is a promise, whatever clocks tell the policy
+        members, verifiers = method.members, method.verifiers(verifier)
         return Running(
             number=self._count,
             index=ready.index,
@@ -280,11 +289,11 @@ class Engine:
             slot=slot,
             setup=Setup(
                 drafter=method.spec,
-                states={method.spec: method.drafter.begin(request)},
-                budgets={method.spec: method.budget},
-                verifiers={method.spec: verifier, "none": verifier},
+                states={name: one.drafter.begin(request) for name, one in members.items()},
+                budgets={name: one.budget for name, one in members.items()},
+                verifiers=verifiers,
                 policy_state=method.policy.begin(),
-                lossless=verifier.lossless,
+                lossless=all(one.lossless for one in verifiers.values()),
             ),
             max_positions=self.target.max_positions,
         )
@@ -328,9 +337,9 @@ class Engine:
         machine = Machine(
             self.target,
             self.cache,
-            {method.spec: method.drafter},
+            {name: one.drafter for name, one in method.members.items()},
             method.policy,
-            listeners=tuple(self.listeners),
+            listeners=(*self.listeners, *method.watchers),
         )
         living: set[Running] = set()
 
@@ -353,7 +362,8 @@ class Engine:
     def _finish(self, row: Running, method: Method, keep_slot: bool) -> None:
         if not keep_slot:
             self.cache.close(row.slot)
-        method.drafter.end(row.states[method.spec])
+        for name, one in method.members.items():
+            one.drafter.end(row.states[name])
 
     @property
     def eos_ids(self) -> frozenset[int]:

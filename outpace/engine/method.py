@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from outpace import registry
 from outpace.config import MethodSpec, build
+from outpace.costs import Costs
 from outpace.drafters.base import Drafter
 from outpace.errors import SpecError
 from outpace.models.base import Target
 from outpace.policies.base import Policy
 from outpace.tree.mask import is_chain
 from outpace.tree.shapes import budget
-from outpace.types import Budget
+from outpace.types import Budget, StepRecord
 from outpace.verifiers.base import Verifier
 
 
@@ -23,9 +25,16 @@ class Method:
         spec: as the user wrote it.
         target: the model it drafts for.
         allow_lossy: whether a verifier that changes the law of the output may be named.
+        costs: what passes and drafts cost, for the policy; None lets it start from a guess.
     """
 
-    def __init__(self, spec: MethodSpec, target: Target, allow_lossy: bool = False) -> None:
+    def __init__(
+        self,
+        spec: MethodSpec,
+        target: Target,
+        allow_lossy: bool = False,
+        costs: Costs | None = None,
+    ) -> None:
         own, plan = spec.split()
         who = f"drafter {spec.name!r}"
         cls: type[Drafter[Any]] = registry.load("drafter", spec.name)
@@ -39,6 +48,8 @@ class Method:
         self.names_verifier = "verifier" in plan
         self.verifier: Verifier = make("verifier", self.verifier_spec)
         self.policy: Policy = make("policy", MethodSpec.parse(plan.get("policy", "fixed")))
+        if costs is not None:
+            self.policy.costs = costs
         if not self.verifier.lossless and not allow_lossy:
             raise SpecError(
                 f"verifier {self.verifier_spec} changes the law of the output; "
@@ -53,6 +64,24 @@ class Method:
                 "use verifier=tree, or tree=chain"
             )
         self.drafter = cls.load(build(cls.Config, own, who), target)
+
+    @property
+    def members(self) -> Mapping[str, Method]:
+        """Method spec -> method, of the drafters that the policy may pick; itself alone."""
+        return {self.spec: self}
+
+    def verifiers(self, chosen: Verifier) -> dict[str, Verifier]:
+        """Drafter -> who judges its drafts.
+
+        Args:
+            chosen: this method's own verifier, or the one that a request needs in its place.
+        """
+        return {self.spec: chosen, "none": chosen}
+
+    @property
+    def watchers(self) -> tuple[Callable[[StepRecord], None], ...]:
+        """Listeners that keep the policy's costs up to date, if it reads them."""
+        return () if self.policy.steady else (self.policy.costs.watch,)
 
 
 def read_size(text: str | None, who: str) -> int | None:

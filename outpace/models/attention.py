@@ -40,7 +40,7 @@ _ROWS = 64
 """Most rows of one slot in one product; longer feeds are cut, and early rows see fewer keys."""
 _LOG2E = 1 / math.log(2)
 
-_GROUP_COST, _ROW_COST = 250, 0.25
+_GROUP_COST, _ROW_COST = 700, 0.25
 """Time of a group of products, and of another row beside a key's own reading, in units of
 reading one key; measured, rough, and no matter for results."""
 

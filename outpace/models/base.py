@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TREE = "tree"
 """Rows of one feed may branch."""
 LAYERS = "layers"
-"""``variant(layers=...)`` works, and ``score(layers=...)`` may stop early."""
+"""``variant(layers=...)`` works, ``score(layers=...)`` may stop early, feeds may ``resume``."""
 TAPS = "taps"
 """Hidden states can be asked for by name."""
 EMBEDDINGS = "embeddings"

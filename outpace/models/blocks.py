@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outpace.models.families import DecoderConfig
 from outpace.models.packed import Linear
+from outpace.models.quantize import quantized
 from outpace.models.weights import Checkpoint
 
 
@@ -57,9 +58,14 @@ class Block:
     rope: int
 
     @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Its matrices."""
+        return self.qkv, self.out, self.gate_up, self.down
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its matrices."""
-        return sum(one.nbytes for one in (self.qkv, self.out, self.gate_up, self.down))
+        return sum(one.nbytes for one in self.linears)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -101,22 +107,31 @@ class Embedding:
 
 
 def read_ends(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, packed: bool
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    packed: bool,
+    quantize: str | None = None,
 ) -> Ends:
-    """Read the embedding, the last norm and the head."""
-    read = _Reader(checkpoint, dtype, device, packed)
+    """Read the embedding, the last norm and the head; the embedding is never quantized."""
+    read = _Reader(checkpoint, dtype, device, packed, quantize)
     tied = checkpoint.config.tied_head
     head_VH = read.tensor("model.embed_tokens.weight" if tied else "lm_head.weight")
-    head = Linear(head_VH, None, packed)
+    head = read.lay(head_VH, None)
     embed = Embedding(checkpoint, dtype, device, keep=not (tied and head.packed))
     return Ends(embed=embed, norm=read.norm("model.norm"), head=head)
 
 
 def read_block(
-    checkpoint: Checkpoint, layer: int, dtype: torch.dtype, device: torch.device, packed: bool
+    checkpoint: Checkpoint,
+    layer: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    packed: bool,
+    quantize: str | None = None,
 ) -> Block:
     """Read one layer."""
-    config, read = checkpoint.config, _Reader(checkpoint, dtype, device, packed)
+    config, read = checkpoint.config, _Reader(checkpoint, dtype, device, packed, quantize)
     at = f"model.layers.{layer}."
     attn, mlp = at + "self_attn.", at + "mlp."
     sandwich = config.sandwich_norms
@@ -151,6 +166,7 @@ class _Reader:
     dtype: torch.dtype
     device: torch.device
     packed: bool
+    quantize: str | None
 
     def tensor(self, name: str) -> Tensor:
         return self.checkpoint.tensor(name, self.dtype).to(self.device)
@@ -173,6 +189,11 @@ class _Reader:
         """Several projections of one input as one."""
         weight_OI = torch.cat([self._part(f"{name}.weight") for name in names])
         bias_O = torch.cat([self._part(f"{name}.bias") for name in names]) if bias else None
+        return self.lay(weight_OI, bias_O)
+
+    def lay(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        if self.quantize is not None:
+            return quantized(weight_OI, bias_O, self.quantize)
         return Linear(weight_OI, bias_O, self.packed)
 
     def _part(self, name: str) -> Tensor:

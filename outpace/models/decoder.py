@@ -27,8 +27,10 @@ from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, TREE, Target
 from outpace.models.blocks import Block, Ends, read_block, read_ends, release
 from outpace.models.families import DecoderConfig
+from outpace.models.graphs import PaddedAttention, Record, StaticPasses, cuda_recorder
 from outpace.models.packed import MIN_ROWS, Linear
 from outpace.models.passes import PassRows, Rotation
+from outpace.models.quantize import check_kind, note
 from outpace.models.text import Tokenizer
 from outpace.models.weights import Checkpoint
 from outpace.types import Feed, Scored, VocabMap
@@ -52,6 +54,8 @@ class Decoder(Target):
     """
 
     can = frozenset({TREE, LAYERS, TAPS, EMBEDDINGS})
+    quantize: str | None = None
+    """How projections and head are rounded; None: not at all."""
 
     def __init__(
         self,
@@ -77,6 +81,14 @@ class Decoder(Target):
             config.attention_softcap,
         )
         self._reduced: list[tuple[VocabMap, Linear]] = []
+        self.static: StaticPasses | None = None
+        """Runs passes of common shapes as recorded launches; None: all run eagerly."""
+        if self.device.type == "cuda":
+            self.static = self.static_passes(cuda_recorder(self.device))
+
+    def static_passes(self, record: Record) -> StaticPasses:
+        """Its layers in fixed shapes; see ``StaticPasses``."""
+        return StaticPasses(self._shape, self._windows, self._turns, self.dtype, record)
 
     @classmethod
     def load(
@@ -86,6 +98,7 @@ class Decoder(Target):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         packed: bool = True,
+        quantize: str | None = None,
     ) -> Decoder:
         """Read the weights, layer by layer: expand, merge, lay out, forget the original.
 
@@ -94,9 +107,12 @@ class Decoder(Target):
             dtype: of weights and projections, one of ``DTYPES``.
             device: where to run.
             packed: lay the weights out for the CPU where that works; False is the oracle.
+            quantize: round projections and head to ``int8`` or ``int4``. That is another model,
+                with another name and digest; what is computed stays in ``dtype``.
 
         Raises:
-            ModelError: another dtype, or a weight file that is corrupt or truncated.
+            ModelError: another dtype, a weight file that is corrupt or truncated, or what
+                ``check_kind`` raises.
 
         Memory: the weights in ``dtype``, a tied head twice, and one layer on its way.
         """
@@ -104,15 +120,28 @@ class Decoder(Target):
             known = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
             raise ModelError(f"dtype {str(dtype).removeprefix('torch.')!r} is not one of {known}")
         config, where = checkpoint.config, torch.device(device)
-        ends = read_ends(checkpoint, dtype, where, packed)
+        if quantize is not None:
+            check_kind(quantize, where)
+        ends = read_ends(checkpoint, dtype, where, packed, quantize)
         blocks = []
         for layer in range(config.num_layers):
-            blocks.append(read_block(checkpoint, layer, dtype, where, packed))
+            blocks.append(read_block(checkpoint, layer, dtype, where, packed, quantize))
             release()
         turns = [Rotation(rope, where) for rope in config.ropes]
         decoder = cls(checkpoint, config, blocks, ends, turns)
         decoder.note = checkpoint.note(dtype)
+        if quantize is not None:
+            linears = [ends.head, *(one for block in blocks for one in block.linears)]
+            lines = [decoder.note, note(linears, quantize)]
+            decoder.note = "; ".join(line for line in lines if line)
+            decoder.quantize = quantize
+            decoder.name = f"{decoder.name}[{quantize}]"
+            decoder.digest = f"{decoder.digest}-{quantize}"
         return decoder
+
+    def quantized(self, kind: str) -> Decoder:
+        """The same model, read anew and rounded to ``int8`` or ``int4``; see ``load``."""
+        return Decoder.load(self._checkpoint, dtype=self.dtype, device=self.device, quantize=kind)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:  # type: ignore[override]
@@ -150,6 +179,7 @@ class Decoder(Target):
         blocks = [self._blocks[i] for i in layers]
         part = Decoder(self._checkpoint, config, blocks, self._ends, self._turns)
         chosen = "-".join(str(i) for i in layers)
+        part.quantize = self.quantize
         part.name, part.digest = f"{self.name}[layers={chosen}]", f"{self.digest}:{chosen}"
         if "tokenizer" in vars(self):
             part.tokenizer = self.tokenizer
@@ -178,7 +208,7 @@ class Decoder(Target):
         for known, head in self._reduced:
             if known is vocab:
                 return head
-        if self.config.tied_head:
+        if self.config.tied_head and self.quantize is None:
             rows = self._ends.embed(vocab.to_target_D.tolist())
         else:
             rows = self._ends.head.dense()[vocab.to_target_D.to(self.device)]
@@ -247,6 +277,9 @@ class Decoder(Target):
         stream_TH = self._embed(rows)
         seen: dict[str, Tensor] = {}
         borders = [0, *rows.levels, depth]
+        if self.static is not None and self.static.fits(rows):
+            stream_TH, seen = self.static.run(rows, cache, depth, taps, stream_TH, self.run_layers)
+            borders = []
         for begin, end in pairwise(borders):
             for start, layer, hidden_KH in rows.resumed:
                 if layer == begin:
@@ -289,6 +322,27 @@ class Decoder(Target):
         positions += [0] * (len(x_TH) - len(positions))
         turn = [rotation.at(positions) for rotation in self._turns]
         attend = Attention(cache, spans, len(x_TH), self._shape, self._windows, self.dtype)
+        self.run_layers(x_TH, layers, turn, attend, taps, seen)
+
+    def run_layers(
+        self,
+        x_TH: Tensor,
+        layers: range,
+        turn: Sequence[Tensor],
+        attend: Attention | PaddedAttention,
+        taps: frozenset[str],
+        seen: dict[str, Tensor],
+    ) -> None:
+        """Run some layers on the residual stream, in place; nothing here looks at a value.
+
+        Args:
+            x_TH: float32.
+            layers: which.
+            turn: per rotary table the factors of the rows, complex [T, 1, E].
+            attend: where the rows write, and what they see.
+            taps: names of features to put into ``seen``, of all rows.
+            seen: name -> feature.
+        """
         qkv_TY, turned_TXE = attend.head_TXD.flatten(1), attend.turned_TXE
         qk_TXD = attend.head_TXD[:, : turned_TXE.shape[1]]
         normed_TH = torch.empty(x_TH.shape, dtype=self.dtype, device=self.device)

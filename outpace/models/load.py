@@ -31,6 +31,7 @@ def load_target(
     device: str | torch.device | None = None,
     backend: str = "auto",
     tokenizer: Any = None,
+    quantize: str | None = None,
 ) -> Target:
     """Load a model, or wrap one that is loaded.
 
@@ -48,6 +49,8 @@ def load_target(
             so. A model in memory stays with transformers unless ``own`` is asked for, which
             copies its weights.
         tokenizer: the tokenizer of a model in memory: a fast one of transformers, or ours.
+        quantize: ``int8`` or ``int4``: round the weights of projections and head. The rounded
+            model is then the target, with a digest of its own: its text is what drafters keep.
 
     Returns:
         A target with ``tokenizer`` (None if there is none), ``defaults`` and ``note``.
@@ -65,11 +68,11 @@ def load_target(
             f"{name} brings its own tokenizer; give one only with a model of transformers in memory"
         )
     if isinstance(model, Target):
-        return _as_asked(model, wanted, place)
+        return _as_asked(model, wanted, place, quantize)
     if not isinstance(model, (str, Path)):
-        return _in_memory(model, wanted, place, backend, tokenizer)
+        return _in_memory(model, wanted, place, backend, tokenizer, quantize)
     place = place or torch.device("cpu")
-    return _by_name(str(model), wanted or fast_dtype(place), place, backend)
+    return _by_name(str(model), wanted or fast_dtype(place), place, backend, quantize)
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
@@ -108,9 +111,11 @@ def _device(device: str | torch.device | None) -> torch.device | None:
     return place
 
 
-def _by_name(name: str, dtype: torch.dtype, device: torch.device, backend: str) -> Target:
+def _by_name(
+    name: str, dtype: torch.dtype, device: torch.device, backend: str, quantize: str | None
+) -> Target:
     if name == "tiny" or name.startswith("tiny:"):
-        return _tiny(name, dtype, device, backend)
+        return _tiny(name, dtype, device, backend, quantize)
     try:
         checkpoint = open_checkpoint(name)
     except UnknownNameError as error:
@@ -120,37 +125,53 @@ def _by_name(name: str, dtype: torch.dtype, device: torch.device, backend: str) 
         if backend == "own" or config is None:
             raise
         if backend == "hf":
-            return _hf(name, dtype, device)
+            return _hf(name, dtype, device, None, quantize)
         try:
             DecoderConfig.from_hf(config)
         except ModelError as reason:
-            return _hf(name, dtype, device, str(reason))
+            return _hf(name, dtype, device, str(reason), quantize)
         raise error
     if backend != "hf":
-        return _own(checkpoint, dtype, device)
+        return _own(checkpoint, dtype, device, quantize)
     if _config_of(name) is None:
         raise ModelError(f"{name} is a GGUF file, which only the own decoder reads: backend='own'")
-    return _hf(name, dtype, device)
+    return _hf(name, dtype, device, None, quantize)
 
 
-def _tiny(name: str, dtype: torch.dtype, device: torch.device, backend: str) -> Target:
+def _tiny(
+    name: str, dtype: torch.dtype, device: torch.device, backend: str, quantize: str | None
+) -> Target:
     from outpace.models.tiny import tiny
 
     seed = name.partition(":")[2] or "0"
     if not seed.isdecimal() or backend == "hf":
         raise ModelError(f"{name!r} with backend {backend!r}: tiny:SEED is our own decoder only")
-    return tiny(int(seed), dtype=dtype, device=device)
+    target = tiny(int(seed), dtype=dtype, device=device)
+    return target if quantize is None else target.quantized(quantize)
 
 
-def _own(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Target:
+def _own(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantize: str | None
+) -> Target:
     from outpace.models.decoder import Decoder
 
-    return Decoder.load(checkpoint, dtype=dtype, device=device)
+    return Decoder.load(checkpoint, dtype=dtype, device=device, quantize=quantize)
 
 
-def _hf(name: str, dtype: torch.dtype, device: torch.device, reason: str | None = None) -> Target:
+def _hf(
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    reason: str | None,
+    quantize: str | None,
+) -> Target:
     from outpace.models.hf import load_hf
 
+    if quantize is not None:
+        raise ModelError(
+            f"quantize={quantize!r} works with the own decoder, and {name} is run by transformers"
+            f"{f': {reason}' if reason else ''}; leave it out, or quantize with transformers"
+        )
     return load_hf(name, dtype, device, reason)
 
 
@@ -177,13 +198,14 @@ def _in_memory(
     device: torch.device | None,
     backend: str,
     tokenizer: Any,
+    quantize: str | None,
 ) -> Target:
     from outpace.models.hf import HFTarget
     from outpace.models.hf_config import generation_defaults, said_name, wrap_tokenizer
     from outpace.models.memory import MemoryCheckpoint
 
     if backend != "own":
-        return _as_asked(HFTarget(model, tokenizer), dtype, device)
+        return _as_asked(HFTarget(model, tokenizer), dtype, device, quantize)
     defaults = generation_defaults(model)
     checkpoint = MemoryCheckpoint(
         DecoderConfig.from_hf(model.config.to_dict()),
@@ -192,11 +214,21 @@ def _in_memory(
         tokenizer=wrap_tokenizer(tokenizer, defaults),
         defaults=defaults,
     )
-    return _own(checkpoint, dtype or model.dtype, device or model.device)
+    return _own(checkpoint, dtype or model.dtype, device or model.device, quantize)
 
 
-def _as_asked(target: Target, dtype: torch.dtype | None, device: torch.device | None) -> Target:
+def _as_asked(
+    target: Target,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    quantize: str | None,
+) -> Target:
     """Refuse a loaded model that is not of the dtype or on the device that was asked for."""
+    if quantize not in (None, getattr(target, "quantize", None)):
+        raise ModelError(
+            f"{target.name} is in memory and not rounded to {quantize!r}; name a model to load, "
+            "or give a model of transformers with backend='own'"
+        )
     if dtype not in (None, target.dtype):
         raise ModelError(
             f"{target.name} is in memory as {target.dtype}, not {dtype}; convert it yourself "

@@ -80,6 +80,10 @@ class Linear:
     @property
     def nbytes(self) -> int:
         """Bytes read by a product, bias included."""
+        return self.plain_nbytes()
+
+    def plain_nbytes(self) -> int:
+        """Bytes of the matrix as it was given, bias included."""
         bias = 0 if self.bias_O is None else self.bias_O.nbytes
         return self.outputs * self.inputs * self.dtype.itemsize + bias
 

@@ -1,0 +1,130 @@
+"""`auto`: several drafters for one sequence, of which a policy picks one, or none, at every step.
+
+    auto                                          lookups, and every drafter trained for this target
+    auto[add=draft_model[model=smollm2-135m]]     and a draft model
+    auto[drafters=suffix+eagle3[tree=dynamic]]    exactly these
+
+Members are loaded when the first request comes, so that an engine with `auto` is ready as soon as
+its target is. All of them follow the text from its beginning, whoever drafts; a member that was
+not picked costs that much and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from outpace import registry
+from outpace.config import MethodSpec, build, split_specs
+from outpace.costs import Costs
+from outpace.drafters.base import Drafter
+from outpace.engine.method import Method, make
+from outpace.errors import ModelError, OutpaceError, SpecError
+from outpace.models.base import Target
+from outpace.policies.base import Policy
+from outpace.types import Budget
+from outpace.verifiers.base import Verifier
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PortfolioConfig:
+    """Settings of `auto`."""
+
+    drafters: str | None = None
+    """Method specs to pick from, joined by ``+``; none: lookups, and what was trained for the
+    target."""
+    add: str | None = None
+    """Method specs that take part besides those."""
+
+
+class Portfolio(Method):
+    """Drafts with whatever pays best for the text, the batch and the machine, or not at all.
+
+    Args:
+        spec: as the user wrote it.
+        target: the model to draft for.
+        allow_lossy: whether members may name a verifier that changes the law of the output.
+        costs: what passes and drafts cost, for the policy.
+    """
+
+    Config = PortfolioConfig
+    needs: ClassVar[frozenset[str]] = frozenset()
+    default_tree: ClassVar[str | None] = None
+    default_nodes: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        spec: MethodSpec,
+        target: Target,
+        allow_lossy: bool = False,
+        costs: Costs | None = None,
+    ) -> None:
+        own, plan = spec.split()
+        who = f"drafter {spec.name!r}"
+        if refused := sorted({"tree", "tree_size", "verifier"} & plan.keys()):
+            raise SpecError(
+                f"{who}: {', '.join(refused)} belongs to its members; "
+                f"write {spec.name}[drafters=NAME[{refused[0]}={plan[refused[0]]}]]"
+            )
+        self.spec = str(spec)
+        self.config = build(PortfolioConfig, own, who)
+        self.verifier_spec = MethodSpec.parse("tree")
+        self.names_verifier = False
+        self.verifier: Verifier = make("verifier", self.verifier_spec)
+        self.policy: Policy = make("policy", MethodSpec.parse(plan.get("policy", spec.name)))
+        self.left_out: dict[str, str] = {}
+        """Trained members that could not be loaded, and why."""
+        self._target, self._allow_lossy = target, allow_lossy
+        self._costs = self.policy.costs = costs or Costs()
+        self._named = [*self._specs(self.config.drafters), *self._specs(self.config.add)]
+
+    def _specs(self, text: str | None) -> list[MethodSpec]:
+        """Read a list of members; mistakes in names show before anything is loaded."""
+        specs = [MethodSpec.parse(part) for part in split_specs(text or "", "+")]
+        for one in specs:
+            if issubclass(registry.load("drafter", one.name), Portfolio):
+                raise SpecError(f"{self.spec}: {one.name} cannot be a member of itself")
+        return specs
+
+    @cached_property
+    def members(self) -> Mapping[str, Method]:
+        """Method spec -> member, preferred first. Loaded now, if this is the first look."""
+        made: dict[str, Method] = {}
+        found = [] if self.config.drafters else [
+            row for row in registry.rows("drafter")
+            if row.auto or (row.trained and row.family != "compose")
+        ]
+        for spec in self._named:
+            made[str(spec)] = Method(spec, self._target, self._allow_lossy, self._costs)
+        for row in found:
+            spec = MethodSpec(row.name)
+            if row.name in {MethodSpec.parse(name).name for name in made}:
+                continue
+            try:
+                made[str(spec)] = Method(spec, self._target, self._allow_lossy, self._costs)
+            except OutpaceError as error:  # not trained for this target, or it cannot run it
+                self.left_out[row.name] = str(error)
+        for name in made:
+            if registry.row("drafter", MethodSpec.parse(name).name).family == "lookup":
+                self._costs.suppose(name, 0.0)
+        if not made:
+            raise ModelError(f"{self.spec}: no drafter can run with {self._target.name}")
+        return made
+
+    @property
+    def drafter(self) -> Drafter[Any]:  # type: ignore[override]
+        """The preferred member's."""
+        return next(iter(self.members.values())).drafter
+
+    @property
+    def budget(self) -> Budget:  # type: ignore[override]
+        """The preferred member's."""
+        return next(iter(self.members.values())).budget
+
+    def verifiers(self, chosen: Verifier) -> dict[str, Verifier]:
+        """Each member's own, unless the request asked for another one than this method's."""
+        own = chosen is self.verifier
+        named = {name: one.verifier if own else chosen for name, one in self.members.items()}
+        return {**named, "none": chosen}
