@@ -29,7 +29,7 @@ import torch
 
 from outpace import __version__
 from outpace.analysis.roofline import Device, machine, measure_device, medians, now
-from outpace.cache.base import KVCache
+from outpace.cache.base import KVCache, Lease
 from outpace.coins import KeyedCoins, Stream
 from outpace.config import cache_folder
 from outpace.drafters.base import Request
@@ -208,7 +208,8 @@ def measure_drafter(
             asked = replace(budget, max_depth=level, max_nodes=nodes)
             clock = drafter.clock
             seconds, count, start = clock.seconds, clock.count, now(target.device)
-            draft = drafter.propose([DraftRow(state, text, asked, coins, warp, Drawn.CHOSEN)])[0]
+            row = DraftRow(state, text, asked, coins, warp, Drawn.CHOSEN, Lease(cache, slot))
+            draft = drafter.propose([row])[0]
             spent = now(target.device) - start
             inside[level].append(clock.seconds - seconds)
             passes[level], depth[level] = clock.count - count, max(draft.depth_N, default=0)

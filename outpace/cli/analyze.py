@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.cli import show
+from outpace.cli import analyze_tree, show
 from outpace.cli.options import ModelOptions, at_least_one, option, spread
 from outpace.config import MethodSpec
 from outpace.errors import RequestError
@@ -45,6 +45,7 @@ def register(app: typer.Typer) -> None:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     group.command(epilog=_epilog(_ACCEPTANCE))(spread(acceptance))
+    analyze_tree.register(group)
     app.add_typer(group)
 
 

@@ -136,7 +136,7 @@ class DrafterOptions:
     tree: Annotated[
         str | None,
         option("--tree", panel=_MODEL, metavar="SHAPE", show_default="the drafter's",
-               help="chain, dynamic, or children per level such as 4x2x1."),
+               help="chain, dynamic, children per level such as 4x2x1, or FILE.json."),
     ] = None
     tree_size: Annotated[
         int | None,

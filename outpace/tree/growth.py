@@ -16,6 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from outpace.cache.base import Lease
 from outpace.coins import Coins
 from outpace.sampling import Warp
 from outpace.tree.dynamic import Dynamic
@@ -40,6 +41,8 @@ class DraftRow(Generic[S]):
     """The sequence's sampling settings and history: p and q go through the same code."""
     drawn: Drawn
     """How to draw if the drafter has a law; CHOSEN at temperature 0. CHOSEN is always legal."""
+    lease: Lease | None = None
+    """The sequence's slot in the target's cache; None if nobody lends it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from outpace.errors import SpecError
 from outpace.types import ROOT, Budget, Shape
@@ -38,6 +40,8 @@ def widths(counts: Sequence[int]) -> Shape:
 
 def table(parents: Sequence[int]) -> Shape:
     """A template given by its parents, each ROOT or an earlier node."""
+    if len(parents) > MAX_NODES:
+        raise SpecError(f"tree table: {len(parents)} nodes, more than {MAX_NODES}")
     for node, parent in enumerate(parents):
         if not ROOT <= parent < node:
             raise SpecError(f"tree table: node {node} has parent {parent}, need an earlier node")
@@ -48,12 +52,15 @@ def parse_shape(text: str) -> Shape:
     """Read a shape as users write it.
 
     ``chain``; ``4x2x1`` (children per level); ``[-1,-1,0,0,1]`` (a table of parents);
-    ``dynamic`` (grown where it pays), ``dynamic:W`` (with at most W nodes expanded per level).
+    ``dynamic`` (grown where it pays), ``dynamic:W`` (with at most W nodes expanded per level);
+    ``FILE.json`` (a table of parents that ``outpace analyze shape`` wrote).
 
     Raises:
-        SpecError: anything else.
+        SpecError: anything else, or a file without a table.
     """
     text = text.strip()
+    if text.endswith(".json"):
+        return read_shape(Path(text))
     if text == "chain":
         return CHAIN
     kind, colon, beam = text.partition(":")
@@ -70,8 +77,30 @@ def parse_shape(text: str) -> Shape:
             raise
     raise SpecError(
         f"unknown tree {text!r}; use chain, dynamic, children per level such as 4x2x1, "
-        "or a table of parents such as [-1,-1,0]"
+        "a table of parents such as [-1,-1,0], or a file that ends in .json"
     )
+
+
+def read_shape(file: Path) -> Shape:
+    """Read a template from a JSON file: an object with ``parents``, or a list of them.
+
+    Raises:
+        SpecError: a file that is missing, unreadable, or holds no such table.
+    """
+    write = "write one with outpace analyze shape --out FILE.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(f"cannot read tree file {file}: {error.strerror}; {write}") from None
+    except ValueError:  # no UTF-8, or no JSON
+        raise SpecError(f"tree file {file} is not JSON; {write}") from None
+    parents = found.get("parents") if isinstance(found, dict) else found
+    if not isinstance(parents, list) or any(type(parent) is not int for parent in parents):
+        raise SpecError(f"tree file {file} holds no list of whole numbers 'parents'; {write}")
+    try:
+        return table(parents)
+    except SpecError as error:
+        raise SpecError(f"tree file {file}: {error}") from None
 
 
 def children(parents: Sequence[int]) -> dict[int, list[int]]:
@@ -111,4 +140,7 @@ def budget(tree: str | None, tree_size: int | None, default_nodes: int) -> Budge
         size = default_nodes if tree_size is None else tree_size
         return Budget(max_nodes=size, max_depth=size)
     size = len(shape.parent_N) if tree_size is None else min(tree_size, len(shape.parent_N))
-    return Budget(size, depth(shape.parent_N[:size]), shape=shape)
+    cut = shape.parent_N[:size]
+    if tree is not None and tree.strip().endswith(".json"):
+        shape = Shape(cut)  # in a file the likeliest nodes come first
+    return Budget(size, depth(cut), shape=shape)

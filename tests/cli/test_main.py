@@ -19,40 +19,50 @@ OPTIONS = {
         -d -f -m -t --allow-token-id --ban-token-id --chat --compare --device --drafter
         --dtype --frequency-penalty --help --ignore-eos --include-stop --json --logit-bias
         --logprobs --max-new-tokens --min-p --min-tokens --model --n --no-reproducible
-        --presence-penalty --prompt-file --raw --repetition-penalty --reproducible --seed --stop
-        --stop-token-id --system --temperature --threads --top-k --top-p --tree --tree-size
-        --verifier
+        --presence-penalty --prompt-file --quantize --raw --repetition-penalty --reproducible
+        --seed --stop --stop-token-id --system --temperature --threads --top-k --top-p --tree
+        --tree-size --verifier
     """,
     "chat": """
         -d -m -t --allow-token-id --ban-token-id --device --drafter --dtype
         --frequency-penalty --help --ignore-eos --include-stop --logit-bias --max-new-tokens
-        --min-p --min-tokens --model --no-reproducible --presence-penalty --repetition-penalty
-        --reproducible --seed --stop --stop-token-id --system --temperature --threads --top-k
-        --top-p --tree --tree-size --verifier
+        --min-p --min-tokens --model --no-reproducible --presence-penalty --quantize
+        --repetition-penalty --reproducible --seed --stop --stop-token-id --system --temperature
+        --threads --top-k --top-p --tree --tree-size --verifier
     """,
     "check": """
         -d -m --device --drafters --dtype --help --json --max-new-tokens --model --prompts
-        --threads
+        --quantize --threads
     """,
     "bench": """
         -b -d -m -o -t -w --answers --batch --device --drafters --dtype --help --json --limit
-        --max-new-tokens --max-repeat --model --out --peer-python --peers --repeat --seed
+        --max-new-tokens --max-repeat --model --out --peer-python --peers --quantize --repeat --seed
         --synthetic-acceptance --temperature --threads --workload
     """,
     "bench compare": "--help",
     "bench passes": """
         -d -m --batches --contexts --device --drafters --dtype --help --json --model --out
-        --repeat --rows --threads
+        --quantize --repeat --rows --threads
     """,
     "analyze": "-h --help",
     "analyze acceptance": """
         -d -m -o -t -w --device --drafter --dtype --help --json --limit --max-new-tokens --model
-        --out --temperature --threads --workload
+        --out --quantize --temperature --threads --workload
+    """,
+    "analyze tree": """
+        -d -f -m -o -t --device --drafter --dtype --help --json --max-new-tokens --model --out
+        --prompt-file --quantize --seed --steps --temperature --threads --tree --tree-size
+        --verifier
+    """,
+    "analyze shape": """
+        -d -m -o -t -w --depth --device --drafter --dtype --help --json --limit --max-new-tokens
+        --model --nodes --out --quantize --temperature --threads --workload
     """,
     "train": """
         -m -o -s --device --dry-run --dtype --help --json --model --only-data --out --prompts
-        --resume --set --texts --threads --tokens --work
+        --quantize --resume --set --texts --threads --tokens --work
     """,
+    "export": "-f -m -o --format --help --model --out --verifier",
     "methods": "-m --help --json --model",
     "build": "--help",
 }
