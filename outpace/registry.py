@@ -35,6 +35,8 @@ class Row:
     lossless: bool = True
     trained: bool = False
     """Whether it needs weights of its own."""
+    auto: bool = False
+    """Whether `auto` takes it as a member unasked; trained ones are, where they are found."""
 
 
 _BUILTIN = (
@@ -42,13 +44,14 @@ _BUILTIN = (
         "Plain decoding: the empty draft"),
     Row("prompt_lookup", "drafter", "lookup", "outpace.drafters.lookup.prompt_lookup:PromptLookup",
         "Repeats what followed the same words earlier; no weights",
-        "Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding"),
+        "Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding", auto=True),
     Row("max_gram", "drafter", "lookup", "outpace.drafters.lookup.max_gram:MaxGram",
         "Copies after the longest match; else pairs, from a table of `outpace build bigram`",
         "Chen et al. 2023 (CS-Drafting), arXiv:2312.11462"),
     Row("suffix", "drafter", "lookup", "outpace.drafters.lookup.suffix:Suffix",
         "Follows what came most often after the longest match, in past requests too if asked",
-        "Oliaro et al. 2024 (SuffixDecoding), arXiv:2411.04975; SAM-Decoding, arXiv:2411.10666"),
+        "Oliaro et al. 2024 (SuffixDecoding), arXiv:2411.04975; SAM-Decoding, arXiv:2411.10666",
+        auto=True),
     Row("adaptive_ngram", "drafter", "lookup",
         "outpace.drafters.lookup.adaptive_ngram:AdaptiveNgram",
         "Follows the commonest n-grams of the text; order and length adapt",
@@ -61,7 +64,7 @@ _BUILTIN = (
         "He et al. 2023 (REST), arXiv:2311.08252", trained=True),
     Row("recycling", "drafter", "lookup", "outpace.drafters.lookup.recycling:Recycling",
         "Repeats what the target itself ranked highest after each token; no weights",
-        "Luo et al. 2024 (Token Recycling), arXiv:2408.08696"),
+        "Luo et al. 2024 (Token Recycling), arXiv:2408.08696", auto=True),
     Row("lookahead", "drafter", "lookup", "outpace.drafters.lookup.lookahead:Lookahead",
         "Guesses n-grams of its own future in rows that ride along; no weights",
         "Fu et al. 2024, arXiv:2402.02057"),
@@ -85,6 +88,8 @@ _BUILTIN = (
         "A draft model sped up by cheaper drafters, which also write the tail",
         "Chen et al. 2023 (CS-Drafting), arXiv:2312.11462; Spector and Re 2023, arXiv:2308.04623",
         trained=True),
+    Row("auto", "drafter", "compose", "outpace.engine.portfolio:Portfolio",
+        "Picks among drafters, and none, by what pays best per sequence and step"),
     Row("match", "verifier", "verifier", "outpace.verifiers.match:Match",
         "Draws the target's token and follows the branch that holds it",
         "SpecInfer's naive sampling, arXiv:2305.09781"),
@@ -118,6 +123,17 @@ _BUILTIN = (
     Row("confidence", "policy", "policy", "outpace.policies.confidence:Confidence",
         "Stops a branch after a token that the drafter itself held unlikely",
         "transformers' assistant_confidence_threshold"),
+    Row("schedule", "policy", "policy", "outpace.policies.schedule:Schedule",
+        "Two levels more after a draft that was kept whole, one fewer after any other",
+        "transformers' heuristic num_assistant_tokens_schedule"),
+    Row("bandit", "policy", "policy", "outpace.policies.bandit:Bandit",
+        "Draws a plausible acceptance rate, and drafts as deep as would then pay best",
+        "Thompson sampling as in EESD, arXiv:2406.03853"),
+    Row("goodput", "policy", "policy", "outpace.policies.goodput:Goodput",
+        "Drafts a level more where it raises the tokens per second at measured cost",
+        "SmartSpec, arXiv:2406.14066"),
+    Row("auto", "policy", "policy", "outpace.policies.auto:Auto",
+        "Picks the drafter, or none, and its depth by expected tokens per second"),
 )
 
 

@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from outpace.cache.base import KVCache
+from outpace.cache.base import KVCache, Lease
 from outpace.coins import Coins, Stream
 from outpace.drafters.base import Drafter
 from outpace.models.base import Target
-from outpace.policies.base import Evidence, Policy, PolicyRow
+from outpace.policies.base import Evidence, Policy, PolicyRow, within
 from outpace.sampling import Warp, laws_of_batch
 from outpace.tree.growth import DraftRow
 from outpace.types import (
@@ -137,7 +137,7 @@ def step(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
         )
     _commit(machine, rows, outcomes)
     clock.lap("commit")
-    _tell(machine, rows, outcomes, clock)
+    _tell(machine, rows, outcomes, clock, plans)
     return outcomes
 
 
@@ -186,10 +186,9 @@ def prefill(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
 
 
 def _plan(machine: Machine, rows: Sequence[Row]) -> list[Plan]:
-    views = _policy_rows(rows)
-    plans = machine.policy.plan(
-        views, Load(len(rows), max((len(row.tokens) for row in rows), default=0))
-    )
+    hints = _hints(machine, rows) if machine.policy.reads_hints else None
+    views = _policy_rows(rows, hints)
+    plans = machine.policy.plan(views, Load(len(rows), _context(rows)))
     for view, plan in zip(views, plans, strict=True):
         assert plan.budget.max_nodes <= view.limit.max_nodes, (plan, view.limit)
         assert plan.budget.max_depth <= view.limit.max_depth, (plan, view.limit)
@@ -204,21 +203,47 @@ def _draft(machine: Machine, rows: Sequence[Row], plans: Sequence[Plan]) -> list
         if plan.budget.max_nodes > 0 and plan.budget.max_depth > 0:
             asked.setdefault(plan.drafter, []).append(i)
     for name, indices in asked.items():
-        answers = machine.drafters[name].propose([
-            DraftRow(
-                rows[i].states[name],
-                rows[i].tokens,
-                plans[i].budget,
-                rows[i].coins(Stream.DRAFT),
-                rows[i].warp,
-                Drawn.CHOSEN if rows[i].warp.greedy else rows[i].verifiers[name].draws,
-            )
-            for i in indices
-        ])
+        answers = machine.drafters[name].propose(
+            [_draft_row(machine, rows[i], name, plans[i].budget) for i in indices]
+        )
         for i, draft in zip(indices, answers, strict=True):
             assert len(draft) <= plans[i].budget.max_nodes, (name, len(draft), plans[i])
+            if draft.resume is None:
+                machine.cache.drop(rows[i].slot)  # what the drafter tried there
             drafts[i] = draft
     return drafts
+
+
+def _draft_row(machine: Machine, row: Row, name: str, budget: Budget) -> DraftRow[Any]:
+    # What another drafter reads is computed from the bottom up, so nothing may be resumed.
+    lent = not any(other.taps for key, other in machine.drafters.items() if key != name)
+    return DraftRow(
+        row.states[name],
+        row.tokens,
+        budget,
+        row.coins(Stream.DRAFT),
+        row.warp,
+        Drawn.CHOSEN if row.warp.greedy else row.verifiers[name].draws,
+        Lease(machine.cache, row.slot) if lent else None,
+    )
+
+
+def _hints(machine: Machine, rows: Sequence[Row]) -> list[dict[str, Sequence[float]]]:
+    """What every drafter would propose to every row, of those that can tell."""
+    hints: list[dict[str, Sequence[float]]] = [{} for _ in rows]
+    able: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        for name in row.states:
+            if machine.drafters[name].hints:
+                able.setdefault(name, []).append(i)
+    for name, indices in able.items():
+        answers = machine.drafters[name].hint([
+            _draft_row(machine, rows[i], name, within(rows[i].budgets[name], rows[i].room()))
+            for i in indices
+        ])
+        for i, answer in zip(indices, answers, strict=True):
+            hints[i][name] = answer
+    return hints
 
 
 def _judge(
@@ -255,11 +280,20 @@ def _commit(machine: Machine, rows: Sequence[Row], outcomes: Sequence[Outcome]) 
         machine.policy.learn(views, [_evidence(outcome) for outcome in outcomes])
 
 
-def _policy_rows(rows: Sequence[Row]) -> list[PolicyRow]:
+def _policy_rows(
+    rows: Sequence[Row], hints: Sequence[Mapping[str, Sequence[float]]] | None = None
+) -> list[PolicyRow]:
     return [
-        PolicyRow(row.policy_state, row.budgets, row.room(), row.coins(Stream.POLICY))
-        for row in rows
+        PolicyRow(
+            row.policy_state, row.budgets, row.room(), row.coins(Stream.POLICY),
+            {} if hints is None else hints[i],
+        )
+        for i, row in enumerate(rows)
     ]
+
+
+def _context(rows: Sequence[Row]) -> int:
+    return max((len(row.tokens) for row in rows), default=0)
 
 
 def _evidence(outcome: Outcome) -> Evidence:
@@ -273,23 +307,27 @@ def _evidence(outcome: Outcome) -> Evidence:
 
 
 def _tell(
-    machine: Machine, rows: Sequence[Row], outcomes: Sequence[Outcome], clock: _Clock
+    machine: Machine,
+    rows: Sequence[Row],
+    outcomes: Sequence[Outcome],
+    clock: _Clock,
+    plans: Sequence[Plan] | None = None,
 ) -> None:
     """Hand listeners the step as numbers."""
     machine.steps += 1
     if not machine.listeners:
         return
     records = []
-    for row, outcome in zip(rows, outcomes, strict=True):
+    for i, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
         e = _evidence(outcome)
         records.append(
             RowRecord(row.number, e.drafter, e.drafted, e.accepted, outcome.verdict.emitted,
-                      e.depth, e.censored)
+                      e.depth, e.censored, None if plans is None else plans[i].choice)
         )
     passed = sum(len(o.row_F) if o.forced else _rows_of(o.draft) for o in outcomes)
     record = StepRecord(
         machine.steps - 1, tuple(records), clock.seconds, passed, clock.passes, clock.draft_levels,
-        prompt=all(outcome.forced for outcome in outcomes),
+        prompt=all(outcome.forced for outcome in outcomes), context=_context(rows),
     )
     for listener in machine.listeners:
         listener(record)

@@ -20,6 +20,9 @@ from torch import Tensor
 from outpace.curve import CostCurve as CostCurve
 from outpace.law import Law as Law
 from outpace.law import VocabMap as VocabMap
+from outpace.records import Choice as Choice
+from outpace.records import RowRecord as RowRecord
+from outpace.records import StepRecord as StepRecord
 
 ROOT = -1
 """The parent of the first guesses: the pending token, which is committed but not yet scored."""
@@ -235,6 +238,8 @@ class Plan:
     drafter: str
     """Method spec of the drafter to ask; ``"none"`` asks nobody."""
     budget: Budget
+    choice: Choice | None = None
+    """Of a policy that weighs drafters against each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +279,7 @@ class Feed:
 
     @classmethod
     def tree(cls, slot: int, pending: int, draft: Draft) -> Feed:
-        """The pending token and a draft below it, for a slot without a tail."""
+        """The pending token and a draft below it; the tail holds only what ``resume`` covers."""
         return cls(
             slot,
             (pending, *draft.token_N),
@@ -364,36 +369,3 @@ class Outcome:
     new token if the prompt is complete, else nothing."""
     drafter: str = "none"
     """Who proposed the draft."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowRecord:
-    """One sequence in one step, as numbers."""
-
-    sequence: int
-    drafter: str
-    drafted: int
-    accepted: int
-    emitted: tuple[int, ...]
-    depth: int
-    """Depth of the draft; with ``accepted`` it tells where acceptance stopped."""
-    censored: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step, for listeners: traces, benchmarks, metrics, training."""
-
-    index: int
-    rows: tuple[RowRecord, ...]
-    seconds: Mapping[str, float]
-    """Verb -> wall-clock seconds: plan, draft, score, judge, commit."""
-    passed_rows: int
-    """Rows of the target's pass, all sequences together."""
-    pass_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Verb -> seconds of it spent inside passes: of the drafters' models in draft and commit, of
-    the target in score."""
-    draft_levels: int = 0
-    """Passes of drafters' models in the verb draft."""
-    prompt: bool = False
-    """Whether the step fed prompts."""

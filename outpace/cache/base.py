@@ -27,6 +27,21 @@ class Slot:
     """Position of a tail row = ``len(ids) + depth``; the first rows have depth 0."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Lease:
+    """A sequence's slot in the target's cache, lent to a drafter for one ``propose``.
+
+    The drafter may feed rows to the tail through the target: the pending token first, then
+    guesses below it, with the first few layers or with all. Of the tail remains what the draft's
+    ``resume`` covers, for verification to go on from; that of a draft without one is dropped, and
+    whoever drops a draft drops its tail. Committed text is not the drafter's to change.
+    """
+
+    cache: KVCache
+    """The same for all rows of one ``propose``."""
+    slot: int
+
+
 class KVCache(ABC):
     """Keys and values of several sequences, one slot each."""
 
@@ -100,6 +115,26 @@ class KVCache(ABC):
         state.tail_ids.clear()
         state.tail_parents.clear()
         state.tail_depths.clear()
+
+    def prune(self, slot: int, rows: Sequence[int]) -> None:
+        """Leave only some rows in the tail, numbered anew.
+
+        Args:
+            rows: tail indices, ascending; the parent of each is among them, or -1.
+        """
+        state = self._slots[slot]
+        if len(rows) == len(state.tail_ids):
+            return
+        place = {-1: -1, **{row: i for i, row in enumerate(rows)}}
+        lost = [row for row in rows if state.tail_parents[row] not in place]
+        if lost:
+            raise ValueError(f"rows {lost} of {list(rows)} hang from rows that would be dropped")
+        if list(rows) != list(range(len(rows))):
+            start = len(state.ids)
+            self._move(slot, [start + row for row in rows], start)
+        state.tail_ids[:] = [state.tail_ids[row] for row in rows]
+        state.tail_depths[:] = [state.tail_depths[row] for row in rows]
+        state.tail_parents[:] = [place[state.tail_parents[row]] for row in rows]
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget the tail and all committed tokens from ``length`` on."""

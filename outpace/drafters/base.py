@@ -6,6 +6,7 @@ all sequences; what changes as one sequence grows lives in its state ``S``.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,10 @@ class Drafter(ABC, Generic[S]):
     """Abilities wanted from the target (``outpace.models.base``: TREE, LAYERS, TAPS, ...)."""
     taps: frozenset[str] = frozenset()
     """Features wanted in ``observe``, such as ``hidden.-1``. Unread features cost nothing."""
+    samples: ClassVar[bool] = False
+    """Whether it draws where ``DraftRow.drawn`` asks for that; others always choose."""
+    hints: ClassVar[bool] = False
+    """Whether ``hint`` tells something."""
 
     @cached_property
     def clock(self) -> PassClock:
@@ -78,9 +83,38 @@ class Drafter(ABC, Generic[S]):
         recorded is the one really drawn from.
         """
 
+    def hint(self, rows: Sequence[DraftRow[S]]) -> list[Sequence[float]]:
+        """What ``propose`` would give, for a policy that picks among drafters.
+
+        Only drafters that propose for nearly nothing can tell; they say so by ``hints``.
+
+        Returns:
+            Per row, for every guess the chance that it is reached and kept, likeliest first;
+            empty where there is nothing to propose. A smaller ``max_nodes`` drops the last ones.
+        """
+        raise NotImplementedError(f"{type(self).__name__} gives no hints")
+
     @abstractmethod
     def observe(self, states: Sequence[S], outcomes: Sequence[Outcome]) -> None:
         """Advance past what was committed. Called at every commit, whoever drafted."""
+
+    @property
+    def language_model(self) -> Target | None:
+        """The model, if the drafter is a language model over the target's vocabulary and nothing
+        more, so that a cascade may speed it up; else None.
+        """
+        return None
+
+    def mark(self, state: S) -> Any:
+        """Note where a state stands, to come back to it once: who drafts for a draft reads
+        text that may be taken back. Cost, unless overridden: that of a deep copy.
+        """
+        return copy.deepcopy(state)
+
+    def rewind(self, state: S, mark: Any) -> S:
+        """The state as it was when it was marked; the one given is not used again."""
+        restored: S = mark
+        return restored
 
     def reset(self, state: S) -> None:
         """Forget what was derived from weights or cache (preempted, weights changed)."""
@@ -97,6 +131,8 @@ class ExpandingDrafter(Drafter[S]):
     It implements ``expand`` alone; `outpace.tree.growth` turns that into drafts of every
     shape, drawn by every rule.
     """
+
+    samples = True
 
     @abstractmethod
     def expand(self, branches: Sequence[Branch[S]]) -> tuple[Tensor, Tensor | None]:

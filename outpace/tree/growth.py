@@ -42,7 +42,8 @@ class DraftRow(Generic[S]):
     drawn: Drawn
     """How to draw if the drafter has a law; CHOSEN at temperature 0. CHOSEN is always legal."""
     lease: Lease | None = None
-    """The sequence's slot in the target's cache; None if nobody lends it."""
+    """The sequence's slot in the target's cache; None if nobody lends it, as while another
+    drafter reads features, which a resumed pass could not give."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

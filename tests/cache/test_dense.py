@@ -40,6 +40,24 @@ def test_keep_moves_a_path_to_the_front_in_its_own_slot_only():
     cache.check_integrity()
 
 
+def test_prune_leaves_some_of_the_tail():
+    cache = filled(2, 5)
+    #  5 (-1)   6 (5)   7 (5)   8 (6)   9 (7)
+    write(cache, 1, cache.append(1, [50, 51, 52, 53, 54], [-1, 0, 0, 1, 2]))
+    cache.prune(1, range(5))
+    assert cache.slot(1).tail_ids == [50, 51, 52, 53, 54]
+    with pytest.raises(ValueError, match=r"rows \[3\] of \[0, 2, 3\] hang from rows"):
+        cache.prune(1, [0, 2, 3])
+    cache.prune(1, [0, 2, 4])
+    state = cache.slot(1)
+    assert (state.tail_ids, state.tail_parents) == ([50, 52, 54], [-1, 0, 1])
+    assert state.tail_depths == [0, 1, 2] and cache.length(1) == 5
+    cache.keep(1, [0, 1, 2])
+    assert held(cache, 1) == [100, 101, 102, 103, 104, 105, 107, 109]
+    assert held(cache, 0) == [0, 1, 2, 3, 4]
+    cache.check_integrity()
+
+
 def test_growth_keeps_what_is_stored():
     cache = filled(1, 60)
     before = held(cache, 0)

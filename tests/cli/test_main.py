@@ -65,6 +65,8 @@ OPTIONS = {
     "export": "-f -m -o --format --help --model --out --verifier",
     "methods": "-m --help --json --model",
     "build": "--help",
+    "build bigram": "-m -o --help --model --out",
+    "build datastore": "-m -o --help --model --out",
 }
 """Command, as typed -> its options. A new one is added here on purpose, or not at all."""
 

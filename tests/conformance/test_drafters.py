@@ -17,6 +17,11 @@ from outpace.tree.growth import DraftRow
 from outpace.types import Budget, Draft, Drawn, Feed, Outcome, Scored, Verdict, VocabMap
 
 SPECS = {
+    "auto": [
+        "auto",
+        "auto[drafters=suffix+draft_model[model=tiny]]",
+        "auto[add=draft_model[model=tiny layers=1 tree=2x2x1] policy=auto[margin=0]]",
+    ],
     "draft_model": [
         "draft_model[model=tiny layers=1]",
         "draft_model[model=tiny]",
@@ -30,6 +35,10 @@ SPECS = {
         "draft_model[model=tiny layers=1 tree=3x2 verifier=k_seq]",
         "draft_model[model=tiny layers=1 tree=3x2 verifier=greedy_plus_one]",
         "draft_model[model=tiny layers=1 tree=3x2x1 verifier=traversal]",
+        "draft_model[model=tiny layers=1 policy=schedule]",
+        "draft_model[model=tiny layers=1 policy=bandit]",
+        "draft_model[model=tiny policy=goodput]",
+        "draft_model[model=tiny layers=1 tree=dynamic tree_size=6 policy=goodput]",
     ],
     "early_exit": [
         "early_exit",

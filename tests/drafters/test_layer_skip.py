@@ -20,7 +20,7 @@ from outpace.types import Feed
 TEXT = [5, 9, 11, 5, 9, 11, 5, 9, 40, 41, 42, 43, 44, 77, 3, 1, 4, 1, 5, 9]
 PROMPTS = [TEXT, [40, 41, 42, 43, 44], [77]]
 LONG = {"max_new_tokens": 24, "ignore_eos": True}
-IDLE = (2, 5)
+IDLE = (3, 6)
 """Layers of the target that do nothing."""
 
 
@@ -54,7 +54,7 @@ def tokens(results):
 
 @pytest.mark.parametrize(
     "settings",
-    ["skip=2+5", "", "find=cosine share=0.3", "skip=1+2+5 tree=3x2x1", "skip=5 tree=dynamic",
+    ["skip=3+6", "", "find=cosine share=0.3", "skip=1+3+6 tree=3x2x1", "skip=5 tree=dynamic",
      "skip=2+4 tree_size=12 policy=confidence"],
 )  # fmt: skip
 def test_the_text_is_plain_text(target, settings):
@@ -126,18 +126,17 @@ def test_a_score_is_the_share_of_guesses_that_were_right(target):
 
 
 def test_the_model_of_scores_learns_what_layers_are_worth():
-    """Scores are made of a worth per layer; random sets alone seldom hold the best three."""
-    worth = [0.0, -0.3, -0.02, -0.3, -0.3, -0.01, -0.3, -0.03, -0.3, 0.0]
+    """Scores are made of a worth per layer, and few of the 56 sets of three have to be tried."""
+    worth = [0.0, -0.1, -0.01, -0.1, -0.1, -0.02, -0.1, -0.03, -0.1, 0.0]
 
     def score(skip):
         return 1.0 + sum(worth[layer] for layer in skip)
 
-    tried = {skip: score(skip) for skip in ((1, 2, 3), (4, 5, 6), (2, 6, 8), (1, 5, 7))}
-    for _ in range(6):
-        skip = skip_sets.propose(tried, 10)
+    tried = {skip: score(skip) for skip in ((1, 2, 3), (4, 5, 6), (2, 6, 8), (1, 4, 7))}
+    while (skip := skip_sets.propose(tried, 10)) not in tried:
         assert len(skip) == 3 and not {0, 9} & set(skip)
         tried[skip] = score(skip)
-    assert max(tried, key=tried.get) == (2, 5, 7)
+    assert max(tried, key=tried.get) == (2, 5, 7) and len(tried) < 16
 
 
 def test_even_sets():
@@ -160,7 +159,7 @@ def test_what_does_not_fit_is_said(target, tmp_path):
     file = LayerSkip.file(LayerSkipConfig(), target)
     file.parent.mkdir(parents=True)
     file.write_text('{"skip": [3, 9]}')
-    with pytest.raises(ModelError, match=r"holds no set of layers \[3, 9\] of 0 to 7; delete it"):
+    with pytest.raises(ModelError, match=r"skip \[3, 9\] is no part of layers 0 to 7; delete it"):
         LayerSkip.load(LayerSkipConfig(), target)
 
 

@@ -1,0 +1,149 @@
+"""Drafting with a Target: a second model, or some layers of the first one.
+
+Its cache follows the committed text by ids, so it may lag and catch up; guesses that were accepted
+keep their keys and values, so a step costs one pass per level and no more.
+
+Shape letters: D columns of the model's logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from outpace.clock import PassClock
+from outpace.drafters.base import ExpandingDrafter, Request
+from outpace.drafters.columns import Columns
+from outpace.models.base import Target
+from outpace.tree.growth import Branch, DraftRow
+from outpace.types import NOTHING, ROOT, Draft, Feed, Outcome
+
+
+@dataclass(slots=True, eq=False)
+class ModelState:
+    """One sequence in the draft model's cache."""
+
+    slot: int
+    draft: Draft | None = None
+    """The last proposal, until it is observed."""
+    lead: int = 0
+    """Tail rows that hold committed tokens, the pending one last."""
+    row: dict[int, int] = field(default_factory=dict)
+    """Draft node -> its row in the tail of the slot."""
+
+
+class ModelDrafter(ExpandingDrafter[ModelState]):
+    """A drafter that is a language model; a method adds where it comes from.
+
+    Args:
+        model: shares the vocabulary of the target; its cache is this drafter's own.
+        vocab_size: of the target; columns beyond it are padding of the model.
+        id_D: target ids of the columns, if the model knows a part of the vocabulary only.
+    """
+
+    def __init__(self, model: Target, vocab_size: int, id_D: Tensor | None = None) -> None:
+        self.model = model
+        self._vocab_size, self._id_D = vocab_size, id_D
+        self.cache = model.new_cache()
+
+    @property
+    def clock(self) -> PassClock:
+        """The draft model's own; where the target drafts for itself, the target's."""
+        return self.model.clock
+
+    @property
+    def language_model(self) -> Target:
+        """The draft model over the target's tokens, for a drafter that speeds it up."""
+        if self._id_D is None and self.model.vocab_size == self._vocab_size:
+            return self.model
+        return Columns(self.model, self._vocab_size, self._id_D)
+
+    def begin(self, request: Request) -> ModelState:
+        """Take a slot of the draft model's cache."""
+        return ModelState(self.cache.open())
+
+    def propose(self, rows: Sequence[DraftRow[ModelState]]) -> list[Draft]:
+        """Grow drafts; a sequence that outgrew the draft model's context gets an empty one."""
+        fits = [
+            row
+            if len(row.tokens) + row.budget.max_depth <= self.model.max_positions
+            else replace(row, budget=NOTHING)
+            for row in rows
+        ]
+        for row in fits:
+            self._forget(row.state)
+        drafts = super().propose(fits)
+        for row, draft in zip(fits, drafts, strict=True):
+            row.state.draft = draft
+        return drafts
+
+    def expand(self, branches: Sequence[Branch[ModelState]]) -> tuple[Tensor, Tensor | None]:
+        """One pass of the draft model over what it has not seen, then over the new nodes."""
+        feeds = []
+        for branch in branches:
+            state = branch.state
+            if branch.nodes == (ROOT,):
+                behind = branch.tokens[self.cache.length(state.slot) :]
+                state.lead = len(behind)
+                state.row = {ROOT: state.lead - 1}
+                feeds.append(Feed.chain(state.slot, behind, want=(state.lead - 1,)))
+                continue
+            start = len(state.row) - 1 + state.lead
+            tokens = tuple(branch.token_N[node] for node in branch.nodes)
+            parents = tuple(state.row[branch.parent_N[node]] for node in branch.nodes)
+            state.row.update({node: start + i for i, node in enumerate(branch.nodes)})
+            feeds.append(Feed(state.slot, tokens, parents))
+        logits_TV = self.model.score(feeds, self.cache).logits_TV
+        return logits_TV[:, : self._vocab_size], self._id_D
+
+    def renumber(self, state: ModelState, numbers: Sequence[int]) -> None:
+        """Follow the nodes that stayed in a draft to their rows."""
+        rows = {node: state.row[old] for node, old in enumerate(numbers) if old in state.row}
+        state.row = {ROOT: state.row[ROOT], **rows}
+
+    def observe(self, states: Sequence[ModelState], outcomes: Sequence[Outcome]) -> None:
+        """Keep the rows that were committed; read a prompt along with the target."""
+        prompts = []
+        for state, outcome in zip(states, outcomes, strict=True):
+            if outcome.forced:
+                end = outcome.start + len(outcome.fed)
+                if (
+                    self.cache.length(state.slot) == outcome.start
+                    and end <= self.model.max_positions
+                ):
+                    prompts.append(Feed.chain(state.slot, outcome.fed, want=()))
+            elif state.draft is outcome.draft and state.lead:
+                committed = [row - 1 for row in outcome.row_F[1:]]
+                path = [state.row[node] for node in committed if node in state.row]
+                self.cache.keep(state.slot, [*range(state.lead), *path])
+            self._forget(state)
+        if prompts:
+            self.model.score(prompts, self.cache)
+            for feed in prompts:
+                self.cache.keep(feed.slot, range(len(feed.token_J)))
+
+    def _forget(self, state: ModelState) -> None:
+        """Drop a proposal that was never observed, or is done with."""
+        self.cache.drop(state.slot)
+        state.draft, state.lead, state.row = None, 0, {}
+
+    def mark(self, state: ModelState) -> int:
+        """How much of the text the model has read. Cost: none."""
+        return self.cache.length(state.slot)
+
+    def rewind(self, state: ModelState, mark: int) -> ModelState:
+        """Forget what was read since."""
+        self._forget(state)
+        self.cache.truncate(state.slot, min(mark, self.cache.length(state.slot)))
+        return state
+
+    def reset(self, state: ModelState) -> None:
+        """Read everything anew at the next proposal."""
+        self._forget(state)
+        self.cache.truncate(state.slot, 0)
+
+    def end(self, state: ModelState) -> None:
+        """Give the slot back."""
+        self.cache.close(state.slot)

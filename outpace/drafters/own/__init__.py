@@ -1,0 +1,1 @@
+"""Drafters made of the target's own layers."""

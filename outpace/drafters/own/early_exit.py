@@ -1,0 +1,212 @@
+"""The target's first layers guess, through its own norm and head; verification goes on from there.
+
+    draft     x0 -> layers 0 to e-1 -> head -> x1 -> layers 0 to e-1 -> head -> x2
+    verify    x0, x1 enter at layer e, x2 at layer 0; all leave at the top
+
+Drafting writes to the target's own cache, and verification resumes at layer e with the hidden
+states of the draft: below e every row is computed once, whether it is accepted or not.
+
+Pays for targets that were trained to leave early (LayerSkip), or with a trained exit
+(`exit_head`). Others lose: in a plain model the first third of the layers seldom guesses what the
+whole says, and a small model spends a large part of each guess on its head.
+
+Several exits (``exits``) compete in each sequence, see `exits`. ``policy=confidence`` ends a
+draft when the exit doubts its last token.
+
+Papers: LayerSkip, arXiv:2404.16710; EESD, arXiv:2406.03853.
+
+Shape letters: F nodes of a frontier, D columns of the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.clock import PassClock
+from outpace.drafters.base import ExpandingDrafter, Request
+from outpace.drafters.own.exit_head import ExitHead
+from outpace.drafters.own.exits import Belief, pick
+from outpace.drafters.shallow import ShallowRows
+from outpace.drafters.trained import candidates, find
+from outpace.errors import ModelError
+from outpace.models.base import LAYERS, TAPS, Target
+from outpace.tree.growth import Branch, DraftRow, grow
+from outpace.types import NOTHING, Draft, Outcome
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlyExitConfig:
+    """Settings of the drafter."""
+
+    layer: int | None = None
+    """Layers that draft. Without it: those of a trained exit, or the first third."""
+    exits: str | None = None
+    """Several numbers of layers, such as ``6+10+14``: each sequence learns which one pays."""
+    model: str | None = None
+    """Folder of a trained exit. Without it, and without ``layer`` and ``exits``, the one trained
+    for the target if there is one; else the target's own norm and head."""
+
+    def __post_init__(self) -> None:
+        if (self.layer, self.exits, self.model).count(None) < 2:
+            raise ValueError("layer, exits and model exclude each other; give one of them")
+        if self.layer is not None and self.layer < 1:
+            raise ValueError(f"layer must be at least 1, got {self.layer}")
+        if self.exits is not None and len(self.layers) < 2:
+            raise ValueError(f"exits must be two numbers or more, as in 6+10, got {self.exits!r}")
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """What ``exits`` lists; empty if that is no list of distinct numbers from 1 on."""
+        parts = [] if self.exits is None else self.exits.split("+")
+        numbers = {int(part) for part in parts if part.isdecimal()} - {0}
+        return tuple(sorted(numbers)) if len(numbers) == len(parts) else ()
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """What one sequence has learned, and its draft."""
+
+    beliefs: list[Belief]
+    exit: int = 0
+    """Which of the exits made the draft."""
+    draft: Draft | None = None
+    """The last proposal, until it is observed."""
+    rows: ShallowRows | None = None
+    """While a draft grows."""
+
+
+class EarlyExit(ExpandingDrafter[_State]):
+    """Drafts with the first layers of the target.
+
+    Args:
+        target: it; every sequence drafts in the slot that it is lent.
+        layers: the exits, ascending; one or more.
+        head: of the only exit; None: the target's own norm and head.
+    """
+
+    Config = EarlyExitConfig
+    default_nodes = 4
+    needs = frozenset({LAYERS, TAPS})
+
+    def __init__(
+        self, target: Target, layers: Sequence[int], head: ExitHead | None = None
+    ) -> None:
+        self.target, self.layers, self.head = target, tuple(layers), head
+        self._shares = [self._share(layer) for layer in layers] if len(layers) > 1 else [1.0]
+
+    def _share(self, layer: int) -> float:
+        """Weights that a pass to this exit reads, of those of a whole pass."""
+        part = self.target.variant(layers=range(layer))
+        return part.weight_bytes / self.target.weight_bytes
+
+    @property
+    def clock(self) -> PassClock:
+        """The target's: whether a pass drafts, the verb tells."""
+        return self.target.clock
+
+    @classmethod
+    def load(cls, config: EarlyExitConfig, target: Target) -> EarlyExit:
+        """Find the exit.
+
+        Raises:
+            ModelError: layers that the target does not have, or a trained exit that does not fit.
+        """
+        head = None
+        if config.model is not None:
+            head = ExitHead(find("early_exit", target, config.model), target)
+        elif config.layer is None and config.exits is None:
+            found = candidates("early_exit", target)
+            head = ExitHead(found[0], target) if found else None
+        if head is not None:
+            return cls(target, [head.layer], head)
+        layers = config.layers or (config.layer or max(1, target.num_layers // 3),)
+        if layers[-1] >= target.num_layers:
+            raise ModelError(
+                f"early_exit: {layers[-1]} layers of {target.num_layers} are not the first few; "
+                f"leave {target.name} after layer {target.num_layers - 1} at the latest"
+            )
+        return cls(target, layers)
+
+    def begin(self, request: Request) -> _State:
+        """Nothing is known yet of what its exits are worth."""
+        return _State([Belief() for _ in self.layers])
+
+    def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
+        """Grow drafts in the lent slots; a row without a lease gets an empty one."""
+        ready = []
+        for row in rows:
+            state = row.state
+            state.draft = state.rows = None
+            if row.lease is None:
+                ready.append(replace(row, budget=NOTHING))
+                continue
+            state.exit = pick(state.beliefs, self._shares, row.budget.max_depth, row.coins)
+            state.rows = ShallowRows(row.lease, self.layers[state.exit])
+            ready.append(row)
+        drafts = []
+        for row, (draft, numbers) in zip(ready, grow(ready, self.expand), strict=True):
+            state = row.state
+            if state.rows is not None:
+                state.draft = draft = state.rows.finish(draft, numbers)
+            state.rows = None  # a lease ends here
+            drafts.append(draft)
+        return drafts
+
+    def expand(self, branches: Sequence[Branch[_State]]) -> tuple[Tensor, Tensor | None]:
+        """One pass per exit in use over the new nodes, through the layers below it."""
+        at: dict[int, list[int]] = {}
+        for i, branch in enumerate(branches):
+            at.setdefault(branch.state.exit, []).append(i)
+        parts: dict[int, Tensor] = {}
+        for exit_, members in at.items():
+            rows = [self._rows(branches[i]) for i in members]
+            feeds = [one.feed(branches[i]) for one, i in zip(rows, members, strict=True)]
+            if self.head is not None:
+                feeds = [replace(feed, want=()) for feed in feeds]
+            layer = self.layers[exit_]
+            name = f"hidden.{layer}"
+            scored = self.target.score(
+                feeds, rows[0].lease.cache, taps=frozenset({name}), layers=layer
+            )
+            logits_FD = scored.logits_TV
+            if self.head is not None:
+                logits_FD = self.head(scored.taps[name])
+            for j, (one, i) in enumerate(zip(rows, members, strict=True)):
+                lo, hi = scored.tap_start_B[j], scored.tap_start_B[j + 1]
+                one.hidden.append(scored.taps[name][lo:hi])
+                parts[i] = logits_FD[lo:hi]
+        logits = [parts[i] for i in range(len(branches))]
+        out_FD = logits[0] if len(logits) == 1 else torch.cat(logits)
+        return out_FD, None if self.head is None else self.head.id_D
+
+    @staticmethod
+    def _rows(branch: Branch[_State]) -> ShallowRows:
+        assert branch.state.rows is not None
+        return branch.state.rows
+
+    def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
+        """Learn what the exit's guesses were worth; the cache is the target's to keep."""
+        for state, outcome in zip(states, outcomes, strict=True):
+            if state.draft is not None and state.draft is outcome.draft:
+                depth = max(outcome.draft.depth_N, default=0)
+                state.beliefs[state.exit].learn(
+                    len(outcome.verdict.kept), depth, outcome.verdict.censored
+                )
+            state.draft = None
+
+    def mark(self, state: _State) -> Any:
+        """What is known of the exits."""
+        return [replace(belief) for belief in state.beliefs]
+
+    def rewind(self, state: _State, mark: Any) -> _State:
+        """With what was known then."""
+        return _State(mark)
+
+    def reset(self, state: _State) -> None:
+        """Nothing here is derived from weights or cache but a draft."""
+        state.draft = None

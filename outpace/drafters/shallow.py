@@ -1,0 +1,98 @@
+"""Drafts whose rows run through the first layers of the target, in the target's own cache.
+
+    tail of the slot    pending  a  b  c        fed by the drafter, layers below e only
+    verification        pending  a  b  c  d     a, b, c enter at layer e; d runs all layers
+
+What is done below layer e is not done again: the draft carries the residual stream of the rows
+fed (``Draft.resume``), and their keys and values stay where they are. For every drafter that
+works on shallow states of the target, whatever it makes of them.
+
+Shape letters: K rows fed, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.cache.base import Lease
+from outpace.tree.growth import Branch
+from outpace.types import ROOT, Draft, Feed, Resume
+
+
+@dataclass(slots=True, eq=False)
+class ShallowRows:
+    """The rows of one draft under way."""
+
+    lease: Lease
+    layer: int
+    """e: layers that the rows run through."""
+    row: dict[int, int] = field(default_factory=dict)
+    """Node, as growth calls it -> its row in the tail of the slot."""
+    hidden: list[Tensor] = field(default_factory=list)
+    """Residual stream after these layers, pass by pass; K rows in all."""
+
+    def __post_init__(self) -> None:
+        self.lease.cache.drop(self.lease.slot)  # of a draft that was dropped unseen
+
+    def feed(self, branch: Branch[Any]) -> Feed:
+        """What to run for the nodes that are to be expanded: the pending token first of all."""
+        if branch.nodes == (ROOT,):
+            self.row = {ROOT: 0}
+            return Feed(self.lease.slot, (branch.tokens[-1],), (-1,))
+        first = len(self.row)
+        tokens = tuple(branch.token_N[node] for node in branch.nodes)
+        parents = tuple(self.row[branch.parent_N[node]] for node in branch.nodes)
+        self.row |= {node: first + i for i, node in enumerate(branch.nodes)}
+        return Feed(self.lease.slot, tokens, parents)
+
+    def finish(self, draft: Draft, numbers: Sequence[int] | None) -> Draft:
+        """The draft, its fed nodes first, with the work below the layer handed on.
+
+        Args:
+            draft: as it grew.
+            numbers: what growth called its nodes; None: as the draft does.
+
+        Effects: rows whose nodes were left out of the draft leave the tail.
+        """
+        if not self.row:
+            return draft
+        names = range(len(draft)) if numbers is None else numbers
+        fed = [node for node, name in enumerate(names) if name in self.row]
+        rest = [node for node, name in enumerate(names) if name not in self.row]
+        rows = [0, *(self.row[names[node]] for node in fed)]
+        hidden_KH = torch.cat(self.hidden)
+        if len(rows) < len(hidden_KH):
+            self.lease.cache.prune(self.lease.slot, rows)
+            hidden_KH = hidden_KH[torch.tensor(rows, device=hidden_KH.device)]
+        resume = Resume(self.layer, tuple(range(len(rows))), hidden_KH)
+        return replace(reordered(draft, [*fed, *rest]), resume=resume)
+
+
+def reordered(draft: Draft, order: Sequence[int]) -> Draft:
+    """The same draft with its nodes in another order.
+
+    Args:
+        draft: without riders.
+        order: the old numbers in their new order, parents before children.
+    """
+    if list(order) == list(range(len(order))):
+        return draft
+    assert draft.riders is None
+    place = {ROOT: ROOT, **{old: new for new, old in enumerate(order)}}
+    groups = tuple(
+        replace(
+            group, parent=place[group.parent], nodes=tuple(place[node] for node in group.nodes)
+        )
+        for group in draft.groups
+    )
+    return replace(
+        draft,
+        token_N=tuple(draft.token_N[node] for node in order),
+        parent_N=tuple(place[draft.parent_N[node]] for node in order),
+        groups=groups,
+    )

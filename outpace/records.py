@@ -1,0 +1,56 @@
+"""What listeners receive of a step: plain numbers, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Why a policy planned what it planned, for listeners to show."""
+
+    reason: str
+    """``best``; ``stay``: another is better, by less than a change is worth; ``probe``: to learn
+    what this drafter is worth now; ``together``: a drafter whose levels all sequences share does
+    not pay for all of them together."""
+    rates: Mapping[str, float]
+    """Drafter, or ``"none"`` -> tokens per second that the whole batch is expected to emit with it;
+    without those that had nothing to propose."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowRecord:
+    """One sequence in one step, as numbers."""
+
+    sequence: int
+    drafter: str
+    drafted: int
+    accepted: int
+    emitted: tuple[int, ...]
+    depth: int
+    """Depth of the draft; with ``accepted`` it tells where acceptance stopped."""
+    censored: bool
+    choice: Choice | None = None
+    """Why this drafter was asked, if its policy says."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step, for listeners: traces, benchmarks, metrics, training."""
+
+    index: int
+    rows: tuple[RowRecord, ...]
+    seconds: Mapping[str, float]
+    """Verb -> wall-clock seconds: plan, draft, score, judge, commit."""
+    passed_rows: int
+    """Rows of the target's pass, all sequences together."""
+    pass_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Verb -> seconds of it spent inside passes: of the drafters' models in draft and commit, of
+    the target in score."""
+    draft_levels: int = 0
+    """Passes of drafters' models in the verb draft."""
+    prompt: bool = False
+    """Whether the step fed prompts."""
+    context: int = 0
+    """Longest committed length among the sequences, tokens."""
