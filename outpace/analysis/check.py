@@ -109,6 +109,7 @@ def check(
     *,
     max_new_tokens: int,
     tick: Callable[[str, int], None] = lambda part, sequences: None,
+    done: Callable[[str, Tally], None] = lambda spec, tally: None,
 ) -> Report:
     """Run all four levels.
 
@@ -119,6 +120,7 @@ def check(
         max_new_tokens: per sequence.
         tick: told what is under way and how many sequences were finished since the last call;
             ``sequences_of`` says how many there will be.
+        done: told what came of each drafter as soon as it is known.
 
     Cost: enumeration takes seconds, then ``sequences_of(...)`` answers of the model.
     """
@@ -142,6 +144,7 @@ def check(
                 for case, want, result in zip(part, plain[start:], results, strict=False):
                     _count(tally, target, case, batch, want, result)
                 tick(spec, len(part))
+        done(spec, tally)
     return Report(
         model=target.name,
         dtype=str(target.dtype).removeprefix("torch."),

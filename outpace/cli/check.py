@@ -77,13 +77,20 @@ def check(
     }
     cases = pick(engine, texts, prompts, max_new_tokens)
     with show.progress(sequences_of(len(cases), len(specs)), "answers") as tick:
-        report = run(engine, cases, specs, max_new_tokens=max_new_tokens, tick=tick)
+        report = run(
+            engine, cases, specs, max_new_tokens=max_new_tokens, tick=tick, done=_tell
+        )
     if as_json:
         show.write_json(report.to_json())
     else:
         show_report(report)
     if report.broken:
         raise typer.Exit(1)
+
+
+def _tell(spec: str, tally: Tally) -> None:
+    """What is known already, for those who cannot wait for the end."""
+    show.note(f"{spec}: {tally.equal} of {tally.sequences} answers equal plain decoding")
 
 
 def show_report(report: Report) -> None:
