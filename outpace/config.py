@@ -91,12 +91,12 @@ def _words(text: str, whole: str) -> list[str]:
     return [word for word in words if word]
 
 
-def split_specs(text: str) -> list[str]:
-    """Split a list of specs at commas outside brackets."""
+def split_specs(text: str, mark: str = ",") -> list[str]:
+    """Split a list of specs at commas, or another mark, outside brackets."""
     specs, depth = [""], 0
     for char in text:
         depth += (char == "[") - (char == "]")
-        if char == "," and depth == 0:
+        if char == mark and depth == 0:
             specs.append("")
         else:
             specs[-1] += char

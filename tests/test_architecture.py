@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "engine": "errors config registry params stops types coins costs sampling tree step cache.base"
     " models models.base drafters.base verifiers.base policies.base",
     "analysis": "errors config registry params types coins sampling tree step cache.base models"
-    " models.base drafters.base verifiers verifiers.base policies.base engine",
+    " models.base drafters drafters.base verifiers verifiers.base policies.base engine",
     "bench": "errors config registry params types tree models models.base drafters.base engine",
     "train": "errors config params types cache.base models models.base drafters engine",
     "cli": "errors config registry params models models.base drafters engine analysis bench train",

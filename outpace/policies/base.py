@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from outpace.coins import Coins
+from outpace.costs import Costs
 from outpace.types import Budget, Load, Plan
 
 
@@ -24,6 +25,9 @@ class PolicyRow:
     """What the sequence has room for: no plan may ask for more."""
     coins: Coins
     """Stream POLICY."""
+    hints: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Drafter -> what it would propose now, see ``Drafter.hint``; without those that cannot tell.
+    Filled for ``plan`` alone, if the policy ``reads_hints``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,17 @@ class Policy(ABC):
 
     Config: ClassVar[type]
     """Frozen keyword-only dataclass; its fields are the keys of ``policy=NAME[...]``."""
+    steady: ClassVar[bool] = True
+    """Whether plans follow from the sequence's own past alone. Those that read costs depend on
+    clocks and neighbours: the same seed then promises the same text only under a verifier that
+    makes the text independent of drafts, and the engine takes that one for seeded requests."""
+    reads_hints: ClassVar[bool] = False
+    """Whether drafters are asked for hints before ``plan``."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
+        self.costs = Costs()
+        """What passes and drafts cost. The engine puts its own in and keeps it up to date."""
 
     def begin(self) -> Any:
         """State of a new sequence; None where the policy keeps none."""

@@ -83,6 +83,13 @@ SPECS = {
         "cascade[levels=draft_model[model=tiny layers=1]+recycling k=4/3 verifier=block]",
         "cascade[levels=draft_model[model=tiny layers=1] k=3 policy=confidence]",
     ],
+    "select": [
+        "select[members=suffix+recycling]",
+        "select[members=max_gram+draft_model[model=tiny layers=1]]",
+        "select[members=prompt_lookup+adaptive_ngram+recycling merge=false verifier=chain]",
+        "select[members=suffix+recycling+cascade[levels=draft_model[model=tiny layers=1]+max_gram]"
+        " tree=3x2x1]",
+    ],
 }
 METHODS = [
     spec for row in registry.rows("drafter") for spec in SPECS.get(row.name, [row.name])

@@ -26,6 +26,11 @@ HOPS = 32
 repeat, but one long run of a single token has as many as it has tokens."""
 
 
+_Push = tuple[int, list[int], int]
+"""The state of the whole text before a token, what ``newest`` was along its suffixes, and the
+state that was parted, or -1."""
+
+
 class SuffixAutomaton:
     """Everything that occurs in one text. Grows at the end only.
 
@@ -33,7 +38,7 @@ class SuffixAutomaton:
         tokens: the text to begin with.
     """
 
-    __slots__ = ("count", "last", "length", "link", "newest", "next", "tokens")
+    __slots__ = ("_log", "count", "last", "length", "link", "newest", "next", "tokens")
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens: list[int] = []
@@ -51,12 +56,25 @@ class SuffixAutomaton:
         """State -> how often its pieces occur, the end of the text included."""
         self.last = 0
         """The state of the whole text."""
+        self._log: list[_Push] | None = None
+        """What undoes the tokens since the mark; None where there is no mark."""
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens."""
         for token in tokens:
             self._push(token)
+
+    def mark(self) -> int:
+        """Remember the text as it is. Until ``rewind``, tokens cost a little more."""
+        self._log = []
+        return len(self.tokens)
+
+    def rewind(self, mark: int) -> None:
+        """Take back every token since the mark, and forget the mark."""
+        log, self._log = self._log or [], None
+        while len(self.tokens) > mark:
+            self._pop(log.pop())
 
     def suffixes(self) -> Iterator[tuple[int, int]]:
         """Give (state, length) of every suffix of the text that occurred before, longest first.
@@ -89,6 +107,8 @@ class SuffixAutomaton:
 
     def _push(self, token: int) -> None:
         after, link, length = self.next, self.link, self.length
+        if self._log is not None:
+            self._log.append(self._before())
         # The old end of the text becomes an occurrence like any other.
         place, state = len(self.tokens) - 1, self.last
         for _ in range(HOPS):
@@ -105,6 +125,8 @@ class SuffixAutomaton:
         if state != -1:
             old = after[state][token]
             if length[old] != length[state] + 1:
+                if self._log is not None:
+                    self._log[-1] = (*self._log[-1][:2], old)
                 old = self._split(state, token, old)
             link[made] = old
         state = made
@@ -125,3 +147,40 @@ class SuffixAutomaton:
             self.next[state][token] = part
             state = self.link[state]
         return part
+
+    def _before(self) -> _Push:
+        """What the next token will overwrite."""
+        newest, state = [], self.last
+        for _ in range(HOPS):
+            if state <= 0:
+                break
+            newest.append(self.newest[state])
+            state = self.link[state]
+        return self.last, newest, -1
+
+    def _pop(self, push: _Push) -> None:
+        """Take the last token back."""
+        before, newest, old = push
+        made, token = self.last, self.tokens.pop()
+        state = made
+        for _ in range(HOPS):
+            if state <= 0:
+                break
+            self.count[state] -= 1
+            state = self.link[state]
+        part = made + 1 if old >= 0 else -2
+        state = before
+        while state != -1 and self.next[state].get(token) in (made, part):
+            if self.next[state][token] == made:
+                del self.next[state][token]
+            else:
+                self.next[state][token] = old
+            state = self.link[state]
+        if old >= 0:
+            self.link[old] = self.link[part]
+        for table in (self.length, self.count, self.newest, self.next, self.link):
+            del table[made:]
+        self.last = state = before
+        for value in newest:
+            self.newest[state] = value
+            state = self.link[state]

@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from outpace.drafters.base import Drafter, Request
+from outpace.drafters.base import Request
 from outpace.drafters.lookup.automaton import SuffixAutomaton
 from outpace.drafters.lookup.bigram import BigramTable, usual_place
 from outpace.drafters.lookup.files import vocabulary
-from outpace.drafters.lookup.worth import Trust, grow
+from outpace.drafters.lookup.worth import Priced, Trust, grow
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Outcome
@@ -74,7 +74,7 @@ class _Node:
     """Tokens before it that agree."""
 
 
-class MaxGram(Drafter[_State]):
+class MaxGram(Priced[_State]):
     """Copies after the longest match, and fills up with bigrams.
 
     Args:
@@ -119,6 +119,16 @@ class MaxGram(Drafter[_State]):
                 state.text.extend(outcome.fed)
             state.text.extend(outcome.verdict.emitted)
             state.trust.learn(outcome)
+
+    def mark(self, state: _State) -> tuple[int, float]:
+        """Constant cost; so is taking a token back, amortised."""
+        return state.text.mark(), state.trust.doubt
+
+    def rewind(self, state: _State, mark: tuple[int, float]) -> _State:
+        """In place."""
+        state.text.rewind(mark[0])
+        state.trust.doubt = mark[1]
+        return state
 
     def _propose(self, row: DraftRow[_State]) -> Draft:
         text, trust = row.state.text, row.state.trust

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outpace.drafters.base import Drafter, Request
-from outpace.drafters.lookup.worth import Trust, grow
+from outpace.drafters.base import Request
+from outpace.drafters.lookup.worth import Priced, Trust, grow
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Outcome
@@ -52,7 +52,7 @@ class _State:
     trust: Trust = field(default_factory=Trust)
 
 
-class PromptLookup(Drafter[_State]):
+class PromptLookup(Priced[_State]):
     """Looks the longest recent suffix up in an index of n-grams.
 
     Cost: O(max_ngram) dictionary operations per token and per draft, and as many entries per

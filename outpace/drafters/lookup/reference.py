@@ -31,8 +31,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from outpace.drafters.base import Drafter, Request
-from outpace.drafters.lookup.worth import Trust, grow
+from outpace.drafters.base import Request
+from outpace.drafters.lookup.worth import Priced, Trust, grow
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Outcome
@@ -150,7 +150,7 @@ class _State:
         return match
 
 
-class Reference(Drafter[_State]):
+class Reference(Priced[_State]):
     """Follows a given text, and finds its place again after edits."""
 
     Config = ReferenceConfig

@@ -30,11 +30,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from outpace.drafters.base import Drafter, Request
+from outpace.drafters.base import Request
 from outpace.drafters.lookup.automaton import SuffixAutomaton
 from outpace.drafters.lookup.files import vocabulary
 from outpace.drafters.lookup.history import LONGEST, History
-from outpace.drafters.lookup.worth import Chances, Trust, grow
+from outpace.drafters.lookup.worth import Chances, Priced, Trust, grow
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Budget, Draft, Outcome
@@ -75,7 +75,7 @@ class _State:
     trust: Trust = field(default_factory=Trust)
 
 
-class Suffix(Drafter[_State]):
+class Suffix(Priced[_State]):
     """Follows what came most often after the longest suffix that came before.
 
     Args:
@@ -122,6 +122,16 @@ class Suffix(Drafter[_State]):
                 state.text.extend(outcome.fed)
             state.text.extend(outcome.verdict.emitted)
             state.trust.learn(outcome)
+
+    def mark(self, state: _State) -> tuple[int, float]:
+        """Constant cost; so is taking a token back, amortised."""
+        return state.text.mark(), state.trust.doubt
+
+    def rewind(self, state: _State, mark: tuple[int, float]) -> _State:
+        """In place."""
+        state.text.rewind(mark[0])
+        state.trust.doubt = mark[1]
+        return state
 
     def end(self, state: _State) -> None:
         """Remember the answer, with as much of the prompt's end as a match may need."""

@@ -24,10 +24,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from outpace.drafters.base import Drafter
+from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import children
 from outpace.types import ROOT, Budget, Draft, Outcome
 
 N = TypeVar("N")
+S = TypeVar("S")
 
 After = Callable[[N], Sequence[tuple[int, float, N]]]
 """Node -> (token, chance, node) of what may follow it, likeliest first."""
@@ -102,6 +105,25 @@ class Trust:
     def _move(self, chance: float, right: bool) -> None:
         moved = self.doubt * math.exp(RATE * (chance - right))
         self.doubt = min(16.0, max(1 / 16, moved))
+
+
+class Priced(Drafter[S]):
+    """A lookup whose drafts carry `Chances`: it can tell beforehand what they promise."""
+
+    hints = True
+
+    def hint(self, rows: Sequence[DraftRow[S]]) -> list[Sequence[float]]:
+        """Cost: that of ``propose``."""
+        return [promise(draft) for draft in self.propose(rows)]
+
+
+def promise(draft: Draft) -> list[float]:
+    """For every node of a draft made here, the chance that it is reached and kept."""
+    whole: list[float] = []
+    own_N = draft.memo.own_N if isinstance(draft.memo, Chances) else ()
+    for own, parent in zip(own_N, draft.parent_N, strict=True):
+        whole.append(own if parent == ROOT else own * whole[parent])
+    return whole
 
 
 def grow(after: After[N], start: N, budget: Budget) -> Draft:

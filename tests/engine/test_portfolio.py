@@ -1,0 +1,124 @@
+import time
+
+import pytest
+
+from outpace import Engine, SpecError, UnknownNameError
+from outpace.drafters.lookup.prompt_lookup import PromptLookup
+from outpace.types import CostCurve
+
+PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42, 43, 44, 40, 41, 42], [77]]
+SETTINGS = {"max_new_tokens": 40, "ignore_eos": True, "allowed_tokens": frozenset({3, 1, 4})}
+WITH_MODEL = "auto[drafters=suffix+draft_model[model=tiny]]"
+
+
+@pytest.fixture
+def engine():
+    return Engine.load("tiny", drafter="none", dtype="float32")
+
+
+def watch(engine, prompts, **settings):
+    """What listeners are told of every row of every step that is no prompt."""
+    rows = []
+    engine.listeners.append(lambda r: rows.extend(() if r.prompt else r.rows))
+    results = engine.generate(prompts, **{**SETTINGS, **settings})
+    engine.listeners.clear()
+    return rows, results
+
+
+def test_lookups_take_part_unasked_and_untrained_methods_do_not(engine):
+    method = engine.method("auto")
+    assert list(method.members) == ["prompt_lookup", "suffix", "recycling"]
+    assert "outpace train eagle3" in method.left_out["eagle3"]
+    added = engine.method("auto[add=draft_model[model=tiny layers=1]]")
+    assert next(iter(added.members)) == "draft_model[layers=1 model=tiny]"
+    assert list(added.members)[1:] == ["prompt_lookup", "suffix", "recycling"]
+
+
+def test_members_are_loaded_with_the_first_request(monkeypatch):
+    loaded = []
+    load = PromptLookup.load.__func__
+    monkeypatch.setattr(PromptLookup, "load", classmethod(
+        lambda cls, config, target: (loaded.append(1), load(cls, config, target))[1]
+    ))
+    engine = Engine.load("tiny", drafter="auto", dtype="float32")
+    assert not loaded
+    engine.generate([PROMPTS[0]] * 2, max_new_tokens=3)
+    assert loaded == [1]
+
+
+def test_choices_reach_listeners_and_say_what_was_expected(engine):
+    rows, _ = watch(engine, PROMPTS, drafter=WITH_MODEL)
+    assert {"suffix", "draft_model[model=tiny]"} >= {r.drafter for r in rows} - {"none"} != set()
+    assert all(r.choice is not None and r.choice.rates["none"] > 0 for r in rows)
+    best = [r for r in rows if r.choice.reason == "best"]
+    assert best and all(r.drafter == max(r.choice.rates, key=r.choice.rates.get) for r in best)
+    plain, _ = watch(engine, PROMPTS, drafter="prompt_lookup")
+    assert all(r.choice is None for r in plain)
+
+
+def test_dear_drafters_are_left_alone(engine):
+    """Where a pass costs nothing, but a level of the draft model does, only lookups are asked."""
+    engine.costs.start(CostCurve(
+        model="tiny", dtype="float32", threads=1, device="d", rows_R=(1, 64), context_C=(0,),
+        seconds_CR=((1e-3, 1.01e-3),),
+    ))
+    engine.costs.watch = lambda record: None
+    engine.costs.suppose("draft_model[model=tiny]", 1.0)
+    rows, _ = watch(engine, PROMPTS[1], drafter=WITH_MODEL)
+    assert "suffix" in {r.drafter for r in rows}
+    assert "draft_model[model=tiny]" not in {r.drafter for r in rows}
+    engine.costs.suppose("draft_model[layers=1 model=tiny]", 1e-6)
+    spec = "auto[drafters=suffix+draft_model[model=tiny layers=1]]"
+    rows, _ = watch(engine, [77], drafter=spec)
+    assert "draft_model[layers=1 model=tiny]" in {r.drafter for r in rows}
+
+
+def test_costs_are_watched_for_policies_that_read_them(engine):
+    watch(engine, PROMPTS[0], drafter="prompt_lookup")
+    assert engine.costs.passed(1, 0, 1) == 1.0, "nobody asked"
+    watch(engine, PROMPTS[0], drafter="draft_model[model=tiny layers=1 policy=goodput]")
+    assert 0 < engine.costs.passed(1, 0, 1) < 0.5
+    assert engine.costs.timed("draft_model[layers=1 model=tiny policy=goodput]") > 0
+
+
+def test_a_seed_is_a_promise_whatever_the_clock_says(monkeypatch, engine):
+    """Prices that jump about change who drafts, and not the text of a seeded request."""
+    sampled = {"temperature": 0.9, "max_new_tokens": 30, "seed": 4, "ignore_eos": True}
+    expected = engine.generate(PROMPTS, **sampled, drafter="none", reproducible=True)
+    ways = set()
+    for level in (0.0, 10.0):
+        monkeypatch.setattr(engine.costs, "price", lambda name, level=level: (0.0, level))
+        rows, results = watch(engine, PROMPTS, **sampled, drafter=WITH_MODEL, allowed_tokens=None)
+        assert [r.tokens for r in results] == [r.tokens for r in expected]
+        ways.add(tuple(r.drafter for r in rows))
+    assert len(ways) == 2, "drafting did differ"
+
+
+def test_every_member_of_a_batch_gives_back_its_states(engine):
+    spec = "auto[drafters=draft_model[model=tiny]+suffix]"
+    engine.generate(PROMPTS * 2, drafter=spec, max_new_tokens=9)
+    assert not engine.method(spec).drafter.cache._slots and not engine.cache._slots
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "says"),
+    [
+        ("auto[tree_size=4]", SpecError, "belongs to its members"),
+        ("auto[drafters=auto]", SpecError, "cannot be a member of itself"),
+        ("auto[drafters=sufix]", UnknownNameError, "did you mean suffix"),
+        ("auto[policy=auto[margin=7]]", SpecError, r"margin must be in \[0, 1\]"),
+        ("auto[many=3]", UnknownNameError, "many"),
+    ],
+)
+def test_bad_portfolios_are_refused_at_once(engine, spec, error, says):
+    with pytest.raises(error, match=says):
+        engine.method(spec)
+
+
+def test_deciding_is_cheap(engine):
+    """Far above what it takes: the bound is for a mistake of kind, not a timing."""
+    rows = []
+    engine.listeners.append(lambda r: rows.append(r.seconds["plan"]) if not r.prompt else None)
+    start = time.perf_counter()
+    engine.generate(PROMPTS[0], drafter="auto", **SETTINGS)
+    assert sorted(rows)[len(rows) // 2] < 0.01 < 60 > time.perf_counter() - start

@@ -1,0 +1,147 @@
+import pytest
+
+from outpace.policies.auto import Auto, AutoConfig
+from outpace.policies.base import PolicyRow
+from outpace.types import NOTHING, Load
+from tests.policies.simulator import PASS, Fake, Simulator, best_fixed, rate
+
+
+class Faithful(Auto):
+    """Planted bug: stays with the drafter that it picked first."""
+
+    def candidates(self, row):
+        found = list(super().candidates(row))
+        return [one for one in found if one[0] == row.state.usual] or found
+
+
+def says(chance, often, nodes=8):
+    """A lookup that has something to say in a share of the steps, and knows how sure it is."""
+    return lambda coins: [chance] * nodes if coins.random() < often else []
+
+
+def best_of(drafters, part=0):
+    """The best fixed choice of drafter and depth."""
+    return max(
+        best_fixed(fake.parts[min(part, len(fake.parts) - 1)], fake.level)[0]
+        for fake in drafters.values()
+    )
+
+
+def mean_share(drafters, seeds=4, cls=Auto):
+    shares = [
+        rate(Simulator(cls(AutoConfig()), drafters, seed).run(500)) / best_of(drafters)
+        for seed in range(seeds)
+    ]
+    return sum(shares) / seeds
+
+
+STILL = {
+    "two models": {"a": Fake([0.8], 0.003), "b": Fake([0.5], 0.001)},
+    "a cheap one is best": {"a": Fake([0.8], 0.009), "b": Fake([0.6], 0.001)},
+    "none is best": {"a": Fake([0.1], 0.003), "b": Fake([0.15], 0.002)},
+    "one is free": {"a": Fake([0.7], 0.004), "b": Fake([0.55], 0.0), "c": Fake([0.2], 0.002)},
+}
+
+
+@pytest.mark.parametrize("case", STILL)
+def test_regret_is_at_most_five_percent(case):
+    assert mean_share(STILL[case]) > 0.95
+
+
+CHANGES = {
+    "another is best": {"a": Fake([0.85, 0.1], 0.002), "b": Fake([0.1, 0.85], 0.002)},
+    "acceptance collapses": {"a": Fake([0.9, 0.05], 0.002)},
+    "one begins to pay": {"a": Fake([0.05, 0.85], 0.001)},
+}
+
+
+def after_change(drafters, cls=Auto, seeds=6):
+    """Rate from 32 emitted tokens after the change on, as a share of the best of the new part."""
+    shares = []
+    for seed in range(seeds):
+        simulator = Simulator(cls(AutoConfig()), drafters, seed)
+        simulator.run(150)
+        emitted = 0
+        while emitted < 32:
+            emitted += simulator.step(part=1)[0].emitted
+        shares.append(rate(simulator.run(40, part=1)) / best_of(drafters, 1))
+    return sum(shares) / seeds
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_it_follows_the_text_within_32_tokens(case):
+    assert after_change(CHANGES[case]) > 0.9
+
+
+def test_the_change_test_can_fail():
+    assert after_change(CHANGES["another is best"], Faithful) < 0.8
+
+
+def test_a_lookup_is_taken_where_it_has_something_to_say():
+    drafters = {"look": Fake([says(0.8, 0.4, nodes=4)]), "m": Fake([0.6], 0.002)}
+    steps = Simulator(Auto(AutoConfig()), drafters).run(200)
+    later = [s for s in steps[20:] if s.plan.choice.reason != "probe"]
+    assert all((s.drafter == "look") == ("look" in s.plan.choice.rates) for s in later)
+    alone = {name: rate(Simulator(Auto(AutoConfig()), {name: fake}).run(200))
+             for name, fake in drafters.items()}
+    assert rate(steps) > 1.05 * max(alone.values())
+
+
+class Boaster(Fake):
+    """Says that it is surer than it is."""
+
+    def says(self, chances):
+        return [0.95] * len(chances)
+
+
+def test_a_lookup_that_boasts_is_found_out():
+    drafters = {"look": Boaster([says(0.2, 1.0)]), "m": Fake([0.8], 0.001)}
+    simulator = Simulator(Auto(AutoConfig()), drafters)
+    first, *_, last = simulator.run(60)
+    assert first.plan.choice.rates["look"] > 4 / PASS
+    assert last.drafter == "m" and last.plan.choice.rates["look"] < 2.5 / PASS
+
+
+def test_every_choice_is_explained():
+    steps = Simulator(Auto(AutoConfig()), STILL["two models"]).run(200)
+    reasons = {s.plan.choice.reason for s in steps}
+    assert {"best", "probe"} <= reasons <= {"best", "stay", "probe"}
+    for s in steps:
+        rates = s.plan.choice.rates
+        assert rates["none"] == pytest.approx(1 / PASS, rel=0.05)
+        if s.plan.choice.reason == "best":
+            assert s.drafter == max(rates, key=rates.get)
+
+
+def test_probes_are_bounded():
+    """Idle drafters that never pay take their share, a start, and what false alarms cost."""
+    drafters = {name: Fake([0.03], 0.004) for name in "abc"}
+    steps = Simulator(Auto(AutoConfig(probe=0.015)), drafters).run(1000)
+    wasted = sum(s.seconds - PASS for s in steps)
+    assert wasted < (2 * 0.015 * 1000 + 5) * PASS
+    assert sum(s.drafter != "none" for s in steps[500:]) > 5, "they are still tried"
+
+
+@pytest.mark.parametrize("know", [True, False])
+def test_prices_are_learned_from_steps(know):
+    """A dear drafter and a cheap one accept alike: without prices it finds out."""
+    drafters = {"dear": Fake([0.7], 0.012), "cheap": Fake([0.7], 0.001)}
+    steps = Simulator(Auto(AutoConfig()), drafters, know=know).run(200)
+    assert sum(s.drafter == "cheap" for s in steps[50:]) > 120
+
+
+def test_a_batch_that_grows_and_shrinks_does_not_lose_sequences():
+    drafters = {"look": Fake([says(0.9, 0.5)]), "m": Fake([0.7], 0.002)}
+    simulator = Simulator(Auto(AutoConfig()), drafters)
+    drafted = {}
+    for batch in (1, 8, 32, 2):
+        taken = [simulator.step(batch=batch) for _ in range(30)]
+        assert [len(step) for step in taken] == [batch] * 30
+        drafted[batch] = sum(one.depth for step in taken[10:] for one in step) / (20 * batch)
+    assert drafted[1] > drafted[8] > drafted[32] and drafted[2] > drafted[8]
+
+
+def test_no_room_no_draft():
+    policy = Auto(AutoConfig())
+    row = PolicyRow(policy.begin(), {"m": Fake([0.5]).budget}, NOTHING, None)
+    assert policy.plan([row], Load(1, 9))[0].drafter == "none"

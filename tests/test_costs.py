@@ -1,0 +1,90 @@
+import pytest
+
+from outpace.costs import Costs
+from outpace.types import CostCurve, RowRecord, StepRecord
+
+CURVE = CostCurve(
+    model="m", dtype="float32", threads=1, device="d", rows_R=(1, 4, 16, 64), context_C=(0, 512),
+    seconds_CR=((0.01, 0.01, 0.02, 0.06), (0.02, 0.02, 0.03, 0.07)),
+)  # fmt: skip
+
+
+def record(score, rows=1, draft=0.0, levels=0, drafters=("none",), prompt=False, rest=0.0):
+    return StepRecord(
+        0, tuple(RowRecord(i, name, 0, 0, (1,), 0, False) for i, name in enumerate(drafters)),
+        {"plan": rest, "draft": draft, "score": score, "judge": 0.0, "commit": 0.0}, rows,
+        draft_levels=levels, prompt=prompt,
+    )  # fmt: skip
+
+
+def test_the_curve_is_the_start():
+    costs = Costs(CURVE, {"m": 0.004})
+    for rows, context in ((1, 0), (10, 0), (40, 512)):
+        assert costs.passed(rows, context, 1) == pytest.approx(CURVE.seconds(rows, context))
+    assert costs.passed(8, 0, 2) == pytest.approx(CURVE.seconds(4, 0, 2))
+    assert costs.price("m") == (0.0, 0.004)
+    assert costs.price("unknown") == (0.0, pytest.approx(0.001)), "a tenth of a pass"
+
+
+def test_a_slower_day_is_noticed_soon_and_a_stall_is_not_believed():
+    costs = Costs(CURVE)
+    for _ in range(5):
+        costs.watch(record(0.01))
+    costs.watch(record(2.0))
+    assert costs.passed(1, 0, 1) < 0.013
+    for _ in range(30):
+        costs.watch(record(0.02))
+    assert costs.passed(1, 0, 1) == pytest.approx(0.02, rel=0.05)
+    assert costs.passed(16, 0, 1) == pytest.approx(0.04, rel=0.25), "of which most is for all rows"
+
+
+def test_the_shape_is_learned_where_it_is_wrong():
+    costs = Costs(CURVE)
+    for _ in range(150):
+        costs.watch(record(0.01))
+        costs.watch(record(0.04, rows=16))  # twice what the curve says
+    assert costs.passed(1, 0, 1) == pytest.approx(0.01, rel=0.15)
+    assert costs.passed(16, 0, 1) == pytest.approx(0.04, rel=0.15)
+
+
+def test_without_a_curve_steps_do_all_the_work():
+    costs = Costs()
+    assert costs.passed(4, 0, 1) == 1.0 < costs.passed(8, 0, 1)
+    for _ in range(3):
+        costs.watch(record(0.01))
+    assert costs.passed(1, 0, 1) == pytest.approx(0.01, rel=0.01)
+
+
+def test_prompts_teach_nothing():
+    costs = Costs(CURVE)
+    costs.watch(record(5.0, rows=256, prompt=True))
+    assert costs.passed(1, 0, 1) == pytest.approx(0.01) and costs.rest == 0.0
+
+
+def test_drafters_are_timed():
+    costs = Costs(CURVE)
+    costs.suppose("look", 0.0)
+    for _ in range(10):
+        costs.watch(record(0.01, 2, 0.006, 3, drafters=("m", "none"), rest=0.001))
+    assert costs.price("m") == (0.0, pytest.approx(0.002)) and costs.timed("m") == 10
+    assert costs.rest == pytest.approx(0.001)
+    for _ in range(10):
+        costs.watch(record(0.01, 2, 0.0004, drafters=("look", "look")))
+    assert costs.price("look") == (pytest.approx(0.0002), 0.0), "no model: a price per sequence"
+    # Two drafters in one step cannot be told apart.
+    costs.watch(record(0.01, 2, 1.0, 3, drafters=("m", "look")))
+    assert costs.price("m") == (0.0, pytest.approx(0.002))
+    costs.watch(record(0.01))
+    # After a pause it reads what it missed: no price of a level.
+    costs.watch(record(0.01, draft=1.0, levels=1, drafters=("m",)))
+    assert costs.price("m") == (0.0, pytest.approx(0.002))
+    costs.watch(record(0.01, draft=0.004, levels=1, drafters=("m",)))
+    assert costs.price("m")[1] > 0.0021
+
+
+def test_a_new_curve_forgets_passes_and_keeps_drafts():
+    costs = Costs(None, {"m": 0.004})
+    for _ in range(9):
+        costs.watch(record(7.0))
+    costs.start(CURVE)
+    assert costs.passed(1, 0, 1) == pytest.approx(0.01) and costs.price("m") == (0.0, 0.004)
