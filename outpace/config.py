@@ -125,10 +125,26 @@ def build(config: type[C], options: Mapping[str, str], who: str) -> C:
             values[key] = _read(text, hints[key])
         except ValueError:
             raise SpecError(f"{who}: {key}={text!r} is not {_kind(hints[key])}") from None
+    missing = [
+        field.name for field in dataclasses.fields(config)  # type: ignore[arg-type]
+        if field.name not in values and _required(field)
+    ]
+    if missing:
+        raise SpecError(f"{who} needs {' and '.join(f'{name}=...' for name in missing)}")
     try:
         return config(**values)
     except (TypeError, ValueError) as error:
         raise SpecError(f"{who}: {error}") from None
+
+
+def needs_settings(config: type) -> bool:
+    """Whether a method with this config cannot be had by its name alone."""
+    return any(_required(field) for field in dataclasses.fields(config))
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    unset = dataclasses.MISSING
+    return field.default is unset and field.default_factory is unset
 
 
 def _read(text: str, hint: Any) -> Any:

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from outpace import registry
-from outpace.config import PLAN_KEYS, MethodSpec, build, split_specs
+from outpace.config import PLAN_KEYS, MethodSpec, build, needs_settings, split_specs
 from outpace.drafters.lookup.prompt_lookup import PromptLookupConfig
 from outpace.errors import OutpaceError, SpecError, UnknownNameError
 
@@ -102,3 +102,14 @@ def test_a_plan_is_put_into_a_spec():
         "draft_model[layers=2 tree=dynamic tree_size=8]"
     )
     assert spec.planned() == spec
+
+
+def test_a_setting_that_is_missing_is_named():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Needs:
+        store: str
+        size: int = 3
+
+    with pytest.raises(SpecError, match=r"drafter 'x' needs store=\.\.\.$"):
+        build(Needs, {"size": "4"}, "drafter 'x'")
+    assert needs_settings(Needs) and not needs_settings(PromptLookupConfig)

@@ -22,7 +22,7 @@ from outpace import registry
 from outpace.analysis.agreement import check_oracle
 from outpace.analysis.law import check_laws
 from outpace.analysis.lossless import Difference, Report, Tally
-from outpace.config import MethodSpec
+from outpace.config import MethodSpec, needs_settings
 from outpace.drafters.base import ExpandingDrafter
 from outpace.engine.engine import Engine
 from outpace.errors import RequestError
@@ -55,7 +55,8 @@ def standard_specs(target: Target, model: str) -> list[str]:
         row.name
         for row in registry.rows("drafter")
         if row.lossless and not row.trained and row.name != "none"
-        and registry.load("drafter", row.name).needs <= target.can
+        and (cls := registry.load("drafter", row.name)).needs <= target.can
+        and not needs_settings(cls.Config)
     ]
     if LAYERS in target.can:
         half = max(1, target.num_layers // 2)

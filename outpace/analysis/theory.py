@@ -231,7 +231,7 @@ LOOKUP_TOKENS = (0, 2, 4, 6, 10, 16)
 def best_k(
     ladder: Ladder, allowed: Callable[[int, int], bool] = lambda reviewer, level: True
 ) -> tuple[list[list[int]], Prediction]:
-    """The K that promises most.
+    """The K that promises most, of those whose draft begins with the first level.
 
     Args:
         ladder: acceptances and costs.
@@ -253,8 +253,8 @@ def best_k(
                 for level in range(row + 1, ladder.levels + 1)
             ]
             for values in product(*tried):
-                if row == 0 and not any(values):
-                    continue
+                if row == 0 and not values[0]:
+                    continue  # what follows the first level was only seen behind it
                 new = [*k[:row], list(values), *k[row + 1 :]]
                 found = predict(ladder, new)
                 if found.speedup > best.speedup * (1 + 1e-9):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.cli import analyze_tree, show
+from outpace.cli import analyze_cascade, analyze_tree, show
 from outpace.cli.options import ModelOptions, at_least_one, option, spread
 from outpace.config import MethodSpec
 from outpace.errors import RequestError
@@ -46,6 +46,7 @@ def register(app: typer.Typer) -> None:
     )
     group.command(epilog=_epilog(_ACCEPTANCE))(spread(acceptance))
     analyze_tree.register(group)
+    analyze_cascade.register(group)
     app.add_typer(group)
 
 

@@ -49,6 +49,10 @@ OPTIONS = {
         -d -m -o -t -w --device --drafter --dtype --help --json --limit --max-new-tokens --model
         --out --quantize --temperature --threads --workload
     """,
+    "analyze cascade": """
+        -l -m -o -t -w --device --dtype --help --json --k --levels --limit --max-new-tokens
+        --measure --model --out --quantize --temperature --threads --workload
+    """,
     "analyze tree": """
         -d -f -m -o -t --device --drafter --dtype --help --json --max-new-tokens --model --out
         --prompt-file --quantize --seed --steps --temperature --threads --tree --tree-size

@@ -153,4 +153,4 @@ class MaxGram(Priced[_State]):
             out = [(token, *what) for token, what in found.items()]
             return sorted(out, key=lambda item: -item[1])
 
-        return grow(after, _Node(tokens[-1], first, match), row.budget)
+        return grow(after, _Node(tokens[-1], first, match), row.budget, trust.own)

@@ -93,7 +93,7 @@ class PromptLookup(Priced[_State]):
                     then = at + 1 if at + 1 < len(tokens) else first
                     return [(tokens[at], trust.chance(match), (then, match + 1))]
 
-                return grow(after, (first, n), row.budget)
+                return grow(after, (first, n), row.budget, trust.own)
         return Draft()
 
     def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:

@@ -206,4 +206,4 @@ class Reference(Priced[_State]):
                 out.append((token, trust.chance(match, agree, rivals), on))
             return out  # in the order of the hypotheses
 
-        return grow(after, state.places, row.budget)
+        return grow(after, state.places, row.budget, state.trust.own)

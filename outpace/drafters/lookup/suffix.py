@@ -163,7 +163,7 @@ class Suffix(Priced[_State]):
                 for token, count, then in found
             ]
 
-        return grow(after, (state, match), self._within(row.budget, match))
+        return grow(after, (state, match), self._within(row.budget, match), trust.own)
 
     def _from_history(self, row: DraftRow[_State], history: History) -> Draft:
         found = history.find(row.state.text.tokens[-LONGEST:])
@@ -191,7 +191,7 @@ class Suffix(Priced[_State]):
             return sorted(out, key=lambda item: -item[1])  # newest first where equal
 
         start = tuple(place for place, _ in alike), min(match for _, match in alike)
-        return grow(after, start, self._within(row.budget, longest))
+        return grow(after, start, self._within(row.budget, longest), trust.own)
 
     def _within(self, budget: Budget, match: int) -> Budget:
         if self.config.factor is None:

@@ -59,15 +59,19 @@ class Chances:
     """Chance of being kept, given that the parent is."""
     worth: float
     """Tokens expected to be emitted per unit of cost."""
+    owner: int | None = None
+    """Whose estimate it is, see ``Trust.own``; None: anybody may learn from it."""
 
 
 class Trust:
     """How far one sequence follows its own past. Changes in ``learn`` alone."""
 
-    __slots__ = ("doubt",)
+    __slots__ = ("doubt", "own")
 
     def __init__(self) -> None:
         self.doubt = 1.0
+        self.own = id(self)
+        """Tells its drafts from those of other lookups over the same text; a copy keeps it."""
 
     def escape(self, match: int) -> float:
         """Weight of "something else" after so many tokens that agree (at least one)."""
@@ -90,7 +94,7 @@ class Trust:
         off teaches nothing.
         """
         draft, verdict, memo = outcome.draft, outcome.verdict, outcome.draft.memo
-        if not isinstance(memo, Chances):
+        if not isinstance(memo, Chances) or memo.owner not in (None, self.own):
             return
         kept = set(verdict.kept)
         for parent in (ROOT, *verdict.kept):
@@ -126,7 +130,7 @@ def promise(draft: Draft) -> list[float]:
     return whole
 
 
-def grow(after: After[N], start: N, budget: Budget) -> Draft:
+def grow(after: After[N], start: N, budget: Budget, owner: int | None = None) -> Draft:
     """The draft that pays best, of those that the budget's shape allows.
 
     Args:
@@ -134,6 +138,7 @@ def grow(after: After[N], start: N, budget: Budget) -> Draft:
         start: the node of the pending token.
         budget: a chain follows the likeliest token; a template is filled with siblings, and
             branches that have no continuation or do not pay are left out.
+        owner: of the chances, see `Chances`.
 
     Returns:
         A CHOSEN draft with `Chances` as its memo; empty if nothing is likely enough.
@@ -161,7 +166,7 @@ def grow(after: After[N], start: N, budget: Budget) -> Draft:
                 own.append(chance)
                 whole.append(reached * chance)
         level = grown
-    return _best(tokens, parents, own, whole, most)
+    return _best(tokens, parents, own, whole, most, owner)
 
 
 def _best(
@@ -170,6 +175,7 @@ def _best(
     own: Sequence[float],
     whole: Sequence[float],
     most: int,
+    owner: int | None,
 ) -> Draft:
     """The likeliest nodes, as many as make the most of a pass.
 
@@ -186,5 +192,5 @@ def _best(
     return Draft.chosen(
         [tokens[node] for node in order],
         [place[parents[node]] for node in order],
-        memo=Chances(tuple(own[node] for node in order), worth),
+        memo=Chances(tuple(own[node] for node in order), worth, owner),
     )

@@ -1,0 +1,372 @@
+"""A cascade on a model: acceptance between its levels, its costs, and what they promise.
+
+    found = measure(engine, "draft_model[model=M]+max_gram", prompts, max_new_tokens=64)
+    found.predicted()      the best K of every kind, and its speed-up
+
+One cascade with a generous K answers the prompts; a tally behind every verifier counts, for each
+level of every reviewed draft, how far it was kept. Passes are timed by rows (`cost.measure`) and
+scaled to what they took among the others; the host's share is what else a step took.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outpace.analysis import cost
+from outpace.analysis.theory import Ladder, Prediction, best_k, predict
+from outpace.coins import Coins
+from outpace.drafters.compose.cascade import Cascade
+from outpace.drafters.compose.guesses import Origin
+from outpace.engine.engine import Engine
+from outpace.errors import RequestError
+from outpace.params import SamplingParams
+from outpace.types import ROOT, CostCurve, Draft, StepRecord, Verdict
+from outpace.verifiers.base import TargetLaws, Verifier
+
+MODEL_QUOTA, LOOKUP_QUOTA, INNER_QUOTA = 5, 8, 3
+"""K of the probe: of models and of the lookup for the target, and of models for models."""
+_ROWS = (1, 2, 4, 8, 16, 32)
+_REPEAT = 7
+
+
+@dataclass(slots=True)
+class Part:
+    """How one level's part of the drafts for one reviewer was kept, by place from 1."""
+
+    asked: list[int] = field(default_factory=lambda: [0])
+    """Drafts whose place was reached, and for which the level was to have a guess."""
+    kept: list[int] = field(default_factory=lambda: [0])
+    drafts: int = 0
+    long: list[int] = field(default_factory=lambda: [0])
+    """Drafts with a guess there, reached or not."""
+
+    def add(self, size: int, length: int, kept: int | None) -> None:
+        """Count a draft.
+
+        Args:
+            size: guesses asked for.
+            length: guesses made.
+            kept: of them; None if what stood before them was not kept whole.
+        """
+        for table in (self.asked, self.kept, self.long):
+            table.extend([0] * (size + 1 - len(table)))
+        self.drafts += 1
+        for place in range(1, length + 1):
+            self.long[place] += 1
+        if kept is not None:
+            for place in range(1, min(size, kept + 1) + 1):
+                self.asked[place] += 1
+                self.kept[place] += place <= kept
+
+    @property
+    def survival(self) -> tuple[float, ...]:
+        """S[j], as far as any draft came."""
+        out = [1.0]
+        for asked, kept in zip(self.asked[1:], self.kept[1:], strict=True):
+            if asked == 0:
+                break
+            out.append(out[-1] * kept / asked)
+        return tuple(out) if len(out) > 1 else (1.0, 0.0)
+
+    @property
+    def drafted(self) -> tuple[float, ...]:
+        """D[j]."""
+        return (1.0, *(n / max(1, self.drafts) for n in self.long[1:]))
+
+
+class Tally(Verifier):
+    """Another verifier, and a note of what it decided."""
+
+    def __init__(self, real: Verifier, note: Callable[[Draft, Verdict], None]) -> None:
+        self._real, self._note = real, note
+        self.draws = real.draws
+
+    def check(self, draft: Draft) -> None:
+        """As the other does."""
+        self._real.check(draft)
+
+    @property
+    def lossless(self) -> bool:  # type: ignore[override]
+        """As the other."""
+        return self._real.lossless
+
+    def judge(
+        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
+    ) -> Verdict:
+        verdict = self._real.judge(draft, laws, coins, want_laws=want_laws)
+        self._note(draft, verdict)
+        return verdict
+
+
+@dataclass(slots=True)
+class _Passes:
+    """What passes of one reviewer took in the probe."""
+
+    count: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    whole: float = 0.0
+    """Of the steps, drafting and all."""
+
+    def listen(self, record: StepRecord) -> None:
+        """Take in a step."""
+        if not record.prompt:
+            self.count += 1
+            self.rows += record.passed_rows
+            self.seconds += record.pass_seconds.get("score", 0.0)
+            self.whole += sum(record.seconds.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What was measured."""
+
+    levels: str
+    ladder: Ladder
+    parts: Mapping[tuple[int, int], Part]
+    names: tuple[str, ...]
+    """Target, then levels."""
+
+    def predicted(self) -> dict[str, tuple[list[list[int]], Prediction]]:
+        """Kind of cascade -> its best K and what that promises."""
+        kinds: dict[str, Callable[[int, int], bool]] = {
+            "model alone": lambda reviewer, level: reviewer == 0 and level == 1,
+            "vertical": lambda reviewer, level: level == reviewer + 1,
+            "horizontal": lambda reviewer, level: reviewer == 0,
+            "both": lambda reviewer, level: True,
+        }
+        if self.ladder.levels == 1:
+            kinds = {"model alone": kinds["model alone"]}
+        return {name: best_k(self.ladder, allowed) for name, allowed in kinds.items()}
+
+    def predict(self, k: Sequence[Sequence[int]]) -> Prediction:
+        """What any K promises."""
+        return predict(self.ladder, k)
+
+
+def text_of(k: Sequence[Sequence[int]]) -> str:
+    """K as a cascade's spec has it, without what is 0 at the ends."""
+    rows = []
+    for row in k:
+        short = list(row)
+        while len(short) > 1 and not short[-1]:
+            short.pop()
+        rows.append(",".join(map(str, short)))
+    while len(rows) > 1 and rows[-1] in ("", "0"):
+        rows.pop()
+    return "/".join(rows)
+
+
+def spec_of(levels: str, k: Sequence[Sequence[int]]) -> str:
+    """The method spec of a cascade."""
+    return f"cascade[levels={levels} k={text_of(k)}]"
+
+
+def probe_k(models: int, lookup: bool) -> list[list[int]]:
+    """A K that shows every level to every reviewer."""
+    return [
+        [MODEL_QUOTA if row == 0 else INNER_QUOTA] * (models - row) + [LOOKUP_QUOTA] * lookup
+        for row in range(models + 1)
+    ]
+
+
+def measure(
+    engine: Engine,
+    levels: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    tick: Callable[[str, int], None] = lambda part, prompts: None,
+) -> Found:
+    """Answer prompts plainly and with a probing cascade, and time passes of every model.
+
+    Args:
+        engine: of the target.
+        levels: as for the drafter `cascade`.
+        prompts: token ids.
+        max_new_tokens: per prompt, at least 2.
+        temperature: of all laws.
+        tick: told what runs, and how many prompts were finished since the last call.
+
+    Raises:
+        RequestError: nothing was drafted.
+    """
+    params = SamplingParams(
+        temperature=temperature, max_new_tokens=max_new_tokens, ignore_eos=True, seed=0
+    )
+    loaded = engine.method(f"cascade[levels={levels}]").drafter
+    assert isinstance(loaded, Cascade)
+    k = probe_k(len(loaded.models), loaded.lookup is not None)
+    method = engine.method(spec_of(levels, k))
+    probe = method.drafter
+    assert isinstance(probe, Cascade)
+    parts: dict[tuple[int, int], Part] = defaultdict(Part)
+    passes = [_Passes() for _ in range(len(probe.models) + 1)]
+    alone = _Passes()
+
+    for spec in ("none", method.spec):  # the first answers pay for what is set up on the way
+        engine.generate(list(prompts[0]), params, drafter=spec)
+    usual = method.verifier
+    method.verifier = Tally(usual, _note(parts, 0, k, probe))
+    for level, own in zip(probe.models, passes[1:], strict=True):
+        level.verifier = Tally(level.verifier, _note(parts, level.number, k, probe))
+        level.machine.listeners = (own.listen,)
+    try:
+        for prompt in prompts:
+            tick("probing", 0)
+            _run(engine, "none", prompt, params, alone)
+            _run(engine, method.spec, prompt, params, passes[0])
+            tick("probing", 1)
+    finally:
+        method.verifier = usual
+        for level in probe.models:
+            assert isinstance(level.verifier, Tally)
+            level.verifier = level.verifier._real
+            level.machine.listeners = ()
+    if not parts:
+        raise RequestError(
+            f"{method.spec} drafted nothing in {len(prompts)} answers of {max_new_tokens} tokens; "
+            "give more, or longer ones"
+        )
+    context = sum(len(p) for p in prompts) // len(prompts) + max_new_tokens // 2
+    curves = []
+    for model in (engine.target, *(level.model for level in probe.models)):
+        tick(f"timing {model.name}", 0)
+        room = model.max_positions - max(_ROWS)
+        curves.append(
+            cost.measure(model, rows=_ROWS, contexts=(min(context, room),), batches=(1,),
+                         repeat=_REPEAT)
+        )  # fmt: skip
+    lookup = len(probe.models) + 1
+    ladder = Ladder(
+        survival={pair: part.survival for pair, part in parts.items()},
+        models=len(probe.models),
+        lookup=probe.lookup is not None,
+        seconds=_costs(curves, context, passes, alone),
+        drafted={pair[0]: part.drafted for pair, part in parts.items() if pair[1] == lookup},
+    )
+    names = (engine.target.name, *(level.model.name for level in probe.models))
+    if probe.lookup is not None:
+        names = (*names, type(probe.lookup.drafter).__name__)
+    return Found(levels=levels, ladder=ladder, parts=dict(parts), names=names)
+
+
+def speedup(
+    engine: Engine,
+    specs: Sequence[str],
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    tick: Callable[[str, int], None] = lambda part, prompts: None,
+) -> list[tuple[float, float]]:
+    """Speed-up over plain decoding, and tokens per pass, of every drafter.
+
+    All run in turn on every prompt. Prompts do not count, nor does the time in which the models
+    of a cascade read them: for short answers to long prompts the gain is smaller.
+    """
+    params = SamplingParams(
+        temperature=temperature, max_new_tokens=max_new_tokens, ignore_eos=True, seed=0
+    )
+    spent = {spec: _Passes() for spec in ("none", *specs)}
+    tokens = dict.fromkeys(spent, 0)
+    for spec in spent:  # the first answers pay for what is set up on the way
+        engine.generate(list(prompts[0]), params, drafter=spec)
+    for prompt in prompts:
+        for spec, passes in spent.items():
+            tokens[spec] += _run(engine, spec, prompt, params, passes) - 1
+        tick("measuring", 1)
+    seconds = {spec: passes.whole / tokens[spec] for spec, passes in spent.items()}
+    return [
+        (seconds["none"] / seconds[spec], tokens[spec] / spent[spec].count) for spec in specs
+    ]
+
+
+def _run(
+    engine: Engine, spec: str, prompt: Sequence[int], params: SamplingParams, passes: _Passes
+) -> int:
+    """Answer a prompt; how many tokens that were."""
+    engine.listeners.append(passes.listen)
+    try:
+        return len(engine.generate(list(prompt), params, drafter=spec).tokens)
+    finally:
+        engine.listeners.remove(passes.listen)
+
+
+def _note(
+    parts: dict[tuple[int, int], Part], reviewer: int, k: Sequence[Sequence[int]], probe: Cascade
+) -> Callable[[Draft, Verdict], None]:
+    """Count one reviewer's verdicts, level by level."""
+    lowest = len(probe.models) + 1
+    totals = [sum(k[reviewer][: i + 1]) for i in range(len(k[reviewer]))]
+
+    def note(draft: Draft, verdict: Verdict) -> None:
+        if not len(draft) and not (probe.lookup and reviewer == lowest - 1):
+            return
+        chain = _chain(draft)
+        memo = draft.memo
+        made = memo.level_N if isinstance(memo, Origin) else (0,) * len(chain)
+        kept = len(verdict.kept)
+        before = 0
+        for offset, total in enumerate(totals):
+            level = reviewer + 1 + offset
+            name = 0 if probe.lookup is not None and level == lowest else level
+            length = sum(who == name for who in made)
+            size = max(total - before, length) if name == 0 else length
+            if size:
+                got = min(length, kept - before) if kept >= before else None
+                parts[reviewer, level].add(size, length, got)
+            before += length
+
+    return note
+
+
+def _chain(draft: Draft) -> list[int]:
+    nodes, node = [], ROOT
+    while (groups := draft.groups_of.get(node)) is not None:
+        node = groups[0].nodes[0]
+        nodes.append(node)
+    return nodes
+
+
+def _costs(
+    curves: Sequence[CostCurve], context: int, passes: Sequence[_Passes], alone: _Passes
+) -> list[Callable[[float], float]]:
+    """Seconds of a step by rows: a pass as it was among others, and the host's work."""
+    inside = sum(own.seconds for own in passes)
+    steps = sum(own.count for own in passes)
+    host = max(0.0, passes[0].whole - inside) / max(1, steps)
+
+    def step(curve: CostCurve, own: _Passes) -> Callable[[float], float]:
+        rows = max(1.0, own.rows / max(1, own.count))
+        usual = curve.seconds(rows, context)
+        scale = own.seconds / max(1, own.count) / usual if own.count else 1.0
+        return lambda n: host + scale * curve.seconds(max(1.0, n), context)
+
+    plain = alone.whole / max(1, alone.count)
+    first = step(curves[0], passes[0])
+    found: list[Callable[[float], float]] = [lambda n: plain if n <= 1 else first(n)]
+    return found + [step(c, own) for c, own in zip(curves[1:], passes[1:], strict=True)]
+
+
+def as_json(found: Found) -> dict[str, Any]:
+    """Plain values."""
+    return {
+        "levels": found.levels,
+        "names": list(found.names),
+        "acceptance": [
+            {"reviewer": found.names[r], "level": found.names[i], "drafts": part.drafts,
+             "kept": list(part.survival[1:]), "drafted": list(part.drafted[1:])}
+            for (r, i), part in sorted(found.parts.items())
+        ],
+        "milliseconds": [
+            {"model": found.names[r], **{str(n): 1e3 * cost_(n) for n in (1, 4, 8, 16)}}
+            for r, cost_ in enumerate(found.ladder.seconds)
+        ],
+    }
+
+

@@ -1,0 +1,175 @@
+"""``outpace analyze cascade``: which K, and what it should gain."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outpace.cli import show
+from outpace.cli.options import ModelOptions, at_least_one, option, spread
+from outpace.config import MethodSpec
+from outpace.errors import RequestError
+
+if TYPE_CHECKING:
+    from outpace.analysis.cascades import Found
+
+_OUTPUT = "Output"
+_EXAMPLES = """
+Examples:
+
+  outpace analyze cascade --levels draft_model[model=M]+max_gram --measure
+
+  outpace analyze cascade -m ./big -l draft_model[model=./mid]+draft_model[model=./small]+suffix
+
+  outpace analyze cascade -l draft_model+max_gram --k 5,10/10 --k 3/4 --measure --out report
+"""
+_PLACES = 5
+
+
+def register(group: typer.Typer) -> None:
+    """Add the command to ``outpace analyze``."""
+    epilog = _EXAMPLES.strip().replace("[", r"\[")
+    group.command(epilog=epilog)(spread(cascade))
+
+
+def cascade(
+    *,
+    model: ModelOptions,
+    levels: Annotated[
+        str,
+        option("--levels", "-l", metavar="SPECS",
+               help="Drafters, strongest first, joined by +: draft_model[model=M]+max_gram."),
+    ],
+    k: Annotated[
+        list[str] | None,
+        option("--k", metavar="K", show_default="the best ones",
+               help="Another K to predict, such as 5,10/10; may be given several times."),
+    ] = None,
+    measure: Annotated[
+        bool, option("--measure", help="Run every configuration, and plain decoding beside it.")
+    ] = False,
+    workload: Annotated[
+        str,
+        option("--workload", "-w", metavar="FILE",
+               help="Prompts to generate from: a file of JSON lines, or builtin."),
+    ] = "builtin",
+    limit: Annotated[int, option("--limit", metavar="N", help="Prompts, at most.")] = 8,
+    max_new_tokens: Annotated[
+        int, option("--max-new-tokens", metavar="N", help="Tokens per answer.")
+    ] = 64,
+    temperature: Annotated[
+        float, option("--temperature", "-t", metavar="T", help="Of all laws.")
+    ] = 0.0,
+    as_json: Annotated[
+        bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        option("--out", "-o", panel=_OUTPUT, metavar="DIR",
+               help="Write cascade.json into this folder."),
+    ] = None,
+) -> None:
+    """Measure how far every level's guesses are kept, and name the K that should gain most.
+
+    Times passes of all models here, so let nothing else run.
+    """
+    at_least_one("--limit", limit)
+    if max_new_tokens < 8:
+        raise RequestError(f"--max-new-tokens must be at least 8, got {max_new_tokens}")
+    for text in k or ():
+        MethodSpec.parse(f"cascade[levels={levels} k={text}]")
+    from outpace.bench.formats import read_workload
+
+    prompts = read_workload(workload)
+    engine = model.load(drafter="none")
+
+    from outpace.analysis import cascades
+    from outpace.analysis.check import pick
+    from outpace.drafters.compose.cascade import read_k
+
+    for text in k or ():
+        engine.method(f"cascade[levels={levels} k={text}]")
+    templated = engine.target.tokenizer is not None and engine.target.tokenizer.chat_template
+    texts = {
+        prompt.id: list(prompt.messages) if templated
+        else "\n".join(message["content"] for message in prompt.messages)
+        for prompt in prompts
+    }  # fmt: skip
+    ids = [case.ids for case in pick(engine, texts, limit, max_new_tokens)]
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    with show.progress(len(ids), "prompts") as tick:
+        found = cascades.measure(engine, levels, ids, **settings, tick=tick)
+    rows = [
+        {"kind": kind, "k": cascades.text_of(best), **_numbers(promise)}
+        for kind, (best, promise) in found.predicted().items()
+    ]
+    rows += [
+        {"kind": "given", "k": text, **_numbers(found.predict(read_k(text)))} for text in k or ()
+    ]
+    if measure:
+        specs = [cascades.spec_of(levels, read_k(row["k"])) for row in rows]
+        with show.progress(len(ids), "prompts") as tick:
+            gains = cascades.speedup(engine, list(dict.fromkeys(specs)), ids, **settings, tick=tick)
+        by_spec = dict(zip(dict.fromkeys(specs), gains, strict=True))
+        for row, spec in zip(rows, specs, strict=True):
+            row["measured"], row["measured_emitted"] = by_spec[spec]
+    best = max(rows, key=lambda row: row["predicted"])
+    report = {
+        **cascades.as_json(found), "workload": workload, "prompts": len(ids), **settings,
+        "configurations": rows, "best": cascades.spec_of(levels, read_k(best["k"])),
+    }
+    if as_json:
+        show.write_json(report)
+    else:
+        show_report(found, report, measure)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "cascade.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _numbers(promise: Any) -> dict[str, Any]:
+    return {"predicted": promise.speedup, "emitted": promise.emitted, "steps": list(promise.steps)}
+
+
+def show_report(found: Found, report: dict[str, Any], measured: bool) -> None:
+    """Print for people."""
+    show.write(
+        f"{found.names[0]}, levels {found.levels}, temperature {report['temperature']:g}, "
+        f"{show.count(report['prompts'], 'text')}\n\n"
+    )
+    show.write("Share of guesses kept, by place in the level's part of a draft\n")
+    places = tuple(str(place) for place in range(1, _PLACES + 1))
+    table = []
+    for one in report["acceptance"]:
+        kept = [1.0, *one["kept"]]
+        shares = [
+            f"{now / before:.2f}" if before else ""
+            for before, now in pairwise(kept)
+        ][:_PLACES]
+        table.append((
+            one["level"], one["reviewer"], str(one["drafts"]), *shares,
+            *[""] * (_PLACES - len(shares)),
+        ))  # fmt: skip
+    show.table(("level", "for", "drafts", *places), table, numbers=("drafts", *places))
+    show.write("\nMilliseconds of a step, by rows\n")
+    counts = ("1", "4", "8", "16")
+    show.table(
+        ("model", *counts),
+        [(one["model"], *(f"{one[n]:.2f}" for n in counts)) for one in report["milliseconds"]],
+        numbers=counts,
+    )  # fmt: skip
+    show.write("\nSpeed-up over plain decoding\n")
+    names = {"emitted": "emitted", "predicted": "predicted"}
+    if measured:
+        names |= {"really emitted": "measured_emitted", "measured": "measured"}
+    show.table(
+        ("cascade", "k", *names),
+        [(row["kind"], row["k"], *(f"{row[name]:.2f}" for name in names.values()))
+         for row in report["configurations"]],
+        numbers=tuple(names),
+    )  # fmt: skip
+    show.write(f"\nbest: {report['best']}\n")

@@ -1,0 +1,220 @@
+"""What a step needs to run on a text that is a guess: coins, settings and a cache ahead of it.
+
+A draft model that is sped up runs steps of its own between two steps of the target. Its text is
+the committed one and what it has guessed so far. Nothing here writes to what the target's
+sequence owns.
+
+Shape letters: V vocabulary, F rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from outpace.cache.base import KVCache
+from outpace.clock import PassClock
+from outpace.coins import Coins, Stream
+from outpace.models.base import Target
+from outpace.sampling import Warp
+from outpace.types import Feed, Law, Scored
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CoinsAhead(Coins):
+    """Coins of an inner step: those of the outer one, under keys that name the inner.
+
+    The outer coins know the outer pending position; a place that is guessed again at a later
+    outer step thus meets fresh coins. Level and inner position alone would bring the same back.
+    """
+
+    outer: Coins
+    level: int
+    """Of the cascade, from 1."""
+    ahead: int
+    """Guesses between the outer pending token and the inner one."""
+    stream: Stream
+
+    def flip(self, prob: float, *key: int) -> bool:
+        return self.outer.flip(prob, self.level, self.ahead, int(self.stream), *key)
+
+    def choose(self, law: Law, *key: int) -> int:
+        return self.outer.choose(law, self.level, self.ahead, int(self.stream), *key)
+
+    def race(self, law: Law, depth: int, count: int = 1) -> list[int]:
+        return self.outer.race(law, self.ahead + depth, count)
+
+
+class WarpAhead(Warp):
+    """The sampling settings of a sequence, some guesses further on.
+
+    Args:
+        base: of the sequence; only read.
+        chosen: give the likeliest token although the sequence samples.
+    """
+
+    def __init__(self, base: Warp, chosen: bool) -> None:
+        self.params, self.vocab_size = base.params, base.vocab_size
+        self.generated = base.generated
+        self.greedy = base.greedy or chosen
+        self._base = base
+        self._path: list[int] = []
+
+    @property
+    def plain(self) -> bool:
+        """As of the sequence; settings that stop acting at some length count as acting."""
+        return self._base.plain
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Take in guesses; the sequence's own history stays as it is."""
+        self.generated += len(tokens)
+        self._path += tokens
+
+    def law(self, logits_V: Tensor, path: Sequence[int] = (), id_V: Tensor | None = None) -> Law:
+        """The law after the guesses so far and ``path``."""
+        if self.greedy and not self._base.greedy:
+            (((token,),), _) = self.ranking(logits_V[None], [path], 1, id_V)
+            return Law.one_hot(token, logits_V.dtype)
+        return self._base.law(logits_V, (*self._path, *path), id_V)
+
+    def ranking(
+        self,
+        logits_FV: Tensor,
+        paths: Sequence[Sequence[int]],
+        k: int,
+        id_V: Tensor | None = None,
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The k likeliest tokens after the guesses so far and each path."""
+        return self._base.ranking(logits_FV, [(*self._path, *path) for path in paths], k, id_V)
+
+
+class CacheAhead(KVCache):
+    """A model's cache, of which a step sees only what it asked for.
+
+    A slot may lag behind its text; the next pass of `Reader` feeds the missing tokens too, and
+    ``keep`` counts rows from the one after them.
+    """
+
+    def __init__(self, real: KVCache) -> None:
+        super().__init__()
+        self.real = real
+        self._slots = real._slots
+        self._lag: dict[int, int] = {}
+        self._missing: dict[int, tuple[int, ...]] = {}
+
+    def follow(self, slot: int, tokens: Sequence[int]) -> None:
+        """Bring a slot in line with a text; the last token will be pending."""
+        held = self._slots[slot].ids
+        same = common(held, tokens[:-1])
+        self.real.truncate(slot, same)
+        self._missing[slot] = tuple(tokens[same:-1])
+        self._lag[slot] = 0
+
+    def take(self, slot: int) -> tuple[int, ...]:
+        """What the slot lacks. The caller feeds it, and says so with ``shift`` or ``keep``."""
+        return self._missing.pop(slot, ())
+
+    def shift(self, slot: int, lag: int) -> None:
+        """The tail begins with so many rows that the step does not know of."""
+        self._lag[slot] = lag
+
+    def keep(self, slot: int, rows: Sequence[int]) -> None:
+        """Commit a path, and before it what was missing."""
+        lag = self._lag.pop(slot, 0)
+        self.real.keep(slot, [*range(lag), *(row + lag for row in rows)])
+
+    def drop(self, slot: int) -> None:
+        """Forget the tail."""
+        self.real.drop(slot)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated."""
+        return self.real.nbytes
+
+    def _reserve(self, slots: int, rows: int) -> None:
+        self.real._reserve(slots, rows)
+
+    def _move(self, slot: int, rows: Sequence[int], start: int) -> None:
+        self.real._move(slot, rows, start)
+
+
+class Reader(Target):
+    """A draft model as the target of inner steps.
+
+    Args:
+        model: it; scores with the cache behind a `CacheAhead`.
+        clock: counts its passes.
+    """
+
+    def __init__(self, model: Target, clock: PassClock) -> None:
+        self.model, self._clock = model, clock
+        self.name, self.digest, self.vocab_size = model.name, model.digest, model.vocab_size
+        self.hidden_size, self.num_layers = model.hidden_size, model.num_layers
+        self.max_positions, self.can = model.max_positions, model.can
+        self.device, self.dtype = model.device, model.dtype
+
+    @property
+    def clock(self) -> PassClock:
+        """Of all passes of the cascade."""
+        return self._clock
+
+    def new_cache(self, capacity: int = 0) -> CacheAhead:
+        """A cache whose slots may lag."""
+        return CacheAhead(self.model.new_cache(capacity))
+
+    def score(
+        self,
+        feeds: Sequence[Feed],
+        cache: KVCache,
+        *,
+        taps: frozenset[str] = frozenset(),
+        layers: int | None = None,
+    ) -> Scored:
+        """One pass, over missing tokens as well; two if something must not share theirs."""
+        assert isinstance(cache, CacheAhead)
+        alone = bool(taps) or any(f.riders is not None or f.resume is not None for f in feeds)
+        whole = []
+        for feed in feeds:
+            missing = cache.take(feed.slot)
+            if missing and alone:
+                self.read({feed.slot: missing}, cache)
+            elif missing:
+                cache.shift(feed.slot, len(missing))
+                feed = behind(feed, missing)
+            whole.append(feed)
+        with self._clock:
+            return self.model.score(whole, cache.real, taps=taps, layers=layers)
+
+    def read(self, tokens: Mapping[int, Sequence[int]], cache: CacheAhead) -> None:
+        """Commit given tokens, slot by slot, in one pass."""
+        with self._clock:
+            self.model.score([Feed.chain(s, t, want=()) for s, t in tokens.items()], cache.real)
+        for slot, fed in tokens.items():
+            cache.real.keep(slot, range(len(fed)))
+
+
+def behind(feed: Feed, missing: Sequence[int]) -> Feed:
+    """The same rows after some tokens of which no logits are wanted."""
+    lag = len(missing)
+    want = range(len(feed.token_J)) if feed.want is None else feed.want
+    return Feed(
+        feed.slot,
+        (*missing, *feed.token_J),
+        (*range(-1, lag - 1), *(parent + lag for parent in feed.parent_J)),
+        want=tuple(row + lag for row in want),
+    )
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix. Cost: comparing slices, not tokens one by one."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,77 @@
+"""Drafters, verifiers and policies from their specs, for drafters that are made of others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from outpace import registry
+from outpace.clock import PassClock
+from outpace.config import PLAN_KEYS, MethodSpec, build
+from outpace.drafters.base import Drafter
+from outpace.errors import SpecError
+from outpace.models.base import Target
+
+
+class Clocks(PassClock):
+    """Several clocks as one to read; each is counted once."""
+
+    def __init__(self, clocks: Sequence[PassClock]) -> None:
+        self._clocks = list({id(clock): clock for clock in clocks}.values())
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        """Of all of them."""
+        return sum(clock.seconds for clock in self._clocks)
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        """Passes of all of them."""
+        return sum(clock.count for clock in self._clocks)
+
+
+def split_parts(text: str, who: str) -> list[MethodSpec]:
+    """Read ``SPEC+SPEC+...``; plus signs inside brackets belong to the specs.
+
+    Raises:
+        SpecError: an empty part, a spec that cannot be read, or one that says how its drafts are
+            to be grown or verified, which the whole decides.
+    """
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char == "[") - (char == "]")
+        if char == "+" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    specs = []
+    for part in parts:
+        if not part.strip():
+            raise SpecError(f"{who}: {text!r} has an empty part; write SPEC+SPEC+...")
+        spec = MethodSpec.parse(part)
+        _, plan = spec.split()
+        if plan:
+            raise SpecError(
+                f"{who}: {spec} says {', '.join(plan)}, which the whole decides; "
+                f"give {', '.join(PLAN_KEYS)} outside of the parts"
+            )
+        specs.append(spec)
+    return specs
+
+
+def drafter(spec: MethodSpec, target: Target) -> Drafter[Any]:
+    """Load a part.
+
+    Raises:
+        UnknownNameError, SpecError, ModelError: as for a drafter that is named alone.
+    """
+    who = f"drafter {spec.name!r}"
+    cls: type[Drafter[Any]] = registry.load("drafter", spec.name)
+    target.require(cls.needs, who)
+    return cls.load(build(cls.Config, dict(spec.options), who), target)
+
+
+def made(kind: registry.Kind, name: str) -> Any:
+    """A verifier or policy with its default settings."""
+    cls = registry.load(kind, name)
+    return cls(build(cls.Config, {}, f"{kind} {name!r}"))

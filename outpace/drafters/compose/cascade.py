@@ -1,0 +1,220 @@
+"""Cascade: a draft model that is itself drafted for, and cheaper drafters for the tail.
+
+    vertical     target <- small model <- lookup      the small model writes five tokens in two
+                                                      passes instead of five
+    horizontal   the cat sat on | the mat .           first tokens by the model, later ones, which
+                 small model    | lookup              are reached less often, by the lookup
+
+    cascade[levels=draft_model[model=M]+max_gram k=5,10/10]
+
+``levels`` go from strong to cheap, any number; all but the last are language models, the last may
+be one or a lookup. ``k`` has a row for the target and one for each model, parted by ``/``: how
+many tokens each level below adds to the draft that this reviewer checks. ``5,10/10``: five (or a
+few more, since a step of a model ends when it ends) by the model and ten by the lookup for the
+target; ten by the lookup for the model. What is left out is 0, so ``5/10`` is purely vertical and
+``5,10`` purely horizontal. ``outpace analyze cascade`` names a good ``k``.
+
+Every guess of a model has exactly that model's law, whatever drafted for it, and the law is
+handed up as q; so any verifier works, at any temperature. With a tree (``tree=4x1x1x1``) the
+candidates for the first token are the model's best, or drawn from the same law; the first of them
+goes on as the chain, each other one with the lookup's words.
+
+Pays where the model is several times cheaper than the target, and the text repeats itself now and
+then; a model that is nearly free gains nothing from being drafted for.
+
+Between its levels nothing is lenient: every level decides by its own law, so one law is all that
+has to be handed up. (With lenience l a level emits min(q, l p) plus its residual; sampling, that
+law is further from the target's than p is, so fewer guesses would be kept by the target.)
+
+Cost: passes of the models, a few hundred microseconds of host work per inner step.
+Paper: Chen et al. 2023, Cascade Speculative Drafting, arXiv:2312.11462 (K as here, row by row;
+greedy there; sampling is ours, with laws as in Spector and Re 2023, arXiv:2308.04623).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outpace.clock import PassClock
+from outpace.drafters.base import Drafter, Request
+from outpace.drafters.compose import build
+from outpace.drafters.compose.guesses import Guesses, State
+from outpace.drafters.compose.leaders import split, with_tails
+from outpace.drafters.compose.levels import Level, LookupLevel, ModelLevel, Relay
+from outpace.errors import SpecError
+from outpace.models.base import Target
+from outpace.tree.growth import DraftRow
+from outpace.types import Draft, Outcome
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CascadeConfig:
+    """Settings of the drafter."""
+
+    levels: str = "draft_model+max_gram"
+    """Specs of the drafters, strongest first, joined by ``+``: draft_model[model=M]+max_gram."""
+    k: str | None = None
+    """Tokens per level, a row per reviewer: 5,10/10. By default 4 of every level for the target,
+    and for a model 2 of every model and 6 of the lookup below it."""
+
+    def __post_init__(self) -> None:
+        if self.k is not None:
+            read_k(self.k)
+
+
+def read_k(text: str) -> list[list[int]]:
+    """Read the rows of K from its diagonal on.
+
+    Raises:
+        ValueError: not rows of whole numbers from 0, or nothing for the target to check.
+    """
+    try:
+        rows = [[int(part) for part in row.split(",")] for row in text.split("/")]
+    except ValueError:
+        rows = [[-1]]
+    if min(min(row) for row in rows) < 0 or not any(rows[0]):
+        raise ValueError(
+            f"k must be rows of whole numbers such as 5,10/10, the first not all 0, got {text}"
+        )
+    return rows
+
+
+class Cascade(Drafter[State]):
+    """Levels of drafters, each sped up by those below it.
+
+    Args:
+        models: strongest first, at least one.
+        lookup: below them all; None: the last model decodes plainly.
+        k: row r, entry i: tokens that level r + 1 + i adds to the draft for reviewer r. Missing
+            ones are 0.
+    """
+
+    Config = CascadeConfig
+    default_nodes = 32  # k says how many; this is no more than a bound
+    samples = True
+
+    def __init__(
+        self, models: Sequence[Target], lookup: Drafter[None] | None, k: Sequence[Sequence[int]]
+    ) -> None:
+        self._clock = PassClock()
+        self.lookup = None if lookup is None else LookupLevel(lookup)
+        lowest: list[Level] = [] if self.lookup is None else [self.lookup]
+        self.models: list[ModelLevel] = []
+        below: list[Level] = lowest
+        for number in range(len(models), 0, -1):
+            level = ModelLevel(
+                number, models[number - 1], _relay(below, k, number),
+                verifier=build.made("verifier", "tree"),
+                coupled=build.made("verifier", "coupled"),
+                policy=build.made("policy", "fixed"), clock=self._clock,
+            )  # fmt: skip
+            self.models.insert(0, level)
+            below = [level, *below]
+        self.relay = _relay(below, k, 0)
+
+    @property
+    def clock(self) -> PassClock:
+        """Of the passes of all models."""
+        return self._clock
+
+    @classmethod
+    def load(cls, config: CascadeConfig, target: Target) -> Cascade:
+        """Load every level.
+
+        Raises:
+            SpecError: levels that cannot be read or do not fit together, or a ``k`` of another
+                size.
+            ModelError: as the levels raise it.
+        """
+        who = "drafter 'cascade'"
+        parts = build.split_parts(config.levels, who)
+        drafters = [build.drafter(spec, target) for spec in parts]
+        models = [d.language_model for d in drafters]
+        speaking = [model for model in models if model is not None]
+        lookup = drafters[-1] if models[-1] is None else None
+        wrong = next((s for s, m in zip(parts[:-1], models, strict=False) if m is None), None)
+        if wrong is not None or not speaking:
+            raise SpecError(
+                f"{who}: {wrong or parts[0]} is no language model; every level but the last must "
+                "be one, such as draft_model[model=M]"
+            )
+        if lookup is not None and (lookup.samples or lookup.taps):
+            raise SpecError(
+                f"{who}: {parts[-1]} reads features of the target, or samples; the last level "
+                "must be a language model or a lookup, such as max_gram"
+            )
+        if config.k is None:
+            k = [
+                [(4 if row == 0 else 2 if at < len(speaking) else 6)
+                 for at in range(row, len(parts))]
+                for row in range(len(speaking) + 1)
+            ]  # fmt: skip
+        else:
+            k = read_k(config.k)
+        for row, quotas in enumerate(k):
+            if row > len(speaking) or len(quotas) > len(parts) - row:
+                raise SpecError(
+                    f"{who}: k={config.k} has too many {'rows' if not quotas else 'numbers'} in "
+                    f"row {row + 1} for {len(parts)} levels, {len(speaking)} of them models"
+                )
+        return cls(speaking, lookup, k)
+
+    def begin(self, request: Request) -> State:
+        """Slots in the models' caches, and the lookup's state."""
+        slots = [level.cache.real.open() for level in self.models]
+        return State(slots, None if self.lookup is None else self.lookup.begin(request))
+
+    def propose(self, rows: Sequence[DraftRow[State]]) -> list[Draft]:
+        """A chain each, or candidates for the first token with a chain each."""
+        drafts, tails = [], []
+        for row in rows:
+            if row.state.reading is not None:
+                row.state.reading.judged = []
+            most, others = split(row)
+            drafts.append(Guesses(row, most, 1 + len(others)))
+            tails.append(others)
+        self.relay.run(drafts)
+        out = []
+        for g, others in zip(drafts, tails, strict=True):
+            draft = g.draft() if not g.rivals else with_tails(g, others, self.lookup)
+            g.row.state.draft = draft
+            out.append(draft)
+        return out
+
+    def observe(self, states: Sequence[State], outcomes: Sequence[Outcome]) -> None:
+        """Read prompts along; tell the lookup what was committed. Models catch up by ids."""
+        for state, outcome in zip(states, outcomes, strict=True):
+            if self.lookup is not None and state.reading is not None:
+                self.lookup.observe(state.reading, outcome, outcome.draft is state.draft)
+            state.draft = None
+        for at, level in enumerate(self.models):
+            prompts = {}
+            for state, outcome in zip(states, outcomes, strict=True):
+                slot, end = state.slots[at], outcome.start + len(outcome.fed)
+                fits = end <= level.model.max_positions
+                if outcome.forced and fits and level.cache.length(slot) == outcome.start:
+                    prompts[slot] = outcome.fed
+            if prompts:
+                level.reader.read(prompts, level.cache)
+
+    def reset(self, state: State) -> None:
+        """Read everything anew at the next proposal."""
+        for level, slot in zip(self.models, state.slots, strict=True):
+            level.cache.real.truncate(slot, 0)
+        if self.lookup is not None and state.reading is not None:
+            self.lookup.back(state.reading)
+            self.lookup.drafter.reset(state.reading.state)
+
+    def end(self, state: State) -> None:
+        """Give the slots back."""
+        for level, slot in zip(self.models, state.slots, strict=True):
+            level.cache.real.close(slot)
+        if self.lookup is not None and state.reading is not None:
+            self.lookup.back(state.reading)
+            self.lookup.drafter.end(state.reading.state)
+
+
+def _relay(below: Sequence[Level], k: Sequence[Sequence[int]], row: int) -> Relay:
+    quotas = k[row] if row < len(k) else ()
+    return Relay([(level, n) for level, n in zip(below, quotas, strict=False) if n > 0])

@@ -1,0 +1,199 @@
+"""A draft of a cascade while it is made, and what a sequence keeps from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from outpace.coins import Coins, Stream
+from outpace.drafters.compose.ahead import CoinsAhead, WarpAhead
+from outpace.sampling import Warp
+from outpace.tree.growth import DraftRow
+from outpace.types import (
+    NOTHING,
+    ROOT,
+    Budget,
+    Draft,
+    Drawn,
+    Group,
+    Law,
+    Outcome,
+    Signals,
+    Verdict,
+)
+from outpace.verifiers.base import Verifier
+
+BELOW = "below"
+"""What an inner step calls its drafter."""
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """Where a lookup stands in one sequence."""
+
+    state: Any
+    read: int
+    """Committed tokens that it knows."""
+    mark: Any = None
+    ahead: list[int] = field(default_factory=list)
+    """Guesses that it has read since the mark."""
+    judged: list[tuple[int, Draft, Verdict]] = field(default_factory=list)
+    """Its drafts in the present proposal that a level judged: pending position, draft, verdict."""
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """One sequence in all levels."""
+
+    slots: list[int]
+    """Of each language model's cache."""
+    reading: Reading | None
+    """None without a lookup."""
+    draft: Draft | None = None
+    """The last proposal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The memo of a draft that levels made together."""
+
+    level_N: tuple[int, ...]
+    """Level of every node of its chain, from 1; 0: the lookup."""
+
+
+class Guesses:
+    """A draft under construction: a chain, and what could have come in place of its first token.
+
+    It is the row of the inner steps that build it.
+
+    Args:
+        row: what was asked; its coins are the outer ones.
+        most: tokens that it may have.
+        leaders: candidates wanted for the first token.
+    """
+
+    number = 0
+    policy_state: Any = None
+
+    def __init__(self, row: DraftRow[State], most: int, leaders: int = 1) -> None:
+        self.row, self.most, self.leaders = row, most, leaders
+        self.tokens = list(row.tokens)
+        self.laws: list[Law | None] = []
+        """One per guess; None: it was chosen."""
+        self.origin: list[int] = []
+        """The level that made each guess."""
+        self.rivals: list[int] = []
+        """The other leaders, in the order in which they were drawn."""
+        self.stopped = False
+        self.warp: Warp = WarpAhead(row.warp, row.drawn is Drawn.CHOSEN)
+        self.states: Mapping[str, Any] = {BELOW: row.state}
+        self.budgets: Mapping[str, Budget] = {BELOW: Budget(1 << 16, 1 << 16)}
+        self.verifiers: Mapping[str, Verifier] = {}
+        self.slot = self._level = 0
+        self._context = 1 << 30
+
+    @property
+    def count(self) -> int:
+        """Guesses so far."""
+        return len(self.laws)
+
+    @property
+    def guessed(self) -> list[int]:
+        """The tokens of the chain."""
+        return self.tokens[len(self.row.tokens) :]
+
+    @property
+    def coupled(self) -> bool:
+        """Whether it is drawn with coins that the target shares."""
+        return self.row.drawn is Drawn.COUPLED and not self.warp.greedy
+
+    def enter(self, level: int, context: int, verifier: Verifier) -> None:
+        """Be a row of a level's machine from now on."""
+        self._level, self._context = level, context
+        self.slot = self.row.state.slots[level - 1]
+        self.verifiers = {BELOW: verifier, "none": verifier}
+
+    def wants(self, total: int) -> bool:
+        """Whether the present level may add to it, up to so many guesses."""
+        fits = len(self.tokens) < self._context
+        return fits and not self.stopped and self.count < min(total, self.most)
+
+    def append(self, token: int, law: Law | None, level: int = 0) -> None:
+        """Add a guess of a level; 0: of the lookup."""
+        self.tokens.append(token)
+        self.warp.advance((token,))
+        self.laws.append(law)
+        self.origin.append(level)
+
+    def coins(self, stream: Stream) -> Coins:
+        """Of the inner pending token."""
+        return CoinsAhead(self.row.coins, self._level, self.count, stream)
+
+    def room(self) -> Budget:
+        """The last token of the draft is never drafted by the level below."""
+        depth = min(self.most - self.count - 1, self._context - len(self.tokens))
+        return Budget(1 << 16, depth) if depth > 0 else NOTHING
+
+    def cut(self, verdict: Verdict) -> Verdict:
+        """A length fixed before anything was drawn, so what is left has its law."""
+        return verdict.cut(self.most - self.count)
+
+    def extend(self, outcome: Outcome) -> None:
+        """Take what a level emitted, with its true laws."""
+        verdict = outcome.verdict
+        assert verdict.laws is not None
+        if self.count == 0 and self.leaders > 1:
+            self._find_rivals(outcome, verdict.laws[0])
+        laws = [None] * len(verdict.emitted) if self.warp.greedy else verdict.laws
+        rows = (0, *(node + 1 for node in verdict.kept))
+        for token, law, true, row in zip(verdict.emitted, laws, verdict.laws, rows, strict=False):
+            if self.stopped:
+                return
+            self.append(token, law, self._level)
+            stop = self.row.budget.stop
+            if stop is not None:
+                q = true.prob(token)
+                if self.warp.greedy:  # its law says nothing of how sure the level was
+                    q = float(outcome.scored.logits_TV[row].float().softmax(0)[token])
+                signals = Signals(torch.tensor([self.count]), torch.tensor([q]))
+                self.stopped = not bool(stop.more(signals))
+
+    def _find_rivals(self, outcome: Outcome, law: Law) -> None:
+        first, wanted = outcome.verdict.emitted[0], self.leaders - 1
+        if self.warp.greedy:
+            (ranked,), _ = self.warp.ranking(outcome.scored.logits_TV[:1], [()], self.leaders)
+            self.rivals = [token for token in ranked if token != first][:wanted]
+        elif self.row.drawn is Drawn.COUPLED:
+            self.rivals = self.row.coins.race(law, 1, self.leaders)[1:]
+        else:
+            rest: Law | None = law
+            for i in range(1, self.leaders):
+                if self.row.drawn is Drawn.DISTINCT:
+                    rest = law.without([first, *self.rivals])
+                if rest is None:
+                    break
+                self.rivals.append(self.row.coins.choose(rest, ROOT, i))
+
+    def draft(self) -> Draft:
+        """The chain, then the rivals below the pending token."""
+        tokens, laws = self.guessed, list[Law]()
+        groups: list[Group] = []
+        parents = list(range(ROOT, len(tokens) - 1))
+        at = {tokens[0]: 0} if tokens else {}
+        for node, law in enumerate(self.laws):
+            nodes = [node]
+            for token in self.rivals if node == 0 else ():
+                if token not in at:
+                    at[token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(ROOT)
+                nodes.append(at[token])
+            drawn = Drawn.CHOSEN if law is None else self.row.drawn
+            groups.append(Group(node - 1, drawn, tuple(nodes), None if law is None else len(laws)))
+            if law is not None:
+                laws.append(law)
+        memo = Origin(tuple(self.origin))
+        return Draft(tuple(tokens), tuple(parents), tuple(groups), tuple(laws), memo=memo)

@@ -1,0 +1,248 @@
+"""Select: several drafters at once, and of their guesses the likeliest, in one tree.
+
+    suffix      sat on the mat .
+    recycling   sat down            ->   sat -+- on - the - mat - .
+                slept                         +- down
+
+All members that choose their guesses are asked at every step; a lookup says how likely each guess
+is from the length of its match, of the others it counts how often their first guess was right. The
+guesses are merged by common prefixes, and as many are checked as pay. A member that samples, such
+as a draft model, is picked before it draws, or its law would not be that of its tokens: it drafts
+where it promises more than the forest does, and then alone.
+
+    select[members=suffix+recycling]
+    select[members=suffix+draft_model[model=M]]
+
+Every member sees every step, with its own guesses and what became of them. With a verifier that
+takes chains only, say ``merge=false``: then the likeliest path is taken.
+
+Pays where the kind of text changes: each member alone is silent, or wrong, on some of it.
+
+Cost: that of all members that choose. Sources: SAM-Decoding, arXiv:2411.10666 (retrieval where
+the match is long, a model elsewhere); merging by prefixes, SpecInfer, arXiv:2305.09781.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from outpace.clock import PassClock
+from outpace.drafters.base import Drafter, Request
+from outpace.drafters.compose import build
+from outpace.drafters.compose.forest import merge
+from outpace.errors import SpecError
+from outpace.models.base import Target
+from outpace.tree.growth import DraftRow
+from outpace.tree.shapes import budget as natural_budget
+from outpace.types import ROOT, Budget, Draft, Outcome, Verdict
+
+RATE = 0.1
+"""How fast records follow what happens."""
+KEPT, DRAFTED = 2.0, 4.0
+"""What is assumed of a member that samples: guesses kept, and made, per draft."""
+FORGET = 0.02
+"""Share of the way back to that, per step in which it was not picked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectConfig:
+    """Settings of the drafter."""
+
+    members: str = "suffix+recycling"
+    """Specs of the drafters, joined by ``+``."""
+    merge: bool = True
+    """Whether guesses of several members may stand side by side, in a tree."""
+    cost: float = 0.15
+    """What a guess of a member that samples costs, in passes of the target over one row."""
+
+    def __post_init__(self) -> None:
+        if not self.cost >= 0:
+            raise ValueError(f"cost must be at least 0, got {self.cost}")
+
+
+@dataclass(slots=True)
+class _Record:
+    """How a member served in one sequence."""
+
+    rate: float = 0.4
+    """How often its first guess was right."""
+    kept: float = KEPT
+    drafted: float = DRAFTED
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """One sequence."""
+
+    members: list[Any]
+    records: list[_Record]
+    drafts: list[Draft] = field(default_factory=list)
+    """What each member said last; an empty draft where it was not asked."""
+    given: Draft | None = None
+    picked: int | None = None
+    """The member that drafted alone, because it samples."""
+
+
+class Select(Drafter[_State]):
+    """Asks several drafters and checks what is likeliest.
+
+    Args:
+        config: settings.
+        members: at least two.
+    """
+
+    Config = SelectConfig
+    default_nodes = 24
+
+    def __init__(self, config: SelectConfig, members: Sequence[Drafter[Any]]) -> None:
+        self.config, self.members = config, tuple(members)
+        self.taps = frozenset[str]().union(*(member.taps for member in members))
+        self.samples = any(member.samples for member in members)  # type: ignore[misc]
+        self._budgets = [natural_budget(m.default_tree, None, m.default_nodes) for m in members]
+        self._clock = build.Clocks([member.clock for member in members])
+
+    @property
+    def clock(self) -> PassClock:
+        """Of all members."""
+        return self._clock
+
+    @classmethod
+    def load(cls, config: SelectConfig, target: Target) -> Select:
+        """Load every member.
+
+        Raises:
+            SpecError: fewer than two, one twice, or one that cannot be read.
+            ModelError: as the members raise it.
+        """
+        who = "drafter 'select'"
+        specs = build.split_parts(config.members, who)
+        names = [str(spec) for spec in specs]
+        if len(set(names)) < max(2, len(names)):
+            raise SpecError(
+                f"{who}: members must be two or more different drafters, got {config.members}"
+            )
+        return cls(config, [build.drafter(spec, target) for spec in specs])
+
+    def begin(self, request: Request) -> _State:
+        """States of all members."""
+        states = [member.begin(request) for member in self.members]
+        return _State(states, [_Record() for _ in states])
+
+    def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
+        """A forest of what was chosen, or the draft of a member that samples."""
+        said = [[Draft()] * len(self.members) for _ in rows]
+        for i, member in enumerate(self.members):
+            if not member.samples:
+                answers = member.propose([self._ask(row, i) for row in rows])
+                for one, answer in zip(said, answers, strict=True):
+                    one[i] = answer
+        out: list[Draft] = []
+        alone: dict[int, list[int]] = {}
+        for at, (row, drafts) in enumerate(zip(rows, said, strict=True)):
+            rates = [record.rate for record in row.state.records]
+            forest = merge(drafts, rates, row.budget, self.config.merge)
+            row.state.picked = self._picked(row.state, forest.worth)
+            if row.state.picked is not None:
+                alone.setdefault(row.state.picked, []).append(at)
+            out.append(forest.draft)
+        for i, places in alone.items():
+            answers = self.members[i].propose([self._ask(rows[at], i) for at in places])
+            for at, answer in zip(places, answers, strict=True):
+                out[at] = said[at][i] = answer
+        for row, drafts, draft in zip(rows, said, out, strict=True):
+            row.state.drafts, row.state.given = drafts, draft
+        return out
+
+    def _ask(self, row: DraftRow[_State], i: int) -> DraftRow[Any]:
+        """What a member is asked: a draft of its own size, within the budget."""
+        own, asked = self._budgets[i], row.budget
+        chain = not self.config.merge or asked.shape != Budget(0, 0).shape
+        shape = asked.shape if chain else own.shape
+        return replace(row, state=row.state.members[i], budget=replace(
+            asked, max_nodes=min(own.max_nodes, asked.max_nodes),
+            max_depth=min(own.max_depth, asked.max_depth), shape=shape,
+        ))  # fmt: skip
+
+    def _picked(self, state: _State, worth: float) -> int | None:
+        """The sampling member that promises more than the forest, if any."""
+        best = None
+        for i, (member, record) in enumerate(zip(self.members, state.records, strict=True)):
+            if member.samples:
+                promised = (1 + record.kept) / (1 + self.config.cost * record.drafted)
+                if promised > worth:
+                    best, worth = i, promised
+        return best
+
+    def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
+        """Tell every member what became of its own guesses."""
+        for i, member in enumerate(self.members):
+            member.observe(
+                [state.members[i] for state in states],
+                [self._own(state, i, outcome)
+                 for state, outcome in zip(states, outcomes, strict=True)],
+            )  # fmt: skip
+        for state, outcome in zip(states, outcomes, strict=True):
+            if state.given is outcome.draft and not outcome.forced:
+                self._learn(state, outcome.verdict)
+            state.drafts, state.given, state.picked = [], None, None
+
+    def _own(self, state: _State, i: int, outcome: Outcome) -> Outcome:
+        """The outcome with a member's own draft, if it left a memo to learn by."""
+        if outcome.forced or state.given is not outcome.draft:
+            return outcome
+        draft = state.drafts[i]
+        if draft is outcome.draft or draft.memo is None or i == state.picked:
+            return outcome
+        kept = path(draft, outcome.verdict.emitted)
+        verdict = Verdict(kept, outcome.verdict.emitted, censored=outcome.verdict.censored)
+        return replace(outcome, draft=draft, verdict=verdict)
+
+    def _learn(self, state: _State, verdict: Verdict) -> None:
+        for i, (member, record) in enumerate(zip(self.members, state.records, strict=True)):
+            draft = state.drafts[i]
+            kept = path(draft, verdict.emitted)
+            if member.samples and i != state.picked:
+                record.kept += FORGET * (KEPT - record.kept)
+                record.drafted += FORGET * (DRAFTED - record.drafted)
+            elif len(draft):
+                record.rate += RATE * (bool(kept) - record.rate)
+                if not verdict.censored:
+                    record.kept += RATE * (len(kept) - record.kept)
+                    record.drafted += RATE * (max(draft.depth_N) - record.drafted)
+
+    def mark(self, state: _State) -> list[Any]:
+        """Marks of all members."""
+        marks = [m.mark(own) for m, own in zip(self.members, state.members, strict=True)]
+        return [*marks, [replace(record) for record in state.records]]
+
+    def rewind(self, state: _State, mark: list[Any]) -> _State:
+        """Members one by one."""
+        pairs = zip(self.members, state.members, mark, strict=False)
+        return _State([m.rewind(own, its) for m, own, its in pairs], mark[-1])
+
+    def reset(self, state: _State) -> None:
+        """Reset all members."""
+        for member, own in zip(self.members, state.members, strict=True):
+            member.reset(own)
+
+    def end(self, state: _State) -> None:
+        """End all members."""
+        for member, own in zip(self.members, state.members, strict=True):
+            member.end(own)
+
+
+def path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
+    """Nodes of a draft that carry the first of some tokens, root first."""
+    child = {
+        branch: node for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))
+    }
+    kept: list[int] = []
+    node: int | None = ROOT
+    for token in tokens:
+        node = child.get((ROOT if not kept else kept[-1], token))
+        if node is None:
+            break
+        kept.append(node)
+    return tuple(kept)

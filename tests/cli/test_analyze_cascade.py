@@ -1,0 +1,107 @@
+import json
+
+import pytest
+
+from outpace import Engine
+from outpace.analysis.cascades import Part, measure, probe_k, speedup, text_of
+from outpace.bench import formats, workloads
+
+LEVELS = "draft_model[model=tiny layers=1]+max_gram"
+FEW = ("analyze", "cascade", "--model", "tiny", "--dtype", "float32", "--limit", "2",
+       "--max-new-tokens", "24", "--levels", LEVELS)
+PROMPTS = [
+    workloads.Prompt(id=f"p{i}", category="edit",
+                     messages=({"role": "user", "content": "abc abd abe " * 3 + "xyz"[:i]},))
+    for i in range(4)
+]
+
+
+@pytest.fixture(autouse=True)
+def short_prompts(monkeypatch):
+    monkeypatch.setattr(formats, "builtin", lambda: PROMPTS)
+
+
+def test_prediction_and_measurement_stand_side_by_side(outpace, tmp_path):
+    ran = outpace(*FEW, "--measure", "--k", "2,4/3", "--json", "--out", str(tmp_path / "report"))
+    assert ran.code == 0, ran.err
+    got = json.loads(ran.out)
+    assert json.loads((tmp_path / "report/cascade.json").read_text()) == got
+    kinds = [row["kind"] for row in got["configurations"]]
+    assert kinds == ["model alone", "vertical", "horizontal", "both", "given"]
+    for row in got["configurations"]:
+        assert row["predicted"] > 0 and row["measured"] > 0
+        assert row["emitted"] >= 1 <= row["measured_emitted"]
+    by_kind = {row["kind"]: row for row in got["configurations"]}
+    assert by_kind["both"]["predicted"] == max(row["predicted"] for row in got["configurations"])
+    assert "," not in by_kind["vertical"]["k"] and "/" not in by_kind["horizontal"]["k"]
+    assert by_kind["given"]["k"] == "2,4/3"
+    assert got["best"].startswith(f"cascade[levels={LEVELS} k=")
+    pairs = {(one["reviewer"], one["level"]) for one in got["acceptance"]}
+    assert {("tiny", "tiny:1"), ("tiny:1", "MaxGram")} <= pairs or len(pairs) >= 2
+    for one in got["acceptance"]:
+        assert one["drafts"] > 0
+        assert all(1 >= a >= b >= 0 for a, b in zip(one["kept"], one["kept"][1:], strict=False))
+
+
+def test_the_tables(outpace):
+    ran = outpace(*FEW)
+    assert ran.code == 0, ran.err
+    for words in ("Share of guesses kept", "Milliseconds of a step", "predicted", "best: cascade["):
+        assert words in ran.out
+    assert "measured" not in ran.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--levels", "max_gram"), "max_gram is no language model"),
+        (("--k", "3/4/5"), "row 3 for 2 levels"),
+        (("--max-new-tokens", "3"), "must be at least 8, got 3"),
+        (("--limit", "0"), "--limit must be at least 1, got 0"),
+    ],
+)
+def test_bad_input_is_one_line(outpace, arguments, says):
+    ran = outpace(*FEW, *arguments)
+    assert ran.code == 2
+    assert says in ran.err.splitlines()[-1]
+
+
+def test_parts_count_what_was_reached():
+    part = Part()
+    part.add(3, 3, 3)
+    part.add(3, 2, 2)  # silent at the third place: a refusal
+    part.add(3, 3, 0)
+    part.add(3, 3, None)  # never reached
+    assert part.asked == [0, 3, 2, 2] and part.kept == [0, 2, 2, 1]
+    assert part.survival == pytest.approx((1, 2 / 3, 2 / 3, 1 / 3))
+    assert part.drafted == (1.0, 1.0, 1.0, 0.75) and part.drafts == 4
+
+
+def test_k_as_text():
+    assert text_of([[5, 10], [10]]) == "5,10/10"
+    assert text_of([[5, 0], [0]]) == text_of([[5], []]) == "5" and text_of([[5, 0], [4]]) == "5/4"
+    assert probe_k(2, True) == [[5, 5, 8], [3, 8], [8]]
+
+
+def test_the_tally_counts_what_the_engine_counts_and_leaves_no_trace():
+    engine = Engine.load("tiny", drafter="none", dtype="float32")
+    prompts = [[5, 9, 11] * 4, [3, 1, 4, 1] * 3]
+    levels = "draft_model[model=tiny layers=1]"
+    found = measure(engine, levels, prompts, max_new_tokens=30)
+    method = engine.method(f"cascade[levels={levels} k=5]")
+    results = [
+        engine.generate(list(p), drafter=method.spec, max_new_tokens=30, ignore_eos=True,
+                        temperature=0.0)
+        for p in prompts
+    ]
+    drafted = [sum(r.counters.drafted_at[i] for r in results) for i in range(2)]
+    kept = [sum(r.counters.accepted_at[i] for r in results) for i in range(2)]
+    part = found.parts[0, 1]
+    assert abs(part.drafts - drafted[0]) <= 2 and abs(part.kept[1] - kept[0]) <= 2
+    assert 0 < part.kept[2] <= part.kept[1] < part.asked[1]
+    assert type(method.verifier).__name__ == "Tree" and not engine.listeners
+    level = method.drafter.models[0]
+    assert type(level.verifier).__name__ == "Tree" and level.machine.listeners == ()
+    assert list(found.predicted()) == ["model alone"]
+    assert found.ladder.seconds[0](8) > 0
+    assert len(speedup(engine, [method.spec], prompts, max_new_tokens=10)) == 1
