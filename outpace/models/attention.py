@@ -5,14 +5,16 @@ its ancestors stand in a chain or in a tree. So greedy text can be equal token f
 and without guesses. Three rules keep it, given a matrix product that adds up its terms in
 order, as the products of CPU libraries do for up to 192 terms:
 
-- products have at least 4 rows, and a multiple of 64 keys; what a row may not see weighs 0;
+- products have at least 4 rows, and a multiple of 64 keys; what a row may not see weighs 0,
+  and rows that only fill up hold zeros;
 - weighted values are summed in blocks of 128 positions. A block is made of positions, not of
   storage rows: a guess stored across a border is counted where its position belongs;
 - the sum of the weights, which is split by lanes of the processor, is taken in float64, so that
   its rounding to float32 does not tell how it was split.
 
 Shape letters: T rows of the pass (filled up), B slots of a group, R rows per slot, K key-value
-heads, G query heads per key-value head, M = R * G, D width of a head, N keys, L layers.
+heads, G query heads per key-value head, M = R * G or 4 if that is more, D width of a head,
+N keys, Y rows of the pass that are stored.
 """
 
 from __future__ import annotations
@@ -133,7 +135,7 @@ class Attention:
         windows: frozenset[int | None],
         dtype: torch.dtype,
     ) -> None:
-        self.shape, self.windows, self.device = shape, windows, cache.store.device
+        self.shape, self.windows, self.device = shape, windows, cache.key_store.device
         kv, width, queries = shape.kv, shape.width, shape.queries
         self.head_TXD = torch.zeros(
             rows, queries + 2 * kv, width, dtype=torch.float32, device=self.device
@@ -146,36 +148,31 @@ class Attention:
         self.query_TKGD = self.head_TXD[:, :queries].view(rows, kv, shape.group, width)
         self.out_TKGD = torch.zeros(rows, kv, shape.group, width, dtype=dtype, device=self.device)
         self._out = self.out_TKGD.flatten(1)
-        self._new, self._index, self._stores = self._places(cache, spans)
-        self.filling = rows - sum(len(span.stored) for span in spans) if len(spans) == 1 else 0
-        """Rows behind a lone span that belong to nobody."""
+        new_YXD = self.head_TXD[: sum(len(span.stored) for span in spans), queries:]
+        self._new = new_YXD[:, :kv], new_YXD[:, kv:]
+        self._places, self._index = self._writing(cache, spans)
         groups = list(_grouped([piece for span in spans for piece in span.pieces()]))
         largest = max(
-            len(group) * queries * _rows(group, shape) * max(span.reach for span in group)
+            len(group) * kv * _height(group, shape) * max(span.reach for span in group)
             for group in groups
         )
         self.scratch = self.head_TXD.new_empty(largest)
         """Scores of one group; the next one overwrites them."""
         self._groups = [_Group(self, cache, group) for group in groups]
 
-    def _places(
+    def _writing(
         self, cache: DenseCache, spans: Sequence[Span]
-    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """Give new keys and values, their rows (None: in order), and per layer where they go."""
-        kv = self.shape.kv
-        count = sum(len(span.stored) for span in spans)
-        new_TYD = self.head_TXD[:count, self.shape.queries :]
+    ) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor] | None]:
+        """Give per layer where new keys and values go, and their slots and rows there."""
+        keys, values = cache.by_row
         if len(spans) == 1:
-            rows = slice(spans[0].stored.start, spans[0].stored.stop)
-            stores = cache.store[:, :, spans[0].slot, :, rows].unbind(0)
-            new = new_TYD.view(count, 2, kv, -1).permute(1, 2, 0, 3)
-            return new, None, list(stores)
-        layers, _, slots, _, length, width = cache.store.shape
-        first = torch.tensor([s.slot * kv * length + row for s in spans for row in s.stored])
-        head = torch.arange(2 * kv)
-        offset = (head // kv * slots * kv + head % kv) * length
-        index = (first[:, None] + offset).flatten().to(self.device)
-        return new_TYD, index, list(cache.store.view(layers, -1, width).unbind(0))
+            slot, rows = spans[0].slot, slice(spans[0].stored.start, spans[0].stored.stop)
+            own = keys[:, slot, rows].unbind(0), values[:, slot, rows].unbind(0)
+            return list(zip(*own, strict=True)), None
+        slot_Y = torch.tensor([span.slot for span in spans for _ in span.stored])
+        row_Y = torch.tensor([row for span in spans for row in span.stored])
+        places = list(zip(keys.unbind(0), values.unbind(0), strict=True))
+        return places, (slot_Y.to(self.device), row_Y.to(self.device))
 
     def __call__(self, layer: int, window: int | None) -> Tensor:
         """Store keys and values, attend.
@@ -187,11 +184,11 @@ class Attention:
         Returns:
             [T, K * G * D], overwritten by the next call. Filling rows hold anything finite.
         """
-        if self._index is None:
-            self._stores[layer].copy_(self._new)
-        else:
-            new = self._new.reshape(-1, self.shape.width)
-            self._stores[layer].index_copy_(0, self._index, new)
+        for place, new_YKD in zip(self._places[layer], self._new, strict=True):
+            if self._index is None:
+                place.copy_(new_YKD)
+            else:
+                place.index_put_(self._index, new_YKD)
         for group in self._groups:
             group.attend(layer, window)
         return self._out
@@ -203,14 +200,14 @@ class _Group:
     def __init__(self, whole: Attention, cache: DenseCache, spans: list[Span]) -> None:
         shape = self.shape = whole.shape
         batch, longest = len(spans), max(len(span.stored) for span in spans)
-        count, first = _rows(spans, shape), spans[0].start
-        total = batch * count
+        count, first = longest, spans[0].start
+        total, height = batch * count, _height(spans, shape)
         dims = (batch, count, shape.kv, shape.group, shape.width)
         in_order = all(s.start == first + i * longest for i, s in enumerate(spans))
-        even = count == longest and in_order and all(len(s.stored) == longest for s in spans)
+        even = in_order and all(len(s.stored) == longest for s in spans)
         self.queries, self.outputs = whole.query_TKGD, whole.out_TKGD
         self.index: Tensor | None = None
-        if even or len(spans[-1].stored) + whole.filling >= count > longest:
+        if even:
             query, result = whole.query_TKGD[first:], whole.out_TKGD[first:]
         else:
             # A row stands in for those that its slot lacks; equal rows give equal results.
@@ -222,15 +219,18 @@ class _Group:
             result = self.given = whole.out_TKGD.new_empty(total, *dims[2:])
         self.source = query[:total].view(dims).transpose(1, 2)
         self.result = result[:total].view(dims).transpose(1, 2)
-        folded = (batch * shape.kv, count * shape.group)
-        self.query = whole.head_TXD.new_empty(*folded, shape.width)
-        self.query_view = self.query.view(self.source.shape)
+        self.query = whole.head_TXD.new_zeros(batch * shape.kv, height, shape.width)
         self.sum = torch.empty_like(self.query)
-        self.sum_view = self.sum.view(self.source.shape)
-        self.top = whole.head_TXD.new_empty(*folded, 1)
+        self.top = self.query.new_empty(batch * shape.kv, height, 1)
         self.total = torch.empty_like(self.top, dtype=torch.float64)
         self.shares = torch.empty_like(self.top)
-        self.shares_view = self.shares.view(*self.source.shape[:-1], 1)
+
+        def asked(rows: Tensor) -> Tensor:
+            split = rows.unflatten(0, (batch, shape.kv))
+            return split[:, :, : count * shape.group].unflatten(2, (count, shape.group))
+
+        self.query_view, self.sum_view = asked(self.query), asked(self.sum)
+        self.shares_view = asked(self.shares)
         # Scores are powers of 2: exp2 takes half the time of exp.
         self.scale = shape.scale * (_LOG2E if shape.softcap is None else 1.0)
         self.sights = {w: _Sight(whole, cache, spans, count, w) for w in whole.windows}
@@ -261,9 +261,9 @@ class _Group:
             self.outputs.index_copy_(0, self.index, self.given)
 
 
-def _rows(spans: list[Span], shape: HeadShape) -> int:
-    """Rows per slot of a group: enough for a product that keeps its order."""
-    return max(-(-_LEAST // shape.group), *(len(span.stored) for span in spans))
+def _height(spans: list[Span], shape: HeadShape) -> int:
+    """M of a group: enough for a product that keeps its order."""
+    return max(_LEAST, shape.group * max(len(span.stored) for span in spans))
 
 
 def _grouped(spans: list[Span]) -> Iterator[list[Span]]:
@@ -305,7 +305,7 @@ class _Sight:
             start = max(0, lowest) // _BLOCK * _BLOCK
         columns, slots = range(start, stop), range(spans[0].slot, spans[-1].slot + 1)
         self.keys = cache.keys(slots, columns)
-        size = (len(spans) * shape.kv, count * shape.group, stop - start)
+        size = (len(spans) * shape.kv, _height(spans, shape), stop - start)
         self.weight = whole.scratch[: math.prod(size)].view(size)
         # Without a window all committed text is seen, and needs no mask.
         first = start
@@ -314,8 +314,8 @@ class _Sight:
         masks = [_mask(span, range(first, stop), count, window) for span in spans]
         mask = torch.stack(masks).repeat_interleave(shape.group, 1)
         self.mask = _per_head(mask, shape).to(whole.device)
-        """float32 [B * K or 1, M, .]: 0 or minus infinity, of the last columns."""
-        self.masked = self.weight[:, :, first - start :]
+        """float32 [B * K or 1, R * G, .]: 0 or minus infinity, of the last columns."""
+        self.masked = self.weight[:, : count * shape.group, first - start :]
         self.blocks: list[tuple[Tensor, Tensor | None, list[Tensor]]] = []
         """Weights of a block, which of them count there (None: all), and its values."""
         for block, member in _blocks(spans, columns):

@@ -230,7 +230,7 @@ class Decoder(Target):
         its slot holds, in order; they are not appended again.
         """
         depth = self._depth(layers)
-        if not isinstance(cache, DenseCache) or len(cache.store) != self.num_layers:
+        if not isinstance(cache, DenseCache) or cache.layers != self.num_layers:
             raise ModelError(f"this cache was not made by {self.name}; use its new_cache()")
         resumed = [feed.resume.layer for feed in feeds if feed.resume is not None]
         self._check_taps(taps, depth, max(resumed, default=0))

@@ -291,14 +291,18 @@ def attend_few(
     """
     slots, stop, own = range(span.slot, span.slot + 1), span.reach, len(span.stored)
     rows = slice(span.stored.start, span.stored.stop)
-    new_TYW = head_TXW[:own, heads.queries :].view(own, 2, heads.kv, heads.width)
-    cache.store[0, :, span.slot, :, rows].copy_(new_TYW.permute(1, 2, 0, 3))
-    count = max(own, -(-LEAST // heads.group))
-    query = head_TXW[:count, : heads.queries].view(count, heads.kv, heads.group, heads.width)
-    query_KMW = (query.transpose(0, 1) * (heads.scale * LOG2E)).reshape(heads.kv, -1, heads.width)
+    for store, new_TKW in zip(
+        cache.by_row, head_TXW[:own, heads.queries :].split(heads.kv, 1), strict=True
+    ):
+        store[0, span.slot, rows].copy_(new_TKW)
+    asked = own * heads.group
+    query_KMW = head_TXW.new_zeros(heads.kv, max(asked, LEAST), heads.width)
+    query = head_TXW[:own, : heads.queries].view(own, heads.kv, heads.group, heads.width)
+    view = query_KMW[:, :asked].unflatten(1, (own, heads.group))
+    torch.mul(query.transpose(0, 1), heads.scale * LOG2E, out=view)
     weight_KMN = torch.bmm(query_KMW, cache.keys(slots, range(stop))[0])
-    split = weight_KMN.view(heads.kv, count, heads.group, stop)
-    split[..., span.base :].add_(_mask(span, count).to(head_TXW.device).unsqueeze(1))
+    split = weight_KMN[:, :asked].unflatten(1, (own, heads.group))
+    split[..., span.base :].add_(_mask(span).to(head_TXW.device).unsqueeze(1))
     weight_KMN.sub_(weight_KMN.amax(-1, keepdim=True)).exp2_()
     total_KM1 = weight_KMN.sum(-1, keepdim=True, dtype=torch.float64).float()
     first = range(min(BLOCK, stop))
@@ -307,16 +311,16 @@ def attend_few(
         block = range(low, min(low + BLOCK, stop))
         sum_KMW.baddbmm_(weight_KMN[:, :, low : block.stop], cache.values(slots, block)[0])
     out = head_TXW.new_zeros(len(head_TXW), heads.kv, heads.group, heads.width, dtype=dtype)
-    shape = (heads.kv, count, heads.group)
-    shares = total_KM1.view(*shape, 1).transpose(0, 1)
-    torch.div(sum_KMW.view(*shape, -1).transpose(0, 1), shares, out=out[:count])
+    sums, shares = (
+        part[:, :asked].unflatten(1, (own, heads.group)).transpose(0, 1)
+        for part in (sum_KMW, total_KM1)
+    )
+    torch.div(sums, shares, out=out[:own])
     return out.flatten(1)
 
 
-def _mask(span: Span, count: int) -> Tensor:
-    """0 where a row sees a key behind the committed text, else minus infinity; the last row
-    fills up.
-    """
+def _mask(span: Span) -> Tensor:
+    """0 where a row sees a key behind the committed text, else minus infinity."""
     width, lines = span.reach - span.base, []
     for row in range(span.stored.start - span.base, span.stored.stop - span.base):
         line, at = [-math.inf] * width, row
@@ -324,7 +328,7 @@ def _mask(span: Span, count: int) -> Tensor:
             line[at] = 0.0
             at = span.parents[at]
         lines.append(line)
-    return torch.tensor([*lines, *[lines[-1]] * (count - len(lines))])
+    return torch.tensor(lines)
 
 
 class _OneLayer(MemoryCheckpoint):

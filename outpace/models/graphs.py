@@ -138,14 +138,14 @@ class StaticPasses:
         """
         count, slots = _rows(rows.spans), _slots(rows.spans)
         stored, positions, place = _arrange(rows.spans, cache, slots, count)
-        room, keys = cache.store.shape[4], _KEYS
+        room, keys = cache.rows, _KEYS
         while keys < max(span.stored.stop for span in rows.spans):
             keys *= 2
         name = (slots, count, min(keys, room), depth, taps)
         store, known = self._known.get(cache, (None, {}))
-        if store is not cache.store:
+        if store is not cache.key_store:
             known = {}  # recorded launches write to the memory that the cache had then
-            self._known[cache] = cache.store, known
+            self._known[cache] = cache.key_store, known
         one = known.get(name)
         fresh = one is None
         if one is None:
@@ -218,7 +218,7 @@ class PaddedAttention:
         dtype: torch.dtype,
     ) -> None:
         self._shape, self._slots, self._keys = shape, slots, keys
-        store, self._dims = cache.store, (len(slots), rows, shape.kv, shape.group, shape.width)
+        store, self._dims = cache.key_store, (len(slots), rows, shape.kv, shape.group, shape.width)
         self.head_TXD = store.new_zeros(
             len(slots) * rows, shape.queries + 2 * shape.kv, shape.width
         )
@@ -226,24 +226,20 @@ class PaddedAttention:
         turning = self.head_TXD[:, : shape.queries + shape.kv]
         self.turned_TXE = torch.view_as_complex(turning.view(*turning.shape[:2], -1, 2))
         self._out_BRKGD = torch.zeros(self._dims, dtype=dtype, device=store.device)
-        layers, _, all_slots, _, room, width = store.shape
-        self._stores = store.view(layers, -1, width).unbind(0)
-        head = torch.arange(2 * shape.kv)
-        offset = (head // shape.kv * all_slots * shape.kv + head % shape.kv) * room
-        self._offset, self._stride = offset.to(store.device), shape.kv * room
-        self._row_T = torch.zeros(len(self.head_TXD), dtype=torch.int64, device=store.device)
-        """Where each row writes, without its head; input."""
+        keys_, values_ = cache.by_row
+        self._places = list(zip(keys_.unbind(0), values_.unbind(0), strict=True))
+        slot_T = torch.tensor([slot for slot in slots for _ in range(rows)])
+        self._slot_T = slot_T.to(store.device)
+        self._row_T = torch.zeros_like(self._slot_T)
+        """Where each row writes; input."""
         masks = (len(slots), 1, rows, 1, keys)
         self._seen = {
             window: torch.zeros(masks, dtype=torch.bool, device=store.device) for window in windows
         }
         """Per window what each row sees; input."""
-        self._read = [
-            tuple(part.flatten(0, 1) for part in one[:, slots.start : slots.stop, :, :keys])
-            for one in store.unbind(0)
-        ]
-        """Per layer keys and values, [B * K, N, D]."""
-        self._index = self._row_T
+        self._read = list(
+            zip(cache.keys(slots, range(keys)), cache.values(slots, range(keys)), strict=True)
+        )
         self._mask: dict[int | None, Tensor] = {}
 
     def fill(self, stored: Sequence[int], spans: Sequence[Span]) -> None:
@@ -254,8 +250,7 @@ class PaddedAttention:
             spans: the rows that were asked for.
         """
         count = self._dims[1]
-        first = [self._slots[i // count] * self._stride + row for i, row in enumerate(stored)]
-        self._row_T.copy_(torch.tensor(first))
+        self._row_T.copy_(torch.tensor(stored))
         for window, seen in self._seen.items():
             made = torch.zeros(len(self._slots), count, self._keys, dtype=torch.bool)
             made[:, :, 0] = True
@@ -267,7 +262,6 @@ class PaddedAttention:
 
     def begin(self) -> None:
         """Make what all layers share."""
-        self._index = (self._row_T[:, None] + self._offset).flatten()
         for window, seen in self._seen.items():
             zeros = self.head_TXD.new_zeros(seen.shape)
             self._mask[window] = zeros.masked_fill_(seen.logical_not(), -torch.inf)
@@ -275,12 +269,14 @@ class PaddedAttention:
     def __call__(self, layer: int, window: int | None) -> Tensor:
         """Store keys and values, attend; see ``Attention``."""
         shape, (slots, rows, kv, group, width) = self._shape, self._dims
-        new = self.head_TXD[:, shape.queries :].reshape(-1, width)
-        self._stores[layer].index_copy_(0, self._index, new)
+        for place, new_TKD in zip(
+            self._places[layer], self.head_TXD[:, shape.queries :].split(kv, 1), strict=True
+        ):
+            place.index_put_((self._slot_T, self._row_T), new_TKD)
         keys, values = self._read[layer]
         query = self.head_TXD[:, : shape.queries].reshape(self._dims).permute(0, 2, 1, 3, 4)
         query = query.reshape(slots * kv, rows * group, width) * shape.scale
-        weight = torch.bmm(query, keys.transpose(1, 2))
+        weight = torch.bmm(query, keys)
         if shape.softcap is not None:
             weight = torch.tanh(weight / shape.softcap) * shape.softcap
         weight.view(slots, kv, rows, group, -1).add_(self._mask[window])

@@ -17,16 +17,17 @@ def filled(slots: int, rows: int, *, capacity: int = 0) -> DenseCache:
 
 def write(cache, slot, stored):
     for row in stored:
-        cache.store[:, 0, slot, :, row] = 100 * slot + row
-        cache.store[:, 1, slot, :, row] = -100 * slot - row
+        keys, values = cache.by_row
+        keys[:, slot, row] = 100 * slot + row
+        values[:, slot, row] = -100 * slot - row
 
 
 def held(cache, slot):
     """What the keys of a slot's committed rows tell; the values must tell the same."""
-    store = cache.store[:, :, slot, :, : cache.length(slot)]
-    assert torch.equal(store[:, 0], -store[:, 1])
-    assert torch.equal(store, store[:1, :, :1, :, :1].expand_as(store))
-    return [int(row) for row in store[0, 0, 0, :, 0]]
+    keys, values = (store[:, slot, : cache.length(slot)] for store in cache.by_row)
+    assert torch.equal(keys, -values)
+    assert torch.equal(keys, keys[:1, :, :1, :1].expand_as(keys))
+    return [int(row) for row in keys[0, :, 0, 0]]
 
 
 def test_keep_moves_a_path_to_the_front_in_its_own_slot_only():
@@ -69,9 +70,9 @@ def test_growth_keeps_what_is_stored():
     cache.keep(second, [0])
     assert held(cache, 0) == [*before, *range(60, 130)]
     assert held(cache, second) == [100]
-    assert cache.store.shape[4] % 64 == 0
+    assert cache.rows % 64 == 0
     assert cache.keys(range(1), range(64))[0].data_ptr() != old[0].data_ptr()
-    assert cache.nbytes == cache.store.nbytes
+    assert cache.nbytes == 2 * cache.key_store.nbytes
 
 
 def test_slots_opened_together_are_allocated_once():
@@ -79,12 +80,12 @@ def test_slots_opened_together_are_allocated_once():
     slots = [cache.open() for _ in range(4)]
     assert cache.nbytes == 0
     cache.append(slots[0], [1], [-1])
-    assert cache.store.shape[2] == 4
-    assert cache.store.shape[4] == 128
-    place = cache.store.data_ptr()
+    assert cache.key_store.shape[1] == 4
+    assert cache.rows == 128
+    place = cache.key_store.data_ptr()
     for slot in slots[1:]:
         cache.append(slot, range(99), range(-1, 98))
-    assert cache.store.data_ptr() == place
+    assert cache.key_store.data_ptr() == place
 
 
 def test_a_closed_slot_is_taken_again_and_starts_empty():
@@ -111,7 +112,7 @@ def test_scratch_rows_lie_behind_the_tail_and_are_reused():
     cache = filled(1, 3)
     cache.append(0, [9], [-1])
     assert cache.scratch(0, 70) == range(4, 74)
-    assert cache.store.shape[4] >= 74
+    assert cache.rows >= 74
     assert cache.append(0, [9], [0]) == range(4, 5)
 
 
@@ -120,7 +121,7 @@ def test_inference_mode_leaves_no_mark_on_the_memory():
     with torch.inference_mode():
         slot = cache.open()
         cache.append(slot, [1, 2, 3], [-1, 0, 0])
-    assert not cache.store.is_inference()
+    assert not cache.value_store.is_inference()
     cache.keep(slot, [0, 2])
     assert cache.length(slot) == 2
 

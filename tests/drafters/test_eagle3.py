@@ -360,8 +360,9 @@ def test_attention_of_few_rows_is_that_of_many_bit_for_bit(target, base, parents
         one.append(slot, [0] * base, range(-1, base - 1))
         one.keep(slot, range(base))
         one.append(slot, [0] * len(parents), parents)
-    cache.store.copy_(torch.randn(cache.store.shape, generator=coins))
-    many.store.copy_(cache.store)
+    for mine, other in zip(cache.by_row, many.by_row, strict=True):
+        mine.copy_(torch.randn(mine.shape, generator=coins))
+        other.copy_(mine)
     depths = many.slot(slot).tail_depths
     chain = depths == list(range(len(depths)))
     span = Span(slot, 0, range(base + first, base + len(parents)), base, parents, depths, chain)
@@ -376,7 +377,7 @@ def test_attention_of_few_rows_is_that_of_many_bit_for_bit(target, base, parents
     wanted = attend(0, None)[: len(span.stored)]
     got = eagle.attend_few(cache, span, head, heads, torch.float32)
     assert torch.equal(got[: len(span.stored)], wanted)
-    assert torch.equal(cache.store, many.store)
+    assert all(map(torch.equal, cache.by_row, many.by_row))
     assert bool(got.isfinite().all())
 
 
@@ -391,7 +392,8 @@ def test_the_bits_of_attention_can_be_told_apart(target, monkeypatch):
         slot = cache.open()
         cache.append(slot, [0] * (base + 1), range(-1, base))
         coins.manual_seed(1)
-        cache.store.copy_(torch.randn(cache.store.shape, generator=coins))
+        for store in cache.by_row:
+            store.copy_(torch.randn(store.shape, generator=coins))
         head = torch.randn(4, heads.queries + 2 * heads.kv, heads.width, generator=coins)
         span = Span(slot, 0, range(base, base + 1), base, [-1], [0], True)
         outs.append(eagle.attend_few(cache, span, head, heads, torch.float32)[0])

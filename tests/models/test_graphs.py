@@ -144,12 +144,12 @@ def test_text_grows_past_the_keys_of_a_bucket_and_past_the_cache(folder):
     slot = pair.do("open")
     pair.same([Feed.chain(slot, tokens(60))])
     pair.do("keep", slot, range(60))
-    stores = [pair.caches[1].store]
+    stores = [pair.caches[1].key_store]
     for step in range(56):
         pair.same([Feed.chain(slot, tokens(4, step))])
         pair.do("keep", slot, range(4))
-        if pair.caches[1].store is not stores[-1]:
-            stores.append(pair.caches[1].store)
+        if pair.caches[1].key_store is not stores[-1]:
+            stores.append(pair.caches[1].key_store)
     assert pair.caches[1].length(slot) == 284
     # One for the long feed, one per memory of the cache, one where 256 keys no longer suffice.
     assert [store.shape[4] for store in stores] == [64, 128, 192, 320]
