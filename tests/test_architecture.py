@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "errors": "",
     "law": "",
     "clock": "",
+    "files": "",
     "curve": "",
     "config": "errors",
     "registry": "errors",
@@ -44,18 +45,20 @@ MAY_IMPORT = {
     "cache": "errors tree cache.base",
     "models": "errors config types coins tree cache cache.base models.base",
     # A cascade calls the step; what is made of other drafters finds them through the registry.
-    "drafters": "errors config registry clock rows types coins sampling tree step cache.base models"
-    " models.base drafters.base verifiers.base policies.base",
+    "drafters": "errors config files registry clock rows types coins sampling tree step cache.base"
+    " models models.base drafters.base verifiers.base policies.base",
     "verifiers": "errors types coins verifiers.base",
     "policies": "types coins costs policies.base",
     # The engine finds methods through the registry and never names one.
     "engine": "errors config registry params stops types coins costs sampling tree step cache.base"
     " models models.base drafters.base verifiers.base policies.base",
-    "analysis": "errors config registry params types coins sampling tree step cache.base models"
-    " models.base drafters drafters.base verifiers verifiers.base policies.base engine",
-    "bench": "errors config registry params types tree models models.base drafters.base engine",
-    "train": "errors config params types cache.base models models.base drafters engine",
-    "cli": "errors config registry params models models.base drafters engine analysis bench train",
+    "analysis": "errors config files registry params types coins sampling tree step cache.base"
+    " models models.base drafters drafters.base verifiers verifiers.base policies.base engine",
+    "bench": "errors config files registry params types tree models models.base drafters.base"
+    " engine",
+    "train": "errors config files params types cache.base models models.base drafters engine",
+    "cli": "errors config files registry params models models.base drafters engine analysis"
+    " bench train",
     "__main__": "cli",
 }
 TYPE_ONLY = {("models.base", "models")}

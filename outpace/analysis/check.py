@@ -11,7 +11,7 @@ rounding may differ between a pass over one row and a pass over many; then level
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -25,7 +25,6 @@ from outpace.analysis.lossless import Difference, Report, Tally
 from outpace.config import MethodSpec, needs_settings
 from outpace.drafters.base import ExpandingDrafter
 from outpace.engine.engine import Engine
-from outpace.errors import RequestError
 from outpace.models.base import LAYERS, TREE, Target
 from outpace.models.decoder import Decoder
 from outpace.params import SamplingParams
@@ -75,32 +74,6 @@ def with_trees(specs: Sequence[str], target: Target) -> list[str]:
         if grows and TREE in target.can and "tree" not in dict(spec.options):
             out.append(str(MethodSpec(spec.name, tuple(sorted([*spec.options, ("tree", _TREE)])))))
     return out
-
-
-def pick(
-    engine: Engine, prompts: Mapping[str, Any], count: int, max_new_tokens: int
-) -> list[Case]:
-    """Take prompts that fit the context, spread evenly over all of them.
-
-    Args:
-        engine: encodes them.
-        prompts: id -> prompt, as ``Engine.encode`` takes it.
-        count: wanted; fewer if fewer fit.
-        max_new_tokens: room that each needs for its answer.
-
-    Raises:
-        RequestError: none fits.
-    """
-    room = engine.target.max_positions - max_new_tokens
-    cases = [Case(name, engine.encode(prompt)) for name, prompt in prompts.items()]
-    fitting = [case for case in cases if len(case.ids) <= room]
-    if not fitting:
-        raise RequestError(
-            f"no prompt leaves room for {max_new_tokens} new tokens in the context of "
-            f"{engine.target.max_positions}; give a smaller --max-new-tokens"
-        )
-    count = min(count, len(fitting))
-    return [fitting[i * len(fitting) // count] for i in range(count)]
 
 
 def check(

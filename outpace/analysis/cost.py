@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +34,7 @@ from outpace.config import cache_folder
 from outpace.drafters.base import Request
 from outpace.engine.method import Method
 from outpace.errors import RequestError
+from outpace.files import write_whole
 from outpace.models.base import Target
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
@@ -375,11 +375,7 @@ def _write(
 ) -> None:
     """Put a file in place as a whole; a folder that cannot be written is no error."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=file.parent) as folder:
-            part = Path(folder) / file.name
-            part.write_text(json.dumps({"key": key, "value": asdict(value)}), encoding="utf-8")
-            part.replace(file)
+        write_whole(file, json.dumps({"key": key, "value": asdict(value)}))
     except OSError as error:
         if note is not None:
             note(f"{file} cannot be written, so the next run measures again: {error.strerror}")

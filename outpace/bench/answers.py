@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from outpace.bench.records import Run
 from outpace.bench.workloads import Prompt
 from outpace.engine.results import Counters
 from outpace.errors import RequestError
+from outpace.files import write_whole
 
 
 def write_answers(
@@ -75,7 +75,7 @@ def write_answers(
             "tstamp": stamp,
         }
         lines.append(json.dumps(row) + "\n")
-    _write_whole(path, "".join(lines))
+    write_whole(path, "".join(lines))
 
 
 def _choice(turns: Sequence[Run], decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
@@ -111,13 +111,3 @@ def accept_lengths(counters: Counters) -> list[int]:
 def _answer_id(method: str, question: str, turns: Iterable[Run]) -> str:
     said = repr((method, question, [run.tokens for run in turns]))
     return hashlib.sha256(said.encode()).hexdigest()[:22]
-
-
-def _write_whole(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from outpace.bench.records import Case
 from outpace.bench.workloads import Prompt
 from outpace.engine.engine import Engine
 from outpace.errors import RequestError
 from outpace.params import SamplingParams
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,21 +58,14 @@ def make_cases(
     """
     room = engine.target.max_positions - max_new_tokens
     asked = Asked()
-    fitting: dict[str, list[tuple[Prompt, tuple[int, ...]]]] = {}
-    for prompt in prompts:
-        ids = encode(engine, prompt.messages)
-        if len(ids) <= room:
-            fitting.setdefault(prompt.category, []).append((prompt, ids))
-    left_out = len(prompts) - sum(map(len, fitting.values()))
-    if not fitting:
-        raise RequestError(
-            f"no prompt leaves room for {max_new_tokens} new tokens in the context of "
-            f"{engine.target.max_positions}; give a smaller --max-new-tokens or other prompts"
-        )
+    usable = fitting(engine, prompts, max_new_tokens)
+    left_out = len(prompts) - len(usable)
+    groups: dict[str, list[tuple[Prompt, tuple[int, ...]]]] = {}
+    for prompt, ids in usable:
+        groups.setdefault(prompt.category, []).append((prompt, ids))
     cut = 0
-    for group, rows in fitting.items():
-        count = len(rows) if limit is None else min(limit, len(rows))
-        for prompt, ids in (rows[i * len(rows) // count] for i in range(count)):
+    for group, rows in groups.items():
+        for prompt, ids in evenly(rows, limit):
             turns = _turns(engine, prompt, ids, max_new_tokens, room)
             cut += 1 + len(prompt.turns) - len(turns)
             asked.prompts.append(prompt)
@@ -87,6 +82,31 @@ def make_cases(
                 f"{engine.target.max_positions}"
             )
     return asked
+
+
+def fitting(
+    engine: Engine, prompts: Sequence[Prompt], max_new_tokens: int
+) -> list[tuple[Prompt, tuple[int, ...]]]:
+    """Prompts that leave room for an answer, with the token ids of their first turns.
+
+    Raises:
+        RequestError: none does.
+    """
+    room = engine.target.max_positions - max_new_tokens
+    encoded = [(prompt, encode(engine, prompt.messages)) for prompt in prompts]
+    found = [(prompt, ids) for prompt, ids in encoded if len(ids) <= room]
+    if not found:
+        raise RequestError(
+            f"no prompt leaves room for {max_new_tokens} new tokens in the context of "
+            f"{engine.target.max_positions}; give a smaller --max-new-tokens or other prompts"
+        )
+    return found
+
+
+def evenly(rows: Sequence[T], count: int | None) -> list[T]:
+    """At most ``count`` of the rows, spread evenly over all of them; None takes all."""
+    count = len(rows) if count is None else min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
 
 
 def encode(engine: Engine, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ float32 matrices, gets 16 bits there too and reads half.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 
 from outpace.config import cache_folder
 from outpace.errors import ModelError
+from outpace.files import replaced
 from outpace.models.base import Target
 from outpace.models.decoder import Decoder
 from outpace.models.gguf_file import PLAIN, read_header, read_tensor
@@ -93,10 +93,8 @@ def expand_gguf(source: Path, path: Path, dtype: torch.dtype) -> None:
     """
     _, matrix, file_type = _WIDTHS[dtype]
     header = read_header(source)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    writer = gguf.GGUFWriter(part, str(header.metadata["general.architecture"]))
-    try:
+    with replaced(path) as part:
+        writer = gguf.GGUFWriter(part, str(header.metadata["general.architecture"]))
         for key, value in header.metadata.items():
             if key == "general.file_type":
                 value = int(file_type)
@@ -116,9 +114,6 @@ def expand_gguf(source: Path, path: Path, dtype: torch.dtype) -> None:
         for name, place in header.places.items():
             writer.write_tensor_data(read_tensor(place, kinds[name]).numpy())
         writer.close()
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

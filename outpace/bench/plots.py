@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,29 @@ def draw(report: Report, out: Path, *, note: Callable[[str], object] | None = No
     Returns:
         The files written, none without matplotlib.
     """
+    pictures = {
+        "speedup": _speedup, "acceptance": _acceptance, "verbs": _verbs, "passes": _passes
+    }  # fmt: skip
+    return paint({name: partial(one, report=report) for name, one in pictures.items()}, out,
+                 note=note)
+
+
+def paint(
+    pictures: Mapping[str, Callable[[Any], bool]],
+    out: Path,
+    *,
+    note: Callable[[str], object] | None = None,
+) -> list[Path]:
+    """Write pictures as PNG and as SVG, in one style.
+
+    Args:
+        pictures: name of the files -> draws on an empty figure; False if there is nothing to show.
+        out: a folder; it is made if need be.
+        note: as for ``draw``.
+
+    Returns:
+        The files written, none without matplotlib.
+    """
     try:
         matplotlib, figures = map(import_module, ("matplotlib", "matplotlib.figure"))
     except ImportError:
@@ -69,14 +93,9 @@ def draw(report: Report, out: Path, *, note: Callable[[str], object] | None = No
         return []
     written: list[Path] = []
     with matplotlib.rc_context(_STYLE):
-        for name, picture in (
-            ("speedup", _speedup),
-            ("acceptance", _acceptance),
-            ("verbs", _verbs),
-            ("passes", _passes),
-        ):
+        for name, picture in pictures.items():
             figure = figures.Figure(layout="constrained")
-            if not picture(figure, report):
+            if not picture(figure):
                 continue
             out.mkdir(parents=True, exist_ok=True)
             for suffix in ("png", "svg"):
@@ -89,7 +108,7 @@ def draw(report: Report, out: Path, *, note: Callable[[str], object] | None = No
 
 def _speedup(figure: Any, report: Report) -> bool:
     """Dots with intervals: a block per category, a line per method; 1.0 is plain decoding."""
-    rows = [row for row in report["rows"] if row["method"] != "none"]
+    rows = [row for row in report.get("rows", ()) if row["method"] != "none"]
     rows = [row for row in rows if row.get("speedup") is not None]
     if not rows:
         return False
@@ -139,7 +158,7 @@ def _speedup(figure: Any, report: Report) -> bool:
 
 def _acceptance(figure: Any, report: Report) -> bool:
     """A line per method over the depth of the guess."""
-    rows = [row for row in report["rows"] if any(_numbers(row.get("acceptance_by_depth")))]
+    rows = [row for row in report.get("rows", ()) if any(_numbers(row.get("acceptance_by_depth")))]
     if not rows:
         return False
     figure.set_size_inches(7.5, 4.6)
@@ -165,7 +184,7 @@ def _acceptance(figure: Any, report: Report) -> bool:
 
 def _verbs(figure: Any, report: Report) -> bool:
     """A bar per method, cut into the verbs."""
-    rows = [row for row in report["rows"] if row.get("verb_shares")]
+    rows = [row for row in report.get("rows", ()) if row.get("verb_shares")]
     if not rows:
         return False
     figure.set_size_inches(9, 1.7 + 0.5 * len(rows))
@@ -211,6 +230,12 @@ def _passes(figure: Any, report: Report) -> bool:
             cost["rows"], [1e3 * one for one in seconds], marker=_marker(index), ms=5.5, lw=1.6,
             color=COLOURS[index % len(COLOURS)], label=f"context {context}",
         )  # fmt: skip
+        if cost.get("roofline"):
+            guess = cost["roofline"]["fitted"]["pass_seconds"][index]
+            axes.plot(
+                cost["rows"], [1e3 * one for one in guess], ls=":", lw=1.2,
+                color=COLOURS[index % len(COLOURS)], label=None if index else "fitted roofline",
+            )  # fmt: skip
     if cost.get("floor_seconds"):
         axes.axhline(
             1e3 * cost["floor_seconds"], color="#000000", lw=1.2, ls="--",

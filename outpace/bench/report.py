@@ -15,6 +15,7 @@ from outpace.bench import stats
 from outpace.bench.records import Contender
 from outpace.bench.runner import PLAIN, Measured, Runs, Session, compared
 from outpace.errors import RequestError
+from outpace.files import write_whole
 
 Report = dict[str, Any]
 
@@ -227,16 +228,13 @@ def write(report: Report, folder: Path) -> list[Path]:
     """
     from outpace.bench.tables import markdown
 
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, text in (
         ("report.json", json.dumps(report, indent=1, allow_nan=False) + "\n"),
         ("report.md", markdown(report)),
     ):
-        path, unfinished = folder / name, folder / f".{name}.part"
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-        written.append(path)
+        write_whole(folder / name, text)
+        written.append(folder / name)
     return written
 
 

@@ -2,8 +2,9 @@
 
 Every key is stored, also those outside a sliding window, so that any path of the tail can be
 kept. Keys lie as their product with queries reads them, one coordinate of all rows after the
-other: for large batches that takes three quarters of the time. Keys and values are float32 whatever the model's dtype: attention sums them in float32,
-and converting thousands of keys per pass would cost more than reading them.
+other: for large batches that takes three quarters of the time. Both are float32 whatever the
+model's dtype: attention sums in float32, and converting thousands of keys per pass would cost
+more than reading them.
 
 Shape letters: L layers, S slots, K key-value heads, C rows of a slot, D width of a head.
 """

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outpace.cli import analyze_cascade, analyze_tree, show
-from outpace.cli.options import ModelOptions, at_least_one, option, spread
+from outpace.cli.options import (
+    UNDRAFTED,
+    ModelOptions,
+    WorkloadOptions,
+    at_least,
+    option,
+    spread,
+)
 from outpace.config import MethodSpec
-from outpace.errors import RequestError
 
 if TYPE_CHECKING:
     from outpace.analysis.acceptance import Acceptance
@@ -53,17 +60,12 @@ def register(app: typer.Typer) -> None:
 def acceptance(
     *,
     model: ModelOptions,
+    texts: WorkloadOptions,
     drafter: Annotated[
         str,
         option("--drafter", "-d", metavar="SPEC",
                help="Who guesses; one that samples, such as draft_model[model=M]."),
     ],
-    workload: Annotated[
-        str,
-        option("--workload", "-w", metavar="FILE",
-               help="Prompts to generate from: a file of JSON lines, or builtin."),
-    ] = "builtin",
-    limit: Annotated[int, option("--limit", metavar="N", help="Prompts, at most.")] = 8,
     max_new_tokens: Annotated[
         int, option("--max-new-tokens", metavar="N", help="Longest answer, tokens.")
     ] = 16,
@@ -83,42 +85,29 @@ def acceptance(
 
     The model answers prompts plainly. At every position p and q are compared for 1 to 8 drafts.
     """
-    at_least_one("--limit", limit)
-    if max_new_tokens < 3:
-        raise RequestError(
-            f"--max-new-tokens must be at least 3, got {max_new_tokens}: neither the first nor "
-            "the last token of a text is drafted"
-        )
+    at_least(3, "--max-new-tokens", max_new_tokens, UNDRAFTED)
     MethodSpec.parse(drafter)
-    from outpace.bench.formats import read_workload
-
-    prompts = read_workload(workload)
+    prompts = texts.read()
     engine = model.load(drafter="none")
 
     from outpace.analysis.acceptance import measure
-    from outpace.analysis.check import pick
 
-    templated = engine.target.tokenizer is not None and engine.target.tokenizer.chat_template
-    texts = {
-        prompt.id: list(prompt.messages) if templated
-        else "\n".join(message["content"] for message in prompt.messages)
-        for prompt in prompts
-    }
-    cases = pick(engine, texts, limit, max_new_tokens)
+    cases = texts.pick(engine, prompts, max_new_tokens)
     with show.progress(len(cases), "prompts") as tick:
         report = measure(
-            engine, drafter, [case.ids for case in cases], max_new_tokens=max_new_tokens,
+            engine, drafter, cases, max_new_tokens=max_new_tokens,
             temperature=temperature, tick=tick,
         )
-    found = {**report.to_json(), "workload": workload, "prompts": len(cases)}
+    found = {**report.to_json(), "workload": texts.workload, "prompts": len(cases)}
     if as_json:
         show.write_json(found)
     else:
         show_report(report, len(cases))
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "acceptance.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        plot(found, out)
+        from outpace.bench.plots import paint
+
+        show.save(out / "acceptance.json", json.dumps(found, indent=1) + "\n")
+        paint({"acceptance": partial(_picture, found=found)}, out, note=show.note)
 
 
 def show_report(report: Acceptance, prompts: int) -> None:
@@ -143,39 +132,29 @@ def show_report(report: Acceptance, prompts: int) -> None:
     show.table(("drafts", "verifier", *numbers), table, numbers=numbers)
 
 
-def plot(found: dict[str, Any], folder: Path) -> None:
-    """Draw the curves into acceptance.png and acceptance.svg; a note without matplotlib."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        show.note("no plot: matplotlib is not installed; try pip install 'outpace[plots]'")
-        return
-    # Text stays text, and equal reports give equal files.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "outpace"}):
-        figure = Figure(figsize=(9, 6.5), layout="constrained")
-        figure.suptitle(
-            f"{found['model']}, {found['drafter']}, temperature {found['temperature']:g}, "
-            f"{show.count(found['positions'], 'position')}", fontsize="medium",
-        )
-        parts = {name: part for name, part in found["drafts"].items() if part["bound"]}
-        grid = figure.subplots(2, 2, sharex=True, sharey=True).ravel()
-        for axes, (drawn, part) in zip(grid, parts.items(), strict=True):
-            steps = range(1, len(part["bound"]) + 1)
-            axes.plot(steps, part["bound"], "--", color="0.4", label="at most")
-            for name, curve in part["verifiers"].items():
-                lossy = " (lossy)" if name == "typical" else ""
-                axes.plot(steps[: len(curve)], curve, "o-", markersize=4, label=name + lossy)
-            axes.set_title(_NAMES[drawn], fontsize="medium")
-            axes.set_xticks(steps)
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize="small")
-        for axes in grid[2:]:
-            axes.set_xlabel("drafts")
-        for axes in grid[::2]:
-            axes.set_ylabel("acceptance")
-        figure.savefig(folder / "acceptance.png", dpi=150)
-        figure.savefig(folder / "acceptance.svg", metadata={"Date": None})
+def _picture(figure: Any, found: dict[str, Any]) -> bool:
+    """Draw the curves, a square per way of drawing drafts."""
+    figure.set_size_inches(9, 6.5)
+    figure.suptitle(
+        f"{found['model']}, {found['drafter']}, temperature {found['temperature']:g}, "
+        f"{show.count(found['positions'], 'position')}", fontsize="medium",
+    )
+    parts = {name: part for name, part in found["drafts"].items() if part["bound"]}
+    grid = figure.subplots(2, 2, sharex=True, sharey=True).ravel()
+    for axes, (drawn, part) in zip(grid, parts.items(), strict=True):
+        steps = range(1, len(part["bound"]) + 1)
+        axes.plot(steps, part["bound"], "--", color="0.4", label="at most")
+        for name, curve in part["verifiers"].items():
+            lossy = " (lossy)" if name == "typical" else ""
+            axes.plot(steps[: len(curve)], curve, "o-", markersize=4, label=name + lossy)
+        axes.set_title(_NAMES[drawn], fontsize="medium")
+        axes.set_xticks(steps)
+        axes.legend(fontsize="small")
+    for axes in grid[2:]:
+        axes.set_xlabel("drafts")
+    for axes in grid[::2]:
+        axes.set_ylabel("acceptance")
+    return True
 
 
 def _epilog(text: str) -> str:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli import show
-from outpace.cli.options import ModelOptions, at_least_one, option, spread
+from outpace.cli.options import ModelOptions, WorkloadOptions, at_least, option, spread
 from outpace.config import MethodSpec
-from outpace.errors import RequestError
 
 if TYPE_CHECKING:
     from outpace.analysis.cascades import Found
@@ -39,6 +38,7 @@ def register(group: typer.Typer) -> None:
 def cascade(
     *,
     model: ModelOptions,
+    texts: WorkloadOptions,
     levels: Annotated[
         str,
         option("--levels", "-l", metavar="SPECS",
@@ -52,12 +52,6 @@ def cascade(
     measure: Annotated[
         bool, option("--measure", help="Run every configuration, and plain decoding beside it.")
     ] = False,
-    workload: Annotated[
-        str,
-        option("--workload", "-w", metavar="FILE",
-               help="Prompts to generate from: a file of JSON lines, or builtin."),
-    ] = "builtin",
-    limit: Annotated[int, option("--limit", metavar="N", help="Prompts, at most.")] = 8,
     max_new_tokens: Annotated[
         int, option("--max-new-tokens", metavar="N", help="Tokens per answer.")
     ] = 64,
@@ -77,29 +71,18 @@ def cascade(
 
     Times passes of all models here, so let nothing else run.
     """
-    at_least_one("--limit", limit)
-    if max_new_tokens < 8:
-        raise RequestError(f"--max-new-tokens must be at least 8, got {max_new_tokens}")
+    at_least(8, "--max-new-tokens", max_new_tokens)
     for text in k or ():
         MethodSpec.parse(f"cascade[levels={levels} k={text}]")
-    from outpace.bench.formats import read_workload
-
-    prompts = read_workload(workload)
+    prompts = texts.read()
     engine = model.load(drafter="none")
 
     from outpace.analysis import cascades
-    from outpace.analysis.check import pick
     from outpace.drafters.compose.cascade import read_k
 
     for text in k or ():
         engine.method(f"cascade[levels={levels} k={text}]")
-    templated = engine.target.tokenizer is not None and engine.target.tokenizer.chat_template
-    texts = {
-        prompt.id: list(prompt.messages) if templated
-        else "\n".join(message["content"] for message in prompt.messages)
-        for prompt in prompts
-    }  # fmt: skip
-    ids = [case.ids for case in pick(engine, texts, limit, max_new_tokens)]
+    ids = texts.pick(engine, prompts, max_new_tokens)
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     with show.progress(len(ids), "prompts") as tick:
         found = cascades.measure(engine, levels, ids, **settings, tick=tick)
@@ -119,7 +102,7 @@ def cascade(
             row["measured"], row["measured_emitted"] = by_spec[spec]
     best = max(rows, key=lambda row: row["predicted"])
     report = {
-        **cascades.as_json(found), "workload": workload, "prompts": len(ids), **settings,
+        **cascades.as_json(found), "workload": texts.workload, "prompts": len(ids), **settings,
         "configurations": rows, "best": cascades.spec_of(levels, read_k(best["k"])),
     }
     if as_json:
@@ -127,8 +110,7 @@ def cascade(
     else:
         show_report(found, report, measure)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "cascade.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        show.save(out / "cascade.json", json.dumps(report, indent=1) + "\n")
 
 
 def _numbers(promise: Any) -> dict[str, Any]:

@@ -11,9 +11,18 @@ import typer
 
 from outpace.cli import show
 from outpace.cli.generate import read_prompt, to_ids
-from outpace.cli.options import DrafterOptions, ModelOptions, at_least_one, option, spread
+from outpace.cli.options import (
+    UNDRAFTED,
+    DrafterOptions,
+    ModelOptions,
+    WorkloadOptions,
+    at_least,
+    at_least_one,
+    option,
+    spread,
+)
 from outpace.config import DEFAULT_DRAFTER, MethodSpec
-from outpace.errors import OutpaceError, RequestError
+from outpace.errors import RequestError
 from outpace.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -107,7 +116,7 @@ def tree(
         from outpace.analysis.draw_page import html
         from outpace.analysis.draw_tree import svg
 
-        _write(out, html(trace) if out.suffix == ".html" else svg(trace))
+        show.save(out, html(trace) if out.suffix == ".html" else svg(trace))
 
 
 def show_trace(trace: Trace) -> None:
@@ -145,17 +154,12 @@ def _knows(encoding: str | None) -> bool:
 def shape(
     *,
     model: ModelOptions,
+    texts: WorkloadOptions,
     drafter: Annotated[
         str,
         option("--drafter", "-d", metavar="SPEC",
                help="Who guesses; one that grows trees, such as draft_model[model=M]."),
     ],
-    workload: Annotated[
-        str,
-        option("--workload", "-w", metavar="FILE",
-               help="Prompts to generate from: a file of JSON lines, or builtin."),
-    ] = "builtin",
-    limit: Annotated[int, option("--limit", metavar="N", help="Prompts, at most.")] = 8,
     max_new_tokens: Annotated[
         int, option("--max-new-tokens", metavar="N", help="Longest answer, tokens.")
     ] = 48,
@@ -178,42 +182,29 @@ def shape(
     ] = False,
 ) -> None:
     """Find the best fixed tree: which sibling is accepted how often, and what follows from it."""
-    for name, value in (("--limit", limit), ("--nodes", nodes), ("--depth", depth)):
-        at_least_one(name, value)
-    if max_new_tokens < 3:
-        raise RequestError(
-            f"--max-new-tokens must be at least 3, got {max_new_tokens}: neither the first nor "
-            "the last token of a text is drafted"
-        )
+    at_least_one("--nodes", nodes)
+    at_least_one("--depth", depth)
+    at_least(3, "--max-new-tokens", max_new_tokens, UNDRAFTED)
     if out is not None and out.suffix != ".json":
         raise RequestError(f"--out {out}: give a file that ends in .json")
     MethodSpec.parse(drafter)
-    from outpace.bench.formats import read_workload
-
-    prompts = read_workload(workload)
+    prompts = texts.read()
     engine = model.load(drafter="none")
 
-    from outpace.analysis.check import pick
     from outpace.analysis.siblings import find
 
-    templated = engine.target.tokenizer is not None and engine.target.tokenizer.chat_template
-    texts = {
-        prompt.id: list(prompt.messages) if templated
-        else "\n".join(message["content"] for message in prompt.messages)
-        for prompt in prompts
-    }
-    cases = [case.ids for case in pick(engine, texts, limit, max_new_tokens)]
+    cases = texts.pick(engine, prompts, max_new_tokens)
     params = SamplingParams(temperature=temperature, seed=0, max_new_tokens=max_new_tokens)
     with show.progress(2 * len(cases), "prompts") as tick:
         best = find(engine, drafter, cases, params, depth=depth, nodes=nodes, tick=tick,
                     note=show.note)
-    report = {**best.to_json(), "workload": workload, "prompts": len(cases)}
+    report = {**best.to_json(), "workload": texts.workload, "prompts": len(cases)}
     if as_json:
         show.write_json(report)
     else:
         show_shape(best, len(cases))
     if out is not None:
-        _write(out, json.dumps(report, indent=1) + "\n")
+        show.save(out, json.dumps(report, indent=1) + "\n")
 
 
 def show_shape(best: Best, prompts: int) -> None:
@@ -235,11 +226,3 @@ def show_shape(best: Best, prompts: int) -> None:
         + (f"expected {rate:.1f} tokens/s\n" if rate is not None else "")
         + f"{best.spec}\n"
     )
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutpaceError(f"cannot write {file}: {error.strerror}") from error

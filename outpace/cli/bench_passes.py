@@ -105,9 +105,10 @@ def passes(
     else:
         show_report(report)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "passes.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        plot(report, out)
+        from outpace.bench.plots import draw
+
+        show.save(out / "passes.json", json.dumps(report, indent=1) + "\n")
+        draw({"passes": report}, out, note=show.note)
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:
@@ -250,43 +251,3 @@ def _draft(cost: dict[str, Any]) -> tuple[str, ...]:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}" if seconds >= 1e-3 else f"{seconds * 1e3:.3f}"
-
-
-def plot(report: dict[str, Any], folder: Path) -> None:
-    """Draw the cost of a pass by rows into passes.png and passes.svg; a note without matplotlib."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        show.note("no plot: matplotlib is not installed; try pip install 'outpace[plots]'")
-        return
-    # Text stays text, and equal reports give equal files.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "outpace"}):
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
-        axes = figure.add_subplot()
-        rows = report["rows"]
-        for i, (context, line) in enumerate(
-            zip(report["contexts"], report["pass_seconds"], strict=True)
-        ):
-            colour = f"C{i}"
-            axes.plot(rows, [1e3 * cost for cost in line], "o-", color=colour,
-                      label=f"context {context}")
-            if report["roofline"] is not None:
-                guess = report["roofline"]["fitted"]["pass_seconds"][i]
-                axes.plot(rows, [1e3 * cost for cost in guess], ":", color=colour,
-                          label=None if i else "fitted roofline")
-        if report["floor_ratio"] is not None:
-            axes.axhline(1e3 * report["floor_seconds"], color="0.5", linestyle="--",
-                         label="floor: reading the weights")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(rows, [str(count) for count in rows])
-        axes.set_xticks([], minor=True)
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("rows of a pass")
-        axes.set_ylabel("ms")
-        axes.set_title(f"{report['model']}, {report['dtype']}, {report['device']}, "
-                       f"{show.count(report['threads'], 'thread')}", fontsize="medium")
-        axes.grid(alpha=0.3)
-        axes.legend()
-        figure.savefig(folder / "passes.png", dpi=150)
-        figure.savefig(folder / "passes.svg", metadata={"Date": None})

@@ -61,21 +61,17 @@ def check(
         MethodSpec.parse(spec)
     engine = model.load(drafter="none")
 
+    from outpace.analysis.check import Case, sequences_of, standard_specs, with_trees
     from outpace.analysis.check import check as run
-    from outpace.analysis.check import pick, sequences_of, standard_specs, with_trees
+    from outpace.bench.cases import evenly, fitting
     from outpace.bench.workloads import builtin
 
     target = engine.target
     specs = standard_specs(target, model.model) if named is None else with_trees(named, target)
     for spec in specs:
         engine.method(spec)  # a drafter that cannot be loaded is said before hours of work
-    templated = target.tokenizer is not None and target.tokenizer.chat_template
-    texts = {
-        prompt.id: list(prompt.messages) if templated
-        else "\n".join(message["content"] for message in prompt.messages)
-        for prompt in builtin()
-    }
-    cases = pick(engine, texts, prompts, max_new_tokens)
+    usable = evenly(fitting(engine, builtin(), max_new_tokens), prompts)
+    cases = [Case(prompt.id, ids) for prompt, ids in usable]
     with show.progress(sequences_of(len(cases), len(specs)), "answers") as tick:
         report = run(
             engine, cases, specs, max_new_tokens=max_new_tokens, tick=tick, done=_tell

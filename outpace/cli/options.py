@@ -22,10 +22,13 @@ from outpace.errors import RequestError
 from outpace.params import SamplingParams
 
 if TYPE_CHECKING:
+    from outpace.bench.workloads import Prompt
     from outpace.engine.engine import Engine
 
 T = TypeVar("T")
 
+UNDRAFTED = "neither the first nor the last token of a text is drafted"
+"""Why some commands need texts of three tokens."""
 _MODEL = "Model"
 _LAW = "Sampling"
 _END = "Length and stopping"
@@ -66,10 +69,15 @@ def spread(command: Callable[..., T]) -> Callable[..., T]:
     return flattened
 
 
+def at_least(least: int, name: str, value: int | None, why: str = "") -> None:
+    """Raise RequestError unless an option was left out or is as large as it has to be."""
+    if value is not None and value < least:
+        raise RequestError(f"{name} must be at least {least}, got {value}{why and f': {why}'}")
+
+
 def at_least_one(name: str, value: int | None) -> None:
-    """Raise RequestError unless an option was left out or counts something."""
-    if value is not None and value < 1:
-        raise RequestError(f"{name} must be at least 1, got {value}")
+    """``at_least`` for what counts something."""
+    at_least(1, name, value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +130,41 @@ class ModelOptions:
             return Engine.load(
                 self.model, dtype=self.dtype, device=self.device, quantize=self.quantize, **given
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkloadOptions:
+    """Prompts to generate from."""
+
+    workload: Annotated[
+        str,
+        option("--workload", "-w", metavar="FILE",
+               help="Prompts to generate from: a file of JSON lines, or builtin."),
+    ] = "builtin"
+    limit: Annotated[int, option("--limit", metavar="N", help="Prompts, at most.")] = 8
+
+    def read(self) -> list[Prompt]:
+        """The prompts; needs no model, so that a bad file is said before one is loaded.
+
+        Raises:
+            RequestError: a file that cannot be read, or a limit below 1.
+        """
+        at_least_one("--limit", self.limit)
+        from outpace.bench.formats import read_workload
+
+        return read_workload(self.workload)
+
+    def pick(
+        self, engine: Engine, prompts: list[Prompt], max_new_tokens: int
+    ) -> list[tuple[int, ...]]:
+        """Token ids of those that fit the context, as many as wanted, evenly spread.
+
+        Raises:
+            RequestError: none fits.
+        """
+        from outpace.bench.cases import evenly, fitting
+
+        return [ids for _, ids in evenly(fitting(engine, prompts, max_new_tokens), self.limit)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

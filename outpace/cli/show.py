@@ -10,9 +10,11 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from outpace.errors import OutpaceError
+from outpace.files import write_whole
 
 _WIDE = 160  # columns of a table that no terminal shows
 
@@ -31,6 +33,18 @@ def write(text: str) -> None:
         raise
     except OSError as error:
         raise OutpaceError(f"cannot write to standard output: {error.strerror}") from error
+
+
+def save(path: Path, text: str) -> None:
+    """Write a file whole, and its folders.
+
+    Raises:
+        OutpaceError: it cannot be written.
+    """
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise OutpaceError(f"cannot write {path}: {error.strerror}") from error
 
 
 def write_json(value: Any) -> None:

@@ -226,8 +226,8 @@ class _Group:
         self.shares = torch.empty_like(self.top)
 
         def asked(rows: Tensor) -> Tensor:
-            split = rows.unflatten(0, (batch, shape.kv))
-            return split[:, :, : count * shape.group].unflatten(2, (count, shape.group))
+            own = rows[:, : count * shape.group]
+            return own.view(batch, shape.kv, count, shape.group, -1)
 
         self.query_view, self.sum_view = asked(self.query), asked(self.sum)
         self.shares_view = asked(self.shares)

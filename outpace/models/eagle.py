@@ -291,17 +291,18 @@ def attend_few(
     """
     slots, stop, own = range(span.slot, span.slot + 1), span.reach, len(span.stored)
     rows = slice(span.stored.start, span.stored.stop)
+    new_TYW = head_TXW[:own, heads.queries :]
     for store, new_TKW in zip(
-        cache.by_row, head_TXW[:own, heads.queries :].split(heads.kv, 1), strict=True
+        cache.by_row, (new_TYW[:, : heads.kv], new_TYW[:, heads.kv :]), strict=True
     ):
         store[0, span.slot, rows].copy_(new_TKW)
-    asked = own * heads.group
+    asked, shape = own * heads.group, (heads.kv, own, heads.group, -1)
     query_KMW = head_TXW.new_zeros(heads.kv, max(asked, LEAST), heads.width)
     query = head_TXW[:own, : heads.queries].view(own, heads.kv, heads.group, heads.width)
-    view = query_KMW[:, :asked].unflatten(1, (own, heads.group))
-    torch.mul(query.transpose(0, 1), heads.scale * LOG2E, out=view)
+    scale = heads.scale * LOG2E
+    torch.mul(query.transpose(0, 1), scale, out=query_KMW[:, :asked].view(shape))
     weight_KMN = torch.bmm(query_KMW, cache.keys(slots, range(stop))[0])
-    split = weight_KMN[:, :asked].unflatten(1, (own, heads.group))
+    split = weight_KMN[:, :asked].view(shape)
     split[..., span.base :].add_(_mask(span).to(head_TXW.device).unsqueeze(1))
     weight_KMN.sub_(weight_KMN.amax(-1, keepdim=True)).exp2_()
     total_KM1 = weight_KMN.sum(-1, keepdim=True, dtype=torch.float64).float()
@@ -311,10 +312,7 @@ def attend_few(
         block = range(low, min(low + BLOCK, stop))
         sum_KMW.baddbmm_(weight_KMN[:, :, low : block.stop], cache.values(slots, block)[0])
     out = head_TXW.new_zeros(len(head_TXW), heads.kv, heads.group, heads.width, dtype=dtype)
-    sums, shares = (
-        part[:, :asked].unflatten(1, (own, heads.group)).transpose(0, 1)
-        for part in (sum_KMW, total_KM1)
-    )
+    sums, shares = (part[:, :asked].view(shape).transpose(0, 1) for part in (sum_KMW, total_KM1))
     torch.div(sums, shares, out=out[:own])
     return out.flatten(1)
 

@@ -269,8 +269,9 @@ class PaddedAttention:
     def __call__(self, layer: int, window: int | None) -> Tensor:
         """Store keys and values, attend; see ``Attention``."""
         shape, (slots, rows, kv, group, width) = self._shape, self._dims
+        new_TXD = self.head_TXD[:, shape.queries :]
         for place, new_TKD in zip(
-            self._places[layer], self.head_TXD[:, shape.queries :].split(kv, 1), strict=True
+            self._places[layer], (new_TXD[:, :kv], new_TXD[:, kv:]), strict=True
         ):
             place.index_put_((self._slot_T, self._row_T), new_TKD)
         keys, values = self._read[layer]

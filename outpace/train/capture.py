@@ -25,9 +25,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from outpace.errors import ModelError, OutpaceError, RequestError
+from outpace.files import write_whole
 from outpace.models.base import TAPS, Target
 from outpace.train.progress import Say, Tick
-from outpace.train.tokens import TokenSequence, TokenStore, write_atomically
+from outpace.train.tokens import TokenSequence, TokenStore
 from outpace.types import Feed
 
 VERSION = 1
@@ -150,7 +151,7 @@ class FeatureStore:
             sequences.append([number, start, length, *sums])
             start += length
         data = save({tap: torch.cat([feature[tap] for _, feature in part]) for tap in self.taps})
-        write_atomically(self.folder / name, data)
+        write_whole(self.folder / name, data)
         shard = {"file": name, "bytes": len(data), "sequences": sequences}
         self._manifest["shards"].append(shard)
         self._write_manifest()
@@ -158,7 +159,7 @@ class FeatureStore:
 
     def _write_manifest(self) -> None:
         text = json.dumps(self._manifest, sort_keys=True)
-        write_atomically(self.folder / "manifest.json", text.encode())
+        write_whole(self.folder / "manifest.json", text)
 
     def _learn(self, shard: Mapping[str, Any]) -> None:
         for number, start, length, *sums in shard["sequences"]:

@@ -7,11 +7,9 @@ bits as never having stopped.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outpace.errors import ModelError
+from outpace.files import replaced
 from outpace.models.fields import brief
 
 KEPT = 2
 """How many checkpoints stay: the newest, and the one before in case the newest is damaged."""
 _PREFIX, _SUFFIX = "step-", ".safetensors"
-
-
-@contextlib.contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """Give a temporary path to write to; afterwards it takes the place of ``path``.
-
-    A reader sees the old file or the new one, whole. After an error the old one stays.
-    """
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield fresh
-        with fresh.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outpace.train.checkpoint import replaced
+from outpace.files import replaced
 
 
 def draw(history: Sequence[Mapping[str, Any]], path: Path) -> bool:

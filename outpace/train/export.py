@@ -39,11 +39,11 @@ from outpace.drafters.trained import (
     vocab_map,
 )
 from outpace.errors import ModelError
+from outpace.files import replaced, write_whole
 from outpace.models.base import Target
 from outpace.models.families import DecoderConfig
 from outpace.models.fields import read_json
 from outpace.models.rope import Rope
-from outpace.train.checkpoint import replaced
 
 FORMATS = ("speculators", "eagle3", "hf")
 _DTYPE = torch.bfloat16
@@ -281,6 +281,5 @@ def _write(out: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
             {name: one.detach().contiguous() for name, one in sorted(tensors.items())},
             fresh, metadata={"format": "pt"},
         )  # fmt: skip
-    with replaced(out / CONFIG) as fresh:
-        fresh.write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+    write_whole(out / CONFIG, json.dumps(dict(config), indent=2) + "\n")
     return [out / CONFIG, out / WEIGHTS]

@@ -27,6 +27,7 @@ from outpace.config import data_folder, world
 from outpace.drafters.trained import PROVENANCE, home
 from outpace.engine.engine import Engine
 from outpace.errors import RequestError
+from outpace.files import write_whole
 from outpace.train import checkpoint
 from outpace.train.batches import Batches, Features, Split
 from outpace.train.capture import FeatureStore, capture, check_disk, folder_for
@@ -35,7 +36,7 @@ from outpace.train.generate import generate_answers
 from outpace.train.loop import Progress, Trained, train
 from outpace.train.options import Options
 from outpace.train.progress import Say
-from outpace.train.tokens import TokenStore, write_atomically
+from outpace.train.tokens import TokenStore
 from outpace.train.vocab import always_kept, count_tokens, coverage, reduced_vocab
 from outpace.types import VocabMap
 
@@ -255,8 +256,7 @@ class Kit:
                     f"{plan[key]}; give the same, or delete the folder to begin anew"
                 )
         elif self.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(plan, indent=1).encode())
+            write_whole(path, json.dumps(plan, indent=1))
 
     def held_out_prompts(self, limit: int) -> list[tuple[int, ...]]:
         """Token ids of prompts that were kept from training, short and long ones."""
@@ -274,7 +274,7 @@ def note_measured(folder: Path, measured: Mapping[str, Any]) -> None:
     path = folder / PROVENANCE
     content = json.loads(path.read_text(encoding="utf-8"))
     content["measured"] = dict(measured)
-    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_measured(folder: Path) -> Mapping[str, Any] | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from outpace.errors import ModelError, OutpaceError, RequestError
+from outpace.files import write_whole
 
 VERSION = 1
 """Of the layout; stores of another are refused."""
@@ -147,7 +147,7 @@ class TokenStore:
             "number_S": torch.tensor(numbers),
             "temperature_S": torch.tensor([one.temperature for one in sequences]),
         })
-        write_atomically(self.folder / name, data)
+        write_whole(self.folder / name, data)
         answer = int(ends[-1]) - sum(one.prompt for one in sequences)
         counts = self._manifest["counts"]
         for key, more in (("sequences", len(sequences)), ("tokens", int(ends[-1])),
@@ -244,24 +244,7 @@ class TokenStore:
 
     def _write_manifest(self) -> None:
         text = json.dumps(self._manifest, indent=1, sort_keys=True)
-        write_atomically(self.folder / "manifest.json", text.encode())
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Put a file in its place whole, and on the disk before this returns.
-
-    Raises:
-        OSError: the disk is full; what was at ``path`` is still there.
-    """
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+        write_whole(self.folder / "manifest.json", text)
 
 
 def held_out(ids: Sequence[int] | NDArray[np.int32]) -> bool:

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outpace import Engine, RequestError
+from outpace import Engine
 from outpace.analysis import check as module
 from outpace.analysis.agreement import OracleReport
 from outpace.analysis.check import (
     Case,
     check,
-    pick,
     sequences_of,
     standard_specs,
     with_trees,
@@ -148,12 +147,3 @@ def test_the_standard_specs(engine):
     assert with_trees(["draft_model[tree=2x1 model=tiny]", "prompt_lookup"], engine.target) == [
         "draft_model[model=tiny tree=2x1]", "prompt_lookup"
     ]
-
-
-def test_prompts_are_spread_and_fit(engine):
-    context = engine.target.max_positions
-    texts = {str(i): [5] * (context if i == 3 else 4) for i in range(9)}
-    assert [case.id for case in pick(engine, texts, 4, 8)] == ["0", "2", "5", "7"]
-    assert len(pick(engine, texts, 100, 8)) == 8
-    with pytest.raises(RequestError, match="smaller --max-new-tokens"):
-        pick(engine, texts, 4, context)

@@ -62,7 +62,7 @@ def test_the_table_and_the_plot(outpace, tmp_path):
 def test_without_matplotlib_a_line_says_so(outpace, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     ran = outpace(*FEW, "--drafter", DRAFTER, "--out", str(tmp_path))
-    assert ran.code == 0 and "no plot: matplotlib is not installed" in ran.err
+    assert ran.code == 0 and "no plots: matplotlib is not installed" in ran.err
     assert [file.name for file in tmp_path.iterdir()] == ["acceptance.json"]
 
 

@@ -6,6 +6,7 @@ import torch
 import typer
 
 from outpace.analysis import cost, roofline
+from outpace.bench import plots
 from outpace.cli import bench_passes
 from outpace.cli.main import main
 from outpace.models.tiny import tiny
@@ -122,7 +123,7 @@ def test_out_gets_json_and_plots(passes, tmp_path):
     drawn = (folder / "passes.svg").read_text(encoding="utf-8")
     for words in ("context 10", "context 60", "floor: reading the weights", "fitted roofline"):
         assert words in drawn
-    bench_passes.plot(json.loads(out), tmp_path)
+    plots.draw({"passes": json.loads(out)}, tmp_path)
     assert (tmp_path / "passes.svg").read_text(encoding="utf-8") == drawn
 
 
@@ -131,5 +132,5 @@ def test_without_matplotlib_there_is_a_line_and_no_plot(passes, tmp_path, monkey
     monkeypatch.setattr(cost, "measure", lambda target, **settings: curve())
     code, _, err = passes(*FEW, "--out", str(tmp_path / "o"))
     assert code == 0 and err.splitlines()[-1] == (
-        "no plot: matplotlib is not installed; try pip install 'outpace[plots]'")
+        "no plots: matplotlib is not installed; try pip install 'outpace[plots]'")
     assert [file.name for file in (tmp_path / "o").iterdir()] == ["passes.json"]

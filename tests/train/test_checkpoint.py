@@ -46,19 +46,6 @@ def test_damage_is_found_and_an_older_one_named(tmp_path, harm):
         checkpoint.load(path)
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path):
-    file = tmp_path / "x.json"
-    file.write_text("old")
-    with pytest.raises(RuntimeError), checkpoint.replaced(file) as fresh:
-        fresh.write_text("half")
-        raise RuntimeError
-    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
-    with checkpoint.replaced(file) as fresh:
-        fresh.write_text("new")
-        assert file.read_text() == "old", "until all of it is written"
-    assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file]
-
-
 def trained(seed):
     torch.manual_seed(seed)
     module = torch.nn.Linear(3, 2)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 
 from outpace.drafters.lookup.files import vocabulary
 from outpace.errors import ModelError, RequestError
+from outpace.files import replaced
 from outpace.models.base import Target
 from outpace.models.text import Tokenizer
 
@@ -223,19 +223,14 @@ def write_datastore(
     payload = [token_M.astype(f">{kind}").tobytes(), filling, suffix_M.astype("<u4").tobytes()]
     header = {"tokens": count, "vocab_size": end, "vocabulary": vocabulary(tokenizer, end)}
     header["checksum"] = _checksum(payload, header)
-    part = out.with_name(f"{out.name}.{os.getpid()}.part")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
+        with replaced(out) as part, part.open("wb") as file:
             line = _MAGIC + json.dumps(header).encode()
             file.write(line.ljust(_HEADER - 1) + b"\n")
             for piece in payload:
                 file.write(piece)
-        part.replace(out)
     except OSError as error:
         raise RequestError(f"cannot write datastore {out}: {error.strerror}") from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def suffix_array(

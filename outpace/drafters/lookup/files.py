@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from outpace.errors import ModelError
+from outpace.files import write_whole
 from outpace.models.text import Tokenizer
 
 _SAMPLED = 4096
@@ -61,15 +60,7 @@ def write(path: Path, kind: str, vocabulary: str, facts: Mapping[str, int], data
         "bytes": len(packed),
         "crc": zlib.crc32(packed),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(number, "wb") as out:
-            out.write(json.dumps(header).encode() + b"\n" + packed)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    write_whole(path, json.dumps(header).encode() + b"\n" + packed)
 
 
 def read(path: Path, kind: str, vocabulary: str, remedy: str) -> tuple[dict[str, Any], bytes]:

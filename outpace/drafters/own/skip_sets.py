@@ -15,9 +15,7 @@ Shape letters: T tokens, S sets tried, L layers, H hidden size.
 from __future__ import annotations
 
 import json
-import os
 import random
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +26,7 @@ from torch.nn import functional as F
 
 from outpace.clock import PassClock
 from outpace.errors import ModelError
+from outpace.files import write_whole
 from outpace.models.base import Target
 from outpace.models.fields import read_json
 from outpace.types import Feed
@@ -168,8 +167,4 @@ def remember(file: Path, found: Found, target: Target) -> None:
     data = {
         "target": target.name, "skip": list(found.skip), "score": found.score, "tried": found.tried
     }  # fmt: skip
-    file.parent.mkdir(parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    with os.fdopen(number, "w", encoding="utf-8") as out:
-        json.dump(data, out)
-    os.replace(name, file)
+    write_whole(file, json.dumps(data))

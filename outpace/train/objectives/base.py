@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outpace.drafters.trained import CONFIG, PROVENANCE, WEIGHTS
+from outpace.files import replaced, write_whole
 from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.train.align import Aligned
 from outpace.train.batches import Batch
-from outpace.train.checkpoint import replaced
 from outpace.train.losses import CHUNK
 
 LAST = "hidden.-1"
@@ -233,5 +233,4 @@ def write_drafter(
         save_file(stored, fresh, metadata={"format": "pt"})
     # The config comes last: a folder without one is no drafter yet.
     for name, content in ((PROVENANCE, provenance), (CONFIG, config)):
-        with replaced(folder / name) as fresh:
-            fresh.write_text(json.dumps(dict(content), indent=1) + "\n", encoding="utf-8")
+        write_whole(folder / name, json.dumps(dict(content), indent=1) + "\n")
