@@ -14,7 +14,6 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-import torch
 
 import outpace
 from outpace import registry
@@ -35,12 +34,9 @@ LESS = {"generate": SHORT, "check": (*SHORT, "--prompts", "1", "--drafters", "pr
 
 @pytest.fixture(scope="module", autouse=True)
 def _each_model_is_loaded_once():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several threads stall for seconds where cores are shared
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "load_target", functools.cache(engine.load_target))
         yield
-    torch.set_num_threads(threads)
 
 
 def blocks(page):

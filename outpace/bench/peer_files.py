@@ -55,7 +55,7 @@ def peer_model(engine: str, target: Target, dtype: torch.dtype) -> tuple[Path, d
     """
     if dtype not in _WIDTHS:
         raise ModelError(f"it computes in bfloat16 or float32, not in {dtype}")
-    checkpoint = target._checkpoint if isinstance(target, Decoder) else None
+    checkpoint = target.checkpoint if isinstance(target, Decoder) else None
     stored = torch.bfloat16 if engine == "openvino" else dtype
     width = _WIDTHS[stored][0]
     source = target if checkpoint is None else checkpoint  # it has no quantized variants

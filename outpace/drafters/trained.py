@@ -28,11 +28,9 @@ from outpace.config import data_folder
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.models.base import Target
-from outpace.models.blocks import Embedding
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig, Rope
 from outpace.models.fields import brief, read_json
-from outpace.models.weights import Checkpoint
 
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "provenance.json"
 """Files of a drafter folder."""
@@ -189,20 +187,10 @@ def lender(target: Target, who: str) -> Decoder:
     return target
 
 
-def checkpoint_of(target: Decoder) -> Checkpoint:
-    """The checkpoint of a target: its tensors one at a time, by Hugging Face name."""
-    return target._checkpoint
-
-
-def embedding_of(target: Decoder) -> Embedding:
-    """The target's own embedding, to share; its vectors are not scaled."""
-    return target._ends.embed
-
-
 def read_embedding(target: Decoder) -> Tensor:
     """A copy of the target's embedding [V, H], in its dtype, not scaled."""
     name = "model.embed_tokens.weight"
-    return checkpoint_of(target).tensor(name, target.dtype).to(target.device)
+    return target.checkpoint.tensor(name, target.dtype).to(target.device)
 
 
 def head_name(target: Decoder) -> str:

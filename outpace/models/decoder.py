@@ -25,7 +25,7 @@ from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError
 from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, TREE, Target
-from outpace.models.blocks import Block, Ends, read_block, read_ends, release
+from outpace.models.blocks import Block, Embedding, Ends, read_block, read_ends, release
 from outpace.models.families import DecoderConfig
 from outpace.models.graphs import PaddedAttention, Record, StaticPasses, cuda_recorder
 from outpace.models.packed import MIN_ROWS, Linear
@@ -150,6 +150,16 @@ class Decoder(Target):
             return self._checkpoint.tokenizer()
         except ModelError:
             return None
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What it was read from: tensors one at a time, by Hugging Face name."""
+        return self._checkpoint
+
+    @property
+    def embedding(self) -> Embedding:
+        """Its embedding, to share; the vectors are not scaled."""
+        return self._ends.embed
 
     @property
     def weight_bytes(self) -> int:

@@ -63,7 +63,7 @@ def transformers_twin(target: Target, dtype: torch.dtype | None = None) -> Any:
         return target.model
     if not isinstance(target, Decoder):
         raise ModelError(f"{target.name} ({type(target).__name__}) has no twin in transformers")
-    model = _from_checkpoint(target._checkpoint, dtype).to(target.device)
+    model = _from_checkpoint(target.checkpoint, dtype).to(target.device)
     off, most = _difference(model, target), _ROUNDING[min(dtype.itemsize, target.dtype.itemsize)]
     if target.quantize is not None:
         most = _QUANTIZED

@@ -29,7 +29,6 @@ from outpace.drafters.heads.eagle_files import VERIFIER_DIGEST, Head, default_ta
 from outpace.drafters.trained import (
     CONFIG,
     WEIGHTS,
-    checkpoint_of,
     decoder_from_json,
     head_name,
     lender,
@@ -251,7 +250,7 @@ def _plain_llama(source: Path, target: Target) -> tuple[dict[str, Any], dict[str
     if _EMBED in borrows:
         tensors[_EMBED] = read_embedding(lent).cpu()
     if _HEAD in borrows and not tied:
-        tensors[_HEAD] = checkpoint_of(lent).tensor(head_name(lent))
+        tensors[_HEAD] = lent.checkpoint.tensor(head_name(lent))
     elif vocab is not None and not tied:
         tensors[_HEAD] = whole_head(tensors[_HEAD], vocab.to_target_D, target.vocab_size)
     config = hf_config(dataclasses.replace(decoder, tied_head=tied))

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from outpace import Engine
 from outpace.analysis import check as module
@@ -18,14 +17,6 @@ from outpace.analysis.check import (
 from outpace.analysis.law import LawReport
 
 SELF = "draft_model[model=tiny]"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def hf(target):
 def drafting(target, hf, tmp_path_factory):
     """Peers that draft; the assistant is the target's own model, loaded once more."""
     lookup = make_peer("hf-prompt-lookup", target, beside=[hf])
-    return lookup, make_peer("hf-assisted", target, assistant=target._checkpoint.folder)
+    return lookup, make_peer("hf-assisted", target, assistant=target.checkpoint.folder)
 
 
 # Transformers on our weights

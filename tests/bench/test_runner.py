@@ -1,7 +1,6 @@
 """Who runs when, what is dropped, and what a run of the engine reports."""
 
 import pytest
-import torch
 
 from outpace import Engine
 from outpace.bench.cases import make_cases, turn_id
@@ -141,7 +140,6 @@ def test_progress_counts_every_run():
 
 @pytest.fixture(scope="module")
 def engine():
-    torch.set_num_threads(1)
     return Engine.load("tiny", dtype="float32", drafter="none")
 
 

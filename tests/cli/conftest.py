@@ -2,7 +2,6 @@ import io
 from dataclasses import dataclass
 
 import pytest
-import torch
 
 from outpace.cli.main import main
 
@@ -12,15 +11,6 @@ class Ran:
     code: int
     out: str
     err: str
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small gain nothing from a second thread and wait for it when others run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from outpace import Engine, ModelError
 from outpace.drafters.heads.eagle3 import Eagle3, Eagle3Config
 from outpace.drafters.heads.eagle_files import read_head
-from outpace.drafters.trained import checkpoint_of, read_embedding
+from outpace.drafters.trained import read_embedding
 from outpace.law import VocabMap
 from outpace.models.tiny import TableTarget, tiny
 from outpace.train.objectives.eagle3 import Eagle3 as Objective
@@ -219,4 +219,4 @@ def test_a_head_for_another_target(target, tmp_path):
         Eagle3.load(Eagle3Config(model=str(tmp_path)), target)
     with pytest.raises(ModelError, match="drafter 'eagle3' needs embeddings, taps"):
         Engine(TableTarget.random(0), drafter="eagle3")
-    assert checkpoint_of(target).name == "tiny"
+    assert target.checkpoint.name == "tiny"

@@ -273,7 +273,7 @@ def test_sequences_learn_for_themselves(engine):
 
 
 def write_exit(target, folder, layer=4, d2t=None, **tensors):
-    tensors = {"norm.weight": target._checkpoint.tensor("model.norm.weight", torch.float32),
+    tensors = {"norm.weight": target.checkpoint.tensor("model.norm.weight", torch.float32),
                **tensors}
     if d2t is not None:
         tensors["d2t"] = d2t

@@ -59,15 +59,6 @@ class Recorder:
         return tape.replay
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads only wait for each other on models this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
 def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)

@@ -53,15 +53,6 @@ def build(config, dtype=torch.float32):
     return model
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads only wait for each other on models this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def models():
     made = {}

@@ -18,15 +18,6 @@ from outpace.types import Draft, Feed
 from tests.models.making import save_hf, save_tokenizer
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads only wait for each other on models this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")

@@ -26,15 +26,6 @@ WIDE = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads only wait for each other on models this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")

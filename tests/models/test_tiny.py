@@ -10,15 +10,6 @@ from outpace.models.tiny import TableTarget, tiny
 from outpace.types import Draft, Feed, Riders
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads only wait for each other on models this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_score_is_the_log_of_law_after():
     target = TableTarget.random(1, vocab_size=3, order=None, zeros=0.3)
     cache = target.new_cache()

@@ -95,8 +95,6 @@ def test_work_that_was_stopped_goes_on_and_gives_the_same(engine, whole, tmp_pat
 def test_a_killed_process_loses_no_shard(tmp_path, engine):
     code = textwrap.dedent(f"""
         from pathlib import Path
-        import torch
-        torch.set_num_threads(1)
         from outpace import Engine
         from outpace.train.corpus import CorpusPrompt
         from outpace.train.generate import GenerateConfig, generate_answers

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from outpace.drafters.trained import (
     CONFIG,
-    checkpoint_of,
     decoder_from_json,
-    embedding_of,
     head_name,
     lender,
     read_config,
@@ -102,10 +100,10 @@ def load_trained(
     if HEAD in tensors:
         head_DW = checkpoint.tensor(HEAD, kind)
     else:
-        head_DW = checkpoint_of(lent).tensor(head_name(lent), kind)
+        head_DW = lent.checkpoint.tensor(head_name(lent), kind)
         head_DW = head_DW if vocab is None else head_DW[vocab.to_target_D]
     ends = Ends(
-        embed=Embedding(checkpoint, kind, where, True) if EMBED in tensors else embedding_of(lent),
+        embed=Embedding(checkpoint, kind, where, True) if EMBED in tensors else lent.embedding,
         norm=Norm(checkpoint.tensor("model.norm.weight").to(where), config),
         head=Linear(head_DW.to(where)),
     )

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from outpace.drafters.base import Drafter, Request
-from outpace.drafters.lookup.worth import grow
+from outpace.drafters.lookup.worth import grow, judged
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import ROOT, Draft, Outcome
@@ -166,24 +166,17 @@ class AdaptiveNgram(Drafter[_State]):
 
     def _learn(self, state: _State, outcome: Outcome, memo: _Memo) -> None:
         draft, verdict = outcome.draft, outcome.verdict
-        kept = set(verdict.kept)
-        for parent in (ROOT, *verdict.kept):
-            groups = draft.groups_of.get(parent)
-            if groups is None:
-                continue
-            nodes = groups[0].nodes
-            if verdict.censored and kept.isdisjoint(nodes):
-                break
-            first = nodes[0]
-            state.made[memo.order_N[first]] += 1
-            state.right[memo.order_N[first]] += first in kept
+        for node, right in judged(outcome):
+            state.made[memo.order_N[node]] += 1
+            state.right[memo.order_N[node]] += right
         if verdict.censored or not draft.token_N:
             return
-        if len(kept) == max(draft.depth_N):
+        kept = len(verdict.kept)
+        if kept == max(draft.depth_N):
             if memo.cut:
                 state.length *= 2
         else:
-            state.length = max(self.config.min_length, len(kept) + 1)
+            state.length = max(self.config.min_length, kept + 1)
 
 
 def _assumed(order: int) -> float:

@@ -20,7 +20,7 @@ partial string matching"; of drafts that grow with the match: SuffixDecoding, ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -88,27 +88,32 @@ class Trust:
         return count / (total + self.escape(match)) if match > 0 else 0.0
 
     def learn(self, outcome: Outcome) -> None:
-        """Take in which guesses were kept, if the draft was made here.
-
-        At every node that was reached, the likeliest child was right or wrong. What a stop cut
-        off teaches nothing.
-        """
-        draft, verdict, memo = outcome.draft, outcome.verdict, outcome.draft.memo
-        if not isinstance(memo, Chances) or memo.owner not in (None, self.own):
-            return
-        kept = set(verdict.kept)
-        for parent in (ROOT, *verdict.kept):
-            groups = draft.groups_of.get(parent)
-            if groups is None:
-                continue
-            nodes = groups[0].nodes
-            if verdict.censored and kept.isdisjoint(nodes):
-                return
-            self._move(memo.own_N[nodes[0]], nodes[0] in kept)
+        """Take in which guesses were kept, if the draft was made here."""
+        memo = outcome.draft.memo
+        if isinstance(memo, Chances) and memo.owner in (None, self.own):
+            for node, right in judged(outcome):
+                self._move(memo.own_N[node], right)
 
     def _move(self, chance: float, right: bool) -> None:
         moved = self.doubt * math.exp(RATE * (chance - right))
         self.doubt = min(16.0, max(1 / 16, moved))
+
+
+def judged(outcome: Outcome) -> Iterator[tuple[int, bool]]:
+    """The likeliest child of every node that was reached, and whether it was kept.
+
+    What a stop cut off teaches nothing and is left out.
+    """
+    draft, verdict = outcome.draft, outcome.verdict
+    kept = set(verdict.kept)
+    for parent in (ROOT, *verdict.kept):
+        groups = draft.groups_of.get(parent)
+        if groups is None:
+            continue
+        nodes = groups[0].nodes
+        if verdict.censored and kept.isdisjoint(nodes):
+            return
+        yield nodes[0], nodes[0] in kept
 
 
 class Priced(Drafter[S]):

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outpace.drafters.trained import (
-    checkpoint_of,
     decoder_to_json,
     head_name,
     lender,
@@ -129,7 +128,7 @@ class DraftModelObjective(Objective):
         if self.module.lm_head is not None:
             return self.module.lm_head.weight
         if self._head_DH is None:
-            head_VH = checkpoint_of(self.target).tensor(head_name(self.target))
+            head_VH = self.target.checkpoint.tensor(head_name(self.target))
             rows = head_VH if self.vocab is None else head_VH[self.vocab.to_target_D]
             self._head_DH = rows.to(self.target.device, torch.float32)
         return self._head_DH

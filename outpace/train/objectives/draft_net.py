@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from outpace.drafters.trained import checkpoint_of, head_name, read_embedding
+from outpace.drafters.trained import head_name, read_embedding
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.models.decoder import Decoder
@@ -72,7 +72,7 @@ class DraftNet(nn.Module):
     @torch.no_grad()
     def take(self, target: Decoder, layers: Sequence[int], vocab: VocabMap | None) -> None:
         """Start as these layers of the target, with its last norm and head."""
-        stored = checkpoint_of(target)
+        stored = target.checkpoint
         for name, parameter in self.named_parameters():
             part, _, rest = name.partition(".")
             theirs = head_name(target) if part == "lm_head" else f"model.{name}"
@@ -164,7 +164,7 @@ def narrow_start(net: DraftNet, target: Decoder, vocab: VocabMap | None, seed: i
         elif name.endswith("bias"):
             parameter.zero_()
     assert net.embed is not None and net.lm_head is not None
-    head_VH = checkpoint_of(target).tensor(head_name(target), torch.float32)
+    head_VH = target.checkpoint.tensor(head_name(target), torch.float32)
     rows_DH = head_VH if vocab is None else head_VH[vocab.to_target_D]
     net.lm_head.weight.copy_(_main_directions(rows_DH, net.shape.hidden_size))
     whole_VH = read_embedding(target).float().cpu()

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from outpace.drafters.trained import checkpoint_of, head_name
+from outpace.drafters.trained import head_name
 from outpace.law import VocabMap
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
@@ -73,7 +73,7 @@ def take(
         taps: how many features are fused.
         vocab: the draft vocabulary.
     """
-    stored, hidden = checkpoint_of(target), target.hidden_size
+    stored, hidden = target.checkpoint, target.hidden_size
     offset, at = target.config.norm_offset, f"model.layers.{layer}."
     block = net.layer
 
