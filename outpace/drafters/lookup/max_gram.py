@@ -19,17 +19,18 @@ earliest occurrence wins, which guesses worse).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from outpace.drafters.base import Request
 from outpace.drafters.lookup.automaton import SuffixAutomaton
 from outpace.drafters.lookup.bigram import BigramTable, usual_place
 from outpace.drafters.lookup.files import vocabulary
-from outpace.drafters.lookup.worth import Priced, Trust, grow
+from outpace.drafters.lookup.follows import FollowsText, Text
+from outpace.drafters.lookup.worth import grow
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
-from outpace.types import Draft, Outcome
+from outpace.types import Draft
 
 ABROAD = 0.5
 """How much of a pair's share in the table's text to expect in an answer: the surest pairs of
@@ -54,14 +55,6 @@ class MaxGramConfig:
             raise ValueError(f"table={self.table} contradicts bigram=false; drop one of the two")
 
 
-@dataclass(slots=True, eq=False)
-class _State:
-    """One sequence."""
-
-    text: SuffixAutomaton
-    trust: Trust = field(default_factory=Trust)
-
-
 @dataclass(frozen=True, slots=True)
 class _Node:
     """Where a draft stands."""
@@ -74,7 +67,7 @@ class _Node:
     """Tokens before it that agree."""
 
 
-class MaxGram(Priced[_State]):
+class MaxGram(FollowsText[Text]):
     """Copies after the longest match, and fills up with bigrams.
 
     Args:
@@ -104,33 +97,15 @@ class MaxGram(Priced[_State]):
             return cls(config)
         return cls(config, BigramTable.load(path, digest))
 
-    def begin(self, request: Request) -> _State:
+    def begin(self, request: Request) -> Text:
         """The text that is held already; the rest of the prompt arrives through ``observe``."""
-        return _State(SuffixAutomaton(request.prompt[: request.held]))
+        return Text(SuffixAutomaton(request.prompt[: request.held]))
 
-    def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
+    def propose(self, rows: Sequence[DraftRow[Text]]) -> list[Draft]:
         """A chain each; in a template the siblings come from the table. CHOSEN."""
         return [self._propose(row) for row in rows]
 
-    def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
-        """Take in the new text, and which guesses were kept."""
-        for state, outcome in zip(states, outcomes, strict=True):
-            if outcome.forced:
-                state.text.extend(outcome.fed)
-            state.text.extend(outcome.verdict.emitted)
-            state.trust.learn(outcome)
-
-    def mark(self, state: _State) -> tuple[int, float]:
-        """Constant cost; so is taking a token back, amortised."""
-        return state.text.mark(), state.trust.doubt
-
-    def rewind(self, state: _State, mark: tuple[int, float]) -> _State:
-        """In place."""
-        state.text.rewind(mark[0])
-        state.trust.doubt = mark[1]
-        return state
-
-    def _propose(self, row: DraftRow[_State]) -> Draft:
+    def _propose(self, row: DraftRow[Text]) -> Draft:
         text, trust = row.state.text, row.state.trust
         if not text.tokens:
             return Draft()

@@ -27,17 +27,18 @@ arXiv:2411.10666.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outpace.drafters.base import Request
 from outpace.drafters.lookup.automaton import SuffixAutomaton
 from outpace.drafters.lookup.files import vocabulary
+from outpace.drafters.lookup.follows import FollowsText, Text
 from outpace.drafters.lookup.history import LONGEST, History
-from outpace.drafters.lookup.worth import Chances, Priced, Trust, grow
+from outpace.drafters.lookup.worth import Chances, grow
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
-from outpace.types import Budget, Draft, Outcome
+from outpace.types import Budget, Draft
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,17 +66,15 @@ class SuffixConfig:
             raise ValueError(f"capacity must be between 4096 and {1 << 30}, got {self.capacity}")
 
 
-@dataclass(slots=True, eq=False)
-class _State:
+@dataclass(slots=True, eq=False, kw_only=True)
+class _State(Text):
     """One sequence."""
 
     prompt: int
     """Tokens of its prompt."""
-    text: SuffixAutomaton
-    trust: Trust = field(default_factory=Trust)
 
 
-class Suffix(Priced[_State]):
+class Suffix(FollowsText[_State]):
     """Follows what came most often after the longest suffix that came before.
 
     Args:
@@ -109,29 +108,13 @@ class Suffix(Priced[_State]):
 
     def begin(self, request: Request) -> _State:
         """The text that is held already; the rest of the prompt arrives through ``observe``."""
-        return _State(len(request.prompt), SuffixAutomaton(request.prompt[: request.held]))
+        return _State(
+            text=SuffixAutomaton(request.prompt[: request.held]), prompt=len(request.prompt)
+        )
 
     def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
         """A chain each, or a part of the template; CHOSEN, and empty where nothing matches."""
         return [self._propose(row) for row in rows]
-
-    def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
-        """Take in the new text, and which guesses were kept."""
-        for state, outcome in zip(states, outcomes, strict=True):
-            if outcome.forced:
-                state.text.extend(outcome.fed)
-            state.text.extend(outcome.verdict.emitted)
-            state.trust.learn(outcome)
-
-    def mark(self, state: _State) -> tuple[int, float]:
-        """Constant cost; so is taking a token back, amortised."""
-        return state.text.mark(), state.trust.doubt
-
-    def rewind(self, state: _State, mark: tuple[int, float]) -> _State:
-        """In place."""
-        state.text.rewind(mark[0])
-        state.trust.doubt = mark[1]
-        return state
 
     def end(self, state: _State) -> None:
         """Remember the answer, with as much of the prompt's end as a match may need."""
