@@ -5,12 +5,13 @@ import torch
 
 from outpace.analysis.agreement import check_oracle
 from outpace.analysis.tables import LOSSY, RIGHT, NodeLaws, Sapling, World, best, fan, outputs
-from outpace.coins import Coins, KeyedCoins, Stream
+from outpace.coins import KeyedCoins, Stream
 from outpace.errors import SpecError
 from outpace.law import Law
 from outpace.types import ROOT, Draft, Drawn, Group
 from outpace.verifiers.k_seq import discount
 from outpace.verifiers.traversal import Traversal, TraversalConfig, Visit
+from tests.verifiers.refusing import Refusing
 
 K_SEQ, GREEDY, TRAVERSAL, TREE = (
     RIGHT[name] for name in ("k_seq", "greedy_plus_one", "traversal", "tree")
@@ -27,25 +28,6 @@ class Given:
         return self.laws[node] if isinstance(self.laws, dict) else self.laws
 
 
-class Refusing(Coins):
-    """Refuses everything, even what is certain, and remembers the keys."""
-
-    def __init__(self):
-        self.keys = []
-
-    def flip(self, prob, *key):
-        self.keys.append(key)
-        assert prob == prob, "not a number"
-        return False
-
-    def choose(self, law, *key):
-        self.keys.append(key)
-        assert bool(torch.isfinite(law.prob_S).all())
-        assert float(law.prob_S.sum()) == pytest.approx(1, abs=1e-5)
-        return int(law.ids[law.prob_S.argmax()])
-
-    def race(self, law, depth, count=1):
-        raise AssertionError("only `coupled` races")
 
 
 # k_seq ----------------------------------------------------------------------------------------

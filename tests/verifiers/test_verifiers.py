@@ -6,11 +6,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.analysis.agreement import Likely, check_oracle
 from outpace.analysis.tables import RIGHT, NodeLaws, Sapling, World, best, chain, fan
-from outpace.coins import Coins, KeyedCoins, Stream
+from outpace.coins import KeyedCoins, Stream
 from outpace.errors import SpecError
 from outpace.law import Law
 from outpace.types import ROOT, Draft, Drawn, Group
 from outpace.verifiers.tree import Tree, TreeConfig
+from tests.verifiers.refusing import Refusing
 
 CHAIN, MATCH, TREE, COUPLED = (RIGHT[name] for name in ("chain", "match", "tree", "coupled"))
 
@@ -206,25 +207,6 @@ def test_chain_refuses_what_is_no_chain():
 # Numbers --------------------------------------------------------------------------------------
 
 
-class Refusing(Coins):
-    """Refuses everything, even what is certain, and remembers the keys."""
-
-    def __init__(self):
-        self.keys = []
-
-    def flip(self, prob, *key):
-        self.keys.append(key)
-        assert prob == prob, "not a number"
-        return False
-
-    def choose(self, law, *key):
-        self.keys.append(key)
-        assert bool(torch.isfinite(law.prob_S).all())
-        assert float(law.prob_S.sum()) == pytest.approx(1, abs=1e-5)
-        return int(law.ids[law.prob_S.argmax()])
-
-    def race(self, law, depth, count=1):
-        raise AssertionError("only `coupled` races")
 
 
 def test_refusals_never_leave_nothing():
