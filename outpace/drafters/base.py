@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outpace.clock import PassClock
 from outpace.models.base import Target
-from outpace.tree.growth import Branch, DraftRow, grow
+from outpace.tree.growth import Branch, DraftRow, Expand, grow
 from outpace.types import Draft, Outcome
 
 S = TypeVar("S")
@@ -33,6 +33,9 @@ class Request:
     """Leading prompt tokens that the target's cache held already, and no pass will show."""
     reference: tuple[int, ...] | None = None
     """An expected output that the caller supplied, if any."""
+    key: str = ""
+    """Whose sequence it is. A drafter that remembers what sequences said uses it for sequences of
+    the same key alone."""
 
 
 class Drafter(ABC, Generic[S]):
@@ -133,6 +136,9 @@ class ExpandingDrafter(Drafter[S]):
     """
 
     samples = True
+    between: Expand | None = None
+    """Asked in the place of ``expand`` while trees grow: a drafter made of this one, which asks it
+    for less."""
 
     @abstractmethod
     def expand(self, branches: Sequence[Branch[S]]) -> tuple[Tensor, Tensor | None]:
@@ -150,7 +156,8 @@ class ExpandingDrafter(Drafter[S]):
     def propose(self, rows: Sequence[DraftRow[S]]) -> list[Draft]:
         """Grow one tree per row; one ``expand`` per level for the whole batch."""
         drafts = []
-        for row, (draft, numbers) in zip(rows, grow(rows, self.expand), strict=True):
+        grown = grow(rows, self.between or self.expand)
+        for row, (draft, numbers) in zip(rows, grown, strict=True):
             if numbers is not None:
                 self.renumber(row.state, numbers)
             drafts.append(draft)

@@ -70,7 +70,9 @@ class Decoder(Target):
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_positions = len(blocks), config.max_positions
         self.device, self.dtype = ends.embed.device, ends.embed.dtype
-        self._checkpoint, self._blocks, self._ends, self._turns = checkpoint, blocks, ends, turns
+        self.checkpoint = checkpoint
+        """What it was read from: tensors one at a time, by Hugging Face name."""
+        self._blocks, self._ends, self._turns = blocks, ends, turns
         self._windows = frozenset(block.window for block in blocks)
         self._activation = _ACTIVATIONS[config.activation]
         self._shape = HeadShape(
@@ -141,20 +143,15 @@ class Decoder(Target):
 
     def quantized(self, kind: str) -> Decoder:
         """The same model, read anew and rounded to ``int8`` or ``int4``; see ``load``."""
-        return Decoder.load(self._checkpoint, dtype=self.dtype, device=self.device, quantize=kind)
+        return Decoder.load(self.checkpoint, dtype=self.dtype, device=self.device, quantize=kind)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:  # type: ignore[override]
         """The checkpoint's tokenizer, built when first asked for; None if it has none."""
         try:
-            return self._checkpoint.tokenizer()
+            return self.checkpoint.tokenizer()
         except ModelError:
             return None
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """What it was read from: tensors one at a time, by Hugging Face name."""
-        return self._checkpoint
 
     @property
     def embedding(self) -> Embedding:
@@ -187,7 +184,7 @@ class Decoder(Target):
             rope_of_layer=tuple(self.config.rope_of_layer[i] for i in layers),
         )
         blocks = [self._blocks[i] for i in layers]
-        part = Decoder(self._checkpoint, config, blocks, self._ends, self._turns)
+        part = Decoder(self.checkpoint, config, blocks, self._ends, self._turns)
         chosen = "-".join(str(i) for i in layers)
         part.quantize = self.quantize
         part.name, part.digest = f"{self.name}[layers={chosen}]", f"{self.digest}:{chosen}"

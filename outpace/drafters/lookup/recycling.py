@@ -84,7 +84,7 @@ class Recycling(Drafter[_State]):
     ) -> None:
         self.config = config
         self._table_VK = table_VK
-        self._shared: dict[int, tuple[int, ...]] = {}
+        self._shared: dict[str, dict[int, tuple[int, ...]]] = {}
 
     @classmethod
     def load(cls, config: RecyclingConfig, target: Target) -> Recycling:
@@ -101,7 +101,7 @@ class Recycling(Drafter[_State]):
 
     def begin(self, request: Request) -> _State:
         """Lists of the text that is held already; the rest arrives through ``observe``."""
-        state = _State(self._shared if self.config.shared else {})
+        state = _State(self._shared.setdefault(request.key, {}) if self.config.shared else {})
         self._read(state, request.prompt[: request.held])
         return state
 

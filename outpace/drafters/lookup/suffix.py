@@ -40,6 +40,9 @@ from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Budget, Draft
 
+_KEYS = 16
+"""Stores of keys that are remembered."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuffixConfig:
@@ -72,6 +75,8 @@ class _State(Text):
 
     prompt: int
     """Tokens of its prompt."""
+    history: History | None = None
+    """Answers of past requests of its key."""
 
 
 class Suffix(FollowsText[_State]):
@@ -91,6 +96,7 @@ class Suffix(FollowsText[_State]):
         self.config = config
         self.history = history
         self._digest = digest
+        self._of_key: dict[str, History] = {}
 
     @classmethod
     def load(cls, config: SuffixConfig, target: Target) -> Suffix:
@@ -109,8 +115,20 @@ class Suffix(FollowsText[_State]):
     def begin(self, request: Request) -> _State:
         """The text that is held already; the rest of the prompt arrives through ``observe``."""
         return _State(
-            text=SuffixAutomaton(request.prompt[: request.held]), prompt=len(request.prompt)
+            text=SuffixAutomaton(request.prompt[: request.held]),
+            prompt=len(request.prompt),
+            history=self._history(request.key),
         )
+
+    def _history(self, key: str) -> History | None:
+        """The store of a key; what is named by ``store`` is that of the empty one."""
+        if self.history is None or not key:
+            return self.history
+        found = self._of_key.pop(key, None) or History(self.config.capacity)
+        self._of_key[key] = found  # the newest last
+        if len(self._of_key) > _KEYS:
+            del self._of_key[next(iter(self._of_key))]
+        return found
 
     def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
         """A chain each, or a part of the template; CHOSEN, and empty where nothing matches."""
@@ -119,17 +137,17 @@ class Suffix(FollowsText[_State]):
     def end(self, state: _State) -> None:
         """Remember the answer, with as much of the prompt's end as a match may need."""
         tokens = state.text.tokens
-        if self.history is None or len(tokens) <= state.prompt:
+        if state.history is None or len(tokens) <= state.prompt:
             return
-        self.history.add(tokens[max(0, state.prompt - LONGEST) :])
-        if self.config.store is not None:
+        state.history.add(tokens[max(0, state.prompt - LONGEST) :])
+        if self.config.store is not None and state.history is self.history:
             self.history.save(Path(self.config.store), self._digest)
 
     def _propose(self, row: DraftRow[_State]) -> Draft:
         own = self._from_text(row)
-        if self.history is None:
+        if row.state.history is None:
             return own
-        past = self._from_history(row, self.history)
+        past = self._from_history(row, row.state.history)
         return past if _worth(past) > _worth(own) else own
 
     def _from_text(self, row: DraftRow[_State]) -> Draft:
