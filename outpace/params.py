@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from outpace.errors import RequestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Defaults(Protocol):
@@ -36,6 +39,26 @@ class Defaults(Protocol):
     @property
     def repetition_penalty(self) -> float | None:
         """Divides logits of tokens seen."""
+
+
+class Matcher(Protocol):
+    """A place in a grammar, that of one sequence's committed text."""
+
+    def allowed(self, path: Sequence[int], /) -> Tensor:
+        """Which tokens may follow the text and a path of guesses: bool [vocabulary], one at least.
+
+        A path that the grammar forbids is never kept, so anything is right for it.
+        """
+
+    def advance(self, tokens: Sequence[int], /) -> None:
+        """Tokens were committed, those that end the text included."""
+
+
+class Grammar(Protocol):
+    """A form that texts must have; compiled, and shared by sequences."""
+
+    def begin(self) -> Matcher:
+        """Where a text begins."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +92,8 @@ class SamplingParams:
     """If given, nothing else is generated."""
     banned_tokens: frozenset[int] = frozenset()
     """Never generated."""
+    grammar: Grammar | None = None
+    """If given, only what it allows is generated, token by token."""
     max_new_tokens: int = 128
     """Longest output, in tokens."""
     min_tokens: int = 0

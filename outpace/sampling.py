@@ -2,7 +2,7 @@
 
 The order of the processors is that of transformers, and of vLLM but for min-p:
 
-1. logit bias, then allowed, banned and min_tokens: they say what may be generated at all;
+1. logit bias, then allowed and banned tokens, grammar, min_tokens: what may be generated at all;
 2. repetition, then presence and frequency penalties: they read the model's own scale, so they
    come before
 3. temperature;
@@ -93,8 +93,10 @@ class Warp:
         self._penalized = (
             self._repetition != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
+        self._matcher = params.grammar.begin() if params.grammar is not None else None
         self._always = bool(
             self._penalized or len(self._ban_K) or len(self._bias_K) or self._allow_K is not None
+            or self._matcher is not None
         )
         self._place: dict[int, int] = {}
         self._seen_C = self._end_K.new_zeros(0)
@@ -115,6 +117,8 @@ class Warp:
         Cost: host only; O(tokens seen) if a penalty is on, else O(1).
         """
         self.generated += len(tokens)
+        if self._matcher is not None:
+            self._matcher.advance(tokens)
         if self._penalized:
             self._seen_C, self._count_C, fresh = self._history(tokens)
             self._place.update(fresh)
@@ -206,6 +210,8 @@ class Warp:
         on = x_V.device
         full_V[self._bias_K.to(on)] += self._bias.to(on, x_V.dtype)
         full_V[self._ban_K.to(on)] = -math.inf
+        if self._matcher is not None:
+            full_V[~self._matcher.allowed(path).to(on)] = -math.inf
         if self._too_short(len(path)):
             full_V[self._end_K.to(on)] = -math.inf
         if self._penalized:

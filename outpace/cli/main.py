@@ -15,7 +15,20 @@ from typing import Annotated, Any
 import typer
 
 from outpace import __version__
-from outpace.cli import analyze, bench, build, chat, check, export, generate, methods, show, train
+from outpace.cli import (
+    analyze,
+    bench,
+    build,
+    chat,
+    check,
+    export,
+    generate,
+    methods,
+    serve,
+    show,
+    train,
+    tune,
+)
 from outpace.errors import OutpaceError
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer gives it no public name
@@ -47,7 +60,7 @@ def _whole(
     """Take the options that stand before a command."""
 
 
-for _module in (generate, chat, check, bench, train, export, analyze, methods, build):
+for _module in (generate, chat, serve, check, bench, train, export, analyze, tune, methods, build):
     _module.register(app)
 
 

@@ -1,0 +1,188 @@
+"""``outpace serve``: the model behind HTTP, for clients of the OpenAI API and for a browser."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outpace.cli import show
+from outpace.cli.options import ModelOptions, at_least_one, notes, option, spread
+from outpace.config import MethodSpec
+from outpace.errors import ModelError, RequestError
+from outpace.params import SamplingParams
+
+_SERVER = "Server"
+_LIMITS = "Limits"
+
+_EXAMPLES = r"""
+Examples:
+
+  outpace serve
+
+  outpace serve -m ./my-model --drafter auto --drafter prompt_lookup
+
+  outpace serve --host 0.0.0.0 --api-key-file keys.txt --port 9000
+
+Then open http://127.0.0.1:8000 in a browser, or point a client at http://127.0.0.1:8000/v1
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(epilog=_EXAMPLES.strip())(spread(serve))
+
+
+def serve(
+    *,
+    model: ModelOptions,
+    drafter: Annotated[
+        list[str] | None,
+        option("--drafter", "-d", panel="Model", metavar="SPEC", show_default="auto",
+               help="Drafters that requests may name; the first serves those that name none. "
+                    "Repeatable. none and reference are always there."),
+    ] = None,
+    name: Annotated[
+        str | None,
+        option("--name", panel=_SERVER, metavar="NAME", show_default="the model's",
+               help="What clients call the model."),
+    ] = None,
+    host: Annotated[
+        str,
+        option("--host", panel=_SERVER, metavar="HOST",
+               help="Where to listen; 0.0.0.0: reachable from other machines."),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, option("--port", "-p", panel=_SERVER, metavar="N", help="Likewise; 0: a free one.")
+    ] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        option("--api-key", panel=_SERVER, metavar="KEY",
+               help="Ask for this bearer key. Repeatable. Other users of the machine can see it in "
+                    "the list of processes."),
+    ] = None,
+    api_key_file: Annotated[
+        str | None,
+        option("--api-key-file", panel=_SERVER, metavar="FILE", help="Keys, one per line."),
+    ] = None,
+    max_batch: Annotated[
+        int, option("--max-batch", panel=_LIMITS, metavar="N", help="Answers at a time.")
+    ] = 32,
+    max_queue: Annotated[
+        int,
+        option("--max-queue", panel=_LIMITS, metavar="N",
+               help="Answers that may wait; what comes then is told to try again later."),
+    ] = 256,
+    pages: Annotated[
+        int | None,
+        option("--pages", panel=_LIMITS, metavar="N", show_default="as many as it takes",
+               help="Most pages of 64 tokens of keys and values. With a limit, answers wait for "
+                    "memory or lend it to others."),
+    ] = None,
+    stored_pages: Annotated[
+        int | None,
+        option("--stored-pages", panel=_LIMITS, metavar="N", show_default="512 MB",
+               help="Most pages kept for prompts that begin alike; 0: none."),
+    ] = None,
+    max_prompt_tokens: Annotated[
+        int | None,
+        option("--max-prompt-tokens", panel=_LIMITS, metavar="N", show_default="the context",
+               help="Longest prompt."),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        option("--max-new-tokens", panel=_LIMITS, metavar="N", show_default="the context",
+               help="Most tokens per answer that may be asked for."),
+    ] = None,
+    max_answers: Annotated[
+        int,
+        option("--max-answers", panel=_LIMITS, metavar="N",
+               help="Answers per request: prompts times n."),
+    ] = 32,
+    max_body_kb: Annotated[
+        int, option("--max-body-kb", panel=_LIMITS, metavar="N", help="Longest body, KiB.")
+    ] = 4096,
+    max_connections: Annotated[
+        int, option("--max-connections", panel=_LIMITS, metavar="N", help="Connections at a time.")
+    ] = 512,
+    timeout: Annotated[
+        int, option("--timeout", panel=_LIMITS, metavar="S", help="Longest request, seconds.")
+    ] = 600,
+    grace: Annotated[
+        int,
+        option("--grace", panel=_LIMITS, metavar="S",
+               help="How long answers under way may take after Ctrl-C or SIGTERM, seconds."),
+    ] = 30,
+) -> None:
+    """Serve the OpenAI API and a page to chat on. Ctrl-C stops it when answers have ended."""
+    for option_name, value in (
+        ("--max-batch", max_batch), ("--max-queue", max_queue), ("--max-answers", max_answers),
+        ("--max-prompt-tokens", max_prompt_tokens), ("--max-new-tokens", max_new_tokens),
+        ("--max-body-kb", max_body_kb), ("--max-connections", max_connections),
+        ("--timeout", timeout), ("--grace", grace), ("--pages", pages),
+    ):
+        at_least_one(option_name, value)
+    if stored_pages is not None and stored_pages < 0:
+        raise RequestError(f"--stored-pages must be at least 0, got {stored_pages}")
+    if not 0 <= port < 1 << 16:
+        raise RequestError(f"--port must be in 0 to 65535, got {port}")
+    keys = read_keys(api_key or [], api_key_file)
+    specs = with_reference(drafter or ["auto"])
+    for module in ("fastapi", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(module) is None:
+            raise ModelError(
+                f"serving needs the package {module}; install it: pip install 'outpace[server]'"
+            )
+    engine = model.load(drafter="none")
+    for line in notes(engine, SamplingParams()):
+        show.note(f"outpace: {line}")
+    with show.busy("loading drafters"):
+        from outpace.engine.service import Service
+        from outpace.server.limits import Limits
+        from outpace.server.run import is_loopback
+        from outpace.server.run import serve as run
+
+        limits = Limits(
+            body_bytes=max_body_kb << 10,
+            prompt_tokens=max_prompt_tokens,
+            new_tokens=max_new_tokens,
+            answers=max_answers,
+            request_seconds=float(timeout),
+            connections=max_connections,
+            grace_seconds=float(grace),
+        )
+        service = Service(engine, drafters=specs, max_batch=max_batch, max_queue=max_queue,
+                          pages=pages, stored_pages=stored_pages)
+    if not keys and not is_loopback(host):
+        show.note(f"outpace: anyone who reaches {host} port {port} can use this server; "
+                  "--api-key-file asks for keys")
+    show.note(f"outpace: serving {name or engine.target.name} with {', '.join(service.drafters)}")
+    run(service, name=name or engine.target.name, host=host, port=port, keys=keys, limits=limits)
+
+
+def with_reference(specs: list[str]) -> list[str]:
+    """The drafters to start: those that were named, and one for predictions."""
+    names = {MethodSpec.parse(spec).name for spec in specs}
+    return specs if "reference" in names else [*specs, "reference"]
+
+
+def read_keys(given: list[str], file: str | None) -> list[str]:
+    """Keys of the command line and of a file.
+
+    Raises:
+        RequestError: an empty key, or a file that cannot be read or holds none.
+    """
+    keys = list(given)
+    if file is not None:
+        try:
+            lines = Path(file).read_text(encoding="utf-8").split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"cannot read --api-key-file {file}: {error}") from error
+        if not lines:
+            raise RequestError(f"--api-key-file {file} holds no key; write one per line")
+        keys += lines
+    if any(not key.strip() or not key.isascii() or not key.isprintable() for key in keys):
+        raise RequestError("--api-key must be printable ASCII characters, one at least")
+    return keys

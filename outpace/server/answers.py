@@ -1,0 +1,301 @@
+"""Answers as JSON: whole ones and pieces, of completions and of chats, with what they cost."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from outpace.engine.events import Tokens
+from outpace.engine.results import DrafterCounts, Result
+from outpace.sampling import TokenLogprobs
+from outpace.server.asks import Ask
+
+Json = dict[str, Any]
+
+_LOWEST = -9999.0  # JSON has no infinity; clients know this number
+
+
+class Writer(ABC):
+    """Writes the answer of one request.
+
+    Args:
+        ask: the request.
+        model: what the model is called.
+        fingerprint: of its weights.
+        tokenizer: the target's; None leaves texts of tokens empty.
+    """
+
+    prefix: ClassVar[str]
+    """Ids of answers begin so."""
+    whole: ClassVar[str]
+    """``object`` of an answer in one piece."""
+    part: ClassVar[str]
+    """``object`` of a piece."""
+
+    def __init__(self, ask: Ask, model: str, fingerprint: str, tokenizer: Any) -> None:
+        self.ask, self._tokenizer = ask, tokenizer
+        self._id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._about = {
+            "created": int(time.time()), "model": model, "system_fingerprint": fingerprint
+        }
+        self._written = [0] * ask.answers
+
+    @abstractmethod
+    def _message(self, index: int, text: str) -> Json:
+        """The part of a whole choice that holds the text."""
+
+    @abstractmethod
+    def _delta(self, text: str) -> Json:
+        """The part of a piece that holds the text."""
+
+    @abstractmethod
+    def _logprobs(self, index: int, found: Sequence[TokenLogprobs]) -> Json:
+        """Log-probabilities in the form of this API."""
+
+    @abstractmethod
+    def opening(self, index: int) -> list[Json]:
+        """Chunks before the first piece of an answer."""
+
+    def answer(self, results: Sequence[Result], events: Sequence[Sequence[Tokens]]) -> Json:
+        """All answers in one piece.
+
+        Args:
+            results: one per answer.
+            events: per answer its pieces, in order.
+        """
+        choices = []
+        for index, result in enumerate(results):
+            choice: Json = {
+                "index": index,
+                **self._message(index, result.text),
+                "logprobs": None if result.logprobs is None
+                else self._logprobs(index, result.logprobs),
+                "finish_reason": result.finish_reason,
+            }
+            if self.ask.token_ids:
+                choice["token_ids"] = list(result.tokens)
+            if self.ask.detailed:
+                choice["speculation"] = [one for e in events[index] for one in self._authors(e)]
+            choices.append(choice)
+        return {
+            "id": self._id,
+            "object": self.whole,
+            **self._about,
+            "choices": choices,
+            "usage": self.usage(results),
+            "metrics": metrics(results),
+        }
+
+    def piece(self, event: Tokens) -> Json | None:
+        """A chunk for new tokens; None if there is nothing to say of them."""
+        ask, index = self.ask, event.index
+        self._written[index] += len(event.ids)
+        if not (event.text or event.logprobs or ask.token_ids or ask.detailed):
+            return None
+        choice: Json = {"index": index, **self._delta(event.text), "logprobs": None,
+                        "finish_reason": None}
+        if event.logprobs:
+            choice["logprobs"] = self._logprobs(index, event.logprobs)
+        if ask.token_ids:
+            choice["token_ids"] = list(event.ids)
+        if ask.detailed:
+            choice["speculation"] = self._authors(event)
+        return self._chunk([choice])
+
+    def ending(self, index: int, result: Result) -> Json:
+        """The last chunk of an answer."""
+        choice = {"index": index, **self._delta(""), "logprobs": None,
+                  "finish_reason": result.finish_reason}
+        return self._chunk([choice])
+
+    def closing(self, results: Sequence[Result]) -> Json:
+        """The chunk behind all answers: usage and figures."""
+        return {**self._chunk([]), "usage": self.usage(results), "metrics": metrics(results)}
+
+    def usage(self, results: Sequence[Result]) -> Json:
+        """Tokens read and written. A prompt counts once, whatever its number of answers."""
+        ask = self.ask
+        read = sum(len(ready.ids) for ready in ask.ready)
+        written = sum(len(result.tokens) for result in results)
+        details: Json = {"reasoning_tokens": 0}
+        if ask.predicted:
+            followed = [
+                counts for result in results for spec, counts in result.by_drafter.items()
+                if spec.partition("[")[0] == "reference"
+            ]
+            kept = sum(counts.accepted for counts in followed)
+            details["accepted_prediction_tokens"] = kept
+            details["rejected_prediction_tokens"] = sum(c.drafted for c in followed) - kept
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(result.cached_tokens for result in results[:: ask.n])
+            },
+            "completion_tokens_details": details,
+        }
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        chunk: Json = {"id": self._id, "object": self.part, **self._about, "choices": choices}
+        if self.ask.running_usage:
+            read, written = sum(len(r.ids) for r in self.ask.ready), sum(self._written)
+            chunk["usage"] = {"prompt_tokens": read, "completion_tokens": written,
+                              "total_tokens": read + written}
+        elif self.ask.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _authors(self, event: Tokens) -> list[Json]:
+        """Who wrote each token: a drafter guessed it, or the target added it."""
+        special = frozenset() if self._tokenizer is None else self._tokenizer.special_ids
+        return [
+            {
+                "id": token,
+                "bytes": [] if token in special else list(self._bytes(token)),
+                "accepted": place < event.accepted,
+            }
+            for place, token in enumerate(event.ids)
+        ]
+
+    def _bytes(self, token: int) -> bytes:
+        return b"" if self._tokenizer is None else bytes(self._tokenizer.token_bytes(token))
+
+    def _token_text(self, token: int) -> str:
+        """A token's text; half a character is spelled in bytes, so that names stay distinct."""
+        spelled = self._bytes(token)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+class CompletionWriter(Writer):
+    """Writes completions."""
+
+    prefix, whole, part = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, ask: Ask, model: str, fingerprint: str, tokenizer: Any) -> None:
+        super().__init__(ask, model, fingerprint, tokenizer)
+        self._offset = [0] * ask.answers
+        self._streams: dict[int, Any] = {}
+
+    def opening(self, index: int) -> list[Json]:
+        """The prompt, if it is to be echoed."""
+        if self.ask.echo is None:
+            return []
+        choice = {"index": index, "text": self.ask.echo[index // self.ask.n], "logprobs": None,
+                  "finish_reason": None}
+        return [self._chunk([choice])]
+
+    def _message(self, index: int, text: str) -> Json:
+        echo = "" if self.ask.echo is None else self.ask.echo[index // self.ask.n]
+        return {"text": echo + text}
+
+    def _delta(self, text: str) -> Json:
+        return {"text": text}
+
+    def _length(self, index: int, token: int) -> int:
+        """Characters that a token adds to its text; the last part of one counts it whole."""
+        if self._tokenizer is None:
+            return 0
+        if index not in self._streams:
+            self._streams[index] = self._tokenizer.text_stream(continues=True)
+        return len(self._streams[index].push((token,)))
+
+    def _logprobs(self, index: int, found: Sequence[TokenLogprobs]) -> Json:
+        offsets = []
+        for one in found:
+            offsets.append(self._offset[index])
+            self._offset[index] += self._length(index, one.token)
+        return {
+            "tokens": [self._token_text(one.token) for one in found],
+            "token_logprobs": [_finite(one.logprob) for one in found],
+            "top_logprobs": [
+                {self._token_text(t): _finite(p) for t, p in (*one.top, (one.token, one.logprob))}
+                for one in found
+            ],
+            "text_offset": offsets,
+        }
+
+
+class ChatWriter(Writer):
+    """Writes chat answers."""
+
+    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self, index: int) -> list[Json]:
+        """Who speaks."""
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return [self._chunk([choice])]
+
+    def _message(self, index: int, text: str) -> Json:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _delta(self, text: str) -> Json:
+        return {"delta": {"content": text} if text else {}}
+
+    def _logprobs(self, index: int, found: Sequence[TokenLogprobs]) -> Json:
+        return {
+            "content": [
+                {**self._entry(one.token, one.logprob),
+                 "top_logprobs": [self._entry(token, logprob) for token, logprob in one.top]}
+                for one in found
+            ],
+            "refusal": None,
+        }
+
+    def _entry(self, token: int, logprob: float) -> Json:
+        return {"token": self._token_text(token), "logprob": _finite(logprob),
+                "bytes": list(self._bytes(token))}
+
+
+def metrics(results: Sequence[Result]) -> Json | None:
+    """What one answer cost; None for several, whose figures would not add up to a rate."""
+    if len(results) != 1:
+        return None
+    (result,) = results
+    c = result.counters
+    return {
+        "speculative_decoding": speculative_decoding(result),
+        "drafter": result.drafter,
+        "by_drafter": {
+            spec: {"drafts": d.drafts, "drafted": d.drafted, "accepted": d.accepted}
+            for spec, d in result.by_drafter.items()
+        },
+        "passes": c.passes,
+        "mean_emitted": c.mean_emitted,
+        "acceptance_rate": c.acceptance_rate,
+        "tokens_per_second": result.tokens_per_second,
+        "seconds": result.seconds,
+        "prefill_seconds": result.prefill_seconds,
+        "queue_seconds": result.queue_seconds,
+        "seed": result.seed,
+        "lossless": result.lossless,
+    }
+
+
+def speculative_decoding(result: Result) -> Json:
+    """All drafters together, under the names that other servers use."""
+    total = sum(result.by_drafter.values(), DrafterCounts())
+    deepest = max(len(result.counters.drafted_at), len(total.accepted_at))
+    reached = (*total.accepted_at, *(0,) * (deepest + 1 - len(total.accepted_at)))
+    return {
+        "mean_acceptance_length": 1 + total.accepted / total.drafts if total.drafts else None,
+        "draft_acceptance_rate": total.accepted / total.drafted if total.drafted else None,
+        "acceptance_histogram": [
+            more - deeper for more, deeper in zip((total.drafts, *reached), reached, strict=False)
+        ],
+        "num_spec_steps": total.drafts,
+        "num_accepted_draft_tokens": total.accepted,
+        "num_draft_tokens": total.drafted,
+        "num_spec_tokens": deepest,
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)

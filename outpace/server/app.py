@@ -1,0 +1,285 @@
+"""The application: which path does what."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from importlib import resources
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from outpace import __version__
+from outpace.engine.events import Done, Tokens
+from outpace.engine.results import Result
+from outpace.engine.service import Service
+from outpace.errors import OutpaceError
+from outpace.server.answers import ChatWriter, CompletionWriter, Json, Writer
+from outpace.server.asks import Ask, Reader
+from outpace.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from outpace.server.bridge import LOG, Call
+from outpace.server.encoding import JsonResponse
+from outpace.server.errors import ApiError, error_body, from_user_error, from_validation
+from outpace.server.grammar import open_grammars
+from outpace.server.guard import Guard
+from outpace.server.limits import Limits
+from outpace.server.metrics import CONTENT_TYPE, Meters
+from outpace.server.sse import EventStream, until_left
+
+T = TypeVar("T")
+
+_STATIC = {"chat.js": "text/javascript; charset=utf-8", "chat.css": "text/css; charset=utf-8"}
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class Server:
+    """What the paths of one application share.
+
+    Args:
+        service: makes the answers.
+        name: what the model is called.
+        limits: bounds of requests.
+    """
+
+    def __init__(self, service: Service, name: str, limits: Limits) -> None:
+        target = service.engine.target
+        self.service, self.name, self.limits = service, name, limits
+        self.tokenizer = target.tokenizer
+        self.fingerprint = f"outpace-{__version__}-{target.digest}"
+        self.began = int(time.time())
+        self.meters = Meters(name, service.stats)
+        grammars = open_grammars(target.tokenizer, target.vocab_size, service.engine.eos_ids)
+        self.reader = Reader(service, name, limits, grammars)
+
+    async def generate(
+        self, request: Request, read: Callable[[], Ask], writer: type[Writer]
+    ) -> Response:
+        """Answer a completion or a chat."""
+        began = time.perf_counter()
+        ask = await off_loop(read)
+        call = Call(self.service, ask, self.meters, began, self.limits.request_seconds)
+        writes = writer(ask, self.name, self.fingerprint, self.tokenizer)
+        call.start(request.scope.get("caller", ""))
+        if ask.stream:
+            return EventStream(chunks(call, writes), self.limits.request_seconds, call.cancel)
+        answer = await until_left(whole(call, writes), request.receive)
+        return Response(status_code=499) if answer is None else JsonResponse(answer)
+
+    def about(self) -> Json:
+        """The model, as ``/v1/models`` lists it."""
+        target = self.service.engine.target
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.began,
+            "owned_by": "outpace",
+            "root": target.name,
+            "max_model_len": target.max_positions,
+            "drafters": list(self.service.drafters),
+        }
+
+
+async def off_loop(work: Callable[[], T]) -> T:
+    """Do something slow on another thread; mistakes of the client become errors of the API."""
+    try:
+        return await asyncio.to_thread(work)
+    except OutpaceError as error:
+        raise from_user_error(error) from error
+
+
+async def whole(call: Call, writer: Writer) -> Json:
+    """Wait for all answers."""
+    results: dict[int, Result] = {}
+    events: list[list[Tokens]] = [[] for _ in range(call.ask.answers)]
+    async with contextlib.aclosing(call.events()) as found:
+        async for event in found:
+            if isinstance(event, Done):
+                results[event.index] = event.result
+            elif call.ask.detailed:
+                events[event.index].append(event)
+    return writer.answer([results[index] for index in range(call.ask.answers)], events)
+
+
+async def chunks(call: Call, writer: Writer) -> AsyncIterator[Json]:
+    """Give pieces of answers as they come. What goes wrong on the way is the last piece."""
+    results: dict[int, Result] = {}
+    try:
+        for index in range(call.ask.answers):
+            for chunk in writer.opening(index):
+                yield chunk
+        async with contextlib.aclosing(call.events()) as found:
+            async for event in found:
+                if isinstance(event, Done):
+                    results[event.index] = event.result
+                    yield writer.ending(event.index, event.result)
+                elif (piece := writer.piece(event)) is not None:
+                    yield piece
+        if call.ask.include_usage:
+            yield writer.closing([results[index] for index in range(call.ask.answers)])
+    except ApiError as error:
+        yield error.body()
+    finally:
+        call.cancel()
+
+
+def create_app(
+    service: Service,
+    *,
+    name: str,
+    keys: Sequence[str] = (),
+    hosts: frozenset[str] | None = None,
+    limits: Limits | None = None,
+) -> FastAPI:
+    """Put a server in front of a service.
+
+    Args:
+        service: open; whoever made it closes it.
+        name: what clients call the model.
+        keys: bearer keys; none lets everybody in.
+        hosts: host names that the server answers to; None: any.
+        limits: bounds of requests.
+    """
+    limits = limits or Limits()
+    server = Server(service, name, limits)
+    app = FastAPI(title="outpace", version=__version__, docs_url=None, redoc_url=None)
+    app.state.server = server
+    app.add_middleware(_Counting, meters=server.meters)
+    app.add_middleware(Guard, keys=keys, hosts=hosts, limits=limits)
+    _errors(app)
+    _api(app, server)
+    _tools(app, server)
+    _page(app)
+    return app
+
+
+def _api(app: FastAPI, server: Server) -> None:
+    reader = server.reader
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JsonResponse({"object": "list", "data": [server.about()]})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        reader.check_model(model)
+        return JsonResponse(server.about())
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        return await server.generate(request, lambda: reader.completion(body), CompletionWriter)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        return await server.generate(request, lambda: reader.chat(body), ChatWriter)
+
+
+def _tools(app: FastAPI, server: Server) -> None:
+    reader, target = server.reader, server.service.engine.target
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> Response:
+        tokens = await off_loop(lambda: reader.tokenize(body))
+        answer: Json = {
+            "count": len(tokens), "max_model_len": target.max_positions, "tokens": tokens
+        }
+        if body.return_token_strs:
+            spelled = [reader.tokenizer.token_bytes(token) for token in tokens]
+            answer["token_strs"] = [text.decode("utf-8", "replace") for text in spelled]
+        return JsonResponse(answer)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> Response:
+        reader.check_model(body.model)
+        wrong = next((t for t in body.tokens if t >= target.vocab_size), None)
+        if wrong is not None:
+            raise ApiError(400, f"tokens holds {wrong}, but ids go from 0 to "
+                                f"{target.vocab_size - 1}", "tokens")
+        text = await off_loop(
+            lambda: reader.tokenizer.decode(body.tokens, skip_special=body.skip_special_tokens)
+        )
+        return JsonResponse({"prompt": text})
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JsonResponse({"status": "ok"})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JsonResponse({"version": __version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(server.meters.text(), media_type=CONTENT_TYPE)
+
+
+def _page(app: FastAPI) -> None:
+    folder = resources.files("outpace.server").joinpath("static")
+
+    def file(name: str, kind: str) -> Response:
+        headers = {"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"}
+        return Response(folder.joinpath(name).read_bytes(), media_type=kind, headers=headers)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return file("chat.html", "text/html; charset=utf-8")
+
+    @app.get("/static/{name}", include_in_schema=False)
+    async def static(name: str) -> Response:
+        # A table, not a folder: no name that is asked for ever becomes a path.
+        if name not in _STATIC:
+            raise ApiError(404, f"there is no file {name!r} here")
+        return file(name, _STATIC[name])
+
+
+def _errors(app: FastAPI) -> None:
+    """Every error leaves in one form."""
+
+    @app.exception_handler(ApiError)
+    async def ours(request: Request, error: ApiError) -> Response:
+        return JsonResponse(error.body(), error.status_code, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        found = from_validation(error.errors())
+        return JsonResponse(found.body(), found.status_code)
+
+    @app.exception_handler(HTTPException)
+    async def plain(request: Request, error: HTTPException) -> Response:
+        path, method = request.url.path, request.method
+        message = {
+            400: "the body is not JSON that can be read",
+            404: f"there is no {path} here",
+            405: f"{path} does not take {method}",
+        }.get(error.status_code, str(error.detail))
+        return JsonResponse(error_body(error.status_code, message), error.status_code,
+                            error.headers)
+
+    @app.exception_handler(Exception)
+    async def defect(request: Request, error: Exception) -> Response:
+        LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return JsonResponse(error_body(500, "a defect of the server; its log says more"), 500)
+
+
+class _Counting:
+    """ASGI middleware that counts responses by path and status."""
+
+    def __init__(self, app: Any, meters: Meters) -> None:
+        self._app, self._meters = app, meters
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def counting(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")
+                path = getattr(route, "path", "other")  # what was asked for may be anything
+                self._meters.responded(path, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counting if scope["type"] == "http" else send)

@@ -1,0 +1,321 @@
+"""From a body to requests that a service takes: names, defaults, limits.
+
+Runs off the event loop: encoding a long prompt takes milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from outpace.config import MethodSpec
+from outpace.engine.requests import Ready
+from outpace.engine.service import Service
+from outpace.params import SamplingParams
+from outpace.server.bodies import ChatBody, CompletionBody, Generation, Speculation, TokenizeBody
+from outpace.server.errors import ApiError
+from outpace.server.limits import Limits
+from outpace.server.wishes import wish
+
+if TYPE_CHECKING:
+    from outpace.server.grammar import Grammars
+
+_COMPLETION_TOKENS = 16  # what the API promises where a completion names no length
+_TEMPERATURE = 1.0  # likewise, where the model's authors say nothing
+_ECHOED = {"refusal", "annotations", "audio", "function_call", "reasoning_content"}
+"""Keys that a client sends back with an answer of ours, as null."""
+_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
+_TAKEN = {"messages", "tools", "documents", "add_generation_prompt", "generation_prompt"}
+"""Variables of a chat template that have fields of their own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """One HTTP request, with nothing left to check."""
+
+    ready: tuple[Ready, ...]
+    """One per prompt."""
+    n: int
+    """Answers per prompt."""
+    stream: bool
+    include_usage: bool
+    running_usage: bool
+    """Usage with every chunk."""
+    logprobs: int | None
+    """Alternatives per token; None: no log-probabilities."""
+    token_ids: bool
+    detailed: bool
+    """Tell for every token who wrote it."""
+    predicted: bool
+    """Whether the request brought a prediction."""
+    echo: tuple[str, ...] | None = None
+    """Per prompt the text to put before the answer."""
+
+    @property
+    def answers(self) -> int:
+        """Answers in all, numbered prompt by prompt."""
+        return len(self.ready) * self.n
+
+
+class Reader:
+    """Reads bodies for one service.
+
+    Args:
+        service: takes what comes out.
+        name: what the model is called.
+        limits: bounds of a request.
+        grammars: compiles what ``response_format`` asks for; None where that is not installed.
+    """
+
+    def __init__(
+        self, service: Service, name: str, limits: Limits, grammars: Grammars | None = None
+    ) -> None:
+        self.service, self.name, self.limits, self.grammars = service, name, limits, grammars
+        self.target = service.engine.target
+
+    def completion(self, body: CompletionBody) -> Ask:
+        """Read a completion.
+
+        Raises:
+            ApiError, OutpaceError: what is wrong with it.
+        """
+        self.check_model(body.model)
+        if body.best_of not in (None, body.n or 1):
+            raise ApiError(400, f"best_of must be n ({body.n or 1}), got {body.best_of}; answers "
+                                "are not ranked, ask for n of them", "best_of")
+        if body.echo and body.logprobs is not None:
+            raise ApiError(400, "echo and logprobs exclude each other: prompts have no "
+                                "log-probabilities here; drop one of the two", "echo")
+        prompts = _prompts(body.prompt)
+        self._check_count(len(prompts), body.n or 1)
+        encoded = [self.service.engine.encode(prompt) for prompt in prompts]
+        longest = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        texts = None
+        if body.echo:
+            texts = tuple(self._text(p) for p in prompts)
+        return self._ask(body, encoded, longest, body.logprobs, continues=True, echo=texts)
+
+    def chat(self, body: ChatBody) -> Ask:
+        """Read a chat; raises as ``completion``."""
+        self.check_model(body.model)
+        self._check_count(1, body.n or 1)
+        longest = body.max_completion_tokens or body.max_tokens
+        if None not in (body.max_tokens, body.max_completion_tokens) and longest != body.max_tokens:
+            raise ApiError(400, f"max_tokens is {body.max_tokens} and max_completion_tokens "
+                                f"{longest}; give one of them", "max_tokens")
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs; set it to true", "top_logprobs")
+        ids = self._messages(
+            body.messages,
+            None if body.tool_choice == "none" else body.tools,
+            body.chat_template_kwargs,
+            body.add_generation_prompt,
+        )
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return self._ask(body, [ids], longest, logprobs, continues=False)
+
+    def tokenize(self, body: TokenizeBody) -> list[int]:
+        """Token ids of a text or of messages."""
+        self.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give prompt or messages, one of the two", "prompt")
+        if body.messages is not None:
+            return self._messages(
+                body.messages, body.tools, body.chat_template_kwargs, body.add_generation_prompt
+            )
+        assert body.prompt is not None
+        encoded: list[int] = self.tokenizer.encode(body.prompt, special=body.add_special_tokens)
+        return encoded
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError if a request names another model than the one that is served."""
+        if name is not None and name != self.name:
+            raise ApiError(404, f"the model {name!r} is not served here; use {self.name!r}",
+                           "model")
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's; ApiError without one."""
+        if self.target.tokenizer is None:
+            raise ApiError(400, f"{self.target.name} has no tokenizer; give token ids", "prompt")
+        return self.target.tokenizer
+
+    def _text(self, prompt: str | Sequence[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return str(self.tokenizer.decode(prompt))
+
+    def _messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+        generation_prompt: bool,
+    ) -> list[int]:
+        wrong = sorted(_TAKEN & (variables or {}).keys())
+        if wrong:
+            raise ApiError(400, f"chat_template_kwargs may not hold {wrong[0]!r}; it has a field "
+                                "of its own", "chat_template_kwargs")
+        ids: list[int] = self.tokenizer.chat(
+            [_message(i, message) for i, message in enumerate(messages)],
+            generation_prompt=generation_prompt,
+            tools=tools or None,
+            **(variables or {}),
+        )
+        return ids
+
+    def _check_count(self, prompts: int, n: int) -> None:
+        if prompts == 0:
+            raise ApiError(400, "prompt holds no prompt; give one", "prompt")
+        most = min(self.limits.answers, self.service.max_queue)
+        if prompts * n > most:
+            raise ApiError(400, f"{prompts * n} answers are asked for, and at most {most} per "
+                                "request are made; ask for fewer", "n")
+
+    def _ask(
+        self,
+        body: Generation,
+        prompts: Sequence[Sequence[int]],
+        longest: int | None,
+        logprobs: int | None,
+        *,
+        continues: bool,
+        echo: tuple[str, ...] | None = None,
+    ) -> Ask:
+        limits = self.limits
+        if logprobs is not None and logprobs > limits.logprobs:
+            raise ApiError(400, f"at most {limits.logprobs} alternatives per token are reported, "
+                                f"got {logprobs}; ask for fewer", "logprobs")
+        self._check_lengths(prompts, longest)
+        speculation = body.speculation or Speculation()
+        settings = self._settings(body, logprobs)
+        ready = []
+        for ids in prompts:
+            room = max(1, self.target.max_positions - len(ids))
+            most = longest or min(room, limits.new_tokens or room)
+            one = self.service.request(
+                ids,
+                SamplingParams(**settings, max_new_tokens=most),
+                drafter=self._drafter(body, speculation),
+                draft_tokens=speculation.num_speculative_tokens,
+                reference=None if body.prediction is None else body.prediction.text,
+                **({"reproducible": True} if speculation.reproducible else {}),
+            )
+            ready.append(replace(one, continues=continues))
+        options = body.stream_options
+        if options is not None and not body.stream:
+            raise ApiError(400, "stream_options needs stream; set it to true", "stream_options")
+        return Ask(
+            ready=tuple(ready),
+            n=body.n or 1,
+            stream=bool(body.stream),
+            include_usage=options is not None and options.include_usage,
+            running_usage=options is not None and options.continuous_usage_stats,
+            logprobs=logprobs,
+            token_ids=body.return_token_ids,
+            detailed=speculation.detailed,
+            predicted=body.prediction is not None,
+            echo=echo,
+        )
+
+    def _check_lengths(self, prompts: Sequence[Sequence[int]], longest: int | None) -> None:
+        limits = self.limits
+        over = max(len(ids) for ids in prompts)
+        if limits.prompt_tokens is not None and over > limits.prompt_tokens:
+            raise ApiError(400, f"a prompt has {over} tokens, and at most {limits.prompt_tokens} "
+                                "are read; shorten it", "prompt")
+        if longest is not None and limits.new_tokens is not None and longest > limits.new_tokens:
+            raise ApiError(400, f"answers have at most {limits.new_tokens} tokens, got max_tokens="
+                                f"{longest}; ask for fewer", "max_tokens")
+
+    def _settings(self, body: Generation, logprobs: int | None) -> dict[str, Any]:
+        """Arguments of SamplingParams; what the body leaves out stays out."""
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        for name, entries in (("stop", stop), ("stop_token_ids", body.stop_token_ids or [])):
+            if len(entries) > self.limits.stops:
+                raise ApiError(400, f"{name} holds {len(entries)} entries, and at most "
+                                    f"{self.limits.stops} are looked for; give fewer", name)
+        given = {
+            "temperature": self._temperature(body.temperature),
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "min_p": body.min_p,
+            "repetition_penalty": body.repetition_penalty,
+            "presence_penalty": body.presence_penalty,
+            "frequency_penalty": body.frequency_penalty,
+            "logit_bias": None if body.logit_bias is None else _bias(body.logit_bias),
+            "allowed_tokens": body.allowed_token_ids,
+            "seed": body.seed,
+            "n": body.n,
+            "min_tokens": body.min_tokens,
+            "stop": tuple(stop) or None,
+            "stop_token_ids": body.stop_token_ids,
+            "logprobs": logprobs,
+        }
+        settings = {key: value for key, value in given.items() if value is not None}
+        settings["include_stop"] = body.include_stop_str_in_output
+        settings["ignore_eos"] = body.ignore_eos
+        if (grammar := self._grammar(body)) is not None:
+            settings["grammar"] = grammar
+        return settings
+
+    def _temperature(self, asked: float | None) -> float | None:
+        """What the client says, else the model's authors, else the API."""
+        defaults = self.target.defaults
+        said = defaults is not None and not (
+            defaults.temperature is None and defaults.do_sample is None
+        )
+        return _TEMPERATURE if asked is None and not said else asked
+
+    def _drafter(self, body: Generation, speculation: Speculation) -> str | None:
+        if speculation.drafter is not None or body.prediction is None:
+            return speculation.drafter
+        for spec in self.service.drafters:
+            if MethodSpec.parse(spec).name == "reference":
+                return spec
+        raise ApiError(400, "prediction needs the drafter reference, which was not started; leave "
+                            "it out", "prediction")
+
+    def _grammar(self, body: Generation) -> Any:
+        """The compiled grammar that the body asks for, if any."""
+        wanted = wish(body, self.limits.schema_chars)
+        if wanted is None:
+            return None
+        if self.grammars is None:
+            raise ApiError(400, f"{wanted.field} needs the package llguidance: pip install "
+                                "'outpace[grammar]' where the server runs", wanted.field)
+        for name, value in (
+            ("min_tokens", body.min_tokens), ("ignore_eos", body.ignore_eos),
+            ("allowed_token_ids", body.allowed_token_ids),
+        ):
+            if value:
+                raise ApiError(400, f"{name} and {wanted.field} exclude each other; drop one of "
+                                    "the two", name)
+        return self.grammars.compile(wanted)
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    """One prompt, or several, as a list."""
+    one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+    return [prompt] if one else list(prompt)
+
+
+def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with the keys that templates know; those of an echoed answer are dropped."""
+    kept = {k: v for k, v in message.items() if not (v is None and k in _ECHOED | {"tool_calls"})}
+    if kept.get("annotations") == []:
+        del kept["annotations"]
+    unknown = sorted(kept.keys() - _MESSAGE)
+    if unknown:
+        field = f"messages.{number}.{unknown[0]}"
+        raise ApiError(400, f"unknown field {field!r}; leave it out", field)
+    return kept
+
+
+def _bias(given: Mapping[str, float]) -> dict[int, float]:
+    for token in given:
+        if not (token.isascii() and token.isdigit() and len(token) < 19):
+            raise ApiError(400, f"logit_bias: {token[:40]!r} is no token id; give whole numbers "
+                                "from 0", "logit_bias")
+    return {int(token): bias for token, bias in given.items()}

@@ -1,0 +1,228 @@
+"""Bodies of requests: fields of the OpenAI API, those that other servers added, and our own.
+
+A field that is not here is an error that names it. Fields that cannot change an answer are taken
+and not read (`Body.UNREAD`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Id = Annotated[int, Field(ge=0)]
+
+
+class Body(BaseModel):
+    """Anything that a client sends. JSON types are not converted: ``"1"`` is no number."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        frozen=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+class StreamOptions(Body):
+    """How a stream reports."""
+
+    include_usage: bool = False
+    """Send a last chunk with ``usage`` and ``metrics``, and no choices."""
+    continuous_usage_stats: bool = False
+    """Send ``usage`` so far with every chunk."""
+
+
+class Speculation(Body):
+    """Who drafts for this request, and how much. The law of the answer does not depend on it."""
+
+    drafter: str | None = None
+    """Method spec, one of those that the server was started with, or ``none``; unset: its first."""
+    num_speculative_tokens: int | None = Field(default=None, ge=0)
+    """Most guesses per pass; 0: none at all; unset: the drafter's own."""
+    reproducible: bool = False
+    """The same seed gives the same text with any drafter and with none."""
+    detailed: bool = False
+    """Tell for every token of the answer who wrote it."""
+
+
+class TextPart(Body):
+    """A piece of a text."""
+
+    type: Literal["text"] = "text"
+    text: str
+
+
+class Prediction(Body):
+    """A text that the answer is expected to resemble."""
+
+    type: Literal["content"] = "content"
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The text in one piece."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class NamedSchema(Body):
+    """A JSON schema, as ``response_format`` wraps it."""
+
+    name: str = "answer"
+    """Not read."""
+    description: str | None = None
+    """Not read."""
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """The schema; unset: any JSON object."""
+    strict: bool | None = None
+    """The answer obeys the schema in any case."""
+
+
+class ResponseFormat(Body):
+    """What an answer has to look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """What an answer has to look like; exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    """A JSON schema, or its text."""
+    regex: str | None = None
+    """A regular expression for the whole answer."""
+    choice: list[str] | None = None
+    """The answers that there may be."""
+    grammar: str | None = None
+    """A grammar in the form of Lark."""
+
+
+class Generation(Body):
+    """What completions and chat have in common. None counts as not given."""
+
+    UNREAD: ClassVar[frozenset[str]] = frozenset(
+        {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+    )
+    """Fields that are taken and not read."""
+
+    model: str | None = None
+    """The name that ``/v1/models`` lists."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest answer, tokens."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Divides the logits; 0 always takes the likeliest token."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Keep the smallest set of likeliest tokens with at least this probability."""
+    top_k: int | None = Field(default=None, ge=-1)
+    """Keep the k likeliest tokens; 0 or -1: all."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Keep tokens at least this probable, as a share of the likeliest one's."""
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    """Above 1: tokens of prompt and answer become less likely."""
+    presence_penalty: float | None = None
+    """Subtracted from the logit of every token in the answer."""
+    frequency_penalty: float | None = None
+    """The same, times how often it is there."""
+    logit_bias: dict[str, float] | None = None
+    """Token id -> what is added to its logit."""
+    allowed_token_ids: list[Id] | None = None
+    """If given, nothing else is generated."""
+    seed: int | None = Field(default=None, ge=0, lt=1 << 64)
+    """Names the coins: same seed, same settings, same text."""
+    n: int | None = Field(default=None, ge=1)
+    """Answers per prompt."""
+    stop: str | list[str] | None = None
+    """Strings that end the text where they begin."""
+    stop_token_ids: list[Id] | None = None
+    """Tokens that end the text, besides the model's own."""
+    include_stop_str_in_output: bool = False
+    """Whether the stop string stays in the text."""
+    ignore_eos: bool = False
+    """Whether to go on after the model's end-of-sequence tokens."""
+    min_tokens: int | None = Field(default=None, ge=0)
+    """So many tokens are generated before any stop counts."""
+    skip_special_tokens: Literal[True] = True
+    """Special tokens are never part of the text."""
+    stream: bool | None = None
+    """Send the answer piece by piece, as server-sent events."""
+    stream_options: StreamOptions | None = None
+    prediction: Prediction | None = None
+    """Drafted from by the drafter ``reference``, unless ``speculation`` names another."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    speculation: Speculation | None = None
+    return_token_ids: bool = False
+    """Send token ids along."""
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class CompletionBody(Generation):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str] | list[Id] | list[list[Id]]
+    """A text, token ids, or a list of either."""
+    logprobs: int | None = Field(default=None, ge=0)
+    """Report log-probabilities, with so many alternatives per token."""
+    echo: bool = False
+    """Put the prompt before the answer."""
+    best_of: int | None = Field(default=None, ge=1)
+    """Only the value of ``n``: answers are not ranked."""
+    suffix: None = None
+    """Not supported."""
+
+
+class ChatBody(Generation):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[dict[str, Any]]
+    """Objects with ``role`` and ``content``."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """The newer name of ``max_tokens``."""
+    logprobs: bool | None = None
+    """Report log-probabilities."""
+    top_logprobs: int | None = Field(default=None, ge=0)
+    """Alternatives per token; needs ``logprobs``."""
+    tools: list[dict[str, Any]] | None = None
+    """Functions that the model is told of, through its chat template."""
+    tool_choice: Literal["none", "auto"] | None = None
+    """``none`` tells the model of no tools."""
+    parallel_tool_calls: Literal[True] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """More values for the chat template."""
+    add_generation_prompt: bool = True
+    """End the prompt with the opening of the assistant's turn."""
+    modalities: list[Literal["text"]] | None = None
+
+
+class TokenizeBody(Body):
+    """``POST /tokenize``: a text or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    """Add what the model expects around a text."""
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+    """Send the text of every token along."""
+
+
+class DetokenizeBody(Body):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[Id]
+    skip_special_tokens: bool = False
+    """Leave special tokens out."""

@@ -1,0 +1,126 @@
+"""From the service's thread to the event loop: one HTTP request and the answers made for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+
+from outpace.engine.events import Done, Event, Failed, Tokens
+from outpace.engine.service import Service, Ticket
+from outpace.errors import OutpaceError, QueueFull
+from outpace.server.asks import Ask
+from outpace.server.errors import ApiError
+from outpace.server.metrics import Meters
+
+LOG = logging.getLogger("outpace.server")
+
+
+class Call:
+    """The answers of one request under way. Lives on an event loop.
+
+    Args:
+        service: makes them.
+        ask: the request.
+        meters: told when tokens come.
+        began: when the request was there, by ``time.perf_counter``.
+        seconds: how long it may take from then on.
+    """
+
+    def __init__(
+        self, service: Service, ask: Ask, meters: Meters, began: float, seconds: float
+    ) -> None:
+        self.ask = ask
+        self._service, self._meters = service, meters
+        self._began, self._seconds = began, seconds
+        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._tickets: list[Ticket] = []
+        self._left = ask.answers
+        self._last: dict[int, float] = {}
+
+    def start(self, key: str) -> None:
+        """Queue the request; all of its prompts, or none.
+
+        Args:
+            key: whose it is.
+
+        Raises:
+            ApiError: 429, the queue is full; 503, the service ends.
+        """
+        loop = asyncio.get_running_loop()
+        for number, ready in enumerate(self.ask.ready):
+            first = number * self.ask.n
+
+            def listen(event: Event, first: int = first) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens
+                    loop.call_soon_threadsafe(
+                        self._queue.put_nowait, replace(event, index=first + event.index)
+                    )
+
+            try:
+                self._tickets.append(self._service.submit(ready, listen, key=key))
+            except QueueFull as error:
+                self.cancel()
+                wait = self._meters.wait(self._service.stats())
+                raise ApiError(429, str(error), headers={"Retry-After": str(wait)}) from error
+            except BaseException:
+                self.cancel()
+                raise
+
+    def cancel(self) -> None:
+        """Drop what is not answered yet."""
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    async def events(self) -> AsyncGenerator[Tokens | Done, None]:
+        """Everything that happens to the answers, until the last of them has ended.
+
+        Raises:
+            ApiError: an answer failed, or they take too long. The others are cancelled.
+        """
+        try:
+            while self._left:
+                event = await self._next()
+                if isinstance(event, Failed):
+                    raise _fault(event.error)
+                self._measure(event)
+                if isinstance(event, Done):
+                    self._left -= 1
+                    if event.result.finish_reason == "cancelled":
+                        raise ApiError(503, "the server is stopping; try again elsewhere")
+                yield event
+        finally:
+            if self._left:
+                self.cancel()
+
+    async def _next(self) -> Event:
+        left = self._began + self._seconds - time.perf_counter()
+        try:
+            return await asyncio.wait_for(self._queue.get(), max(0.0, left))
+        except asyncio.TimeoutError as error:
+            raise ApiError(
+                504, f"the answer takes longer than {self._seconds:g} seconds; ask for less",
+                headers={"x-should-retry": "false"},
+            ) from error
+
+    def _measure(self, event: Tokens | Done) -> None:
+        now = time.perf_counter()
+        if isinstance(event, Done):
+            self._meters.ended(event.result, now - self._began)
+            return
+        last = self._last.get(event.index)
+        if last is None:
+            self._meters.first(now - self._began)
+        else:
+            self._meters.later(now - last)
+        self._last[event.index] = now
+
+
+def _fault(error: Exception) -> ApiError:
+    if isinstance(error, OutpaceError):
+        return ApiError(400, str(error))
+    LOG.error("an answer failed", exc_info=error)
+    return ApiError(500, "the answer failed by a defect of the server; its log says more")

@@ -1,0 +1,116 @@
+"""Errors as HTTP answers, in the form of the OpenAI API: one object, one line for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import HTTPException
+
+from outpace.errors import OutpaceError, SpecError, UnknownNameError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+_LONGEST = 400  # characters of a message, which may repeat what a client sent
+
+
+class ApiError(HTTPException):
+    """A request that is answered with an error.
+
+    Args:
+        status: HTTP status.
+        message: what was wrong, the value that was given, what to do.
+        param: the field it is about.
+        headers: to send along.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.message, self.param = message, param
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object that says so."""
+        return error_body(self.status_code, self.message, self.param)
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """What every error looks like. Half surrogate pairs of a client become question marks."""
+    return {
+        "error": {
+            "message": _sendable(message),
+            "type": _TYPES.get(status, "server_error"),
+            "param": None if param is None else _sendable(param),
+            "code": status,
+        }
+    }
+
+
+def from_user_error(error: OutpaceError) -> ApiError:
+    """A mistake in a request that was found below HTTP."""
+    param = "speculation.drafter" if isinstance(error, SpecError | UnknownNameError) else None
+    return ApiError(400, str(error), param)
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """What a body lacks or has too much of; the first thing that is wrong.
+
+    Args:
+        errors: of pydantic, each with ``loc``, ``type``, ``msg``.
+    """
+    first = errors[0]
+    place = [part for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        why = first.get("ctx", {}).get("error", "it ends too soon")
+        return ApiError(400, f"the body is not JSON: {why} at character {place[0]}")
+    if not place and first["type"] not in ("missing", "dict_type", "model_attributes_type"):
+        return ApiError(400, f"the body cannot be read: {_reason(first['msg'])}")
+    if not place:
+        return ApiError(
+            400, "the body is no JSON object; send one, with Content-Type: application/json"
+        )
+    name = str(place[0])
+    if first["type"] == "extra_forbidden":
+        name = ".".join(str(part) for part in place)
+        return ApiError(400, f"unknown field {name!r}; leave it out", name)
+    if first["type"] == "missing":
+        name = ".".join(str(part) for part in place)
+        return ApiError(400, f"{name} is missing; give it", name)
+    same = [one for one in errors if [p for p in one["loc"] if p != "body"][:1] == place[:1]]
+    reasons = list(dict.fromkeys(_reason(one["msg"]) for one in same))
+    given = f", got {_short(first['input'])}" if len(same) == 1 and "input" in first else ""
+    if len(same) == 1:
+        name = ".".join(str(part) for part in place)
+    return ApiError(400, f"{name}: {' or '.join(reasons)}{given}", name)
+
+
+def _sendable(text: str) -> str:
+    text = text.encode("utf-8", "replace").decode()
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _reason(message: str) -> str:
+    message = message.removeprefix("Value error, ").removeprefix("Input ")
+    return message[:1].lower() + message[1:]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,130 @@
+"""What stands before the application: keys, host names, sizes, patience."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+from outpace.server.encoding import JsonResponse
+from outpace.server.errors import ApiError
+from outpace.server.limits import Limits
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN = frozenset({"/", "/health", "/static/chat.js", "/static/chat.css"})
+"""Paths that need no key: the page itself holds nothing secret."""
+_SAFE = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+]
+
+
+class Guard:
+    """ASGI middleware that lets through what may come in.
+
+    Args:
+        app: what it guards.
+        keys: any of these opens the API; none: it is open.
+        hosts: names under which the server answers; None: any. A page of another site cannot
+            talk a browser into calling a server by a name of its own then (DNS rebinding).
+        limits: bounds of a request.
+    """
+
+    def __init__(
+        self, app: App, *, keys: Iterable[str], hosts: frozenset[str] | None, limits: Limits
+    ) -> None:
+        self._app, self._hosts, self._limits = app, hosts, limits
+        self._keys = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_safely(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), *_SAFE]
+            await send(message)
+
+        try:
+            self._check(scope)
+        except ApiError as error:
+            refusal = JsonResponse(error.body(), error.status_code, error.headers)
+            await refusal(scope, receive, send_safely)
+            return
+        # Whoever neither sends nor reads is let go in the end, whatever the application waits for.
+        longest = self._limits.request_seconds + 2 * self._limits.read_seconds
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._app(scope, self._patient(receive), send_safely), longest)
+
+    def _check(self, scope: Scope) -> None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        if self._hosts is not None:
+            name = _host(headers.get(b"host", b"").decode("latin-1"))
+            if name not in self._hosts:
+                raise ApiError(403, f"this server does not answer as {name!r}; call it by "
+                                    f"{' or '.join(sorted(self._hosts))}")
+        caller = self._caller(headers.get(b"authorization", b""))
+        if caller is None and scope["path"] not in OPEN:
+            raise ApiError(401, "this server needs a key; send Authorization: Bearer KEY",
+                           headers={"WWW-Authenticate": "Bearer"})
+        scope["caller"] = caller or ""
+        length = headers.get(b"content-length", b"0")
+        # A body without a length is counted as it comes.
+        if length.isdigit() and (len(length) > 15 or int(length) > self._limits.body_bytes):
+            raise self._too_long()
+
+    def _caller(self, authorization: bytes) -> str | None:
+        """Who calls: the digest of the key; empty without keys, None if the key is wrong."""
+        if not self._keys:
+            return ""
+        scheme, _, given = authorization.partition(b" ")
+        digest = _digest(given.strip())
+        # All keys are compared, each in constant time: the answer's delay tells nothing.
+        right = [hmac.compare_digest(digest, key) for key in self._keys]
+        return digest.hex() if any(right) and scheme.lower() == b"bearer" else None
+
+    def _too_long(self) -> ApiError:
+        return ApiError(413, f"the body is longer than {self._limits.body_bytes} bytes; send less",
+                        headers={"Connection": "close"})
+
+    def _patient(self, receive: Receive) -> Receive:
+        """Read a body that is neither too long nor too slow; afterwards wait for ever."""
+        taken, whole = 0, False
+
+        async def bounded() -> Message:
+            nonlocal taken, whole
+            if whole:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), self._limits.read_seconds)
+            except asyncio.TimeoutError as error:
+                raise ApiError(408, "the body came too slowly", headers={"Connection": "close"}
+                               ) from error
+            taken += len(message.get("body", b""))
+            whole = message["type"] != "http.request" or not message.get("more_body", False)
+            if taken > self._limits.body_bytes:
+                raise self._too_long()
+            return message
+
+        return bounded
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _host(header: str) -> str:
+    """The name in a Host header, without its port."""
+    if header.startswith("["):
+        return header.partition("]")[0] + "]"
+    return header.partition(":")[0].lower()

@@ -1,0 +1,157 @@
+"""Figures for Prometheus, under names that differ from those of other servers by the prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from outpace.engine.events import ServiceStats
+from outpace.engine.results import Result
+
+PREFIX = "outpace:"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
+_PER_TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.0)
+
+
+class Meters:
+    """All figures of one server. Not thread-safe but for ``text``.
+
+    Args:
+        model: what the model is called; a label of every figure.
+        stats: gives the service's own figures, read when somebody asks.
+    """
+
+    def __init__(self, model: str, stats: Callable[[], ServiceStats]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_FromService(model, stats))
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(PREFIX + name, what, ["model_name"], buckets=buckets,
+                             registry=self._registry)
+            return made.labels(model)
+
+        self._first = histogram(
+            "time_to_first_token_seconds", "From the request to its first token.", _SECONDS
+        )
+        self._gap = histogram(
+            "inter_token_latency_seconds",
+            "Between two portions of tokens; with speculation a portion is often several tokens.",
+            _PER_TOKEN,
+        )
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds",
+            "Of an answer: seconds after its first token / tokens after its first.", _PER_TOKEN,
+        )
+        self._whole = histogram(
+            "e2e_request_latency_seconds", "From the request to the last token.", _SECONDS
+        )
+        self._http = Counter(
+            PREFIX + "http_responses", "Responses by path and status.", ["path", "status"],
+            registry=self._registry,
+        )
+        self._seconds, self._answers = 0.0, 0
+
+    def first(self, seconds: float) -> None:
+        """An answer has begun, so long after its request."""
+        self._first.observe(seconds)
+
+    def later(self, seconds: float) -> None:
+        """More tokens have come, so long after the ones before."""
+        self._gap.observe(seconds)
+
+    def ended(self, result: Result, seconds: float) -> None:
+        """An answer has ended, so long after its request."""
+        self._whole.observe(seconds)
+        self._seconds, self._answers = self._seconds + result.seconds, self._answers + 1
+        if len(result.tokens) > 1:
+            self._per_token.observe(
+                (result.seconds - result.prefill_seconds) / (len(result.tokens) - 1)
+            )
+
+    def responded(self, path: str, status: int) -> None:
+        """A response went out."""
+        self._http.labels(path, str(status)).inc()
+
+    def wait(self, stats: ServiceStats) -> int:
+        """Whole seconds, 1 to 60, until there may be room in the queue again."""
+        mean = self._seconds / self._answers if self._answers else 1.0
+        return min(60, max(1, round(mean * stats.waiting / max(1, stats.slots))))
+
+    def text(self) -> bytes:
+        """Everything, in the text format."""
+        return generate_latest(self._registry)
+
+
+class _FromService(Collector):
+    """What the service counts itself."""
+
+    def __init__(self, model: str, stats: Callable[[], ServiceStats]) -> None:
+        self._model, self._stats = model, stats
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing beforehand: figures are made when they are asked for."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """Read the service."""
+        stats = self._stats()
+        yield from self._gauges(stats)
+        yield from self._counts(stats)
+        yield from self._drafters(stats)
+
+    def _gauges(self, stats: ServiceStats) -> Iterable[Metric]:
+        held = stats.pages_used + stats.pages_stored
+        for name, what, value in (
+            ("num_requests_running", "Answers that are being made.", stats.running),
+            ("num_requests_waiting", "Answers that wait for room.", stats.waiting),
+            ("kv_cache_usage_perc", "Share of the pages of keys and values in use; 1 is all.",
+             held / stats.pages if stats.pages else 0.0),
+        ):
+            made = GaugeMetricFamily(PREFIX + name, what, labels=["model_name"])
+            made.add_metric([self._model], value)
+            yield made
+
+    def _counts(self, stats: ServiceStats) -> Iterable[Metric]:
+        for name, what, value in (
+            ("prompt_tokens", "Tokens of prompts.", stats.prompt_tokens),
+            ("prefix_cache_hits", "Of these, stored from earlier texts.", stats.cached_tokens),
+            ("generation_tokens", "Tokens of answers.", stats.new_tokens),
+            ("target_passes", "Passes of the target, prompts included.", stats.passes),
+            ("num_preemptions", "Answers that lost their memory for a while.", stats.preempted),
+        ):
+            made = CounterMetricFamily(PREFIX + name, what, labels=["model_name"])
+            made.add_metric([self._model], value)
+            yield made
+        ended = CounterMetricFamily(
+            PREFIX + "request_success", "Answers, by the reason why they ended.",
+            labels=["model_name", "finished_reason"],
+        )
+        for reason, count in stats.finished.items():
+            ended.add_metric([self._model, reason], count)
+        yield ended
+
+    def _drafters(self, stats: ServiceStats) -> Iterable[Metric]:
+        labels = ["model_name", "drafter"]
+        for name, what, field in (
+            ("num_drafts", "Drafts that were not empty.", "drafts"),
+            ("num_draft_tokens", "Drafted tokens.", "drafted"),
+            ("num_accepted_tokens", "Drafted tokens that were kept.", "accepted"),
+        ):
+            made = CounterMetricFamily(f"{PREFIX}spec_decode_{name}", what, labels=labels)
+            for spec, counts in stats.drafters.items():
+                made.add_metric([self._model, spec], getattr(counts, field))
+            yield made
+        by_place = CounterMetricFamily(
+            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts of which the token at this place was kept; the first place is 0.",
+            labels=[*labels, "position"],
+        )
+        for spec, counts in stats.drafters.items():
+            for place, count in enumerate(counts.accepted_at):
+                by_place.add_metric([self._model, spec, str(place)], count)
+        yield by_place

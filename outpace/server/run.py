@@ -1,0 +1,134 @@
+"""Listening: sockets, signals, and an end in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from outpace.engine.service import Service
+from outpace.errors import OutpaceError
+from outpace.server.app import create_app
+from outpace.server.limits import Limits
+
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs of the same machine reach a host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def host_names(host: str, keys: Sequence[str]) -> frozenset[str] | None:
+    """Names that a server answers to: its own, where loopback is all that protects it."""
+    if keys or not is_loopback(host):
+        return None
+    own = f"[{host.strip('[]')}]" if ":" in host else host
+    return _LOOPBACK | {own}
+
+
+def serve(
+    service: Service,
+    *,
+    name: str,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    keys: Sequence[str] = (),
+    limits: Limits | None = None,
+    quiet: bool = False,
+) -> None:
+    """Serve until the process is told to stop (SIGINT, SIGTERM); then let answers end.
+
+    The service is closed when this returns. Call it on the main thread.
+
+    Args:
+        service: open.
+        name: what clients call the model.
+        host: where to listen.
+        port: likewise; 0 takes a free one.
+        keys: bearer keys.
+        limits: bounds of requests.
+        quiet: log nothing but errors.
+
+    Raises:
+        OutpaceError: the port is taken, or the host is none of this machine.
+    """
+    limits = limits or Limits()
+    try:
+        app = create_app(
+            service, name=name, keys=keys, hosts=host_names(host, keys), limits=limits
+        )
+        server = make_server(app, host=host, port=port, limits=limits, quiet=quiet)
+        # uvicorn hands the signals on to whoever had them before when it is done; a server that
+        # was told to stop and did has not failed.
+        before = {s: signal.signal(s, _ignore) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            server.run()
+        except SystemExit as error:  # how uvicorn says that it cannot listen
+            raise OutpaceError(
+                f"cannot listen on {host} port {port}; name another --port or --host"
+            ) from error
+        finally:
+            for which, handler in before.items():
+                signal.signal(which, handler)
+    finally:
+        service.close(drain=False)
+
+
+def make_server(
+    app: FastAPI, *, host: str, port: int, limits: Limits, quiet: bool = False
+) -> uvicorn.Server:
+    """A server that does not run yet."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=host.strip("[]"),
+            port=port,
+            http=_impatient(limits.read_seconds),
+            log_level="error" if quiet else "info",
+            access_log=False,
+            server_header=False,
+            limit_concurrency=limits.connections,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=max(1, round(limits.grace_seconds)),
+            lifespan="off",
+            ws="none",
+            h11_max_incomplete_event_size=1 << 16,
+        )
+    )
+
+
+def _impatient(seconds: float) -> type[asyncio.Protocol]:
+    """HTTP that closes a connection on which no whole request head comes for so long."""
+
+    class Impatient(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.loop.call_later(seconds, self._look, None)
+
+        def _look(self, before: Any) -> None:
+            """End it if no request has come since the last look, and none is being answered."""
+            if self.transport.is_closing():
+                return
+            if self.conn.their_state is h11.IDLE and self.cycle is before:
+                self.transport.close()
+            else:
+                self.loop.call_later(seconds, self._look, self.cycle)
+
+    return Impatient
+
+
+def _ignore(signum: int, frame: object) -> None:
+    """Nothing is left to do."""

@@ -1,0 +1,88 @@
+"""Server-sent events, and what to do when the one who asked has left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from outpace.server.encoding import to_json
+
+T = TypeVar("T")
+
+_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "X-Accel-Buffering": "no",
+}
+_SLACK = 5.0  # seconds that a last event may take beyond the time of a request
+
+
+class EventStream(Response):
+    """Sends chunks as they are made. Ends when the reader leaves, or does not read.
+
+    Args:
+        chunks: JSON objects; closed in any case.
+        seconds: the longest that all of it may take.
+        end: called when it is over, also if no chunk was ever asked for.
+    """
+
+    def __init__(
+        self, chunks: AsyncIterator[dict[str, Any]], seconds: float, end: Callable[[], None]
+    ) -> None:
+        super().__init__(headers=_HEADERS)
+        del self.headers["content-length"]
+        self._chunks, self._seconds, self._end = chunks, seconds, end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(
+                    until_left(self._send(send), receive), self._seconds + _SLACK
+                )
+        finally:
+            self._end()
+            close = getattr(self._chunks, "aclose", None)
+            if close is not None:
+                await close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for chunk in self._chunks:
+            await send({"type": "http.response.body", "body": event(to_json(chunk)),
+                        "more_body": True})
+        await send({"type": "http.response.body", "body": event(b"[DONE]"), "more_body": False})
+
+
+async def until_left(work: Awaitable[T], receive: Callable[[], Awaitable[Any]]) -> T | None:
+    """Do something for a client, unless it leaves: then the work is cancelled.
+
+    Args:
+        work: what to do.
+        receive: of the connection; its body has been read.
+
+    Returns:
+        What the work gives; None if the client left first.
+    """
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def event(data: bytes) -> bytes:
+    """One event."""
+    return b"data: " + data + b"\n\n"

@@ -1,0 +1,82 @@
+"""What a request wants its answer to look like, from the two fields that can say so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from outpace.server.bodies import Generation
+from outpace.server.errors import ApiError
+
+_ANY_OBJECT = '{"type": "object"}'
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A form for an answer."""
+
+    kind: Literal["schema", "regex", "choice", "grammar"]
+    text: str
+    """A JSON schema, an expression, a JSON list of texts, or a grammar of Lark."""
+    field: str
+    """Where the body says so."""
+
+
+def wish(body: Generation, longest: int) -> Wish | None:
+    """The form that a body asks for; None for plain text.
+
+    Args:
+        body: of the request.
+        longest: most characters of a schema or grammar.
+
+    Raises:
+        ApiError: two wishes, none where there should be one, or one that is too long.
+    """
+    found = _format(body)
+    if body.structured_outputs is not None:
+        if found is not None:
+            raise ApiError(400, "response_format and structured_outputs exclude each other; drop "
+                                "one of the two", "structured_outputs")
+        found = _structured(body)
+    if found is not None and len(found.text) > longest:
+        raise ApiError(400, f"{found.field} has {len(found.text)} characters, and at most "
+                            f"{longest} are read; shorten it", found.field)
+    return found
+
+
+def _format(body: Generation) -> Wish | None:
+    form = body.response_format
+    if form is None:
+        return None
+    if (form.type == "json_schema") != (form.json_schema is not None):
+        raise ApiError(400, "response_format: json_schema belongs to the type json_schema, and "
+                            f"the type is {form.type}", "response_format")
+    if form.type == "text":
+        return None
+    schema = None if form.json_schema is None else form.json_schema.schema_
+    text = _ANY_OBJECT if schema is None else _as_text(schema)
+    return Wish("schema", text, "response_format")
+
+
+def _structured(body: Generation) -> Wish:
+    form = body.structured_outputs
+    assert form is not None
+    field = "structured_outputs"
+    given: list[Wish] = []
+    if form.json_ is not None:
+        given.append(Wish("schema", _as_text(form.json_), field))
+    if form.regex is not None:
+        given.append(Wish("regex", form.regex, field))
+    if form.choice is not None:
+        given.append(Wish("choice", json.dumps(form.choice), field))
+    if form.grammar is not None:
+        given.append(Wish("grammar", form.grammar, field))
+    if len(given) != 1:
+        raise ApiError(400, f"structured_outputs takes one of json, regex, choice and grammar, got "
+                            f"{len(given)}", field)
+    return given[0]
+
+
+def _as_text(schema: dict[str, Any] | str) -> str:
+    return schema if isinstance(schema, str) else json.dumps(schema)

@@ -1,0 +1,54 @@
+"""``outpace serve``: what it refuses, in one line, before anything is loaded."""
+
+import socket
+
+import pytest
+
+from outpace.cli.main import main
+from outpace.cli.serve import read_keys, with_reference
+from outpace.errors import RequestError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--port", "70000"], "--port must be in 0 to 65535, got 70000"),
+        (["--max-batch", "0"], "--max-batch must be at least 1, got 0"),
+        (["--stored-pages", "-1"], "--stored-pages must be at least 0, got -1"),
+        (["--timeout", "0"], "--timeout must be at least 1"),
+        (["--drafter", "prompt_lokup"], "did you mean prompt_lookup"),
+        (["--drafter", "x["], "cannot read method spec"),
+        (["--api-key", ""], "--api-key must be printable"),
+        (["--api-key-file", "nowhere.txt"], "cannot read --api-key-file nowhere.txt"),
+        (["--host", "no such host"], "cannot listen on no such host port 0"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line(capsys, arguments, says):
+    code = main(["serve", "--model", "tiny", "--port", "0", *arguments])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert code == 2 and error.startswith("outpace: error: ") and says in error
+
+
+def test_a_port_that_is_taken(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "--model", "tiny", "--port", port, "-d", "none"]) == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+def test_the_drafters_that_are_started():
+    assert with_reference(["auto"]) == ["auto", "reference"]
+    named = ["reference[source=request]", "none"]
+    assert with_reference(named) == named
+
+
+def test_keys_from_a_file(tmp_path):
+    file = tmp_path / "keys.txt"
+    file.write_text("first\nsecond\n")
+    assert read_keys(["own"], str(file)) == ["own", "first", "second"]
+    file.write_text("\n")
+    with pytest.raises(RequestError, match="holds no key"):
+        read_keys([], str(file))

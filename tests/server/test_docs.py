@@ -1,0 +1,44 @@
+"""docs/serve.md names every field, figure and limit that there is."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from outpace.cli.serve import serve
+from outpace.server import bodies
+
+PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
+NAMED = set(re.findall(r"`([a-z_]+)`", PAGE))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [bodies.CompletionBody, bodies.ChatBody, bodies.Speculation, bodies.StreamOptions,
+     bodies.StructuredOutputs],
+    ids=lambda body: body.__name__,
+)
+def test_every_field_is_there(body):
+    fields = {field.alias or name for name, field in body.model_fields.items()}
+    assert fields <= NAMED, fields - NAMED
+
+
+def test_fields_that_are_not_read_are_listed():
+    (line,) = [part for part in PAGE.split("\n\n") if part.startswith("These are taken and not")]
+    assert set(re.findall(r"`([a-z_]+)`", line)) - {"auto", "default"} == bodies.Generation.UNREAD
+
+
+def test_every_figure_is_there(client):
+    text = client.complete("ab", max_tokens=2)
+    keys = {*text["metrics"], *text["metrics"]["speculative_decoding"]}
+    assert keys <= NAMED, keys - NAMED
+    for line in client.get("/metrics").text.splitlines():
+        if line.startswith("# TYPE outpace:") and not line.split()[2].endswith("_created"):
+            name = line.split()[2].removeprefix("outpace:").removeprefix("spec_decode_")
+            assert f"{name}`" in PAGE, name
+
+
+def test_every_limit_is_there():
+    given = {f"--{name.replace('_', '-')}" for name in serve.__annotations__}
+    for flag in sorted(f for f in given if f.startswith("--max-") or f in ("--grace", "--timeout")):
+        assert flag == "--max-batch" or f"`{flag}`" in PAGE, flag

@@ -1,0 +1,75 @@
+"""Figures for Prometheus: the names that dashboards know, and values that add up."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from outpace import Engine
+from outpace.engine.events import ServiceStats
+from outpace.engine.service import Service
+from outpace.server.app import create_app
+from outpace.server.metrics import Meters
+from tests.server.conftest import LIMITS, Client
+
+
+def samples(client):
+    """(name, labels that vary) -> value."""
+    text = client.get("/metrics").text
+    return {
+        (sample.name, tuple(sorted((k, v) for k, v in sample.labels.items() if k != "model_name"))):
+            sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_counters_are_those_of_the_answers(engine):
+    with Service(Engine(engine.target, "none"), drafters=("prompt_lookup", "suffix")) as service:
+        client = Client(create_app(service, name="tiny", limits=LIMITS))
+        settings = {"temperature": 0, "max_tokens": 48, "ignore_eos": True}
+        answers = [
+            client.complete("ab ab", **settings),
+            client.complete("ab ab", speculation={"drafter": "suffix"}, **settings),
+            client.complete("ab ab", speculation={"drafter": "none"}, stop="\x14", **settings),
+        ]
+        assert client.post("/v1/completions", {}).status_code == 400
+        found = samples(client)
+    for name, answer in (("prompt_lookup", answers[0]), ("suffix", answers[1])):
+        spec = answer["metrics"]["speculative_decoding"]
+        label = (("drafter", name),)
+        assert found["outpace:spec_decode_num_drafts_total", label] == spec["num_spec_steps"] > 0
+        assert found["outpace:spec_decode_num_draft_tokens_total", label] == (
+            spec["num_draft_tokens"]
+        )
+        accepted = found["outpace:spec_decode_num_accepted_tokens_total", label]
+        assert accepted == spec["num_accepted_draft_tokens"] > 0
+        places = [v for (n, labels), v in found.items()
+                  if n == "outpace:spec_decode_num_accepted_tokens_per_pos_total"
+                  and dict(labels)["drafter"] == name]
+        assert sum(places) == accepted and places == sorted(places, reverse=True)
+    new = sum(answer["usage"]["completion_tokens"] for answer in answers)
+    read = sum(answer["usage"]["prompt_tokens"] for answer in answers)
+    assert found["outpace:generation_tokens_total", ()] == new
+    assert found["outpace:prompt_tokens_total", ()] == read
+    assert found["outpace:num_requests_running", ()] == 0
+    assert found["outpace:num_requests_waiting", ()] == 0
+    assert found["outpace:request_success_total", (("finished_reason", "length"),)] == 2
+    assert found["outpace:request_success_total", (("finished_reason", "stop"),)] == 1
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds",
+                 "request_time_per_output_token_seconds"):
+        assert found[f"outpace:{name}_count", ()] == 3
+    portions = found["outpace:inter_token_latency_seconds_count", ()]
+    assert portions == sum(answer["metrics"]["passes"] for answer in answers)
+    path = ("path", "/v1/completions")
+    assert found["outpace:http_responses_total", (path, ("status", "200"))] == 3
+    assert found["outpace:http_responses_total", (path, ("status", "400"))] == 1
+
+
+def test_unknown_paths_make_no_labels(client):
+    client.get("/some/path/of/a/stranger")
+    assert "stranger" not in client.get("/metrics").text
+
+
+def test_how_long_to_wait():
+    meters = Meters("tiny", ServiceStats)
+    assert meters.wait(ServiceStats(waiting=0, slots=4)) == 1
+    assert meters.wait(ServiceStats(waiting=40, slots=4)) == 10
+    assert meters.wait(ServiceStats(waiting=4000, slots=4)) == 60

@@ -1,0 +1,313 @@
+"""Requests that are refused: in one line, with the field that is wrong; nothing is left running."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+
+import pytest
+
+from outpace import Engine
+from outpace.engine.service import Service
+from outpace.server.app import create_app
+from outpace.server.guard import Guard
+from outpace.server.limits import Limits
+from outpace.server.run import host_names, is_loopback
+from outpace.server.sse import EventStream
+from tests.server.conftest import LIMITS, Client
+
+COMPLETION = "/v1/completions"
+CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({}, "prompt", "prompt is missing"),
+        ({"prompt": 5}, "prompt", "valid string or"),
+        ({"prompt": ""}, None, "empty"),
+        ({"prompt": []}, "prompt", "no prompt"),
+        ({"prompt": [[]]}, None, "empty"),
+        ({"prompt": ["a", 1]}, "prompt", "prompt: "),
+        ({"prompt": [-1]}, "prompt", "greater than or equal to 0"),
+        ({"prompt": [10**6]}, None, "1000000 is outside the vocabulary"),
+        ({"prompt": "a" * 3000}, None, "1977 more than fit"),
+        ({"prompt": "a\ud800"}, None, "half a surrogate pair"),
+        ({"prompt": "a", "frobnicate": 1}, "frobnicate", "unknown field 'frobnicate'"),
+        ({"prompt": "a", "\ud800": 1}, None, "the body cannot be read"),
+        ({"prompt": "a", "speculation": {"k": 1}}, "speculation.k", "speculation.k"),
+        ({"prompt": "a", "speculation": {"drafter": "evil"}}, None, "'evil' was not started"),
+        ({"prompt": "a", "speculation": {"drafter": "x["}}, "speculation.drafter", "cannot read"),
+        ({"prompt": "a", "speculation": {"num_speculative_tokens": -1}},
+         "speculation.num_speculative_tokens", "got -1"),
+        ({"prompt": "a", "model": "other"}, "model", "'other' is not served here; use 'tiny'"),
+        ({"prompt": "a", "store": True}, "store", "got True"),
+        ({"prompt": "a", "service_tier": "flex"}, "service_tier", "'auto' or 'default'"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "suffix: "),
+        ({"prompt": "a", "best_of": 3}, "best_of", "best_of must be n (1), got 3"),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo", "exclude each other"),
+        ({"prompt": "a", "n": 0}, "n", "got 0"),
+        ({"prompt": "a", "n": 9}, "n", "9 answers are asked for, and at most 8"),
+        ({"prompt": ["a"] * 9}, "n", "9 answers"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "got 0"),
+        ({"prompt": "a", "max_tokens": 513}, "max_tokens", "at most 512 tokens"),
+        ({"prompt": "a", "temperature": "1"}, "temperature", "got '1'"),
+        ({"prompt": "a", "temperature": True}, "temperature", "got True"),
+        ({"prompt": "a", "temperature": -0.1}, "temperature", "got -0.1"),
+        ({"prompt": "a", "temperature": float("nan")}, "temperature", "finite"),
+        ({"prompt": "a", "top_p": 0}, "top_p", "got 0"),
+        ({"prompt": "a", "min_p": 1.5}, "min_p", "got 1.5"),
+        ({"prompt": "a", "seed": -1}, "seed", "got -1"),
+        ({"prompt": "a", "seed": 1 << 64}, "seed", "seed: "),
+        ({"prompt": "a", "logprobs": 21}, "logprobs", "at most 20"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
+        ({"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "logit_bias", "no token id"),
+        ({"prompt": "a", "logit_bias": {"9999": 1}}, None, "9999"),
+        ({"prompt": "a", "stop": ["a"] * 17}, "stop", "17 entries"),
+        ({"prompt": "a", "stop": ""}, None, "non-empty"),
+        ({"prompt": "a", "stream_options": {}}, "stream_options", "needs stream"),
+        ({"prompt": "a", "min_tokens": 20}, None, "min_tokens must be at most"),
+        ({"prompt": "a", "prediction": {"type": "x", "content": "a"}}, "prediction.type", "'x'"),
+        ({"prompt": "a", "skip_special_tokens": False}, "skip_special_tokens", "got False"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_bad_completions(client, body, param, says):
+    text = json.dumps(body).encode()
+    answer = client.request("POST", COMPLETION, content=text,
+                            headers={"Content-Type": "application/json"})
+    error = answer.json()["error"]
+    assert answer.status_code == error["code"] == (404 if param == "model" else 400)
+    assert says in error["message"] and "\n" not in error["message"]
+    assert error["param"] == param and len(error["message"]) <= 400
+    assert error["type"] in ("invalid_request_error", "not_found_error")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"messages": []}, None, "messages is empty"),
+        ({"messages": [{"role": "king", "content": "a"}]}, None, "role 'king'"),
+        ({"messages": [{"role": "user"}]}, None, "content of type NoneType"),
+        ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages.0.mood", "mood"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "'image_url'"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "give one of them"),
+        ({"tool_choice": "required"}, "tool_choice", "got 'required'"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", "got False"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages'"),
+        ({"prompt": "a"}, "prompt", "unknown field 'prompt'"),
+        ({"functions": []}, "functions", "unknown field"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_bad_chats(client, fields, param, says):
+    error = client.refused(CHAT, {"messages": HI, **fields})
+    assert says in error["message"] and error["param"] == param
+
+
+def test_fields_that_change_nothing_are_taken(client):
+    unread = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto",
+              "safety_identifier": "x", "prompt_cache_key": "y"}
+    client.complete("ab", max_tokens=2, **unread)
+    nothing = dict.fromkeys(("stop", "n", "logprobs", "seed", "stream", "logit_bias", "suffix",
+                             "best_of", "top_p", "stream_options", "response_format"))
+    client.complete("ab", max_tokens=2, **nothing)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status"),
+    [
+        (b"", "application/json", 400),
+        (b"{", "application/json", 400),
+        (b"[]", "application/json", 400),
+        (b'"a"', "application/json", 400),
+        (b"null", "application/json", 400),
+        (b"\xff\xfe", "application/json", 400),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "application/json", 400),
+        (b"[" * 90_000, "application/json", 400),
+        (b'{"prompt": "a"}', "text/plain", 400),
+        (b'{"prompt": "' + b"a" * 100_000 + b'"}', "application/json", 413),
+    ],
+    ids=lambda value: repr(value[:16]) if isinstance(value, bytes) else "",
+)
+def test_bodies_that_are_no_object(client, content, kind, status):
+    answer = client.request("POST", COMPLETION, content=content, headers={"Content-Type": kind})
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == status
+
+
+def test_a_body_without_a_length_is_counted_as_it_comes(client):
+    async def endless():
+        for _ in range(200):
+            yield b" " * 1000
+
+    answer = client.request("POST", COMPLETION, content=endless(),
+                            headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413 and "100000 bytes" in answer.json()["error"]["message"]
+
+
+def test_a_body_that_never_comes():
+    limits = Limits(read_seconds=0.05)
+    sent = []
+
+    async def application(scope, receive, send):
+        await receive()
+
+    async def silent():
+        await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    guard = Guard(application, keys=(), hosts=None, limits=limits)
+    scope = {"type": "http", "path": COMPLETION, "headers": []}
+    with pytest.raises(Exception, match="too slowly") as caught:
+        asyncio.run(guard(scope, silent, send))
+    assert caught.value.status_code == 408
+
+
+def test_an_application_that_waits_for_ever_is_left():
+    limits = Limits(read_seconds=0.05, request_seconds=0.05)
+    ended = []
+
+    async def application(scope, receive, send):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def nothing(*_):
+        return {"type": "http.request"}
+
+    guard = Guard(application, keys=(), hosts=None, limits=limits)
+    asyncio.run(guard({"type": "http", "path": "/", "headers": []}, nothing, nothing))
+    assert ended == [True]
+
+
+def test_a_stream_that_nobody_reads_is_ended():
+    ended = []
+
+    async def chunks():
+        while True:
+            yield {}
+
+    async def never(*_):
+        await asyncio.Event().wait()
+
+    async def gone():
+        return {"type": "http.disconnect"}
+
+    for receive, seconds in ((gone, 60.0), (never, -4.9)):
+        stream = EventStream(chunks(), seconds, lambda: ended.append(True))
+        asyncio.run(stream({"type": "http"}, receive, never))
+    assert ended == [True, True]
+
+
+def test_paths_and_methods_that_do_not_exist(client):
+    for method, path, status in (
+        ("GET", "/v1/nothing", 404), ("GET", COMPLETION, 405), ("POST", "/health", 405),
+        ("GET", "/static/..%2fapp.py", 404), ("GET", "/static/chat.html", 404),
+        ("POST", "/v1/embeddings", 404), ("GET", "/docs", 404),
+    ):
+        answer = client.request(method, path)
+        assert answer.status_code == status, path
+        assert answer.json()["error"]["code"] == status
+
+
+def test_keys(service):
+    app = create_app(service, name="tiny", keys=["first", "second"], limits=LIMITS)
+    body = {"prompt": "ab", "max_tokens": 1}
+    for given, status in (
+        (None, 401), ("Bearer third", 401), ("Bearer ", 401), ("first", 401), ("Basic first", 401),
+        ("Bearer first", 200), ("bearer second", 200), ("Bearer firs", 401),
+        ("Bearer fir\xdft", 401),
+    ):
+        headers = {} if given is None else {"Authorization": given.encode("latin-1")}
+        answer = Client(app, **headers).post(COMPLETION, body)
+        assert answer.status_code == status, given
+        assert ("WWW-Authenticate" in answer.headers) == (status == 401)
+    for path, status in (("/", 200), ("/health", 200), ("/metrics", 401), ("/v1/models", 401),
+                         ("/openapi.json", 401), ("/static/chat.js", 200)):
+        assert Client(app).get(path).status_code == status, path
+
+
+def test_host_names(service):
+    app = create_app(service, name="tiny", hosts=host_names("127.0.0.1", ()), limits=LIMITS)
+    for host, status in (("127.0.0.1:80", 200), ("localhost", 200), ("[::1]:8000", 200),
+                         ("evil.example", 403), ("", 403)):
+        assert Client(app, Host=host).get("/v1/models").status_code == status, host
+    assert host_names("127.0.0.1", ["key"]) is None and host_names("0.0.0.0", ()) is None
+    assert all(is_loopback(host) for host in ("::1", "127.8.8.8", "localhost"))
+    assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "example.org"))
+
+
+@contextlib.contextmanager
+def busy(engine, drafters=("none",), **settings):
+    """A service whose only slot is taken, and what frees it."""
+    go, held = threading.Event(), threading.Event()
+
+    def hold(event):
+        held.set()
+        go.wait(20)
+
+    with Service(Engine(engine.target, "none"), drafters=drafters, max_batch=1, **settings) as made:
+        try:
+            made.submit(made.request("ab", max_new_tokens=2), hold)
+            assert held.wait(20)
+            yield made, go
+        finally:
+            go.set()
+
+
+def idle(service):
+    """Wait until everything is answered."""
+    while service.stats().running or service.stats().waiting:
+        time.sleep(0.005)
+
+
+def test_a_full_queue_says_when_to_come_back(engine):
+    with busy(engine, max_queue=2) as (service, go):
+        client = Client(create_app(service, name="tiny", limits=LIMITS))
+        service.submit(service.request("ab", max_new_tokens=2), lambda event: None)
+        answer = client.post(COMPLETION, {"prompt": ["ab", "cd"], "max_tokens": 2})
+        assert answer.status_code == 429, answer.text
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        assert 1 <= int(answer.headers["Retry-After"]) <= 60
+        error = client.refused(COMPLETION, {"prompt": ["ab"] * 3})
+        assert "at most 2 per request" in error["message"]  # to wait would be of no use
+        go.set()
+        idle(service)
+        assert client.complete("ab", max_tokens=2)["usage"]["completion_tokens"] <= 2
+        # Of the list that did not fit, the prompt that did is not left behind.
+        assert service.stats().finished.get("cancelled", 0) == 1
+
+
+def test_a_request_that_takes_too_long_is_ended(engine):
+    with busy(engine) as (service, go):
+        client = Client(create_app(service, name="tiny", limits=Limits(request_seconds=0.2)))
+        error = client.refused(COMPLETION, {"prompt": "ab"}, 504)
+        assert "longer than 0.2 seconds" in error["message"]
+        answer = client.post(COMPLETION, {"prompt": "ab", "stream": True})
+        first, last, nothing = answer.text.split("\n\n")
+        assert json.loads(first.removeprefix("data: "))["error"]["code"] == 504
+        assert (last, nothing) == ("data: [DONE]", "")
+        go.set()
+        idle(service)
+        assert service.stats().finished["cancelled"] == 2
+
+
+def test_an_answer_that_fails_by_a_defect_tells_nothing_of_it(service, monkeypatch, caplog):
+    client = Client(create_app(service, name="tiny", limits=LIMITS))
+
+    def broken(*_, **__):
+        raise RuntimeError("a secret of the machine")
+
+    monkeypatch.setattr(service.engine, "running", broken)
+    error = client.refused(COMPLETION, {"prompt": "ab"}, 500)
+    assert "secret" not in json.dumps(error)
+    assert "a secret of the machine" in caplog.text
+    monkeypatch.undo()
+    client.complete("ab", max_tokens=2)

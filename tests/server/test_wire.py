@@ -1,0 +1,197 @@
+"""Over a socket: the official client, readers that leave, and an end in good order."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from outpace import Engine
+from outpace.engine.service import Service
+from outpace.server.app import create_app
+from outpace.server.limits import Limits
+from outpace.server.run import make_server
+
+HI = [{"role": "user", "content": "ab ab"}]
+LONG = {"max_tokens": 900, "temperature": 0, "ignore_eos": True}
+
+
+@contextlib.contextmanager
+def listening(app, limits):
+    """The address of a server on a thread."""
+    server = make_server(app, host="127.0.0.1", port=0, limits=limits, quiet=True)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        until(lambda: server.started)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+def until(true, seconds=20.0):
+    """Wait for something that happens on another thread."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def service(engine):
+    with Service(Engine(engine.target, "none"), drafters=("prompt_lookup",), max_batch=4) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def address(service):
+    limits = Limits(grace_seconds=5)
+    app = create_app(service, name="tiny", keys=["key"], limits=limits)
+    with listening(app, limits) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def official(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="key", max_retries=0) as client:
+        yield client
+
+
+def test_the_official_client_chats(official):
+    plain = official.chat.completions.create(
+        model="tiny", messages=HI, max_tokens=12, temperature=0.9, seed=3, logprobs=True,
+        top_logprobs=2, n=2, extra_body={"top_k": 20, "speculation": {"drafter": "none"}},
+    )
+    assert [choice.index for choice in plain.choices] == [0, 1]
+    assert plain.choices[0].message.role == "assistant"
+    assert len(plain.choices[0].logprobs.content[0].top_logprobs) == 2
+    assert plain.usage.total_tokens == plain.usage.prompt_tokens + plain.usage.completion_tokens
+    stream = official.chat.completions.create(
+        model="tiny", messages=HI, max_tokens=12, temperature=0.9, seed=3, stream=True,
+        stream_options={"include_usage": True}, extra_body={"top_k": 20},
+    )
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == plain.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens >= 1
+    assert chunks[-1].metrics["speculative_decoding"]["num_spec_steps"] >= 0
+
+
+def test_the_official_client_completes_lists_and_fails(official, address):
+    whole = official.completions.create(model="tiny", prompt="ab ab", max_tokens=8, temperature=0)
+    parts = official.completions.create(
+        model="tiny", prompt="ab ab", max_tokens=8, temperature=0, stream=True
+    )
+    assert "".join(p.choices[0].text for p in parts) == whole.choices[0].text
+    assert [model.id for model in official.models.list()] == ["tiny"]
+    with pytest.raises(openai.BadRequestError, match="unknown field 'frobnicate'") as caught:
+        official.completions.create(model="tiny", prompt="a", extra_body={"frobnicate": 1})
+    assert caught.value.param == "frobnicate"
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        official.completions.create(model="other", prompt="a")
+    wrong = openai.OpenAI(base_url=f"{address}/v1", api_key="other", max_retries=0)
+    with wrong, pytest.raises(openai.AuthenticationError):
+        wrong.models.list()
+
+
+def test_a_reader_who_leaves_a_stream_ends_the_answer(service, address):
+    before = service.stats()
+    body = {"prompt": "ab", "stream": True, **LONG}
+    with httpx.stream("POST", f"{address}/v1/completions", json=body,
+                      headers={"Authorization": "Bearer key"}) as response:
+        assert response.status_code == 200
+        next(response.iter_lines())
+    until(lambda: service.stats().finished.get("cancelled", 0)
+          == before.finished.get("cancelled", 0) + 1)
+    assert service.stats().new_tokens - before.new_tokens < 900
+
+
+def test_a_client_who_leaves_before_the_answer_ends_it(service, address):
+    before = service.stats()
+    port = int(address.rpartition(":")[2])
+    body = json.dumps({"prompt": "ab", **LONG}).encode()
+    head = (f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n").encode()
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(head + body)
+        until(lambda: service.stats().new_tokens > before.new_tokens)
+    until(lambda: service.stats().finished.get("cancelled", 0)
+          == before.finished.get("cancelled", 0) + 1)
+
+
+def test_many_at_once_get_the_text_they_get_alone(address):
+    def ask(prompt):
+        answer = httpx.post(f"{address}/v1/completions", headers={"Authorization": "Bearer key"},
+                            json={"prompt": prompt, "max_tokens": 16, "temperature": 0}, timeout=30)
+        return answer.json()["choices"][0]["text"]
+
+    prompts = [f"{letter} {letter}" for letter in "abcdefgh"]
+    alone = [ask(prompt) for prompt in prompts]
+    together = [""] * len(prompts)
+
+    def work(number):
+        together[number] = ask(prompts[number])
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert together == alone and len(set(alone)) > 4
+
+
+def test_the_command_serves_and_ends_in_good_order():
+    command = [sys.executable, "-m", "outpace.cli.main", "serve", "--model", "tiny", "--port", "0",
+               "--drafter", "prompt_lookup", "--threads", "1", "--grace", "5"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    try:
+        port = None
+        for line in process.stderr:
+            if found := re.search(r"running on http://127\.0\.0\.1:(\d+)", line):
+                port = int(found[1])
+                break
+        assert port
+        url = f"http://127.0.0.1:{port}"
+        body = {"prompt": "ab", "stream": True, "max_tokens": 300, "temperature": 0,
+                "ignore_eos": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert list(lines)[-2] == "data: [DONE]"  # the answer under way is given
+        assert process.wait(20) == 0
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_a_connection_that_asks_nothing_is_closed(service):
+    limits = Limits(read_seconds=0.2, connections=2)
+    app = create_app(service, name="tiny", limits=limits)
+    with listening(app, limits) as url:
+        place = ("127.0.0.1", int(url.rpartition(":")[2]))
+        with socket.create_connection(place) as silent, socket.create_connection(place) as slow:
+            slow.sendall(b"GET /health HTTP/1.1\r\nHost:")
+            time.sleep(0.05)
+            assert httpx.get(f"{url}/health").status_code == 503  # both connections are taken
+            for one in (silent, slow):
+                one.settimeout(10)
+                assert one.recv(1) == b""
+        until(lambda: httpx.get(f"{url}/health").status_code == 200)
+        with httpx.Client() as client:  # one that asks now and then is kept
+            for _ in range(4):
+                assert client.get(f"{url}/health").status_code == 200
+                time.sleep(0.1)
