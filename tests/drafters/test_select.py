@@ -239,6 +239,7 @@ def test_its_own_state_can_be_taken_back():
         ("select[members=suffix+]", "empty part"),
         ("select[members=suffix+recycling cost=-1]", "cost must be at least 0"),
         ("select[members=suffix+recycling[tree=3x1]]", "tree, which the whole decides"),
+        ("select[members=suffix+auto]", "auto chooses among drafters"),
     ],
 )
 def test_bad_members_are_refused(engine, spec, says):

@@ -64,9 +64,12 @@ def drafter(spec: MethodSpec, target: Target) -> Drafter[Any]:
 
     Raises:
         UnknownNameError, SpecError, ModelError: as for a drafter that is named alone.
+        SpecError: a portfolio of drafters, which is none itself.
     """
     who = f"drafter {spec.name!r}"
     cls: type[Drafter[Any]] = registry.load("drafter", spec.name)
+    if not issubclass(cls, Drafter):
+        raise SpecError(f"{spec.name} chooses among drafters, so it cannot be a part of one")
     target.require(cls.needs, who)
     return cls.load(build(cls.Config, dict(spec.options), who), target)
 
