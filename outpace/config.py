@@ -69,6 +69,10 @@ class MethodSpec:
         given = {key: str(value) for key, value in plan.items() if value is not None}
         return MethodSpec(self.name, tuple(sorted({**dict(self.options), **given}.items())))
 
+    def without(self, key: str) -> MethodSpec:
+        """The same method, with nothing said of one key."""
+        return MethodSpec(self.name, tuple(pair for pair in self.options if pair[0] != key))
+
     def split(self) -> tuple[dict[str, str], dict[str, str]]:
         """The method's own options, and those of PLAN_KEYS."""
         own = {k: v for k, v in self.options if k not in PLAN_KEYS}

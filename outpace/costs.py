@@ -8,21 +8,26 @@ A curve says how the cost of a pass grows; the steps that are watched say how th
 from it today: one factor for everything, which follows fast, and one for each power of two of
 rows, which follows slowly. Without a curve the shape is that of a small model on a CPU, and the
 first steps do all of the work.
+
+What was measured of drafters is handed on as well (``know``): prices, which steps then refresh, and
+how much of their drafts was kept, for policies to begin with (``kept``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from outpace.curve import CostCurve
+from outpace.curve import CostCurve, KnownDrafter
 from outpace.types import StepRecord
 
 FREE_ROWS, ROW_PRICE = 4, 0.055
 """Where no curve is known: rows for the price of one, and what each further row adds to a pass."""
 GUESS = 0.1
 """Of a draft level that nobody has timed yet, in passes over one row."""
+TRUST = 8
+"""Steps that a price measured beforehand is worth."""
 KNOTS = 12  # powers of two of rows; more rows count as the last
 _FAST, _SLOW, _CLIP = 0.15, 0.03, 0.5
 _GRAIN = 64  # tokens of context that share an entry of the table
@@ -39,7 +44,8 @@ class DraftPrice:
 
 
 class Costs:
-    """Costs of one target and its drafters. Changes in ``watch``, ``start`` and ``suppose`` alone.
+    """Costs of one target and its drafters. Changes in ``watch``, ``start``, ``know``,
+    ``known_as`` and ``suppose`` alone.
 
     Args:
         curve: of the target, on this machine; see ``outpace bench passes``.
@@ -52,10 +58,13 @@ class Costs:
         self._drafts = {name: DraftPrice(0.0, level) for name, level in (drafts or {}).items()}
         self._before: dict[int, str] = {}  # sequence -> who drafted for it a step ago
         self._rest = 0.0
+        self._known: dict[str, KnownDrafter] = {}
+        self._names: dict[str, str] = {}  # method spec -> the one that it was measured as
         self.start(curve)
 
     def start(self, curve: CostCurve | None) -> None:
         """Take a curve, and forget what steps taught about passes. Drafts keep their prices."""
+        self._fill: Callable[[], object] | None = None
         self._curve = curve
         self._table: dict[tuple[int, int, int], float] = {}
         self._all = 0.0  # log of the factor for everything
@@ -63,6 +72,43 @@ class Costs:
         self._factor_K = [1.0] * KNOTS
         self._seen_K = [0] * KNOTS
         self._seen = 0
+
+    def later(self, fill: Callable[[], object]) -> None:
+        """Have ``fill`` called when costs are first read, unless ``start`` comes before.
+
+        Files that hold measurements are then read by those who need them, and by nobody else.
+        """
+        self._fill = fill
+
+    def know(self, drafters: Mapping[str, KnownDrafter]) -> None:
+        """Begin with what was measured of drafters; what steps taught already stays."""
+        self._known.update(drafters)
+        for name in {*drafters, *self._names}:
+            known = self._find(name)
+            if known is not None and not self.timed(name):
+                self._drafts[name] = DraftPrice(known.call, known.level, TRUST)
+
+    def known_as(self, drafter: str, other: str) -> None:
+        """Say that a method spec drafts as another one does, which may have been measured."""
+        self._names[drafter] = other
+        self.know({})
+
+    def kept(self, drafter: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Drafts that kept a token at depth 1, 2, ..., and those that were tried there.
+
+        As measured beforehand; empty where nothing is known.
+        """
+        self._begin()
+        known = self._find(drafter)
+        return ((), ()) if known is None else (known.kept_D, known.tried_D)
+
+    def _find(self, drafter: str) -> KnownDrafter | None:
+        return self._known.get(drafter) or self._known.get(self._names.get(drafter, drafter))
+
+    def _begin(self) -> None:
+        fill, self._fill = self._fill, None
+        if fill is not None:
+            fill()
 
     def suppose(self, drafter: str, level: float) -> None:
         """Say what a level costs, in seconds, unless something is known already."""
@@ -84,10 +130,18 @@ class Costs:
 
     def price(self, drafter: str) -> tuple[float, float]:
         """Seconds of a draft: for each sequence, and for each level, of all together."""
+        if self._fill is not None:
+            self._begin()
         price = self._drafts.get(drafter)
         if price is None:
             return 0.0, GUESS * self._plain(1, 0, 1) * self._factor_K[0]
         return price.call, price.level
+
+    @property
+    def known(self) -> bool:
+        """Whether costs are seconds, by a curve or a watched step; else only their ratios count."""
+        self._begin()
+        return self._curve is not None or self._seen > 0
 
     @property
     def rest(self) -> float:
@@ -143,6 +197,8 @@ class Costs:
 
     def _plain(self, rows: int, context: int, batch: int) -> float:
         """By the curve alone."""
+        if self._fill is not None:
+            self._begin()
         if self._curve is None:
             return 1.0 + ROW_PRICE * max(0, rows - FREE_ROWS)
         key = (rows, context // _GRAIN, batch)

@@ -1,4 +1,4 @@
-"""The measured cost of a pass: what policies and predictions read.
+"""The measured cost of a pass, and of drafts: what policies and predictions read.
 
 Shape letters: R numbers of rows, C context lengths, B batch sizes, P points.
 """
@@ -84,6 +84,28 @@ class CostCurve:
             return tuple(map(tuples, value)) if isinstance(value, list | tuple) else value
 
         return cls(**{name: tuples(data[name]) for name in cls.__slots__})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownDrafter:
+    """What was measured of a drafter beforehand on this machine: where policies start."""
+
+    call: float
+    """Seconds of a draft for each sequence, apart from its levels."""
+    level: float
+    """Seconds of a level, for all sequences together."""
+    kept_D: tuple[float, ...] = ()
+    """Drafts that kept a token at depth 1, 2, ..."""
+    tried_D: tuple[float, ...] = ()
+    """Drafts of which the target saw a token at that depth below kept ones, or that fell silent
+    there."""
+
+    def __post_init__(self) -> None:
+        pairs = list(zip(self.kept_D, self.tried_D, strict=True))
+        if not all(0.0 <= kept <= tried < float("inf") for kept, tried in pairs):
+            raise ValueError(f"kept must be within tried, got {pairs}")
+        if not (0.0 <= self.call < float("inf") and 0.0 <= self.level < float("inf")):
+            raise ValueError(f"seconds must be at least 0, got {self.call} and {self.level}")
 
 
 def _linear(x_P: Sequence[float], y_P: Sequence[float], x: float) -> float:

@@ -20,6 +20,10 @@ class RequestError(OutpaceError):
     """A prompt or a sampling setting that cannot be served."""
 
 
+class QueueFull(RequestError):
+    """A service that has as many requests waiting as it may; come back later."""
+
+
 class SpecError(OutpaceError):
     """A method spec that cannot be parsed, or a pair of methods that do not fit."""
 

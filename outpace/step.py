@@ -87,15 +87,18 @@ class Machine:
     want_laws: bool = False
     """Whether verdicts carry the laws of the emitted tokens; a cascade hands them up."""
     chunk: int = 256
-    """Prompt tokens per sequence and pass."""
+    """Prompt tokens per pass beside sequences that decode; see ``outpace.engine.scheduler``."""
     listeners: Sequence[Callable[[StepRecord], None]] = ()
     steps: int = field(default=0, init=False)
 
+    def tapped(self, rows: Sequence[Row]) -> frozenset[str]:
+        """Drafters of these rows that read features."""
+        names = {name for row in rows for name in row.states}
+        return frozenset(name for name in names if self.drafters[name].taps)
+
     def taps(self, rows: Sequence[Row]) -> frozenset[str]:
         """Features that some drafter of these rows reads."""
-        return frozenset().union(
-            *(self.drafters[name].taps for row in rows for name in row.states)
-        )
+        return frozenset().union(*(self.drafters[name].taps for name in self.tapped(rows)))
 
 
 def step(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
@@ -141,29 +144,32 @@ def step(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
     return outcomes
 
 
-def prefill(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
+def prefill(
+    machine: Machine, rows: Sequence[Row], ends: Sequence[int] | None = None
+) -> list[Outcome]:
     """Feed every row the next chunk of its prompt; a row whose prompt ends emits one token.
 
     Args:
         machine: as for ``step``.
         rows: sequences whose tokens are all given; the cache holds a prefix of each.
+        ends: how many tokens of each row are then committed; None: ``machine.chunk`` more. A row
+            that is read up to its pending token only emits nothing, and goes on with ``step``.
 
     Returns:
         One outcome per row, ``forced``; ``emitted`` is empty while the prompt goes on.
-
-    Effects: commits at most ``machine.chunk`` tokens per row.
     """
     clock = _Clock(machine)
     held = [machine.cache.length(row.slot) for row in rows]
-    chunks = [tuple(r.tokens[n : n + machine.chunk]) for r, n in zip(rows, held, strict=True)]
-    ends = [n + len(c) == len(r.tokens) for r, n, c in zip(rows, held, chunks, strict=True)]
+    upto = [n + machine.chunk for n in held] if ends is None else ends
+    chunks = [tuple(r.tokens[n:end]) for r, n, end in zip(rows, held, upto, strict=True)]
+    whole = [n + len(c) == len(r.tokens) for r, n, c in zip(rows, held, chunks, strict=True)]
     feeds = [
         Feed.chain(row.slot, chunk, want=(len(chunk) - 1,) if end else ())
-        for row, chunk, end in zip(rows, chunks, ends, strict=True)
+        for row, chunk, end in zip(rows, chunks, whole, strict=True)
     ]
     scored = machine.target.score(feeds, machine.cache, taps=machine.taps(rows))
     clock.lap("score")
-    ending = [i for i, end in enumerate(ends) if end]
+    ending = [i for i, end in enumerate(whole) if end]
     plan, draft = Plan("none", NOTHING), Draft()
     last = Scored(scored.logits_TV, tuple(range(len(ending) + 1)))  # one row per ending prompt
     judged = _judge(
@@ -199,12 +205,13 @@ def _draft(machine: Machine, rows: Sequence[Row], plans: Sequence[Plan]) -> list
     """Ask each drafter once, for all rows that are planned for it."""
     drafts = [Draft()] * len(rows)
     asked: dict[str, list[int]] = {}
+    tapped = machine.tapped(rows)
     for i, plan in enumerate(plans):
         if plan.budget.max_nodes > 0 and plan.budget.max_depth > 0:
             asked.setdefault(plan.drafter, []).append(i)
     for name, indices in asked.items():
         answers = machine.drafters[name].propose(
-            [_draft_row(machine, rows[i], name, plans[i].budget) for i in indices]
+            [_draft_row(machine, rows[i], name, plans[i].budget, tapped) for i in indices]
         )
         for i, draft in zip(indices, answers, strict=True):
             assert len(draft) <= plans[i].budget.max_nodes, (name, len(draft), plans[i])
@@ -214,9 +221,11 @@ def _draft(machine: Machine, rows: Sequence[Row], plans: Sequence[Plan]) -> list
     return drafts
 
 
-def _draft_row(machine: Machine, row: Row, name: str, budget: Budget) -> DraftRow[Any]:
+def _draft_row(
+    machine: Machine, row: Row, name: str, budget: Budget, tapped: frozenset[str]
+) -> DraftRow[Any]:
     # What another drafter reads is computed from the bottom up, so nothing may be resumed.
-    lent = not any(other.taps for key, other in machine.drafters.items() if key != name)
+    lent = tapped <= {name}
     return DraftRow(
         row.states[name],
         row.tokens,
@@ -232,14 +241,16 @@ def _hints(machine: Machine, rows: Sequence[Row]) -> list[dict[str, Sequence[flo
     """What every drafter would propose to every row, of those that can tell."""
     hints: list[dict[str, Sequence[float]]] = [{} for _ in rows]
     able: dict[str, list[int]] = {}
+    tapped = machine.tapped(rows)
     for i, row in enumerate(rows):
-        for name in row.states:
+        for name in row.states if machine.policy.asks(row.policy_state) else ():
             if machine.drafters[name].hints:
                 able.setdefault(name, []).append(i)
     for name, indices in able.items():
+        budgets = [within(rows[i].budgets[name], rows[i].room()) for i in indices]
         answers = machine.drafters[name].hint([
-            _draft_row(machine, rows[i], name, within(rows[i].budgets[name], rows[i].room()))
-            for i in indices
+            _draft_row(machine, rows[i], name, budget, tapped)
+            for i, budget in zip(indices, budgets, strict=True)
         ])
         for i, answer in zip(indices, answers, strict=True):
             hints[i][name] = answer

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from outpace.curve import CostCurve as CostCurve
+from outpace.curve import KnownDrafter as KnownDrafter
 from outpace.law import Law as Law
 from outpace.law import VocabMap as VocabMap
 from outpace.records import Choice as Choice
@@ -250,6 +251,8 @@ class Load:
     """Sequences in this step."""
     context: int
     """Longest committed length among them, tokens."""
+    beside: int = 0
+    """Rows of the pass that belong to sequences under other policies."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

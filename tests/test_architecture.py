@@ -57,8 +57,9 @@ MAY_IMPORT = {
     "bench": "errors config files registry params types tree models models.base drafters.base"
     " engine",
     "train": "errors config files params types cache.base models models.base drafters engine",
+    "server": "errors config params sampling models engine",
     "cli": "errors config files registry params models models.base drafters engine analysis"
-    " bench train",
+    " bench train server",
     "__main__": "cli",
 }
 TYPE_ONLY = {("models.base", "models")}

@@ -1,7 +1,7 @@
 import pytest
 
 from outpace.costs import Costs
-from outpace.types import CostCurve, RowRecord, StepRecord
+from outpace.types import CostCurve, KnownDrafter, RowRecord, StepRecord
 
 CURVE = CostCurve(
     model="m", dtype="float32", threads=1, device="d", rows_R=(1, 4, 16, 64), context_C=(0, 512),
@@ -80,6 +80,64 @@ def test_drafters_are_timed():
     assert costs.price("m") == (0.0, pytest.approx(0.002))
     costs.watch(record(0.01, draft=0.004, levels=1, drafters=("m",)))
     assert costs.price("m")[1] > 0.0021
+
+
+KNOWN = KnownDrafter(call=0.0, level=0.004, kept_D=(6.0, 3.0), tried_D=(10.0, 6.0))
+
+
+def test_what_was_measured_is_read_when_it_is_needed():
+    costs, asked = Costs(), []
+    costs.later(lambda: (asked.append(1), costs.start(CURVE), costs.know({"m": KNOWN})))
+    costs.watch(record(5.0, prompt=True))
+    costs.suppose("m", 0.0)
+    assert not asked and costs.timed("m") == 0
+    assert costs.price("m") == (0.0, 0.004) and asked == [1]
+    assert costs.passed(1, 0, 1) == pytest.approx(0.01) and costs.known and asked == [1]
+    assert costs.kept("m") == (KNOWN.kept_D, KNOWN.tried_D) and costs.kept("x") == ((), ())
+    other = Costs()
+    other.later(lambda: asked.append(2))
+    other.start(CURVE)
+    assert other.price("m")[1] > 0 and asked == [1], "a curve that was given comes first"
+
+
+def test_a_measured_price_is_a_start_that_steps_correct():
+    costs = Costs(CURVE)
+    costs.know({"m": KNOWN})
+    for _ in range(2):
+        costs.watch(record(0.01, draft=0.008, levels=1, drafters=("m",)))
+    # The first draft after a pause is not counted; the second moves the price by its weight.
+    assert 0.004 < costs.price("m")[1] < 0.005
+    for _ in range(60):
+        costs.watch(record(0.01, draft=0.008, levels=1, drafters=("m",)))
+    assert costs.price("m")[1] == pytest.approx(0.008, rel=0.01)
+    seen = costs.price("m")
+    costs.know({"m": KNOWN})
+    assert costs.price("m") == seen, "what steps taught stays"
+
+
+def test_a_spec_may_be_known_under_another_name():
+    costs = Costs(CURVE)
+    costs.known_as("m[policy=goodput]", "m")
+    costs.know({"m": KNOWN})
+    costs.known_as("m[policy=bandit]", "m")
+    for name in ("m", "m[policy=goodput]", "m[policy=bandit]"):
+        assert costs.price(name) == (0.0, 0.004) and costs.kept(name)[0] == KNOWN.kept_D
+
+
+@pytest.mark.parametrize("wrong", [
+    {"level": -1.0}, {"call": float("nan")}, {"kept_D": (2.0,), "tried_D": (1.0,)},
+    {"kept_D": (1.0,), "tried_D": ()}, {"kept_D": (1.0,), "tried_D": (float("nan"),)},
+])  # fmt: skip
+def test_what_cannot_have_been_measured_is_refused(wrong):
+    with pytest.raises(ValueError):
+        KnownDrafter(**{"call": 0.0, "level": 0.0, **wrong})
+
+
+def test_costs_without_a_curve_or_a_step_are_in_no_unit():
+    costs = Costs()
+    assert not costs.known
+    costs.watch(record(0.01))
+    assert costs.known and Costs(CURVE).known
 
 
 def test_a_new_curve_forgets_passes_and_keeps_drafts():

@@ -183,6 +183,7 @@ def test_every_key_is_in_the_glossary():
     tiny = ["--model", "tiny", "--json", *SHORT]
     keys |= set(keys_of(json.loads(run("generate", "a b a b", "--compare", *tiny))))
     keys |= set(keys_of(json.loads(run("generate", "a b a b", "--n", "2", *tiny))))
+    keys |= set(keys_of(json.loads(run("generate", "a b a b", "--explain", *tiny))))
     keys |= set(keys_of(json.loads(run("methods", "--json"))))
     keys |= set(keys_of(json.loads(run("check", "--prompts", "1", *tiny))))
     assert {"speedup", "baseline", "same_tokens", "planted_bugs_caught", "first_difference"} <= keys

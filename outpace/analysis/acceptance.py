@@ -340,7 +340,7 @@ def measure(
                 temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0,
                 max_new_tokens=max_new_tokens, seed=seed,
             )
-            engine.generate(list(prompt), params, drafter=str(single))
+            engine.generate(list(prompt), params, drafter=str(single), reproducible=False)
             if report.positions == 0 and max_new_tokens > 2:
                 raise RequestError(
                     f"drafter {spec} says of no guess what it was drawn from; name one that "

@@ -209,7 +209,7 @@ def measure(
     alone = _Passes()
 
     for spec in ("none", method.spec):  # the first answers pay for what is set up on the way
-        engine.generate(list(prompts[0]), params, drafter=spec)
+        engine.generate(list(prompts[0]), params, drafter=spec, reproducible=False)
     usual = method.verifier
     method.verifier = Tally(usual, _note(parts, 0, k, probe))
     for level, own in zip(probe.models, passes[1:], strict=True):
@@ -275,7 +275,7 @@ def speedup(
     spent = {spec: _Passes() for spec in ("none", *specs)}
     tokens = dict.fromkeys(spent, 0)
     for spec in spent:  # the first answers pay for what is set up on the way
-        engine.generate(list(prompts[0]), params, drafter=spec)
+        engine.generate(list(prompts[0]), params, drafter=spec, reproducible=False)
     for prompt in prompts:
         for spec, passes in spent.items():
             tokens[spec] += _run(engine, spec, prompt, params, passes) - 1
@@ -292,7 +292,8 @@ def _run(
     """Answer a prompt; how many tokens that were."""
     engine.listeners.append(passes.listen)
     try:
-        return len(engine.generate(list(prompt), params, drafter=spec).tokens)
+        answer = engine.generate(list(prompt), params, drafter=spec, reproducible=False)
+        return len(answer.tokens)
     finally:
         engine.listeners.remove(passes.listen)
 

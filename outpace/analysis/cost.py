@@ -132,7 +132,7 @@ def curve_for(
         progress: as for ``measure``.
         note: told, in one line, of a file that cannot be used or written.
     """
-    return _kept(
+    return kept(
         "passes", target, "", CostCurve.from_json,
         (lambda: measure(target, repeat=repeat, progress=progress)) if measure_if_missing else None,
         note,
@@ -236,7 +236,7 @@ def draft_cost_for(
 ) -> DraftCost | None:
     """What the drafts of a method cost on this machine; as ``curve_for``."""
     make = (lambda: measure_drafter(method, target)) if measure_if_missing else None
-    return _kept("drafts", target, method.spec, DraftCost.from_json, make, note)
+    return kept("drafts", target, method.spec, DraftCost.from_json, make, note)
 
 
 def device_for(
@@ -244,7 +244,7 @@ def device_for(
 ) -> Device | None:
     """The machine's two numbers for the target's dtype; as ``curve_for``."""
     make = (lambda: measure_device(target.dtype, target.device)) if measure_if_missing else None
-    return _kept("device", target, "", lambda data: Device(**data), make, note)
+    return kept("device", target, "", lambda data: Device(**data), make, note)
 
 
 def keep(
@@ -255,7 +255,17 @@ def keep(
     """Keep what was measured just now, over the default points, for ``*_for`` to find."""
     kind = {CostCurve: "passes", DraftCost: "drafts", Device: "device"}[type(value)]
     spec = value.spec if isinstance(value, DraftCost) else ""
-    _write(_file(kind, target, spec), _key(kind, target, spec), value, note)
+    store(kind, target, spec, value, note)
+
+
+def store(
+    kind: str, target: Target, spec: str, value: Any, note: Callable[[str], None] | None = None
+) -> Path:
+    """Keep a dataclass, for ``kept`` to find under the same kind and spec. Returns its file."""
+    key = _key(kind, target, spec)
+    file = _file(key, target)
+    _write(file, key, value, note)
+    return file
 
 
 def _counts(what: str, given: Iterable[int]) -> tuple[int, ...]:
@@ -335,15 +345,15 @@ def _key(kind: str, target: Target, spec: str) -> dict[str, Any]:
     }
 
 
-def _file(kind: str, target: Target, spec: str) -> Path:
-    key = {**_key(kind, target, spec), "format": None}
-    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+def _file(key: Mapping[str, Any], target: Target) -> Path:
+    kind, spec = key["kind"], key["spec"]
+    digest = hashlib.sha256(json.dumps({**key, "format": None}).encode()).hexdigest()[:16]
     about = re.sub(r"[^A-Za-z0-9.]+", "_", spec or ("" if kind == "device" else target.name))[:40]
     words = [word for word in (kind, about, _name(target.dtype), digest) if word]
     return cache_folder() / "costs" / f"{'-'.join(words)}.json"
 
 
-def _kept(
+def kept(
     kind: str,
     target: Target,
     spec: str,
@@ -352,7 +362,8 @@ def _kept(
     note: Callable[[str], None] | None,
 ) -> T | None:
     """Read a measurement, or make and keep it; None if it is missing and not to be made."""
-    file, key = _file(kind, target, spec), _key(kind, target, spec)
+    key = _key(kind, target, spec)
+    file = _file(key, target)
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         if data["key"] != key:

@@ -140,7 +140,8 @@ def film(
         engine: of the target.
         spec: method spec of the drafter.
         ids: the prompt.
-        params: sampling settings of one answer; the text is the one that ``generate`` gives.
+        params: sampling settings of one answer; the text is the one that ``generate`` gives with
+            ``reproducible=False``.
         passes: end the answer after so many; None: when it ends by itself.
 
     Raises:
@@ -153,7 +154,7 @@ def film(
     method = engine.method(spec)
     camera = _Camera(engine, ids, params.resolved(engine.target.defaults))
     with watched(method, camera.outcome, camera.level):
-        chunks = engine.stream(list(ids), params, drafter=spec)
+        chunks = engine.stream(list(ids), params, drafter=spec, reproducible=False)
         for _ in chunks:
             if passes is not None and len(camera.pictures) >= passes:
                 break

@@ -79,7 +79,8 @@ def measure(
         engine: of the target.
         drafter: method spec; its ``tree`` and ``tree_size`` do not matter, ``verifier`` does.
         prompts: token ids.
-        params: of every answer; the text is the one that ``generate`` gives.
+        params: of every answer; the text is the one that ``generate`` gives with
+            ``reproducible=False``.
         tick: told the drafter and how many prompts were finished since the last call.
 
     Raises:
@@ -92,7 +93,7 @@ def measure(
     with watched(engine.method(spec), found.add):
         for prompt in prompts:
             tick(spec, 0)
-            engine.generate(list(prompt), params, drafter=spec)
+            engine.generate(list(prompt), params, drafter=spec, reproducible=False)
             tick(spec, 1)
     if found.widest < 2:
         raise RequestError(
@@ -203,7 +204,8 @@ def _tried(
     passes = tokens = 0
     for prompt in prompts:
         tick(spec, 0)
-        counters = engine.generate(list(prompt), params, drafter=spec).counters
+        answer = engine.generate(list(prompt), params, drafter=spec, reproducible=False)
+        counters = answer.counters
         passes, tokens = passes + counters.passes, tokens + counters.new_tokens - 1
         tick(spec, 1)
     return tokens / passes if passes else 1.0

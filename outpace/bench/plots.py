@@ -252,6 +252,36 @@ def _passes(figure: Any, report: Report) -> bool:
     return True
 
 
+def budgets(figure: Any, profile: Report) -> bool:
+    """Expected speed-up by how deep drafts may go, a line per drafter; hollow: as measured.
+
+    Args:
+        figure: an empty one.
+        profile: what ``outpace tune`` learned, as plain data.
+    """
+    rows = [row for row in profile["drafters"] if row["expected_D"]]
+    if not rows:
+        return False
+    figure.set_size_inches(7.5, 5)
+    axes = figure.add_subplot()
+    axes.axhline(1.0, color="#000000", lw=1.2, ls="--", label="none = 1.0")
+    for index, row in enumerate(rows):
+        colour, speedups = COLOURS[index % len(COLOURS)], row["expected_D"]
+        depths = range(1, len(speedups) + 1)
+        axes.plot(depths, speedups, lw=1.6, color=colour, marker=_marker(index), ms=4,
+                  label=_text(row["spec"]))
+        axes.plot(depths[-1:], [row["speedup"]], ls="", color=colour, marker=_marker(index), ms=9,
+                  mfc="white", mew=1.4)
+    deepest = max(len(row["expected_D"]) for row in rows)
+    axes.set_xticks(range(1, deepest + 1, 1 + deepest // 16))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("longest draft: levels, which are tokens of a chain (hollow: as measured)")
+    axes.set_ylabel("expected speed-up of decoding")
+    axes.set_title(_about({"provenance": profile}, "Speed-up by draft budget"), loc="left")
+    _legend(figure, axes)
+    return True
+
+
 def _legend(figure: Any, axes: Any, side: str = "lower") -> None:
     """Outside of the axes, in as many columns as fit."""
     handles, labels = axes.get_legend_handles_labels()

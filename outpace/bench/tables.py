@@ -30,6 +30,7 @@ def tables(report: Report) -> list[Table]:
     out = [_main(rows), _groups(rows), _shares(rows), _costs(rows), _depths(rows)]
     if any(row["repeats"] > 1 for row in rows):
         out.append(_repeats(rows))
+    out.append(_keyed(rows))
     return [table for table in out if table.rows]
 
 
@@ -170,6 +171,29 @@ def _repeats(rows: Sequence[Row]) -> Table:
         "Repeats: the interval is that of measuring these very prompts again",
         ("method", "category", "speed-up", "half-width", "without loops", "rounds", "each round"),
         tuple(out),
+    )
+
+
+def _keyed(rows: Sequence[Row]) -> Table:
+    """What it costs that the text of a seed is the same with any drafter."""
+    free = {row["method"]: row for row in rows if not row["reproducible"]}
+    pairs = [
+        (free[row["method"]], row) for row in rows
+        if row["reproducible"] and row["method"] in free and row["drafted"]
+    ]
+    return Table(
+        "Price of reproducible text: independent samples / the same text with any drafter",
+        ("method", "acceptance", "mean emitted", "speed-up", "mean emitted, ratio"),
+        tuple(
+            (
+                one["method"],
+                f"{share(one['acceptance_rate'])} / {share(other['acceptance_rate'])}",
+                f"{number(one['mean_emitted'])} / {number(other['mean_emitted'])}",
+                f"{number(one['speedup'])} / {number(other['speedup'])}",
+                number(other["mean_emitted"] / one["mean_emitted"], 3),
+            )
+            for one, other in pairs
+        ),
     )
 
 

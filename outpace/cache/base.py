@@ -12,6 +12,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+PAGE = 64
+"""Rows of a slot that are counted, stored and shared together."""
 
 
 @dataclass(slots=True)
@@ -44,6 +48,9 @@ class Lease:
 
 class KVCache(ABC):
     """Keys and values of several sequences, one slot each."""
+
+    copies: ClassVar[bool] = False
+    """Whether ``copy``, ``restore`` and ``move`` work."""
 
     def __init__(self) -> None:
         self._slots: dict[int, Slot] = {}
@@ -155,6 +162,62 @@ class KVCache(ABC):
         self.truncate(slot, same)
         return same
 
+    def copy(self, slot: int, start: int, stop: int) -> Any:
+        """Keys and values of committed rows, to be put into another slot by ``restore``."""
+        assert 0 <= start <= stop <= self.length(slot), (slot, start, stop)
+        return self._copy(slot, start, stop)
+
+    def restore(self, slot: int, ids: Sequence[int], parts: Sequence[Any]) -> None:
+        """Fill an empty slot with copies of equally many rows each.
+
+        Args:
+            slot: holds nothing.
+            ids: their tokens.
+            parts: from ``copy``, in the order of the text; copies stay good for other slots.
+        """
+        state = self._slots[slot]
+        assert not state.ids and not state.tail_ids, slot
+        self._reserve(max(self._slots) + 1, len(ids))
+        size = len(ids) // max(1, len(parts))
+        for i, part in enumerate(parts):
+            self._paste(slot, i * size, part)
+        state.ids.extend(ids)
+
+    def relocate(self, slot: int) -> int:
+        """Move committed text to the lowest free slot, if that is lower; returns the slot."""
+        lowest = next(i for i in range(len(self._slots) + 1) if i not in self._slots)
+        if lowest > slot:
+            return slot
+        self.drop(slot)
+        ids, length = self.ids(slot), self.length(slot)
+        part = self.copy(slot, 0, length)
+        other = self.open()
+        if length:
+            self.restore(other, ids, [part])
+        self.close(slot)
+        return other
+
+    @property
+    def slots(self) -> int:
+        """Slots below the highest one in use, and it."""
+        return max(self._slots, default=-1) + 1
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Slots, and rows of each, that memory is allocated for."""
+        return 0, 0
+
+    def resize(self, slots: int, rows: int) -> None:
+        """Allocate for exactly so many slots and rows; what is in use must fit. Nothing is done
+        where memory is not allocated in this way.
+        """
+        return
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page; 0 if that is not known."""
+        return 0
+
     def check_integrity(self) -> None:
         """Raise AssertionError if the bookkeeping contradicts itself. For tests and idle time."""
         for number, state in self._slots.items():
@@ -170,6 +233,12 @@ class KVCache(ABC):
     @abstractmethod
     def _reserve(self, slots: int, rows: int) -> None:
         """Make room for ``slots`` slots of ``rows`` rows each, keeping what is stored."""
+
+    def _copy(self, slot: int, start: int, stop: int) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} copies no rows")
+
+    def _paste(self, slot: int, start: int, part: Any) -> None:
+        raise NotImplementedError(f"{type(self).__name__} copies no rows")
 
     @abstractmethod
     def _move(self, slot: int, rows: Sequence[int], start: int) -> None:

@@ -11,16 +11,17 @@ Shape letters: L layers, S slots, K key-value heads, C rows of a slot, D width o
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from outpace.cache.base import KVCache
+from outpace.cache.base import PAGE, KVCache
 
-_ROW_STEP = 64
-"""Rows of a slot come in this multiple, so that attention may read past the last key."""
-
+_LARGE = 1 << 20
+"""Bytes from which on memory is asked for in whole pages of the system."""
 _MEMO = 256
 """Views remembered: making 30 of them takes as long as three products."""
 
@@ -35,6 +36,8 @@ class DenseCache(KVCache):
         device: where to keep them.
         capacity: rows per slot to reserve as soon as anything is stored.
     """
+
+    copies = True
 
     def __init__(
         self,
@@ -113,12 +116,43 @@ class DenseCache(KVCache):
             return
         if rows > had_rows:
             rows = max(rows, self._capacity, had_rows + had_rows // 2)
-            rows = -(-rows // _ROW_STEP) * _ROW_STEP
-        slots, rows = max(slots, had_slots), max(rows, had_rows)
+        self.resize(max(slots, had_slots), max(rows, had_rows))
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Slots and rows allocated."""
+        return self.value_store.shape[1], self.value_store.shape[3]
+
+    def resize(self, slots: int, rows: int) -> None:
+        """Allocate anew and copy what is in use. Rows are rounded up to whole pages, so that
+        attention may read past the last key.
+        """
+        rows = -(-rows // PAGE) * PAGE
+        used = max((len(s.ids) + len(s.tail_ids) for s in self._slots.values()), default=0)
+        used = min(used, self.rows)  # rows that are being appended are not stored yet
+        assert slots >= self.slots and rows >= used, (slots, rows)
         self._views = {}
         with torch.inference_mode(False):
-            self.key_store = _grown(self.key_store, slots, rows, 4)
-            self.value_store = _grown(self.value_store, slots, rows, 3)
+            self.key_store = _resized(self.key_store, slots, rows, used, 4)
+            self.value_store = _resized(self.value_store, slots, rows, used, 3)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of keys and values, all layers."""
+        layers, _, heads, _, width = self.value_store.shape
+        return 2 * layers * heads * width * PAGE * self.value_store.element_size()
+
+    def _copy(self, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False):
+            return (
+                self.key_store[:, slot, :, :, start:stop].clone(),
+                self.value_store[:, slot, :, start:stop].clone(),
+            )
+
+    def _paste(self, slot: int, start: int, part: tuple[Tensor, Tensor]) -> None:
+        keys, values = part
+        self.key_store[:, slot, :, :, start : start + keys.shape[-1]] = keys
+        self.value_store[:, slot, :, start : start + values.shape[-2]] = values
 
     def _move(self, slot: int, rows: Sequence[int], start: int) -> None:
         for store in self.by_row:
@@ -126,10 +160,22 @@ class DenseCache(KVCache):
             own[:, start : start + len(rows)] = own[:, torch.tensor(rows, device=own.device)]
 
 
-def _grown(store: Tensor, slots: int, rows: int, axis: int) -> Tensor:
-    """A copy with room for more slots, and for more rows along ``axis``."""
+def _resized(store: Tensor, slots: int, rows: int, used: int, axis: int) -> Tensor:
+    """A copy of the rows in use, with another number of slots, and of rows along ``axis``."""
     shape = list(store.shape)
     shape[1], shape[axis] = slots, rows
-    larger = store.new_zeros(shape)
-    larger[:, : store.shape[1]].narrow(axis, 0, store.shape[axis]).copy_(store)
-    return larger
+    other = _zeros(shape, store.device)
+    kept = min(slots, store.shape[1])
+    other[:, :kept].narrow(axis, 0, used).copy_(store[:, :kept].narrow(axis, 0, used))
+    return other
+
+
+def _zeros(shape: Sequence[int], device: torch.device) -> Tensor:
+    """float32 zeros. Large ones on a CPU take no memory, and no time, before they are written:
+    writing zeros to a few gigabytes takes seconds, in which every sequence would wait.
+    """
+    size = 4 * math.prod(shape)
+    if device.type != "cpu" or size < _LARGE or not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.zeros(shape, device=device)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.float32).view(*shape)

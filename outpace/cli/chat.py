@@ -105,7 +105,7 @@ class Talk:
     """A conversation, its commands, and its counters."""
 
     def __init__(
-        self, engine: Engine, params: SamplingParams, system: str | None, reproducible: bool
+        self, engine: Engine, params: SamplingParams, system: str | None, reproducible: bool | None
     ) -> None:
         self._engine = engine
         self._settings: dict[str, Any] = {

@@ -21,6 +21,7 @@ from outpace.cli.runs import REPEATS, Run, Sides
 from outpace.errors import RequestError
 
 if TYPE_CHECKING:
+    from outpace.analysis.explain import Explained, Stretch
     from outpace.engine.engine import Engine
     from outpace.engine.results import Result
 
@@ -33,6 +34,8 @@ Examples:
   outpace generate "Why is the sky blue?"
 
   outpace generate --compare --prompt-file article.txt
+
+  outpace generate --drafter auto --explain --prompt-file article.txt
 
   git diff | outpace generate -f - --system "Write a commit message." --json
 
@@ -84,6 +87,11 @@ def generate(
         option("--compare", panel=_OUTPUT,
                help=f"Answer plainly as well, {REPEATS} times each in turns, and show the gain."),
     ] = False,
+    explain: Annotated[
+        bool,
+        option("--explain", panel=_OUTPUT,
+               help="Show afterwards who drafted when, what was expected and what it brought."),
+    ] = False,
     as_json: Annotated[
         bool, option("--json", panel=_OUTPUT, help="Print one JSON object in place of the text.")
     ] = False,
@@ -92,6 +100,9 @@ def generate(
     params = sampling.params(n=n, logprobs=logprobs)
     if compare and n > 1:
         raise RequestError(f"--compare times one answer, got --n {n}; drop one of the two")
+    if explain and (compare or n > 1):
+        other = "--compare" if compare else f"--n {n}"
+        raise RequestError(f"--explain shows one answer, got {other} as well; drop one of the two")
     if logprobs is not None and not as_json:
         raise RequestError("--logprobs are printed with --json only; add it")
     text = read_prompt(prompt, prompt_file)
@@ -113,14 +124,28 @@ def generate(
         else:
             show_sides(sides)
         return
+    told = _listen(engine) if explain else None
     results = run.quiet() if as_json else run.aloud()
     if as_json:
         answer = results[0].to_json()
+        if told is not None:
+            answer["explain"] = told.to_json()
         if n > 1:
             answer["choices"] = [result.to_json() for result in results]
         show.write_json({**answer, **about})
     else:
         show.note(f"outpace: {summary(results)}")
+        if told is not None:
+            show_explained(told)
+
+
+def _listen(engine: Engine) -> Explained:
+    """Take in all steps from now on."""
+    from outpace.analysis.explain import Explained
+
+    told = Explained(engine.costs)
+    engine.listeners.append(told)
+    return told
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
@@ -204,4 +229,42 @@ def show_sides(sides: Sides) -> None:
     )
 
 
+def show_explained(told: Explained) -> None:
+    """Draw on standard error who drafted when, then each drafter's sum."""
+    total = told.total()
+    if total is None:
+        show.note("nothing to explain: the answer had no step after its first token")
+        return
+    runs = told.stretches()
+    rows = [_cells(one, f"{one.first}-{one.last}") for one in runs[:_STRETCHES]]
+    if len(runs) > _STRETCHES:
+        left = show.count(len(runs) - _STRETCHES, "more run")
+        rows.append((f"{runs[_STRETCHES].first}-{total.last}", f"({left}; --json has all)",
+                     *[""] * (len(_COLUMNS) - 2)))
+    rows += [_cells(one, show.count(one.passes, "step")) for one in told.by_drafter()]
+    if len(told.by_drafter()) > 1:
+        rows.append(_cells(total, "all"))
+    show.table(_COLUMNS, rows, numbers=_COLUMNS[3:], to_stderr=True)
+    if total.plain is None:
+        show.note("x plain: unknown, since this policy expects nothing and no pass had one row")
+    else:
+        show.note(f"{total.over_plain:.2f} x plain decoding as {total.plain:.1f} tokens/s: "
+                  f"{total.gained:+.2f} s gained over {show.count(total.passes, 'step')}")
+
+
+def _cells(one: Stretch, steps: str) -> tuple[str, ...]:
+    """A line of the table."""
+    def rate(value: float | None, digits: int = 1) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    return (
+        steps, one.drafter, " ".join(one.reasons), str(one.drafted), str(one.accepted),
+        str(one.emitted), rate(one.expected), rate(one.rate), rate(one.over_plain, 2),
+        rate(one.gained, 3),
+    )  # fmt: skip
+
+
+_COLUMNS = ("steps", "drafter", "why", "drafted", "accepted", "emitted", "expected tok/s",
+            "measured tok/s", "x plain", "gained s")
+_STRETCHES = 24  # rows that people may still read
 _SAME = {True: "yes", False: "no", None: "not promised (sampled)"}

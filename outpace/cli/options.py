@@ -127,9 +127,20 @@ class ModelOptions:
             if self.threads is not None:
                 torch.set_num_threads(self.threads)
             given = {key: value for key, value in settings.items() if value is not None}
-            return Engine.load(
+            return _tuned(Engine.load(
                 self.model, dtype=self.dtype, device=self.device, quantize=self.quantize, **given
-            )
+            ))
+
+
+def _tuned(engine: Engine) -> Engine:
+    """Let policies begin with what was measured here, if any of them asks."""
+    def fill() -> None:
+        from outpace.analysis.profile import tell
+
+        tell(engine)
+
+    engine.costs.later(fill)
+    return engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,10 +277,11 @@ class SamplingOptions:
                help="Names the coins: same seed, same settings, same text."),
     ] = None
     reproducible: Annotated[
-        bool,
+        bool | None,
         option("--reproducible/--no-reproducible", panel=_LAW,
-               help="Make the text of a seed the same with any drafter and with none."),
-    ] = False
+               show_default="on with --seed, unless --verifier says who decides",
+               help="Make the text of a seed the same with any drafter, with none, in any batch."),
+    ] = None
     max_new_tokens: Annotated[
         int,
         option("--max-new-tokens", panel=_END, metavar="N", help="Longest answer, tokens."),

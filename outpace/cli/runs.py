@@ -65,7 +65,8 @@ class Run:
     engine: Engine
     ids: tuple[int, ...]
     params: SamplingParams
-    reproducible: bool
+    reproducible: bool | None
+    """As for ``Engine.generate``."""
 
     def quiet(self, drafter: str | None = None) -> list[Result]:
         """Answer it and print nothing."""
@@ -96,7 +97,9 @@ class Run:
         resolved = self.params.resolved(self.engine.target.defaults)
         # One seed for all runs, so that they can be told apart by speed alone.
         seed = secrets.randbits(48) if resolved.seed is None else resolved.seed
-        timed = replace(self, params=replace(self.params, seed=seed))
+        method, asked = self.engine.method(self.engine.drafter), self.params.seed is not None
+        keyed = method.keyed(self.reproducible, asked) or method.verifier_spec.name == "coupled"
+        timed = replace(self, params=replace(self.params, seed=seed), reproducible=keyed)
         _warm(timed, "none")
         if quiet:
             _warm(timed, None)
@@ -110,7 +113,7 @@ class Run:
             for side in ("none", None) if turn % 2 else (None, "none"):
                 (plain if side else fast).extend(timed.quiet(side))
         same = {result.tokens for result in (*plain, *fast)}
-        promised = resolved.temperature == 0 or self.reproducible
+        promised = resolved.temperature == 0 or keyed
         ratios = [
             _ratio(f.tokens_per_second, p.tokens_per_second)
             for f, p in zip(fast, plain, strict=True)

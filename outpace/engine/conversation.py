@@ -35,7 +35,7 @@ class Conversation:
         *,
         system: str | None = None,
         drafter: str | None = None,
-        reproducible: bool = False,
+        reproducible: bool | None = None,
     ) -> None:
         self.engine = engine
         self.params = params or SamplingParams()
@@ -63,7 +63,7 @@ class Conversation:
         params = replace(self.params.resolved(engine.target.defaults), n=1)
         engine.check(ids, params)
         method = engine.method(self._drafter or engine.drafter)
-        verifier = engine.verifier(method, self._reproducible)
+        verifier = engine.verifier(method, self._reproducible, params)
         if self._slot is None:
             self._slot = engine.cache.open()
         # The last prompt token is always fed anew: its pass yields the first token.

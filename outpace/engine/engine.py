@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from outpace.engine.results import Chunk, Result
 from outpace.engine.scheduler import run
 from outpace.engine.sequence import Sequence as Running
 from outpace.engine.sequence import Setup
-from outpace.errors import RequestError, SpecError
+from outpace.errors import RequestError
 from outpace.models.base import Target
 from outpace.models.load import load_target
 from outpace.params import SamplingParams
@@ -91,8 +92,11 @@ class Engine:
         parsed = MethodSpec.parse(spec)
         if str(parsed) not in self._methods:
             cls = registry.load("drafter", parsed.name)
-            kind = cls if issubclass(cls, Portfolio) else Method
-            self._methods[str(parsed)] = kind(parsed, self.target, self.allow_lossy, self.costs)
+            if issubclass(cls, Portfolio):
+                made: Method = cls(parsed, self.target, self.allow_lossy, self.costs, self.method)
+            else:
+                made = Method(parsed, self.target, self.allow_lossy, self.costs)
+            self._methods[str(parsed)] = made
         return self._methods[str(parsed)]
 
     def generate(
@@ -101,7 +105,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         drafter: str | None = None,
-        reproducible: bool = False,
+        reproducible: bool | None = None,
         chat: bool = False,
         reference: Any = None,
         **settings: Any,
@@ -112,7 +116,8 @@ class Engine:
             prompt: text, token ids, chat messages, or a list of such prompts.
             params: sampling settings for all prompts, or one per prompt.
             drafter: method spec, in place of the engine's own.
-            reproducible: the same seed gives the same text with any drafter and with none.
+            reproducible: whether the same seed gives the same text with any drafter and with none,
+                in any batch; None: where a seed is given, unless the spec names a verifier.
             chat: wrap text prompts in the model's chat template.
             reference: text or token ids that the answer is expected to resemble, one for all
                 prompts or a list of one (or None) each. Drafters may read it; the answer is the
@@ -144,7 +149,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         drafter: str | None = None,
-        reproducible: bool = False,
+        reproducible: bool | None = None,
         chat: bool = False,
         reference: Any = None,
         **settings: Any,
@@ -166,7 +171,7 @@ class Engine:
         *,
         batch: int = 32,
         drafter: str | None = None,
-        reproducible: bool = False,
+        reproducible: bool | None = None,
         chat: bool = False,
         **settings: Any,
     ) -> Iterator[tuple[int, Result]]:
@@ -236,30 +241,48 @@ class Engine:
         """Check prompts and settings; answers are counted from 0, or share the number ``first``."""
         count = 0
         for prompt, asked, reference in zip(prompts, params, references, strict=True):
-            ids = self.encode(prompt, chat=chat)
-            resolved = asked.resolved(self.target.defaults)
-            self.check(ids, resolved)
-            if isinstance(reference, str):
-                reference = self._tokenizer("a reference text").encode(reference, special=False)
-            answers = chat if isinstance(prompt, str) else isinstance(prompt[0], Mapping)
-            for turn in range(resolved.n):
-                seed = secrets.randbits(48) if resolved.seed is None else resolved.seed + turn
-                yield Ready(
-                    ids=ids,
-                    params=resolved,
-                    seed=seed,
-                    index=count if first is None else first,
-                    continues=not answers,
-                    reference=None if reference is None else tuple(reference),
-                )
+            ready = self.ready(prompt, asked, chat=chat, reference=reference)
+            for one in ready.each():
+                yield replace(one, index=count if first is None else first)
                 count += 1
 
+    def ready(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        chat: bool = False,
+        reference: Any = None,
+    ) -> Ready:
+        """Encode and check one prompt with its settings, ``params.n`` answers of it together.
+
+        Raises:
+            RequestError: as ``generate``.
+        """
+        ids = self.encode(prompt, chat=chat)
+        resolved = params.resolved(self.target.defaults)
+        self.check(ids, resolved)
+        if isinstance(reference, str):
+            reference = self._tokenizer("a reference text").encode(reference, special=False)
+        answers = chat if isinstance(prompt, str) else isinstance(prompt[0], Mapping)
+        return Ready(
+            ids=ids,
+            params=resolved,
+            seed=secrets.randbits(48) if resolved.seed is None else resolved.seed,
+            continues=not answers,
+            reference=None if reference is None else tuple(reference),
+        )
+
     def _open(
-        self, ready: Iterable[Ready], method: Method, reproducible: bool
+        self, ready: Iterable[Ready], method: Method, reproducible: bool | None
     ) -> Iterator[Running]:
         """Sequences in slots of their own, each opened when it is asked for."""
-        verifier = self.verifier(method, reproducible)
-        return (self.running(one, self.cache.open(), method, verifier) for one in ready)
+        self.verifier(method, reproducible)  # two wishes that contradict are said at once
+        return (
+            self.running(one, self.cache.open(), method,
+                         self.verifier(method, reproducible, one.params))
+            for one in ready
+        )
 
     def running(
         self, ready: Ready, slot: int, method: Method, verifier: Verifier
@@ -268,11 +291,9 @@ class Engine:
         self._count += 1
         ids, params = ready.ids, ready.params
         request = Request(
-            prompt=ids, held=self.cache.length(slot), reference=ready.reference
+            prompt=ids, held=self.cache.length(slot), reference=ready.reference, key=ready.key
         )
         tokenizer = self.target.tokenizer
-        if params.seed is not None and not (method.policy.steady or method.names_verifier):
-            verifier = self._coupled  # a seed is a promise, whatever clocks tell the policy
         members, verifiers = method.members, method.verifiers(verifier)
         return Running(
             number=self._count,
@@ -296,16 +317,17 @@ class Engine:
                 lossless=all(one.lossless for one in verifiers.values()),
             ),
             max_positions=self.target.max_positions,
+            draft_tokens=ready.draft_tokens,
+            reference=ready.reference,
+            key=ready.key,
         )
 
-    def verifier(self, method: Method, reproducible: bool) -> Verifier:
-        """Who verifies this method's drafts; SpecError if the two wishes contradict."""
-        if reproducible:
-            if method.names_verifier and method.verifier_spec.name != "coupled":
-                raise SpecError(f"reproducible text needs verifier=coupled, not "
-                                f"{method.verifier_spec}; drop one of the two")
-            return self._coupled
-        return method.verifier
+    def verifier(
+        self, method: Method, reproducible: bool | None, params: SamplingParams | None = None
+    ) -> Verifier:
+        """Who verifies this method's drafts for a request; see ``Method.keyed``."""
+        seeded = params is not None and params.seed is not None
+        return self._coupled if method.keyed(reproducible, seeded) else method.verifier
 
     def check(self, ids: tuple[int, ...], params: SamplingParams) -> None:
         """Raise RequestError unless this prompt can be served with these settings."""
@@ -353,17 +375,18 @@ class Engine:
                 for row in part:
                     if row.finished:
                         living.discard(row)
-                        self._finish(row, method, keep_slots)
+                        self.release(row, method, keep_slots)
                 yield part
         finally:
             for row in living:
-                self._finish(row, method, keep_slots)
+                self.release(row, method, keep_slots)
 
-    def _finish(self, row: Running, method: Method, keep_slot: bool) -> None:
+    def release(self, row: Running, method: Method, keep_slot: bool = False) -> None:
+        """Give back what a sequence holds: its slot, and its drafters' states."""
         if not keep_slot:
             self.cache.close(row.slot)
         for name, one in method.members.items():
-            one.drafter.end(row.states[name])
+            one.drafter.end(row.all_states[name])
 
     @property
     def eos_ids(self) -> frozenset[int]:

@@ -50,6 +50,7 @@ class Method:
         self.policy: Policy = make("policy", MethodSpec.parse(plan.get("policy", "fixed")))
         if costs is not None:
             self.policy.costs = costs
+            costs.known_as(self.spec, str(spec.without("policy")))
         if not self.verifier.lossless and not allow_lossy:
             raise SpecError(
                 f"verifier {self.verifier_spec} changes the law of the output; "
@@ -77,6 +78,24 @@ class Method:
             chosen: this method's own verifier, or the one that a request needs in its place.
         """
         return {self.spec: chosen, "none": chosen}
+
+    def keyed(self, reproducible: bool | None, seeded: bool) -> bool:
+        """Whether the text is to be a function of prompt and seed alone, whoever drafts.
+
+        Args:
+            reproducible: what the request says; None says nothing.
+            seeded: whether it names a seed, which is a wish of its own unless the method spec
+                names a verifier.
+
+        Raises:
+            SpecError: the request says so, and the method spec names another verifier.
+        """
+        if reproducible is None:
+            return seeded and not self.names_verifier
+        if reproducible and self.names_verifier and self.verifier_spec.name != "coupled":
+            raise SpecError(f"reproducible text needs verifier=coupled, not {self.verifier_spec}; "
+                            "drop one of the two")
+        return reproducible
 
     @property
     def watchers(self) -> tuple[Callable[[StepRecord], None], ...]:

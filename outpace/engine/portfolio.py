@@ -11,7 +11,7 @@ not picked costs that much and no more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -47,6 +47,7 @@ class Portfolio(Method):
         target: the model to draft for.
         allow_lossy: whether members may name a verifier that changes the law of the output.
         costs: what passes and drafts cost, for the policy.
+        find: gives the method of a spec, so that a member that is in use by itself is loaded once.
     """
 
     Config = PortfolioConfig
@@ -60,6 +61,7 @@ class Portfolio(Method):
         target: Target,
         allow_lossy: bool = False,
         costs: Costs | None = None,
+        find: Callable[[str], Method] | None = None,
     ) -> None:
         own, plan = spec.split()
         who = f"drafter {spec.name!r}"
@@ -76,8 +78,11 @@ class Portfolio(Method):
         self.policy: Policy = make("policy", MethodSpec.parse(plan.get("policy", spec.name)))
         self.left_out: dict[str, str] = {}
         """Trained members that could not be loaded, and why."""
-        self._target, self._allow_lossy = target, allow_lossy
-        self._costs = self.policy.costs = costs or Costs()
+        self._costs = own_costs = self.policy.costs = costs or Costs()
+        self._target = target
+        self._find = find or (
+            lambda one: Method(MethodSpec.parse(one), target, allow_lossy, own_costs)
+        )
         self._named = [*self._specs(self.config.drafters), *self._specs(self.config.add)]
 
     def _specs(self, text: str | None) -> list[MethodSpec]:
@@ -97,13 +102,13 @@ class Portfolio(Method):
             if row.auto or (row.trained and row.family != "compose")
         ]
         for spec in self._named:
-            made[str(spec)] = Method(spec, self._target, self._allow_lossy, self._costs)
+            made[str(spec)] = self._find(str(spec))
         for row in found:
             spec = MethodSpec(row.name)
             if row.name in {MethodSpec.parse(name).name for name in made}:
                 continue
             try:
-                made[str(spec)] = Method(spec, self._target, self._allow_lossy, self._costs)
+                made[str(spec)] = self._find(str(spec))
             except OutpaceError as error:  # not trained for this target, or it cannot run it
                 self.left_out[row.name] = str(error)
         for name in made:

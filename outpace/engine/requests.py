@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any
 
@@ -30,6 +31,24 @@ class Ready:
     continues: bool = False
     """Its text carries on from the prompt's, so a leading space belongs to it."""
     reference: tuple[int, ...] | None = None
+    drafter: str | None = None
+    """Method spec, ``none``, or None for whoever runs it to choose. Read by services alone, as
+    are the fields below; a call of the engine says these things for all of its prompts."""
+    draft_tokens: int | None = None
+    """Most guesses per pass; 0 drafts nothing, None leaves it to drafter and policy."""
+    reproducible: bool | None = None
+    """As for ``Engine.generate``."""
+    key: str = ""
+    """Whose request it is; what is remembered of it serves requests of the same key alone."""
+
+    def each(self) -> Iterator[Ready]:
+        """One for each of the ``params.n`` answers, numbered from 0. A seed that the user gave
+        is counted up; other seeds are drawn anew.
+        """
+        for turn in range(self.params.n):
+            given = self.params.seed is not None or turn == 0
+            seed = self.seed + turn if given else secrets.randbits(48)
+            yield replace(self, index=turn, seed=seed)
 
 
 def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:

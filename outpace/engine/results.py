@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from outpace.sampling import TokenLogprobs
@@ -36,6 +38,33 @@ class Counters:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterCounts:
+    """What one drafter did, for one sequence or for many. They add up."""
+
+    drafts: int = 0
+    """Drafts that were not empty."""
+    drafted: int = 0
+    accepted: int = 0
+    accepted_at: tuple[int, ...] = ()
+    """Drafts of which a token was kept at depth 1, 2, ..."""
+
+    @classmethod
+    def of(cls, drafted: int, accepted: int) -> DrafterCounts:
+        """Of one draft."""
+        return cls(drafts=1, drafted=drafted, accepted=accepted, accepted_at=(1,) * accepted)
+
+    def __add__(self, other: DrafterCounts) -> DrafterCounts:
+        """Both together."""
+        at = zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)
+        return DrafterCounts(
+            drafts=self.drafts + other.drafts,
+            drafted=self.drafted + other.drafted,
+            accepted=self.accepted + other.accepted,
+            accepted_at=tuple(a + b for a, b in at),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
     """One answer."""
 
@@ -43,7 +72,7 @@ class Result:
     tokens: tuple[int, ...]
     """New tokens only, the stop token included."""
     finish_reason: str
-    """``stop`` or ``length``."""
+    """``stop`` or ``length``; of a service also ``cancelled``."""
     prompt_tokens: int
     counters: Counters
     seconds: float
@@ -56,6 +85,12 @@ class Result:
     """Give it again, with the same settings, for the same text."""
     lossless: bool = True
     logprobs: tuple[TokenLogprobs, ...] | None = field(default=None, repr=False)
+    queue_seconds: float = 0.0
+    """From being asked for to the start that ``seconds`` counts from."""
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values were stored already."""
+    by_drafter: Mapping[str, DrafterCounts] = field(default_factory=dict)
+    """Method spec -> counts, of drafters that drafted something."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -107,3 +142,5 @@ class Chunk:
     """How many of the tokens, from the first on, a drafter had guessed."""
     result: Result | None = None
     """The whole answer, with the last chunk."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token, if they were asked for."""

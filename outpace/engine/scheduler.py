@@ -1,7 +1,14 @@
 """Which sequences run in the next pass.
 
-Sequences join and leave between passes. Those whose prompts are not read yet go first, all of them
-in one pass per chunk, so that they can decode with the others.
+    read    prompts, a bounded chunk of tokens per pass, first come, first served
+    decode  a step of all sequences whose text is read
+
+Where there is both to do, the two take turns. So a long prompt holds the others up by one chunk
+between two of their steps, and nobody waits for it to end. A chunk has a pass of its own: a step
+then has few rows, a number for which results are known not to depend on the neighbours to the
+last bit, and what it costs stays a matter of its drafts, which policies weigh.
+
+Sequences join and leave between passes.
 """
 
 from __future__ import annotations
@@ -13,23 +20,33 @@ import torch
 from outpace.engine.sequence import Sequence as Running
 from outpace.step import Machine, prefill, step
 
+_ALONE = 4
+"""Chunks in one pass, while nobody decodes who would be held up by it."""
+
 
 class Scheduler:
     """A batch that sequences enter and leave.
 
     Args:
         machine: its cache holds a slot for every sequence that joins, with a prefix of its
-            prompt, and its drafters are those that the sequences name.
+            tokens, and its drafters are those that the sequences name. ``machine.chunk`` tokens
+            are read at most beside sequences that decode.
     """
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.active: list[Running] = []
         """Sequences that are not finished, in the order in which they joined."""
+        self._turn_to_read = True
 
     def join(self, row: Running) -> None:
         """Let a sequence, not finished, take part from the next pass on."""
         self.active.append(row)
+        self._wake(row)
+
+    def leave(self, row: Running) -> None:
+        """Let a sequence take no part any more; its slot and its states stay as they are."""
+        self.active.remove(row)
 
     def advance(self) -> list[Running]:
         """Run one pass.
@@ -38,14 +55,70 @@ class Scheduler:
             The sequences that took part in it; the finished ones among them have left. Between
             passes every sequence is consistent, so it is safe to stop for good.
         """
-        reading = [row for row in self.active if row.new_tokens == 0]
-        part = reading or list(self.active)
+        reading, decoding = self._parts()
+        if reading and (self._turn_to_read or not decoding):
+            self._turn_to_read = False
+            return self._read(reading, self._most(decoding))
+        self._turn_to_read = True
+        return self._run(decoding)
+
+    def advance_one(self, row: Running) -> None:
+        """Run one pass for one sequence alone."""
+        if row.reading:
+            self._read([row], self.machine.chunk)
+        else:
+            self._run([row])
+
+    @property
+    def busy_reading(self) -> bool:
+        """Whether the next pass over prompts is full without another one."""
+        reading, decoding = self._parts()
+        return sum(map(self._left_to_read, reading[1:])) >= self._most(decoding)
+
+    def _parts(self) -> tuple[list[Running], list[Running]]:
+        """Those that read and those that decode."""
+        reading = [row for row in self.active if row.reading]
+        return reading, [row for row in self.active if not row.reading]
+
+    def _most(self, decoding: list[Running]) -> int:
+        """Tokens to read in one pass."""
+        return self.machine.chunk * (1 if decoding else _ALONE)
+
+    def _left_to_read(self, row: Running) -> int:
+        return row.goal - self.machine.cache.length(row.slot)
+
+    def _read(self, rows: list[Running], most: int) -> list[Running]:
+        """Read the next chunks: half of them at least of the prompt that came first, the rest of
+        the shortest, which else might wait long behind a long one.
+        """
+        left = {row: self._left_to_read(row) for row in rows}
+        first, *others = rows
+        for_others = min(most // 2, sum(left[row] for row in others))
+        count = {first: min(left[first], most - for_others)}
+        most -= count[first]
+        for row in sorted(others, key=left.__getitem__):
+            count[row] = min(left[row], most)
+            most -= count[row]
+        part = [row for row in rows if count[row]]
+        ends = [self.machine.cache.length(row.slot) + count[row] for row in part]
         with torch.inference_mode():
-            if reading:
-                prefill(self.machine, part)
-            else:
-                step(self.machine, part)
-        self.active = [row for row in self.active if not row.finished]
+            prefill(self.machine, part, ends)
+        for row in part:
+            self._wake(row)
+        return self._left(part)
+
+    def _run(self, rows: list[Running]) -> list[Running]:
+        with torch.inference_mode():
+            step(self.machine, rows)
+        return self._left(rows)
+
+    def _wake(self, row: Running) -> None:
+        if row.behind and self.machine.cache.length(row.slot) == row.goal:
+            row.caught_up()
+
+    def _left(self, part: list[Running]) -> list[Running]:
+        if any(row.finished for row in part):
+            self.active = [row for row in self.active if not row.finished]
         return part
 
 
@@ -61,6 +134,9 @@ def run(
 
     Yields:
         After every pass, the sequences that took part in it.
+
+    Raises:
+        Exception: whatever broke the text of a sequence.
     """
     waiting = iter(sequences)
     scheduler = Scheduler(machine)
@@ -74,4 +150,8 @@ def run(
                 scheduler.join(row)
         if not scheduler.active:
             return
-        yield scheduler.advance()
+        part = scheduler.advance()
+        for row in part:
+            if row.error is not None:
+                raise row.error
+        yield part

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.coins import KeyedCoins, Stream
-from outpace.engine.results import Chunk, Counters, Result
+from outpace.engine.results import Chunk, Counters, DrafterCounts, Result
 from outpace.params import SamplingParams
 from outpace.sampling import TokenLogprobs, Warp, logprobs
 from outpace.stops import StopChecker
@@ -46,6 +46,9 @@ class Sequence:
         slot: of the target's cache.
         setup: drafters, budgets, verifiers.
         max_positions: context length of the target.
+        draft_tokens: most guesses per pass; None leaves it to drafter and policy.
+        reference: what its drafters may read besides the text.
+        key: whose it is.
     """
 
     def __init__(
@@ -61,6 +64,9 @@ class Sequence:
         setup: Setup,
         max_positions: int,
         index: int = 0,
+        draft_tokens: int | None = None,
+        reference: tuple[int, ...] | None = None,
+        key: str = "",
     ) -> None:
         self.number = number
         self.index = index
@@ -72,17 +78,31 @@ class Sequence:
         self.seed = seed
         self.slot = slot
         self.setup = setup
-        self.states = setup.states
+        self.reference, self.key = reference, key
+        self.all_states = dict(setup.states)
+        """Drafter spec -> state."""
+        self.states: Mapping[str, Any] = self.all_states
+        """Of these, the ones that follow the passes at present."""
         self.budgets = setup.budgets
         self.verifiers = setup.verifiers
         self.policy_state = setup.policy_state
         self.finish_reason: str | None = None
+        self.error: Exception | None = None
+        """What broke its text; the sequence is then finished."""
+        self.behind = False
+        """Whether its slot has lost text that was read already."""
+        self.held = 0
+        """Prompt tokens that its slot held before any pass."""
+        self.asked: float | None = None
+        """When it was asked for, by ``time.perf_counter``; None: when it was made."""
         self.chunks: list[Chunk] = []
         """Not yet taken by a reader."""
         self._max_positions = max_positions
+        self._most = 1 << 20 if draft_tokens is None else draft_tokens
         self._text = ""
         self._logprobs: list[TokenLogprobs] = []
         self._passes = self._drafted = self._accepted = 0
+        self._by_drafter: dict[str, DrafterCounts] = {}
         self._drafted_at: list[int] = []
         self._accepted_at: list[int] = []
         self._began = time.perf_counter()
@@ -98,6 +118,18 @@ class Sequence:
         """Tokens emitted so far."""
         return len(self.tokens) - self.prompt_tokens
 
+    @property
+    def reading(self) -> bool:
+        """Whether text must be read before it can go on: its prompt, or what its slot has lost."""
+        return self.behind or self.new_tokens == 0
+
+    @property
+    def goal(self) -> int:
+        """Tokens that its slot must hold before it can go on; all of a prompt, whose last pass
+        yields the first token, and else all but the pending one.
+        """
+        return len(self.tokens) - (self.new_tokens > 0)
+
     def coins(self, stream: Stream) -> KeyedCoins:
         """Coins for the present pending token."""
         return KeyedCoins(self.seed, len(self.tokens) - 1, stream)
@@ -107,29 +139,51 @@ class Sequence:
         depth = min(
             self._max_positions - len(self.tokens),
             self.params.max_new_tokens - self.new_tokens - 1,
+            self._most,
         )
-        return Budget(max_nodes=1 << 20, max_depth=depth) if depth > 0 else NOTHING
+        return Budget(max_nodes=self._most, max_depth=depth) if depth > 0 else NOTHING
 
     def cut(self, verdict: Verdict) -> Verdict:
-        """Shorten a verdict at the first stop, and note why the text ends there."""
+        """Shorten a verdict at the first stop, and note why the text ends there.
+
+        An error while the text is read ends this sequence and no other.
+        """
         left = self._max_positions - len(self.tokens)
-        length, self.finish_reason = self.stops.cut(verdict.emitted[:left])
-        if self.finish_reason is None and length == left:
-            self.stops.close("length")
-            self.finish_reason = self.stops.reason
+        try:
+            length, self.finish_reason = self.stops.cut(verdict.emitted[:left])
+            if self.finish_reason is None and length == left:
+                self.stops.close("length")
+                self.finish_reason = self.stops.reason
+        except Exception as error:
+            self.fail(error)
+            return verdict.cut(1)
         return verdict.cut(length)
+
+    def caught_up(self) -> None:
+        """Its slot holds its text again."""
+        self.behind, self.states = False, self.all_states
+
+    def fail(self, error: Exception) -> None:
+        """End here, since something broke."""
+        self.error, self.finish_reason = error, "error"
+
+    def cancel(self) -> None:
+        """End here, since nobody wants the rest."""
+        self.finish_reason = "cancelled"
 
     def extend(self, outcome: Outcome) -> None:
         """Append what was emitted; count it; make it readable."""
         verdict = outcome.verdict
         if not verdict.emitted:
             return
+        found: list[TokenLogprobs] = []
         if self.params.logprobs is not None:
             # Token i was judged at the row of the token before it.
             rows = (0, *(node + 1 for node in verdict.kept))[: len(verdict.emitted)]
-            self._logprobs += logprobs(
+            found = logprobs(
                 outcome.scored.logits_TV[list(rows)], verdict.emitted, self.params.logprobs
             )
+            self._logprobs += found
         self.tokens.extend(verdict.emitted)
         self.warp.advance(verdict.emitted)
         now = time.perf_counter()
@@ -142,7 +196,7 @@ class Sequence:
         self._text += text
         result = self.result() if self.finished else None
         self.chunks.append(
-            Chunk(self.index, text, verdict.emitted, len(verdict.kept), result)
+            Chunk(self.index, text, verdict.emitted, len(verdict.kept), result, tuple(found))
         )
 
     def _count(self, outcome: Outcome) -> None:
@@ -151,6 +205,10 @@ class Sequence:
         self._passes += 1
         self._drafted += len(draft)
         self._accepted += kept
+        if len(draft):
+            name = outcome.drafter
+            one = DrafterCounts.of(len(draft), kept)
+            self._by_drafter[name] = self._by_drafter.get(name, DrafterCounts()) + one
         # What a stop cut off is neither accepted nor refused.
         reach = kept if verdict.censored else max(draft.depth_N, default=0)
         for depths, count in ((self._drafted_at, reach), (self._accepted_at, kept)):
@@ -179,4 +237,7 @@ class Sequence:
             seed=self.seed,
             lossless=self.setup.lossless,
             logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
+            queue_seconds=0.0 if self.asked is None else self._began - self.asked,
+            cached_tokens=self.held,
+            by_drafter=dict(self._by_drafter),
         )

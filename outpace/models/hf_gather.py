@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.cache.base import KVCache
+from outpace.cache.base import PAGE, KVCache
 from outpace.models.hf_config import CHUNKED
 from outpace.tree.mask import ancestors
 
@@ -63,6 +63,8 @@ class _Layer:
 
 class GatherCache(KVCache):
     """Keys and values of every layer in storage of our own, [slots, K, rows, D] each."""
+
+    copies = True
 
     def __init__(self, layers: int, device: torch.device, capacity: int = 0) -> None:
         super().__init__()
@@ -134,10 +136,35 @@ class GatherCache(KVCache):
             # Zeros, never garbage: a masked key weighs 0, and 0 * nan would be nan.
             store = one.new_zeros(slots, one.shape[1], rows, one.shape[3])
             if stores is not None:
-                old = stores[which]
+                old = stores[which][:slots, :, :rows]
                 store[: old.shape[0], :, : old.shape[2]] = old
             grown.append(store)
         self._stores[layer] = (grown[0], grown[1])
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Slots and rows that layers get as soon as they are written."""
+        return self._room
+
+    def resize(self, slots: int, rows: int) -> None:
+        """Copy every layer to storage of this size; rows are rounded up to whole pages."""
+        self._room = slots, -(-rows // PAGE) * PAGE
+        for layer, stores in enumerate(self._stores):
+            if stores is not None:
+                self._fit(layer, *(store[:1] for store in stores))
+
+    def _copy(self, slot: int, start: int, stop: int) -> list[tuple[Tensor, ...] | None]:
+        return [
+            None if pair is None else tuple(store[slot, :, start:stop].clone() for store in pair)
+            for pair in self._stores
+        ]
+
+    def _paste(self, slot: int, start: int, part: list[tuple[Tensor, ...] | None]) -> None:
+        for layer, parts in enumerate(part):
+            if parts is not None:
+                self._fit(layer, *(one[None] for one in parts))
+                for store, one in zip(self._stores[layer] or (), parts, strict=True):
+                    store[slot, :, start : start + one.shape[1]] = one
 
     def _move(self, slot: int, rows: Sequence[int], start: int) -> None:
         for stores in self._stores:

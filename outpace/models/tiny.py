@@ -32,6 +32,8 @@ Rule = Callable[[tuple[int, ...]], Tensor]
 class TableCache(KVCache):
     """The bookkeeping of a cache, without keys: a table reads the tokens themselves."""
 
+    copies = True
+
     @property
     def nbytes(self) -> int:
         """No keys, no bytes."""
@@ -42,6 +44,12 @@ class TableCache(KVCache):
 
     def _move(self, slot: int, rows: Sequence[int], start: int) -> None:
         """The ids are moved by the bookkeeping."""
+
+    def _copy(self, slot: int, start: int, stop: int) -> None:
+        """Nothing but ids."""
+
+    def _paste(self, slot: int, start: int, part: None) -> None:
+        """Nothing but ids."""
 
 
 class TableTarget(Target):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from outpace.coins import Coins
 from outpace.policies.base import Evidence, Policy, PolicyRow, within
-from outpace.policies.expect import sizes
+from outpace.policies.expect import PRIOR, sizes
 from outpace.types import Budget, Load, Plan
 
 _BITS = 32
@@ -33,13 +33,14 @@ class BanditConfig:
 
     forget: float = 0.96
     """What is left of the evidence after each step; 1 never forgets."""
-    prior: float = 0.6
-    """Acceptance believed in at the start, with the weight of two observations."""
+    prior: float | None = None
+    """Acceptance believed in at the start, with the weight of two observations; none: what
+    `outpace tune` measured here, else 0.6."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.forget <= 1.0:
             raise ValueError(f"forget must be in (0, 1], got {self.forget}")
-        if not 0.0 < self.prior < 1.0:
+        if self.prior is not None and not 0.0 < self.prior < 1.0:
             raise ValueError(f"prior must be in (0, 1), got {self.prior}")
 
 
@@ -69,13 +70,21 @@ class Bandit(Policy):
             drafter, budget = next(iter(row.drafters.items()))
             budget = within(budget, row.limit)
             nodes_D = sizes(budget)
-            depth = self._depth(draw(row.state, self.config.prior, row.coins), drafter, nodes_D,
+            prior = self._prior(drafter)
+            depth = self._depth(draw(row.state, prior, row.coins), drafter, nodes_D,
                                 load) if nodes_D else 0
             nodes = nodes_D[depth - 1] if depth else 0
             plans.append(Plan(drafter, Budget(
                 nodes, depth, max_rows=budget.max_rows, shape=budget.shape, stop=budget.stop
             )))
         return plans
+
+    def _prior(self, drafter: str) -> float:
+        """Acceptance believed in before anything is seen of a sequence."""
+        if self.config.prior is not None:
+            return self.config.prior
+        kept_D, tried_D = self.costs.kept(drafter)
+        return (sum(kept_D) + 2.0 * PRIOR) / (sum(tried_D) + 2.0)
 
     def _depth(self, theta: float, drafter: str, nodes_D: Sequence[int], load: Load) -> int:
         """The depth that pays best if every level is kept with chance ``theta``; at least 1."""

@@ -64,6 +64,10 @@ class Policy(ABC):
         """State of a new sequence; None where the policy keeps none."""
         return None
 
+    def asks(self, state: Any) -> bool:
+        """Whether hints are wanted for a sequence."""
+        return self.reads_hints
+
     @abstractmethod
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
         """One plan per row, within its limit. One call per step for the whole batch."""

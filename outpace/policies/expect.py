@@ -28,6 +28,8 @@ WEIGHT, HOPE = 4.0, 0.5
 """Observations that the level before is worth, and standard deviations above what was seen."""
 OPEN = 6.0
 """Observations that it is worth that a text has changed."""
+BEFORE = 40.0
+"""Observations that what was measured before the first request counts as, at most."""
 LONG, SHORT, POOL = 50.0, 10.0, 300.0
 """Observations that count, of one sequence, of its recent past, of a level of the pool."""
 ALARM = 2.3
@@ -53,9 +55,11 @@ class Pool:
 
     __slots__ = ("_hits", "_tries")
 
-    def __init__(self) -> None:
-        self._hits: list[float] = []
-        self._tries: list[float] = []
+    def __init__(self, kept: Sequence[float] = (), tried: Sequence[float] = ()) -> None:
+        """Begin with what was measured, as at most ``BEFORE`` observations of a level."""
+        scale_D = [min(1.0, BEFORE / count) if count else 0.0 for count in tried]
+        self._hits = [hits * scale for hits, scale in zip(kept, scale_D, strict=True)]
+        self._tries = [count * scale for count, scale in zip(tried, scale_D, strict=True)]
 
     def chances(self, levels: int) -> list[float]:
         """Chance of each of the first levels; an unknown one is like the one before it.

@@ -100,7 +100,8 @@ class Tally:
 
     def __init__(self, costs: Costs, load: Load, shares: Sequence[Share]) -> None:
         self._costs, self._load, self._shares = costs, load, shares
-        self.batch = len(shares)
+        self.batch = max(load.batch, len(shares))
+        self._own = len(shares)
         self._passed: dict[int, float] = {}  # rows -> seconds; the same few are asked for often
 
     def passed(self, rows: int) -> float:
@@ -113,7 +114,8 @@ class Tally:
 
     def leave_out(self, index: int) -> None:
         """Look at the pass without this sequence; -1 leaves out none."""
-        self._kept, self._rows, self._draft = float(self.batch), self.batch, self._costs.rest
+        self._kept, self._draft = float(self.batch), self._costs.rest
+        self._rows = self._own + self._load.beside
         self._deepest: dict[str, int] = {}
         for i, share in enumerate(self._shares):
             if i != index and share.levels:
@@ -128,15 +130,16 @@ class Tally:
 
     def alike(self, options: Sequence[Option]) -> Share:
         """The part that a sequence would take if all others were like it."""
-        best = self.batch / (self.passed(self.batch) + self._costs.rest)
+        own, beside = self._own, self._load.beside
+        best = self.batch / (self.passed(own + beside) + self._costs.rest)
         found = Share()
         for option in options:
             call, level = self._costs.price(option.drafter)
             for cut in range(1, len(option.kept_D) + 1):
                 share = option.share(cut)
-                seconds = self.passed(self.batch * (1 + share.nodes)) + self._costs.rest
-                seconds += self.batch * call + level * share.levels
-                rate = self.batch * (1.0 + share.kept) / seconds
+                seconds = self.passed(own * (1 + share.nodes) + beside) + self._costs.rest
+                seconds += own * call + level * share.levels
+                rate = (self.batch + own * share.kept) / seconds
                 if rate > best:
                     best, found = rate, share
         return found
@@ -278,7 +281,9 @@ class Weighing(Policy):
             known = self._sizes[name] = (budget, sizes(budget))
         levels = min(depth, len(known[1]))
         if name not in chances:
-            chances[name] = self._pools.setdefault(name, Pool()).chances(len(known[1]))
+            if name not in self._pools:
+                self._pools[name] = Pool(*self.costs.kept(name))
+            chances[name] = self._pools[name].chances(len(known[1]))
         belief = row.state.beliefs.get(name)
         if belief is None:
             belief = row.state.beliefs[name] = Belief()
@@ -304,7 +309,8 @@ class Weighing(Policy):
         step = tally.seconds(share)
         state.seconds = step / tally.batch
         if state.allowance is None:
-            state.allowance = FIRST_ALLOWANCE * step / tally.batch
+            new = any(not (one.hinted or self._measured(one.drafter)) for one in options)
+            state.allowance = FIRST_ALLOWANCE * step / tally.batch * new
         state.allowance += self.config.probe * step / tally.batch
         probe = self._probe(state, options, pick, rates[pick], step, tally)
         if probe is not None:
@@ -326,7 +332,8 @@ class Weighing(Policy):
         found: tuple[int, Share, float] | None = None
         for option in options:
             name = option.drafter
-            age = state.step - state.tried.get(name, -LONGEST_GAP)
+            # Who was measured beforehand need not be tried first of all.
+            age = state.step - state.tried.get(name, 0 if self._measured(name) else -LONGEST_GAP)
             due = age >= state.gap.get(name, PROBE_GAP) or name == state.again
             if option.hinted or name == pick or not due:
                 continue
@@ -342,6 +349,10 @@ class Weighing(Policy):
             return None
         state.allowance = (state.allowance or 0.0) - found[2]
         return found[1]
+
+    def _measured(self, name: str) -> bool:
+        """Whether acceptance was measured before the first request."""
+        return bool(self.costs.kept(name)[1])
 
     def _budget(self, row: PolicyRow, name: str, option: Option, share: Share) -> Budget:
         own, limit = row.drafters[name], row.limit

@@ -95,6 +95,18 @@ def test_equality_is_null_where_it_is_not_promised(report):
     ]
 
 
+def test_the_price_of_reproducible_text_stands_beside_independent_samples():
+    def of(method, reproducible, accepted, mean_emitted):
+        return {"method": method, "reproducible": reproducible, "drafted": 100 if accepted else 0,
+                "acceptance_rate": accepted, "mean_emitted": mean_emitted, "speedup": 1.5}
+
+    rows = [of("none", False, 0.0, 1.0), of("a", False, 0.5, 3.0), of("b", False, 0.5, 3.0),
+            of("none", True, 0.0, 1.0), of("a", True, 0.4, 2.4)]
+    table = tables._keyed(rows)
+    assert table.rows == (("a", "50.0% / 40.0%", "3.00 / 2.40", "1.50 / 1.50", "0.800"),)
+    assert not tables._keyed(rows[:3]).rows, "greedy answers have one kind of row"
+
+
 def test_a_peer_does_not_tell_about_passes(report):
     hf = row(report, "hf")
     for key in ("mean_emitted", "acceptance_rate", "acceptance_by_depth", "passes", "verb_shares",

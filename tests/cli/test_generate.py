@@ -49,7 +49,9 @@ def test_every_drafter_gives_the_plain_text(outpace):
     [
         ((), True),
         (("--temperature", "0.9"), None),
-        (("--temperature", "0.9", "--reproducible", "--seed", "3"), True),
+        (("--temperature", "0.9", "--reproducible"), True),
+        (("--temperature", "0.9", "--seed", "3"), True),
+        (("--temperature", "0.9", "--seed", "3", "--no-reproducible"), None),
     ],
 )
 def test_compare_times_both_and_says_whether_they_agree(outpace, settings, same):
@@ -126,6 +128,36 @@ def test_chat_form_is_the_default_where_there_is_a_template(outpace):
     told = answer(outpace(*tiny, "--system", "You are a pirate.", "Say hello."))
     assert raw["prompt_tokens"] < chat["prompt_tokens"] < told["prompt_tokens"]
     assert answer(outpace(*tiny, "--chat", "Say hello."))["tokens"] == chat["tokens"]
+
+
+@pytest.mark.parametrize("drafter", ["auto", "prompt_lookup"])
+def test_explain_tells_who_drafted_when_and_what_it_brought(outpace, drafter):
+    ran = outpace(*TINY, "--explain", "--drafter", drafter, PROMPT)
+    text = answer(outpace(*TINY, "--json", "--drafter", "none", PROMPT))["text"]
+    assert ran.code == 0 and ran.out == text + "\n"
+    for words in ("steps", "why", "drafted", "accepted", "emitted", "expected tok/s",
+                  "measured tok/s", "x plain", "gained s"):
+        assert words in ran.err
+    got = answer(outpace(*TINY, "--explain", "--json", "--drafter", drafter, PROMPT))
+    told = got["explain"]
+    assert told["total"]["emitted"] == 23 and told["total"]["passes"] == got["passes"]
+    assert sum(one["drafted"] for one in told["stretches"]) == got["drafted"]
+    assert sum(one["accepted"] for one in told["by_drafter"]) == got["accepted"]
+    assert bool(told["total"]["reasons"]) == (drafter == "auto")
+
+
+def test_explain_of_a_single_token_says_that_there_is_nothing(outpace):
+    ran = outpace(*TINY, "--explain", "--max-new-tokens", "1", PROMPT)
+    assert ran.code == 0 and "nothing to explain" in ran.err.splitlines()[-1]
+
+
+def test_a_seed_promises_the_text_unless_that_is_declined(outpace):
+    sampled = (*TINY, "--json", "--temperature", "0.9", "--seed", "3")
+    plain = answer(outpace(*sampled, "--drafter", "none", PROMPT))["tokens"]
+    for spec in ("draft_model[model=tiny layers=1]", "auto"):
+        assert answer(outpace(*sampled, "--drafter", spec, PROMPT))["tokens"] == plain
+    free = answer(outpace(*sampled, "--no-reproducible", "--drafter", "none", PROMPT))["tokens"]
+    assert free != plain
 
 
 def test_what_a_model_was_made_into_is_said(outpace):

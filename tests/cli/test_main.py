@@ -17,7 +17,7 @@ COMMAND = (sys.executable, "-m", "outpace.cli.main")
 OPTIONS = {
     "generate": """
         -d -f -m -t --allow-token-id --ban-token-id --chat --compare --device --drafter
-        --dtype --frequency-penalty --help --ignore-eos --include-stop --json --logit-bias
+        --dtype --explain --frequency-penalty --help --ignore-eos --include-stop --json --logit-bias
         --logprobs --max-new-tokens --min-p --min-tokens --model --n --no-reproducible
         --presence-penalty --prompt-file --quantize --raw --repetition-penalty --reproducible
         --seed --stop --stop-token-id --system --temperature --threads --top-k --top-p --tree
@@ -29,6 +29,12 @@ OPTIONS = {
         --min-p --min-tokens --model --no-reproducible --presence-penalty --quantize
         --repetition-penalty --reproducible --seed --stop --stop-token-id --system --temperature
         --threads --top-k --top-p --tree --tree-size --verifier
+    """,
+    "serve": """
+        -d -m -p --api-key --api-key-file --device --drafter --dtype --grace --help --host
+        --max-answers --max-batch --max-body-kb --max-connections --max-new-tokens
+        --max-prompt-tokens --max-queue --model --name --pages --port --quantize --stored-pages
+        --threads --timeout
     """,
     "check": """
         -d -m --device --drafters --dtype --help --json --max-new-tokens --model --prompts
@@ -67,6 +73,10 @@ OPTIONS = {
         --quantize --resume --set --texts --threads --tokens --work
     """,
     "export": "-f -m -o --format --help --model --out --verifier",
+    "tune": """
+        -d -m -o -w --device --drafters --dtype --help --json --limit --max-new-tokens --model
+        --out --quantize --threads --workload
+    """,
     "methods": "-m --help --json --model",
     "build": "--help",
     "build bigram": "-m -o --help --model --out",
@@ -162,6 +172,8 @@ def bad_files(tmp_path, monkeypatch):
         (["generate", *TINY, "--min-tokens", "-1", "a"], "min_tokens must be"),
         (["generate", *TINY, "--n", "0", "a"], "n must be"),
         (["generate", *TINY, "--n", "2", "--compare", "a"], "drop one of the two"),
+        (["generate", *TINY, "--n", "2", "--explain", "a"], "drop one of the two"),
+        (["generate", *TINY, "--compare", "--explain", "a"], "drop one of the two"),
         (["generate", *TINY, "--logprobs", "1", "a"], "--json"),
         (["generate", *TINY, "--logit-bias", "5", "a"], "--logit-bias '5' is not id=x"),
         (["generate", *TINY, "--ban-token-id", "999999999", "a"], "999999999"),
@@ -215,6 +227,7 @@ def run_python(code):
         (["--help"], ("torch", "numpy", "transformers", "tokenizers")),
         (["methods"], ("torch", "numpy", "transformers", "tokenizers")),
         (["generate", *TINY, "hello"], ("transformers", "rich.table", "outpace.analysis")),
+        (["generate", *TINY, "-d", "auto", "hello"], ("transformers", "rich.table", "matplotlib")),
     ],
     ids=lambda value: value[0],
 )

@@ -50,6 +50,55 @@ def test_prompts_of_one_batch_have_their_own_settings(engine):
     assert batch[3].tokens != batch[4].tokens and batch[3].seed != batch[4].seed
 
 
+SAMPLED = {"temperature": 0.9, "max_new_tokens": 16, "ignore_eos": True}
+DRAFTS = "draft_model[model=tiny layers=1 tree=2x2]"
+
+
+def test_a_seed_asks_for_the_same_text_whoever_drafts(engine):
+    """In any batch: beside a request without a seed, and with one that is greedy."""
+    prompts = ["abc abc", "ab ab ab", "cd cd"]
+    params = [
+        SamplingParams(seed=5, **SAMPLED), SamplingParams(**SAMPLED),
+        SamplingParams(seed=6, **{**SAMPLED, "temperature": 0.0}),
+    ]
+    plain = engine.generate(prompts, params, drafter="none")
+    for spec in (DRAFTS, "auto", "prompt_lookup[tree_size=4]"):
+        mixed = engine.generate(prompts, params, drafter=spec)
+        alone = engine.generate(prompts[0], params[0], drafter=spec)
+        assert [mixed[0].tokens, mixed[2].tokens] == [plain[0].tokens, plain[2].tokens]
+        assert alone.tokens == plain[0].tokens
+
+
+def test_without_a_seed_or_if_declined_coins_are_independent(engine):
+    """What judges a request is told by its seed, by what it says, and by the method spec."""
+    method, named = engine.method(DRAFTS), engine.method("prompt_lookup[verifier=match]")
+    seeded, free = SamplingParams(seed=1), SamplingParams()
+    names = [
+        engine.verifier(*asked).name
+        for asked in (
+            (method, None, free), (method, None, seeded), (method, False, seeded),
+            (method, True, free), (named, None, seeded), (named, False, seeded),
+        )
+    ]
+    assert names == ["tree", "coupled", "tree", "coupled", "match", "match"]
+    declined = engine.generate("abc abc", drafter=DRAFTS, seed=5, reproducible=False, **SAMPLED)
+    plain = engine.generate("abc abc", drafter="none", seed=5, reproducible=False, **SAMPLED)
+    keyed = engine.generate("abc abc", drafter=DRAFTS, seed=5, **SAMPLED)
+    assert len({declined.tokens, plain.tokens, keyed.tokens}) == 3
+    again = engine.generate("abc abc", drafter=DRAFTS, seed=5, reproducible=False, **SAMPLED)
+    assert again.tokens == declined.tokens, "the same decisions, the same text"
+
+
+def test_a_conversation_keeps_the_promise_too(engine):
+    params = SamplingParams(seed=5, **SAMPLED)
+    texts = []
+    for spec in ("none", DRAFTS):
+        talk = Conversation(engine, params, drafter=spec)
+        texts.append([list(talk.send(said))[-1].result.tokens for said in ("ab ab", "cd cd")])
+        talk.close()
+    assert texts[0] == texts[1]
+
+
 def test_logprobs_are_the_models_own(engine):
     result = engine.generate("abab abab", logprobs=3, **SHORT)
     ids = engine.encode("abab abab")

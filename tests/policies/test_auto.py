@@ -2,8 +2,8 @@ import pytest
 
 from outpace.policies.auto import Auto, AutoConfig
 from outpace.policies.base import PolicyRow
-from outpace.types import NOTHING, Load
-from tests.policies.simulator import PASS, Fake, Simulator, best_fixed, rate
+from outpace.types import NOTHING, KnownDrafter, Load
+from tests.policies.simulator import CURVE, PASS, Fake, Simulator, best_fixed, rate
 
 
 class Faithful(Auto):
@@ -128,6 +128,40 @@ def test_prices_are_learned_from_steps(know):
     drafters = {"dear": Fake([0.7], 0.012), "cheap": Fake([0.7], 0.001)}
     steps = Simulator(Auto(AutoConfig()), drafters, know=know).run(200)
     assert sum(s.drafter == "cheap" for s in steps[50:]) > 120
+
+
+def begin(drafters, know):
+    """Tokens per second of the first steps, as a share of the best."""
+    simulator = Simulator(Auto(AutoConfig()), drafters, know=False)
+    if know:
+        costs = simulator.policy.costs
+        costs.later(lambda: (costs.start(CURVE), costs.know({
+            name: KnownDrafter(
+                call=0.0, level=fake.level,
+                kept_D=tuple(100 * fake.parts[0] ** (d + 1) for d in range(8)),
+                tried_D=tuple(100 * fake.parts[0] ** d for d in range(8)),
+            )
+            for name, fake in drafters.items()
+        })))
+    return rate(simulator.run(12)) / best_of(drafters)
+
+
+def test_it_begins_with_what_was_measured():
+    """Among many drafters of which one pays: told beforehand, it need not be found."""
+    drafters = {name: Fake([0.15], 0.004) for name in "abcdef"} | {"good": Fake([0.85], 0.001)}
+    assert begin(drafters, know=True) > 0.9 > 0.7 > begin(drafters, know=False)
+
+
+def test_what_was_measured_is_not_believed_forever():
+    """On a text where the measured favourite fails, another is found as before."""
+    drafters = {"a": Fake([0.1], 0.002), "b": Fake([0.85], 0.002)}
+    simulator = Simulator(Auto(AutoConfig()), drafters)
+    simulator.policy.costs.know({
+        "a": KnownDrafter(call=0.0, level=0.002, kept_D=(900.0,) * 8, tried_D=(1000.0,) * 8),
+        "b": KnownDrafter(call=0.0, level=0.002, kept_D=(100.0,), tried_D=(1000.0,)),
+    })
+    simulator.run(40)
+    assert rate(simulator.run(100)) > 0.9 * best_of(drafters)
 
 
 def test_a_batch_that_grows_and_shrinks_does_not_lose_sequences():

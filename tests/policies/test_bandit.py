@@ -5,7 +5,7 @@ from outpace.config import build
 from outpace.errors import SpecError
 from outpace.policies.bandit import Bandit, BanditConfig, Posterior, draw
 from outpace.policies.base import Evidence, PolicyRow
-from outpace.types import Budget
+from outpace.types import Budget, KnownDrafter
 from tests.policies.simulator import Fake, Simulator, best_fixed, rate
 
 
@@ -47,6 +47,15 @@ def test_draws_follow_the_posterior_and_the_coins():
     assert sum(thetas) / 2000 == pytest.approx(7 / 11, abs=0.01)
     assert thetas[5] == draw(state, 0.5, KeyedCoins(1, 5, Stream.POLICY))
     assert len(set(thetas)) == 2000
+
+
+def test_it_begins_with_what_was_measured_unless_a_prior_is_given():
+    known = KnownDrafter(call=0.0, level=0.0, kept_D=(90.0, 80.0), tried_D=(100.0, 90.0))
+    for prior, low, high in ((None, 0.85, 0.95), (0.2, 0.199, 0.201)):
+        policy = Bandit(BanditConfig(prior=prior))
+        assert policy._prior("m") == (0.6 if prior is None else prior)
+        policy.costs.know({"m": known})
+        assert low < policy._prior("m") < high
 
 
 def test_it_forgets():

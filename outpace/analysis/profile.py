@@ -1,0 +1,394 @@
+"""What drafters are worth on this machine: where `auto` and the policies start.
+
+    profile = measure(engine, asked, specs, curve, max_new_tokens=64)
+    save(engine.target, profile)
+    begin(engine)     before a policy's first decision, what was saved is read
+
+Drafters answer the same prompts in turns, each with its own budget. From their steps come what a
+draft costs, what is kept of it by depth, and the speed-up to expect if drafts were cut at depth d:
+
+    tokens(d)  = sum over steps of 1 + min(accepted, d)
+    seconds(d) = sum over steps of a pass over 1 + nodes(d) rows, d levels of drafting, and the rest
+
+Passes are priced by the cost curve, times one factor by which plain steps differed from it. A draft
+that is cut is taken to keep what the whole one kept so far; that it would have been followed by
+other drafts is left out.
+
+Files lie beside those of the cost curves, and like them are replaced as a whole.
+
+Shape letters: D depths of a draft, from 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from outpace import registry
+from outpace.analysis.cost import curve_for, kept, store
+from outpace.analysis.roofline import machine
+from outpace.engine.engine import Engine
+from outpace.engine.method import Method
+from outpace.errors import OutpaceError, RequestError
+from outpace.models.base import Target
+from outpace.params import SamplingParams
+from outpace.types import CostCurve, KnownDrafter, StepRecord
+
+PLAIN = "none"
+SHORTEST = 8
+"""Fewest new tokens that tell anything."""
+STALL = 4.0
+"""Times the median step of an answer beyond which a step's time is the machine's."""
+_DEEPEST = 32  # policies weigh no deeper
+_WARM_UP = 8  # tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learned:
+    """What was learned of one drafter."""
+
+    spec: str
+    speedup: float
+    """Decode tokens per second over those of plain decoding, mean over prompts, as measured; what
+    steps took beyond STALL times their answer's median step is left out on both sides."""
+    mean_emitted: float
+    drafted: int
+    accepted: int
+    hinted: bool
+    """Whether it says what it would propose; policies then go by that."""
+    known: KnownDrafter
+    expected_D: tuple[float, ...]
+    """Speed-up expected of drafts of at most 1, 2, ... levels, mean over prompts; empty if it never
+    drafted."""
+
+    @property
+    def best(self) -> tuple[int, float]:
+        """Depth at which drafts are best cut, and the speed-up expected; (0, 1.0): no drafts."""
+        depth = max(range(len(self.expected_D)), key=lambda d: self.expected_D[d], default=None)
+        if depth is None or self.expected_D[depth] <= 1.0:
+            return 0, 1.0
+        return depth + 1, self.expected_D[depth]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Learned:
+        """Read what ``dataclasses.asdict`` gave, through JSON."""
+        known = {name: _tuple(value) for name, value in data["known"].items()}
+        own = {name: _tuple(data[name]) for name in cls.__slots__ if name != "known"}
+        return cls(known=KnownDrafter(**known), **own)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """What was learned of all drafters, and on what."""
+
+    model: str
+    digest: str
+    dtype: str
+    threads: int
+    device: str
+    workload: str
+    prompts: int
+    max_new_tokens: int
+    plain_tokens_per_second: float
+    """Of decoding without a drafter."""
+    pass_factor: float
+    """Seconds of plain passes, in those of the cost curve."""
+    drafters: tuple[Learned, ...]
+    """Fastest first."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Drafter -> why it took no part."""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Profile:
+        """Read what ``asdict`` gave; ValueError, TypeError or KeyError if it is no profile."""
+        own = {name: data[name] for name in cls.__slots__ if name != "drafters"}
+        return cls(drafters=tuple(map(Learned.from_json, data["drafters"])), **own)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A prompt to measure with."""
+
+    ids: tuple[int, ...]
+    reference: tuple[int, ...] | None = None
+
+
+def available(engine: Engine) -> tuple[list[str], dict[str, str]]:
+    """Drafters that this model can run without settings, and why the others cannot.
+
+    Those made of other drafters are left out without a word: what they choose from is measured.
+    """
+    specs: list[str] = []
+    left_out: dict[str, str] = {}
+    for row in registry.rows("drafter"):
+        if row.name == PLAIN or row.family == "compose":
+            continue
+        try:
+            specs.append(engine.method(row.name).spec)
+        except OutpaceError as error:
+            left_out[row.name] = str(error)
+    return specs, left_out
+
+
+def measure(
+    engine: Engine,
+    asked: Sequence[Asked],
+    specs: Sequence[str],
+    curve: CostCurve,
+    *,
+    max_new_tokens: int,
+    workload: str = "",
+    left_out: Mapping[str, str] | None = None,
+    tick: Callable[[str, int], None] = lambda part, answers: None,
+) -> Profile:
+    """Answer prompts with every drafter and with none, in turns, and learn from all steps.
+
+    Args:
+        engine: of the target.
+        asked: prompts that leave room for the answers.
+        specs: method specs, without `none`.
+        curve: of the target here.
+        max_new_tokens: length of every answer; an end of sequence does not end it.
+        workload: where the prompts are from, for the record.
+        left_out: drafters that take no part, and why, for the record.
+        tick: told who answers, and how many answers were finished since the last call.
+
+    Raises:
+        RequestError: no prompt, no drafter, or answers too short to tell anything.
+
+    Cost: an answer of every drafter to every prompt, after a short one that does not count.
+    """
+    if not asked or not specs:
+        raise RequestError(f"need a prompt and a drafter, got {len(asked)} and {len(specs)}")
+    if max_new_tokens < SHORTEST:
+        raise RequestError(f"max_new_tokens must be at least {SHORTEST}, got {max_new_tokens}")
+    names = [PLAIN, *dict.fromkeys(specs)]
+    answers: dict[str, list[_Answer]] = {name: [] for name in names}
+    for name in names:
+        tick(f"warm-up: {name}", 0)
+        _answer(engine, name, asked[0], _WARM_UP)
+    for turn, one in enumerate(asked):
+        first = turn % len(names)
+        for name in (*names[first:], *names[:first]):
+            tick(name, 0)
+            answers[name].append(_answer(engine, name, one, max_new_tokens))
+            tick(name, 1)
+    plain = answers[PLAIN]
+    factor = median(
+        step.seconds["score"] / curve.seconds(step.passed_rows, step.context)
+        for answer in plain for step in answer.steps
+    )
+    learned = [
+        learn(engine.method(name), own, plain, curve, factor, max_new_tokens)
+        for name, own in answers.items() if name != PLAIN
+    ]
+    target = engine.target
+    return Profile(
+        model=target.name,
+        digest=target.digest,
+        dtype=str(target.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        device=machine(target.device),
+        workload=workload,
+        prompts=len(asked),
+        max_new_tokens=max_new_tokens,
+        plain_tokens_per_second=mean(answer.rate for answer in plain),
+        pass_factor=factor,
+        drafters=tuple(sorted(learned, key=lambda one: -one.speedup)),
+        left_out=dict(left_out or {}),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The steps of one answer, prompts apart, and decode tokens per second less stalls."""
+
+    steps: Sequence[StepRecord]
+    rate: float
+
+
+def _answer(engine: Engine, spec: str, one: Asked, max_new_tokens: int) -> _Answer:
+    steps: list[StepRecord] = []
+
+    def listen(record: StepRecord) -> None:
+        if not record.prompt:
+            steps.append(record)
+
+    # Neutral, whatever the model recommends: acceptance is that of its own likeliest tokens.
+    params = SamplingParams(
+        temperature=0.0, repetition_penalty=1.0, max_new_tokens=max_new_tokens, ignore_eos=True
+    )
+    engine.listeners.append(listen)
+    try:
+        result = engine.generate(list(one.ids), params, drafter=spec, reference=one.reference)
+    finally:
+        engine.listeners.remove(listen)
+    seconds = result.seconds - result.prefill_seconds - _stalled(steps)
+    return _Answer(steps, (len(result.tokens) - 1) / seconds if seconds > 0 else 0.0)
+
+
+def _stalled(steps: Sequence[StepRecord]) -> float:
+    """Seconds of the machine's own: what steps took beyond STALL times their median."""
+    spent = [sum(step.seconds.values()) for step in steps]
+    most = STALL * median(spent) if spent else 0.0
+    return sum(max(0.0, seconds - most) for seconds in spent)
+
+
+def learn(
+    method: Method,
+    answers: Sequence[_Answer],
+    plain: Sequence[_Answer],
+    curve: CostCurve,
+    factor: float,
+    max_new_tokens: int,
+) -> Learned:
+    """What the answers of a drafter tell about it.
+
+    Args:
+        method: the drafter.
+        answers: its own.
+        plain: of nobody, prompt by prompt.
+        curve: of the target.
+        factor: seconds of passes here, in those of the curve.
+        max_new_tokens: of every answer; near its end drafts are cut, which is nobody's fault.
+    """
+    steps = [step for answer in answers for step in answer.steps]
+    rows = [step.rows[0] for step in steps]
+    asked = min(method.budget.max_depth, method.budget.max_nodes, _DEEPEST)
+    hinted = method.drafter.hints
+    kept_D, tried_D = _by_depth(answers, asked, max_new_tokens, hinted)
+    known = KnownDrafter(kept_D=kept_D, tried_D=tried_D, **_prices(steps))
+    deepest = min(_DEEPEST, max((row.depth for row in rows), default=0))
+    rest = median(map(_rest, steps))
+    plain_rest = median(_rest(step) for answer in plain for step in answer.steps)
+
+    def expected(answer: _Answer, depth: int) -> float:
+        """Speed-up of one answer, were drafts cut at a depth."""
+        tokens = sum(1 + min(step.rows[0].accepted, depth) for step in answer.steps)
+        alone = mean(factor * curve.seconds(1, step.context) for step in answer.steps)
+        seconds = _seconds(answer.steps, curve, factor, known, rest, depth)
+        return tokens * (alone + plain_rest) / seconds
+
+    return Learned(
+        spec=method.spec,
+        speedup=mean(own.rate / other.rate for own, other in zip(answers, plain, strict=True)),
+        mean_emitted=sum(len(row.emitted) for row in rows) / len(rows),
+        drafted=sum(row.drafted for row in rows),
+        accepted=sum(row.accepted for row in rows),
+        hinted=hinted,
+        known=known,
+        expected_D=tuple(
+            mean(expected(answer, depth) for answer in answers)
+            for depth in range(1, deepest + 1)
+        ),
+    )
+
+
+def _by_depth(
+    answers: Sequence[_Answer], asked: int, max_new_tokens: int, hinted: bool
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Drafts that kept a token at each depth, and those that were tried there.
+
+    Silence where a level was asked for is a level that was not kept, unless the drafter says
+    beforehand when it is silent (``hinted``). What a stop cut off, and levels for which the answer
+    had no room left, teach nothing.
+    """
+    kept, tried = [0.0] * asked, [0.0] * asked
+    for answer in answers:
+        new_tokens = 1  # the prompt's own
+        for step in answer.steps:
+            row = step.rows[0]
+            room = min(asked, max_new_tokens - new_tokens - 1)
+            for level in range(min(row.accepted, asked)):
+                kept[level] += 1.0
+                tried[level] += 1.0
+            if row.accepted < (row.depth if hinted else room) and not row.censored:
+                tried[row.accepted] += 1.0
+            new_tokens += len(row.emitted)
+    known = next((level for level in range(asked) if not tried[level]), asked)
+    return tuple(kept[:known]), tuple(tried[:known])
+
+
+def _prices(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Seconds of a draft: of the call, where no model runs, else of each level."""
+    levels = [
+        step.seconds["draft"] / step.draft_levels for step in steps if step.draft_levels
+    ]
+    if levels:
+        return {"call": 0.0, "level": median(levels)}
+    return {"call": median(step.seconds["draft"] for step in steps), "level": 0.0}
+
+
+def _rest(step: StepRecord) -> float:
+    """Seconds outside drafting and the pass."""
+    return sum(step.seconds[verb] for verb in ("plan", "judge", "commit"))
+
+
+def _seconds(
+    steps: Sequence[StepRecord],
+    curve: CostCurve,
+    factor: float,
+    known: KnownDrafter,
+    rest: float,
+    depth: int,
+) -> float:
+    """Of the steps, were drafts cut at a depth; the nodes of a tree are spread over its levels."""
+    total = 0.0
+    for step in steps:
+        row = step.rows[0]
+        riders = step.passed_rows - 1 - row.drafted
+        nodes = math.ceil(row.drafted * min(depth, row.depth) / row.depth) if row.depth else 0
+        total += factor * curve.seconds(1 + nodes + riders, step.context)
+        total += rest + known.call + known.level * min(step.draft_levels, depth)
+    return total
+
+
+def save(
+    target: Target, profile: Profile, note: Callable[[str], None] | None = None
+) -> Path:
+    """Keep a profile for ``profile_for``. Returns its file, which a note says cannot be written."""
+    return store("profile", target, "", profile, note)
+
+
+def profile_for(
+    target: Target, note: Callable[[str], None] | None = None
+) -> Profile | None:
+    """The profile of a target on this machine, with the threads that torch has now, or None.
+
+    Args:
+        target: any.
+        note: told, in one line, of a file that cannot be used.
+    """
+    return kept("profile", target, "", Profile.from_json, None, note)
+
+
+def begin(engine: Engine) -> None:
+    """Have policies begin with what was measured, if anything was; nothing is measured now.
+
+    Files are read when a policy first asks what something costs. One that is missing, unreadable
+    or of another version is as if there were none.
+    """
+    engine.costs.later(partial(tell, engine))
+
+
+def tell(engine: Engine) -> None:
+    """Put what was measured into the costs of an engine now."""
+    with contextlib.suppress(OSError):  # a checkpoint that vanished has no digest any more
+        curve = curve_for(engine.target, measure_if_missing=False)
+        profile = profile_for(engine.target)
+        if curve is not None:
+            engine.costs.start(curve)
+        if profile is not None:
+            engine.costs.know({one.spec: one.known for one in profile.drafters})
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,213 @@
+"""``outpace tune``: what drafters are worth here, measured once, for policies to start from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outpace import registry
+from outpace.cli import show
+from outpace.cli.options import ModelOptions, at_least, at_least_one, option, spread
+from outpace.config import MethodSpec, split_specs
+from outpace.errors import OutpaceError, RequestError
+
+if TYPE_CHECKING:
+    from outpace.analysis.cost import CostCurve
+    from outpace.analysis.profile import Learned, Profile
+    from outpace.engine.engine import Engine
+
+_WHO = "Methods"
+_WHAT = "Prompts"
+_OUTPUT = "Output"
+SHORTEST = 8
+"""Fewest new tokens that tell anything; of `outpace.analysis.profile`, without its imports."""
+_SHOWN = 4  # drafters with a line of their own
+_ROWS = (1, 4, 8, 16)
+_CONTEXT = 256
+
+_EXAMPLES = r"""
+Examples:
+
+  outpace tune
+
+  outpace tune --model ./big --drafters "suffix,draft_model\[model=./small\]" --workload mine.jsonl
+
+  outpace generate --drafter auto --explain "Explain how a refrigerator works."
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(epilog=_EXAMPLES.strip())(spread(tune))
+
+
+def tune(
+    *,
+    model: ModelOptions,
+    drafters: Annotated[
+        str,
+        option("--drafters", "-d", panel=_WHO, metavar="SPECS",
+               help="Method specs with commas between them, or all: every drafter that this model "
+               "can run without settings."),
+    ] = "all",
+    workload: Annotated[
+        str,
+        option("--workload", "-w", panel=_WHAT, metavar="NAME|FILE",
+               help="Prompts like yours: builtin, or a file as for outpace bench."),
+    ] = "builtin",
+    limit: Annotated[
+        int,
+        option("--limit", panel=_WHAT, metavar="N", help="Prompts per category, at most."),
+    ] = 1,
+    max_new_tokens: Annotated[
+        int,
+        option("--max-new-tokens", panel=_WHAT, metavar="N", help="Tokens of every answer."),
+    ] = 64,
+    out: Annotated[
+        Path | None,
+        option("--out", "-o", panel=_OUTPUT, metavar="FILE",
+               show_default="only where policies look for it",
+               help="Write the profile here as well, with the plot beside it."),
+    ] = None,
+    as_json: Annotated[
+        bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")
+    ] = False,
+) -> None:
+    """Measure passes and drafters on this machine, so that auto begins with what is known.
+
+    Passes are measured if that was not done before. Then every drafter answers the prompts.
+
+    What was learned is kept per model, dtype, threads, machine and version.
+    """
+    at_least_one("--limit", limit)
+    at_least(SHORTEST, "--max-new-tokens", max_new_tokens, "too few tell nothing")
+    named = None if drafters == "all" else check_names(split_specs(drafters))
+    if out is not None and (out.is_dir() or out.suffix in (".png", ".svg")):
+        raise RequestError(f"--out {out}: give a file such as profile.json; plots lie beside it")
+
+    from outpace.bench.formats import read_workload
+
+    prompts = read_workload(workload)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)  # what cannot be written is said at once
+    engine = model.load(drafter="none")
+
+    from outpace.analysis.profile import Asked, available, measure, save
+    from outpace.bench.cases import make_cases
+
+    left_out: dict[str, str] = {}
+    if named is None:
+        with show.busy("loading drafters"):
+            named, left_out = available(engine)
+    specs = [engine.method(spec).spec for spec in named]
+    asked = make_cases(
+        engine, prompts, limit=limit, max_new_tokens=max_new_tokens, seeds=[0]
+    )
+    for line in asked.notes:
+        show.note(f"outpace: {line}")
+    curve, fresh = passes(engine)
+    cases = [Asked(ids=case.ids, reference=case.reference) for case in asked.cases]
+    with show.progress(len(cases) * (1 + len(specs)), "answers") as tick:
+        profile = measure(
+            engine, cases, specs, curve, max_new_tokens=max_new_tokens, workload=workload,
+            left_out=left_out, tick=tick,
+        )  # fmt: skip
+    kept = save(engine.target, profile, show.note)
+    if out is not None:
+        show.save(out, json.dumps(asdict(profile), indent=1) + "\n")
+    plots = plot(profile, kept if out is None else out)
+    if as_json:
+        show.write_json({**asdict(profile), "passes_measured_now": fresh, "profile": str(kept),
+                         "plots": [str(path) for path in plots]})
+        return
+    for line in lines(profile, curve, fresh):
+        show.write(line + "\n")
+    written = [str(path) for path in (kept, *([] if out is None else [out]), *plots)]
+    show.write(f"policies start from   {', '.join(written)}\n")
+
+
+def check_names(specs: list[str]) -> list[str]:
+    """Refuse what cannot be measured, before a model is loaded.
+
+    Raises:
+        SpecError, UnknownNameError: a spec that cannot be read, or a drafter that nobody has.
+        RequestError: none is left, or one that chooses among others.
+    """
+    names = [MethodSpec.parse(spec) for spec in specs]
+    for one in names:
+        registry.row("drafter", one.name)
+        if one.name == "auto":
+            raise RequestError("auto starts from the profile and has none; name its members")
+    found = [str(one) for one in names if one.name != "none"]
+    if not found:
+        raise RequestError("--drafters names nobody who drafts; name some, or all")
+    return found
+
+
+def passes(engine: Engine) -> tuple[CostCurve, bool]:
+    """The cost curve of the target here, and whether it was measured now."""
+    from outpace.analysis.cost import REPEAT, curve_for
+
+    known = curve_for(engine.target, measure_if_missing=False, note=show.note)
+    if known is not None:
+        return known, False
+    with show.progress(REPEAT + 1, "rounds") as tick:
+        curve = curve_for(engine.target, measure_if_missing=True, progress=tick)
+    if curve is None:  # cannot be: it was to be measured
+        raise OutpaceError(f"passes of {engine.target.name} could not be measured")
+    return curve, True
+
+
+def lines(profile: Profile, curve: CostCurve, fresh: bool) -> list[str]:
+    """What was learned, in at most nine lines."""
+    best, others = profile.drafters[:_SHOWN], profile.drafters[_SHOWN:]
+    costs = ", ".join(f"{curve.ratio(rows, _CONTEXT):.2f} x for {rows}" for rows in _ROWS[1:])
+    out = [
+        f"{profile.model}, {profile.dtype}, {profile.device}, "
+        f"{show.count(profile.threads, 'thread')}; {show.count(profile.prompts, 'prompt')} of "
+        f"{profile.workload}, {profile.max_new_tokens} new tokens, greedy",
+        f"a pass                {1e3 * curve.seconds(1, _CONTEXT):.2f} ms for 1 row, {costs} "
+        f"(context {_CONTEXT}; measured {'now' if fresh else 'before'})",
+        f"plain decoding        {profile.plain_tokens_per_second:.1f} tokens/s; passes took "
+        f"{profile.pass_factor:.2f} x what was measured of them alone",
+        *(f"{one.spec:<21} {_learned(one)}" for one in best),
+    ]
+    if others:
+        out.append("further               " + ", ".join(
+            f"{one.spec} {one.speedup:.2f} x" for one in others
+        ))
+    if profile.left_out:
+        out.append(f"not measured          {', '.join(profile.left_out)}: not there for this model")
+    return out
+
+
+def _learned(one: Learned) -> str:
+    """A drafter in one line."""
+    by_depth = [
+        f"{kept / tried:.0%}"
+        for kept, tried in zip(one.known.kept_D[:4], one.known.tried_D, strict=False)
+    ]
+    price = 1e3 * (one.known.level or one.known.call)
+    depth, speedup = one.best
+    cut = f"best cut at {show.count(depth, 'level')}, {speedup:.2f} x" if depth else "best left out"
+    return (
+        f"{one.speedup:.2f} x, mean emitted {one.mean_emitted:.2f}, kept by depth "
+        f"{' '.join(by_depth)}, {price:.2f} ms per {'level' if one.known.level else 'draft'}; {cut}"
+    )
+
+
+def plot(profile: Profile, beside: Path) -> list[Path]:
+    """Draw speed-up against draft budget beside a file; without matplotlib a note says so."""
+    from outpace.bench.plots import budgets, paint
+
+    report: dict[str, Any] = asdict(profile)
+    try:
+        return paint({beside.stem: lambda figure: budgets(figure, report)}, beside.parent,
+                     note=show.note)
+    except OSError as error:
+        show.note(f"no plots beside {beside}: {error.strerror}")
+        return []

@@ -1,0 +1,272 @@
+"""The batch of a service: answers enter, run, lose their memory and get it back, end.
+
+It belongs to one thread. What fails in one answer (its listener, its drafter, its sampling) ends
+that answer alone: after an error in a pass the sequences go on one by one, and the one
+that fails by itself has failed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from outpace.cache.base import PAGE
+from outpace.drafters.base import Drafter
+from outpace.engine.engine import Engine
+from outpace.engine.events import Done, Event, Failed, Listener, ServiceStats, Tokens
+from outpace.engine.memory import Memory
+from outpace.engine.method import Method
+from outpace.engine.mixed import Mixed, Own
+from outpace.engine.requests import Ready
+from outpace.engine.results import Counters, DrafterCounts, Result
+from outpace.engine.resume import restart, resume, suspend
+from outpace.engine.scheduler import Scheduler
+from outpace.engine.sequence import Sequence as Running
+from outpace.step import Machine
+
+
+class Fate:
+    """What became of a request, known to all of its answers and to whoever asked."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        """Nobody wants the rest. Set from any thread."""
+        self.deaf = False
+        """Its listener has failed, and is not called again."""
+
+
+class Answer:
+    """One answer, from the queue to its end."""
+
+    def __init__(self, ready: Ready, listen: Listener, fate: Fate, method: Method) -> None:
+        self.ready, self.listen, self.fate, self.method = ready, listen, fate, method
+        self.asked = time.perf_counter()
+        self.row: Running | None = None
+        """Its sequence, once it has run."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """What its slot must hold before it can go on, but for the last token of a prompt."""
+        return list(self.ready.ids[:-1]) if self.row is None else self.row.tokens[:-1]
+
+    def tell(self, event: Event) -> None:
+        """Call its listener, unless that has failed."""
+        if self.fate.deaf:
+            return
+        try:
+            self.listen(event)
+        except Exception:
+            self.fate.deaf = self.fate.cancelled = True
+
+
+class Batch:
+    """Answers that run together.
+
+    Args:
+        engine: whose cache and target they run on.
+        methods: their drafters.
+        memory: gives slots.
+        chunk: prompt tokens read between two steps of the others.
+    """
+
+    def __init__(
+        self, engine: Engine, methods: Mapping[str, Method], memory: Memory, chunk: int
+    ) -> None:
+        self.engine, self.memory = engine, memory
+        self.running: dict[Running, Answer] = {}
+        """In the order in which they entered."""
+        members: dict[str, Drafter[object]] = {
+            name: one.drafter for m in methods.values() for name, one in m.members.items()
+        }
+        watchers = dict.fromkeys(watch for m in methods.values() for watch in m.watchers)
+        self._scheduler = Scheduler(Machine(
+            engine.target, engine.cache, members, Mixed(), chunk=chunk,
+            listeners=(*engine.listeners, *watchers),
+        ))
+        self._events: list[tuple[Answer, Event]] = []
+        self._drafters: dict[str, DrafterCounts] = {}
+        self._finished: dict[str, int] = {}
+        self._prompt = self._cached = self._new = self._passes = self._preempted = 0
+
+    def enter(self, answer: Answer) -> bool:
+        """Let an answer take part; False if it must wait for memory, or for another's prompt."""
+        if self._soon(answer):
+            return False
+        slot = self.memory.enter(answer.tokens, answer.ready.key, list(self.running))
+        if slot is None:
+            return False
+        try:
+            if answer.row is None:
+                answer.row = self._begin(answer, slot)
+            else:
+                resume(answer.row, answer.method, self.engine.cache, slot)
+        except Exception as error:
+            self.engine.cache.close(slot)
+            self.drop(answer, error)
+            return True
+        self.running[answer.row] = answer
+        self._scheduler.join(answer.row)
+        return True
+
+    def _begin(self, answer: Answer, slot: int) -> Running:
+        ready, method = answer.ready, answer.method
+        verifier = self.engine.verifier(method, ready.reproducible, ready.params)
+        row = self.engine.running(ready, slot, method, verifier)
+        row.policy_state = Own(method.policy, row.policy_state)
+        row.asked, row.held = answer.asked, self.engine.cache.length(slot)
+        return row
+
+    def _soon(self, answer: Answer) -> bool:
+        """Whether reading must come first: there is a chunk of it left already, or a part of this
+        very text is about to be read, and can then be copied.
+        """
+        reading = [row for row in self.running if row.reading]
+        if self._scheduler.busy_reading:
+            return True
+        ids, key, store = answer.tokens, answer.ready.key, self.memory.store
+        if not reading or not store.most:
+            return False
+        same = max(
+            (_common(row.tokens, ids) for row in reading if row.key == key), default=0
+        )
+        return same // PAGE * PAGE > store.known(key, ids)
+
+    def drop_cancelled(self) -> None:
+        """End the answers that nobody wants."""
+        for row, answer in list(self.running.items()):
+            if answer.fate.cancelled:
+                row.cancel()
+                self._scheduler.leave(row)
+                self._deliver(row)
+
+    def drop(self, answer: Answer, error: Exception | None = None) -> None:
+        """End an answer that has no slot, cancelled or failed."""
+        row, ready = answer.row, answer.ready
+        if row is not None:
+            self.engine.release(row, answer.method, keep_slot=True)
+        self._count_end("cancelled" if error is None else "error")
+        if error is not None:
+            self._say(answer, Failed(index=ready.index, error=error))
+            return
+        if row is not None:
+            row.cancel()
+            result = row.result()
+        else:
+            result = Result(
+                text="", tokens=(), finish_reason="cancelled", prompt_tokens=len(ready.ids),
+                counters=Counters(), seconds=0.0, prefill_seconds=0.0, seed=ready.seed,
+                drafter=answer.method.spec, queue_seconds=time.perf_counter() - answer.asked,
+            )
+        self._say(answer, Done(index=ready.index, result=result))
+
+    def advance(self) -> list[Answer]:
+        """Run one pass; returns those that lost their slots to others before it, latest first."""
+        victims = []
+        while not self.memory.settle(list(self.running)):
+            row = max(self.running, key=lambda one: self.running[one].asked)
+            answer = self.running.pop(row)
+            self._scheduler.leave(row)
+            suspend(row, self.engine.cache)
+            self._preempted += 1
+            victims.append(answer)
+        before = {row: self._place(row) for row in self.running}
+        self._passes += 1
+        try:
+            part = self._scheduler.advance()
+        except Exception:
+            part = self._one_by_one(before)
+        for row in part:
+            if row.error is None and row.new_tokens <= 1:
+                self.memory.save(row)
+            self._deliver(row)
+        return victims
+
+    def _place(self, row: Running) -> tuple[int, int]:
+        return self.engine.cache.length(row.slot), len(row.tokens)
+
+    def _one_by_one(self, before: Mapping[Running, tuple[int, int]]) -> list[Running]:
+        """A pass broke: find out whose fault it was, and let the others go on."""
+        for row, place in before.items():
+            self.engine.cache.drop(row.slot)
+            if self._place(row) != place and not row.finished:
+                # Committed already, so its drafters may have missed it.
+                try:
+                    restart(row, self.running[row].method, self.engine.cache)
+                except Exception as error:
+                    row.fail(error)
+        for row in [row for row in before if not row.finished]:
+            try:
+                self._scheduler.advance_one(row)
+            except Exception as error:
+                self.engine.cache.drop(row.slot)
+                row.chunks.clear()
+                row.fail(error)
+        self._scheduler.active = [row for row in self._scheduler.active if not row.finished]
+        return list(before)
+
+    def _deliver(self, row: Running) -> None:
+        """Note what became readable, and end what is finished."""
+        answer = self.running[row]
+        for chunk in row.chunks:
+            self._new += len(chunk.tokens)
+            self._say(answer, Tokens(
+                index=chunk.index, ids=chunk.tokens, text=chunk.text, accepted=chunk.accepted,
+                logprobs=chunk.logprobs,
+            ))
+        row.chunks.clear()
+        if not row.finished:
+            return
+        del self.running[row]
+        try:
+            if row.error is None:
+                self.memory.save(row)
+            self.engine.release(row, answer.method)
+        except Exception as error:
+            row.fail(error)
+        self._count_end(row.finish_reason or "")
+        result = row.result()
+        self._prompt += result.prompt_tokens
+        self._cached += result.cached_tokens
+        for name, counts in result.by_drafter.items():
+            self._drafters[name] = self._drafters.get(name, DrafterCounts()) + counts
+        if row.error is not None:
+            self._say(answer, Failed(index=row.index, error=row.error))
+        else:
+            self._say(answer, Done(index=row.index, result=result))
+
+    def _say(self, answer: Answer, event: Event) -> None:
+        self._events.append((answer, event))
+
+    def tell(self) -> None:
+        """Call the listeners with what has happened since the last call."""
+        events, self._events = self._events, []
+        for answer, event in events:
+            answer.tell(event)
+
+    def _count_end(self, reason: str) -> None:
+        self._finished[reason] = self._finished.get(reason, 0) + 1
+
+    def stats(self, slots: int) -> ServiceStats:
+        """A snapshot, without those that wait."""
+        pages = self.memory.counts(list(self.running))
+        return ServiceStats(
+            running=len(self.running),
+            slots=slots,
+            pages=pages.limit,
+            pages_used=pages.used,
+            pages_stored=pages.stored,
+            pages_free=pages.free,
+            passes=self._passes,
+            prompt_tokens=self._prompt,
+            cached_tokens=self._cached,
+            new_tokens=self._new,
+            finished=dict(self._finished),
+            preempted=self._preempted,
+            drafters=dict(self._drafters),
+        )
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix."""
+    count = min(len(a), len(b))
+    return next((i for i in range(count) if a[i] != b[i]), count)

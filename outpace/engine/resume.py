@@ -1,0 +1,62 @@
+"""Sequences that lose their slot for a while, and drafters that begin anew within a text.
+
+What a drafter knows from ids alone, and what it has learned, stays with the sequence: it reads
+nothing twice. Drafters that read features of the target begin anew, for the passes that read
+the text again show them these. So the text goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from outpace.cache.base import KVCache
+from outpace.drafters.base import Request
+from outpace.engine.method import Method
+from outpace.engine.sequence import Sequence
+
+
+def suspend(row: Sequence, cache: KVCache) -> None:
+    """Take the slot away from a sequence that no pass is running over."""
+    cache.close(row.slot)
+    row.slot = -1
+
+
+def resume(row: Sequence, method: Method, cache: KVCache, slot: int) -> None:
+    """Give a suspended sequence a slot that holds a prefix of its tokens, not its pending one.
+
+    Effects: ``row.reading`` holds until its text is read again.
+    """
+    row.slot = slot
+    if row.new_tokens == 0:
+        restart(row, method, cache)
+        return
+    again = frozenset(name for name, one in method.members.items() if one.drafter.taps)
+    restart(row, method, cache, again, held=cache.length(slot))
+    row.behind = True
+    row.states = {name: row.all_states[name] for name in again}
+
+
+def restart(
+    row: Sequence,
+    method: Method,
+    cache: KVCache,
+    names: frozenset[str] | None = None,
+    held: int | None = None,
+) -> None:
+    """Begin drafters of a sequence anew.
+
+    Args:
+        row: the sequence.
+        method: its drafters.
+        cache: holds its slot.
+        names: which drafters; None: all.
+        held: tokens that no pass will show them; None: those that the slot holds, and the pending
+            one too, unless the text is still being read.
+    """
+    if held is None:
+        held = cache.length(row.slot) if row.reading else len(row.tokens)
+    request = Request(
+        prompt=tuple(row.tokens), held=held, reference=row.reference, key=row.key
+    )
+    for name, one in method.members.items():
+        if names is None or name in names:
+            one.drafter.end(row.all_states[name])
+            row.all_states[name] = one.drafter.begin(request)

@@ -1,0 +1,290 @@
+"""Many requests at once over one engine: a queue, a batch that never waits, and a thread for it.
+
+    service = Service(engine, drafters=("auto", "prompt_lookup"))
+    ticket = service.submit(service.request("Once", max_new_tokens=32), listen=print)
+    ...
+    ticket.cancel()
+    service.close()
+
+Requests enter from any thread and are answered first come, first served. What they say is heard on
+the service's thread, between two passes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from outpace.config import MethodSpec
+from outpace.engine.batch import Answer, Batch, Fate
+from outpace.engine.engine import Engine
+from outpace.engine.events import Failed, Listener, ServiceStats
+from outpace.engine.memory import Memory
+from outpace.engine.method import Method
+from outpace.engine.requests import Prompt, Ready, settle
+from outpace.engine.workers import let_go
+from outpace.errors import QueueFull, RequestError
+from outpace.params import SamplingParams
+
+NONE = "none"
+TAIL = 64
+"""Rows that a pass may add to a slot, at least: guesses and riders."""
+
+
+class Ticket:
+    """A request under way. Safe to use from any thread."""
+
+    def __init__(self, answers: int, nudge: Callable[[], None]) -> None:
+        self.answers = answers
+        """Answers that were asked for; each ends with one Done or Failed."""
+        self.fate = Fate()
+        self._nudge = nudge
+
+    def cancel(self) -> None:
+        """Drop what is not answered yet: it leaves before the next pass, and its memory is free.
+
+        Each answer that had not ended still gets its Done, with ``finish_reason`` cancelled.
+        Harmless if all have ended.
+        """
+        self.fate.cancelled = True
+        self._nudge()
+
+
+class Service:
+    """Serves requests on a thread of its own until it is closed.
+
+    While it is open the engine belongs to it: generate nothing beside it.
+
+    Args:
+        engine: loaded; its own drafter is not used.
+        drafters: method specs that requests may name, loaded now. The first one serves requests
+            that name none; ``none`` may always be named.
+        max_batch: most answers at a time.
+        max_queue: most answers waiting; one more is refused.
+        chunk: prompt tokens read between two steps of the others.
+        pages: most pages of 64 tokens that the target's cache may take, slots and stored text
+            together; None: a share of the memory that is free now. See ``outpace.engine.memory``.
+        stored_pages: most of them kept for prompts that begin alike; None: some 512 MB, 0: none.
+
+    Raises:
+        OutpaceError: a drafter that cannot be loaded, or a number out of range.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        drafters: Sequence[str] = ("auto",),
+        max_batch: int = 32,
+        max_queue: int = 256,
+        chunk: int = 256,
+        pages: int | None = None,
+        stored_pages: int | None = None,
+    ) -> None:
+        for name, value in (("max_batch", max_batch), ("max_queue", max_queue), ("chunk", chunk)):
+            if value < 1:
+                raise RequestError(f"{name} must be at least 1, got {value}")
+        self.engine, self.max_batch, self.max_queue = engine, max_batch, max_queue
+        specs = [str(MethodSpec.parse(spec)) for spec in drafters] or [NONE]
+        self.drafters = tuple(dict.fromkeys([*specs, NONE]))
+        """Method specs that requests may name, normalised, the default first."""
+        self._methods = {spec: engine.method(spec) for spec in self.drafters}
+        tail = max(one.budget.max_nodes for m in self._methods.values() for one in
+                   m.members.values())
+        self._memory = Memory(
+            engine.cache, max_batch, pages=pages, stored=stored_pages, tail=max(TAIL, tail),
+            device=engine.target.device,
+        )
+        self._batch = Batch(engine, self._methods, self._memory, chunk)
+        self._wake = threading.Condition()
+        self._waiting: deque[Answer] = deque()
+        self._closing: str | None = None
+        self._stats = self._batch.stats(max_batch)
+        if engine.target.device.type == "cpu":
+            let_go()
+        self._thread = threading.Thread(target=self._work, name="outpace-service", daemon=True)
+        self._thread.start()
+
+    def request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat: bool = False,
+        drafter: str | None = None,
+        draft_tokens: int | None = None,
+        reproducible: bool | None = None,
+        reference: str | Sequence[int] | None = None,
+        **settings: Any,
+    ) -> Ready:
+        """Encode and check a request, on the caller's thread; ``submit`` takes what it gives.
+
+        Args:
+            prompt: as for ``Engine.generate``, a single one.
+            params: sampling settings, or ``settings`` in their place; ``n`` is the answers wanted.
+            chat: wrap a text prompt in the model's chat template.
+            drafter: one of ``drafters``; None takes the first.
+            draft_tokens: most guesses per pass; 0 drafts nothing.
+            reproducible: as in ``Engine.generate``.
+            reference: as in ``Engine.generate``.
+
+        Raises:
+            RequestError: what ``submit`` would refuse.
+        """
+        (own,) = settle(params, settings, 1)
+        ready = self.engine.ready(prompt, own, chat=chat, reference=reference)
+        ready = replace(
+            ready, drafter=drafter, draft_tokens=draft_tokens, reproducible=reproducible
+        )
+        self._check(ready)
+        return ready
+
+    def submit(self, request: Ready, listen: Listener, *, key: str = "") -> Ticket:
+        """Queue a request; returns at once.
+
+        Args:
+            request: from ``request``, or made by hand. ``params.n`` answers are made, with seeds
+                ``seed``, ``seed + 1``, ...; they are numbered from 0.
+            listen: called with the events of all its answers. If it raises, the request is
+                cancelled and it is not called again.
+            key: whose request it is; nothing is shared between different keys.
+
+        Raises:
+            QueueFull: too many answers wait already, or the service is closing.
+            RequestError: a request that can never be served.
+        """
+        method = self._check(request)
+        ones = list(replace(request, key=key).each())
+        with self._wake:
+            if self._closing is not None:
+                raise QueueFull("the service is closing; it takes no more requests")
+            if len(self._waiting) + len(ones) > self.max_queue:
+                raise QueueFull(
+                    f"{len(self._waiting)} answers are waiting, and {len(ones)} more are too many "
+                    f"(max_queue={self.max_queue}); try again later"
+                )
+            ticket = Ticket(len(ones), self._nudge)
+            for one in ones:
+                self._waiting.append(Answer(one, listen, ticket.fate, method))
+            self._wake.notify()
+        return ticket
+
+    def _check(self, request: Ready) -> Method:
+        """Refuse what cannot be served; give the method that will serve it."""
+        spec = self.drafters[0] if request.drafter is None else request.drafter
+        name = str(MethodSpec.parse(spec))
+        if name not in self._methods:
+            raise RequestError(
+                f"drafter {spec!r} was not started; choose from {', '.join(self.drafters)}"
+            )
+        if request.draft_tokens is not None and request.draft_tokens < 0:
+            raise RequestError(f"draft_tokens must be at least 0, got {request.draft_tokens}")
+        params = request.params
+        if params != params.resolved(self.engine.target.defaults):
+            raise RequestError("the request's params are not resolved; make it with request()")
+        if params.stop and self.engine.target.tokenizer is None:
+            raise RequestError(f"stop strings {params.stop!r} need a tokenizer; use stop_token_ids")
+        self.engine.check(request.ids, params)
+        self.engine.verifier(self._methods[name], request.reproducible, params)
+        self._memory.check(min(
+            len(request.ids) + params.max_new_tokens, self.engine.target.max_positions
+        ))
+        return self._methods[name]
+
+    def stats(self) -> ServiceStats:
+        """How it stands, as of the last pass."""
+        with self._wake:
+            return replace(self._stats, waiting=len(self._waiting))
+
+    def close(self, drain: bool = True, timeout: float | None = None) -> bool:
+        """Take no more requests, and end.
+
+        Args:
+            drain: answer what was asked for already; otherwise it is cancelled.
+            timeout: seconds to drain; what is left then is cancelled.
+
+        Returns:
+            Whether everything was answered. The engine is free then, all memory given back. False
+            at once where a listener calls it.
+        """
+        with self._wake:
+            self._closing = self._closing or "drain"
+            if not drain:
+                self._closing = "drop"
+            self._wake.notify()
+        if threading.current_thread() is self._thread:  # a listener; it cannot wait for itself
+            return False
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            with self._wake:
+                self._closing = "drop"
+                self._wake.notify()
+            self._thread.join()
+        return self._closing == "drain"
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(drain=False)
+
+    def _nudge(self) -> None:
+        with self._wake:
+            self._wake.notify()
+
+    def _work(self) -> None:
+        """The service's thread."""
+        try:
+            while self._wait():
+                self._batch.drop_cancelled()
+                self._admit()
+                victims = self._batch.advance() if self._batch.running else []
+                with self._wake:
+                    self._waiting.extendleft(victims)
+                    self._stats = self._batch.stats(self.max_batch)
+                self._batch.tell()
+        except Exception as error:  # a defect of ours; nobody shall wait for ever
+            with self._wake:
+                self._closing = "broken"
+                lost = [*self._batch.running.values(), *self._waiting]
+                self._waiting.clear()
+            for answer in lost:
+                answer.tell(Failed(index=answer.ready.index, error=error))
+            raise
+
+    def _wait(self) -> bool:
+        """Sleep until there is something to do; False if there never will be."""
+        idle = False
+        with self._wake:
+            while not (self._waiting or self._batch.running):
+                if self._closing:
+                    return False
+                if not idle:
+                    self._memory.check_integrity([])
+                idle = True
+                self._wake.wait()
+            if self._closing == "drop":
+                for answer in (*self._waiting, *self._batch.running.values()):
+                    answer.fate.cancelled = True
+        return True
+
+    def _admit(self) -> None:
+        """Let in those that wait, first come, first served; cancelled ones end."""
+        with self._wake:
+            gone = [answer for answer in self._waiting if answer.fate.cancelled]
+            for answer in gone:
+                self._waiting.remove(answer)
+        for answer in gone:
+            self._batch.drop(answer)
+        while len(self._batch.running) < self.max_batch:
+            with self._wake:
+                if not self._waiting:
+                    return
+                answer = self._waiting.popleft()
+            if not self._batch.enter(answer):
+                with self._wake:
+                    self._waiting.appendleft(answer)
+                return
