@@ -200,7 +200,7 @@ class Reader:
                 drafter=self._drafter(body, speculation),
                 draft_tokens=speculation.num_speculative_tokens,
                 reference=None if body.prediction is None else body.prediction.text,
-                **({"reproducible": True} if speculation.reproducible else {}),
+                reproducible=speculation.reproducible,
             )
             ready.append(replace(one, continues=continues))
         options = body.stream_options

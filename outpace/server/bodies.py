@@ -42,8 +42,9 @@ class Speculation(Body):
     """Method spec, one of those that the server was started with, or ``none``; unset: its first."""
     num_speculative_tokens: int | None = Field(default=None, ge=0)
     """Most guesses per pass; 0: none at all; unset: the drafter's own."""
-    reproducible: bool = False
-    """The same seed gives the same text with any drafter and with none."""
+    reproducible: bool | None = None
+    """The same seed gives the same text with any drafter and with none; unset: if ``seed`` is
+    given."""
     detailed: bool = False
     """Tell for every token of the answer who wrote it."""
 
