@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -128,9 +128,12 @@ class DenseCache(KVCache):
         attention may read past the last key.
         """
         rows = -(-rows // PAGE) * PAGE
-        used = max((len(s.ids) + len(s.tail_ids) for s in self._slots.values()), default=0)
-        used = min(used, self.rows)  # rows that are being appended are not stored yet
-        assert slots >= self.slots and rows >= used, (slots, rows)
+        # Rows that are being appended are not stored yet.
+        used = {
+            number: min(len(state.ids) + len(state.tail_ids), self.rows)
+            for number, state in self._slots.items() if number < self.room[0]
+        }
+        assert slots >= self.slots and rows >= max(used.values(), default=0), (slots, rows)
         self._views = {}
         with torch.inference_mode(False):
             self.key_store = _resized(self.key_store, slots, rows, used, 4)
@@ -160,13 +163,16 @@ class DenseCache(KVCache):
             own[:, start : start + len(rows)] = own[:, torch.tensor(rows, device=own.device)]
 
 
-def _resized(store: Tensor, slots: int, rows: int, used: int, axis: int) -> Tensor:
-    """A copy of the rows in use, with another number of slots, and of rows along ``axis``."""
+def _resized(
+    store: Tensor, slots: int, rows: int, used: Mapping[int, int], axis: int
+) -> Tensor:
+    """A copy with another number of slots, and of rows along ``axis``; ``used`` rows per slot."""
     shape = list(store.shape)
     shape[1], shape[axis] = slots, rows
     other = _zeros(shape, store.device)
-    kept = min(slots, store.shape[1])
-    other[:, :kept].narrow(axis, 0, used).copy_(store[:, :kept].narrow(axis, 0, used))
+    for slot, count in used.items():
+        old, new = (one[:, slot].narrow(axis - 1, 0, count) for one in (store, other))
+        new.copy_(old)
     return other
 
 

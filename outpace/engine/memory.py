@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from outpace.cache.base import PAGE, KVCache
-from outpace.cache.prefix import PrefixStore
+from outpace.engine.prefix import PrefixStore
 from outpace.engine.sequence import Sequence as Running
 from outpace.errors import RequestError
 

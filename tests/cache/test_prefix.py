@@ -1,11 +1,13 @@
 """Pages that are copied into slots, and caches that change their size."""
 
+import mmap
+
 import pytest
 import torch
 
 from outpace.cache.base import PAGE
 from outpace.cache.dense import DenseCache
-from outpace.cache.prefix import PrefixStore
+from outpace.engine.prefix import PrefixStore
 from outpace.models.hf_gather import GatherCache
 from outpace.models.tiny import TableCache
 
@@ -136,3 +138,17 @@ def test_a_page_has_the_bytes_it_says():
     cache = dense()
     cache.resize(1, PAGE)
     assert cache.nbytes == cache.page_bytes == 2 * 3 * 2 * 4 * PAGE * 4
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MAP_PRIVATE"), reason="memory is written here")
+def test_memory_that_is_not_written_is_zero_and_takes_no_time():
+    cache = DenseCache(8, heads=4, width=64)
+    cache.resize(16, 64 * PAGE)  # 1 GB, more than a test may touch
+    assert cache.nbytes == 1 << 30
+    slot = put(cache, text(100))
+    assert cache.key_store[:, slot, :, :, 100:200].count_nonzero() == 0
+    cache.resize(17, 65 * PAGE)
+    assert told(cache, slot) == text(100)
+    cache.close(slot)
+    cache.resize(0, 0)
+    assert cache.nbytes == 0
