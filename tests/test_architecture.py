@@ -57,9 +57,12 @@ MAY_IMPORT = {
     "bench": "errors config files registry params types tree models models.base drafters.base"
     " engine",
     "train": "errors config files params types cache.base models models.base drafters engine",
-    "server": "errors config params sampling models engine",
+    # Many requests at once, and their way in from the network.
+    "serving": "errors config registry params stops types coins costs sampling tree step cache.base"
+    " models models.base drafters.base verifiers.base policies.base engine",
+    "server": "errors config params sampling models engine serving",
     "cli": "errors config files registry params models models.base drafters engine analysis"
-    " bench train server",
+    " bench train serving server",
     "__main__": "cli",
 }
 TYPE_ONLY = {("models.base", "models")}

@@ -12,8 +12,8 @@ from pathlib import Path
 from outpace import registry
 
 ROOT = Path(__file__).parents[1]
-LEAF, STRUCTURAL, TOTAL = 250, 400, 6500
-ROOMS = ("analysis", "bench", "cli", "server", "train")
+LEAF, STRUCTURAL, TOTAL = 250, 400, 7000
+ROOMS = ("analysis", "bench", "cli", "server", "serving", "train")
 FAMILIES = ("drafters", "verifiers", "policies")
 CORE_MODELS = {"attention", "base", "blocks", "decoder", "packed", "passes"}
 

@@ -139,10 +139,10 @@ def serve(
     for line in notes(engine, SamplingParams()):
         show.note(f"outpace: {line}")
     with show.busy("loading drafters"):
-        from outpace.engine.service import Service
         from outpace.server.limits import Limits
         from outpace.server.run import is_loopback
         from outpace.server.run import serve as run
+        from outpace.serving.service import Service
 
         limits = Limits(
             body_bytes=max_body_kb << 10,

@@ -8,10 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from outpace.engine.events import Tokens
 from outpace.engine.results import DrafterCounts, Result
 from outpace.sampling import TokenLogprobs
 from outpace.server.asks import Ask
+from outpace.serving.events import Tokens
 
 Json = dict[str, Any]
 

@@ -15,9 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from outpace import __version__
-from outpace.engine.events import Done, Tokens
 from outpace.engine.results import Result
-from outpace.engine.service import Service
 from outpace.errors import OutpaceError
 from outpace.server.answers import ChatWriter, CompletionWriter, Json, Writer
 from outpace.server.asks import Ask, Reader
@@ -30,6 +28,8 @@ from outpace.server.guard import Guard
 from outpace.server.limits import Limits
 from outpace.server.metrics import CONTENT_TYPE, Meters
 from outpace.server.sse import EventStream, until_left
+from outpace.serving.events import Done, Tokens
+from outpace.serving.service import Service
 
 T = TypeVar("T")
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.config import MethodSpec
 from outpace.engine.requests import Ready
-from outpace.engine.service import Service
 from outpace.params import SamplingParams
 from outpace.server.bodies import ChatBody, CompletionBody, Generation, Speculation, TokenizeBody
 from outpace.server.errors import ApiError
 from outpace.server.limits import Limits
 from outpace.server.wishes import wish
+from outpace.serving.service import Service
 
 if TYPE_CHECKING:
     from outpace.server.grammar import Grammars

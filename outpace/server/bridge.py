@@ -9,12 +9,12 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
-from outpace.engine.events import Done, Event, Failed, Tokens
-from outpace.engine.service import Service, Ticket
 from outpace.errors import OutpaceError, QueueFull
 from outpace.server.asks import Ask
 from outpace.server.errors import ApiError
 from outpace.server.metrics import Meters
+from outpace.serving.events import Done, Event, Failed, Tokens
+from outpace.serving.service import Service, Ticket
 
 LOG = logging.getLogger("outpace.server")
 

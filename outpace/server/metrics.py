@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from outpace.engine.events import ServiceStats
 from outpace.engine.results import Result
+from outpace.serving.events import ServiceStats
 
 PREFIX = "outpace:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

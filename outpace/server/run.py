@@ -13,10 +13,10 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from outpace.engine.service import Service
 from outpace.errors import OutpaceError
 from outpace.server.app import create_app
 from outpace.server.limits import Limits
+from outpace.serving.service import Service
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 

@@ -290,6 +290,14 @@ def test_shared_phrases_serve_the_next_request(engine):
     assert warm[0] == cold[0] and warm[1] + warm[2] < cold[1] + cold[2]
 
 
+def test_phrases_are_shared_within_a_key():
+    phrases = Phrases(3, 16, 3, shared=True)
+    first, same, other = (
+        phrases.begin(Request(prompt=(1,), key=key)) for key in ("a", "a", "b")
+    )
+    assert first is same and first is not other
+
+
 def test_the_draft_model_is_told_of_its_own_guesses_alone():
     drafter = made(length=2, faster=False)
     state, draft = asked(drafter, Budget(12, 12))

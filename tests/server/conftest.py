@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from outpace import Engine
-from outpace.engine.service import Service
 from outpace.server.app import create_app
 from outpace.server.limits import Limits
+from outpace.serving.service import Service
 
 LIMITS = Limits(body_bytes=100_000, answers=8, new_tokens=512, request_seconds=20)
 DRAFTERS = ("prompt_lookup", "suffix", "reference")

@@ -3,10 +3,10 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from outpace import Engine
-from outpace.engine.events import ServiceStats
-from outpace.engine.service import Service
 from outpace.server.app import create_app
 from outpace.server.metrics import Meters
+from outpace.serving.events import ServiceStats
+from outpace.serving.service import Service
 from tests.server.conftest import LIMITS, Client
 
 

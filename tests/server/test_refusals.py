@@ -9,12 +9,12 @@ import time
 import pytest
 
 from outpace import Engine
-from outpace.engine.service import Service
 from outpace.server.app import create_app
 from outpace.server.guard import Guard
 from outpace.server.limits import Limits
 from outpace.server.run import host_names, is_loopback
 from outpace.server.sse import EventStream
+from outpace.serving.service import Service
 from tests.server.conftest import LIMITS, Client
 
 COMPLETION = "/v1/completions"

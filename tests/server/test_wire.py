@@ -16,10 +16,10 @@ import openai
 import pytest
 
 from outpace import Engine
-from outpace.engine.service import Service
 from outpace.server.app import create_app
 from outpace.server.limits import Limits
 from outpace.server.run import make_server
+from outpace.serving.service import Service
 
 HI = [{"role": "user", "content": "ab ab"}]
 LONG = {"max_tokens": 900, "temperature": 0, "ignore_eos": True}

@@ -66,8 +66,8 @@ class OuroborosConfig:
     """Whether phrases also draft for the draft model, if that is a language model. Its drafts
     are chains then, with branches at the first token alone."""
     shared: bool = False
-    """One pool for all sequences: phrases of earlier requests serve later ones, and the same seed
-    no longer gives the same sampled text."""
+    """One pool for all sequences of a key: phrases of earlier requests serve later ones, and the
+    same seed no longer gives the same sampled text."""
 
     def __post_init__(self) -> None:
         for name, least in (("length", 1), ("phrases", 1), ("tokens", 2), ("remembered", 1)):

@@ -21,6 +21,9 @@ from outpace.types import ROOT, Draft, Drawn, Group, Outcome
 
 Phrase = tuple[int, ...]
 
+_KEYS = 64
+"""Keys whose shared pools are remembered."""
+
 
 class Pool:
     """Phrases by the token before them, and by the one before that.
@@ -85,14 +88,14 @@ class Phrases(Drafter[Pool]):
         tokens: of a phrase, at most.
         per_token: phrases remembered, see `Pool`.
         most: phrases side by side.
-        shared: whether all sequences have one pool.
+        shared: whether all sequences of a key have one pool.
     """
 
     Config = Pool  # never made from a spec
 
     def __init__(self, tokens: int, per_token: int, most: int, shared: bool = False) -> None:
         self._tokens, self._per_token, self.most = tokens, per_token, most
-        self._shared = Pool(tokens, per_token) if shared else None
+        self._shared, self._of_key = shared, dict[str, Pool]()
 
     @classmethod
     def load(cls, config: Any, target: Target) -> Phrases:
@@ -100,8 +103,15 @@ class Phrases(Drafter[Pool]):
         return cls(3, 16, 3)
 
     def begin(self, request: Request) -> Pool:
-        """An empty pool, or the one of all sequences."""
-        return Pool(self._tokens, self._per_token) if self._shared is None else self._shared
+        """An empty pool, or the one of all sequences of the same key."""
+        pool = self._of_key.pop(request.key, None)
+        if pool is None:
+            pool = Pool(self._tokens, self._per_token)
+        if self._shared:
+            self._of_key[request.key] = pool  # the newest last
+            if len(self._of_key) > _KEYS:
+                del self._of_key[next(iter(self._of_key))]
+        return pool
 
     def propose(self, rows: Sequence[DraftRow[Pool]]) -> list[Draft]:
         """Phrases behind the pending token."""

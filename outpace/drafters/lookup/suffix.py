@@ -124,7 +124,9 @@ class Suffix(FollowsText[_State]):
         """The store of a key; what is named by ``store`` is that of the empty one."""
         if self.history is None or not key:
             return self.history
-        found = self._of_key.pop(key, None) or History(self.config.capacity)
+        found = self._of_key.pop(key, None)
+        if found is None:
+            found = History(self.config.capacity)
         self._of_key[key] = found  # the newest last
         if len(self._of_key) > _KEYS:
             del self._of_key[next(iter(self._of_key))]

@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from outpace.cache.base import PAGE
 from outpace.drafters.base import Drafter
 from outpace.engine.engine import Engine
-from outpace.engine.events import Done, Event, Failed, Listener, ServiceStats, Tokens
-from outpace.engine.memory import Memory
 from outpace.engine.method import Method
-from outpace.engine.mixed import Mixed, Own
 from outpace.engine.requests import Ready
 from outpace.engine.results import Counters, DrafterCounts, Result
-from outpace.engine.resume import restart, resume, suspend
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import Sequence as Running
+from outpace.serving.events import Done, Event, Failed, Listener, ServiceStats, Tokens
+from outpace.serving.memory import Memory
+from outpace.serving.mixed import Mixed, Own
+from outpace.serving.resume import restart, resume, suspend
 from outpace.step import Machine
 
 
@@ -143,7 +143,10 @@ class Batch:
         """End an answer that has no slot, cancelled or failed."""
         row, ready = answer.row, answer.ready
         if row is not None:
-            self.engine.release(row, answer.method, keep_slot=True)
+            try:
+                self.engine.release(row, answer.method, keep_slot=True)
+            except Exception as broken:
+                error = error or broken
         self._count_end("cancelled" if error is None else "error")
         if error is not None:
             self._say(answer, Failed(index=ready.index, error=error))

@@ -4,11 +4,11 @@ import pytest
 
 from outpace.coins import KeyedCoins, Stream
 from outpace.costs import Costs
-from outpace.engine.mixed import Mixed, Own
 from outpace.policies.auto import Auto, AutoConfig
 from outpace.policies.base import Evidence, Policy, PolicyRow
 from outpace.policies.fixed import Fixed, FixedConfig
 from outpace.policies.goodput import Goodput, GoodputConfig
+from outpace.serving.mixed import Mixed, Own
 from outpace.types import Budget, Load, Plan
 
 OWN, ROOMY = Budget(max_nodes=6, max_depth=6), Budget(max_nodes=100, max_depth=100)

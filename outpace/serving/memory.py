@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from outpace.cache.base import PAGE, KVCache
-from outpace.engine.prefix import PrefixStore
 from outpace.engine.sequence import Sequence as Running
 from outpace.errors import RequestError
+from outpace.serving.prefix import PrefixStore
 
 STORE_BYTES, STORE_PAGES = 1 << 29, 128
 """How much to store unless said otherwise: in bytes, or in pages where their size is not known."""

@@ -7,9 +7,9 @@ import torch
 
 from outpace.cache.base import PAGE
 from outpace.cache.dense import DenseCache
-from outpace.engine.prefix import PrefixStore
 from outpace.models.hf_gather import GatherCache
 from outpace.models.tiny import TableCache
+from outpace.serving.prefix import PrefixStore
 
 
 def put(cache, ids, mark=0):
@@ -152,3 +152,17 @@ def test_memory_that_is_not_written_is_zero_and_takes_no_time():
     cache.close(slot)
     cache.resize(0, 0)
     assert cache.nbytes == 0
+
+
+def test_the_integrity_check_can_fail():
+    def broken(harm):
+        store = PrefixStore(TableCache(), 4)
+        store.save(put(store._cache, text(2 * PAGE)), "a")
+        first, second = store._pages.values()
+        harm(store, first, second)
+        with pytest.raises(AssertionError):
+            store.check_integrity()
+
+    broken(lambda store, first, second: store._pages.pop(first.place))
+    broken(lambda store, first, second: setattr(first, "children", 0))
+    broken(lambda store, first, second: setattr(store, "most", 1))

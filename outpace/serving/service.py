@@ -19,15 +19,15 @@ from dataclasses import replace
 from typing import Any
 
 from outpace.config import MethodSpec
-from outpace.engine.batch import Answer, Batch, Fate
 from outpace.engine.engine import Engine
-from outpace.engine.events import Failed, Listener, ServiceStats
-from outpace.engine.memory import Memory
 from outpace.engine.method import Method
 from outpace.engine.requests import Prompt, Ready, settle
-from outpace.engine.workers import let_go
 from outpace.errors import QueueFull, RequestError
 from outpace.params import SamplingParams
+from outpace.serving.batch import Answer, Batch, Fate
+from outpace.serving.events import Failed, Listener, ServiceStats
+from outpace.serving.memory import Memory
+from outpace.serving.workers import let_go
 
 NONE = "none"
 TAIL = 64
@@ -67,7 +67,7 @@ class Service:
         chunk: prompt tokens read between two steps of the others; None: 128 on a CPU, where a pass
             over so many takes no longer per token than a larger one, and 512 elsewhere.
         pages: most pages of 64 tokens that the target's cache may take, slots and stored text
-            together; None: a share of the memory that is free now. See ``outpace.engine.memory``.
+            together; None: a share of the memory that is free now. See ``outpace.serving.memory``.
         stored_pages: most of them kept for prompts that begin alike; None: some 512 MB, 0: none.
 
     Raises:

@@ -5,13 +5,15 @@ import threading
 import time
 
 import pytest
+import torch
 
 from outpace import Engine, RequestError
 from outpace.drafters.lookup.prompt_lookup import PromptLookup
-from outpace.engine.events import Done, Failed, Tokens
-from outpace.engine.service import Service
 from outpace.errors import QueueFull
 from outpace.models.tiny import TableTarget
+from outpace.serving.events import Done, Failed, Tokens
+from outpace.serving.service import Service
+from outpace.serving.workers import let_go
 
 PROMPT = [5, 9, 11, 5, 9]
 LONG = [(7 * i) % 40 + 3 for i in range(400)]
@@ -365,6 +367,19 @@ def test_drafters_remember_within_one_key_only(engine):
             for key in ("a", "b", "a")
         ]
     assert accepted[0] == accepted[1] < accepted[2], accepted
+
+
+def test_workers_that_were_let_go_come_back():
+    rows = torch.arange(300.0 * 300).view(300, 300) / 1e4
+    before = (rows @ rows).exp()
+    assert let_go() in (True, False)
+    assert torch.equal((rows @ rows).exp(), before)
+
+
+@pytest.mark.parametrize("pages", [0, 1])
+def test_a_limit_must_leave_room_for_one(engine, pages):
+    with pytest.raises(RequestError, match=f"pages must be at least 2, got {pages}"):
+        Service(engine, pages=pages, **PLAIN)
 
 
 def test_closing_answers_what_was_asked_or_drops_it(engine):
