@@ -226,7 +226,7 @@ def test_gemma_norms_as_gguf_files_store_them():
     whole = own("gemma3", sliding_window=5)
     config = replace(whole.config, norm_offset=0.0)
     tensors = {
-        name: whole._checkpoint.tensor(name) + (1.0 if "norm" in name else 0.0)
+        name: whole.checkpoint.tensor(name) + (1.0 if "norm" in name else 0.0)
         for name in config.tensor_shapes()
     }
     target = Decoder.load(MemoryCheckpoint(config, tensors, name="g"), dtype=torch.float32)
@@ -237,7 +237,7 @@ def test_divisors_of_gguf_files_reach_the_twin():
     whole = own("llama")
     turned = replace(whole.config.ropes[0], kind="divided", divisors=(1.0, 2.0, 4.0, 8.0))
     config = replace(whole.config, ropes=(turned,))
-    tensors = {name: whole._checkpoint.tensor(name) for name in config.tensor_shapes()}
+    tensors = {name: whole.checkpoint.tensor(name) for name in config.tensor_shapes()}
     target = Decoder.load(MemoryCheckpoint(config, tensors, name="d"), dtype=torch.float32)
     assert hf_peer._difference(hf_peer.transformers_twin(target), target) < 1e-4
 

@@ -27,7 +27,7 @@ IDLE = (3, 6)
 def idle_target():
     """A decoder of 8 layers, two of which add nothing to the residual stream."""
     whole = tiny(layers=8)
-    tensors = {name: whole._checkpoint.tensor(name, torch.float32) for name in
+    tensors = {name: whole.checkpoint.tensor(name, torch.float32) for name in
                whole.config.tensor_shapes()}
     for layer in IDLE:
         for part in ("self_attn.o_proj", "mlp.down_proj"):

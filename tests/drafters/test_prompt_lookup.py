@@ -44,3 +44,12 @@ def test_budget_and_shortest_suffix_are_respected():
     picky = PromptLookup(PromptLookupConfig(min_ngram=2, max_ngram=2))
     assert propose([5, 9, 5], lookup=picky) == ()
     assert propose(text, lookup=picky) == (3, 9, 1)
+
+
+def test_a_copy_that_has_gone_on_for_long_gets_more_guesses():
+    lookup, room = PromptLookup(PromptLookupConfig()), Budget(16, 16)
+    source = list(range(100, 140))
+    long = propose([*source, 7, *source[:20]], room, lookup)
+    short = propose([*source, 7, *range(300, 316), *source[16:20]], room, lookup)
+    assert long[: len(short)] == short == tuple(source[20 : 20 + len(short)])
+    assert len(short) < len(long) == 16

@@ -24,6 +24,9 @@ from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Outcome
 
+LONGEST = 32
+"""Matches are not followed further back: chances hardly grow beyond."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptLookupConfig:
@@ -55,8 +58,8 @@ class _State:
 class PromptLookup(Priced[_State]):
     """Looks the longest recent suffix up in an index of n-grams.
 
-    Cost: O(max_ngram) dictionary operations per token and per draft, and as many entries per
-    token of text.
+    Cost: O(max_ngram) dictionary operations per token and per draft, as many entries per token of
+    text, and at most ``LONGEST`` comparisons per draft.
     """
 
     Config = PromptLookupConfig
@@ -93,7 +96,8 @@ class PromptLookup(Priced[_State]):
                     then = at + 1 if at + 1 < len(tokens) else first
                     return [(tokens[at], trust.chance(match), (then, match + 1))]
 
-                return grow(after, (first, n), row.budget, trust.own)
+                match = _agreeing(tokens, first, n) if n == self.config.max_ngram else n
+                return grow(after, (first, match), row.budget, trust.own)
         return Draft()
 
     def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
@@ -110,3 +114,14 @@ class PromptLookup(Priced[_State]):
             if len(tokens) >= n:
                 state.ends[tuple(tokens[-n:])] = len(tokens)
         tokens.append(token)
+
+
+def _agreeing(tokens: Sequence[int], first: int, known: int) -> int:
+    """How many tokens before ``first`` are also the last of the text; ``known`` are for sure.
+
+    An n-gram proves no more than n. A copy that has gone on for longer deserves more guesses.
+    """
+    match = known
+    while match < min(first, LONGEST) and tokens[first - 1 - match] == tokens[-1 - match]:
+        match += 1
+    return match
