@@ -24,6 +24,10 @@ class QueueFull(RequestError):
     """A service that has as many requests waiting as it may; come back later."""
 
 
+class ServiceClosed(RequestError):
+    """A service that takes no more requests, because it ends or has failed; go elsewhere."""
+
+
 class SpecError(OutpaceError):
     """A method spec that cannot be parsed, or a pair of methods that do not fit."""
 

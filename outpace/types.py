@@ -188,6 +188,9 @@ class Signals:
     """int64 depth of the last drawn node."""
     q_F: Tensor
     """float32, probability that the drafter gave to the last drawn token."""
+    reach_F: Tensor | None = None
+    """float32, the drafter's estimate of the chance that all nodes above the last drawn one are
+    accepted; None where it was not asked (``Budget.estimate``) or makes none."""
 
 
 class StopRule(Protocol):
@@ -227,6 +230,8 @@ class Budget:
     stop: StopRule | None = None
     """Cutting at a length fixed before drawing, or after a token that is kept, is safe.
     Dropping a token because of what it turned out to be is not: it biases the output."""
+    estimate: bool = False
+    """Whether the drafter is asked how likely its guesses are accepted: ``Signals.reach_F``."""
 
 
 NOTHING = Budget(max_nodes=0, max_depth=0)

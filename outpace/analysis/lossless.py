@@ -9,6 +9,7 @@ from typing import Any
 
 from outpace.analysis.agreement import OracleReport
 from outpace.analysis.law import LawReport
+from outpace.analysis.shapes import ShapeReport
 
 LAW_TOLERANCE = 1e-12
 """Largest error of a probability that enumeration in float64 may leave."""
@@ -71,6 +72,8 @@ class Report:
     """Plain decoding in batches against plain decoding alone."""
     drafters: Mapping[str, Tally]
     """Normalised method spec -> what it did."""
+    shapes: ShapeReport | None = None
+    """Rows in the shapes of a server, where that was asked for."""
 
     @property
     def tallies(self) -> dict[str, Tally]:
@@ -103,7 +106,7 @@ class Report:
                 if tally.equal < tally.sequences:
                     lines.append(f"tokens: {name}: {tally.sequences - tally.equal} of "
                                  f"{tally.sequences} sequences differ from plain decoding")
-        return lines
+        return lines + ([] if self.shapes is None else self.shapes.broken)
 
     def hardware(self) -> dict[str, Any]:
         """Level 4: the share of differing sequences, and how close the two tokens were."""
@@ -133,6 +136,7 @@ class Report:
             "plain": self.plain.to_json(),
             "drafters": {spec: tally.to_json() for spec, tally in self.drafters.items()},
             "hardware": self.hardware(),
+            "shapes": None if self.shapes is None else self.shapes.to_json(),
             "idle": self.idle,
             "broken": self.broken,
         }

@@ -282,6 +282,39 @@ def budgets(figure: Any, profile: Report) -> bool:
     return True
 
 
+def load(figure: Any, report: Report) -> bool:
+    """Tokens per second, and time to the first one, by load; a line per drafter.
+
+    Args:
+        figure: an empty one.
+        report: of ``outpace bench serve``.
+    """
+    key = "rate" if any(row["rate"] is not None for row in report["loads"]) else "concurrency"
+    rows = [row for row in report["loads"] if row["new_tokens"]]
+    if not rows:
+        return False
+    figure.set_size_inches(9.5, 4.6)
+    left, right = figure.subplots(1, 2)
+    at = sorted({row[key] for row in rows})
+    for index, name in enumerate(dict.fromkeys(row["drafter"] for row in rows)):
+        mine = [row for row in rows if row["drafter"] == name]
+        look = {"color": COLOURS[index % len(COLOURS)], "marker": _marker(index), "ms": 5.5}
+        places = [at.index(row[key]) for row in mine]
+        left.plot(places, [row["tokens_per_second"] for row in mine], lw=1.6, label=_text(name),
+                  **look)
+        for part, style in (("p50", "-"), ("p95", ":")):
+            delays = [1e3 * row[f"first_token_seconds_{part}"] for row in mine]
+            right.plot(places, delays, lw=1.6, ls=style, **look)
+    for axes, what in ((left, "tokens per second"), (right, "ms to first token: p50, dotted p95")):
+        axes.set_xticks(range(len(at)), [f"{value:g}" for value in at])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("clients" if key == "concurrency" else "requests per second")
+        axes.set_ylabel(what)
+    left.set_title(_about(report, "Load"), loc="left")
+    _legend(figure, left)
+    return True
+
+
 def _legend(figure: Any, axes: Any, side: str = "lower") -> None:
     """Outside of the axes, in as many columns as fit."""
     handles, labels = axes.get_legend_handles_labels()

@@ -37,11 +37,7 @@ def provenance(
     cases = list(cases)
     gpu = target.device.type == "cuda"
     return {
-        "command": command,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "versions": versions(),
-        "cpu": cpu_name(),
+        **here(command),
         "gpu": torch.cuda.get_device_name(target.device) if gpu else None,
         "device": str(target.device),
         "threads": torch.get_num_threads(),
@@ -53,6 +49,17 @@ def provenance(
         "prompts": len({case.id for case in cases}),
         "prompts_digest": digest([[case.id, case.group, case.ids] for case in cases]),
         "seeds": sorted({case.seed for case in cases}),
+    }
+
+
+def here(command: str) -> dict[str, Any]:
+    """What is known without a model: the command as it was typed, and what it ran on."""
+    return {
+        "command": command,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "versions": versions(),
+        "cpu": cpu_name(),
     }
 
 

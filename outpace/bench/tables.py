@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,20 +244,32 @@ def side_by_side(a: Report, b: Report) -> list[Table]:
 
 def markdown(report: Report) -> str:
     """The report as a page: what to mind, the tables, then how to get them again."""
-    p = report["provenance"]
-    lines = ["# Benchmark", "", heading(report), "", f"- {noise_line(report)}"]
-    lines += [f"- {note}" for note in report["notes"]]
-    for table in tables(report):
+    lead = [heading(report), "", f"- {noise_line(report)}"]
+    lead += [f"- {note}" for note in report["notes"]]
+    about = {f"about {label(row)}": row["about"] for row in report["rows"]}
+    return page("Benchmark", lead, tables(report), {**report["provenance"], **about})
+
+
+def page(
+    title: str, lead: Sequence[str], tables: Sequence[Table], provenance: Mapping[str, Any]
+) -> str:
+    """A report as Markdown.
+
+    Args:
+        title: its heading.
+        lead: lines above the tables.
+        tables: what it says.
+        provenance: with ``command``, and whatever else is needed to measure it again.
+    """
+    lines = [f"# {title}", "", *lead]
+    for table in tables:
         lines += ["", f"## {table.title}", "", _line(table.columns)]
         lines.append(_line(["---", *["---:"] * (len(table.columns) - 1)]))
         lines += [_line(row) for row in table.rows]
-    lines += ["", "## Again", "", f"    {p['command']}", "", "| | |", "|---|---|"]
+    lines += ["", "## Again", "", f"    {provenance['command']}", "", "| | |", "|---|---|"]
     lines += [
         _line((key, value if isinstance(value, str) else json.dumps(value)))
-        for key, value in p.items() if key != "command"
-    ]
-    lines += [
-        _line((f"about {label(row)}", json.dumps(row["about"]))) for row in report["rows"]
+        for key, value in provenance.items() if key != "command"
     ]
     return "\n".join(lines) + "\n"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outpace.cli import bench_passes, show
+from outpace.cli import bench_passes, bench_serve, show
 from outpace.cli.options import ModelOptions, at_least_one, option, spread
 from outpace.config import DEFAULT_DRAFTER, MethodSpec, split_specs
 from outpace.errors import OutpaceError, RequestError, UnknownNameError
@@ -54,6 +54,7 @@ def register(app: typer.Typer) -> None:
     group.callback()(spread(bench))
     group.command(epilog="Try: outpace bench compare before/report.json after")(compare)
     bench_passes.register(group)
+    bench_serve.register(group)
     app.add_typer(group, name="bench")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,9 +10,12 @@ import typer
 from outpace.cli import show
 from outpace.cli.options import ModelOptions, at_least_one, option, spread
 from outpace.config import MethodSpec, split_specs
+from outpace.errors import UnknownNameError
 
 if TYPE_CHECKING:
     from outpace.analysis.lossless import Report, Tally
+    from outpace.analysis.shapes import RowTally, ShapeReport
+    from outpace.models.base import Target
 
 _EXAMPLES = """
 Examples:
@@ -21,7 +25,13 @@ Examples:
   outpace check --dtype float32 --prompts 40 --max-new-tokens 128
 
   outpace check -m ./big --drafters prompt_lookup,draft_model[model=./small]
+
+  outpace check --shapes serve --drafters none --prompts 1
 """
+
+SHAPES = ("serve",)
+"""Whose shapes of passes can be checked."""
+_BATCH = 32  # as outpace serve has it
 
 
 def register(app: typer.Typer) -> None:
@@ -46,6 +56,12 @@ def check(
         int,
         option("--max-new-tokens", metavar="N", help="Longest answer, tokens."),
     ] = 64,
+    shapes: Annotated[
+        str | None,
+        option("--shapes", metavar="NAME", show_default="not checked",
+               help="serve: every row of a pass as a server runs it (batches, guesses, edges of "
+               "pages and of prompt chunks) must be bit for bit what it is alone."),
+    ] = None,
     as_json: Annotated[bool, option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check that output is lossless: laws, code, tokens, hardware.
@@ -59,6 +75,8 @@ def check(
     named = None if drafters == "all" else split_specs(drafters)
     for spec in named or ():
         MethodSpec.parse(spec)
+    if shapes is not None and shapes not in SHAPES:
+        raise UnknownNameError("shapes", shapes, SHAPES)
     engine = model.load(drafter="none")
 
     from outpace.analysis.check import Case, sequences_of, standard_specs, with_trees
@@ -76,12 +94,24 @@ def check(
         report = run(
             engine, cases, specs, max_new_tokens=max_new_tokens, tick=tick, done=_tell
         )
+    if shapes is not None:
+        report = replace(report, shapes=_shapes(target))
     if as_json:
         show.write_json(report.to_json())
     else:
         show_report(report)
     if report.broken:
         raise typer.Exit(1)
+
+
+def _shapes(target: Target) -> ShapeReport:
+    """Compare rows in the shapes of a server with its usual settings."""
+    from outpace.analysis.shapes import Serving, check_shapes, parts_of
+    from outpace.serving.service import usual_chunk
+
+    serving = Serving(chunk=usual_chunk(target), max_batch=_BATCH)
+    with show.progress(parts_of(target, serving), "shapes") as tick:
+        return check_shapes(target, serving, tick)
 
 
 def _tell(spec: str, tally: Tally) -> None:
@@ -126,12 +156,30 @@ def show_report(report: Report) -> None:
         + ("" if gap is None else f"; logit gap at the first difference: at most {gap:.3g}")
         + "\n\n"
     )
+    if report.shapes is not None:
+        _show_shapes(report.shapes)
     for spec in report.idle:
         show.write(f"shows nothing: {spec} had no guess accepted; try more prompts\n")
     for line in report.broken:
         show.write(f"BROKEN  {line}\n")
     if not report.broken:
         show.write("All promises are kept.\n")
+
+
+def _show_shapes(shapes: ShapeReport) -> None:
+    own = shapes.serving
+    show.write(f"5 shapes    rows are what they are alone: batches of up to {own.max_batch}, pages "
+               f"of {own.page}, chunks of {own.chunk}\n")
+    show.table(
+        ("passes that", "passes", "rows", "different", "first"),
+        [_shape("decode", shapes.steps), _shape("read prompts", shapes.prompts)],
+        numbers=("passes", "rows", "different"),
+    )
+
+
+def _shape(name: str, tally: RowTally) -> tuple[str, ...]:
+    first = "" if tally.first is None else f"{tally.first.shape}, off by {tally.first.gap:.3g}"
+    return (name, str(tally.passes), str(tally.rows), str(tally.different), first)
 
 
 def _first(tally: Tally) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,8 +14,13 @@ from outpace.config import MethodSpec
 from outpace.errors import ModelError, RequestError
 from outpace.params import SamplingParams
 
+if TYPE_CHECKING:
+    from outpace.engine.engine import Engine
+    from outpace.train.online import OnlineLearner
+
 _SERVER = "Server"
 _LIMITS = "Limits"
+_LEARN = "Learning"
 
 _EXAMPLES = r"""
 Examples:
@@ -110,6 +115,34 @@ def serve(
     timeout: Annotated[
         int, option("--timeout", panel=_LIMITS, metavar="S", help="Longest request, seconds.")
     ] = 600,
+    learn: Annotated[
+        bool,
+        option("--learn", panel=_LEARN,
+               help="Learn the drafter draft_model from what is asked and answered, while serving. "
+                    "Texts stay in memory, weights are kept on the disk."),
+    ] = False,
+    learn_topics: Annotated[
+        int,
+        option("--learn-topics", panel=_LEARN, metavar="N",
+               help="Most topics per key that get a drafter of their own."),
+    ] = 1,
+    learn_share: Annotated[
+        float,
+        option("--learn-share", panel=_LEARN, metavar="X",
+               help="Share of the time of passes that learning may take besides idle time; 0: "
+                    "idle time alone."),
+    ] = 0.03,
+    learn_folder: Annotated[
+        str | None,
+        option("--learn-folder", panel=_LEARN, metavar="DIR",
+               show_default="in the user's data folder",
+               help="Where versions of drafters are kept."),
+    ] = None,
+    share_across_keys: Annotated[
+        bool,
+        option("--share-across-keys", panel=_SERVER,
+               help="Use what was read or learned for one key for all of them."),
+    ] = False,
     grace: Annotated[
         int,
         option("--grace", panel=_LIMITS, metavar="S",
@@ -122,10 +155,13 @@ def serve(
         ("--max-prompt-tokens", max_prompt_tokens), ("--max-new-tokens", max_new_tokens),
         ("--max-body-kb", max_body_kb), ("--max-connections", max_connections),
         ("--timeout", timeout), ("--grace", grace), ("--pages", pages),
+        ("--learn-topics", learn_topics),
     ):
         at_least_one(option_name, value)
     if stored_pages is not None and stored_pages < 0:
         raise RequestError(f"--stored-pages must be at least 0, got {stored_pages}")
+    if not 0 <= learn_share < 1:
+        raise RequestError(f"--learn-share must be in [0, 1), got {learn_share:g}")
     if not 0 <= port < 1 << 16:
         raise RequestError(f"--port must be in 0 to 65535, got {port}")
     keys = read_keys(api_key or [], api_key_file)
@@ -153,13 +189,32 @@ def serve(
             connections=max_connections,
             grace_seconds=float(grace),
         )
+        learner = learner_for(engine, specs, learn_topics, learn_folder) if learn else None
         service = Service(engine, drafters=specs, max_batch=max_batch, max_queue=max_queue,
-                          pages=pages, stored_pages=stored_pages)
+                          pages=pages, stored_pages=stored_pages, learner=learner,
+                          learn_share=learn_share, share_across_keys=share_across_keys)
+    if learner is not None:
+        show.note(f"outpace: {learner.spec} learns from this traffic; versions in {learner.folder}")
     if not keys and not is_loopback(host):
         show.note(f"outpace: anyone who reaches {host} port {port} can use this server; "
                   "--api-key-file asks for keys")
     show.note(f"outpace: serving {name or engine.target.name} with {', '.join(service.drafters)}")
     run(service, name=name or engine.target.name, host=host, port=port, keys=keys, limits=limits)
+
+
+def learner_for(engine: Engine, specs: list[str], topics: int, folder: str | None) -> OnlineLearner:
+    """What learns, of these drafters.
+
+    Raises:
+        OutpaceError: none of them does, or its files are damaged or in use.
+    """
+    from outpace.serving.learning import learning_spec
+    from outpace.train.online import OnlineLearner
+    from outpace.train.online_data import OnlineConfig
+
+    spec = learning_spec({one: engine.method(one) for one in specs})
+    where = None if folder is None else Path(folder).expanduser()
+    return OnlineLearner.open(engine.target, spec, OnlineConfig(topics=topics), where)
 
 
 def with_reference(specs: list[str]) -> list[str]:

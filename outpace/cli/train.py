@@ -180,7 +180,9 @@ def _measure(engine: Engine, kit: Kit, folder: Path) -> dict[str, Any]:
         Case(id=f"held-out-{i}", group="held-out", ids=ids)
         for i, ids in enumerate(prompts) if len(ids) <= longest
     ]
-    spec = drafter_spec(kit.options.method, folder, kit.out_is_home)
+    options, found = kit.options, kit.out_is_home
+    spec = options.objective.spec(options.own, None if found else folder)
+    spec = spec or drafter_spec(options.method, folder, found)
     try:
         if not cases:
             raise RequestError("no held-out prompt leaves room for an answer")

@@ -55,6 +55,8 @@ class Drafter(ABC, Generic[S]):
     """Whether it draws where ``DraftRow.drawn`` asks for that; others always choose."""
     hints: ClassVar[bool] = False
     """Whether ``hint`` tells something."""
+    estimates: bool = False
+    """Whether it estimates how likely its guesses are accepted, where a budget asks for that."""
 
     @cached_property
     def clock(self) -> PassClock:
@@ -153,10 +155,22 @@ class ExpandingDrafter(Drafter[S]):
             setting, and ``id_D``, the target ids of the columns (None: they are the ids).
         """
 
+    def estimate(self, branches: Sequence[Branch[S]]) -> Tensor:
+        """How likely the nodes that were just expanded are accepted, given all above them.
+
+        Only drafters that ``estimates`` can tell. Called after ``expand``, with its branches, so
+        that it may read what that pass left.
+
+        Returns:
+            float32 [F], in [0, 1], in the order of ``expand``'s rows.
+        """
+        raise NotImplementedError(f"{type(self).__name__} makes no estimates")
+
     def propose(self, rows: Sequence[DraftRow[S]]) -> list[Draft]:
         """Grow one tree per row; one ``expand`` per level for the whole batch."""
         drafts = []
-        grown = grow(rows, self.between or self.expand)
+        told = self.estimate if self.estimates and self.between is None else None
+        grown = grow(rows, self.between or self.expand, told)
         for row, (draft, numbers) in zip(rows, grown, strict=True):
             if numbers is not None:
                 self.renumber(row.state, numbers)

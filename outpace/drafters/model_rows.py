@@ -3,14 +3,15 @@
 Its cache follows the committed text by ids, so it may lag and catch up; guesses that were accepted
 keep their keys and values, so a step costs one pass per level and no more.
 
-Shape letters: D columns of the model's logits.
+Shape letters: F rows of a level, D columns of the model's logits, W width of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from outpace.clock import PassClock
@@ -19,6 +20,8 @@ from outpace.drafters.columns import Columns
 from outpace.models.base import Target
 from outpace.tree.growth import Branch, DraftRow
 from outpace.types import NOTHING, ROOT, Draft, Feed, Outcome
+
+_LAST = "hidden.-1"
 
 
 @dataclass(slots=True, eq=False)
@@ -41,12 +44,23 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
         model: shares the vocabulary of the target; its cache is this drafter's own.
         vocab_size: of the target; columns beyond it are padding of the model.
         id_D: target ids of the columns, if the model knows a part of the vocabulary only.
+        head: estimates from the model's last hidden states [F, W] how likely the tokens that it
+            read are accepted, [F]; None makes no estimates.
     """
 
-    def __init__(self, model: Target, vocab_size: int, id_D: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        model: Target,
+        vocab_size: int,
+        id_D: Tensor | None = None,
+        head: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.model = model
         self._vocab_size, self._id_D = vocab_size, id_D
         self.cache = model.new_cache()
+        self.estimates = head is not None
+        self._head, self._taps = head, frozenset({_LAST} if head is not None else ())
+        self._hidden: list[Tensor] = []  # of the nodes expanded last, sequence by sequence
 
     @property
     def clock(self) -> PassClock:
@@ -95,8 +109,22 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
             parents = tuple(state.row[branch.parent_N[node]] for node in branch.nodes)
             state.row.update({node: start + i for i, node in enumerate(branch.nodes)})
             feeds.append(Feed(state.slot, tokens, parents))
-        logits_TV = self.model.score(feeds, self.cache).logits_TV
-        return logits_TV[:, : self._vocab_size], self._id_D
+        scored = self.model.score(feeds, self.cache, taps=self._taps)
+        if self._head is not None:
+            ends = scored.tap_start_B[1:]
+            self._hidden = [
+                scored.taps[_LAST][end - len(branch.nodes) : end]
+                for branch, end in zip(branches, ends, strict=True)
+            ]
+        return scored.logits_TV[:, : self._vocab_size], self._id_D
+
+    def estimate(self, branches: Sequence[Branch[ModelState]]) -> Tensor:
+        """What the head says of the nodes that the last pass read. Cost: one run of the head."""
+        assert self._head is not None, "a drafter without a head makes no estimates"
+        with self.clock:
+            chance_F = self._head(torch.cat(self._hidden))
+        self.clock.count -= 1  # part of the level, and no pass of its own
+        return chance_F
 
     def renumber(self, state: ModelState, numbers: Sequence[int]) -> None:
         """Follow the nodes that stayed in a draft to their rows."""

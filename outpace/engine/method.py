@@ -65,6 +65,12 @@ class Method:
                 "use verifier=tree, or tree=chain"
             )
         self.drafter = cls.load(build(cls.Config, own, who), target)
+        if self.policy.reads_estimates and not self.drafter.estimates:
+            raise SpecError(
+                f"{who}: policy {plan['policy']} needs estimates of acceptance, which this drafter "
+                "does not make; a draft model makes them with a head from: "
+                f"outpace train acceptance --model {target.name}"
+            )
 
     @property
     def members(self) -> Mapping[str, Method]:

@@ -40,6 +40,8 @@ class Ready:
     """As for ``Engine.generate``."""
     key: str = ""
     """Whose request it is; what is remembered of it serves requests of the same key alone."""
+    traced: bool = False
+    """Whether every piece of its answer brings its pass along."""
 
     def each(self) -> Iterator[Ready]:
         """One for each of the ``params.n`` answers, numbered from 0. A seed that the user gave

@@ -144,3 +144,5 @@ class Chunk:
     """The whole answer, with the last chunk."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One per token, if they were asked for."""
+    seen: Any = None
+    """What the sequence's ``watch`` made of the pass."""

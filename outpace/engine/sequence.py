@@ -6,7 +6,7 @@ It implements ``outpace.step.Row``; the step reads and advances it, nothing else
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,8 @@ class Sequence:
         """When it was asked for, by ``time.perf_counter``; None: when it was made."""
         self.chunks: list[Chunk] = []
         """Not yet taken by a reader."""
+        self.watch: Callable[[Outcome], Any] | None = None
+        """Looks at every pass that emits something, while it is there."""
         self._max_positions = max_positions
         self._most = 1 << 20 if draft_tokens is None else draft_tokens
         self._text = ""
@@ -196,7 +198,8 @@ class Sequence:
         self._text += text
         result = self.result() if self.finished else None
         self.chunks.append(
-            Chunk(self.index, text, verdict.emitted, len(verdict.kept), result, tuple(found))
+            Chunk(self.index, text, verdict.emitted, len(verdict.kept), result, tuple(found),
+                  None if self.watch is None else self.watch(outcome))
         )
 
     def _count(self, outcome: Outcome) -> None:

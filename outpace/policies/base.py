@@ -54,6 +54,8 @@ class Policy(ABC):
     makes the text independent of drafts, and the engine takes that one for seeded requests."""
     reads_hints: ClassVar[bool] = False
     """Whether drafters are asked for hints before ``plan``."""
+    reads_estimates: ClassVar[bool] = False
+    """Whether it is of use only with a drafter that ``estimates``; others are then refused."""
 
     def __init__(self, config: Any) -> None:
         self.config = config

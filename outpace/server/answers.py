@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from outpace.engine.results import DrafterCounts, Result
 from outpace.sampling import TokenLogprobs
 from outpace.server.asks import Ask
+from outpace.server.trace import Tracer
 from outpace.serving.events import Tokens
 
 Json = dict[str, Any]
@@ -42,6 +43,8 @@ class Writer(ABC):
             "created": int(time.time()), "model": model, "system_fingerprint": fingerprint
         }
         self._written = [0] * ask.answers
+        each = [one for one in ask.ready for _ in range(ask.n)]
+        self._tracer = Tracer(each, tokenizer) if ask.traced else None
 
     @abstractmethod
     def _message(self, index: int, text: str) -> Json:
@@ -93,7 +96,7 @@ class Writer(ABC):
         """A chunk for new tokens; None if there is nothing to say of them."""
         ask, index = self.ask, event.index
         self._written[index] += len(event.ids)
-        if not (event.text or event.logprobs or ask.token_ids or ask.detailed):
+        if not (event.text or event.logprobs or ask.token_ids or ask.detailed or ask.traced):
             return None
         choice: Json = {"index": index, **self._delta(event.text), "logprobs": None,
                         "finish_reason": None}
@@ -103,7 +106,10 @@ class Writer(ABC):
             choice["token_ids"] = list(event.ids)
         if ask.detailed:
             choice["speculation"] = self._authors(event)
-        return self._chunk([choice])
+        chunk = self._chunk([choice])
+        if self._tracer is not None:
+            chunk["outpace"] = self._tracer.of(event)
+        return chunk
 
     def ending(self, index: int, result: Result) -> Json:
         """The last chunk of an answer."""

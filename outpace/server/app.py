@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from importlib import resources
 from typing import Any, TypeVar
 
+import torch
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -70,7 +71,10 @@ class Server:
         call.start(request.scope.get("caller", ""))
         if ask.stream:
             return EventStream(chunks(call, writes), self.limits.request_seconds, call.cancel)
-        answer = await until_left(whole(call, writes), request.receive)
+        try:
+            answer = await until_left(whole(call, writes), request.receive)
+        finally:
+            call.cancel()
         return Response(status_code=499) if answer is None else JsonResponse(answer)
 
     def about(self) -> Json:
@@ -83,6 +87,9 @@ class Server:
             "owned_by": "outpace",
             "root": target.name,
             "max_model_len": target.max_positions,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "device": str(target.device),
+            "threads": torch.get_num_threads(),
             "drafters": list(self.service.drafters),
         }
 
@@ -209,6 +216,10 @@ def _tools(app: FastAPI, server: Server) -> None:
 
     @app.get("/health")
     async def health() -> Response:
+        if server.service.closing:
+            broken = server.service.broken is not None
+            raise ApiError(503, "the service has broken down; start the server anew" if broken
+                           else "the server is stopping; try again elsewhere")
         return JsonResponse({"status": "ok"})
 
     @app.get("/version")

@@ -47,6 +47,8 @@ class Ask:
     token_ids: bool
     detailed: bool
     """Tell for every token who wrote it."""
+    traced: bool
+    """Show every pass in the stream."""
     predicted: bool
     """Whether the request brought a prediction."""
     echo: tuple[str, ...] | None = None
@@ -202,10 +204,12 @@ class Reader:
                 reference=None if body.prediction is None else body.prediction.text,
                 reproducible=speculation.reproducible,
             )
-            ready.append(replace(one, continues=continues))
+            ready.append(replace(one, continues=continues, traced=speculation.trace))
         options = body.stream_options
         if options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream; set it to true", "stream_options")
+        if speculation.trace and not body.stream:
+            raise ApiError(400, "speculation.trace needs stream; set it to true", "speculation")
         return Ask(
             ready=tuple(ready),
             n=body.n or 1,
@@ -215,6 +219,7 @@ class Reader:
             logprobs=logprobs,
             token_ids=body.return_token_ids,
             detailed=speculation.detailed,
+            traced=speculation.trace,
             predicted=body.prediction is not None,
             echo=echo,
         )

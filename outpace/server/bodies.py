@@ -47,6 +47,9 @@ class Speculation(Body):
     given."""
     detailed: bool = False
     """Tell for every token of the answer who wrote it."""
+    trace: bool = False
+    """Put ``outpace`` into every chunk of a stream: who wrote each token, and the tree of the
+    pass."""
 
 
 class TextPart(Body):

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
-from outpace.errors import OutpaceError, QueueFull
+from outpace.errors import OutpaceError, QueueFull, ServiceClosed
 from outpace.server.asks import Ask
 from outpace.server.errors import ApiError
 from outpace.server.metrics import Meters
@@ -36,7 +36,7 @@ class Call:
         self.ask = ask
         self._service, self._meters = service, meters
         self._began, self._seconds = began, seconds
-        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._queue: asyncio.Queue[Event | None] = asyncio.Queue()
         self._tickets: list[Ticket] = []
         self._left = ask.answers
         self._last: dict[int, float] = {}
@@ -48,7 +48,7 @@ class Call:
             key: whose it is.
 
         Raises:
-            ApiError: 429, the queue is full; 503, the service ends.
+            ApiError: 429, the queue is full; 503, the service ends or has broken.
         """
         loop = asyncio.get_running_loop()
         for number, ready in enumerate(self.ask.ready):
@@ -66,6 +66,9 @@ class Call:
                 self.cancel()
                 wait = self._meters.wait(self._service.stats())
                 raise ApiError(429, str(error), headers={"Retry-After": str(wait)}) from error
+            except ServiceClosed as error:
+                self.cancel()
+                raise ApiError(503, str(error)) from error
             except BaseException:
                 self.cancel()
                 raise
@@ -81,6 +84,10 @@ class Call:
         Raises:
             ApiError: an answer failed, or they take too long. The others are cancelled.
         """
+        left = self._began + self._seconds - time.perf_counter()
+        # No wait_for: before Python 3.12 it forgets that it was cancelled if an event comes at
+        # the same moment, and the answer would go on for a client who has left.
+        late = asyncio.get_running_loop().call_later(max(0.0, left), self._queue.put_nowait, None)
         try:
             while self._left:
                 event = await self._next()
@@ -93,18 +100,18 @@ class Call:
                         raise ApiError(503, "the server is stopping; try again elsewhere")
                 yield event
         finally:
+            late.cancel()
             if self._left:
                 self.cancel()
 
     async def _next(self) -> Event:
-        left = self._began + self._seconds - time.perf_counter()
-        try:
-            return await asyncio.wait_for(self._queue.get(), max(0.0, left))
-        except asyncio.TimeoutError as error:
+        event = await self._queue.get()
+        if event is None:
             raise ApiError(
                 504, f"the answer takes longer than {self._seconds:g} seconds; ask for less",
                 headers={"x-should-retry": "false"},
-            ) from error
+            )
+        return event
 
     def _measure(self, event: Tokens | Done) -> None:
         now = time.perf_counter()

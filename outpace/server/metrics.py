@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from outpace.engine.results import Result
 from outpace.serving.events import ServiceStats
+from outpace.serving.learning import LearningStats
 
 PREFIX = "outpace:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -103,6 +104,26 @@ class _FromService(Collector):
         yield from self._gauges(stats)
         yield from self._counts(stats)
         yield from self._drafters(stats)
+        if isinstance(stats, LearningStats):
+            yield from self._learned(stats)
+
+    def _learned(self, stats: LearningStats) -> Iterable[Metric]:
+        kinds: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str]] = {
+            "rows": (CounterMetricFamily, "Judged tokens that came to learn from."),
+            "held_rows": (CounterMetricFamily, "Judged tokens that came to judge by."),
+            "updates": (CounterMetricFamily, "Updates of weights."),
+            "versions": (CounterMetricFamily, "Versions of drafters that took another's place."),
+            "rolled_back": (CounterMetricFamily, "Of these, given up again."),
+            "seconds": (CounterMetricFamily, "Time spent on learning."),
+            "acceptance": (GaugeMetricFamily, "Held-out acceptance at the last judgement."),
+            "kept_rows": (GaugeMetricFamily, "Judged tokens in memory."),
+            "branches": (GaugeMetricFamily, "Drafters that are learned: keys times topics."),
+            "broken": (GaugeMetricFamily, "1 if learning has failed and stopped."),
+        }
+        for name, (kind, what) in kinds.items():
+            made = kind(f"{PREFIX}learning_{name}", what, labels=["model_name"])
+            made.add_metric([self._model], stats.learned.get(name, 0.0))
+            yield made
 
     def _gauges(self, stats: ServiceStats) -> Iterable[Metric]:
         held = stats.pages_used + stats.pages_stored

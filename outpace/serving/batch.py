@@ -22,6 +22,7 @@ from outpace.serving.events import Done, Event, Failed, Listener, ServiceStats, 
 from outpace.serving.memory import Memory
 from outpace.serving.mixed import Mixed, Own
 from outpace.serving.resume import restart, resume, suspend
+from outpace.serving.trace import told
 from outpace.step import Machine
 
 
@@ -75,6 +76,8 @@ class Batch:
         self.engine, self.memory = engine, memory
         self.running: dict[Running, Answer] = {}
         """In the order in which they entered."""
+        self.victims: list[Answer] = []
+        """Lost their slots to others, and are not queued again yet; latest first."""
         members: dict[str, Drafter[object]] = {
             name: one.drafter for m in methods.values() for name, one in m.members.items()
         }
@@ -92,7 +95,11 @@ class Batch:
         """Let an answer take part; False if it must wait for memory, or for another's prompt."""
         if self._soon(answer):
             return False
-        slot = self.memory.enter(answer.tokens, answer.ready.key, list(self.running))
+        try:
+            slot = self.memory.enter(answer.tokens, answer.ready.key, list(self.running))
+        except Exception as error:  # no memory for this one
+            self.drop(answer, error)
+            return True
         if slot is None:
             return False
         try:
@@ -114,6 +121,7 @@ class Batch:
         row = self.engine.running(ready, slot, method, verifier)
         row.policy_state = Own(method.policy, row.policy_state)
         row.asked, row.held = answer.asked, self.engine.cache.length(slot)
+        row.watch = told if ready.traced else None
         return row
 
     def _soon(self, answer: Answer) -> bool:
@@ -162,16 +170,19 @@ class Batch:
             )
         self._say(answer, Done(index=ready.index, result=result))
 
-    def advance(self) -> list[Answer]:
-        """Run one pass; returns those that lost their slots to others before it, latest first."""
-        victims = []
+    def lost(self) -> list[Answer]:
+        """All that have begun and not ended, for the case that nothing goes on."""
+        return [*self.running.values(), *self.victims]
+
+    def advance(self) -> None:
+        """Run one pass, after which ``victims`` are to be queued anew."""
         while not self.memory.settle(list(self.running)):
             row = max(self.running, key=lambda one: self.running[one].asked)
             answer = self.running.pop(row)
             self._scheduler.leave(row)
             suspend(row, self.engine.cache)
             self._preempted += 1
-            victims.append(answer)
+            self.victims.append(answer)
         before = {row: self._place(row) for row in self.running}
         self._passes += 1
         try:
@@ -180,9 +191,17 @@ class Batch:
             part = self._one_by_one(before)
         for row in part:
             if row.error is None and row.new_tokens <= 1:
-                self.memory.save(row)
+                self._store(row)
             self._deliver(row)
-        return victims
+
+    def _store(self, row: Running) -> None:
+        """Keep its text for others; if that fails, it fails for this row alone."""
+        try:
+            self.memory.save(row)
+        except Exception as error:
+            if row in self._scheduler.active:
+                self._scheduler.leave(row)
+            row.fail(error)
 
     def _place(self, row: Running) -> tuple[int, int]:
         return self.engine.cache.length(row.slot), len(row.tokens)
@@ -214,15 +233,15 @@ class Batch:
             self._new += len(chunk.tokens)
             self._say(answer, Tokens(
                 index=chunk.index, ids=chunk.tokens, text=chunk.text, accepted=chunk.accepted,
-                logprobs=chunk.logprobs,
+                logprobs=chunk.logprobs, seen=chunk.seen,
             ))
         row.chunks.clear()
         if not row.finished:
             return
         del self.running[row]
+        if row.error is None:
+            self._store(row)
         try:
-            if row.error is None:
-                self.memory.save(row)
             self.engine.release(row, answer.method)
         except Exception as error:
             row.fail(error)

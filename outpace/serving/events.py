@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from outpace.engine.results import DrafterCounts, Result
 from outpace.sampling import TokenLogprobs
+from outpace.serving.trace import Pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +23,8 @@ class Tokens:
     """How many of the tokens, from the first on, a drafter had guessed."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One per token, if the request asked for them."""
+    seen: Pass | None = None
+    """What the pass did, if the request is ``traced``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

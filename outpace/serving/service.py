@@ -22,16 +22,25 @@ from outpace.config import MethodSpec
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
 from outpace.engine.requests import Prompt, Ready, settle
-from outpace.errors import QueueFull, RequestError
+from outpace.errors import QueueFull, RequestError, ServiceClosed
+from outpace.models.base import Target
 from outpace.params import SamplingParams
 from outpace.serving.batch import Answer, Batch, Fate
 from outpace.serving.events import Failed, Listener, ServiceStats
+from outpace.serving.learning import SHARE, Learner, Learning
 from outpace.serving.memory import Memory
 from outpace.serving.workers import let_go
 
 NONE = "none"
 TAIL = 64
 """Rows that a pass may add to a slot, at least: guesses and riders."""
+
+
+def usual_chunk(target: Target) -> int:
+    """Prompt tokens between two steps: 128 on a CPU, where a pass over so many takes no longer
+    per token than a larger one, and 512 elsewhere.
+    """
+    return 128 if target.device.type == "cpu" else 512
 
 
 class Ticket:
@@ -64,11 +73,13 @@ class Service:
             that name none; ``none`` may always be named.
         max_batch: most answers at a time.
         max_queue: most answers waiting; one more is refused.
-        chunk: prompt tokens read between two steps of the others; None: 128 on a CPU, where a pass
-            over so many takes no longer per token than a larger one, and 512 elsewhere.
+        chunk: prompt tokens read between two steps of the others; None: ``usual_chunk``.
         pages: most pages of 64 tokens that the target's cache may take, slots and stored text
             together; None: a share of the memory that is free now. See ``outpace.serving.memory``.
         stored_pages: most of them kept for prompts that begin alike; None: some 512 MB, 0: none.
+        learner: learns from the passes of one of ``drafters``; closed with the service.
+        learn_share: of the time of passes, what it may take; idle time comes on top.
+        share_across_keys: treat all requests as if they were of one key.
 
     Raises:
         OutpaceError: a drafter that cannot be loaded, or a number out of range.
@@ -84,9 +95,12 @@ class Service:
         chunk: int | None = None,
         pages: int | None = None,
         stored_pages: int | None = None,
+        learner: Learner | None = None,
+        learn_share: float = SHARE,
+        share_across_keys: bool = False,
     ) -> None:
         on_cpu = engine.target.device.type == "cpu"
-        chunk = (128 if on_cpu else 512) if chunk is None else chunk
+        chunk = usual_chunk(engine.target) if chunk is None else chunk
         for name, value in (("max_batch", max_batch), ("max_queue", max_queue), ("chunk", chunk)):
             if value < 1:
                 raise RequestError(f"{name} must be at least 1, got {value}")
@@ -95,16 +109,21 @@ class Service:
         self.drafters = tuple(dict.fromkeys([*specs, NONE]))
         """Method specs that requests may name, normalised, the default first."""
         self._methods = {spec: engine.method(spec) for spec in self.drafters}
+        self._share_across_keys = share_across_keys
+        self._learning: Learning | None = None
         tail = max(one.budget.max_nodes for m in self._methods.values() for one in
                    m.members.values())
         self._memory = Memory(
             engine.cache, max_batch, pages=pages, stored=stored_pages, tail=max(TAIL, tail),
             device=engine.target.device,
         )
+        if learner is not None:
+            self._learning = Learning(learner, self._methods, learn_share)
         self._batch = Batch(engine, self._methods, self._memory, chunk)
         self._wake = threading.Condition()
         self._waiting: deque[Answer] = deque()
         self._closing: str | None = None
+        self._broken: Exception | None = None
         self._stats = self._batch.stats(max_batch)
         if on_cpu:
             let_go()
@@ -153,17 +172,21 @@ class Service:
                 ``seed``, ``seed + 1``, ...; they are numbered from 0.
             listen: called with the events of all its answers. If it raises, the request is
                 cancelled and it is not called again.
-            key: whose request it is; nothing is shared between different keys.
+            key: whose request it is; nothing is shared between different keys, unless the service
+                was made with ``share_across_keys``.
 
         Raises:
-            QueueFull: too many answers wait already, or the service is closing.
+            QueueFull: too many answers wait already.
+            ServiceClosed: the service ends, or has broken.
             RequestError: a request that can never be served.
         """
         method = self._check(request)
-        ones = list(replace(request, key=key).each())
+        ones = list(replace(request, key="" if self._share_across_keys else key).each())
         with self._wake:
+            if self._broken is not None:
+                raise ServiceClosed("the service has broken down; start it anew")
             if self._closing is not None:
-                raise QueueFull("the service is closing; it takes no more requests")
+                raise ServiceClosed("the service is closing; it takes no more requests")
             if len(self._waiting) + len(ones) > self.max_queue:
                 raise QueueFull(
                     f"{len(self._waiting)} answers are waiting, and {len(ones)} more are too many "
@@ -197,10 +220,21 @@ class Service:
         ))
         return self._methods[name]
 
+    @property
+    def closing(self) -> bool:
+        """Whether it takes no more requests: ``close`` was called, or it has broken."""
+        return self._closing is not None
+
+    @property
+    def broken(self) -> Exception | None:
+        """The defect of ours that ended it; None as long as there was none."""
+        return self._broken
+
     def stats(self) -> ServiceStats:
         """How it stands, as of the last pass."""
         with self._wake:
-            return replace(self._stats, waiting=len(self._waiting))
+            stats = replace(self._stats, waiting=len(self._waiting))
+        return stats if self._learning is None else self._learning.stats(stats)
 
     def close(self, drain: bool = True, timeout: float | None = None) -> bool:
         """Take no more requests, and end.
@@ -244,19 +278,28 @@ class Service:
             while self._wait():
                 self._batch.drop_cancelled()
                 self._admit()
-                victims = self._batch.advance() if self._batch.running else []
+                if self._batch.running:
+                    self._batch.advance()
                 with self._wake:
-                    self._waiting.extendleft(victims)
+                    self._waiting.extendleft(self._batch.victims)
+                    self._batch.victims.clear()
                     self._stats = self._batch.stats(self.max_batch)
                 self._batch.tell()
+                if self._learning is not None:
+                    self._learning.after_pass()
         except Exception as error:  # a defect of ours; nobody shall wait for ever
             with self._wake:
-                self._closing = "broken"
-                lost = [*self._batch.running.values(), *self._waiting]
+                self._closing, self._broken = "broken", error
+                lost = [*self._batch.lost(), *self._waiting]
                 self._waiting.clear()
+                self._stats = replace(self._stats, running=0)
+            self._batch.tell()
             for answer in lost:
                 answer.tell(Failed(index=answer.ready.index, error=error))
             raise
+        finally:
+            if self._learning is not None:
+                self._learning.close()
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False if there never will be."""
@@ -268,11 +311,22 @@ class Service:
                 if not idle:
                     self._memory.check_integrity([])
                 idle = True
-                self._wake.wait()
+                if not (self._learn() or self._waiting or self._closing):
+                    self._wake.wait()
             if self._closing == "drop":
                 for answer in (*self._waiting, *self._batch.running.values()):
                     answer.fate.cancelled = True
         return True
+
+    def _learn(self) -> bool:
+        """Learn a little while nobody waits, with the lock free; False if there is nothing to."""
+        if self._learning is None:
+            return False
+        self._wake.release()
+        try:
+            return self._learning.idle()
+        finally:
+            self._wake.acquire()
 
     def _admit(self) -> None:
         """Let in those that wait, first come, first served; cancelled ones end."""

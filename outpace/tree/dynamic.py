@@ -48,6 +48,8 @@ class Dynamic:
         """Probability that the drafter gave to each node's token."""
         self.open: list[int] = [ROOT]
         """Nodes that will be expanded next."""
+        self.reach: dict[int, float] = {}
+        """See ``Growing``."""
         self._value: list[float] = []
         self._groups: list[Group] = []
         self._laws: list[Law] = []

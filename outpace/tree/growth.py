@@ -61,6 +61,8 @@ class Branch(Generic[S]):
 
 
 Expand = Callable[[Sequence[Branch[Any]]], tuple[Tensor, "Tensor | None"]]
+Estimate = Callable[[Sequence[Branch[Any]]], Tensor]
+"""Float32 [F]: chance that each node is accepted, given that all above it are."""
 
 
 class Growing(Protocol):
@@ -73,6 +75,9 @@ class Growing(Protocol):
     """Probability that the drafter gave to each node's token."""
     open: list[int]
     """Nodes that will be expanded next."""
+    reach: dict[int, float]
+    """Expanded node -> chance, as the drafter estimates, that it and all above it are accepted;
+    empty where nobody asks."""
 
     def may_grow(self, depth: int) -> bool:
         """Whether another level is wanted; if so ``open`` holds the nodes to expand."""
@@ -104,6 +109,7 @@ class _Tree:
     """Node -> its place in the template."""
     open: list[int] = field(default_factory=lambda: [ROOT])
     """Nodes that will be expanded next."""
+    reach: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, row: DraftRow[Any]) -> _Tree:
@@ -177,13 +183,14 @@ class _Tree:
 
 
 def grow(
-    rows: Sequence[DraftRow[S]], expand: Expand
+    rows: Sequence[DraftRow[S]], expand: Expand, estimate: Estimate | None = None
 ) -> list[tuple[Draft, Sequence[int] | None]]:
     """Grow one draft per row.
 
     Args:
         rows: budgets may differ; a budget without nodes gives an empty draft.
         expand: scores nodes, see ``ExpandingDrafter.expand``. Called once per level.
+        estimate: see ``ExpandingDrafter.estimate``; called after ``expand`` where a budget asks.
 
     Returns:
         Drafts whose groups are CHOSEN at temperature 0 and otherwise drawn as asked; with each,
@@ -202,6 +209,8 @@ def grow(
             for t in growing
         ]
         logits_FD, id_D = expand(branches)
+        if estimate is not None:
+            _estimate(growing, branches, estimate, depth)
         start = 0
         for tree in growing:
             stop = start + len(tree.open)
@@ -210,14 +219,31 @@ def grow(
         depth += 1
 
 
+def _estimate(
+    trees: list[Growing], branches: Sequence[Branch[Any]], estimate: Estimate, depth: int
+) -> None:
+    """Note how likely verification gets through the open nodes, where a rule will read that."""
+    asking = [t.row.budget.estimate and depth + 1 < t.row.budget.max_depth for t in trees]
+    # The pending token is committed: nobody judges it.
+    chance_F: list[float] = estimate(branches).tolist() if depth and any(asking) else []
+    start = 0
+    for tree, asks in zip(trees, asking, strict=True):
+        for i, node in enumerate(tree.open if asks else (), start):
+            tree.reach[node] = tree.reach[tree.parents[node]] * chance_F[i] if depth else 1.0
+        start += len(tree.open)
+
+
 def _ask_stop_rules(trees: list[Growing], depth: int) -> list[Growing]:
     """Close the branches that a stop rule ends. It reads kept tokens only, so nothing is lost."""
     if depth == 0:
         return trees
     for tree in trees:
         if tree.row.budget.stop is not None:
+            reach = [tree.reach[tree.parents[n]] for n in tree.open] if tree.reach else None
             signals = Signals(
-                torch.full((len(tree.open),), depth), torch.tensor([tree.q[n] for n in tree.open])
+                torch.full((len(tree.open),), depth),
+                torch.tensor([tree.q[n] for n in tree.open]),
+                None if reach is None else torch.tensor(reach),
             )
             more = tree.row.budget.stop.more(signals).tolist()
             tree.open = [n for n, go in zip(tree.open, more, strict=True) if go]

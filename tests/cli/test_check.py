@@ -1,10 +1,13 @@
 import json
+from dataclasses import replace
 
 import pytest
 
 from outpace.analysis import check as module
 from outpace.analysis.law import LawReport, check_laws
 from outpace.bench import workloads
+from outpace.cli import check as command
+from outpace.models.decoder import Decoder
 
 FEW = ("check", "--model", "tiny", "--dtype", "float32", "--prompts", "5",
        "--max-new-tokens", "12")
@@ -62,3 +65,32 @@ def test_a_broken_promise_is_exit_code_1(outpace, monkeypatch):
         "BROKEN  law: verifier tree is off by 5.0e-01",
         "BROKEN  law: planted bugs not caught under tree: bug",
     ]
+
+
+def test_shapes_of_a_server_are_checked_if_asked_for(outpace, monkeypatch):
+    monkeypatch.setattr(module, "check_laws", dict)
+    monkeypatch.setattr(module, "check_oracle", dict)
+    monkeypatch.setattr("outpace.serving.service.usual_chunk", lambda target: 20)
+    monkeypatch.setattr(command, "_BATCH", 4)
+    quick = (*FEW, "--drafters", "none", "--prompts", "1", "--shapes", "serve")
+    ran = outpace(*quick, "--json")
+    got = json.loads(ran.out)
+    assert ran.code == 0 and got["broken"] == [], ran.out
+    assert got["shapes"]["chunk"] == 20 and got["shapes"]["max_batch"] == 4
+    assert got["shapes"]["steps"]["different"] == got["shapes"]["prompts"]["different"] == 0
+    score = Decoder.score
+
+    def dependent(self, feeds, cache, **settings):
+        scored = score(self, feeds, cache, **settings)
+        return replace(scored, logits_TV=scored.logits_TV + 1e-5 * (len(feeds) == 3))
+
+    monkeypatch.setattr(Decoder, "score", dependent)
+    ran = outpace(*quick)
+    assert ran.code == 1 and "5 shapes" in ran.out
+    (line,) = [line for line in ran.out.splitlines() if line.startswith("BROKEN  shapes")]
+    assert "rows of steps are not what they are alone; first: 3 sequences, plain" in line
+
+
+def test_shapes_that_nobody_has_are_refused(outpace):
+    ran = outpace(*FEW, "--shapes", "train")
+    assert ran.code == 2 and "unknown shapes 'train'; known: serve" in ran.err

@@ -12,9 +12,15 @@ from outpace.drafters.base import Request
 from outpace.drafters.lookup.datastore import write_datastore
 from outpace.engine.requests import Ready
 from outpace.sampling import Warp
+from outpace.train.objectives.acceptance import Acceptance, AcceptanceTraining
+from outpace.train.objectives.dflash import DflashObjective, DflashTraining
 from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
+from outpace.train.objectives.hydra import Hydra, HydraTraining
+from outpace.train.objectives.kangaroo import KangarooObjective, KangarooTraining
+from outpace.train.objectives.medusa import Medusa, MedusaTraining
+from outpace.train.objectives.ppd import Ppd, PpdTraining
 from outpace.tree.growth import DraftRow
-from outpace.types import Budget, Draft, Drawn, Feed, Outcome, Scored, Verdict, VocabMap
+from outpace.types import Budget, Draft, Drawn, Feed, Outcome, Verdict, VocabMap
 from tests.drafters.strangers import write_stranger
 
 SPECS = {
@@ -38,6 +44,8 @@ SPECS = {
         "draft_model[model=tiny layers=1 tree=3x2x1 verifier=traversal]",
         "draft_model[model=tiny layers=1 policy=schedule]",
         "draft_model[model=tiny layers=1 policy=bandit]",
+        "draft_model[model=tiny layers=1 acceptance=small.acceptance tree=2x2x1x1x1"
+        " policy=specdecpp]",
         "draft_model[model=tiny policy=goodput]",
         "draft_model[model=tiny layers=1 tree=dynamic tree_size=6 policy=goodput]",
     ],
@@ -59,6 +67,39 @@ SPECS = {
         "eagle3[model=small.head tree=dynamic:3 verifier=tree[replacement=true]]",
         "eagle3[model=small.head tree=2x2 policy=confidence verifier=traversal]",
         "eagle3[model=small.head verifier=block]",
+    ],
+    "kangaroo": [
+        "kangaroo[model=small.adapter]",
+        "kangaroo[model=small.adapter threshold=0]",
+        "kangaroo[model=small.adapter threshold=0 tree=3x2x1 verifier=traversal]",
+        "kangaroo[model=small.adapter threshold=0.01 tree=dynamic tree_size=6]",
+        "kangaroo[model=small.adapter threshold=0 tree=dynamic:3 verifier=tree[replacement=true]]",
+        "kangaroo[model=small.adapter tree=2x2 policy=confidence]",
+    ],
+    "medusa": [
+        "medusa[model=small.medusa]",
+        "medusa[model=small.medusa tree=chain verifier=match]",
+        "medusa[model=small.medusa tree=3x2x1 verifier=tree[replacement=true]]",
+        "medusa[model=small.medusa tree=dynamic tree_size=8 policy=confidence]",
+    ],
+    "hydra": [
+        "hydra[model=small.hydra]",
+        "hydra[model=small.hydra tree=chain verifier=block]",
+        "hydra[model=small.hydra tree=3x2x1 verifier=traversal]",
+        "hydra[model=small.hydra tree=dynamic:3 verifier=tree[replacement=true]]",
+    ],
+    "ppd": [
+        "ppd[model=small.ppd]",
+        "ppd[model=small.ppd rows=6 tree=chain verifier=block]",
+        "ppd[model=small.ensemble tree=3x2x1 verifier=traversal]",
+        "ppd[model=small.ppd tree=dynamic:3 verifier=tree[replacement=true] policy=confidence]",
+    ],
+    "dflash": [
+        "dflash[model=small.dflash]",
+        "dflash[model=small.dflash tree=chain verifier=block]",
+        "dflash[model=small.dflash tree=3x2x1 verifier=traversal]",
+        "dflash[model=small.dflash tree=dynamic:3 verifier=tree[replacement=true]]",
+        "dflash[model=small.dflash tree=2x2 policy=confidence]",
     ],
     "prompt_lookup": ["prompt_lookup", "prompt_lookup[min_ngram=1 tree_size=4]"],
     "max_gram": ["max_gram", "max_gram[min_match=2 tree=2x2x1]"],
@@ -158,18 +199,26 @@ def small_store(engine, plain, tmp_path_factory):
     documents = [[*prompt, *text] for prompt, text in zip(PROMPTS, plain, strict=True)]
     write_datastore(documents, engine.target.tokenizer, folder / "small.store")
     write_head(engine.target, folder / "small.head")
+    write_head(engine.target, folder / "small.adapter", KangarooObjective, KangarooTraining())
+    for kind, config in ((Medusa, MedusaTraining()), (Hydra, HydraTraining())):
+        write_head(engine.target, folder / f"small.{kind.method}", kind, config)
+    write_head(engine.target, folder / "small.dflash", DflashObjective, DflashTraining())
+    write_head(engine.target, folder / "small.ppd", Ppd, PpdTraining())
+    write_head(engine.target, folder / "small.ensemble", Ppd, PpdTraining(riders=2, ensemble=2))
+    judged = AcceptanceTraining(draft="tiny", draft_layers=1)
+    write_head(engine.target, folder / "small.acceptance", Acceptance, judged)
     write_stranger(engine.target, folder / "small.other")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield
 
 
-def write_head(target, folder):
-    """A head that starts from a layer of the target, over most of its tokens."""
+def write_head(target, folder, kind=Eagle3, config=None):
+    """A head as it is before training, over most of the target's tokens."""
     known = torch.tensor([i for i in range(target.vocab_size) if i % 5])
     feed_V = torch.full((target.vocab_size,), -1)
     feed_V[known] = torch.arange(len(known))
-    Eagle3.build(Eagle3Config(), target, VocabMap(known, feed_V)).save(folder, {})
+    kind.build(config or Eagle3Config(), target, VocabMap(known, feed_V)).save(folder, {})
 
 
 def tokens(results):
@@ -344,11 +393,12 @@ def proposal_rows(target, drafter, drawn, budget, temperature, texts):
     params = SamplingParams(temperature=temperature, seed=1).resolved(None)
     for text in texts:
         state = drafter.begin(Request(prompt=tuple(text)))
-        forced = Outcome(Draft(), Scored(torch.zeros(0, 1), (0, 0)), Verdict((), (text[-1],)),
+        lease = Lease(cache, cache.open())
+        feed = Feed.chain(lease.slot, text[:-1], want=())
+        shown = target.score([feed], cache, taps=drafter.taps).of(0)
+        forced = Outcome(Draft(), shown, Verdict((), (text[-1],)),
                          tuple(text[:-1]), tuple(range(len(text) - 1)), 0, forced=True)
         drafter.observe([state], [forced])
-        lease = Lease(cache, cache.open())
-        target.score([Feed.chain(lease.slot, text[:-1], want=())], cache)
         cache.keep(lease.slot, range(len(text) - 1))
         rows.append(
             DraftRow(state, text, budget, KeyedCoins(1, len(text) - 1, Stream.DRAFT),
@@ -357,7 +407,7 @@ def proposal_rows(target, drafter, drawn, budget, temperature, texts):
     return rows
 
 
-@pytest.mark.parametrize("spec", [m for m in METHODS if "medusa" not in m])
+@pytest.mark.parametrize("spec", METHODS)
 @pytest.mark.parametrize("drawn", [Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT])
 def test_budgets_are_kept_and_dropped_drafts_forgotten(engine, spec, drawn):
     """Any budget is respected, and proposing again after a dropped draft gives the same draft."""

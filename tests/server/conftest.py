@@ -1,6 +1,8 @@
 """One tiny model, one service, one application; a browser-less client that runs in process."""
 
 import asyncio
+import contextlib
+import threading
 
 import httpx
 import pytest
@@ -38,6 +40,34 @@ def service(engine):
 @pytest.fixture(scope="session")
 def app(service):
     return create_app(service, name="tiny", limits=LIMITS)
+
+
+class Brake:
+    """A listener of an engine that holds the thread that computes behind a pass, while it is on."""
+
+    def __init__(self):
+        self._free, self.held = threading.Event(), threading.Event()
+        self._free.set()
+
+    def __call__(self, record):
+        if not self._free.is_set():
+            self.held.set()
+            self._free.wait(20)
+
+    @contextlib.contextmanager
+    def on(self):
+        """Meanwhile at most one pass begins."""
+        self.held.clear()
+        self._free.clear()
+        try:
+            yield self
+        finally:
+            self._free.set()
+
+
+@pytest.fixture(scope="module")
+def brake():
+    return Brake()
 
 
 class Client:

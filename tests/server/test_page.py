@@ -1,13 +1,27 @@
-"""The page: whole, from one place, and allowed to do no more than it needs."""
+"""The page: whole, from one place, allowed to do no more than it needs, and used as people do."""
 
+import json
 import re
 from importlib import resources
 
+import httpx
 import pytest
+
+from outpace import Engine
+from outpace.server.app import create_app
+from outpace.server.limits import Limits
+from outpace.serving.service import Service
+from tests.server.browser import FOUND, Browser
+from tests.server.test_wire import listening
 
 FOLDER = resources.files("outpace.server").joinpath("static")
 FILES = {name: FOLDER.joinpath(name).read_text(encoding="utf-8")
          for name in ("chat.html", "chat.js", "chat.css")}
+DRAFTER = "early_exit[layer=1 tree=3x2x1]"
+MARKUP = "<img src=x onerror=alert(1)><b>ab</b>"
+needs_browser = pytest.mark.skipif(
+    FOUND is None, reason="no browser: install Chromium or Chrome to run the page in one"
+)
 
 
 def test_it_comes_with_everything_it_names(client):
@@ -21,31 +35,184 @@ def test_it_comes_with_everything_it_names(client):
         answer = client.get(f"/{name}")
         assert answer.text == FILES[name.removeprefix("static/")]
         assert answer.headers["x-content-type-options"] == "nosniff"
+        kind = {"css": "text/css", "js": "text/javascript"}[name.rpartition(".")[2]]
+        assert answer.headers["content-type"] == f"{kind}; charset=utf-8"
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_nothing_comes_from_elsewhere(name):
-    text = FILES[name]
+    text = FILES[name].replace("http://www.w3.org/2000/svg", "")  # a name, fetched by nobody
     assert "//" not in re.sub(r"(^|\s)// .*", "", text) and "@import" not in text
-    assert "innerHTML" not in text and "eval(" not in text  # texts of models are no markup
+    for danger in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(",
+                   "Storage", "document.cookie", " style=", " onclick="):
+        assert danger not in text  # texts of models are no markup, and keys are not kept
     assert text.isascii()
 
 
 def test_script_and_page_agree():
     ids = set(re.findall(r'id="(\w+)"', FILES["chat.html"]))
     used = set(re.findall(r'\bat\("(\w+)"\)', FILES["chat.js"]))
-    assert used <= ids and len(used) > 10
-    classes = set(re.findall(r"\.([a-z]+)[ ,.{:]", FILES["chat.css"]))
-    assert {"accepted", "emitted", "coloured", "turn"} <= classes
+    assert used <= ids and len(used) > 20
 
 
 def test_the_script_reads_what_the_server_writes(client):
     body = {"messages": [{"role": "user", "content": "ab"}], "stream": True,
             "max_tokens": 64, "ignore_eos": True,
             "stream_options": {"include_usage": True}, "temperature": 0,
-            "speculation": {"drafter": "suffix", "detailed": True}}
+            "speculation": {"drafter": "suffix", "trace": True}}
     text = client.post("/v1/chat/completions", body).text
-    for key in set(re.findall(r"(?:metrics|usage|token|choice|one)\.(\w+)", FILES["chat.js"])):
+    read = set(re.findall(r"\b(?:metrics|usage|trace|draft|chunk)\.(\w+)", FILES["chat.js"]))
+    assert len(read) > 15
+    for key in read - {"error"}:
         assert f'"{key}":' in text, key
+    figures = client.get("/metrics").text
+    for name in re.findall(r'"(num_\w+|spec_decode_\w+)"', FILES["chat.js"]):
+        assert re.search(rf"^outpace:(spec_decode_)?{name}(_total)?{{", figures, re.MULTILINE), name
+
+
+@pytest.fixture(scope="module")
+def address(engine):
+    with Service(Engine(engine.target, "none"), drafters=(DRAFTER, "suffix")) as service:
+        limits = Limits(grace_seconds=2)
+        app = create_app(service, name="tiny", keys=["let me in"], limits=limits)
+        with listening(app, limits) as url:
+            yield f"{url}/"
+
+
+@pytest.fixture(scope="module")
+def browser(address, tmp_path_factory):
+    """A page that was let in and has an answer; the tests go on where the one before stopped."""
+    page = Browser(tmp_path_factory.mktemp("browser"))
+    try:
+        page.open(address)
+        page.until("!document.querySelector('#entry').hidden")  # it asks for the key
+        page.type("#key", "let me in")
+        page.press("Enter", windowsVirtualKeyCode=13, text="\r")
+        page.until("document.querySelector('#model').textContent === 'tiny'")
+        (refused,) = page.complaints()  # the browser's own line about the request without a key
+        assert "401" in refused
+        page.events.clear()
+        page.run("document.querySelector('#length').value = 40")
+        page.type("#text", MARKUP)
+        page.press("Enter", windowsVirtualKeyCode=13, text="\r")
+        page.until("document.querySelector('.again:not([hidden])')")
+        yield page
+    finally:
+        page.close()
+
+
+def traced(address):
+    """The trace of the answer that the page got."""
+    body = {"messages": [{"role": "user", "content": MARKUP}], "max_tokens": 40, "temperature": 0,
+            "stream": True, "speculation": {"drafter": DRAFTER, "trace": True}}
+    answer = httpx.post(f"{address}v1/chat/completions", json=body,
+                        headers={"Authorization": "Bearer let me in"})
+    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line[:7] == "data: {"]
+    return [chunk["outpace"] for chunk in chunks if "outpace" in chunk]
+
+
+@needs_browser
+def test_tokens_are_marked_by_who_wrote_them(browser, address):
+    traces = traced(address)
+    shown = browser.run("[...document.querySelectorAll('.pass')].map((pass) => "
+                        "[...pass.children].map((one) => [one.textContent, one.dataset.by]))")
+    assert shown == [[[t["text"], t["by"]] for t in one["tokens"]] for one in traces]
+    looks = browser.run("[...document.querySelectorAll('.token[data-by]')].map((one) => {"
+                        "const s = getComputedStyle(one); return [one.dataset.by, "
+                        "s.backgroundColor, s.textDecorationStyle]; })")
+    by = {name: {(colour, line) for who, colour, line in looks if who == name}
+          for name in (DRAFTER, "target")}
+    ((accepted, solid),), ((emitted, dotted),) = by.values()
+    assert accepted != emitted and (solid, dotted) == ("solid", "dotted")
+    assert browser.run("[...document.querySelectorAll('#legend li')].map((one) => one.title)") == [
+        DRAFTER, ""]
+    # What was said is text, whatever it looks like.
+    assert browser.run("document.querySelector('.turn.user').textContent") == MARKUP
+    browser.run("(() => { const a = new Answer({ speculation: { drafter: '<i>' } }); a.take({"
+                "choices: [{ delta: { content: '<b>' } }], outpace: { tokens: [{ text: '<b>', "
+                "by: '<i>' }], draft: { by: '<i>', drafted: 1, pending: '<u>', tokens: ['<b>'], "
+                "parents: [-1], kept: [0], q: [1], p: [0.5], added: null } } });"
+                "show(a.words.firstChild); hide(true); a.box.remove(); writers.delete('<i>'); })()")
+    assert browser.run("document.querySelectorAll('img, #talk b, #legend i, #tree b').length") == 0
+
+
+@needs_browser
+def test_the_tree_of_a_pass_appears_on_hover_and_on_focus(browser, address, tmp_path):
+    traces = traced(address)
+    number = max(range(1, len(traces)), key=lambda n: len(traces[n]["draft"]["kept"]))
+    draft = traces[number]["draft"]
+    assert draft["kept"] and len(draft["tokens"]) > len(draft["kept"])
+    element = f"document.querySelectorAll('.pass')[{number}]"
+    hidden = "document.querySelector('#tree').hidden"
+    assert browser.run(hidden)
+    browser.point(*browser.at(f"[...{element}.children].find((one) => one.textContent)"))
+    browser.until(f"!{hidden}")
+    for role, wanted in (("accepted", len(draft["kept"])), ("added", draft["added"] is not None),
+                         ("pending", 1), ("node", len(draft["tokens"]) + 2)):
+        assert browser.run(f"document.querySelectorAll('#tree svg .{role}:is(g)').length") == wanted
+    said = browser.run("document.querySelector('#what').textContent")
+    assert f"{len(draft['kept'])} of {draft['drafted']} guesses accepted" in said
+    browser.shoot(tmp_path / "tree.png")
+    assert (tmp_path / "tree.png").stat().st_size > 10_000
+    inside = browser.run("(({ left, top, right, bottom }) => [left, top, right, bottom])("
+                         "document.querySelector('#tree').getBoundingClientRect())")
+    assert min(inside) >= 0 and inside[2] <= 1200 and inside[3] <= 800
+    browser.point(5, 5)
+    browser.until(hidden)
+    # The same with keys alone: one stop for Tab, arrows within, Enter pins, Escape closes.
+    assert browser.run("document.querySelectorAll('.pass[tabindex=\"0\"]').length") == 1
+    browser.run("document.querySelector('.pass[tabindex=\"0\"]').focus()")
+    browser.press("ArrowRight")
+    assert browser.run("document.activeElement === document.querySelectorAll('.pass')[1]")
+    assert not browser.run(hidden)
+    browser.press("Enter", windowsVirtualKeyCode=13)
+    browser.point(5, 5)
+    assert browser.run("!document.querySelector('#tree').hidden && tree.pinned")
+    browser.press("Escape")
+    assert browser.run(hidden)
+
+
+@needs_browser
+def test_a_plain_run_is_compared_and_figures_are_shown(browser):
+    assert "predicted" in browser.run("document.querySelector('#plain').textContent")
+    browser.click("document.querySelector('.again')")
+    browser.until("document.querySelector('.compared .same, .compared .differ')")
+    said = browser.run("document.querySelector('.compared').textContent")
+    assert "the texts are equal (40 tokens)" in said and said.count("tokens/s") == 2
+    assert "measured" in browser.run("document.querySelector('#plain').textContent")
+    rows = ("[...document.querySelector('{}').tBodies[0].rows]"
+            ".map((row) => row.cells[0].firstChild.title)")
+    assert browser.run(rows.format("#mine")) == [DRAFTER, "none"]
+    browser.until(f"{rows.format('#all')}.length")
+    assert browser.run(rows.format("#all")) == [DRAFTER]
+    # A text that is not equal is called so.
+    assert browser.run("difference('abc', 'abd')") == "from character 3 on"
+
+
+@needs_browser
+def test_it_fits_narrow_screens_and_both_schemes(browser):
+    seen = set()
+    for width, dark in ((390, False), (390, True), (1200, True)):
+        browser.size(width, 800)
+        browser.dark(dark)
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        seen.add(browser.run("getComputedStyle(document.body).backgroundColor"))
+        if width == 390:
+            browser.click("document.querySelector('#more')")
+            assert browser.run("document.querySelector('#side').offsetWidth") == width
+            browser.click("document.querySelector('#more')")
+            assert browser.run("document.querySelector('#side').offsetWidth") == 0
+    browser.size(1200, 800)
+    browser.dark(False)
+    assert len(seen) == 2
+
+
+@needs_browser
+def test_it_complains_of_nothing_and_asks_nobody_else(browser, address):
+    browser.run("0")  # what was told before has been read
+    assert browser.complaints() == []
+    assert len(browser.requests()) >= 3
+    assert all(url.startswith(address) for url in browser.requests())
+    assert browser.run("localStorage.length + sessionStorage.length + document.cookie.length") == 0

@@ -9,7 +9,7 @@ import torch
 
 from outpace import Engine, RequestError
 from outpace.drafters.lookup.prompt_lookup import PromptLookup
-from outpace.errors import QueueFull
+from outpace.errors import QueueFull, ServiceClosed
 from outpace.models.tiny import TableTarget
 from outpace.serving.events import Done, Failed, Tokens
 from outpace.serving.service import Service
@@ -185,8 +185,9 @@ def test_a_full_queue_refuses(engine):
             ask(service, PROMPT, max_new_tokens=1)
         gate.set()
         assert all(one.result.tokens for one in (first, *waiting))
-    with pytest.raises(QueueFull, match="closing"):
+    with pytest.raises(ServiceClosed, match="closing"):
         ask(service, PROMPT)
+    assert service.closing and service.broken is None
 
 
 @pytest.mark.parametrize(

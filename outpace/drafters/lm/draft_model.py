@@ -7,6 +7,9 @@ were accepted keep their keys and values, so a step costs one pass per level and
 Without ``model`` it is the one that ``outpace train draft_model`` made for the target, which may
 know a part of the vocabulary only.
 
+With an acceptance head (``outpace train acceptance``) it estimates which of its guesses will be
+accepted, for the policy `specdecpp`, which ends drafts by that; other policies do not ask.
+
 Pays if the model is several times cheaper than the target and agrees with it; the last level
 of a draft is never run through the draft model.
 
@@ -18,6 +21,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from outpace.drafters.lm.acceptance_head import find_head
 from outpace.drafters.lm.trained_model import load_trained
 from outpace.drafters.model_rows import ModelDrafter
 from outpace.drafters.trained import find, is_drafter
@@ -37,6 +43,9 @@ class DraftModelConfig:
     """Use only the first so many layers."""
     dtype: str | None = None
     """float32 or bfloat16; the target's by default."""
+    acceptance: str | None = None
+    """Folder of an acceptance head; without it, the one trained for this model and target, if
+    there is one."""
 
     def __post_init__(self) -> None:
         if self.layers is not None and self.layers < 1:
@@ -54,31 +63,42 @@ class DraftModel(ModelDrafter):
         """Load the draft model, or borrow the target's own layers.
 
         Raises:
-            ModelError: unknown model, too many layers, another vocabulary, or a draft model that
-                was trained for another target, or none.
+            ModelError: see ``load_model``; or an acceptance head that does not fit.
         """
-        model: Target
-        id_D = None
-        if config.model is None or is_drafter(config.model):
-            folder = find("draft_model", target, config.model)
-            model, id_D = load_trained(folder, target, config.dtype)
-        elif config.model == target.name and config.dtype is None:
-            model = target
-        else:
-            model = load_target(
-                config.model, dtype=config.dtype or target.dtype, device=target.device
+        model, id_D = load_model(config, target)
+        return cls(model, target.vocab_size, id_D, find_head(config.acceptance, model, target))
+
+
+def load_model(config: DraftModelConfig, target: Target) -> tuple[Target, Tensor | None]:
+    """Load a draft model without what belongs to it.
+
+    Returns:
+        The model, and the target ids [D] of its logits' columns; None: they are all ids.
+
+    Raises:
+        ModelError: unknown model, too many layers, another vocabulary, or a draft model that was
+            trained for another target, or none.
+    """
+    model: Target
+    id_D = None
+    if config.model is None or is_drafter(config.model):
+        folder = find("draft_model", target, config.model)
+        model, id_D = load_trained(folder, target, config.dtype)
+    elif config.model == target.name and config.dtype is None:
+        model = target
+    else:
+        model = load_target(config.model, dtype=config.dtype or target.dtype, device=target.device)
+        if (model.digest, model.dtype) == (target.digest, target.dtype):
+            model = target  # the same weights by another name: one copy will do
+        check_vocabulary(model, target)
+    if config.layers is not None:
+        if config.layers > model.num_layers:
+            raise ModelError(
+                f"draft_model: layers={config.layers}, but {model.name} has {model.num_layers}"
             )
-            if (model.digest, model.dtype) == (target.digest, target.dtype):
-                model = target  # the same weights by another name: one copy will do
-            check_vocabulary(model, target)
-        if config.layers is not None:
-            if config.layers > model.num_layers:
-                raise ModelError(
-                    f"draft_model: layers={config.layers}, but {model.name} has {model.num_layers}"
-                )
-            model.require(frozenset({LAYERS}), "draft_model with layers=")
-            model = model.variant(layers=range(config.layers))
-        return cls(model, target.vocab_size, id_D)
+        model.require(frozenset({LAYERS}), "draft_model with layers=")
+        model = model.variant(layers=range(config.layers))
+    return model, id_D
 
 
 def check_vocabulary(model: Target, target: Target) -> None:

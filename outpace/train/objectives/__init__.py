@@ -3,7 +3,13 @@
 from collections.abc import Mapping
 
 OBJECTIVES: Mapping[str, str] = {
+    "acceptance": "outpace.train.objectives.acceptance:Acceptance",
     "draft_model": "outpace.train.objectives.draft_model:DraftModelObjective",
     "eagle3": "outpace.train.objectives.eagle3:Eagle3",
+    "kangaroo": "outpace.train.objectives.kangaroo:KangarooObjective",
+    "medusa": "outpace.train.objectives.medusa:Medusa",
+    "hydra": "outpace.train.objectives.hydra:Hydra",
+    "ppd": "outpace.train.objectives.ppd:Ppd",
+    "dflash": "outpace.train.objectives.dflash:DflashObjective",
 }
 """Method -> ``module:Class``, imported when asked for."""

@@ -91,6 +91,14 @@ class Objective(ABC):
             provenance: what made it, as plain data.
         """
 
+    @classmethod
+    def spec(cls, config: Any, folder: Path | None) -> str | None:
+        """The method spec that drafts with what lies in a folder (None: in its usual place).
+
+        None where that is the drafter of the method's own name, as for most.
+        """
+        return None
+
     def on_policy(self, batch: Batch, seed: int) -> Batch:
         """The batch with answers that the drafter wrote itself; as it is for most methods.
 

@@ -1,0 +1,84 @@
+"""Medusa: heads on the target's last hidden state guess several tokens ahead, all at once.
+
+Head k guesses the token k places after the pending one from the hidden state that gave the
+pending one, without reading it or the guesses before: so its law is one per depth, the same below
+every node of that level, and all levels of a draft cost one pass of the heads. A draft is a static
+tree whose shape was measured after training; ``tree=`` sets another.
+
+Guesses pass for little but fit each other less with every level, since no head knows what the one
+before it chose; `hydra` reads that. Pays where a pass over a few dozen rows costs little more than
+one over a single row.
+
+Blockwise parallel decoding (Stern et al. 2018, arXiv:1811.03115) is the plain case: the argmax of
+every head as one chain, kept as far as it equals the target's own choice:
+``medusa[tree=chain verifier=match]``.
+
+Paper: Cai et al. 2024 (Medusa-1), arXiv:2401.10774. Theirs copies the unembedding for every head
+and trains it; here all heads share the target's. Typical acceptance is a verifier, `typical`.
+
+Shape letters: B sequences, F nodes of a frontier, K heads, H hidden size, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.drafters.heads.residual import (
+    Heads,
+    HeadState,
+    ResidualDrafter,
+    path_to,
+    read_heads,
+)
+from outpace.models.base import Target
+from outpace.tree.growth import Branch
+from outpace.types import ROOT
+
+METHOD = "medusa"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MedusaConfig:
+    """Settings of the drafter."""
+
+    model: str | None = None
+    """Folder of the heads; without it, the ones trained for the target."""
+
+
+class Medusa(ResidualDrafter):
+    """Drafts with heads that read the hidden state alone."""
+
+    Config = MedusaConfig
+
+    def __init__(self, heads: Heads, target: Target) -> None:
+        super().__init__(heads, target)
+        self._logits_BKD = torch.empty(0)
+
+    @classmethod
+    def load(cls, config: MedusaConfig, target: Target) -> Medusa:
+        """Read the heads and borrow the target's unembedding.
+
+        Raises:
+            ModelError: no heads, corrupt ones, or ones that were made for another target.
+        """
+        return cls(read_heads(METHOD, config.model, target, conditioned=False), target)
+
+    def expand(self, branches: Sequence[Branch[HeadState]]) -> tuple[Tensor, Tensor | None]:
+        """All heads for all sequences at the first level; later levels look up their head's."""
+        if branches[0].nodes == (ROOT,):
+            with self.clock, torch.no_grad():
+                self._logits_BKD = self.logits(self.hidden(branches))
+        # Counted anew, since whoever grows the tree may open nodes of several levels.
+        row_F = [b.state.row for b in branches for _ in b.nodes]
+        head_F = [len(path_to(b, node)) for b in branches for node in b.nodes]
+        return self._logits_BKD[row_F, head_F], self.id_D
+
+    def logits(self, hidden_BH: Tensor) -> Tensor:
+        """What every head says after hidden states, float32 [B, K, D]."""
+        x_BKH = self.nets[0](hidden_BH)
+        logits_TD = self.target.head(x_BKH.flatten(0, 1), self.heads.vocab)
+        return logits_TD.view(*x_BKH.shape[:2], -1)

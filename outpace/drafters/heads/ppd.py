@@ -1,0 +1,234 @@
+"""Parallel prompt decoding: trained prompt tokens ride in the target's pass and guess ahead.
+
+    rows of a pass    pending, a, b (below a); riders P1 P2 P3 below pending, P1 P2 below a, ...
+    rider Pk          sees the text, its node's path and P1 ... P(k-1) of its own chain; guesses
+                      the token k places after the one that the node itself gives
+    next draft        the riders of the node at which verification ended: one guess per level
+
+So verifying and guessing are one pass of the target; besides it there is only the unembedding of
+a few rows. Riders are seen by nobody, so guesses are scored as if they were alone. The law of a
+level is the same below all nodes of the level before, as for `medusa`.
+
+How many levels a draft can have is the number of riders that its node had: the drafter is in one
+of K + 1 states. Each has its tree, and each node its riders, by what was accepted in training and
+by what passes over more rows cost here, timed once when the drafter is loaded (`ppd_trees`). The
+first step of a text has no guesses: riders come with a step, not with the prompt.
+
+An ensemble has E vectors for each prompt token, in chains of their own at the same positions; the
+guess is the mean of their logits, here the unembedding of the mean hidden state.
+
+Pays where a pass has rows to spare: riders cost as much as guesses. A few KB of weights.
+
+Paper: Chen et al. 2024, arXiv:2405.18628; similar: BiTA, arXiv:2401.12522.
+
+Shape letters: K prompt tokens, E vectors of each, H hidden size, F nodes of a frontier, T guesses
+of all sequences, D draft vocabulary, R riders.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from outpace.drafters.base import ExpandingDrafter, Request
+from outpace.drafters.heads.ppd_trees import Rates, StateMachine, pass_seconds, solve
+from outpace.drafters.heads.prompts import Prompts, read_prompts
+from outpace.drafters.heads.residual import path_to
+from outpace.models.base import EMBEDDINGS, TREE, Target
+from outpace.tree.growth import Branch, DraftRow
+from outpace.tree.shapes import parse_shape
+from outpace.types import NOTHING, ROOT, Draft, Outcome, Riders, Shape
+
+STOCK = "[-1,-1,0,-1,1,0,2,-1,3,1,0,4,5,2,-1,0,7,3,1,6,8,4,2,9]"
+"""Stands for the trees of the state machine; its size is their limit."""
+_STOCK = parse_shape(STOCK)
+_GUESSED: Rates = tuple(
+    tuple(0.45 * 0.75**k * 0.4**rank for rank in range(8)) for k in range(16)
+)
+_GUESSED_ROWS = 24
+"""Rates and rows of a drafter whose acceptance nobody measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PpdConfig:
+    """Settings of the drafter."""
+
+    model: str | None = None
+    """Folder of the prompt tokens; without it, the ones trained for the target."""
+    rows: int | None = None
+    """Most rows of a pass: the pending token, guesses and riders, all taken to cost the same; by
+    default as many as pay, by passes that are timed when the drafter is loaded."""
+
+    def __post_init__(self) -> None:
+        if self.rows is not None and self.rows < 3:
+            raise ValueError(f"rows must be at least 3, got {self.rows}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Memo:
+    """Where the riders of a draft are."""
+
+    count: tuple[int, ...]
+    """Riders of a chain below the pending token, and below each node."""
+    start: tuple[int, ...]
+    """The first of them."""
+
+
+@dataclass(slots=True, eq=False)
+class PromptState:
+    """What is known of one sequence. Its tensor is never changed, only replaced."""
+
+    hidden_KH: Tensor | None = None
+    """Of the riders of the newest committed row."""
+    end: int = -1
+    """The position after that row's."""
+    row: int = 0
+    """The sequence's first guess among those of the drafts under way."""
+
+
+class Ppd(ExpandingDrafter[PromptState]):
+    """Drafts what the riders of the last pass guessed, and sends new ones along.
+
+    Args:
+        prompts: what rides.
+        target: unembeds.
+        machine: trees and riders; None: by the prompts' rates, every row at the same cost.
+    """
+
+    Config = PpdConfig
+    default_nodes = 4
+    default_tree = STOCK
+    needs = frozenset({TREE, EMBEDDINGS})
+
+    def __init__(
+        self, prompts: Prompts, target: Target, machine: StateMachine | None = None
+    ) -> None:
+        self.prompts, self.target = prompts, target
+        self.riders, self.chains = prompts.embed_KEH.shape[:2]
+        self.machine = machine or _flat(prompts, _GUESSED_ROWS)
+        self.id_D = None if prompts.vocab is None else prompts.vocab.to_target_D.to(target.device)
+        self._embed_XH = prompts.embed_KEH.to(target.device, torch.float32).flatten(0, 1)
+        self._allot = lru_cache(maxsize=256)(self.machine.riders)
+        self._hang = lru_cache(maxsize=64)(self._make_riders)
+        self._logits_TD = torch.empty(0)
+
+    @classmethod
+    def load(cls, config: PpdConfig, target: Target) -> Ppd:
+        """Read the prompt tokens and, where their acceptance is known, time passes of the target.
+
+        Raises:
+            ModelError: no prompt tokens, corrupt ones, or ones that were made for another target.
+        """
+        prompts = read_prompts(config.model, target)
+        if config.rows is not None:
+            return cls(prompts, target, _flat(prompts, config.rows))
+        if not prompts.rate_KB:
+            return cls(prompts, target)
+        chains = prompts.embed_KEH.shape[1]
+        nodes = len(_STOCK.parent_N or ())
+        seconds_R = pass_seconds(target)
+        machine = solve(prompts.rate_KB, seconds_R, chains=chains, most_nodes=nodes)
+        return cls(prompts, target, machine)
+
+    def begin(self, request: Request) -> PromptState:
+        """Nothing is known until riders were in a pass."""
+        return PromptState()
+
+    def propose(self, rows: Sequence[DraftRow[PromptState]]) -> list[Draft]:
+        """Grow drafts from the guesses that are there, if any, and hang riders below all."""
+        drafts = super().propose([self._fitted(row) for row in rows])
+        return [self._ridden(row, draft) for row, draft in zip(rows, drafts, strict=True)]
+
+    def _fitted(self, row: DraftRow[PromptState]) -> DraftRow[PromptState]:
+        """The budget of a state: its tree in the place of the stock tree, no more levels."""
+        state, budget = row.state, row.budget
+        if state.hidden_KH is None or state.end != len(row.tokens) - 1:
+            return replace(row, budget=NOTHING)
+        levels, shape = len(state.hidden_KH), budget.shape
+        nodes = min(budget.max_nodes, budget.max_rows)
+        if shape.parent_N is not None and shape.parent_N == _STOCK.parent_N:
+            shape = Shape(self.machine.tree_S[levels][:nodes])
+        depth = min(budget.max_depth, levels)
+        fitted = replace(budget, max_nodes=nodes, max_depth=depth, shape=shape)
+        return replace(row, budget=fitted)
+
+    def _ridden(self, row: DraftRow[PromptState], draft: Draft) -> Draft:
+        room = (row.budget.max_rows - len(draft)) // self.chains
+        count = self._allot(draft.parent_N, room)
+        # A rider has the position of the token that it stands for.
+        last = self.target.max_positions - len(row.tokens)
+        longest = max((n + d for n, d in zip(count, (0, *draft.depth_N), strict=True)), default=0)
+        if longest > last:
+            count = tuple(
+                max(0, min(n, last - d)) for n, d in zip(count, (0, *draft.depth_N), strict=True)
+            )
+        if not any(count):
+            return draft
+        riders, start = self._hang(count)
+        return replace(draft, riders=riders, memo=_Memo(count, start))
+
+    def _make_riders(self, count: tuple[int, ...]) -> tuple[Riders, tuple[int, ...]]:
+        """Chains of riders below the pending token and every node, and where those begin."""
+        node_R: list[int] = []
+        after_R: list[int] = []
+        which_R: list[int] = []
+        start = []
+        for node, riders in enumerate(count, start=ROOT):
+            start.append(len(node_R))
+            for chain in range(self.chains):
+                for k in range(riders):
+                    after_R.append(len(node_R) - 1 if k else -1)
+                    node_R.append(node)
+                    which_R.append(k * self.chains + chain)
+        embed_RH = self._embed_XH[torch.tensor(which_R, device=self._embed_XH.device)]
+        made = Riders(tuple(node_R), tuple(after_R), embed_RH=embed_RH, logits=False)
+        return made, tuple(start)
+
+    def expand(self, branches: Sequence[Branch[PromptState]]) -> tuple[Tensor, Tensor | None]:
+        """Unembed all guesses of all sequences at the first level; later levels look theirs up."""
+        if branches[0].nodes == (ROOT,):
+            parts, row = [], 0
+            for branch in branches:
+                assert branch.state.hidden_KH is not None
+                parts.append(branch.state.hidden_KH)
+                branch.state.row = row
+                row += len(parts[-1])
+            with self.clock, torch.no_grad():
+                self._logits_TD = self.target.head(torch.cat(parts), self.prompts.vocab)
+        row_F = [b.state.row + len(path_to(b, node)) for b in branches for node in b.nodes]
+        return self._logits_TD[row_F], self.id_D
+
+    def observe(self, states: Sequence[PromptState], outcomes: Sequence[Outcome]) -> None:
+        """Keep what the riders of the last committed row say; other riders are forgotten."""
+        for state, outcome in zip(states, outcomes, strict=True):
+            state.hidden_KH = None
+            memo, hidden_RH = outcome.draft.memo, outcome.scored.rider_hidden_RH
+            if not isinstance(memo, _Memo) or hidden_RH is None:
+                continue
+            place = outcome.row_F[-1]  # row 0 is the pending token's, row i + 1 that of node i
+            start, count = memo.start[place], memo.count[place]
+            if count:
+                own_XH = hidden_RH[start : start + count * self.chains].float()
+                state.hidden_KH = own_XH.view(self.chains, count, -1).mean(0)
+                state.end = outcome.start + len(outcome.fed)
+
+    def mark(self, state: PromptState) -> PromptState:
+        """A copy that shares the tensor."""
+        return copy.copy(state)
+
+    def reset(self, state: PromptState) -> None:
+        """Start anew with the next riders."""
+        state.hidden_KH, state.end = None, -1
+
+
+def _flat(prompts: Prompts, rows: int) -> StateMachine:
+    """The most tokens per pass of so many rows."""
+    riders, chains = prompts.embed_KEH.shape[:2]
+    rates = prompts.rate_KB or (_GUESSED * riders)[:riders]
+    nodes = len(_STOCK.parent_N or ())
+    return solve(rates, [1.0] * rows, chains=chains, most_nodes=nodes)

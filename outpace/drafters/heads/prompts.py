@@ -1,0 +1,63 @@
+"""Trained prompt tokens on disk, a few KB: `ppd` reads them, ``outpace train ppd`` writes them.
+
+Shape letters: K prompt tokens, E vectors of each, H hidden size, B ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import Tensor
+
+from outpace.drafters.heads.ppd_trees import Rates
+from outpace.drafters.trained import CONFIG, find, read_config, read_tensors, vocab_map
+from outpace.errors import ModelError
+from outpace.law import VocabMap
+from outpace.models.base import Target
+
+METHOD = "ppd"
+PROMPTS = "prompts"
+"""Name of the one tensor besides the vocabulary, [K, E, H]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prompts:
+    """Prompt tokens as they were read."""
+
+    embed_KEH: Tensor
+    """What enters the target's first layer."""
+    vocab: VocabMap | None = None
+    """The draft vocabulary; None is the target's whole."""
+    rate_KB: Rates = ()
+    """Measured acceptance by prompt token and rank; empty: nothing was measured."""
+
+
+def read_prompts(path: str | None, target: Target) -> Prompts:
+    """Read a drafter folder.
+
+    Args:
+        path: the folder; None: the one trained for the target.
+        target: whom it has to fit.
+
+    Raises:
+        ModelError: no folder, or files that are corrupt or of another target or method.
+    """
+    folder = find(METHOD, target, path)
+    said, tensors = read_config(folder, target, METHOD), read_tensors(folder)
+    wanted = [said.get("riders"), said.get("ensemble"), target.hidden_size]
+    got = list(tensors[PROMPTS].shape) if PROMPTS in tensors else None
+    if got != wanted or not all(isinstance(one, int) and one > 0 for one in wanted):
+        raise ModelError(f"{folder}: {PROMPTS!r} has shape {got}, its config needs {wanted}")
+    vocab = vocab_map(tensors, target.vocab_size)
+    columns = target.vocab_size if vocab is None else len(vocab.to_target_D)
+    if said.get("draft_vocab_size") != columns:
+        raise ModelError(
+            f"{folder / CONFIG}: draft_vocab_size is {said.get('draft_vocab_size')}, but the "
+            f"weights have {columns} draft tokens"
+        )
+    rates = said.get("acceptance") or []
+    if rates and len(rates) != wanted[0]:
+        raise ModelError(f"{folder / CONFIG}: acceptance of {len(rates)} of {wanted[0]} riders")
+    falling = tuple(tuple(accumulate(map(float, row), min)) for row in rates)
+    return Prompts(embed_KEH=tensors[PROMPTS].float(), vocab=vocab, rate_KB=falling)

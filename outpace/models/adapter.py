@@ -1,0 +1,163 @@
+"""Attention without an MLP as a model: what stands between an early layer and the target's head.
+
+    y = norm(x + attention(input_norm(x)));  logits = head(y)
+
+x is the residual stream of the target after its first layers. Heads, rotation and norms are those
+of the target's layers; every row sees the whole text before it.
+
+Names of the tensors in files: ``input_layernorm``, ``self_attn.{q,k,v,o}_proj`` and ``norm``,
+with biases and head norms where the target has them.
+
+Paper: Kangaroo, Liu et al. 2024, arXiv:2404.18911 (x is h_l, y is A(h_l)).
+
+Shape letters: T rows of a pass (filled up to a few), H hidden size, R rows wanted; of heads, X
+queries, keys and values, W their width, E = W / 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from outpace.cache.dense import DenseCache
+from outpace.models.attention import Attention, HeadShape
+from outpace.models.base import Target
+from outpace.models.blocks import Norm
+from outpace.models.eagle import attend_few, is_few
+from outpace.models.families import DecoderConfig
+from outpace.models.packed import MIN_ROWS, Linear
+from outpace.models.passes import PassRows, Rotation
+
+_LAYER = "model.layers.0."
+
+
+def adapter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of an adapter, with its shape.
+
+    Args:
+        config: of one layer; what it says of an MLP is not read.
+    """
+    parts = f"{_LAYER}self_attn.", f"{_LAYER}input_layernorm."
+    own = {
+        name.removeprefix(_LAYER): shape
+        for name, shape in config.tensor_shapes().items()
+        if name.startswith(parts)
+    }
+    return {**own, "norm.weight": (config.hidden_size,)}
+
+
+class Adapter:
+    """One adapter, ready to run.
+
+    Args:
+        config: of one layer, without a window.
+        tensors: all that ``adapter_shapes`` names; converted, not kept.
+        target: its dtype and device are used.
+        packed: lay the weights out for the CPU where that works.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, tensors: Mapping[str, Tensor], target: Target,
+        packed: bool = True,
+    ) -> None:  # fmt: skip
+        self.config, self.dtype, self.device = config, target.dtype, target.device
+        self._heads = HeadShape(
+            config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim,
+            config.attention_scale, config.attention_softcap,
+        )  # fmt: skip
+        self._rotation = Rotation(config.ropes[0], self.device)
+
+        def read(kind: str, letters: str) -> Tensor:
+            parts = [tensors[f"self_attn.{one}_proj.{kind}"] for one in letters]
+            return torch.cat(parts).to(self.device, self.dtype)
+
+        def linear(letters: str, bias: bool) -> Linear:
+            bias_O = read("bias", letters) if bias else None
+            return Linear(read("weight", letters), bias_O, packed)
+
+        def norm(weight: Tensor) -> Norm:
+            return Norm(weight.to(self.device), config)
+
+        self._qkv, self._out = linear("qkv", config.qkv_bias), linear("o", config.out_bias)
+        self._input_norm, self._norm = (
+            norm(tensors[f"{name}.weight"]) for name in ("input_layernorm", "norm")
+        )
+        self._head_norm = None
+        if config.qk_norm:
+            query_W, key_W = (tensors[f"self_attn.{one}_norm.weight"] for one in "qk")
+            each = [query_W] * config.num_heads + [key_W] * config.num_kv_heads
+            self._head_norm = norm(torch.stack(each))
+
+    def new_cache(self) -> DenseCache:
+        """An empty cache for its keys and values."""
+        return DenseCache(1, self._heads.kv, self._heads.width, device=self.device)
+
+    def run(
+        self, rows: PassRows, cache: DenseCache, offsets: Sequence[int], x_TH: Tensor
+    ) -> Tensor:
+        """One pass; keys and values are written for all rows.
+
+        Args:
+            rows: of feeds without riders.
+            cache: from ``new_cache``; the one that ``rows`` was made with.
+            offsets: per feed, the position of the first row of its slot.
+            x_TH: the residual stream of all rows.
+
+        Returns:
+            y of the rows wanted, [R, H] in the target's dtype, ready for its head. What a row gets
+            does not depend on the rows beside it.
+        """
+        wanted, heads = rows.wanted, self._heads
+        with torch.inference_mode():
+            size = max(len(rows.ids), MIN_ROWS)
+            stream_TH = torch.zeros(size, self.config.hidden_size, device=self.device)
+            stream_TH[: len(rows.ids)] = x_TH
+            normed_TH = torch.empty(stream_TH.shape, dtype=self.dtype, device=self.device)
+            self._input_norm(stream_TH, normed_TH)
+            few = not wanted or (heads.softcap is None and is_few(rows.spans))
+            if few:
+                head_TXW = self._qkv(normed_TH).float().view(size, -1, heads.width)
+            else:
+                attend = Attention(cache, rows.spans, size, heads, frozenset({None}), self.dtype)
+                head_TXW = attend.head_TXD
+                head_TXW.flatten(1).copy_(self._qkv(normed_TH))
+            self._turn(head_TXW, rows, offsets)
+            if not wanted:
+                self._store(rows, cache, head_TXW[:, heads.queries :])
+                return stream_TH.new_empty(0, stream_TH.shape[1], dtype=self.dtype)
+            if few:
+                mixed_TY = attend_few(cache, rows.spans[0], head_TXW, heads, self.dtype)
+            else:
+                mixed_TY = attend(0, None)
+            index = torch.tensor([*wanted, *wanted[:1] * (MIN_ROWS - len(wanted))])
+            index = index.to(self.device)
+            out_RH = self._out(mixed_TY.index_select(0, index))
+            y_RH = self._norm(stream_TH.index_select(0, index).add_(out_RH)).to(self.dtype)
+        with torch.no_grad():  # made outside of inference mode it is an ordinary tensor
+            return y_RH[: len(wanted)].clone()
+
+    def _turn(self, head_TXW: Tensor, rows: PassRows, offsets: Sequence[int]) -> None:
+        """Norm and rotate queries and keys in place, dimension i with dimension i + E."""
+        positions = [
+            offset + position
+            for span, offset in zip(rows.spans, offsets, strict=True)
+            for position in span.positions
+        ]
+        positions += [0] * (len(head_TXW) - len(positions))
+        turned_TXW = head_TXW[:, : self._heads.queries + self._heads.kv]
+        if self._head_norm is not None:
+            self._head_norm(turned_TXW, turned_TXW)
+        low_TXE, high_TXE = turned_TXW.chunk(2, -1)
+        both_TXE = torch.complex(low_TXE, high_TXE).mul_(self._rotation.at(positions))
+        low_TXE.copy_(both_TXE.real)
+        high_TXE.copy_(both_TXE.imag)
+
+    def _store(self, rows: PassRows, cache: DenseCache, new_TXW: Tensor) -> None:
+        """Write keys and values of a pass from which nothing else is wanted."""
+        parts = new_TXW[:, : self._heads.kv], new_TXW[:, self._heads.kv :]
+        for span in rows.spans:
+            own = slice(span.start, span.start + len(span.stored))
+            for store, part in zip(cache.by_row, parts, strict=True):
+                store[0, span.slot, span.stored.start : span.stored.stop] = part[own]

@@ -1,0 +1,247 @@
+"""Dflash: a block of rows that learns to guess the next S tokens at once, from features.
+
+    anchor t     context rows 0 to t are seen; token t + 1 is pending
+    row i        guesses token t + 2 + i, i = 0 ... S - 1
+
+Anchors are drawn at random, a share of the learning rows of a text, and all their blocks are
+learned in one go: a block sees the context up to its anchor and itself. Row i counts decay^i, by
+being learned in that share of the blocks alone: rows that are not learned cost neither the MLP
+nor the head. The network is `dflash_net`; only it is trained, and the unembedding is the target's.
+
+Held-out rows also give what the static tree is made of: how often the i-th likeliest token of
+a row was the target's, where those of the rows before were among their likeliest.
+
+Papers: DFlash, arXiv:2602.06036 (anchors; its weights exp(-i / 4) are a decay of 0.78); PARD,
+arXiv:2504.18583 (later rows learned more rarely). Labels are the target's laws.
+
+Shape letters: B sequences, T tokens, A anchors of a sequence, S rows of a block, R rows, N laws,
+H hidden size, F width of all features, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from outpace.drafters.heads.dflash_files import METHOD
+from outpace.drafters.heads.residual import LARGEST, RANKS, likeliest
+from outpace.drafters.trained import decoder_to_json, head_name, lender, read_embedding
+from outpace.errors import ModelError
+from outpace.files import write_whole
+from outpace.law import VocabMap
+from outpace.models.base import EMBEDDINGS, TAPS, Target
+from outpace.models.block_drafter import unit
+from outpace.models.decoder import Decoder
+from outpace.models.families import DecoderConfig
+from outpace.train.align import EAGLE, Aligned
+from outpace.train.batches import Batch
+from outpace.train.losses import check, head_loss
+from outpace.train.objectives.base import (
+    LAST,
+    Chain,
+    Objective,
+    Step,
+    draft_ids,
+    laws_for,
+    target_laws,
+    write_drafter,
+)
+from outpace.train.objectives.dflash_net import BlockNet, take
+from outpace.train.objectives.ranks import Ranks, ranked
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DflashTraining:
+    """Options of ``outpace train dflash``."""
+
+    slots: int = 4
+    """Tokens guessed at a time."""
+    layers: int = 1
+    """Layers of the network."""
+    anchors: float = 0.5
+    """Share of the rows of an answer from which a block is learned, drawn anew for every batch."""
+    decay: float = 0.7
+    """Weight of a row relative to the one before."""
+    loss: str = "kl"
+    """One of the losses of `outpace.train.losses`: ce, kl, rkl, jsd, tv, lk, lk_mix."""
+    temperature: float = 1.0
+    """Divides the target's logits before they become labels."""
+    taps: str | None = None
+    """Layers after which features are taken, as ``2,15,27,-1``; -1, the last, is behind the final
+    norm. By default 2, L / 2, L - 3 and -1."""
+
+    def __post_init__(self) -> None:
+        check(self.loss)
+        if self.slots < 1 or self.layers < 1:
+            raise ValueError(
+                f"slots and layers must be at least 1, got {self.slots} and {self.layers}"
+            )
+        if not (0 < self.anchors <= 1 and 0 < self.decay <= 1 and self.temperature > 0):
+            raise ValueError(
+                "anchors and decay must be in (0, 1] and temperature above 0, got "
+                f"{self.anchors}, {self.decay} and {self.temperature}"
+            )
+
+
+class Anchored(Aligned):
+    """A batch of which only a share of the learning rows, the anchors, are used; at least one."""
+
+    def __init__(self, batch: Batch, share: float, coins: torch.Generator) -> None:
+        super().__init__(batch, EAGLE)
+        coin_BA = torch.rand(self.real_BA.shape, generator=coins).to(self.real_BA.device)
+        coin_BA = coin_BA.where(self.real_BA, 2.0)
+        chosen_BA = self.real_BA & ((coin_BA < share) | (coin_BA == coin_BA.min()))
+        most = max(1, int(chosen_BA.sum(1).max()))
+        order_BA = (~chosen_BA).to(torch.int8).argsort(dim=1, stable=True)[:, :most]
+        self.real_BA = chosen_BA.gather(1, order_BA)
+        self.place_BA = self.place_BA.gather(1, order_BA).where(self.real_BA, 0)
+
+
+class DflashObjective(Objective):
+    """One network in training."""
+
+    Config = DflashTraining
+    module: BlockNet
+
+    def __init__(
+        self, config: DflashTraining, target: Decoder, vocab: VocabMap | None, net: BlockNet,
+        shape: DecoderConfig,
+    ) -> None:  # fmt: skip
+        self.config, self.target, self.vocab, self.module = config, target, vocab, net
+        self.shape, self._fused = shape, _fused(config, target)
+        head_VH = target.checkpoint.tensor(head_name(target))
+        rows = head_VH if vocab is None else head_VH[vocab.to_target_D]
+        self._head_DH = rows.to(target.device, torch.float32)
+        self._embed_VH = read_embedding(target)
+        self.ranks = Ranks(config.slots)
+
+    @classmethod
+    def taps(cls, config: DflashTraining, target: Target) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([*_fused(config, target), LAST]))
+
+    @classmethod
+    def build(
+        cls, config: DflashTraining, target: Target, vocab: VocabMap | None
+    ) -> DflashObjective:
+        target.require(frozenset({TAPS, EMBEDDINGS}), METHOD)
+        lent, taps, count = lender(target, METHOD), _fused(config, target), config.layers
+        if count > lent.num_layers:
+            raise ModelError(f"dflash: layers={count}, but {lent.name} has {lent.num_layers}")
+        theirs = lent.config
+        rope = theirs.ropes[theirs.rope_of_layer[-1]]
+        shape = replace(
+            theirs, num_layers=count, windows=(None,) * count, ropes=(rope,),
+            rope_of_layer=(0,) * count, tied_head=False, qkv_bias=False, out_bias=False,
+            mlp_bias=False, qk_norm=False, norm_offset=0.0, sandwich_norms=False,
+            attention_softcap=None, logit_softcap=None, embed_scale=1.0,
+            attention_scale=theirs.head_dim**-0.5,
+        )  # fmt: skip
+        net = BlockNet(shape, len(taps), config.slots, lent.device).to(lent.device)
+        streams = [number for number, tap in enumerate(taps) if tap != LAST]
+        take(net, lent, len(taps), streams[-1] if streams else 0)
+        return cls(config, lent, vocab, net, shape)
+
+    def outputs(self, batch: Batch, aligned: Aligned, keep_BAS: Tensor) -> Tensor:
+        """What the unembedding reads at the rows kept, float32 [R, H]."""
+        feature_BTF = torch.cat([unit(batch.feature[tap]) for tap in self._fused], -1)
+        embed_BAH = unit(self._embed_VH[aligned.token(EAGLE - 1)])
+        return cast(Tensor, self.module(feature_BTF, embed_BAH, aligned.place_BA, keep_BAS))
+
+    def drawn(self, batch: Batch) -> tuple[Aligned, Tensor]:
+        """The anchors of a batch, and which rows of their blocks learn, bool [B, A, S].
+
+        The coins are a function of the batch alone, so that a training that goes on after a break
+        draws what it would have drawn.
+        """
+        config = self.config
+        seed = zlib.crc32(batch.token_BT.cpu().numpy().tobytes())
+        coins = torch.Generator().manual_seed(seed)
+        aligned, keep = Anchored(batch, config.anchors, coins), []
+        for i in range(config.slots):
+            known_BA = aligned.teaches(EAGLE + i) & (self._labels(aligned, i) >= 0)
+            coin_BA = torch.rand(known_BA.shape, generator=coins).to(known_BA.device)
+            keep.append(known_BA & (coin_BA < config.decay**i))
+        return aligned, torch.stack(keep, -1)
+
+    def _labels(self, aligned: Aligned, slot: int) -> Tensor:
+        return draft_ids(aligned.token(EAGLE + slot), self.vocab)
+
+    def loss(self, batch: Batch) -> Step:
+        config, slots = self.config, range(self.config.slots)
+        self.ranks.clear()
+        aligned, keep_BAS = self.drawn(batch)
+        p_ND, row_R = None, None
+        if config.loss != "ce":
+            row_BAS = torch.stack([aligned.law(EAGLE + i) for i in slots], -1)
+            used_N, row_R = torch.unique(row_BAS[keep_BAS], return_inverse=True)
+            last_NH = aligned.laws_of(batch.feature[LAST])[used_N]
+            p_ND = target_laws(self.target, self.vocab, last_NH, config.temperature)
+        label_BAS = torch.stack([self._labels(aligned, i) for i in slots], -1)
+        tokens = max(1, int(keep_BAS[..., 0].sum()))
+        loss = head_loss(
+            self.outputs(batch, aligned, keep_BAS), self._head_DH, config.loss, p_ND=p_ND,
+            row_R=row_R, label_R=label_BAS[keep_BAS],
+        )  # fmt: skip
+        return Step(loss / tokens, tokens)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Step:
+        aligned, slots = Aligned(batch, EAGLE), self.config.slots
+        p_ND, truth_N = laws_for(batch, aligned, self.target, self.vocab)
+        assert p_ND is not None and truth_N is not None, "blocks read features"
+        every_BAS = aligned.real_BA.new_ones(*aligned.real_BA.shape, slots)
+        y_BASH = self.outputs(batch, aligned, every_BAS).view(*every_BAS.shape, -1)
+        chain, reached_BA = Chain(aligned.real_BA), aligned.real_BA
+        for i in range(slots):
+            row_BA, known_BA = aligned.law(EAGLE + i), aligned.teaches(EAGLE + i)
+            truth_BA = truth_N[row_BA]
+            follows_BA = aligned.token(EAGLE + i) == truth_BA
+            rank_R, alpha_R = ranked(
+                y_BASH[:, :, i].flatten(0, 1), self._head_DH, self.vocab, truth_BA.flatten(),
+                p_ND, row_BA.flatten(),
+            )  # fmt: skip
+            rank_BA = rank_R.view_as(truth_BA)
+            chain.add(known_BA, rank_BA == 0, follows_BA, alpha_R.view_as(truth_BA))
+            counted_BA = reached_BA & known_BA
+            self.ranks.add(i, rank_BA[counted_BA])
+            reached_BA = counted_BA & follows_BA & (rank_BA < RANKS)
+        return chain.step(torch.zeros(()), int(aligned.real_BA.sum()), with_overlap=True)
+
+    def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
+        """Write the drafter folder, and in it the calibrated tree alone, as ``tree.json``."""
+        target, rates = self.target, self.ranks.acceptance()
+        parents = list(likeliest(rates, LARGEST))
+        config = {
+            "method": METHOD, "target": target.name, "target_digest": target.digest,
+            "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
+            "draft_vocab_size": len(self._head_DH), "taps": list(self._fused),
+            "slots": self.config.slots, "decoder": decoder_to_json(self.shape),
+            "acceptance": rates, "tree": parents,
+        }  # fmt: skip
+        write_drafter(folder, config, self.module.state_dict(), self.vocab, provenance)
+        if parents:
+            write_whole(folder / "tree.json", json.dumps({"parents": parents}) + "\n")
+
+
+def _fused(config: DflashTraining, target: Target) -> tuple[str, ...]:
+    """Features that stand side by side; in shallow targets one may serve twice.
+
+    Raises:
+        ModelError: layers that the target does not have.
+    """
+    last = target.num_layers
+    if config.taps is None:
+        return *(f"hidden.{one}" for one in (min(2, last), last // 2, max(last - 3, 1))), LAST
+    layers = config.taps.split(",")
+    if not all(word == "-1" or (word.isdecimal() and int(word) <= last) for word in layers):
+        raise ModelError(
+            f"dflash: taps={config.taps!r}, but {target.name} has layers 0 to {last}, and -1"
+        )
+    return tuple(f"hidden.{word}" for word in layers)

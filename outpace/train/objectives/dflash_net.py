@@ -1,0 +1,144 @@
+"""The network of `dflash` in training: context as keys and values, blocks of rows as queries.
+
+Arithmetic and parameter names are those of `outpace.models.block_drafter`, which says what
+the rows are. Many blocks of a text are learned at once: each sees the context up to its own anchor
+and the rows of its own block, and neither later context nor other blocks.
+
+Shape letters: B sequences, T tokens, M blocks of a sequence, S rows of a block, R rows that learn,
+H hidden size, F width of all features; of heads, K key heads, G query heads of each, D their width.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from outpace.models.decoder import Decoder
+from outpace.models.families import DecoderConfig
+from outpace.train.objectives.networks import KeyValue, Layer, Norm, Turn, Turns
+
+SMALL = 0.05
+"""Scale of what a layer adds at the start: in the target it adds to a stream of length 20."""
+DOUBT = 0.5
+"""Scale of the last norm at the start, which is sure of wrong tokens."""
+
+
+def unseen(place_BM: Tensor, tokens: int) -> Tensor:
+    """Context rows that a block may not see, bool [B, M, T]: those behind its anchor."""
+    return torch.arange(tokens, device=place_BM.device) > place_BM[..., None]
+
+
+class BlockLayer(Layer):
+    """One layer over the rows of blocks."""
+
+    def mix(
+        self, u_BMSH: Tensor, turn: Turn, text: KeyValue, unseen_BMT: Tensor
+    ) -> Tensor:
+        """What the rows of blocks mix, heads side by side, [B, M, S, .]."""
+        own, (batch, blocks, slots) = self.self_attn, u_BMSH.shape[:3]
+        u_BYH = u_BMSH.flatten(1, 2)
+        q_BKGYD = own.queries(u_BYH, turn)
+        k_BKYD, v_BKYD = own.keys(u_BYH, turn)
+        kv = q_BKGYD.shape[1]
+        score = (q_BKGYD.flatten(2, 3) @ text[0].transpose(2, 3)).float()
+        score = score.view(batch, kv, -1, blocks, slots, text[0].shape[2])
+        score.masked_fill_(unseen_BMT[:, None, None, :, None], -torch.inf)
+        q = q_BKGYD.reshape(batch, kv, -1, blocks, slots, q_BKGYD.shape[-1])
+        k, v = (one.reshape(batch, kv, 1, *q.shape[3:]) for one in (k_BKYD, v_BKYD))
+        beside = (q @ k.transpose(-1, -2)).float()
+        share = torch.cat([score, beside], -1).softmax(-1).to(q.dtype)
+        seen, beside = share[..., :-slots], share[..., -slots:]
+        mixed: Tensor = (seen.flatten(2, 4) @ text[1]).view(q.shape) + beside @ v
+        return mixed.permute(0, 3, 4, 1, 2, 5).flatten(3)
+
+    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """The residual stream behind the layer, of any rows."""
+        return self.after(x, self.self_attn.o_proj(mixed))
+
+
+class BlockNet(nn.Module):
+    """All that is trained.
+
+    Args:
+        config: of the layers.
+        taps: how many features stand side by side.
+        slots: S.
+        device: of the rotary table.
+    """
+
+    def __init__(self, config: DecoderConfig, taps: int, slots: int, device: torch.device) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.fc = nn.Linear(taps * hidden, hidden, bias=False)
+        self.token = nn.Linear(hidden, hidden, bias=False)
+        self.slots = nn.Embedding(slots, hidden)
+        self.layers = nn.ModuleList(BlockLayer(config, i) for i in range(config.num_layers))
+        self.norm = Norm(hidden, config)
+        self._turns = Turns(config.ropes[0], device)
+
+    def forward(
+        self, feature_BTF: Tensor, embed_BMH: Tensor, place_BM: Tensor, keep_BMS: Tensor
+    ) -> Tensor:
+        """What the unembedding reads, float32 [R, H].
+
+        Args:
+            feature_BTF: features of all rows of the texts, each of mean square 1.
+            embed_BMH: of the tokens behind the anchors, of mean square 1.
+            place_BM: the anchors: last context row that a block sees.
+            keep_BMS: bool, rows whose outputs are wanted; they come in this order.
+
+        Cost: the MLP of the last layer runs over the rows wanted alone.
+        """
+        context_BTH = self.fc(feature_BTF).float()
+        slots, tokens = len(self.slots.weight), context_BTH.shape[1]
+        index = place_BM[..., None].expand(-1, -1, context_BTH.shape[-1])
+        seed_BMH = context_BTH.gather(1, index) + self.token(embed_BMH).float()
+        x = seed_BMH[:, :, None] + self.slots.weight
+        position_BMS = place_BM[..., None] + 1 + torch.arange(slots, device=place_BM.device)
+        turn = self._turns.at(position_BMS.flatten(1), tokens + slots + 1)
+        row_T = torch.arange(tokens, device=place_BM.device)[None]
+        along, hidden_BMT = self._turns.at(row_T, tokens), unseen(place_BM, tokens)
+        for number, module in enumerate(self.layers):
+            layer = cast(BlockLayer, module)
+            text = layer.self_attn.keys(layer.input_layernorm(context_BTH), along)
+            mixed = layer.mix(layer.input_layernorm(x), turn, text, hidden_BMT)
+            if number + 1 == len(self.layers):
+                x, mixed = x[keep_BMS], mixed[keep_BMS]
+            x = layer.finish(x, mixed)
+        return cast(Tensor, self.norm(x))
+
+
+@torch.no_grad()
+def take(net: BlockNet, target: Decoder, taps: int, base: int) -> None:
+    """Start from the last layers of the target: nothing is drawn at random.
+
+    Args:
+        net: overwritten.
+        target: lends the weights.
+        taps: how many features stand side by side.
+        base: which of them the rows start as.
+    """
+    config, hidden, first = target.config, target.hidden_size, target.num_layers - len(net.layers)
+
+    def read(name: str) -> Tensor:
+        return target.checkpoint.tensor(name, torch.float32).to(target.device)
+
+    parts = [torch.eye(hidden) * (tap == base) for tap in range(taps)]
+    net.fc.weight.copy_(torch.cat(parts, 1))
+    net.token.weight.copy_(torch.eye(hidden) * 0.5)
+    net.slots.weight.zero_()
+    before_mlp = "pre_feedforward" if config.sandwich_norms else "post_attention"
+    for number, module in enumerate(net.layers):
+        layer, at = cast(BlockLayer, module), f"model.layers.{first + number}."
+        for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate",
+                     "mlp.up", "mlp.down"):  # fmt: skip
+            writes = name in ("self_attn.o", "mlp.down")
+            weight = read(f"{at}{name}_proj.weight") * (SMALL if writes else 1.0)
+            layer.get_parameter(f"{name}_proj.weight").copy_(weight)
+        norms = ("input_layernorm", "input"), ("post_attention_layernorm", before_mlp)
+        for own, theirs in norms:
+            norm = read(f"{at}{theirs}_layernorm.weight") + config.norm_offset
+            layer.get_parameter(f"{own}.weight").copy_(norm)
+    net.norm.weight.copy_((read("model.norm.weight") + config.norm_offset) * DOUBT)

@@ -1,0 +1,64 @@
+"""Hydra: residual heads, each trained to guess one token further, told which tokens lie between.
+
+    row t      h_t, the target's last hidden state, and the embeddings of tokens t + 1 ... t + k
+    head k     guesses token t + 1 + k:  x = M [h, embeddings], then x <- x + silu(A x + b), a few
+               times; logits = the target's unembedding of x
+
+In training the tokens between are those of the text (teacher forcing): a guess is kept only if
+all before it were right, so these are the rows that count. Otherwise all is as for `medusa`: its
+alignment, losses, measurement and tree. M starts as the identity on h, so every head starts with
+the target's law of the token before; a ``loop.lr`` of some 1e-3 does well.
+
+Paper: Ankner et al. 2024, arXiv:2402.05109, with the target's laws as labels (their Hydra++ does
+the same) and without its attention layer.
+
+Shape letters: B sequences, A learning rows, H hidden size, I inputs of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outpace.drafters.heads.residual import unit
+from outpace.drafters.trained import read_embedding
+from outpace.law import VocabMap
+from outpace.models.decoder import Decoder
+from outpace.train.align import Aligned
+from outpace.train.objectives.medusa import HeadsNet, Medusa, MedusaTraining
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HydraTraining(MedusaTraining):
+    """Options of ``outpace train hydra``."""
+
+    layers: int = 2
+    """Blocks of a head behind the matrix that mixes its inputs."""
+
+
+class Hydra(Medusa):
+    """Heads that read the hidden state and the tokens before their guess, in training."""
+
+    Config = HydraTraining
+    method: ClassVar[str] = "hydra"
+    conditioned: ClassVar[bool] = True
+
+    def __init__(
+        self, config: MedusaTraining, target: Decoder, vocab: VocabMap | None, net: HeadsNet
+    ) -> None:
+        super().__init__(config, target, vocab, net)
+        self._embed_VH = read_embedding(target)
+
+    def inputs(self, hidden_BAH: Tensor, aligned: Aligned) -> list[Tensor]:
+        """What the heads read, [B, A, I] each: each one token more than the head before."""
+        inputs: list[Tensor] = []
+        for ahead in range(1, self.config.heads + 1):
+            # The scale of embeddings does not matter: they come in with a length of their own.
+            embed_BAH = unit(F.embedding(aligned.token(ahead), self._embed_VH))
+            before = inputs[-1] if inputs else hidden_BAH
+            inputs.append(torch.cat([before, embed_BAH], -1))
+        return inputs

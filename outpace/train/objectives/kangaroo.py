@@ -1,0 +1,214 @@
+"""Kangaroo: an adapter that makes a head's input of the state after an early layer.
+
+    h_t after layer e (``exit_layer``);  y_t = norm(h_t + attention(input_norm(h_t)))
+    logits = W y_t, W the rows of the target's head for the draft vocabulary, frozen and not stored
+
+Row t guesses token t + 1 from states alone, so all rows of a text are learned in one go and a
+draft of any depth meets nothing that training has not seen. Labels are the target's laws: ``kl``
+has the gradients of the paper's soft cross entropy.
+
+The adapter starts as the attention of the layer that reads h in the target, between that layer's
+norm and the last norm of the target; nothing is drawn at random.
+
+Paper: Liu et al. 2024, arXiv:2404.18911 (l is e).
+
+Shape letters: B sequences, T tokens, A learning rows, R rows, N laws, H hidden size, D draft
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from outpace.drafters.trained import decoder_to_json, head_name, lender
+from outpace.errors import ModelError
+from outpace.law import VocabMap
+from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, Target
+from outpace.models.decoder import Decoder
+from outpace.models.families import DecoderConfig
+from outpace.train.align import DRAFT_MODEL, Aligned, places
+from outpace.train.batches import Batch
+from outpace.train.losses import check, head_loss
+from outpace.train.objectives.base import (
+    DEPTHS,
+    LAST,
+    Chain,
+    Objective,
+    Step,
+    draft_ids,
+    guesses,
+    laws_for,
+    target_laws,
+    write_drafter,
+)
+from outpace.train.objectives.networks import Attention, Norm, Turns
+
+DOUBT = 0.5
+"""Scale of the last norm at the start, which is sure of wrong tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KangarooTraining:
+    """Options of ``outpace train kangaroo``."""
+
+    exit_layer: int | None = None
+    """Layers of the target that draft; a fifth of them by default."""
+    loss: str = "kl"
+    """One of the losses of `outpace.train.losses`: ce, kl, rkl, jsd, tv, lk, lk_mix."""
+    temperature: float = 1.0
+    """Divides the target's logits before they become labels."""
+
+    def __post_init__(self) -> None:
+        check(self.loss)
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be above 0, got {self.temperature}")
+
+
+class AdapterNet(nn.Module):
+    """What is trained; names and arithmetic are those of `outpace.models.adapter`."""
+
+    def __init__(self, shape: DecoderConfig, device: torch.device) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(shape.hidden_size, shape)
+        self.self_attn = Attention(shape, None)
+        self.norm = Norm(shape.hidden_size, shape)
+        self._turns = Turns(shape.ropes[0], device)
+
+    def forward(self, x_BTH: Tensor, place_BT: Tensor, aligned: Aligned) -> Tensor:
+        """Outputs y of the learning rows, [B, A, H]; all rows give keys."""
+        longest = place_BT.shape[1]
+        u_BTH = self.input_layernorm(x_BTH)
+        text = self.self_attn.keys(u_BTH, self._turns.at(place_BT, longest))
+        place_BA = aligned.place_BA
+        turn = self._turns.at(place_BA, longest)
+        query = self.self_attn.queries(aligned.rows(u_BTH), turn)
+        mixed_BAH = self.self_attn(query, text, (), place_BA)
+        return cast(Tensor, self.norm(aligned.rows(x_BTH) + mixed_BAH))
+
+    @torch.no_grad()
+    def take(self, target: Decoder, layer: int) -> None:
+        """Start as the attention of a layer of the target, read by its head."""
+        for name, parameter in self.named_parameters():
+            own = "model.norm.weight" if name == "norm.weight" else f"model.layers.{layer}.{name}"
+            parameter.copy_(target.checkpoint.tensor(own, torch.float32))
+        offset = target.config.norm_offset
+        self.norm.weight.add_(offset).mul_(DOUBT).sub_(offset)
+
+
+class KangarooObjective(Objective):
+    """One adapter in training."""
+
+    Config = KangarooTraining
+    module: AdapterNet
+
+    def __init__(
+        self, config: KangarooTraining, target: Decoder, vocab: VocabMap | None, net: AdapterNet,
+        shape: DecoderConfig,
+    ) -> None:  # fmt: skip
+        self.config, self.target, self.vocab, self.module = config, target, vocab, net
+        self.shape, self.layer = shape, _exit_layer(config, target)
+        self._head_DH: Tensor | None = None
+
+    @classmethod
+    def taps(cls, config: KangarooTraining, target: Target) -> tuple[str, ...]:
+        return (f"hidden.{_exit_layer(config, target)}", LAST)
+
+    @classmethod
+    def build(
+        cls, config: KangarooTraining, target: Target, vocab: VocabMap | None
+    ) -> KangarooObjective:
+        target.require(frozenset({LAYERS, TAPS, EMBEDDINGS}), "kangaroo")
+        lent, layer = lender(target, "kangaroo"), _exit_layer(config, target)
+        theirs = lent.config
+        rope = theirs.ropes[theirs.rope_of_layer[layer]]
+        shape = replace(
+            theirs, num_layers=1, windows=(None,), ropes=(rope,),
+            rope_of_layer=(0,), sandwich_norms=False, embed_scale=1.0, attention_softcap=None,
+        )  # fmt: skip
+        net = AdapterNet(shape, lent.device).to(lent.device)
+        net.take(lent, layer)
+        return cls(config, lent, vocab, net, shape)
+
+    def head(self) -> Tensor:
+        """The target's rows for the draft vocabulary, [D, H], read once."""
+        if self._head_DH is None:
+            head_VH = self.target.checkpoint.tensor(head_name(self.target))
+            rows = head_VH if self.vocab is None else head_VH[self.vocab.to_target_D]
+            self._head_DH = rows.to(self.target.device, torch.float32)
+        return self._head_DH
+
+    def outputs(self, batch: Batch, aligned: Aligned) -> Tensor:
+        """What the head reads at the learning rows, [B, A, H]."""
+        x_BTH = batch.feature[f"hidden.{self.layer}"].float()
+        place_BT = places(batch).expand(x_BTH.shape[:2])
+        return cast(Tensor, self.module(x_BTH, place_BT, aligned))
+
+    def loss(self, batch: Batch) -> Step:
+        aligned, config = Aligned(batch, DRAFT_MODEL), self.config
+        p_ND = None
+        if config.loss != "ce":
+            last_NH = aligned.laws_of(batch.feature[LAST])
+            p_ND = target_laws(self.target, self.vocab, last_NH, config.temperature)
+        label_BA = draft_ids(aligned.token(DRAFT_MODEL), self.vocab)
+        keep_BA = aligned.teaches(DRAFT_MODEL) & (label_BA >= 0)
+        tokens = max(1, int(keep_BA.sum()))
+        loss = head_loss(
+            self.outputs(batch, aligned)[keep_BA], self.head(), config.loss, p_ND=p_ND,
+            row_R=aligned.law(DRAFT_MODEL)[keep_BA], label_R=label_BA[keep_BA],
+        )  # fmt: skip
+        return Step(loss / tokens, tokens)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Step:
+        aligned = Aligned(batch, DRAFT_MODEL)
+        p_ND, truth_N = laws_for(batch, aligned, self.target, self.vocab)
+        assert truth_N is not None, "an adapter reads features"
+        y_BAH, row_BA = self.outputs(batch, aligned), aligned.law(DRAFT_MODEL)
+        truth_BA, text_BA = truth_N[row_BA], aligned.token(DRAFT_MODEL)
+        guess_R, alpha_R = guesses(
+            y_BAH.flatten(0, 1), self.head(), self.vocab, p_ND, row_BA.flatten()
+        )
+        right_BA = guess_R.view_as(truth_BA) == truth_BA
+        alpha_BA = alpha_R.view_as(truth_BA)
+        chain, size = Chain(aligned.real_BA), right_BA.shape[1]
+        # States are the text's own: the row after a row is the same chain, one depth further.
+        for i in range(DEPTHS):
+            ahead = min(i, size)
+            chain.narrow(size - ahead)
+            chain.add(
+                aligned.follows(ahead), right_BA[:, ahead:], (text_BA == truth_BA)[:, ahead:],
+                alpha_BA[:, ahead:],
+            )  # fmt: skip
+        return chain.step(torch.zeros(()), int(aligned.real_BA.sum()), with_overlap=True)
+
+    def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
+        target = self.target
+        config = {
+            "method": "kangaroo", "target": target.name, "target_digest": target.digest,
+            "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
+            "draft_vocab_size": len(self.head()), "layer": self.layer,
+            "taps": [f"hidden.{self.layer}"], "decoder": decoder_to_json(self.shape),
+        }  # fmt: skip
+        write_drafter(folder, config, self.module.state_dict(), self.vocab, provenance)
+
+
+def _exit_layer(config: KangarooTraining, target: Target) -> int:
+    """How many layers draft.
+
+    Raises:
+        ModelError: none, or all of them.
+    """
+    layers = target.num_layers
+    layer = max(1, layers // 5) if config.exit_layer is None else config.exit_layer
+    if not 0 < layer < layers:
+        raise ModelError(
+            f"kangaroo: exit_layer={layer}, but {target.name} has {layers} layers; leave after "
+            f"layer 1 to {layers - 1}"
+        )
+    return layer

@@ -1,0 +1,240 @@
+"""Medusa: residual heads, each trained to guess one token further ahead from the same state.
+
+    row t       h_t, the target's last hidden state     head k guesses token t + 1 + k
+    head        x = h + silu(A h + b), a few times; logits = the target's unembedding of x
+
+The first guess of a row is its depth 1, as for EAGLE: token t + 1 is known when drafting begins.
+Every head starts as the identity (A = 0, b = 0), so it starts with the target's law of the token
+before. Only A and b are trained, best with a ``loop.lr`` of some 3e-3; the loss of a deeper head
+counts less.
+
+Held-out rows also give what the static tree is made of: how often the i-th likeliest token of
+head k was the target's, among rows where the target's tokens before it were among the likeliest
+of their heads. `save` stores it, from the measurement before.
+
+Papers: Cai et al. 2024 (Medusa-1), arXiv:2401.10774; Stern et al. 2018, arXiv:1811.03115. Labels
+are the target's laws, not the text alone.
+
+Shape letters: B sequences, A learning rows, R rows, C rows of a chunk, N laws, K heads, H hidden
+size, I inputs of a head, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from outpace.drafters.heads.residual import LARGEST, RANKS, HeadsShape, likeliest
+from outpace.drafters.trained import head_name, lender
+from outpace.files import write_whole
+from outpace.law import VocabMap
+from outpace.models.base import EMBEDDINGS, TAPS, Target
+from outpace.models.decoder import Decoder
+from outpace.train.align import EAGLE, Aligned
+from outpace.train.batches import Batch
+from outpace.train.losses import CHUNK, check, depth_weights, head_loss, weighted
+from outpace.train.objectives.base import (
+    LAST,
+    Chain,
+    Objective,
+    Step,
+    draft_ids,
+    laws_for,
+    target_laws,
+    write_drafter,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MedusaTraining:
+    """Options of ``outpace train medusa``."""
+
+    heads: int = 4
+    """Tokens that can be guessed at a time."""
+    layers: int = 2
+    """Blocks of a head."""
+    decay: float = 0.8
+    """Weight of a head relative to the one before."""
+    loss: str = "kl"
+    """One of the losses of `outpace.train.losses`: ce, kl, rkl, jsd, tv, lk, lk_mix."""
+    temperature: float = 1.0
+    """Divides the target's logits before they become labels."""
+
+    def __post_init__(self) -> None:
+        check(self.loss)
+        if self.heads < 1 or self.layers < 1:
+            raise ValueError(
+                f"heads and layers must be at least 1, got {self.heads} and {self.layers}"
+            )
+        if not 0 < self.decay <= 1 or self.temperature <= 0:
+            raise ValueError(
+                "decay must be in (0, 1] and temperature above 0, got "
+                f"{self.decay} and {self.temperature}"
+            )
+
+
+class Head(nn.Module):
+    """One head in training; parameters are named as `HeadsShape.tensor_shapes` says."""
+
+    def __init__(self, shape: HeadsShape, number: int) -> None:
+        super().__init__()
+        hidden, wide = shape.hidden_size, shape.inputs(number)
+        self.mix = nn.Linear(wide, hidden, bias=False) if shape.conditioned else None
+        self.blocks = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(shape.layers))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+        if self.mix is not None:
+            nn.init.eye_(self.mix.weight[:, :hidden])
+
+    def forward(self, u_BAI: Tensor) -> Tensor:
+        x_BAH = u_BAI if self.mix is None else self.mix(u_BAI).float()
+        for block in self.blocks:
+            x_BAH = x_BAH + F.silu(block(x_BAH)).float()
+        return x_BAH
+
+
+class HeadsNet(nn.Module):
+    """All that is trained."""
+
+    def __init__(self, shape: HeadsShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.heads = nn.ModuleList(Head(shape, number) for number in range(shape.heads))
+
+
+class Medusa(Objective):
+    """Heads that read the hidden state alone, in training."""
+
+    Config = MedusaTraining
+    method: ClassVar[str] = "medusa"
+    conditioned: ClassVar[bool] = False
+    module: HeadsNet
+
+    def __init__(
+        self, config: MedusaTraining, target: Decoder, vocab: VocabMap | None, net: HeadsNet
+    ) -> None:
+        self.config, self.target, self.vocab, self.module = config, target, vocab, net
+        head_VH = target.checkpoint.tensor(head_name(target))
+        rows = head_VH if vocab is None else head_VH[vocab.to_target_D]
+        self._head_DH = rows.to(target.device, target.dtype)
+        self._weights = depth_weights(config.heads, config.decay)
+        self.rank_KB = torch.zeros(config.heads, RANKS + 1, dtype=torch.float64)
+        """Held-out rows by head and rank of the target's token, the last for all further ranks;
+        since the weights last changed, in this process."""
+
+    @classmethod
+    def taps(cls, config: Any, target: Target) -> tuple[str, ...]:
+        return (LAST,)
+
+    @classmethod
+    def build(cls, config: Any, target: Target, vocab: VocabMap | None) -> Medusa:
+        target.require(frozenset({TAPS, EMBEDDINGS}), cls.method)
+        lent = lender(target, cls.method)
+        shape = HeadsShape(
+            heads=config.heads, layers=config.layers, hidden_size=lent.hidden_size,
+            conditioned=cls.conditioned,
+        )  # fmt: skip
+        return cls(config, lent, vocab, HeadsNet(shape).to(lent.device))
+
+    def inputs(self, hidden_BAH: Tensor, aligned: Aligned) -> Sequence[Tensor]:
+        """What the heads read, [B, A, I] each."""
+        return [hidden_BAH] * self.config.heads
+
+    def states(self, batch: Batch, aligned: Aligned) -> list[Tensor]:
+        """What the unembedding reads at the learning rows, [B, A, H] for every head."""
+        hidden_BAH = aligned.rows(batch.feature[LAST]).float()
+        inputs = self.inputs(hidden_BAH, aligned)
+        return [head(u_BAI) for head, u_BAI in zip(self.module.heads, inputs, strict=True)]
+
+    def loss(self, batch: Batch) -> Step:
+        aligned, config = Aligned(batch, EAGLE), self.config
+        self.rank_KB.zero_()
+        p_ND = None
+        if config.loss != "ce":
+            last_NH = aligned.laws_of(batch.feature[LAST])
+            p_ND = target_laws(self.target, self.vocab, last_NH, config.temperature)
+        losses, tokens = [], 1
+        for i, x_BAH in enumerate(self.states(batch, aligned)):
+            ahead = EAGLE + i
+            label_BA = draft_ids(aligned.token(ahead), self.vocab)
+            keep_BA = aligned.teaches(ahead) & (label_BA >= 0)
+            losses.append(
+                head_loss(
+                    x_BAH[keep_BA], self._head_DH, config.loss, p_ND=p_ND,
+                    row_R=aligned.law(ahead)[keep_BA], label_R=label_BA[keep_BA],
+                )
+            )  # fmt: skip
+            tokens = max(1, int(keep_BA.sum())) if i == 0 else tokens
+        return Step(weighted(losses, self._weights) / tokens, tokens)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Step:
+        aligned = Aligned(batch, EAGLE)
+        p_ND, truth_N = laws_for(batch, aligned, self.target, self.vocab)
+        assert p_ND is not None and truth_N is not None, "heads read features"
+        chain, reached_BA = Chain(aligned.real_BA), aligned.real_BA
+        for i, x_BAH in enumerate(self.states(batch, aligned)):
+            row_BA, known_BA = aligned.law(EAGLE + i), aligned.teaches(EAGLE + i)
+            truth_BA = truth_N[row_BA]
+            follows_BA = aligned.token(EAGLE + i) == truth_BA
+            rank_R, alpha_R = self._judged(x_BAH.flatten(0, 1), p_ND, row_BA, truth_BA)
+            rank_BA = rank_R.view_as(truth_BA)
+            chain.add(known_BA, rank_BA == 0, follows_BA, alpha_R.view_as(truth_BA))
+            counted_BA = reached_BA & known_BA
+            found = torch.bincount(rank_BA[counted_BA], minlength=RANKS + 1)
+            self.rank_KB[i] += found.to(self.rank_KB.device)
+            reached_BA = counted_BA & follows_BA & (rank_BA < RANKS)
+        tokens = int(aligned.real_BA.sum())
+        return chain.step(torch.zeros(()), tokens, with_overlap=True)
+
+    def _judged(
+        self, x_RH: Tensor, p_ND: Tensor, row_BA: Tensor, truth_BA: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The rank of the target's token among a head's, at most RANKS, and alpha; both [R]."""
+        row_R, label_R = row_BA.flatten(), draft_ids(truth_BA, self.vocab).flatten()
+        column_D = torch.arange(len(self._head_DH), device=x_RH.device)
+        ranks, alphas = [], []
+        for lo in range(0, max(1, len(x_RH)), CHUNK):
+            x_CH = x_RH[lo : lo + CHUNK].to(self._head_DH.dtype)
+            z_CD = (x_CH @ self._head_DH.T).float()
+            label_C = label_R[lo : lo + CHUNK]
+            own_C1 = z_CD.gather(1, label_C.clamp_min(0)[:, None])
+            # Logits are often equal in bfloat16; the first of them is the one that is drafted.
+            before_CD = (z_CD == own_C1) & (column_D < label_C[:, None])
+            rank_C = ((z_CD > own_C1) | before_CD).sum(1).clamp_max(RANKS)
+            ranks.append(rank_C.where(label_C >= 0, RANKS))
+            p_CD = p_ND[row_R[lo : lo + CHUNK]]
+            alphas.append(torch.minimum(z_CD.softmax(-1), p_CD).sum(-1))
+        return torch.cat(ranks), torch.cat(alphas)
+
+    def acceptance(self) -> list[list[float]]:
+        """By head and rank, how often that token was the target's; empty before `evaluate`."""
+        total_K1 = self.rank_KB.sum(1, keepdim=True)
+        if not bool(total_K1.any()):
+            return []
+        rates: list[list[float]] = (self.rank_KB / total_K1.clamp_min(1))[:, :RANKS].tolist()
+        return rates
+
+    def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
+        """Write the drafter folder, and in it the calibrated tree alone, as ``tree.json``.
+
+        ``tree=FOLDER/tree.json`` serves every ``tree_size``; the default ends at its 15th node.
+        """
+        target, shape, rates = self.target, self.module.shape, self.acceptance()
+        parents = list(likeliest(rates, LARGEST))
+        config = {
+            "method": self.method, "target": target.name, "target_digest": target.digest,
+            "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
+            "draft_vocab_size": len(self._head_DH), "taps": [LAST], "heads": shape.heads,
+            "layers": shape.layers, "acceptance": rates, "tree": parents,
+        }  # fmt: skip
+        write_drafter(folder, config, self.module.state_dict(), self.vocab, provenance)
+        if parents:
+            write_whole(folder / "tree.json", json.dumps({"parents": parents}) + "\n")

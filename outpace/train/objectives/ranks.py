@@ -1,0 +1,69 @@
+"""At which rank of a drafter's law the target's token stands: what static trees are made of.
+
+Shape letters: R rows, C rows of a chunk, S depths, N laws, H hidden size, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outpace.drafters.heads.residual import RANKS
+from outpace.law import VocabMap
+from outpace.train.losses import CHUNK
+from outpace.train.objectives.base import draft_ids
+
+
+@torch.no_grad()
+def ranked(
+    y_RH: Tensor, head_DH: Tensor, vocab: VocabMap | None, truth_R: Tensor, p_ND: Tensor,
+    row_R: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The rank of the target's token among a row's, and alpha; both [R].
+
+    Args:
+        y_RH: what the unembedding reads.
+        head_DH: its rows.
+        vocab: of its columns.
+        truth_R: target ids of the right tokens.
+        p_ND: the target's laws.
+        row_R: which of them is whose.
+
+    Returns:
+        int64 ranks from 0, at most RANKS, which is also that of tokens that cannot be drafted; and
+        float32 sums of min(p, q).
+    """
+    label_R, ranks, alphas = draft_ids(truth_R, vocab), [], []
+    for lo in range(0, max(1, len(y_RH)), CHUNK):
+        z_CD = (y_RH[lo : lo + CHUNK] @ head_DH.T).float()
+        label_C = label_R[lo : lo + CHUNK]
+        own_C1 = z_CD.gather(1, label_C.clamp_min(0)[:, None])
+        ranks.append((z_CD > own_C1).sum(1).clamp_max(RANKS).where(label_C >= 0, RANKS))
+        p_CD = p_ND[row_R[lo : lo + CHUNK]]
+        alphas.append(torch.minimum(z_CD.softmax(-1), p_CD).sum(-1))
+    return torch.cat(ranks), torch.cat(alphas)
+
+
+class Ranks:
+    """Held-out rows by depth and rank, since the weights last changed, in this process."""
+
+    def __init__(self, depths: int) -> None:
+        self.count_SB = torch.zeros(depths, RANKS + 1, dtype=torch.float64)
+        """The last column is for all further ranks."""
+
+    def clear(self) -> None:
+        """Forget: the weights change."""
+        self.count_SB.zero_()
+
+    def add(self, depth: int, rank: Tensor) -> None:
+        """Count rows of one depth."""
+        found = torch.bincount(rank, minlength=RANKS + 1)
+        self.count_SB[depth] += found.to(self.count_SB.device)
+
+    def acceptance(self) -> list[list[float]]:
+        """By depth and rank, how often that token was the target's; empty if nothing counted."""
+        total_S1 = self.count_SB.sum(1, keepdim=True)
+        if not bool(total_S1.any()):
+            return []
+        rates: list[list[float]] = (self.count_SB / total_S1.clamp_min(1))[:, :RANKS].tolist()
+        return rates

@@ -1,0 +1,186 @@
+"""The versions of a learned drafter on disk: whole or not there, whenever the process dies.
+
+    FOLDER/lock                      one server at a time learns here
+    FOLDER/topics.json               what tells topics apart
+    FOLDER/BRANCH/manifest.json      versions, which one drafts, what they were made from
+    FOLDER/BRANCH/v000003/           a drafter folder
+
+A version is written first and named in the manifest afterwards, which is replaced in one step. So a
+folder that no manifest names is what was left of a process that died, and is removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from outpace.drafters.trained import CONFIG, WEIGHTS
+from outpace.errors import ModelError
+from outpace.files import write_whole
+from outpace.models.fields import brief
+
+FORMAT = 1
+MANIFEST, TOPICS, LOCK = "manifest.json", "topics.json", "lock"
+BASE = 0
+"""The number of the drafter that learning started from, which lies elsewhere."""
+
+Entry = dict[str, Any]
+"""One version: number, parent, sha256, rolled_back, and what was measured."""
+
+
+class Versions:
+    """The versions of one branch.
+
+    Args:
+        folder: made at the first version.
+        about: plain data that must be what the manifest says: whose drafter it is.
+        kept: newest versions that stay, at least 1; the one that drafts and its parent do too.
+
+    Raises:
+        ModelError: a manifest that cannot be read, or is of something else; says what to delete.
+    """
+
+    def __init__(self, folder: Path, about: Mapping[str, str], kept: int = 3) -> None:
+        self.folder, self.about, self.kept = folder, dict(about), kept
+        self.entries: dict[int, Entry] = {}
+        self.current = BASE
+        """The version that drafts."""
+        self._next = BASE + 1
+        if (folder / MANIFEST).is_file():
+            self._read()
+        self._tidy()
+
+    def _read(self) -> None:
+        path = self.folder / MANIFEST
+        try:
+            said = json.loads(path.read_text(encoding="utf-8"))
+            if said["format"] != FORMAT or said["about"] != self.about:
+                raise ValueError(f"it is about {said['about']}, not {self.about}")
+            self.entries = {int(one["number"]): dict(one) for one in said["versions"]}
+            self.current, self._next = int(said["current"]), int(said["next"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(
+                f"{path} cannot be used: {brief(error)}; delete {self.folder} to learn anew"
+            ) from error
+        while self.current != BASE and not self._intact(self.current):
+            entry = self.entries.pop(self.current, {"parent": BASE})
+            self.current = int(entry["parent"])
+
+    def _intact(self, number: int) -> bool:
+        folder, entry = self.path(number), self.entries.get(number)
+        if entry is None or not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
+            return False
+        return bool(entry["sha256"] == digest_of(folder / WEIGHTS))
+
+    def path(self, number: int) -> Path:
+        """The drafter folder of a version."""
+        return self.folder / f"v{number:06d}"
+
+    @property
+    def parent(self) -> int:
+        """The version that drafted before the current one."""
+        return int(self.entries[self.current]["parent"]) if self.current != BASE else BASE
+
+    def add(self, save: Callable[[Path], None], note: Mapping[str, Any]) -> int:
+        """Write a version that drafts from now on.
+
+        Args:
+            save: writes a drafter folder.
+            note: plain data to keep with it.
+
+        Returns:
+            Its number. After an error, or if the process dies, all is as before.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        number = self._next
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = self.path(number)
+        try:
+            save(folder)
+            entry = {"number": number, "parent": self.current, "rolled_back": False,
+                     "sha256": digest_of(folder / WEIGHTS), **note}  # fmt: skip
+            self._commit({**self.entries, number: entry}, number, number + 1)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self._prune()
+        return number
+
+    def back(self) -> int:
+        """Let the parent of the current version draft again; returns its number."""
+        entry = {**self.entries[self.current], "rolled_back": True}
+        self._commit({**self.entries, self.current: entry}, self.parent, self._next)
+        return self.current
+
+    def _commit(self, entries: Mapping[int, Entry], current: int, following: int) -> None:
+        said = {"format": FORMAT, "about": self.about, "current": current, "next": following,
+                "versions": [entries[number] for number in sorted(entries)]}  # fmt: skip
+        write_whole(self.folder / MANIFEST, json.dumps(said, indent=1) + "\n")
+        self.entries, self.current, self._next = dict(entries), current, following
+
+    def _prune(self) -> None:
+        """Drop old versions; what still may draft stays."""
+        needed = {self.current, self.parent, *sorted(self.entries)[-self.kept :]}
+        stay = {
+            # Where a parent has gone, the way back leads to the beginning.
+            n: entry if entry["parent"] in needed else {**entry, "parent": BASE}
+            for n, entry in self.entries.items() if n in needed
+        }  # fmt: skip
+        if len(stay) < len(self.entries):
+            self._commit(stay, self.current, self._next)
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Remove what no manifest names."""
+        if not self.folder.is_dir():
+            return
+        known = {self.path(number).name for number in self.entries}
+        for folder in self.folder.glob("v[0-9]*"):
+            if folder.name not in known:
+                shutil.rmtree(folder, ignore_errors=True)
+        _remove_parts(self.folder)
+
+
+class Lock:
+    """Keeps a folder for one process; one that dies gives it up. Removes parts of files there.
+
+    Raises:
+        ModelError: another process has it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        self.release = weakref.finalize(self, os.close, file)
+        """Gives the folder up. Harmless if it was done."""
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:  # a system without such locks
+            return
+        except OSError as error:
+            self.release()
+            raise ModelError(
+                f"another server learns in {folder}; stop it, or serve without --learn"
+            ) from error
+        _remove_parts(folder)
+
+
+def _remove_parts(folder: Path) -> None:
+    """Remove files that a process which died was writing."""
+    for part in folder.glob(".*.part"):
+        part.unlink(missing_ok=True)
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
