@@ -62,7 +62,9 @@ def _method(row: registry.Row) -> str:
     facts = []
     if row.kind == "drafter":
         facts.append(f"Family `{row.family}`.")
-        if "default_nodes" in values:
+        if "default_tree" in values:
+            facts.append("A tree unless told otherwise.")
+        elif "default_nodes" in values:
             facts.append(f"Chains of {ast.unparse(values['default_nodes'])} unless told otherwise.")
     facts.append("Lossless." if row.lossless else "**Lossy**: needs `allow_lossy`.")
     if row.trained:

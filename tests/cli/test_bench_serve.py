@@ -135,7 +135,7 @@ def test_ctrl_c_keeps_what_is_whole(outpace, url, workload, monkeypatch):
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--check-texts", "-t", "0.5"], "--check-texts needs temperature 0, got 0.5"),
         (["-m", "tiny"], "has a model already"),
-        (["-d", "prompt_lokup"], "did you mean prompt_lookup"),
+        (["-d", "x["], "cannot read method spec"),
         (["-d", "suffix"], "drafter 'suffix' was not started at http"),
         (["--api-key-file", "nowhere.txt"], "cannot read --api-key-file nowhere.txt"),
         (["--max-new-tokens", "5000"], "no prompt leaves room for 5000 new tokens"),

@@ -319,7 +319,7 @@ def test_passes_are_timed_with_a_clock(target):
 def folder(target, tmp_path_factory):
     out = tmp_path_factory.mktemp("ppd")
     objective = PpdObjective.build(PpdTraining(), target, half(target))
-    objective.rank_KB += torch.tensor([5.0, *[1.0] * 10], dtype=torch.float64)
+    objective.ranks.count_SB += torch.tensor([5.0, *[1.0] * 10], dtype=torch.float64)
     objective.save(out, {})
     return out
 

@@ -98,7 +98,6 @@ def test_a_service_learns_and_its_text_stays(target, base, tmp_path):
         figures = Meters("tiny", service.stats).text().decode()
     assert stats.learned["versions"] >= 1 and stats.learned["broken"] == 0
     assert 'outpace:learning_versions_total{model_name="tiny"}' in figures
-    print(rate(first), rate(final), stats.learned)
     assert rate(final) > rate(first) + 0.05, stats.learned
     plain = [one.tokens for one in engine.generate(last, drafter="none", max_new_tokens=20,
                                                    **GREEDY)]

@@ -17,6 +17,7 @@ from outpace.train.corpus import CorpusPrompt
 from outpace.train.kit import Kit
 from outpace.train.objectives.hydra import Hydra, HydraTraining
 from outpace.train.objectives.medusa import Medusa, MedusaTraining
+from outpace.train.objectives.ranks import ranked
 from outpace.train.options import read_options
 from outpace.tree.shapes import read_shape
 from tests.train.texts import most_used, written
@@ -132,21 +133,19 @@ def test_acceptance_and_ranks_are_counted_along_texts(target, batches, kind, tra
                 chain, tree = chain and rank == 0 and goes_on, tree and rank < 10 and goes_on
     assert step.accepted_by_depth.tolist() == accepted
     assert step.counted_by_depth.tolist() == counted
-    assert objective.rank_KB.tolist() == rank_KB.tolist() and rank_KB[1].sum() > counted[1]
+    assert objective.ranks.count_SB.tolist() == rank_KB.tolist() and rank_KB[1].sum() > counted[1]
     assert 0 < step.overlap_by_depth[0] / step.counted_by_depth[0] < 1
-    rates = objective.acceptance()
+    rates = objective.ranks.acceptance()
     assert rates[0][1] == pytest.approx(float(rank_KB[0, 1] / rank_KB[0].sum()))
     objective.loss(batch)
-    assert objective.acceptance() == [], "a step of training makes the measurement old"
+    assert objective.ranks.acceptance() == [], "a step of training makes the measurement old"
 
 
-def test_of_equal_logits_the_first_counts_as_drafted(target, batches):
+def test_of_equal_logits_the_first_counts_as_drafted():
     """In bfloat16 many are equal: then one token alone is the first guess, not all of them."""
-    objective = Medusa.build(MedusaTraining(heads=1), target, None)
     z_RD = torch.tensor([[1.0, 3.0, 3.0, 3.0]]).repeat(4, 1)
-    objective._head_DH = torch.eye(4)
-    p_ND = torch.full((1, 4), 0.25)
-    rank_R, _ = objective._judged(z_RD, p_ND, torch.zeros(4, dtype=torch.int64), torch.arange(4))
+    row_R, p_ND = torch.zeros(4, dtype=torch.int64), torch.full((1, 4), 0.25)
+    rank_R, _ = ranked(z_RD, torch.eye(4), None, torch.arange(4), p_ND, row_R)
     assert rank_R.tolist() == [3, 0, 1, 2]
 
 
@@ -165,7 +164,7 @@ def test_what_is_saved(target, batches, tmp_path):
         objective.evaluate(batches[0])
         objective.save(folder, {"command": "test"})
         config = json.loads((folder / "config.json").read_text())
-        assert config["acceptance"] == objective.acceptance()
+        assert config["acceptance"] == objective.ranks.acceptance()
         assert config["tree"] == list(likeliest(config["acceptance"], 63)) != []
         assert read_shape(folder / "tree.json").parent_N == tuple(config["tree"])
         wanted = {"d2t": [40], "t2d": [target.vocab_size]}

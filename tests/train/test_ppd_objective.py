@@ -208,11 +208,11 @@ def test_acceptance_and_ranks_are_counted_along_texts(target, batches):
             chain, tree = chain and rank == 0 and goes_on, tree and rank < 10 and goes_on
     assert step.accepted_by_depth.tolist() == accepted
     assert step.counted_by_depth.tolist() == counted
-    assert objective.rank_KB.tolist() == rank_KB.tolist() and rank_KB[1].sum() > 0
-    rates = objective.acceptance()
+    assert objective.ranks.count_SB.tolist() == rank_KB.tolist() and rank_KB[1].sum() > 0
+    rates = objective.ranks.acceptance()
     assert rates[0][1] == pytest.approx(float(rank_KB[0, 1] / rank_KB[0].sum()))
     objective.loss(batch)
-    assert objective.acceptance() == [], "a step of training makes the measurement old"
+    assert objective.ranks.acceptance() == [], "a step of training makes the measurement old"
 
 
 @pytest.fixture(scope="module")

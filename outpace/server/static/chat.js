@@ -596,7 +596,12 @@ function show(element, pin = false) {
 function place() {
   const panel = at("tree");
   panel.style.left = panel.style.top = "";
-  if (matchMedia("(max-width: 60rem)").matches) return;
+  if (matchMedia("(max-width: 60rem)").matches) {
+    const over = tree.shown.getBoundingClientRect().bottom + 8 - panel.getBoundingClientRect().top;
+    const meant = tree.pinned || tree.shown === document.activeElement; // not a mouse passing by
+    if (meant && over > 0) at("talk").scrollBy(0, over);
+    return;
+  }
   const word = tree.shown.getClientRects()[0] || tree.shown.getBoundingClientRect();
   const all = tree.shown.getBoundingClientRect();
   const { width, height } = panel.getBoundingClientRect();

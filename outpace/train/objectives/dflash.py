@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from outpace.drafters.heads.dflash_files import METHOD
-from outpace.drafters.heads.residual import LARGEST, RANKS, likeliest
+from outpace.drafters.heads.residual import LARGEST, likeliest
 from outpace.drafters.trained import decoder_to_json, head_name, lender, read_embedding
 from outpace.errors import ModelError
 from outpace.files import write_whole
@@ -45,7 +45,6 @@ from outpace.train.batches import Batch
 from outpace.train.losses import check, head_loss
 from outpace.train.objectives.base import (
     LAST,
-    Chain,
     Objective,
     Step,
     draft_ids,
@@ -54,7 +53,7 @@ from outpace.train.objectives.base import (
     write_drafter,
 )
 from outpace.train.objectives.dflash_net import BlockNet, take
-from outpace.train.objectives.ranks import Ranks, ranked
+from outpace.train.objectives.ranks import RankedChain, Ranks, ranked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,21 +197,17 @@ class DflashObjective(Objective):
         assert p_ND is not None and truth_N is not None, "blocks read features"
         every_BAS = aligned.real_BA.new_ones(*aligned.real_BA.shape, slots)
         y_BASH = self.outputs(batch, aligned, every_BAS).view(*every_BAS.shape, -1)
-        chain, reached_BA = Chain(aligned.real_BA), aligned.real_BA
+        chain = RankedChain(self.ranks, aligned.real_BA)
         for i in range(slots):
-            row_BA, known_BA = aligned.law(EAGLE + i), aligned.teaches(EAGLE + i)
+            row_BA = aligned.law(EAGLE + i)
             truth_BA = truth_N[row_BA]
-            follows_BA = aligned.token(EAGLE + i) == truth_BA
             rank_R, alpha_R = ranked(
                 y_BASH[:, :, i].flatten(0, 1), self._head_DH, self.vocab, truth_BA.flatten(),
                 p_ND, row_BA.flatten(),
             )  # fmt: skip
-            rank_BA = rank_R.view_as(truth_BA)
-            chain.add(known_BA, rank_BA == 0, follows_BA, alpha_R.view_as(truth_BA))
-            counted_BA = reached_BA & known_BA
-            self.ranks.add(i, rank_BA[counted_BA])
-            reached_BA = counted_BA & follows_BA & (rank_BA < RANKS)
-        return chain.step(torch.zeros(()), int(aligned.real_BA.sum()), with_overlap=True)
+            follows_BA = aligned.token(EAGLE + i) == truth_BA
+            chain.add(aligned.teaches(EAGLE + i), follows_BA, rank_R, alpha_R)
+        return chain.step(int(aligned.real_BA.sum()))
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         """Write the drafter folder, and in it the calibrated tree alone, as ``tree.json``."""

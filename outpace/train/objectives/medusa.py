@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outpace.drafters.heads.residual import LARGEST, RANKS, HeadsShape, likeliest
+from outpace.drafters.heads.residual import LARGEST, HeadsShape, likeliest
 from outpace.drafters.trained import head_name, lender
 from outpace.files import write_whole
 from outpace.law import VocabMap
@@ -39,10 +39,9 @@ from outpace.models.base import EMBEDDINGS, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
-from outpace.train.losses import CHUNK, check, depth_weights, head_loss, weighted
+from outpace.train.losses import check, depth_weights, head_loss, weighted
 from outpace.train.objectives.base import (
     LAST,
-    Chain,
     Objective,
     Step,
     draft_ids,
@@ -50,6 +49,7 @@ from outpace.train.objectives.base import (
     target_laws,
     write_drafter,
 )
+from outpace.train.objectives.ranks import RankedChain, Ranks, ranked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,9 +125,7 @@ class Medusa(Objective):
         rows = head_VH if vocab is None else head_VH[vocab.to_target_D]
         self._head_DH = rows.to(target.device, target.dtype)
         self._weights = depth_weights(config.heads, config.decay)
-        self.rank_KB = torch.zeros(config.heads, RANKS + 1, dtype=torch.float64)
-        """Held-out rows by head and rank of the target's token, the last for all further ranks;
-        since the weights last changed, in this process."""
+        self.ranks = Ranks(config.heads)
 
     @classmethod
     def taps(cls, config: Any, target: Target) -> tuple[str, ...]:
@@ -155,7 +153,7 @@ class Medusa(Objective):
 
     def loss(self, batch: Batch) -> Step:
         aligned, config = Aligned(batch, EAGLE), self.config
-        self.rank_KB.zero_()
+        self.ranks.clear()
         p_ND = None
         if config.loss != "ce":
             last_NH = aligned.laws_of(batch.feature[LAST])
@@ -179,55 +177,24 @@ class Medusa(Objective):
         aligned = Aligned(batch, EAGLE)
         p_ND, truth_N = laws_for(batch, aligned, self.target, self.vocab)
         assert p_ND is not None and truth_N is not None, "heads read features"
-        chain, reached_BA = Chain(aligned.real_BA), aligned.real_BA
+        chain = RankedChain(self.ranks, aligned.real_BA)
         for i, x_BAH in enumerate(self.states(batch, aligned)):
-            row_BA, known_BA = aligned.law(EAGLE + i), aligned.teaches(EAGLE + i)
+            row_BA = aligned.law(EAGLE + i)
             truth_BA = truth_N[row_BA]
+            rank_R, alpha_R = ranked(
+                x_BAH.flatten(0, 1), self._head_DH, self.vocab, truth_BA.flatten(), p_ND,
+                row_BA.flatten(),
+            )  # fmt: skip
             follows_BA = aligned.token(EAGLE + i) == truth_BA
-            rank_R, alpha_R = self._judged(x_BAH.flatten(0, 1), p_ND, row_BA, truth_BA)
-            rank_BA = rank_R.view_as(truth_BA)
-            chain.add(known_BA, rank_BA == 0, follows_BA, alpha_R.view_as(truth_BA))
-            counted_BA = reached_BA & known_BA
-            found = torch.bincount(rank_BA[counted_BA], minlength=RANKS + 1)
-            self.rank_KB[i] += found.to(self.rank_KB.device)
-            reached_BA = counted_BA & follows_BA & (rank_BA < RANKS)
-        tokens = int(aligned.real_BA.sum())
-        return chain.step(torch.zeros(()), tokens, with_overlap=True)
-
-    def _judged(
-        self, x_RH: Tensor, p_ND: Tensor, row_BA: Tensor, truth_BA: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The rank of the target's token among a head's, at most RANKS, and alpha; both [R]."""
-        row_R, label_R = row_BA.flatten(), draft_ids(truth_BA, self.vocab).flatten()
-        column_D = torch.arange(len(self._head_DH), device=x_RH.device)
-        ranks, alphas = [], []
-        for lo in range(0, max(1, len(x_RH)), CHUNK):
-            x_CH = x_RH[lo : lo + CHUNK].to(self._head_DH.dtype)
-            z_CD = (x_CH @ self._head_DH.T).float()
-            label_C = label_R[lo : lo + CHUNK]
-            own_C1 = z_CD.gather(1, label_C.clamp_min(0)[:, None])
-            # Logits are often equal in bfloat16; the first of them is the one that is drafted.
-            before_CD = (z_CD == own_C1) & (column_D < label_C[:, None])
-            rank_C = ((z_CD > own_C1) | before_CD).sum(1).clamp_max(RANKS)
-            ranks.append(rank_C.where(label_C >= 0, RANKS))
-            p_CD = p_ND[row_R[lo : lo + CHUNK]]
-            alphas.append(torch.minimum(z_CD.softmax(-1), p_CD).sum(-1))
-        return torch.cat(ranks), torch.cat(alphas)
-
-    def acceptance(self) -> list[list[float]]:
-        """By head and rank, how often that token was the target's; empty before `evaluate`."""
-        total_K1 = self.rank_KB.sum(1, keepdim=True)
-        if not bool(total_K1.any()):
-            return []
-        rates: list[list[float]] = (self.rank_KB / total_K1.clamp_min(1))[:, :RANKS].tolist()
-        return rates
+            chain.add(aligned.teaches(EAGLE + i), follows_BA, rank_R, alpha_R)
+        return chain.step(int(aligned.real_BA.sum()))
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         """Write the drafter folder, and in it the calibrated tree alone, as ``tree.json``.
 
         ``tree=FOLDER/tree.json`` serves every ``tree_size``; the default ends at its 15th node.
         """
-        target, shape, rates = self.target, self.module.shape, self.acceptance()
+        target, shape, rates = self.target, self.module.shape, self.ranks.acceptance()
         parents = list(likeliest(rates, LARGEST))
         config = {
             "method": self.method, "target": target.name, "target_digest": target.digest,

@@ -35,16 +35,14 @@ import torch
 from torch import Tensor, nn
 
 from outpace.drafters.heads.prompts import METHOD, PROMPTS
-from outpace.drafters.heads.residual import RANKS
 from outpace.drafters.trained import head_name, lender
 from outpace.law import VocabMap
 from outpace.models.base import EMBEDDINGS, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
-from outpace.train.losses import CHUNK, check, depth_weights, head_loss, weighted
+from outpace.train.losses import check, depth_weights, head_loss, weighted
 from outpace.train.objectives.base import (
-    Chain,
     Objective,
     Step,
     draft_ids,
@@ -52,6 +50,7 @@ from outpace.train.objectives.base import (
     whole_laws,
     write_drafter,
 )
+from outpace.train.objectives.ranks import RankedChain, Ranks, ranked
 from outpace.train.objectives.rider_net import RiderNet
 
 UNIT = 50.0
@@ -124,9 +123,7 @@ class Ppd(Objective):
         rows = head_VH if vocab is None else head_VH[vocab.to_target_D]
         self._head_DH = rows.to(target.device, torch.float32)
         self._weights = depth_weights(config.riders, config.decay)
-        self.rank_KB = torch.zeros(config.riders, RANKS + 1, dtype=torch.float64)
-        """Held-out places by rider and rank of the target's token, the last for all further
-        ranks; since the vectors last changed, in this process."""
+        self.ranks = Ranks(config.riders)
 
     @classmethod
     def taps(cls, config: Any, target: Target) -> tuple[str, ...]:
@@ -159,7 +156,7 @@ class Ppd(Objective):
 
     def loss(self, batch: Batch) -> Step:
         aligned, config = Aligned(batch, EAGLE), self.config
-        self.rank_KB.zero_()
+        self.ranks.clear()
         pick_BG = self.chosen(aligned)
         text, last_BTH = self.net.texts(batch)
         x_BGKH = self.states(aligned, pick_BG, text)
@@ -194,45 +191,19 @@ class Ppd(Objective):
         p_ND, truth_N = whole_laws(self.target, self.vocab, aligned.laws_of(last_BTH))
         x_BGKH = self.states(aligned, pick_BG, text)
         real_BG = aligned.real_BA.gather(1, pick_BG)
-        chain, reached_BG = Chain(real_BG), real_BG
+        chain = RankedChain(self.ranks, real_BG)
         for k in range(self.config.riders):
             row_BG, known_BG, token_BG = (
                 one(EAGLE + k).gather(1, pick_BG)
                 for one in (aligned.law, aligned.teaches, aligned.token)
             )
             truth_BG = truth_N[row_BG]
-            rank_R, alpha_R = self._judged(x_BGKH[:, :, k].flatten(0, 1), p_ND, row_BG, truth_BG)
-            rank_BG, follows_BG = rank_R.view_as(truth_BG), token_BG == truth_BG
-            chain.add(known_BG, rank_BG == 0, follows_BG, alpha_R.view_as(truth_BG))
-            counted_BG = reached_BG & known_BG
-            self.rank_KB[k] += torch.bincount(rank_BG[counted_BG], minlength=RANKS + 1).cpu()
-            reached_BG = counted_BG & follows_BG & (rank_BG < RANKS)
-        return chain.step(torch.zeros(()), int(real_BG.sum()), with_overlap=True)
-
-    def _judged(
-        self, x_RH: Tensor, p_ND: Tensor, row_BG: Tensor, truth_BG: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The rank of the target's token among a rider's, at most RANKS, and alpha; both [R]."""
-        row_R, label_R = row_BG.flatten(), draft_ids(truth_BG, self.vocab).flatten()
-        ranks, alphas = [], []
-        for lo in range(0, max(1, len(x_RH)), CHUNK):
-            z_CD = (x_RH[lo : lo + CHUNK] @ self._head_DH.T).float()
-            label_C = label_R[lo : lo + CHUNK]
-            own_C1 = z_CD.gather(1, label_C.clamp_min(0)[:, None])
-            rank_C = (z_CD > own_C1).sum(1).clamp_max(RANKS)
-            ranks.append(rank_C.where(label_C >= 0, RANKS))
-            alphas.append(
-                torch.minimum(z_CD.softmax(-1), p_ND[row_R[lo : lo + CHUNK]]).sum(-1)
-            )
-        return torch.cat(ranks), torch.cat(alphas)
-
-    def acceptance(self) -> list[list[float]]:
-        """By rider and rank, how often that token was the target's; empty before `evaluate`."""
-        total_K1 = self.rank_KB.sum(1, keepdim=True)
-        if not bool(total_K1.any()):
-            return []
-        rates: list[list[float]] = (self.rank_KB / total_K1.clamp_min(1))[:, :RANKS].tolist()
-        return rates
+            rank_R, alpha_R = ranked(
+                x_BGKH[:, :, k].flatten(0, 1), self._head_DH, self.vocab, truth_BG.flatten(),
+                p_ND, row_BG.flatten(),
+            )  # fmt: skip
+            chain.add(known_BG, token_BG == truth_BG, rank_R, alpha_R)
+        return chain.step(int(real_BG.sum()))
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         target, config = self.target, self.config
@@ -240,7 +211,7 @@ class Ppd(Objective):
             "method": METHOD, "target": target.name, "target_digest": target.digest,
             "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
             "draft_vocab_size": len(self._head_DH), "taps": [], "riders": config.riders,
-            "ensemble": config.ensemble, "acceptance": self.acceptance(),
+            "ensemble": config.ensemble, "acceptance": self.ranks.acceptance(),
         }  # fmt: skip
         tensors = {PROMPTS: self.module().detach()}
         write_drafter(folder, about, tensors, self.vocab, provenance)

@@ -11,7 +11,7 @@ from torch import Tensor
 from outpace.drafters.heads.residual import RANKS
 from outpace.law import VocabMap
 from outpace.train.losses import CHUNK
-from outpace.train.objectives.base import draft_ids
+from outpace.train.objectives.base import Chain, Step, draft_ids
 
 
 @torch.no_grad()
@@ -34,11 +34,15 @@ def ranked(
         float32 sums of min(p, q).
     """
     label_R, ranks, alphas = draft_ids(truth_R, vocab), [], []
+    column_D = torch.arange(len(head_DH), device=y_RH.device)
     for lo in range(0, max(1, len(y_RH)), CHUNK):
-        z_CD = (y_RH[lo : lo + CHUNK] @ head_DH.T).float()
+        z_CD = (y_RH[lo : lo + CHUNK].to(head_DH.dtype) @ head_DH.T).float()
         label_C = label_R[lo : lo + CHUNK]
         own_C1 = z_CD.gather(1, label_C.clamp_min(0)[:, None])
-        ranks.append((z_CD > own_C1).sum(1).clamp_max(RANKS).where(label_C >= 0, RANKS))
+        # Logits are often equal in bfloat16; the first of them is the one that is drafted.
+        before_CD = (z_CD == own_C1) & (column_D < label_C[:, None])
+        rank_C = ((z_CD > own_C1) | before_CD).sum(1).clamp_max(RANKS)
+        ranks.append(rank_C.where(label_C >= 0, RANKS))
         p_CD = p_ND[row_R[lo : lo + CHUNK]]
         alphas.append(torch.minimum(z_CD.softmax(-1), p_CD).sum(-1))
     return torch.cat(ranks), torch.cat(alphas)
@@ -67,3 +71,27 @@ class Ranks:
             return []
         rates: list[list[float]] = (self.count_SB / total_S1.clamp_min(1))[:, :RANKS].tolist()
         return rates
+
+
+class RankedChain:
+    """A `Chain` that notes ranks too.
+
+    A rank counts where a tree could have got there: the tokens before it were the target's, and
+    among the likeliest of their depths.
+    """
+
+    def __init__(self, ranks: Ranks, alive: Tensor) -> None:
+        self._ranks, self._chain, self._reached, self._depth = ranks, Chain(alive), alive, 0
+
+    def add(self, known: Tensor, follows: Tensor, rank: Tensor, overlap: Tensor) -> None:
+        """One depth further; ``known`` and ``follows`` as for `Chain`, the others of any shape."""
+        rank = rank.view_as(known)
+        self._chain.add(known, rank == 0, follows, overlap.view_as(known))
+        counted = self._reached & known
+        self._ranks.add(self._depth, rank[counted])
+        self._reached = counted & follows & (rank < RANKS)
+        self._depth += 1
+
+    def step(self, tokens: int) -> Step:
+        """What was counted."""
+        return self._chain.step(torch.zeros(()), tokens, with_overlap=True)
