@@ -21,7 +21,11 @@ def replaced(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
+        fresh.touch()
+        mode = fresh.stat().st_mode
         yield fresh
+        # Whoever wrote it may have put a private file in its place.
+        fresh.chmod(mode)
         # On the disk before it has its name: a crash must not leave a name without content.
         with fresh.open("rb+") as file:
             os.fsync(file.fileno())

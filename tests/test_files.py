@@ -23,3 +23,12 @@ def test_folders_are_made_and_text_is_utf8(tmp_path):
     write_whole(file, "caf\u00e9\n")
     write_whole(file, "caf\u00e8\n")
     assert file.read_bytes() == b"caf\xc3\xa8\n" and list(file.parent.iterdir()) == [file]
+
+
+def test_a_writer_that_keeps_files_private_does_not_make_the_result_private(tmp_path):
+    plain = tmp_path / "plain"
+    plain.touch()
+    with replaced(tmp_path / "whole") as fresh:
+        fresh.unlink()
+        fresh.touch(mode=0o600)
+    assert (tmp_path / "whole").stat().st_mode == plain.stat().st_mode

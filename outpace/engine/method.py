@@ -41,12 +41,12 @@ class Method:
         target.require(cls.needs, who)
         self.spec = str(spec)
         size = read_size(plan.get("tree_size"), who)
-        self.budget: Budget = budget(
-            plan.get("tree", cls.default_tree), size, cls.default_nodes
-        )
         self.verifier_spec = MethodSpec.parse(plan.get("verifier", "tree"))
         self.names_verifier = "verifier" in plan
         self.verifier: Verifier = make("verifier", self.verifier_spec)
+        # A drafter's own tree gives way to a verifier that the user named; the user's does not.
+        tree = plan.get("tree", None if self.verifier.chains_only else cls.default_tree)
+        self.budget: Budget = budget(tree, size, cls.default_nodes)
         self.policy: Policy = make("policy", MethodSpec.parse(plan.get("policy", "fixed")))
         if costs is not None:
             self.policy.costs = costs
@@ -59,7 +59,6 @@ class Method:
         template = self.budget.shape.parent_N
         branches = self.budget.shape.beam > 0 or (template and not is_chain(template))
         if self.verifier.chains_only and branches:
-            tree = plan.get("tree", cls.default_tree)
             raise SpecError(
                 f"{who}: verifier {self.verifier_spec} takes chains only, not tree={tree}; "
                 "use verifier=tree, or tree=chain"

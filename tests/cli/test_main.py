@@ -32,13 +32,13 @@ OPTIONS = {
     """,
     "serve": """
         -d -m -p --api-key --api-key-file --device --drafter --dtype --grace --help --host
-        --max-answers --max-batch --max-body-kb --max-connections --max-new-tokens
-        --max-prompt-tokens --max-queue --model --name --pages --port --quantize --stored-pages
-        --threads --timeout
+        --learn --learn-folder --learn-share --learn-topics --max-answers --max-batch --max-body-kb
+        --max-connections --max-new-tokens --max-prompt-tokens --max-queue --model --name --pages
+        --port --quantize --share-across-keys --stored-pages --threads --timeout
     """,
     "check": """
         -d -m --device --drafters --dtype --help --json --max-new-tokens --model --prompts
-        --quantize --threads
+        --quantize --shapes --threads
     """,
     "bench": """
         -b -d -m -o -t -w --answers --batch --device --drafters --dtype --help --json --limit
@@ -49,6 +49,11 @@ OPTIONS = {
     "bench passes": """
         -d -m --batches --contexts --device --drafters --dtype --help --json --model --out
         --quantize --repeat --rows --threads
+    """,
+    "bench serve": """
+        -c -d -m -n -o -t -w --api-key-file --check-texts --concurrency --device --drafters --dtype
+        --help --json --max-new-tokens --model --out --quantize --rate --requests --rounds --seed
+        --temperature --threads --timeout --url --workload
     """,
     "analyze": "-h --help",
     "analyze acceptance": """

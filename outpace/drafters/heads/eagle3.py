@@ -75,7 +75,8 @@ class Eagle3(ExpandingDrafter[_State]):
     """
 
     Config = Eagle3Config
-    default_nodes = 4
+    default_nodes = 5
+    default_tree = "dynamic"
     needs = frozenset({TAPS, EMBEDDINGS})
 
     def __init__(self, net: EagleNet, id_D: Tensor | None) -> None:
