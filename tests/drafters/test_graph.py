@@ -236,7 +236,10 @@ def test_bad_settings_are_refused(engine):
         ("graph[agree=-2]", SpecError, "agree must be at least -1, got -2"),
         ("graph[draft=draft_model[model=tiny tree=2x2]]", SpecError, "says tree"),
         ("graph", ModelError, "no trained draft_model for tiny"),
-        ("graph[draft=draft_model[model=tiny] verifier=chain]", SpecError, "takes chains only"),
+        (
+            "graph[draft=draft_model[model=tiny] tree=dynamic verifier=chain]", SpecError,
+            "takes chains only",
+        ),
     ):
         with pytest.raises(error, match=words):
             engine.generate([1, 2], drafter=spec)
