@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +30,7 @@ Examples:
 
   outpace train draft_model --prompts questions.jsonl --texts book.txt --dry-run
 
-  outpace train eagle3 --prompts questions.jsonl --tokens 2000000 --set loop.minutes=120
+  outpace train eagle3 --self-prompts 4000 --texts book.txt --set loop.minutes=120
 
   outpace train eagle3 --resume --set loop.minutes=120
 
@@ -57,6 +60,11 @@ def train(
         option("--texts", panel=_DATA, metavar="FILE",
                help="Texts or code; every passage becomes a task, such as to summarise it. "
                "Repeatable."),
+    ] = None,
+    self_prompts: Annotated[
+        int | None,
+        option("--self-prompts", panel=_DATA, metavar="N",
+               help="Let the model think of so many questions itself. Needs its chat template."),
     ] = None,
     tokens: Annotated[
         int | None,
@@ -95,18 +103,27 @@ def train(
 ) -> None:
     """Make a drafter for a model, from nothing but the model and some prompts.
 
-    The model answers the prompts, its features are kept, the method is trained on both, and the
-    drafter is measured on prompts that were kept apart. Whatever is stopped goes on where it was.
+    Prompts come from files, from the model itself, or both. The model answers them, its features
+    are kept, the method is trained on them, and the drafter is measured on prompts that were kept
+    apart. Whatever is stopped goes on where it was.
     """
     at_least_one("--tokens", tokens)
     from outpace.train.options import read_options
 
+    at_least_one("--self-prompts", self_prompts)
     options = read_options(method, settings or (), tokens)
-    corpus, sources = _corpus(prompts or (), texts or ())
     engine = model.load(drafter="none")
 
-    from outpace.train.kit import Kit, made_to_json, note_measured
+    from outpace.train.kit import Kit, made_to_json, note_measured, work_folder
 
+    work = work_folder(engine) if work is None else work
+    with contextlib.ExitStack() as stack:
+        own: list[str] = []
+        if self_prompts is not None:
+            # What is only estimated leaves nothing behind.
+            there = Path(stack.enter_context(tempfile.TemporaryDirectory())) if dry_run else work
+            own = [_self_prompts(engine, there, min(self_prompts, 64) if dry_run else self_prompts)]
+        corpus, sources = _corpus([*(prompts or ()), *own], texts or ())
     kit = Kit(
         engine, options, prompts=corpus, sources=sources, work=work, out=out, resume=resume,
         say=_say,
@@ -140,8 +157,17 @@ def train(
         _show_made(made, measured)
 
 
+def _self_prompts(engine: Engine, folder: Path, count: int) -> str:
+    """A file of prompts that the model thinks of itself, gone on with where it ends."""
+    from outpace.train.self_prompts import SelfPromptConfig, write_prompts
+
+    path = folder / "self-prompts.jsonl"
+    write_prompts(engine, path, SelfPromptConfig(count=count), say=_say)
+    return f"{path}::written by {engine.target.name}"
+
+
 def _corpus(
-    prompts: list[str] | tuple[()], texts: list[str] | tuple[()]
+    prompts: Sequence[str], texts: Sequence[str]
 ) -> tuple[list[CorpusPrompt], list[Source]]:
     """Prompts of the files, without those that benchmarks measure with."""
     if not prompts and not texts:

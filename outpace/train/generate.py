@@ -4,7 +4,8 @@ A drafter is trained on what the target says, for that is what it will have to g
 data, arXiv:2310.08461). Part of the answers is greedy and part sampled, as in use.
 
 Every answer has a number, and the number alone says prompt, temperature and coins. So work that
-was stopped, even killed, goes on where its store ends, and makes the same answers.
+was stopped, even killed, goes on where its store ends, and makes the same answers. A store can
+hold several works: other prompts, or other settings, later.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from typing import Any
 import numpy as np
 
 from outpace.engine.engine import Engine
-from outpace.errors import ModelError, RequestError
+from outpace.errors import RequestError
 from outpace.params import SamplingParams
 from outpace.train.corpus import CorpusPrompt, digest_of
 from outpace.train.progress import Say, Tick
 from outpace.train.tokens import TokenSequence, TokenStore
 from outpace.types import StepRecord
 
+PLAN = 1 << 40
+"""Numbers of the second work in a store begin here, those of the third at twice that."""
 LOOP_TOKENS, LOOP_PERIOD = 64, 32
 """An answer loops if its last so many tokens repeat a period of at most so many."""
 _SAY_EVERY = 10.0  # seconds
@@ -135,17 +138,18 @@ def generate_answers(
     Args:
         engine: of the target; its drafter is not used.
         prompts: in the order in which they are taken; again and again with other coins.
-        folder: of the store; one that holds a part of the same work is gone on with.
+        folder: of the store. One that holds a part of the same work is gone on with; to one that
+            holds answers to other prompts, or by other settings, these are added.
         config: how.
-        about: more entries for the manifest: command, sources.
+        about: more to tell of this work in the manifest: command, sources.
         say: receives progress.
 
     Returns:
-        The store, with at least ``config.tokens`` answer tokens.
+        The store, with at least ``config.tokens`` answer tokens in all.
 
     Raises:
         RequestError: no prompts, or none short enough.
-        ModelError: the folder holds answers of another target, other prompts or settings.
+        ModelError: the folder holds answers of another target.
 
     Effects: writes a shard every few minutes. A process that is killed loses only what came after
     the last one.
@@ -155,17 +159,13 @@ def generate_answers(
     target = engine.target
     plan = {**config.to_json(), "prompts": len(prompts), "prompts_digest": digest_of(prompts)}
     store = TokenStore.create(
-        folder, target=target.name, digest=target.digest, vocab_size=target.vocab_size,
-        about={**(about or {}), "plan": plan},
+        folder, target=target.name, digest=target.digest, vocab_size=target.vocab_size, about={}
     )
-    made = store.manifest["about"].get("plan")
-    if made != plan:
-        wrong = next(key for key in plan if made is None or made.get(key) != plan[key])
-        raise ModelError(
-            f"{folder} was made with {wrong} {None if made is None else made.get(wrong)}, not "
-            f"{plan[wrong]}; give the same files and settings, or another folder"
-        )
-    work = _Work(engine, prompts, store, config, say)
+    plans = store.manifest["about"].get("plans", [])
+    which = next((i for i, one in enumerate(plans) if one["plan"] == plan), len(plans))
+    if which == len(plans):
+        store.note(plans=[*plans, {**(about or {}), "plan": plan}])
+    work = _Work(engine, prompts, store, config, say, which * PLAN)
     engine.listeners.append(work.count)
     try:
         work.run()
@@ -185,8 +185,10 @@ class _Work:
         store: TokenStore,
         config: GenerateConfig,
         say: Say,
+        first: int,
     ) -> None:
         self.engine, self.prompts, self.store, self.config = engine, prompts, store, config
+        self.first = first  # of this work's numbers
         self.say: Callable[[Tick], Any] = say
         self.kept = store.answer_tokens
         self.emitted = self.finished = 0  # tokens of this process: made, and made in done answers
@@ -208,7 +210,7 @@ class _Work:
                 self.cut["loop_tokens_cut"] += len(result.tokens) - length
             self.waiting.append(
                 TokenSequence(
-                    number=ask.number,
+                    number=self.first + ask.number,
                     ids=np.array([*ids, *result.tokens[:length]], np.int32),
                     prompt=len(ids),
                     temperature=ask.temperature,
@@ -248,7 +250,7 @@ class _Work:
         while self.kept < self.config.tokens:
             ask = ask_of(number, len(self.prompts), self.config)
             number += 1
-            if ask.number in done:
+            if self.first + ask.number in done:
                 continue
             ids = self.engine.encode(self.prompts[ask.prompt].messages)
             if len(ids) > self.config.max_prompt:

@@ -120,7 +120,7 @@ class Kit:
         if not self.prompts and self.stored is None:
             raise RequestError(
                 f"no prompts, and {self.work / 'tokens'} holds no answers yet; give files with "
-                "--prompts or --texts"
+                "--prompts or --texts, or --self-prompts N"
             )
         last = checkpoint.latest(self.folder)
         if last is not None and not self.resume:
@@ -231,8 +231,10 @@ class Kit:
             "data": {
                 "digest": self.store.digest,
                 **self.store.manifest["counts"],
-                "plan": about.get("plan"),
-                "sources": about.get("sources", []),
+                "plans": [
+                    {key: one.get(key) for key in ("plan", "sources")}
+                    for one in about.get("plans", [])
+                ],
             },
             "vocab": {
                 "size": size,

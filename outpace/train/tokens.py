@@ -25,7 +25,7 @@ from safetensors.torch import load, save
 from outpace.errors import ModelError, OutpaceError, RequestError
 from outpace.files import write_whole
 
-VERSION = 1
+VERSION = 2
 """Of the layout; stores of another are refused."""
 HELD_OUT_SHARE = 0.03
 """Of the prompts, kept from training to measure with."""

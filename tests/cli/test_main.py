@@ -265,6 +265,8 @@ def endless():
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # Whoever runs the tests in the background may have left the signal ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     yield process, process.stdout.read(20)
     process.kill()

@@ -66,7 +66,7 @@ def test_from_prompts_to_a_measured_drafter_that_methods_lists(
     assert made["folder"].startswith(str(data_folder / "drafters"))
     assert made["measured"]["speedup"] > 0 and made["measured"]["mean_emitted"] >= 1
     assert made["measured"]["method"] == "draft_model" and made["steps"] == 4
-    assert made["provenance"]["data"]["sources"][0]["licence"] == "CC0"
+    assert made["provenance"]["data"]["plans"][0]["sources"][0]["licence"] == "CC0"
     assert "acceptance" in ran.err
     after = outpace("methods", "--model", "tiny:7", "--json")
     listed = {m["name"]: m for m in json.loads(after.out)}

@@ -1,16 +1,24 @@
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from outpace import Engine, ModelError, RequestError
 from outpace.train import generate
 from outpace.train.corpus import CorpusPrompt
-from outpace.train.generate import GenerateConfig, ask_of, generate_answers, without_loop
+from outpace.train.generate import (
+    PLAN,
+    GenerateConfig,
+    ask_of,
+    generate_answers,
+    without_loop,
+)
 from outpace.train.progress import Tick
 from outpace.train.tokens import TokenStore
 
@@ -58,8 +66,9 @@ def test_answers_are_the_targets_own(engine, whole):
 
 def test_the_manifest_tells_how(whole):
     about = TokenStore.open(whole.folder).manifest["about"]
-    assert about["command"] == "x"
-    assert about["plan"]["greedy"] == 0.5 and about["plan"]["prompts"] == 7
+    (work,) = about["plans"]
+    assert work["command"] == "x"
+    assert work["plan"]["greedy"] == 0.5 and work["plan"]["prompts"] == 7
     assert whole.manifest["target"]["name"] == "tiny"
     assert whole.manifest["counts"]["looped_answers"] >= 0
 
@@ -90,6 +99,27 @@ def test_work_that_was_stopped_goes_on_and_gives_the_same(engine, whole, tmp_pat
     assert all(contents(whole)[n] == contents(again)[n] for n in shared)
     more = GenerateConfig(**{**{f: getattr(SMALL, f) for f in SMALL.__slots__}, "tokens": 500})
     assert generate_answers(engine, PROMPTS, tmp_path, more, say=quiet).answer_tokens >= 500
+
+
+def test_answers_to_other_prompts_are_added(engine, whole, tmp_path):
+    shutil.copytree(whole.folder, tmp_path, dirs_exist_ok=True)
+    kinds = {f: getattr(SMALL, f) for f in SMALL.__slots__}
+    wanted = whole.answer_tokens + 100
+    others = [*PROMPTS[1:], replace(PROMPTS[0], messages=({"role": "user", "content": "another"},))]
+    more = GenerateConfig(**{**kinds, "tokens": wanted})
+    both = generate_answers(engine, others, tmp_path, more, about={"command": "y"}, say=quiet)
+    assert both.answer_tokens >= wanted and contents(whole).items() <= contents(both).items()
+    assert [work["command"] for work in both.manifest["about"]["plans"]] == ["x", "y"]
+    new = contents(both).keys() - contents(whole).keys()
+    assert new and min(new) == PLAN
+    for number in new:
+        ask = ask_of(number - PLAN, len(others), more)
+        ids, prompt, _ = contents(both)[number]
+        assert tuple(ids[:prompt]) == engine.encode(others[ask.prompt].messages)
+    first = GenerateConfig(**{**kinds, "tokens": both.answer_tokens + 60})
+    again = generate_answers(engine, PROMPTS, tmp_path, first, say=quiet)
+    assert len(again.manifest["about"]["plans"]) == 2, "the first work went on"
+    assert max(n for n in contents(again) if n < PLAN) > max(contents(whole))
 
 
 def test_a_killed_process_loses_no_shard(tmp_path, engine):
@@ -173,8 +203,6 @@ def test_progress_is_told(engine, tmp_path, monkeypatch):
 def test_what_does_not_fit_is_refused(engine, tmp_path, whole):
     with pytest.raises(RequestError, match="no prompts"):
         generate_answers(engine, [], tmp_path, SMALL)
-    with pytest.raises(ModelError, match="was made with prompts 7, not 6"):
-        generate_answers(engine, PROMPTS[1:], whole.folder, SMALL)
     with pytest.raises(RequestError, match="no prompt has at most 3 tokens"):
         generate_answers(engine, PROMPTS, tmp_path, GenerateConfig(tokens=9, max_prompt=3))
     other = Engine.load("tiny:1", dtype="float32")

@@ -57,7 +57,7 @@ def test_the_provenance_tells_everything(made):
     assert told["target"] == {"name": "tiny", "digest": kit.target.digest}
     assert told["data"]["digest"] == kit.store.digest
     assert told["data"]["answer_tokens"] == kit.store.answer_tokens
-    assert told["data"]["plan"]["prompts"] == 120
+    assert told["data"]["plans"][0]["plan"]["prompts"] == 120
     assert told["vocab"]["size"] == 64 and 0.3 < told["vocab"]["held_out_coverage"] <= 1
     assert told["settings"]["options"]["layers"] == 1
     assert told["settings"]["loop"]["steps"] == "6"

@@ -1,0 +1,144 @@
+"""Prompts that the target thinks of itself: training data from nothing but the model.
+
+A model that was tuned on conversations has learned how users write. Given the beginning of a
+user's turn and nothing else, it writes one (Magpie, arXiv:2406.08464), and the prompts come out as
+mixed as those that it was tuned on. They are stored as rows of JSONL, to be answered like any
+other file of prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outpace.engine.engine import Engine
+from outpace.errors import ModelError, OutpaceError
+from outpace.files import write_whole
+from outpace.params import SamplingParams
+from outpace.train.progress import Say, Tick
+
+_MARK = "MARKMARK"
+_ROUND = 256  # prompts asked for between two writings: what a killed process loses
+_FEWEST = 8  # characters; shorter ones ask nothing
+_HOPELESS = 4  # rounds that give nothing new
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelfPromptConfig:
+    """How prompts are made."""
+
+    count: int
+    """Prompts wanted."""
+    temperature: float = 0.8
+    """Of the target while it plays the user."""
+    max_new_tokens: int = 384
+    """Longer prompts have no end and are left out."""
+    batch: int = 64
+    """Prompts under way at a time."""
+    seed: int = 0
+    """Of everything drawn."""
+
+    def __post_init__(self) -> None:
+        for name in ("count", "max_new_tokens", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be above 0, got {self.temperature}")
+
+
+def user_turn(engine: Engine) -> tuple[tuple[int, ...], str]:
+    """The beginning of a user's first turn, and the text that ends one.
+
+    Raises:
+        RequestError: the target has no tokenizer or no chat template.
+        ModelError: its template changes what users write, so that the place cannot be found.
+    """
+    tokenizer = engine.target.tokenizer
+    if tokenizer is None:
+        raise ModelError(f"{engine.target.name} has no tokenizer; give files with --prompts")
+    text = tokenizer.chat_text([{"role": "user", "content": _MARK}], generation_prompt=False)
+    before, found, after = text.partition(_MARK)
+    if not found or not after.strip():
+        raise ModelError(f"the chat template of {engine.target.name} shows no end of a user's "
+                         "turn; give files with --prompts")
+    return tuple(tokenizer.encode(before, special=False)), after.strip().split("\n")[0]
+
+
+def write_prompts(engine: Engine, path: Path, config: SelfPromptConfig, *, say: Say = print) -> int:
+    """Let the target write prompts until the file holds those that are wanted.
+
+    Rows are ``{"number", "prompt"}`` in the order of their numbers, each prompt once. The number
+    alone says which coins were drawn, so work that was stopped goes on to the same file, as long
+    as the settings are the same.
+
+    Args:
+        engine: of the target; its drafter is not used.
+        path: of the file; one that is there is gone on with.
+        config: how.
+        say: receives progress.
+
+    Returns:
+        How many prompts the file holds: at least ``config.count``.
+
+    Raises:
+        ModelError: the target has no chat template to play the user in.
+        OutpaceError: the file is damaged, or the target writes nothing new.
+
+    Effects: writes the file whole every few hundred prompts.
+    """
+    prefix, end = user_turn(engine)
+    rows = dict(_rows(path))
+    kept = set(rows.values())
+    number = (max(rows, default=-1) // _ROUND + 1) * _ROUND
+    began, first, idle = time.perf_counter(), len(rows), 0
+    while len(rows) < config.count:
+        before = len(rows)
+        for ask, text in sorted(_written(engine, prefix, end, config, number)):
+            if len(text) >= _FEWEST and text not in kept:
+                rows[ask] = text
+                kept.add(text)
+        number += _ROUND
+        idle = idle + 1 if len(rows) == before else 0
+        if idle == _HOPELESS:
+            raise OutpaceError(f"{engine.target.name} wrote {len(rows)} different prompts and "
+                               f"then none in {_HOPELESS * _ROUND}; ask for fewer")
+        lines = (json.dumps({"number": n, "prompt": t}, ensure_ascii=False) + "\n"
+                 for n, t in rows.items())
+        write_whole(path, "".join(lines))
+        rate = (len(rows) - first) / (time.perf_counter() - began)
+        say(Tick("prompts", min(len(rows), config.count), config.count, "prompts", rate))
+    return len(rows)
+
+
+def _written(
+    engine: Engine, prefix: tuple[int, ...], end: str, config: SelfPromptConfig, number: int
+) -> Iterator[tuple[int, str]]:
+    """A round of turns that came to an end by themselves, as (number, text)."""
+    params = (
+        SamplingParams(
+            temperature=config.temperature, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
+            max_new_tokens=config.max_new_tokens, stop=(end,),
+            seed=(config.seed << 32) + number + i,
+        )
+        for i in range(_ROUND)
+    )  # fmt: skip
+    prompts: Any = (prefix for _ in range(_ROUND))
+    for index, result in engine.map(prompts, params, batch=config.batch, drafter="none"):
+        if result.finish_reason == "stop":
+            yield number + index, result.text.strip()
+
+
+def _rows(path: Path) -> Iterator[tuple[int, str]]:
+    if not path.is_file():
+        return
+    for line, text in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
+        try:
+            row = json.loads(text)
+            yield int(row["number"]), str(row["prompt"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise OutpaceError(f"{path} line {line} is no prompt ({error}); delete the file to "
+                               "begin anew") from None

@@ -1,0 +1,96 @@
+import json
+import types
+
+import pytest
+
+from outpace import Engine, ModelError, OutpaceError, SamplingParams
+from outpace.train import self_prompts
+from outpace.train.self_prompts import SelfPromptConfig, user_turn, write_prompts
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine.load("tiny", dtype="float32", drafter="none")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(self_prompts, "_ROUND", 8)
+    monkeypatch.setattr(self_prompts, "_FEWEST", 1)
+
+
+@pytest.fixture
+def ending(engine, monkeypatch):
+    """A tiny model hardly ever ends a turn: a letter that it likes does it instead."""
+    prefix, _ = user_turn(engine)
+    monkeypatch.setattr(self_prompts, "user_turn", lambda engine: (prefix, "e"))
+    return prefix
+
+
+def quiet(tick):
+    pass
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def test_a_turn_begins_as_the_template_writes_it(engine):
+    prefix, end = user_turn(engine)
+    whole = engine.encode([{"role": "user", "content": "hello"}])
+    assert whole[: len(prefix)] == prefix and len(whole) > len(prefix)
+    assert end and end not in engine.target.tokenizer.decode(prefix, skip_special=False)[-len(end):]
+
+
+def test_the_number_alone_says_a_prompt(engine, ending, tmp_path):
+    config = SelfPromptConfig(count=6, max_new_tokens=40, batch=3)
+    found = write_prompts(engine, tmp_path / "p.jsonl", config, say=quiet)
+    made = rows(tmp_path / "p.jsonl")
+    assert found == len(made) >= 6 and [r["number"] for r in made] == sorted(
+        r["number"] for r in made
+    )
+    assert len({r["prompt"] for r in made}) == len(made)
+    for row in made[:3]:
+        alone = engine.generate(ending, SamplingParams(
+            temperature=0.8, seed=row["number"], max_new_tokens=40, stop="e", top_k=0, top_p=1.0,
+            min_p=0.0, repetition_penalty=1.0,
+        ))  # fmt: skip
+        assert alone.finish_reason == "stop" and alone.text.strip() == row["prompt"]
+        assert "e" not in row["prompt"]
+
+
+def test_a_file_is_gone_on_with(engine, ending, tmp_path):
+    few, many = (SelfPromptConfig(count=n, max_new_tokens=40, batch=4) for n in (3, 20))
+    write_prompts(engine, tmp_path / "whole.jsonl", many, say=quiet)
+    write_prompts(engine, tmp_path / "parts.jsonl", few, say=quiet)
+    assert len(rows(tmp_path / "parts.jsonl")) < 20
+    ticks = []
+    write_prompts(engine, tmp_path / "parts.jsonl", many, say=ticks.append)
+    assert rows(tmp_path / "parts.jsonl") == rows(tmp_path / "whole.jsonl")
+    assert ticks[-1].done == ticks[-1].total == 20
+    before = (tmp_path / "parts.jsonl").read_bytes()
+    assert write_prompts(engine, tmp_path / "parts.jsonl", few, say=ticks.append) >= 20
+    assert (tmp_path / "parts.jsonl").read_bytes() == before, "enough is there"
+
+
+def test_a_model_that_says_the_same_again_and_again_is_stopped(engine, ending, tmp_path):
+    cold = SelfPromptConfig(count=99, temperature=1e-6, max_new_tokens=40)
+    with pytest.raises(OutpaceError, match="different prompts and then none"):
+        write_prompts(engine, tmp_path / "p.jsonl", cold, say=quiet)
+
+
+def test_what_cannot_be_is_refused(engine, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"number": 0}\n')
+    with pytest.raises(OutpaceError, match="line 1 is no prompt"):
+        write_prompts(engine, tmp_path / "p.jsonl", SelfPromptConfig(count=1), say=quiet)
+    with pytest.raises(ValueError, match="count must be at least 1"):
+        SelfPromptConfig(count=0)
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        SelfPromptConfig(count=1, temperature=0)
+    dumb = types.SimpleNamespace(target=types.SimpleNamespace(name="m", tokenizer=None))
+    with pytest.raises(ModelError, match="m has no tokenizer"):
+        user_turn(dumb)
+    plain = types.SimpleNamespace(chat_text=lambda messages, **_: messages[0]["content"].upper())
+    other = types.SimpleNamespace(target=types.SimpleNamespace(name="m", tokenizer=plain))
+    with pytest.raises(ModelError, match="shows no end"):
+        user_turn(other)
