@@ -76,6 +76,11 @@ def train(
         option("--work", panel=_DATA, metavar="DIR", show_default="the user's data folder",
                help="Keep answers, features and checkpoints here; all methods share them."),
     ] = None,
+    start: Annotated[
+        Path | None,
+        option("--start", metavar="DIR",
+               help="Begin with the weights and the vocabulary of this drafter of the method."),
+    ] = None,
     out: Annotated[
         Path | None,
         option("--out", "-o", panel=_OUTPUT, metavar="DIR",
@@ -126,7 +131,7 @@ def train(
         corpus, sources = _corpus([*(prompts or ()), *own], texts or ())
     kit = Kit(
         engine, options, prompts=corpus, sources=sources, work=work, out=out, resume=resume,
-        say=_say,
+        start=start, say=_say,
     )  # fmt: skip
     if tokens is not None and not corpus and (store := kit.stored) and store.answer_tokens < tokens:
         raise RequestError(

@@ -10,6 +10,7 @@ the same target, and goes on where it was:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 import sys
@@ -24,16 +25,26 @@ import torch
 
 from outpace import __version__
 from outpace.config import data_folder, world
-from outpace.drafters.trained import PROVENANCE, home
+from outpace.drafters.trained import (
+    PROVENANCE,
+    WEIGHTS,
+    find,
+    home,
+    read_config,
+    read_tensors,
+    vocab_map,
+)
 from outpace.engine.engine import Engine
-from outpace.errors import RequestError
+from outpace.errors import ModelError, RequestError
 from outpace.files import write_whole
+from outpace.models.fields import read_json
 from outpace.train import checkpoint
 from outpace.train.batches import Batches, Features, Split
 from outpace.train.capture import FeatureStore, capture, check_disk, folder_for
 from outpace.train.corpus import CorpusPrompt, Source
 from outpace.train.generate import generate_answers
 from outpace.train.loop import Progress, Trained, train
+from outpace.train.objectives.base import Objective
 from outpace.train.options import Options
 from outpace.train.progress import Say
 from outpace.train.tokens import TokenStore
@@ -68,6 +79,7 @@ class Kit:
         work: Path | None = None,
         out: Path | None = None,
         resume: bool = False,
+        start: Path | None = None,
         say: Say = print,
     ) -> None:
         """Prepare; nothing is written yet.
@@ -80,6 +92,8 @@ class Kit:
             work: folder of everything that is made on the way.
             out: drafter folder; None: where ``--drafter METHOD`` finds it.
             resume: go on with a training that was stopped.
+            start: a drafter folder of this method and target, whose weights and vocabulary are
+                where training begins.
             say: receives progress of generating and capturing.
 
         Raises:
@@ -92,7 +106,7 @@ class Kit:
         self.prompts, self.sources = prompts, sources
         self.work = work_folder(engine) if work is None else work
         self.out = home(options.method, self.target) if out is None else out
-        self.resume = resume
+        self.resume, self.start = resume, start
         self.rank, self.world = world()
         self.taps = options.objective.taps(options.own, self.target)
         self._check()
@@ -117,6 +131,9 @@ class Kit:
         return store
 
     def _check(self) -> None:
+        if self.start is not None:
+            read_config(find(self.options.method, self.target, str(self.start)), self.target,
+                        self.options.method)  # fmt: skip
         if not self.prompts and self.stored is None:
             raise RequestError(
                 f"no prompts, and {self.work / 'tokens'} holds no answers yet; give files with "
@@ -157,6 +174,8 @@ class Kit:
     @cached_property
     def vocab(self) -> VocabMap | None:
         """The draft vocabulary; None: the target's whole."""
+        if self.start is not None:
+            return vocab_map(read_tensors(self.start), self.target.vocab_size)
         size = self.options.kit.vocab
         if size is None or size >= self.target.vocab_size:
             return None
@@ -208,6 +227,8 @@ class Kit:
         provenance = self.provenance()
         self._guard(provenance)
         objective = self.options.objective.build(self.options.own, self.target, self.vocab)
+        if self.start is not None:
+            begin_from(objective, self.start)
         trained = train(
             objective, source, held_out, loop,
             out=self.out, work=self.folder, device=self.target.device, provenance=provenance,
@@ -241,12 +262,23 @@ class Kit:
                 "held_out_coverage": 1.0 if self.vocab is None else coverage(held, self.vocab),
             },
             "settings": self.options.to_json(),
+            **({} if self.start is None else {"start": self._start()}),
+        }
+
+    def _start(self) -> dict[str, Any]:
+        """Where training began, and all that its own provenance tells."""
+        assert self.start is not None
+        weights = (self.start / WEIGHTS).read_bytes()
+        return {
+            "sha256": hashlib.sha256(weights).hexdigest(),
+            "provenance": read_json(self.start / PROVENANCE),
         }
 
     def _guard(self, provenance: Mapping[str, Any]) -> None:
         """Refuse to go on with other settings or data than a training began with."""
         plan = {"target": provenance["target"]["digest"], "data": provenance["data"]["digest"],
-                "world": self.world, **provenance["settings"]}  # fmt: skip
+                "world": self.world, **provenance["settings"],
+                "start": provenance.get("start", {}).get("sha256")}  # fmt: skip
         path = self.folder / "run.json"
         if self.resume and checkpoint.latest(self.folder) is not None and path.is_file():
             began = json.loads(path.read_text(encoding="utf-8"))
@@ -269,6 +301,22 @@ class Kit:
         }
         by_length = sorted(found, key=lambda ids: (len(ids), ids))
         return by_length[:: max(1, len(by_length) // limit)][:limit]
+
+
+@torch.no_grad()
+def begin_from(objective: Objective, folder: Path) -> None:
+    """Overwrite what is trained with the weights of a drafter folder.
+
+    Raises:
+        ModelError: it holds other tensors, or of other shapes; the first is named.
+    """
+    stored = read_tensors(folder)
+    for name, tensor in objective.named().items():
+        if name not in stored or stored[name].shape != tensor.shape:
+            shape = list(stored[name].shape) if name in stored else "missing"
+            raise ModelError(f"{folder}: {name} is {shape}, and {list(tensor.shape)} is wanted; "
+                             "give the settings that it was trained with, or leave --start out")
+        tensor.copy_(stored[name])
 
 
 def note_measured(folder: Path, measured: Mapping[str, Any]) -> None:

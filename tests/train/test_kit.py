@@ -1,8 +1,18 @@
+import hashlib
 import json
 
 import pytest
+import torch
 
-from outpace import Engine, OutpaceError, RequestError, SpecError, UnknownNameError
+from outpace import (
+    Engine,
+    ModelError,
+    OutpaceError,
+    RequestError,
+    SpecError,
+    UnknownNameError,
+)
+from outpace.drafters.trained import read_tensors
 from outpace.train import capture as capturing
 from outpace.train import checkpoint
 from outpace.train.corpus import CorpusPrompt
@@ -96,6 +106,25 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(engine, made, tmp_path):
     again = begin(resume=True).run(report=quiet)
     assert again.trained.steps == 6
     assert weights(again.folder) == weights(result.folder)
+
+
+def test_training_begins_where_another_ended(engine, made, tmp_path):
+    kit, result = made
+    still = read_options("draft_model", [*SETTINGS, "loop.lr=1e-12", "kit.vocab=32"], 1500)
+    more = Kit(engine, still, work=kit.work, out=tmp_path / "more", start=result.folder, say=quiet)
+    made_more = more.run(report=quiet)
+    old, new = read_tensors(result.folder), read_tensors(made_more.folder)
+    assert all(torch.equal(old[name], new[name]) for name in old), "the vocabulary stays as well"
+    told = made_more.provenance["start"]
+    assert told["provenance"]["settings"] == json.loads(json.dumps(result.provenance["settings"]))
+    assert told["sha256"] == hashlib.sha256(weights(result.folder)).hexdigest()
+    other = read_options("draft_model", [*SETTINGS, "layers=2"], 1500)
+    with pytest.raises(ModelError, match=r"layers\.1\.\S+ is missing, and"):
+        Kit(engine, other, work=kit.work, out=tmp_path / "o", start=result.folder, say=quiet).run(
+            report=quiet
+        )
+    with pytest.raises(ModelError, match="holds no config"):
+        Kit(engine, still, work=kit.work, start=tmp_path, say=quiet)
 
 
 def test_data_are_made_once(engine, made, monkeypatch, tmp_path):

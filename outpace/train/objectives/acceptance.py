@@ -220,4 +220,4 @@ class Acceptance(Objective):
             "draft": draft.name, "draft_digest": draft.digest, "blocks": shape.blocks,
             "tied": shape.tied, "weight": self.config.weight,
         }  # fmt: skip
-        write_drafter(folder, config, self.module.state_dict(), None, provenance)
+        write_drafter(folder, config, self.named(), None, provenance)

@@ -91,6 +91,10 @@ class Objective(ABC):
             provenance: what made it, as plain data.
         """
 
+    def named(self) -> Mapping[str, Tensor]:
+        """What is trained, by the names under which ``save`` writes it; parts are views."""
+        return self.module.state_dict()
+
     @classmethod
     def spec(cls, config: Any, folder: Path | None) -> str | None:
         """The method spec that drafts with what lies in a folder (None: in its usual place).

@@ -220,7 +220,7 @@ class DflashObjective(Objective):
             "slots": self.config.slots, "decoder": decoder_to_json(self.shape),
             "acceptance": rates, "tree": parents,
         }  # fmt: skip
-        write_drafter(folder, config, self.module.state_dict(), self.vocab, provenance)
+        write_drafter(folder, config, self.named(), self.vocab, provenance)
         if parents:
             write_whole(folder / "tree.json", json.dumps({"parents": parents}) + "\n")
 

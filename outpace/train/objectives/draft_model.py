@@ -206,4 +206,7 @@ class DraftModelObjective(Objective):
             "draft_vocab_size": len(self.head()), "taps": [],
             "decoder": decoder_to_json(net.shape),
         }  # fmt: skip
-        write_drafter(folder, config, net.stored(), self.vocab, provenance)
+        write_drafter(folder, config, self.named(), self.vocab, provenance)
+
+    def named(self) -> Mapping[str, Tensor]:
+        return self.module.stored()

@@ -195,7 +195,7 @@ class Eagle3(Objective):
             "taps": self._fused,
             "decoder": decoder_to_json(self.shape),
         }  # fmt: skip
-        write_drafter(folder, config, self.module.state_dict(), self.vocab, provenance)
+        write_drafter(folder, config, self.named(), self.vocab, provenance)
 
     def _embed(self, token_BA: Tensor) -> Tensor:
         # As `Target.embed`: the scale is rounded to the dtype of the embedding.

@@ -195,7 +195,7 @@ class KangarooObjective(Objective):
             "draft_vocab_size": len(self.head()), "layer": self.layer,
             "taps": [f"hidden.{self.layer}"], "decoder": decoder_to_json(self.shape),
         }  # fmt: skip
-        write_drafter(folder, config, self.module.state_dict(), self.vocab, provenance)
+        write_drafter(folder, config, self.named(), self.vocab, provenance)
 
 
 def _exit_layer(config: KangarooTraining, target: Target) -> int:

@@ -202,6 +202,6 @@ class Medusa(Objective):
             "draft_vocab_size": len(self._head_DH), "taps": [LAST], "heads": shape.heads,
             "layers": shape.layers, "acceptance": rates, "tree": parents,
         }  # fmt: skip
-        write_drafter(folder, config, self.module.state_dict(), self.vocab, provenance)
+        write_drafter(folder, config, self.named(), self.vocab, provenance)
         if parents:
             write_whole(folder / "tree.json", json.dumps({"parents": parents}) + "\n")
