@@ -2,7 +2,7 @@
 
 Classes are imported on first use. A third party adds rows through the entry points
 ``outpace.drafters``, ``outpace.verifiers`` and ``outpace.policies``: each names a callable or
-object that is a `Row`, or simply a class with a docstring.
+object that is a `Row`, or a class with a docstring.
 """
 
 from __future__ import annotations

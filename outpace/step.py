@@ -105,7 +105,7 @@ def step(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
     """Advance every row by one pass of the target.
 
     Args:
-        machine: target, cache, drafters, verifiers, policy.
+        machine: target, cache, drafters, policy; the rows bring their verifiers.
         rows: sequences whose prompts are committed but for the pending token.
 
     Returns:

@@ -2,8 +2,8 @@
 
 OpenVINO GenAI and llama.cpp read GGUF files. They get the weights as wide as our own decoder
 multiplies them, expanded from a quantized file: 16 bits for bfloat16 (as float16, which both take),
-32 for float32. So a peer reads as many bytes per pass as we do; OpenVINO, whose reader refuses
-float32 matrices, gets 16 bits there too and reads half.
+32 for float32. So a peer reads as many bytes per pass as the own decoder; OpenVINO, whose reader
+refuses float32 matrices, gets 16 bits there too and reads half.
 """
 
 from __future__ import annotations

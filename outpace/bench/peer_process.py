@@ -69,7 +69,7 @@ class ChildPeer:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 encoding="utf-8",
-                start_new_session=True,  # Ctrl-C is for us; the child ends when we say so
+                start_new_session=True,  # Ctrl-C is for the parent, which ends it
             )
         except OSError as error:
             self._errors.close()

@@ -32,14 +32,16 @@ _NAMES = {
 _EXAMPLES = """
 Examples:
 
-  outpace analyze acceptance --drafter draft_model[model=smollm2-135m layers=15]
+  outpace analyze acceptance --drafter "draft_model[model=smollm2-135m layers=15]"
+
+  outpace analyze tree "Name three colours." --steps 3
 """
 _ACCEPTANCE = """
 Examples:
 
-  outpace analyze acceptance --drafter draft_model[model=smollm2-135m layers=15] --limit 4
+  outpace analyze acceptance --drafter "draft_model[model=smollm2-135m layers=15]" --limit 4
 
-  outpace analyze acceptance -m ./big -d draft_model[model=./small] -t 0.7 --out report
+  outpace analyze acceptance -m ./big -d "draft_model[model=./small]" -t 0.7 --out report
 """
 
 

@@ -20,9 +20,9 @@ _OUTPUT = "Output"
 _EXAMPLES = """
 Examples:
 
-  outpace analyze cascade --levels draft_model[model=M]+max_gram --measure
+  outpace analyze cascade --levels "draft_model[model=M]+max_gram" --measure
 
-  outpace analyze cascade -m ./big -l draft_model[model=./mid]+draft_model[model=./small]+suffix
+  outpace analyze cascade -m ./big -l "draft_model[model=./mid]+draft_model[model=./small]+suffix"
 
   outpace analyze cascade -l draft_model+max_gram --k 5,10/10 --k 3/4 --measure --out report
 """

@@ -41,18 +41,18 @@ Examples:
 
   outpace analyze tree "Name three colours." --steps 3
 
-  outpace analyze tree "Name three colours." -d draft_model[model=smollm2-135m layers=20] --tree 3x2x1 --out tree.html
+  outpace analyze tree "Name three colours." -d "draft_model[model=smollm2-135m layers=20]" --tree 3x2x1 --out tree.html
 
   outpace analyze tree -f prompt.txt -t 0.8 --out tree.svg
 """  # noqa: E501
 _SHAPE = """
 Examples:
 
-  outpace analyze shape -d draft_model[model=smollm2-135m layers=20] --out tree.json
+  outpace analyze shape -d "draft_model[model=smollm2-135m layers=20]" --out tree.json
 
-  outpace analyze shape -d draft_model[model=./small] --nodes 16 --depth 5 --out tree.json
+  outpace analyze shape -d "draft_model[model=./small]" --nodes 16 --depth 5 --out tree.json
 
-  outpace generate -d draft_model[model=./small] --tree tree.json "Why is the sky blue?"
+  outpace generate -d "draft_model[model=./small]" --tree tree.json "Why is the sky blue?"
 """
 
 

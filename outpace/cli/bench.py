@@ -36,7 +36,7 @@ Examples:
 
   outpace bench --limit 2
 
-  outpace bench --drafters prompt_lookup,draft_model[model=smollm2-135m layers=12] --out report
+  outpace bench --drafters "prompt_lookup,draft_model[model=smollm2-135m layers=12]" --out report
 
   outpace bench --peers hf,hf-prompt-lookup --workload question.jsonl --answers answers.jsonl
 

@@ -23,7 +23,7 @@ Examples:
 
   outpace bench passes --dtype float32 --threads 2
 
-  outpace bench passes --drafters prompt_lookup,draft_model[model=smollm2-135m layers=6]
+  outpace bench passes --drafters "prompt_lookup,draft_model[model=smollm2-135m layers=6]"
 
   outpace bench passes --rows 1,5,9,17 --contexts 100,2000 --out passes --json
 """

@@ -24,7 +24,7 @@ Examples:
 
   outpace check --dtype float32 --prompts 40 --max-new-tokens 128
 
-  outpace check -m ./big --drafters prompt_lookup,draft_model[model=./small]
+  outpace check -m ./big --drafters "prompt_lookup,draft_model[model=./small]"
 
   outpace check --shapes serve --drafters none --prompts 1
 """

@@ -149,8 +149,8 @@ class WorkloadOptions:
 
     workload: Annotated[
         str,
-        option("--workload", "-w", metavar="FILE",
-               help="Prompts to generate from: a file of JSON lines, or builtin."),
+        option("--workload", "-w", metavar="NAME|FILE",
+               help="Prompts to generate from: builtin, or a file as for outpace bench."),
     ] = "builtin"
     limit: Annotated[int, option("--limit", metavar="N", help="Prompts, at most.")] = 8
 

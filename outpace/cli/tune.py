@@ -34,7 +34,7 @@ Examples:
 
   outpace tune
 
-  outpace tune --model ./big --drafters "suffix,draft_model\[model=./small\]" --workload mine.jsonl
+  outpace tune --model ./big --drafters "suffix,draft_model\[model=./small]" --workload mine.jsonl
 
   outpace generate --drafter auto --explain "Explain how a refrigerator works."
 """

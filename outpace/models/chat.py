@@ -31,7 +31,7 @@ def compile_template(source: str) -> "Template":
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Accepts the tag that marks what the assistant wrote; training uses it, we do not."""
+        """Accepts the tag that marks what the assistant wrote; only training uses it."""
 
         tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
 

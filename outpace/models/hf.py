@@ -1,8 +1,8 @@
 """Any causal language model of transformers as a target: the general path, and our oracle.
 
-Where every layer keeps plain keys and values, rows branch: we hold the keys, and hand the
-model positions and an additive 4-D mask (one per layer type). Where a layer keeps something
-else (a recurrent state, a compressed cache), rows form chains and the model keeps its own
+Where every layer keeps plain keys and values, rows branch: the keys are held here, and the
+model is handed positions and an additive 4-D mask (one per layer type). Where a layer keeps
+something else (a recurrent state, a compressed cache), rows form chains and the model keeps its own
 cache. Architectures differ in what they honour, and one that ignored a mask would give wrong
 text without a word; so each model is tried once, on a few tokens, against its plain forward,
 and gets the best way that reproduces it.
