@@ -19,11 +19,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from outpace.curve import CostCurve, KnownDrafter
+from outpace.curve import CostCurve, KnownDrafter, assumed
 from outpace.types import StepRecord
 
-FREE_ROWS, ROW_PRICE = 4, 0.055
-"""Where no curve is known: rows for the price of one, and what each further row adds to a pass."""
 GUESS = 0.1
 """Of a draft level that nobody has timed yet, in passes over one row."""
 TRUST = 8
@@ -200,7 +198,7 @@ class Costs:
         if self._fill is not None:
             self._begin()
         if self._curve is None:
-            return 1.0 + ROW_PRICE * max(0, rows - FREE_ROWS)
+            return assumed(rows)
         key = (rows, context // _GRAIN, batch)
         found = self._table.get(key)
         if found is None:

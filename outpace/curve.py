@@ -9,6 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+FREE_ROWS = 4
+"""Where nothing was measured: rows that a pass over one sequence checks for the price of one."""
+ROW_PRICE = 0.055
+"""What each further row adds then, in passes over one row (bfloat16 on a CPU; GPUs charge less, and
+a policy that knows better hands out smaller budgets)."""
+
+
+def assumed(rows: int) -> float:
+    """Cost of a pass over so many rows where nothing was measured; over one row it costs 1."""
+    return 1.0 + ROW_PRICE * max(0, rows - FREE_ROWS)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostCurve:

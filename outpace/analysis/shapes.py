@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.cache.base import PAGE, KVCache
+from outpace.cache.base import PAGE, KVCache, shared_prefix
 from outpace.models.base import TAPS, TREE, Target
 from outpace.types import Feed
 
@@ -182,7 +182,7 @@ class _Alone:
         """What the last of these tokens gives."""
         if ids not in self._rows:
             slot = self._cache.open()
-            held = max(_common(ids, text) for text in self._slots)
+            held = max(shared_prefix(ids, text) for text in self._slots)
             self.copy(ids[:held], self._cache, slot, piece=1)
             self._read(slot, ids)
             self._cache.close(slot)
@@ -207,12 +207,6 @@ class _Alone:
             feed = Feed.chain(slot, ids[end - 1 : end], want=want)
             self._rows[ids[:end]] = _rows(self._target, [feed], self._cache)[0][0]
             self._cache.keep(slot, [0])
-
-
-def _common(a: Ids, b: Ids) -> int:
-    """Length of the longest common prefix."""
-    count = min(len(a), len(b))
-    return next((i for i in range(count) if a[i] != b[i]), count)
 
 
 def _rows(target: Target, feeds: Sequence[Feed], cache: KVCache) -> list[list[_Row]]:

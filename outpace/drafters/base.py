@@ -51,9 +51,9 @@ class Drafter(ABC, Generic[S]):
     """Abilities wanted from the target (``outpace.models.base``: TREE, LAYERS, TAPS, ...)."""
     taps: frozenset[str] = frozenset()
     """Features wanted in ``observe``, such as ``hidden.-1``. Unread features cost nothing."""
-    samples: ClassVar[bool] = False
+    samples: bool = False
     """Whether it draws where ``DraftRow.drawn`` asks for that; others always choose."""
-    hints: ClassVar[bool] = False
+    hints: bool = False
     """Whether ``hint`` tells something."""
     estimates: bool = False
     """Whether it estimates how likely its guesses are accepted, where a budget asks for that."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from outpace.cache.base import PAGE
+from outpace.cache.base import PAGE, shared_prefix
 from outpace.drafters.base import Drafter
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
@@ -135,7 +135,7 @@ class Batch:
         if not reading or not store.most:
             return False
         same = max(
-            (_common(row.tokens, ids) for row in reading if row.key == key), default=0
+            (shared_prefix(row.tokens, ids) for row in reading if row.key == key), default=0
         )
         return same // PAGE * PAGE > store.known(key, ids)
 
@@ -286,9 +286,3 @@ class Batch:
             preempted=self._preempted,
             drafters=dict(self._drafters),
         )
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """Length of the longest common prefix."""
-    count = min(len(a), len(b))
-    return next((i for i in range(count) if a[i] != b[i]), count)

@@ -131,7 +131,7 @@ class Watched(Drafter[_State]):
     def __init__(self, base: Drafter[Any], learner: Learner) -> None:
         self.base, self.learner = base, learner
         self.taps = base.taps
-        self.samples, self.hints = base.samples, base.hints  # type: ignore[misc]
+        self.samples, self.hints = base.samples, base.hints
         self.broken: Exception | None = None
         """What the learner failed at; it is then left alone."""
         self._living: set[_State] = set()

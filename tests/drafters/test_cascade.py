@@ -1,30 +1,26 @@
 """Cascades: exact laws by enumeration, levels that share the work, text that is taken back."""
 
-from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import pytest
 
 from outpace import Engine, SpecError
-from outpace.analysis.enumeration import EnumeratingCoins, fates
-from outpace.analysis.tables import RIGHT, distance
+from outpace.analysis.tables import RIGHT
+from outpace.cache.base import shared_prefix
 from outpace.drafters.base import Drafter, Request
 from outpace.drafters.compose import guesses
-from outpace.drafters.compose.ahead import CoinsAhead, common
+from outpace.drafters.compose.ahead import CoinsAhead
 from outpace.drafters.compose.cascade import Cascade, CascadeConfig, read_k
 from outpace.drafters.lookup.automaton import SuffixAutomaton
 from outpace.drafters.lookup.max_gram import MaxGram, MaxGramConfig
 from outpace.law import Law
 from outpace.models.tiny import TableTarget
 from outpace.params import SamplingParams
-from outpace.policies.fixed import Fixed, FixedConfig
-from outpace.sampling import Warp
-from outpace.step import Machine, prefill, step
 from outpace.tree.shapes import CHAIN, widths
-from outpace.types import NOTHING, Budget, Draft
+from outpace.types import Budget, Draft
 from outpace.verifiers.chain import Chain, ChainConfig
 from outpace.verifiers.rules import probs
+from tests.drafters.support import Telling
 
 PROMPT = (0, 1, 0)
 
@@ -86,96 +82,33 @@ class Case:
         lookup = Echo(self.vocab) if self.lookup else None
         self.cascade = Cascade(tables, lookup, read_k(self.k))
         self.edit(self.cascade)
-        self.machine = Machine(
-            self.target, self.target.new_cache(), {"c": self.cascade}, Fixed(FixedConfig())
+        size = len(self.shape.parent_N or ()) or 8
+        self.told = Telling(
+            self.target, self.cascade, PROMPT, self.length, RIGHT[self.verifier],
+            Budget(size, size, shape=self.shape), self.params,
         )
         self.drafted = self.accepted = 0.0
 
     def error(self):
         """Largest error of the law of the emitted tokens."""
-        done, open_ = defaultdict(float), {((), 0, frozenset()): 1.0}
-        while open_:
-            state = min(open_, key=lambda s: len(s[0]))
-            weight = open_.pop(state)
-            for fate, after in fates(partial(self._on, state), dict(state[2])):
-                share = weight * fate.weight
-                if len(after[0]) == self.length:
-                    done[after[0]] += share
-                else:
-                    open_[after] = open_.get(after, 0.0) + share
-        return distance(done, self._p, self.vocab, self.length)
-
-    def _p(self, context):
-        warp = Warp(self.params, PROMPT, frozenset(), self.vocab)
-        warp.advance(context)
-        return warp.law(self.target.law_after((*PROMPT, *context)).log())
+        return self.told.error(self._on, ((), 0, frozenset()))
 
     def _on(self, state, fate):
         emitted, refused, _ = state
-        cache, cascade = self.machine.cache, self.cascade
-        mine = cascade.begin(Request(prompt=(*PROMPT, *emitted)))
-        row = Row(self, fate, mine, cache.open(), emitted)
-        while len(row.tokens) == len(PROMPT) + len(emitted):
-            if emitted:
-                tokens = row.tokens[:-1]
-                row.tokens, row.given = [*tokens, row.tokens[-1]], row.tokens
-                self._read(row)
-                if mine.reading is not None:
-                    mine.reading.state.refused = refused
-                (outcome,) = step(self.machine, [row])
-                self.drafted += fate.weight * len(outcome.draft)
-                self.accepted += fate.weight * len(outcome.verdict.kept)
-            else:
-                prefill(self.machine, [row])
+        row = self.told.begin(fate, emitted)
+        mine = row.states["d"]
+        if emitted:
+            self.told.read(row)
+            if mine.reading is not None:
+                mine.reading.state.refused = refused
+            outcome = self.told.step(row)
+            self.drafted += fate.weight * len(outcome.draft)
+            self.accepted += fate.weight * len(outcome.verdict.kept)
+        else:
+            self.told.prefill(row)
         mood = 0 if mine.reading is None else mine.reading.state.refused
-        pending = len(row.tokens) - 1
-        live = frozenset((c, at) for c, at in fate.known.items() if c[3] >= pending)
-        cascade.end(mine)
-        cache.close(row.slot)
-        return tuple(row.tokens[len(PROMPT) :]), mood, live
-
-    def _read(self, row):
-        """Prefill all but the pending token, and tell the drafter of it."""
-        from outpace.types import Feed, Outcome, Verdict
-
-        fed = tuple(row.tokens[:-1])
-        scored = self.target.score([Feed.chain(row.slot, fed, want=())], self.machine.cache)
-        self.machine.cache.keep(row.slot, range(len(fed)))
-        self.cascade.observe([row.states["c"]], [Outcome(
-            Draft(), scored.of(0), Verdict((), (row.tokens[-1],)), fed, tuple(range(len(fed))),
-            0, forced=True,
-        )])
-
-
-class Row:
-    number, policy_state = 0, None
-
-    def __init__(self, case, fate, state, slot, emitted):
-        self.case, self.fate, self.slot = case, fate, slot
-        self.tokens = [*PROMPT, *emitted]
-        self.warp = Warp(case.params, PROMPT, frozenset(), case.vocab)
-        self.warp.advance(emitted)
-        self.states = {"c": state}
-        size = len(case.shape.parent_N or ()) or 8
-        self.budgets = {"c": Budget(size, size, shape=case.shape)}
-        self.verifiers = {"c": RIGHT[case.verifier], "none": RIGHT[case.verifier]}
-
-    @property
-    def missing(self):
-        return self.case.length + len(PROMPT) - len(self.tokens)
-
-    def coins(self, stream):
-        return EnumeratingCoins(self.fate, 0, len(self.tokens) - 1, stream)
-
-    def room(self):
-        return Budget(1 << 20, self.missing) if self.missing > 0 else NOTHING
-
-    def cut(self, verdict):
-        return verdict.cut(self.missing)
-
-    def extend(self, outcome):
-        self.tokens.extend(outcome.verdict.emitted)
-        self.warp.advance(outcome.verdict.emitted)
+        emitted, live = self.told.end(row)
+        return emitted, mood, live
 
 
 def with_verifier(verifier):
@@ -459,7 +392,7 @@ def test_a_lookup_without_a_rewind_of_its_own_is_copied():
 
 def test_common_prefixes():
     for a, b, n in (([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 5, 3], 1), ([1], [1], 1)):
-        assert common(a, b) == common(b, a) == n
+        assert shared_prefix(a, b) == shared_prefix(b, a) == n
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outpace.cache.base import KVCache
+from outpace.cache.base import KVCache, shared_prefix
 from outpace.clock import PassClock
 from outpace.coins import Coins, Stream
 from outpace.models.base import Target
@@ -107,7 +107,7 @@ class CacheAhead(KVCache):
     def follow(self, slot: int, tokens: Sequence[int]) -> None:
         """Bring a slot in line with a text; the last token will be pending."""
         held = self._slots[slot].ids
-        same = common(held, tokens[:-1])
+        same = shared_prefix(held, tokens[:-1])
         self.real.truncate(slot, same)
         self._missing[slot] = tuple(tokens[same:-1])
         self._lag[slot] = 0
@@ -206,15 +206,3 @@ def behind(feed: Feed, missing: Sequence[int]) -> Feed:
         (*range(-1, lag - 1), *(parent + lag for parent in feed.parent_J)),
         want=tuple(row + lag for row in want),
     )
-
-
-def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix. Cost: comparing slices, not tokens one by one."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -107,7 +107,7 @@ class CrossVocabulary(Drafter[State]):
                 "nobody computes; use a language model or a lookup"
             )
         self.inner, self.model, self.target, self.by = inner, model, target, by
-        self.samples = inner.samples and by != "text"  # type: ignore[misc]
+        self.samples = inner.samples and by != "text"
         self.follower = Follower(inner)
         self.source, self.goal = Spelling.of(model, who), Spelling.of(target, who)
         self.common = shared(self.source, self.goal, model, target.vocab_size)

@@ -6,7 +6,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outpace.drafters.lookup.worth import LEAST, Chances, price
+from outpace.curve import assumed
+from outpace.drafters.lookup.worth import LEAST, Chances
 from outpace.types import ROOT, Budget, Draft
 
 
@@ -111,7 +112,7 @@ def _best(
             continue
         picked.append((node, parent))
         expected -= loss
-        if expected / price(1 + len(picked)) >= worth:
-            worth, length = expected / price(1 + len(picked)), len(picked)
+        if expected / assumed(1 + len(picked)) >= worth:
+            worth, length = expected / assumed(1 + len(picked)), len(picked)
         offer(node.below, len(picked) - 1, -loss)
     return picked[:length], worth

@@ -99,7 +99,7 @@ class Select(Drafter[_State]):
     def __init__(self, config: SelectConfig, members: Sequence[Drafter[Any]]) -> None:
         self.config, self.members = config, tuple(members)
         self.taps = frozenset[str]().union(*(member.taps for member in members))
-        self.samples = any(member.samples for member in members)  # type: ignore[misc]
+        self.samples = any(member.samples for member in members)
         self._budgets = [natural_budget(m.default_tree, None, m.default_nodes) for m in members]
         self._clock = build.Clocks([member.clock for member in members])
 

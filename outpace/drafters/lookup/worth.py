@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from outpace.curve import assumed
 from outpace.drafters.base import Drafter
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import children
@@ -35,20 +36,10 @@ S = TypeVar("S")
 After = Callable[[N], Sequence[tuple[int, float, N]]]
 """Node -> (token, chance, node) of what may follow it, likeliest first."""
 
-FREE_ROWS = 4
-"""Rows that a pass over one sequence checks for the price of one."""
-ROW_PRICE = 0.055
-"""What each further row adds, in passes over one row (bfloat16 on a CPU; GPUs charge less, and a
-policy that knows better hands out smaller budgets)."""
 LEAST = 0.05
 """Guesses less likely than this to be reached and kept are not made."""
 RATE = 0.2
 """How fast ``doubt`` follows surprises."""
-
-
-def price(rows: int) -> float:
-    """Cost of a pass over so many rows; a pass over one row costs 1."""
-    return 1.0 + ROW_PRICE * max(0, rows - FREE_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +181,8 @@ def _best(
     expected, worth, length = 1.0, 1.0, 0
     for count, node in enumerate(order, 1):
         expected += whole[node]
-        if expected / price(1 + count) >= worth:
-            worth, length = expected / price(1 + count), count
+        if expected / assumed(1 + count) >= worth:
+            worth, length = expected / assumed(1 + count), count
     order = order[:length]
     place = {ROOT: ROOT, **{node: i for i, node in enumerate(order)}}
     return Draft.chosen(
