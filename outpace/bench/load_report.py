@@ -23,6 +23,8 @@ from outpace.files import write_whole
 Report = dict[str, Any]
 
 PLAIN = "none"
+MIXED = "mixed"
+"""In the place of a drafter: requests take turns."""
 _KEPT = 5
 """Kinds of errors that a row lists."""
 
@@ -54,6 +56,9 @@ class Session:
     alone: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Prompt id -> tokens of its answer with nobody else there, plainly decoded; empty unless
     texts are compared."""
+    gaps: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Prompt id and index of a first difference -> by how much the logit of the token there in
+    ``alone`` is above that of the other."""
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
 
@@ -69,9 +74,10 @@ def build(session: Session, provenance: Mapping[str, Any]) -> Report:
     whole = Counter((one.arrival, one.turn) for one in session.rounds)
     kept = [one for one in session.rounds if whole[one.arrival, one.turn] == len(drafters)]
     rows = [
-        _row(drafter, arrival, kept, session.alone)
+        _row(drafter, arrival, kept, session)
         for arrival in dict.fromkeys(one.arrival for one in kept) for drafter in drafters
     ]
+    _over_one(rows)
     report: Report = {
         "paired": True,
         "partial": session.interrupted,
@@ -84,7 +90,7 @@ def build(session: Session, provenance: Mapping[str, Any]) -> Report:
 
 
 def _row(
-    drafter: str, arrival: Arrival, rounds: Sequence[Round], alone: Mapping[str, tuple[int, ...]]
+    drafter: str, arrival: Arrival, rounds: Sequence[Round], session: Session
 ) -> Report:
     here = [one for one in rounds if one.arrival == arrival]
     mine = sorted((one for one in here if one.drafter == drafter), key=lambda one: one.turn)
@@ -124,7 +130,7 @@ def _row(
         "mean_acceptance_length": 1 + accepted / drafts if drafts else None,
         "prompt_tokens": sum(reply.usage.get("prompt_tokens") or 0 for reply in good),
         "cached_tokens": sum(_cached(reply) for reply in good),
-        "texts": _texts(good, alone) if alone else None,
+        "texts": _texts(good, session) if session.alone else None,
     }
 
 
@@ -140,14 +146,26 @@ def _cached(reply: Reply) -> int:
     return (reply.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
-def _texts(replies: Sequence[Reply], alone: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """How many texts are not those of their requests alone, and where each first differs."""
+def _over_one(rows: Sequence[Report]) -> None:
+    """Tokens per second over those of one client, where one was measured."""
+    one = {row["drafter"]: row["tokens_per_second"] for row in rows if row["concurrency"] == 1}
+    for row in rows:
+        alone, rate = one.get(row["drafter"]), row["tokens_per_second"]
+        row["over_one_stream"] = rate / alone if alone and rate is not None else None
+
+
+def _texts(replies: Sequence[Reply], session: Session) -> dict[str, Any]:
+    """How many texts are not those of their requests alone, or the beginning of these if they are
+    shorter, and where each first differs.
+    """
     found = []
-    compared = [reply for reply in replies if reply.prompt in alone]
+    compared = [reply for reply in replies if reply.prompt in session.alone]
     for reply in compared:
-        index = first_difference(reply.tokens, alone[reply.prompt])
+        whole = session.alone[reply.prompt]
+        index = first_difference(reply.tokens, whole[: len(reply.tokens)])
         if index is not None:
-            found.append({"prompt": reply.prompt, "index": index})
+            gap = session.gaps.get((reply.prompt, index))
+            found.append({"prompt": reply.prompt, "index": index, "logit_gap": gap})
     return {
         "compared": len(compared),
         "different": len(found),
@@ -199,15 +217,18 @@ def table(report: Report) -> Table:
     """All rows: a load, its drafters, what each gave."""
     rows = report["loads"]
     checked = any(row["texts"] is not None for row in rows)
+    streams = any(row["over_one_stream"] is not None for row in rows)
     return Table(
         "Milliseconds are p50 / p95",
-        ("drafter", "load", "tok/s", "speed-up", "first token ms", "inter-token ms",
-         "ms per token", "acceptance", "errors", *(["texts differ"] if checked else [])),
+        ("drafter", "load", "tok/s", *(["x one"] if streams else []), "speed-up",
+         "first token ms", "inter-token ms", "ms per token", "acceptance", "errors",
+         *(["texts differ"] if checked else [])),
         tuple(
             (
                 row["drafter"],
                 Arrival(concurrency=row["concurrency"], rate=row["rate"]).label,
                 number(row["tokens_per_second"], 1),
+                *([number(row["over_one_stream"])] if streams else []),
                 number(row["speedup"]),
                 _pair(row, "first_token_seconds"),
                 _pair(row, "inter_token_seconds"),
@@ -227,13 +248,15 @@ def _pair(row: Report, name: str) -> str:
 
 
 def _differing(texts: Mapping[str, Any] | None) -> str:
-    """Share of texts that differ, and the earliest place where one does."""
+    """Share of texts that differ, the earliest place where one does, and the largest gap."""
     if texts is None:
         return "-"
     if not texts["different"]:
-        return share(texts["share"])
+        return f"0 of {texts['compared']}"
     first = min(texts["differences"], key=lambda one: one["index"])
-    return f"{share(texts['share'])}, from {first['index']}"
+    gaps = [abs(one["logit_gap"]) for one in texts["differences"] if one["logit_gap"] is not None]
+    most = f", gap {max(gaps):.3g}" if gaps else ""
+    return f"{share(texts['share'])}, from {first['index']}{most}"
 
 
 def write(report: Report, folder: Path) -> list[Path]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import shlex
 import sys
-import time
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,16 +15,13 @@ from outpace.cli import show
 from outpace.cli.options import ModelOptions, at_least_one, option, spread
 from outpace.cli.started import started
 from outpace.config import MethodSpec, split_specs
-from outpace.errors import OutpaceError, RequestError
+from outpace.errors import RequestError
 
 if TYPE_CHECKING:
-    from outpace.bench.load import Arrival, Question, Reply, Server, Settings
-    from outpace.bench.load_report import Report, Round, Session
-    from outpace.bench.workloads import Prompt
+    from outpace.bench.load_report import Report
 
 _PLAIN = "none"
-_LEAST = 16
-"""Requests of a round, at least, unless said otherwise."""
+_MIXED = "mixed"
 _WHO = "Server"
 _WHAT = "Load"
 _OUTPUT = "Output"
@@ -40,6 +34,8 @@ Examples:
   outpace bench serve --rate 2 --requests 100 --drafters auto
 
   outpace bench serve --url http://127.0.0.1:8000 --check-texts --concurrency 8
+
+  outpace bench serve --mixed --check-texts --concurrency 64 --requests 500 --rounds 1
 """
 
 
@@ -84,7 +80,7 @@ def serve(
     requests: Annotated[
         int | None,
         option("--requests", "-n", panel=_WHAT, metavar="N",
-               show_default=f"twice the clients, {_LEAST} at least",
+               show_default="twice the clients, 16 at least",
                help="Requests per drafter, load and round."),
     ] = None,
     rounds: Annotated[
@@ -108,6 +104,12 @@ def serve(
         option("--check-texts", panel=_WHAT,
                help="Compare every text with that of its prompt alone under none; needs "
                "temperature 0."),
+    ] = False,
+    mixed: Annotated[
+        bool,
+        option("--mixed", panel=_WHAT,
+               help="One row for all drafters, which take turns request by request, with answers "
+               "of different lengths: a quarter of --max-new-tokens at least."),
     ] = False,
     timeout: Annotated[
         int,
@@ -142,6 +144,7 @@ def serve(
     from outpace.bench.formats import read_workload
     from outpace.bench.load import Arrival, Settings
     from outpace.bench.load_report import Session, build, write
+    from outpace.bench.load_run import Plan, measure
     from outpace.params import SamplingParams
 
     SamplingParams(temperature=temperature, seed=seed)  # refuses what is out of range
@@ -153,25 +156,24 @@ def serve(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # what cannot be written is said before the work
     most = max((one.concurrency or 0 for one in arrivals), default=0)
-    session = Session(specs)
-    about: dict[str, Any] = {}
-    plan = _Plan(
+    session = Session([_MIXED] if mixed else specs)
+    plan = Plan(
         session, arrivals, prompts, Settings(max_new_tokens=max_new_tokens,
                                              temperature=temperature, seed=seed),
-        requests, rounds, check_texts, about,
+        requests, rounds, check_texts, specs if mixed else (),
     )  # fmt: skip
     with started(url, model, specs, clients=most, seconds=timeout) as address:
         try:
-            asyncio.run(_run(plan, address, key, float(timeout)))
+            asyncio.run(measure(plan, address, key, float(timeout), show.progress))
         except KeyboardInterrupt:
             session.interrupted = True
     if not session.rounds:
         raise typer.Exit(130)
-    report = build(session, provenance_of(about, {
+    report = build(session, provenance_of(plan.about, {
         "url": url, "workload": workload, "concurrency": None if rate is not None else concurrency,
         "rate": rate, "requests": requests, "rounds": rounds, "max_new_tokens": max_new_tokens,
         "temperature": temperature, "seed": seed, "drafters": drafters, "ignore_eos": True,
-        "check_texts": check_texts,
+        "check_texts": check_texts, "mixed": mixed,
     }))
     if out is not None:
         from outpace.bench.plots import load, paint
@@ -210,144 +212,6 @@ def read_key(file: Path) -> str:
     if not keys or not keys[0].isascii():
         raise RequestError(f"--api-key-file {file} holds no key; write one per line")
     return keys[0]
-
-
-@dataclasses.dataclass(slots=True)
-class _Plan:
-    """What is to be measured, and where it goes."""
-
-    session: Session
-    arrivals: list[Arrival]
-    prompts: Sequence[Prompt]
-    settings: Settings
-    requests: int | None
-    rounds: int
-    check_texts: bool
-    about: dict[str, Any]
-    """Filled in: the model as the server describes it, prompts."""
-
-    def count(self, arrival: Arrival) -> int:
-        """Requests of a round."""
-        return self.requests or max(_LEAST, 2 * (arrival.concurrency or 0))
-
-
-async def _run(plan: _Plan, address: str, key: str | None, seconds: float) -> None:
-    from outpace.bench.load import connected
-
-    session = plan.session
-    async with connected(address, key=key, seconds=seconds) as server:
-        listed = await server.get("/v1/models")
-        plan.about.update(listed["data"][0])
-        strangers = set(session.drafters) - {_PLAIN, *plan.about.get("drafters", ())}
-        if strangers:
-            raise RequestError(
-                f"drafter {sorted(strangers)[0]!r} was not started at {server.url}; "
-                f"choose from {', '.join(plan.about.get('drafters', ()))}"
-            )
-        questions = await _questions(plan, server)
-        most = max(plan.count(arrival) for arrival in plan.arrivals)
-        used = questions[:most]
-        plan.about["questions"] = used
-        work = len(session.drafters) * plan.rounds * sum(map(plan.count, plan.arrivals))
-        extra = len(session.drafters) + (len(used) if plan.check_texts else 0)
-        with show.progress(work + extra, "requests") as tick:
-            await _warm(plan, server, used, tick)
-            for arrival in plan.arrivals:
-                for turn in range(plan.rounds):
-                    for drafter in session.drafters:
-                        name = f"{drafter}, load {arrival.label}"
-                        session.rounds.append(await _round(
-                            plan, server, used, arrival, turn, drafter, partial(tick, name)
-                        ))
-
-
-async def _questions(plan: _Plan, server: Server) -> list[Question]:
-    """The prompts that leave room for an answer, spread over the categories; as chats where the
-    model has a template for them.
-    """
-    from outpace.bench.cases import evenly
-    from outpace.bench.load import Question
-
-    room = plan.about["max_model_len"] - plan.settings.max_new_tokens
-    found, chats = [], True
-    for prompt in plan.prompts:
-        body: dict[str, Any] = {"messages": list(prompt.messages)}
-        if chats:
-            try:
-                count = (await server.post("/tokenize", body))["count"]
-            except OutpaceError:
-                chats = False  # no template: its bare text then
-        if not chats:
-            body = {"prompt": "\n".join(message["content"] for message in prompt.messages)}
-            count = (await server.post("/tokenize", body))["count"]
-        path = "/v1/chat/completions" if chats else "/v1/completions"
-        if count <= room:
-            found.append(Question(id=prompt.id, path=path, body=body))
-    if len(found) < len(plan.prompts):
-        plan.session.notes.append(
-            f"{len(plan.prompts) - len(found)} of {len(plan.prompts)} prompts left out: too long "
-            f"for the context of {plan.about['max_model_len']}"
-        )
-    if not found:
-        raise RequestError(
-            f"no prompt leaves room for {plan.settings.max_new_tokens} new tokens in the context "
-            f"of {plan.about['max_model_len']}; give a smaller --max-new-tokens or other prompts"
-        )
-    most = max(plan.count(arrival) for arrival in plan.arrivals)
-    return evenly(found, most)
-
-
-async def _warm(
-    plan: _Plan, server: Server, questions: Sequence[Question], tick: Callable[[str, int], None]
-) -> None:
-    """An answer by every drafter, and what the texts are to be compared with."""
-    for drafter in plan.session.drafters:
-        tick("warming up", 0)
-        reply = await _ask(plan, server, questions, drafter, 0)
-        if reply.error is not None:
-            raise OutpaceError(f"{drafter} does not answer at {server.url}: {reply.error}")
-        plan.about["fingerprint"] = reply.fingerprint
-        tick("warming up", 1)
-    if not plan.check_texts:
-        return
-    for number, question in enumerate(questions):
-        tick("texts alone", 0)
-        reply = await _ask(plan, server, questions, _PLAIN, number)
-        if reply.error is not None:
-            raise OutpaceError(f"no text of {question.id} alone: {reply.error}")
-        plan.session.alone[question.id] = tuple(reply.tokens)
-        tick("texts alone", 1)
-
-
-async def _ask(
-    plan: _Plan, server: Server, questions: Sequence[Question], drafter: str, number: int
-) -> Reply:
-    question = questions[number % len(questions)]
-    body = plan.settings.body(question, drafter, number)
-    return await server.ask(question.path, body, question.id)
-
-
-async def _round(
-    plan: _Plan, server: Server, questions: Sequence[Question], arrival: Arrival, turn: int,
-    drafter: str, tick: Callable[[int], None],
-) -> Round:
-    """Send all requests of a round, of which every drafter gets the same at the same times."""
-    from outpace.bench.load import closed_loop, open_loop, poisson
-    from outpace.bench.load_report import Round
-
-    async def send(number: int) -> Reply:
-        reply = await _ask(plan, server, questions, drafter, number)
-        tick(1)
-        return reply
-
-    tick(0)
-    count, began = plan.count(arrival), time.perf_counter()
-    if arrival.rate is not None:
-        at = poisson(arrival.rate, count, plan.settings.seed + turn)
-        replies = await open_loop(send, at)
-    else:
-        replies = await closed_loop(send, count, arrival.concurrency or 1)
-    return Round(drafter, arrival, turn, time.perf_counter() - began, replies)
 
 
 def provenance_of(about: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from outpace.cli import show
 from outpace.cli.options import ModelOptions
@@ -19,6 +21,22 @@ _LAST = 20
 """Lines of its log that are kept, to say why it did not start."""
 _PATIENCE = 20.0
 """Seconds that it gets to end by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server that was started here."""
+
+    address: str
+    process: subprocess.Popen[str]
+
+    def hold(self) -> None:
+        """Let it do nothing until ``go``; connections that stand may end meanwhile."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go(self) -> None:
+        """Let it go on."""
+        self.process.send_signal(signal.SIGCONT)
 
 
 @contextlib.contextmanager
@@ -43,12 +61,29 @@ def started(
     if url is not None:
         yield url.rstrip("/").removesuffix("/v1")
         return
-    wide = {"--max-batch": clients, "--max-queue": 2 * clients} if clients > 32 else {}
+    wide = ["--max-batch", clients, "--max-queue", 2 * clients] if clients > 32 else []
+    more = ["--timeout", seconds, "--grace", 1, *wide]
+    with launched(model, drafters, [str(one) for one in more]) as running:
+        yield running.address
+
+
+@contextlib.contextmanager
+def launched(
+    model: ModelOptions, drafters: Sequence[str], more: Sequence[str] = ()
+) -> Iterator[Running]:
+    """Start a server on a free port of loopback, and end it.
+
+    Args:
+        model: what to load.
+        drafters: method specs.
+        more: further options of ``outpace serve``.
+
+    Raises:
+        OutpaceError: as ``started``.
+    """
     command = [
         sys.executable, "-m", "outpace", "serve", "--port", "0", "--stored-pages", "0",
-        "--timeout", str(seconds), "--grace", "1", *_options(model),
-        *(part for spec in drafters for part in ("--drafter", spec)),
-        *(str(part) for pair in wide.items() for part in pair),
+        *_options(model), *(part for spec in drafters for part in ("--drafter", spec)), *more,
     ]  # fmt: skip
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
@@ -57,9 +92,11 @@ def started(
     try:
         with show.busy("starting the server"):
             address = _address(process)
-        yield address
+        yield Running(address, process)
     finally:
         process.terminate()
+        if hasattr(signal, "SIGCONT"):  # one that is held does not hear anything else
+            process.send_signal(signal.SIGCONT)
         try:
             process.wait(_PATIENCE)
         except subprocess.TimeoutExpired:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from outpace.engine.results import DrafterCounts, Result
 from outpace.sampling import TokenLogprobs
 from outpace.server.asks import Ask
+from outpace.server.calls import CallReader, Found
 from outpace.server.trace import Tracer
 from outpace.serving.events import Tokens
 
@@ -47,12 +48,20 @@ class Writer(ABC):
         self._tracer = Tracer(each, tokenizer) if ask.traced else None
 
     @abstractmethod
-    def _message(self, index: int, text: str) -> Json:
+    def _message(self, index: int, result: Result) -> Json:
         """The part of a whole choice that holds the text."""
 
     @abstractmethod
-    def _delta(self, text: str) -> Json:
-        """The part of a piece that holds the text."""
+    def _delta(self, index: int, ids: Sequence[int], text: str) -> Json:
+        """The part of a piece that holds new text; its values are empty if there is none."""
+
+    def _rest(self, index: int) -> Json:
+        """The part of a piece that holds what was kept back until the end, as ``_delta``."""
+        return self._delta(index, (), "")
+
+    def _reason(self, index: int, result: Result) -> str | None:
+        """Why an answer ended; called when all of it has been told."""
+        return result.finish_reason
 
     @abstractmethod
     def _logprobs(self, index: int, found: Sequence[TokenLogprobs]) -> Json:
@@ -73,10 +82,10 @@ class Writer(ABC):
         for index, result in enumerate(results):
             choice: Json = {
                 "index": index,
-                **self._message(index, result.text),
+                **self._message(index, result),
                 "logprobs": None if result.logprobs is None
                 else self._logprobs(index, result.logprobs),
-                "finish_reason": result.finish_reason,
+                "finish_reason": self._reason(index, result),
             }
             if self.ask.token_ids:
                 choice["token_ids"] = list(result.tokens)
@@ -96,10 +105,11 @@ class Writer(ABC):
         """A chunk for new tokens; None if there is nothing to say of them."""
         ask, index = self.ask, event.index
         self._written[index] += len(event.ids)
-        if not (event.text or event.logprobs or ask.token_ids or ask.detailed or ask.traced):
+        delta = self._delta(index, event.ids, event.text)
+        told = any(delta.values()) or event.logprobs
+        if not (told or ask.token_ids or ask.detailed or ask.traced):
             return None
-        choice: Json = {"index": index, **self._delta(event.text), "logprobs": None,
-                        "finish_reason": None}
+        choice: Json = {"index": index, **delta, "logprobs": None, "finish_reason": None}
         if event.logprobs:
             choice["logprobs"] = self._logprobs(index, event.logprobs)
         if ask.token_ids:
@@ -111,11 +121,14 @@ class Writer(ABC):
             chunk["outpace"] = self._tracer.of(event)
         return chunk
 
-    def ending(self, index: int, result: Result) -> Json:
-        """The last chunk of an answer."""
-        choice = {"index": index, **self._delta(""), "logprobs": None,
-                  "finish_reason": result.finish_reason}
-        return self._chunk([choice])
+    def ending(self, index: int, result: Result) -> list[Json]:
+        """The last chunks of an answer."""
+        rest, out = self._rest(index), []
+        common = {"index": index, "logprobs": None}
+        if any(rest.values()):
+            out.append(self._chunk([{**common, **rest, "finish_reason": None}]))
+        last = {**self._delta(index, (), ""), "finish_reason": self._reason(index, result)}
+        return [*out, self._chunk([{**common, **last}])]
 
     def closing(self, results: Sequence[Result]) -> Json:
         """The chunk behind all answers: usage and figures."""
@@ -197,11 +210,11 @@ class CompletionWriter(Writer):
                   "finish_reason": None}
         return [self._chunk([choice])]
 
-    def _message(self, index: int, text: str) -> Json:
+    def _message(self, index: int, result: Result) -> Json:
         echo = "" if self.ask.echo is None else self.ask.echo[index // self.ask.n]
-        return {"text": echo + text}
+        return {"text": echo + result.text}
 
-    def _delta(self, text: str) -> Json:
+    def _delta(self, index: int, ids: Sequence[int], text: str) -> Json:
         return {"text": text}
 
     def _length(self, index: int, token: int) -> int:
@@ -233,17 +246,45 @@ class ChatWriter(Writer):
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, ask: Ask, model: str, fingerprint: str, tokenizer: Any) -> None:
+        super().__init__(ask, model, fingerprint, tokenizer)
+        offer = ask.offer
+        self._readers = [] if offer is None else [
+            CallReader(offer.form, offer.names, tokenizer) for _ in range(ask.answers)
+        ]
+
     def opening(self, index: int) -> list[Json]:
         """Who speaks."""
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": "assistant", "content": None if self._readers else ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return [self._chunk([choice])]
 
-    def _message(self, index: int, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _message(self, index: int, result: Result) -> Json:
+        message: Json = {"role": "assistant", "content": result.text, "refusal": None}
+        if self._readers:
+            reader = self._readers[index]
+            parts = (reader.push(result.tokens, result.text), reader.close())
+            message["content"] = "".join(part.text for part in parts)
+            calls = [call for part in parts for call in part.calls]
+            if calls:
+                message["content"] = message["content"] or None
+                message["tool_calls"] = _joined(calls)
+        return {"message": message}
 
-    def _delta(self, text: str) -> Json:
-        return {"delta": {"content": text} if text else {}}
+    def _delta(self, index: int, ids: Sequence[int], text: str) -> Json:
+        if not self._readers:
+            return {"delta": {"content": text} if text else {}}
+        return {"delta": _said(self._readers[index].push(ids, text))}
+
+    def _rest(self, index: int) -> Json:
+        return {"delta": _said(self._readers[index].close()) if self._readers else {}}
+
+    def _reason(self, index: int, result: Result) -> str | None:
+        if self._readers and result.finish_reason == "stop":
+            reader = self._readers[index]
+            if reader.begun and reader.begun == reader.whole:
+                return "tool_calls"
+        return result.finish_reason
 
     def _logprobs(self, index: int, found: Sequence[TokenLogprobs]) -> Json:
         return {
@@ -258,6 +299,22 @@ class ChatWriter(Writer):
     def _entry(self, token: int, logprob: float) -> Json:
         return {"token": self._token_text(token), "logprob": _finite(logprob),
                 "bytes": list(self._bytes(token))}
+
+
+def _said(found: Found) -> Json:
+    """A delta; without what is empty."""
+    delta: Json = {"content": found.text} if found.text else {}
+    return {**delta, "tool_calls": found.calls} if found.calls else delta
+
+
+def _joined(calls: Sequence[Json]) -> list[Json]:
+    """Calls in one piece each, from the pieces in which they were told."""
+    whole: dict[int, Json] = {}
+    for call in calls:
+        known = whole.setdefault(call["index"], call)
+        if known is not call:
+            known["function"]["arguments"] += call["function"]["arguments"]
+    return [{k: v for k, v in call.items() if k != "index"} for call in whole.values()]
 
 
 def metrics(results: Sequence[Result]) -> Json | None:

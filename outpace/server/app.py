@@ -126,7 +126,8 @@ async def chunks(call: Call, writer: Writer) -> AsyncIterator[Json]:
             async for event in found:
                 if isinstance(event, Done):
                     results[event.index] = event.result
-                    yield writer.ending(event.index, event.result)
+                    for chunk in writer.ending(event.index, event.result):
+                        yield chunk
                 elif (piece := writer.piece(event)) is not None:
                     yield piece
         if call.ask.include_usage:

@@ -7,15 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from outpace.config import MethodSpec
 from outpace.engine.requests import Ready
 from outpace.params import SamplingParams
-from outpace.server.bodies import ChatBody, CompletionBody, Generation, Speculation, TokenizeBody
+from outpace.server.bodies import (
+    ChatBody,
+    CompletionBody,
+    Generation,
+    Speculation,
+    TokenizeBody,
+    Tool,
+)
 from outpace.server.errors import ApiError
 from outpace.server.limits import Limits
-from outpace.server.wishes import wish
+from outpace.server.tools import Offer, Toolbox, check_calls
+from outpace.server.wishes import Wish, wish
 from outpace.serving.service import Service
 
 if TYPE_CHECKING:
@@ -53,6 +62,8 @@ class Ask:
     """Whether the request brought a prediction."""
     echo: tuple[str, ...] | None = None
     """Per prompt the text to put before the answer."""
+    offer: Offer | None = None
+    """Calls that may be in the answer; None: it is text."""
 
     @property
     def answers(self) -> int:
@@ -108,14 +119,16 @@ class Reader:
                                 f"{longest}; give one of them", "max_tokens")
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs; set it to true", "top_logprobs")
+        tools = None if body.tool_choice == "none" else body.tools
+        parallel = body.parallel_tool_calls is not False
+        calls = bool(tools) or body.tool_choice not in (None, "none", "auto")
+        form = self._toolbox.wish(tools, body.tool_choice, parallel) if calls else None
         ids = self._messages(
-            body.messages,
-            None if body.tool_choice == "none" else body.tools,
-            body.chat_template_kwargs,
-            body.add_generation_prompt,
+            body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt
         )
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return self._ask(body, [ids], longest, logprobs, continues=False)
+        ask = self._ask(body, [ids], longest, logprobs, continues=False, form=form)
+        return replace(ask, offer=self._toolbox.offer(tools) if tools else None)
 
     def tokenize(self, body: TokenizeBody) -> list[int]:
         """Token ids of a text or of messages."""
@@ -151,7 +164,7 @@ class Reader:
     def _messages(
         self,
         messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
+        tools: Sequence[Tool] | None,
         variables: Mapping[str, Any] | None,
         generation_prompt: bool,
     ) -> list[int]:
@@ -159,13 +172,18 @@ class Reader:
         if wrong:
             raise ApiError(400, f"chat_template_kwargs may not hold {wrong[0]!r}; it has a field "
                                 "of its own", "chat_template_kwargs")
+        kept: list[dict[str, Any]] = [_message(i, one) for i, one in enumerate(messages)]
+        plain: list[dict[str, Any]] | None = None
+        if tools or any(one.get("tool_calls") or one.get("role") == "tool" for one in kept):
+            kept, plain = self._toolbox.conversation(kept, tools)
         ids: list[int] = self.tokenizer.chat(
-            [_message(i, message) for i, message in enumerate(messages)],
-            generation_prompt=generation_prompt,
-            tools=tools or None,
-            **(variables or {}),
+            kept, generation_prompt=generation_prompt, tools=plain, **(variables or {})
         )
         return ids
+
+    @cached_property
+    def _toolbox(self) -> Toolbox:
+        return Toolbox(self.tokenizer)
 
     def _check_count(self, prompts: int, n: int) -> None:
         if prompts == 0:
@@ -184,6 +202,7 @@ class Reader:
         *,
         continues: bool,
         echo: tuple[str, ...] | None = None,
+        form: Wish | None = None,
     ) -> Ask:
         limits = self.limits
         if logprobs is not None and logprobs > limits.logprobs:
@@ -191,7 +210,7 @@ class Reader:
                                 f"got {logprobs}; ask for fewer", "logprobs")
         self._check_lengths(prompts, longest)
         speculation = body.speculation or Speculation()
-        settings = self._settings(body, logprobs)
+        settings = self._settings(body, logprobs, form)
         ready = []
         for ids in prompts:
             room = max(1, self.target.max_positions - len(ids))
@@ -234,7 +253,9 @@ class Reader:
             raise ApiError(400, f"answers have at most {limits.new_tokens} tokens, got max_tokens="
                                 f"{longest}; ask for fewer", "max_tokens")
 
-    def _settings(self, body: Generation, logprobs: int | None) -> dict[str, Any]:
+    def _settings(
+        self, body: Generation, logprobs: int | None, form: Wish | None
+    ) -> dict[str, Any]:
         """Arguments of SamplingParams; what the body leaves out stays out."""
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         for name, entries in (("stop", stop), ("stop_token_ids", body.stop_token_ids or [])):
@@ -261,7 +282,7 @@ class Reader:
         settings = {key: value for key, value in given.items() if value is not None}
         settings["include_stop"] = body.include_stop_str_in_output
         settings["ignore_eos"] = body.ignore_eos
-        if (grammar := self._grammar(body)) is not None:
+        if (grammar := self._grammar(body, form)) is not None:
             settings["grammar"] = grammar
         return settings
 
@@ -282,9 +303,9 @@ class Reader:
         raise ApiError(400, "prediction needs the drafter reference, which was not started; leave "
                             "it out", "prediction")
 
-    def _grammar(self, body: Generation) -> Any:
-        """The compiled grammar that the body asks for, if any."""
-        wanted = wish(body, self.limits.schema_chars)
+    def _grammar(self, body: Generation, form: Wish | None) -> Any:
+        """The compiled grammar that the body asks for, if any; ``form`` is that of its tools."""
+        wanted = wish(body, self.limits.schema_chars, form)
         if wanted is None:
             return None
         if self.grammars is None:
@@ -311,6 +332,7 @@ def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
     kept = {k: v for k, v in message.items() if not (v is None and k in _ECHOED | {"tool_calls"})}
     if kept.get("annotations") == []:
         del kept["annotations"]
+    check_calls(number, kept)
     unknown = sorted(kept.keys() - _MESSAGE)
     if unknown:
         field = f"messages.{number}.{unknown[0]}"

@@ -106,6 +106,37 @@ class StructuredOutputs(Body):
     """A grammar in the form of Lark."""
 
 
+class Function(Body):
+    """A function that the model may call."""
+
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of its arguments; unset: any object."""
+    strict: bool | None = None
+    """Calls obey the schema, also where the model is free to call or not."""
+
+
+class Tool(Body):
+    """A function, as ``tools`` wraps it."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """Which function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class Generation(Body):
     """What completions and chat have in common. None counts as not given."""
 
@@ -196,11 +227,12 @@ class ChatBody(Generation):
     """Report log-probabilities."""
     top_logprobs: int | None = Field(default=None, ge=0)
     """Alternatives per token; needs ``logprobs``."""
-    tools: list[dict[str, Any]] | None = None
-    """Functions that the model is told of, through its chat template."""
-    tool_choice: Literal["none", "auto"] | None = None
-    """``none`` tells the model of no tools."""
-    parallel_tool_calls: Literal[True] | None = None
+    tools: list[Tool] | None = None
+    """Functions that the model may call."""
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """``none`` tells the model of no tools; ``required``, or a function: the answer is calls."""
+    parallel_tool_calls: bool | None = None
+    """False: exactly one call; only with a ``tool_choice`` that asks for calls."""
     chat_template_kwargs: dict[str, Any] | None = None
     """More values for the chat template."""
     add_generation_prompt: bool = True
@@ -216,7 +248,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool = True
     """Add what the model expects around a text."""
     messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False

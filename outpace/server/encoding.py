@@ -7,14 +7,19 @@ from typing import Any
 
 from starlette.responses import Response
 
+_BREAKS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""Ends of lines for some readers of event streams, who would cut an event there. JSON itself
+escapes those of ASCII; inside its strings, where alone they can stand, these may be escaped."""
+
 
 def to_json(value: Any) -> bytes:
-    """Compact JSON in UTF-8.
+    """Compact JSON in UTF-8, in one line for every reader.
 
     Raises:
         ValueError: a number that is not finite, which is a defect of whoever gives it.
     """
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.translate(_BREAKS).encode()
 
 
 class JsonResponse(Response):

@@ -23,12 +23,13 @@ class Wish:
     """Where the body says so."""
 
 
-def wish(body: Generation, longest: int) -> Wish | None:
+def wish(body: Generation, longest: int, calls: Wish | None = None) -> Wish | None:
     """The form that a body asks for; None for plain text.
 
     Args:
         body: of the request.
         longest: most characters of a schema or grammar.
+        calls: the form of the calls that it asks for, or may get.
 
     Raises:
         ApiError: two wishes, none where there should be one, or one that is too long.
@@ -39,6 +40,11 @@ def wish(body: Generation, longest: int) -> Wish | None:
             raise ApiError(400, "response_format and structured_outputs exclude each other; drop "
                                 "one of the two", "structured_outputs")
         found = _structured(body)
+    if calls is not None:
+        if found is not None:
+            raise ApiError(400, f"{calls.field} and {found.field} exclude each other; drop one of "
+                                "the two", calls.field)
+        found = calls
     if found is not None and len(found.text) > longest:
         raise ApiError(400, f"{found.field} has {len(found.text)} characters, and at most "
                             f"{longest} are read; shorten it", found.field)

@@ -38,6 +38,9 @@ SHARE = 0.03
 IDLE_SECONDS = 0.02
 """How long to learn at a time while nobody waits; a request that comes then waits so long, or for
 a unit of work."""
+PATIENCE = 5.0
+"""Seconds after idle time in which passes are left alone: who is being answered notices a unit of
+work between two tokens, and more idle time will come."""
 
 
 class Text(Protocol):
@@ -307,7 +310,7 @@ class Learning:
         self._pending: list[Version] = []
         self._saved = 0.0
         """Seconds that learning may take; below 0 after a unit that took longer."""
-        self._then = now()
+        self._then, self._idled = now(), float("-inf")
         self._figures = learner.counts()
 
     def after_pass(self) -> None:
@@ -315,7 +318,7 @@ class Learning:
         self._adopt()
         now = self._now()
         self._saved = min(self.share, self._saved + self.share * (now - self._then))
-        if self._saved > 0 and self._busy:
+        if self._saved > 0 and now > self._idled + PATIENCE and self._busy:
             self._step(0.0)
             self._saved -= self._now() - now
         self._then = self._now()
@@ -326,6 +329,7 @@ class Learning:
         self._adopt()
         if self._busy:
             self._step(IDLE_SECONDS)
+            self._idled = self._now()
         self._then = self._now()
         self._figures = self.learner.counts()
         return self._busy or bool(self._pending)

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import selectors
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -18,6 +20,29 @@ PROVENANCE = {
 }
 
 
+class Skipping(selectors.DefaultSelector):
+    """Makes an event loop whose clock jumps to whatever is due next: nobody waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout=None):
+        self.now += timeout or 0.0
+        return super().select(0)
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """Runs a coroutine in a time of its own, which begins at 0."""
+    clock = Skipping()
+    loop = asyncio.SelectorEventLoop(clock)
+    loop.time = lambda: clock.now
+    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=loop.time))
+    yield loop.run_until_complete
+    loop.close()
+
+
 def test_a_closed_loop_keeps_so_many_under_way_and_answers_in_order():
     under_way, most = 0, []
 
@@ -25,7 +50,8 @@ def test_a_closed_loop_keeps_so_many_under_way_and_answers_in_order():
         nonlocal under_way
         under_way += 1
         most.append(under_way)
-        await asyncio.sleep(0.001 * (number % 3))
+        for _ in range(1 + number % 3):  # turns of the loop, not seconds
+            await asyncio.sleep(0)
         under_way -= 1
         return Reply(str(number), 0.0)
 
@@ -34,25 +60,21 @@ def test_a_closed_loop_keeps_so_many_under_way_and_answers_in_order():
     assert max(most) == 4 and most.count(4) > 10
 
 
-def test_an_open_loop_waits_for_nobody():
-    came = []
+def test_an_open_loop_waits_for_nobody(simulated):
+    came = {}
 
     async def send(number):
-        came.append(number)
-        await asyncio.sleep(0.05)
-        return Reply(str(number), 0.0)
+        came[number] = load.time.perf_counter()
+        await asyncio.sleep(50)
+        return Reply(str(number), 0.0, ended=load.time.perf_counter())
 
-    async def go():
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        replies = await open_loop(send, [0.02, 0.0, 0.01])
-        return [reply.prompt for reply in replies], loop.time() - began
-
-    names, seconds = asyncio.run(go())
-    assert names == ["0", "1", "2"] and came == [1, 2, 0] and 0.06 < seconds < 1
+    replies = simulated(open_loop(send, [20, 0, 10]))
+    assert [reply.prompt for reply in replies] == ["0", "1", "2"]
+    assert came == pytest.approx({1: 0, 2: 10, 0: 20})
+    assert [reply.ended for reply in replies] == pytest.approx([70, 50, 60])
 
 
-def test_who_fails_ends_all_the_others():
+def test_who_fails_ends_all_the_others(simulated):
     ended = []
 
     async def send(number):
@@ -61,11 +83,11 @@ def test_who_fails_ends_all_the_others():
         try:
             await asyncio.sleep(60)
         finally:
-            ended.append(number)
+            ended.append((number, load.time.perf_counter()))
 
     with pytest.raises(OutpaceError):
-        asyncio.run(open_loop(send, [0.0, 0.01, 0.0]))
-    assert sorted(ended) == [0, 2]
+        simulated(open_loop(send, [0, 10, 0]))
+    assert sorted(ended) == [(0, pytest.approx(10)), (2, pytest.approx(10))]
 
 
 def test_arrivals_are_seeded_and_have_their_rate():
@@ -168,7 +190,7 @@ def session():
         ["fast", "none"],
         [Round("fast", four, 0, 1.0, fast), Round("none", four, 0, 2.0, plain),
          Round("fast", four, 1, 2.0, fast), Round("none", four, 1, 2.0, plain)],
-        alone={"a": (1, 2, 3), "b": (1, 2, 3)},
+        alone={"a": (1, 2, 3), "b": (1, 2, 3)}, gaps={("b", 1): 0.25},
     )
 
 
@@ -188,10 +210,24 @@ def test_figures_of_known_replies():
     assert plain["errors"] == 2 and plain["error_kinds"] == {"429: full": 2}
     assert fast["texts"] == {
         "compared": 4, "different": 2, "share": 0.5,
-        "differences": [{"prompt": "b", "index": 1}] * 2,
+        "differences": [{"prompt": "b", "index": 1, "logit_gap": 0.25}] * 2,
     }
     assert plain["texts"]["share"] == 0.0 and not report["partial"]
     assert "2 requests failed" in report["notes"][1] and "40% of the prompt" in report["notes"][0]
+
+
+def test_rates_over_that_of_one_client():
+    rounds = [Round("none", Arrival(concurrency=count), 0, 1.0, [
+        reply("a", 0.0, (0.1, [1] * count))]) for count in (1, 8)]  # fmt: skip
+    report = build(Session(["none"], rounds), PROVENANCE)
+    assert [row["over_one_stream"] for row in report["loads"]] == [1.0, 8.0]
+    assert table(report).columns[3] == "x one" and table(report).rows[1][3] == "8.00"
+
+
+def test_answers_of_different_lengths():
+    found = [Settings(max_new_tokens=64).shorter(number).max_new_tokens for number in range(16)]
+    assert found[:8] == found[8:] and sorted(found[:8]) == [16, 16, 24, 32, 40, 48, 56, 64]
+    assert Settings(max_new_tokens=1).shorter(3).max_new_tokens == 1
 
 
 def test_rounds_that_not_all_have_ended_are_left_out():
@@ -210,8 +246,8 @@ def test_tables_and_files(tmp_path):
     report = build(session(), PROVENANCE)
     made = table(report)
     assert made.rows[0] == ("fast", "4", "4.0", "3.00", "200.0 / 300.0", "200.0 / 400.0",
-                            "175.0 / 250.0", "50.0%", "0", "50.0%, from 1")
-    assert made.rows[1][7:] == ("-", "2", "0.0%")
+                            "175.0 / 250.0", "50.0%", "0", "50.0%, from 1, gap 0.25")
+    assert made.rows[1][7:] == ("-", "2", "0 of 2")
     assert heading(report).startswith("m, float32, cpu, 1 thread: 2 prompts of builtin, 3 new")
     json_file, page = write(report, tmp_path / "new")
     assert json.loads(json_file.read_text()) == report

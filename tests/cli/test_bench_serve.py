@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from outpace import Engine
+from outpace.bench import load_run
 from outpace.bench.load import Server
-from outpace.cli import bench_serve
 from outpace.cli.options import ModelOptions
 from outpace.cli.started import started
 from outpace.errors import OutpaceError
@@ -59,6 +59,7 @@ def test_drafters_take_turns_and_texts_are_those_of_single_requests(outpace, url
     for row in rows:
         assert (row["rounds"], row["requests"], row["errors"]) == (2, 8, 0)
         assert row["new_tokens"] == 8 * 12 and row["tokens_per_second"] > 0
+        assert (row["over_one_stream"] == 1.0) == (row["concurrency"] == 1)
         assert row["texts"] == {"compared": 8, "different": 0, "share": 0.0, "differences": []}
         for name in ("first_token_seconds", "inter_token_seconds", "seconds_per_token"):
             assert 0 < row[f"{name}_p50"] <= row[f"{name}_p95"]
@@ -94,7 +95,18 @@ def test_a_text_that_differs_is_counted_with_its_place(outpace, url, workload, m
     ran = load(outpace, url, workload, "-c", "2", "--check-texts", "--json")
     row, plain = json.loads(ran.out)["loads"]
     assert row["texts"]["different"] == 1 and row["texts"]["share"] == 1 / 8
-    assert row["texts"]["differences"][0]["index"] == 5 and plain["texts"]["different"] == 0
+    (found,) = row["texts"]["differences"]
+    assert found["index"] == 5 and found["logit_gap"] > 0 and plain["texts"]["different"] == 0
+
+
+def test_requests_of_all_kinds_at_once(outpace, url, workload):
+    """Drafters and lengths differ from request to request; a shorter text is a beginning."""
+    ran = load(outpace, url, workload, "-c", "3", "-n", "16", "--mixed", "--check-texts", "--json")
+    assert ran.code == 0, ran.err
+    (row,) = json.loads(ran.out)["loads"]
+    assert (row["drafter"], row["requests"], row["errors"]) == ("mixed", 32, 0)
+    assert row["texts"]["compared"] == 32 and row["texts"]["different"] == 0
+    assert 32 * 3 < row["new_tokens"] < 32 * 12 and row["drafted"] > 0 and row["speedup"] is None
 
 
 def test_requests_that_are_turned_away_are_errors(outpace, target, workload):
@@ -108,7 +120,7 @@ def test_requests_that_are_turned_away_are_errors(outpace, target, workload):
 
 
 def test_ctrl_c_keeps_what_is_whole(outpace, url, workload, monkeypatch):
-    measure, calls = bench_serve._round, []
+    measure, calls = load_run.one_round, []
 
     async def interrupted(*arguments):
         calls.append(arguments)
@@ -116,7 +128,7 @@ def test_ctrl_c_keeps_what_is_whole(outpace, url, workload, monkeypatch):
             raise KeyboardInterrupt
         return await measure(*arguments)
 
-    monkeypatch.setattr(bench_serve, "_round", interrupted)
+    monkeypatch.setattr(load_run, "one_round", interrupted)
     ran = load(outpace, url, workload, "-c", "2", "--json")
     report = json.loads(ran.out)
     assert ran.code == 130 and report["partial"]

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import threading
-import time
 
 import pytest
 
@@ -16,6 +15,7 @@ from outpace.server.run import host_names, is_loopback
 from outpace.server.sse import EventStream
 from outpace.serving.service import Service
 from tests.server.conftest import LIMITS, Client
+from tests.support import until
 
 COMPLETION = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -95,8 +95,8 @@ def test_bad_completions(client, body, param, says):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "'image_url'"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "give one of them"),
-        ({"tool_choice": "required"}, "tool_choice", "got 'required'"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "got False"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"parallel_tool_calls": 0}, "parallel_tool_calls", "should be a valid boolean, got 0"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages'"),
         ({"prompt": "a"}, "prompt", "unknown field 'prompt'"),
         ({"functions": []}, "functions", "unknown field"),
@@ -111,10 +111,14 @@ def test_bad_chats(client, fields, param, says):
 def test_fields_that_change_nothing_are_taken(client):
     unread = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto",
               "safety_identifier": "x", "prompt_cache_key": "y"}
-    client.complete("ab", max_tokens=2, **unread)
+    drawn = {"max_tokens": 12, "temperature": 0.9, "seed": 3, "ignore_eos": True}
+    plain = client.complete("ab", **drawn)["choices"]
+    assert client.complete("ab", **drawn, **unread)["choices"] == plain
     nothing = dict.fromkeys(("stop", "n", "logprobs", "seed", "stream", "logit_bias", "suffix",
                              "best_of", "top_p", "stream_options", "response_format"))
-    client.complete("ab", max_tokens=2, **nothing)
+    best = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+    plain = client.complete("ab", **best)["choices"]
+    assert client.complete("ab", **best, **nothing)["choices"] == plain
 
 
 @pytest.mark.parametrize(
@@ -264,8 +268,7 @@ def busy(engine, drafters=("none",), **settings):
 
 def idle(service):
     """Wait until everything is answered."""
-    while service.stats().running or service.stats().waiting:
-        time.sleep(0.005)
+    until(lambda: not service.stats().running and not service.stats().waiting)
 
 
 def test_a_full_queue_says_when_to_come_back(engine):

@@ -1,15 +1,17 @@
 """Over a socket: the official client, readers that leave, and an end in good order."""
 
+import asyncio
 import contextlib
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
+from http.client import HTTPConnection
 
 import httpx
 import openai
@@ -20,6 +22,7 @@ from outpace.server.app import create_app
 from outpace.server.limits import Limits
 from outpace.server.run import make_server
 from outpace.serving.service import Service
+from tests.support import until
 
 HI = [{"role": "user", "content": "ab ab"}]
 LONG = {"max_tokens": 900, "temperature": 0, "ignore_eos": True}
@@ -38,14 +41,6 @@ def listening(app, limits):
     finally:
         server.should_exit = True
         thread.join(20)
-
-
-def until(true, seconds=20.0):
-    """Wait for something that happens on another thread."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -197,20 +192,49 @@ def test_the_command_serves_and_ends_in_good_order():
         process.stderr.close()
 
 
-def test_a_connection_that_asks_nothing_is_closed(service):
-    limits = Limits(read_seconds=0.2, connections=2)
+class Patience:
+    """Holds back what an event loop is to do after so many seconds, until it is told to."""
+
+    def __init__(self, monkeypatch, seconds):
+        self.due, real = [], asyncio.BaseEventLoop.call_later
+
+        def call_later(loop, delay, call, *arguments, **more):
+            if delay != seconds:
+                return real(loop, delay, call, *arguments, **more)
+            return self.due.append((loop, call, arguments))
+
+        monkeypatch.setattr(asyncio.BaseEventLoop, "call_later", call_later)
+
+    def ends(self):
+        """The seconds pass for all that wait."""
+        due, self.due[:] = self.due[:], []
+        for loop, call, arguments in due:
+            loop.call_soon_threadsafe(call, *arguments)
+
+
+def test_a_connection_that_asks_nothing_is_closed(service, monkeypatch):
+    limits = Limits(read_seconds=1234.0, connections=2)
+    patience = Patience(monkeypatch, limits.read_seconds)
     app = create_app(service, name="tiny", limits=limits)
     with listening(app, limits) as url:
         place = ("127.0.0.1", int(url.rpartition(":")[2]))
         with socket.create_connection(place) as silent, socket.create_connection(place) as slow:
             slow.sendall(b"GET /health HTTP/1.1\r\nHost:")
-            time.sleep(0.05)
+            until(lambda: len(patience.due) == 2)
             assert httpx.get(f"{url}/health").status_code == 503  # both connections are taken
+            patience.ends()
             for one in (silent, slow):
                 one.settimeout(10)
                 assert one.recv(1) == b""
         until(lambda: httpx.get(f"{url}/health").status_code == 200)
-        with httpx.Client() as client:  # one that asks now and then is kept
+        with contextlib.closing(HTTPConnection(*place, timeout=10)) as kept:
+            kept.connect()
+            kept.auto_open = False  # one that asks now and then is kept
             for _ in range(4):
-                assert client.get(f"{url}/health").status_code == 200
-                time.sleep(0.1)
+                kept.request("GET", "/health")
+                answer = kept.getresponse()
+                assert answer.status == 200 and answer.read()
+                until(lambda: patience.due)
+                patience.ends()
+            until(lambda: patience.ends() or select.select([kept.sock], [], [], 0)[0])
+            assert kept.sock.recv(1) == b""  # and closed, once it does not

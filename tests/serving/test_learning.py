@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 import types
 
 import pytest
@@ -16,13 +15,14 @@ from outpace.drafters.lm.draft_model import DraftModel
 from outpace.models.tiny import tiny
 from outpace.server.metrics import Meters
 from outpace.serving.events import Done, Failed, ServiceStats
-from outpace.serving.learning import Learning, Watched, learning_spec
+from outpace.serving.learning import PATIENCE, Learning, Watched, learning_spec
 from outpace.serving.service import Service
 from outpace.train.objectives.draft_model import DraftModelObjective, DraftModelTraining
 from outpace.train.online import OnlineLearner
 from outpace.train.online_data import OnlineConfig
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Outcome, Scored, Verdict
+from tests.support import until
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 QUICK = OnlineConfig(
@@ -90,8 +90,7 @@ def test_a_service_learns_and_its_text_stays(target, base, tmp_path):
         first = ask(service, last)
         for seed in range(3):
             ask(service, prompts(16, seed))
-            while learner.busy:
-                time.sleep(0.01)
+            until(lambda: not learner.busy, 60)
         final = ask(service, last)
         mixed = ask(service, last[:4], drafter="prompt_lookup")
         stats = service.stats()
@@ -283,6 +282,19 @@ def test_learning_keeps_to_its_share_of_busy_time(share, cost):
     assert made.idle() and learner.steps > steps, "idle time is free"
     learner.busy = False
     assert not made.idle()
+
+
+def test_while_there_is_idle_time_passes_are_left_alone():
+    learner, made = learning(0.1, 0.001)
+    made.idle()
+    steps, began = learner.steps, learner.now
+    while learner.now < began + PATIENCE - 0.1:
+        learner.now += 0.02
+        made.after_pass()
+    assert learner.steps == steps > 0
+    learner.now += 0.2  # none came for too long
+    made.after_pass()
+    assert learner.steps == steps + 1
 
 
 def test_a_greedy_accountant_would_be_noticed():

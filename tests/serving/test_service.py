@@ -1,6 +1,8 @@
 """The service: many requests at once, each as if it were alone."""
 
 import itertools
+import os
+import sys
 import threading
 import time
 
@@ -14,6 +16,7 @@ from outpace.models.tiny import TableTarget
 from outpace.serving.events import Done, Failed, Tokens
 from outpace.serving.service import Service
 from outpace.serving.workers import let_go
+from tests.support import until
 
 PROMPT = [5, 9, 11, 5, 9]
 LONG = [(7 * i) % 40 + 3 for i in range(400)]
@@ -160,8 +163,7 @@ def test_who_cancels_leaves_at_once_and_frees_memory(engine):
         other = ask(service, PROMPT, **long)
         waits = ask(service, PROMPT, **long)
         assert first.result.finish_reason == "cancelled" and len(first.result.tokens) == 5
-        while not waits.events:
-            time.sleep(0.001)
+        until(lambda: waits.events)
         other.ticket.cancel()
         waits.ticket.cancel()
         queued = ask(service, PROMPT, **long)
@@ -178,8 +180,7 @@ def test_a_full_queue_refuses(engine):
     gate = threading.Event()
     with Service(engine, max_batch=1, max_queue=2, **PLAIN) as service:
         first = ask(service, PROMPT, heard=Heard(at=lambda _: gate.wait(20)), max_new_tokens=1)
-        while service.stats().waiting:
-            time.sleep(0.001)
+        until(lambda: not service.stats().waiting)
         waiting = [ask(service, PROMPT, max_new_tokens=1) for _ in range(2)]
         with pytest.raises(QueueFull, match="max_queue=2"):
             ask(service, PROMPT, max_new_tokens=1)
@@ -235,13 +236,14 @@ def test_a_drafter_that_fails_for_one_text_ends_that_alone(engine, monkeypatch, 
 
     monkeypatch.setattr(PromptLookup, where, broken)
     own = {"max_new_tokens": 20, **GREEDY}
+    # Before the service is open: from then on the engine belongs to it.
+    expected = [engine.generate([first, *PROMPT], drafter="none", **own) for first in (4, 6, 8)]
     with Service(engine, drafters=("prompt_lookup",)) as service:
         heard = [ask(service, [first, *PROMPT], **own) for first in (4, 99, 6, 8)]
         ends = [one.wait().ends[0] for one in heard]
         assert isinstance(ends[1], Failed) and isinstance(ends[1].error, ZeroDivisionError)
-        for first, end in zip((4, 6, 8), (ends[0], *ends[2:]), strict=True):
-            expected = engine.generate([first, *PROMPT], drafter="none", **own)
-            assert end.result.tokens == expected.tokens
+        for alone, end in zip(expected, (ends[0], *ends[2:]), strict=True):
+            assert end.result.tokens == alone.tokens
         assert service.stats().finished == {"length": 3, "error": 1}
     assert empty(engine)
 
@@ -370,11 +372,40 @@ def test_drafters_remember_within_one_key_only(engine):
     assert accepted[0] == accepted[1] < accepted[2], accepted
 
 
-def test_workers_that_were_let_go_come_back():
-    rows = torch.arange(300.0 * 300).view(300, 300) / 1e4
-    before = (rows @ rows).exp()
-    assert let_go() in (True, False)
-    assert torch.equal((rows @ rows).exp(), before)
+def test_workers_are_let_go_and_come_back():
+    """A thread with a worker of its own: the worker ends, and the next piece of work has one."""
+    rows, seen = torch.arange(600.0 * 600).view(600, 600) / 1e6, []
+
+    def work():
+        torch.set_num_threads(2)
+        results = [rows.exp()]
+        seen.append(threads())
+        done = let_go()
+        end = time.monotonic() + 5
+        while done and threads() >= seen[0] and time.monotonic() < end:
+            time.sleep(0.01)
+        seen.extend((done, threads()))
+        results.append(rows.exp())
+        seen.extend((threads(), torch.equal(*results)))
+
+    def threads():
+        return len(os.listdir("/proc/self/task"))
+
+    if not sys.platform.startswith("linux"):
+        assert not let_go()
+        return
+    before = torch.get_num_threads()
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(20)
+    finally:
+        torch.set_num_threads(before)
+    with_worker, done, without, again, equal = seen
+    assert equal
+    if not done:
+        pytest.skip("this build of torch has workers of another library")
+    assert without == with_worker - 1 and again == with_worker
 
 
 @pytest.mark.parametrize("pages", [0, 1])

@@ -1,0 +1,109 @@
+"""Calls in the text of an answer: found however it is cut, and text that looks like one stays."""
+
+import json
+
+import pytest
+
+from outpace.server.calls import HERMES, LLAMA3, MISTRAL, CallReader
+
+ONE = '{"name": "f", "arguments": {"a": "x}\\"<", "b": [1, {}]}}'
+GIVEN = '{"a": "x}\\"<", "b": [1, {}]}'
+TWO = '{"name":"g","arguments":{}}'
+LLAMA = '{"name": "f", "parameters": {"a": 1}}'
+
+CASES = [
+    # form, text, what is left as text, calls, how many of them are whole
+    (HERMES, f"<tool_call>\n{ONE}\n</tool_call>", "", [("f", GIVEN)], 1),
+    (HERMES, f"So.\n<tool_call>\n{ONE}\n</tool_call>\n<tool_call>{TWO}</tool_call>\n", "So.",
+     [("f", GIVEN), ("g", "{}")], 2),
+    (HERMES, f"<tool_call>[{ONE}, {TWO}]</tool_call>", "", [("f", GIVEN), ("g", "{}")], 2),
+    (HERMES, f"<tool_call>{ONE}\n{TWO}</tool_call> so", "so", [("f", GIVEN), ("g", "{}")], 2),
+    (HERMES, f"a <tool_call> b < <tool_call>{TWO}}}</tool_call> c ", "a <tool_call> b < c ",
+     [("g", "{}")], 1),
+    (HERMES, '<tool_call>{"arguments": "{\\"a\\": 1}", "name": "zz"}', "", [("zz", '{"a": 1}')], 1),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "no"}', "", [("f", '"no"')], 1),
+    (HERMES, '<tool_call>{"id": 7, "name": "f", "x": [1], "arguments": null}', "",
+     [("f", "null")], 1),
+    (HERMES, '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")], 1),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')], 0),
+    (HERMES, '<tool_call>{"name": "f', '<tool_call>{"name": "f', [], 0),
+    (HERMES, '<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', [], 0),
+    (HERMES, "  plain <tool_cal  ", "  plain <tool_cal  ", [], 0),
+    (HERMES, ONE, ONE, [], 0),
+    (LLAMA3, f" {LLAMA}", "", [("f", '{"a": 1}')], 1),
+    (LLAMA3, f"{LLAMA}; {LLAMA}", "", [("f", '{"a": 1}')] * 2, 2),
+    (LLAMA3, LLAMA.replace("f", "bob", 1), LLAMA.replace("f", "bob", 1), [], 0),
+    (LLAMA3, '{"x": 3, "name": "f"} and', '{"x": 3, "name": "f"} and', [], 0),
+    (LLAMA3, f"well {LLAMA}", f"well {LLAMA}", [], 0),
+    (LLAMA3, f"well <|python_tag|>{LLAMA}", "well", [("f", '{"a": 1}')], 1),
+    (LLAMA3, "<|python_tag|>print(1)", "<|python_tag|>print(1)", [], 0),
+    (MISTRAL, f"ok [TOOL_CALLS] [{ONE}, {TWO}]", "ok", [("f", GIVEN), ("g", "{}")], 2),
+    (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]x[ARGS]{}', "",
+     [("f", '{"a": 1}'), ("g", "{}")], 2),
+    (MISTRAL, f"[TOOL_CALLS][{TWO}, oops] x", ", oops] x", [("g", "{}")], 1),
+    (MISTRAL, "[TOOL_CALLS] none", "[TOOL_CALLS] none", [], 0),
+]
+
+
+def read(form, text, step, reader=CallReader):
+    """What a reader makes of a text that comes in portions."""
+    one = reader(form, {"f", "g"})
+    parts = [one.push((), text[i : i + step]) for i in range(0, len(text), step)]
+    said, calls = "", {}
+    for part in (*parts, one.close()):
+        said += part.text
+        for call in part.calls:
+            told = calls.setdefault(call["index"], {"name": "", "arguments": "", "ids": []})
+            told["name"] += call["function"].get("name", "")
+            told["arguments"] += call["function"]["arguments"]
+            told["ids"] += [call["id"]] if "id" in call else []
+    assert [*calls] == [*range(len(calls))] and one.begun == len(calls)
+    assert all(len(told["ids"]) == 1 and told["ids"][0] for told in calls.values())
+    return said, [(told["name"], told["arguments"]) for told in calls.values()], one.whole
+
+
+@pytest.mark.parametrize(("form", "text", "left", "calls", "whole"), CASES)
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_calls_are_found_however_the_text_is_cut(form, text, left, calls, whole, step):
+    assert read(form, text, step) == (left, calls, whole)
+
+
+def test_nothing_is_lost_or_made_up():
+    """Whatever a text holds, without a call all of it comes back."""
+    pieces = ["<tool_call>", "</tool_call>", "{", "}", '"name"', ":", '"f', "\\", " ", "[", ","]
+    coins = 12345
+    for _ in range(400):
+        text = ""
+        for _ in range(9):
+            coins = coins * 6364136223846793005 % 2**64 + 1
+            text += pieces[(coins >> 33) % len(pieces)]
+        said, calls, _ = read(HERMES, text, 1)
+        assert said == text or calls, (said, text)
+        assert (said, calls) == read(HERMES, text, 4)[:2]
+
+
+def test_arguments_come_as_they_are_written():
+    reader = CallReader(HERMES, {"f"})
+    text = f"<tool_call>{ONE}"
+    told = [reader.push((), letter).calls for letter in text]
+    first = next(i for i, calls in enumerate(told) if calls)
+    assert text[: first + 1].endswith('"arguments": {') and told[first][0]["type"] == "function"
+    later = [call for calls in told[first + 1 :] for call in calls]
+    assert len(later) == len(GIVEN) - 1 and all(len(c["function"]["arguments"]) == 1 for c in later)
+    assert json.loads("".join(c["function"]["arguments"] for c in [*told[first], *later]))
+
+
+class Hasty(CallReader):
+    """The planted bug: looks for a mark in every portion by itself."""
+
+    def push(self, ids, text):
+        if self._form.opens not in text:
+            self._say(text)
+            text = ""
+        return super().push(ids, text)
+
+
+def test_a_reader_that_forgets_half_a_mark_is_caught():
+    form, text, *expected = CASES[0]
+    assert read(form, text, 1000, Hasty) == tuple(expected)
+    assert read(form, text, 5, Hasty) != tuple(expected)
