@@ -1,14 +1,17 @@
-"""Attention without an MLP as a model: what stands between an early layer and the target's head.
+"""One layer, or its attention alone, as a model: what stands between an early layer and the head.
 
-    y = norm(x + attention(input_norm(x)));  logits = head(y)
+    z = x + attention(input_norm(x))
+    y = norm(z), or with an MLP norm(z + mlp(mlp_norm(z)));  logits = head(y)
 
 x is the residual stream of the target after its first layers. Heads, rotation and norms are those
 of the target's layers; every row sees the whole text before it.
 
 Names of the tensors in files: ``input_layernorm``, ``self_attn.{q,k,v,o}_proj`` and ``norm``,
-with biases and head norms where the target has them.
+with biases and head norms where the target has them; with an MLP ``post_attention_layernorm`` and
+``mlp.{gate,up,down}_proj`` too.
 
-Paper: Kangaroo, Liu et al. 2024, arXiv:2404.18911 (x is h_l, y is A(h_l)).
+Papers: Kangaroo, Liu et al. 2024, arXiv:2404.18911, without an MLP (x is h_l, y is A(h_l)); EESD,
+arXiv:2406.03853, with one (x is h^N).
 
 Shape letters: T rows of a pass (filled up to a few), H hidden size, R rows wanted; of heads, X
 queries, keys and values, W their width, E = W / 2.
@@ -16,10 +19,12 @@ queries, keys and values, W their width, E = W / 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from outpace.cache.dense import DenseCache
 from outpace.models.attention import Attention, HeadShape
@@ -31,15 +36,22 @@ from outpace.models.packed import MIN_ROWS, Linear
 from outpace.models.passes import PassRows, Rotation
 
 _LAYER = "model.layers.0."
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
-def adapter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(config: DecoderConfig, mlp: bool = False) -> dict[str, tuple[int, ...]]:
     """Every tensor of an adapter, with its shape.
 
     Args:
-        config: of one layer; what it says of an MLP is not read.
+        config: of one layer; what it says of an MLP is read with ``mlp`` alone.
+        mlp: whether it has one.
     """
-    parts = f"{_LAYER}self_attn.", f"{_LAYER}input_layernorm."
+    parts: tuple[str, ...] = (f"{_LAYER}self_attn.", f"{_LAYER}input_layernorm.")
+    if mlp:
+        parts += f"{_LAYER}mlp.", f"{_LAYER}post_attention_layernorm."
     own = {
         name.removeprefix(_LAYER): shape
         for name, shape in config.tensor_shapes().items()
@@ -52,8 +64,8 @@ class Adapter:
     """One adapter, ready to run.
 
     Args:
-        config: of one layer, without a window.
-        tensors: all that ``adapter_shapes`` names; converted, not kept.
+        config: of one layer, without a window or sandwich norms.
+        tensors: all that ``adapter_shapes`` names, with an MLP or without; converted, not kept.
         target: its dtype and device are used.
         packed: lay the weights out for the CPU where that works.
     """
@@ -69,18 +81,25 @@ class Adapter:
         )  # fmt: skip
         self._rotation = Rotation(config.ropes[0], self.device)
 
-        def read(kind: str, letters: str) -> Tensor:
-            parts = [tensors[f"self_attn.{one}_proj.{kind}"] for one in letters]
+        def read(kind: str, names: Sequence[str]) -> Tensor:
+            parts = [tensors[f"{name}_proj.{kind}"] for name in names]
             return torch.cat(parts).to(self.device, self.dtype)
 
-        def linear(letters: str, bias: bool) -> Linear:
-            bias_O = read("bias", letters) if bias else None
-            return Linear(read("weight", letters), bias_O, packed)
+        def linear(names: Sequence[str], bias: bool) -> Linear:
+            bias_O = read("bias", names) if bias else None
+            return Linear(read("weight", names), bias_O, packed)
 
         def norm(weight: Tensor) -> Norm:
             return Norm(weight.to(self.device), config)
 
-        self._qkv, self._out = linear("qkv", config.qkv_bias), linear("o", config.out_bias)
+        self._qkv = linear([f"self_attn.{one}" for one in "qkv"], config.qkv_bias)
+        self._out = linear(["self_attn.o"], config.out_bias)
+        self._gate_up: Linear | None = None
+        if "mlp.down_proj.weight" in tensors:
+            self._gate_up = linear(["mlp.gate", "mlp.up"], config.mlp_bias)
+            self._down = linear(["mlp.down"], config.mlp_bias)
+            self._mlp_norm = norm(tensors["post_attention_layernorm.weight"])
+            self._activation = _ACTIVATIONS[config.activation]
         self._input_norm, self._norm = (
             norm(tensors[f"{name}.weight"]) for name in ("input_layernorm", "norm")
         )
@@ -134,7 +153,11 @@ class Adapter:
             index = torch.tensor([*wanted, *wanted[:1] * (MIN_ROWS - len(wanted))])
             index = index.to(self.device)
             out_RH = self._out(mixed_TY.index_select(0, index))
-            y_RH = self._norm(stream_TH.index_select(0, index).add_(out_RH)).to(self.dtype)
+            z_RH = stream_TH.index_select(0, index).add_(out_RH)
+            if self._gate_up is not None:
+                gate, up = self._gate_up(self._mlp_norm(z_RH).to(self.dtype)).chunk(2, 1)
+                z_RH.add_(self._down(self._activation(gate).mul_(up)))
+            y_RH = self._norm(z_RH).to(self.dtype)
         with torch.no_grad():  # made outside of inference mode it is an ordinary tensor
             return y_RH[: len(wanted)].clone()
 

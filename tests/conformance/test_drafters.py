@@ -15,6 +15,7 @@ from outpace.sampling import Warp
 from outpace.train.objectives.acceptance import Acceptance, AcceptanceTraining
 from outpace.train.objectives.dflash import DflashObjective, DflashTraining
 from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
+from outpace.train.objectives.early_exit import EarlyExitObjective, EarlyExitTraining
 from outpace.train.objectives.hydra import Hydra, HydraTraining
 from outpace.train.objectives.kangaroo import KangarooObjective, KangarooTraining
 from outpace.train.objectives.medusa import Medusa, MedusaTraining
@@ -57,6 +58,10 @@ SPECS = {
         "early_exit[tree=dynamic:3 verifier=tree[replacement=true]]",
         "early_exit[tree=3x2x1 verifier=traversal]",
         "early_exit[verifier=block]",
+        "early_exit[model=small.exit]",
+        "early_exit[model=small.exit tree=3x2x1 verifier=traversal]",
+        "early_exit[model=small.exit tree=dynamic:3 verifier=tree[replacement=true]]",
+        "early_exit[model=small.exit policy=confidence verifier=block]",
     ],
     "layer_skip": ["layer_skip[skip=1]", "layer_skip[skip=1 tree=2x2x1 policy=confidence]"],
     "quantized_self": ["quantized_self", "quantized_self[kind=int4 tree=2x2]"],
@@ -192,6 +197,20 @@ def plain(engine):
     return [r.tokens for r in engine.generate(PROMPTS, drafter="none", **GREEDY)]
 
 
+@pytest.fixture(scope="module")
+def plainly(engine):
+    """What plain decoding answers; each question is computed once."""
+    known = {}
+
+    def ask(prompts, params, **more):
+        key = repr((prompts, params, more))
+        if key not in known:
+            known[key] = tokens(engine.generate(prompts, params, drafter="none", **more))
+        return known[key]
+
+    return ask
+
+
 @pytest.fixture(scope="module", autouse=True)
 def small_store(engine, plain, tmp_path_factory):
     """Tests run in a folder with a datastore of the plain texts, and an untrained EAGLE head."""
@@ -200,6 +219,7 @@ def small_store(engine, plain, tmp_path_factory):
     write_datastore(documents, engine.target.tokenizer, folder / "small.store")
     write_head(engine.target, folder / "small.head")
     write_head(engine.target, folder / "small.adapter", KangarooObjective, KangarooTraining())
+    write_head(engine.target, folder / "small.exit", EarlyExitObjective, EarlyExitTraining())
     for kind, config in ((Medusa, MedusaTraining()), (Hydra, HydraTraining())):
         write_head(engine.target, folder / f"small.{kind.method}", kind, config)
     write_head(engine.target, folder / "small.dflash", DflashObjective, DflashTraining())
@@ -226,7 +246,7 @@ def tokens(results):
 
 
 @pytest.mark.parametrize("spec", METHODS)
-def test_greedy_text_is_plain_text_in_any_batch(engine, plain, spec):
+def test_greedy_text_is_plain_text_in_any_batch(engine, plain, plainly, spec):
     circles = SamplingParams(**GREEDY, allowed_tokens=FEW)
     params = [SamplingParams(**GREEDY)] * len(PROMPTS) + [circles]
     prompts = [*PROMPTS, PROMPTS[-1]]
@@ -234,7 +254,7 @@ def test_greedy_text_is_plain_text_in_any_batch(engine, plain, spec):
     assert tokens(batch)[:-1] == plain
     single = [engine.generate(*pair, drafter=spec) for pair in zip(prompts, params, strict=True)]
     assert tokens(single) == tokens(batch)
-    assert single[-1].tokens == engine.generate(prompts[-1], circles, drafter="none").tokens
+    assert [single[-1].tokens] == plainly(prompts[-1:], circles)
     # Not vacuous: it drafts, and something of it is accepted, unless it is the baseline.
     drafted = sum(r.counters.drafted for r in batch)
     accepted = sum(r.counters.accepted for r in batch)
@@ -256,11 +276,11 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("spec", METHODS)
-def test_every_sampling_feature_works_at_temperature_0(engine, spec):
-    without = engine.generate(PROMPTS[1], drafter="none", **SOME).tokens
+def test_every_sampling_feature_works_at_temperature_0(engine, plainly, spec):
+    (without,) = plainly(PROMPTS[1:2], SamplingParams(**SOME))
     params = [SamplingParams(**SOME, **feature) for feature in FEATURES.values()]
     prompts = [PROMPTS[1]] * len(params)
-    expected = tokens(engine.generate(prompts, params, drafter="none"))
+    expected = plainly(prompts, params)
     assert without not in expected, "each feature changes the text"
     assert tokens(engine.generate(prompts, params, drafter=spec)) == expected
 
@@ -286,39 +306,37 @@ def test_same_seed_same_text_whatever_the_batch(engine, spec):
 
 @pytest.mark.parametrize("spec", [m for m in METHODS if "verifier" not in m])
 @pytest.mark.parametrize("more", [{}, {"top_k": 12, "top_p": 0.9, "repetition_penalty": 1.2}])
-def test_reproducible_text_is_that_of_plain_decoding(engine, spec, more):
+def test_reproducible_text_is_that_of_plain_decoding(engine, plainly, spec, more):
     settings = {**SAMPLED, **more}
-    expected = tokens(engine.generate(PROMPTS, drafter="none", reproducible=True, **settings))
+    expected = plainly(PROMPTS, SamplingParams(**settings), reproducible=True)
     assert tokens(engine.generate(PROMPTS, drafter=spec, **settings)) == expected, "by default"
 
 
 @pytest.mark.parametrize("spec", METHODS)
 def test_end_of_sequence_inside_a_draft(engine, plain, spec):
     """Stopping at each token of the plain text in turn gives exactly that prefix."""
-    for place in range(1, 12):
-        stop = plain[0][place]
+    stops = plain[0][1:12]
+    params = [SamplingParams(**GREEDY, stop_token_ids=frozenset({stop})) for stop in stops]
+    results = engine.generate([PROMPTS[0]] * len(params), params, drafter=spec)
+    for stop, result in zip(stops, results, strict=True):
         first = plain[0].index(stop)
-        result = engine.generate(
-            PROMPTS[0], drafter=spec, max_new_tokens=24, stop_token_ids=frozenset({stop}),
-            ignore_eos=True,
-        )
         assert result.tokens == plain[0][: first + 1]
         assert result.finish_reason == "stop"
         assert result.counters.accepted <= max(first, 0)
 
 
 @pytest.mark.parametrize("spec", METHODS)
-def test_length_and_context_end_the_text(engine, spec):
+def test_length_and_context_end_the_text(engine, plainly, spec):
     for length in (1, 2, 3, 7):
         result = engine.generate(PROMPTS[0], drafter=spec, max_new_tokens=length,
                                  ignore_eos=True)
         assert len(result.tokens) == length and result.finish_reason == "length"
     context = engine.target.max_positions
     prompt = (PROMPTS[0] * context)[: context - 9]
-    result = engine.generate(prompt, drafter=spec, max_new_tokens=50, ignore_eos=True)
-    expected = engine.generate(prompt, drafter="none", max_new_tokens=50, ignore_eos=True)
+    longer = SamplingParams(max_new_tokens=50, ignore_eos=True)
+    result = engine.generate(prompt, longer, drafter=spec)
     assert len(prompt) + len(result.tokens) == context
-    assert result.tokens == expected.tokens and result.finish_reason == "length"
+    assert [result.tokens] == plainly([prompt], longer) and result.finish_reason == "length"
 
 
 @pytest.mark.parametrize("spec", METHODS)
@@ -354,20 +372,21 @@ def test_cache_equals_a_fresh_prefill_after_every_commit(engine, spec, temperatu
     target, checked = engine.target, []
 
     def compare(record):
-        fresh = target.new_cache()
+        fresh, whole, last = target.new_cache(), [], []
         for slot, state in engine.cache._slots.items():
             assert not state.tail_ids
-            length = engine.cache.length(slot)
             row = next(r for r in running if r.slot == slot)
             assert engine.cache.ids(slot) == row.tokens[:-1]
-            number = fresh.open()
-            whole = target.score(
-                [Feed.chain(number, row.tokens, want=(length,))], fresh
-            ).logits_TV.clone()
-            again = target.score([Feed.chain(slot, row.tokens[-1:])], engine.cache).logits_TV
-            torch.testing.assert_close(again, whole, atol=2e-4, rtol=2e-4)
-            engine.cache.drop(slot)
-            checked.append(slot)
+            length = engine.cache.length(slot)
+            whole.append(Feed.chain(fresh.open(), row.tokens, want=(length,)))
+            last.append(Feed.chain(slot, row.tokens[-1:]))
+        if last:
+            expected = target.score(whole, fresh).logits_TV.clone()
+            again = target.score(last, engine.cache).logits_TV
+            torch.testing.assert_close(again, expected, atol=2e-4, rtol=2e-4)
+        for feed in last:
+            engine.cache.drop(feed.slot)
+            checked.append(feed.slot)
         engine.cache.check_integrity()
 
     settings = {"temperature": temperature, "seed": 3, "max_new_tokens": 14, "ignore_eos": True}

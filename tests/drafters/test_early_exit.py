@@ -6,24 +6,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from outpace import Engine, ModelError, SpecError
 from outpace.cache.base import Lease
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters import trained
 from outpace.drafters.base import Request
+from outpace.drafters.heads.adapter_rows import AdapterRows
 from outpace.drafters.own.early_exit import EarlyExit, EarlyExitConfig
 from outpace.drafters.own.exits import Belief, pick
 from outpace.drafters.shallow import ShallowRows, reordered
-from outpace.models.decoder import Decoder
+from outpace.law import VocabMap
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
 from outpace.step import Machine, step
+from outpace.train.align import DRAFT_MODEL, Aligned
+from outpace.train.batches import Batch
+from outpace.train.objectives.early_exit import EarlyExitObjective, EarlyExitTraining
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import budget
-from outpace.types import ROOT, Budget, Draft, Drawn, Feed
+from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Outcome, Verdict
+from tests.drafters.support import count_rows, without_hand_over
 
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42, 43, 44], [77]]
 LONG = {"max_new_tokens": 24, "ignore_eos": True}
@@ -66,39 +71,20 @@ def test_the_text_is_plain_text(engine, spec):
         assert single.tokens == fast[0].tokens and single.counters == fast[0].counters
 
 
-def count_rows(monkeypatch, target):
-    """Rows that each layer really computes, from now on."""
-    rows = [0] * target.num_layers
-    real = Decoder._layers
-
-    def counting(self, x_TH, layers, spans, *rest):
-        for layer in layers:
-            rows[layer] += sum(len(span.stored) for span in spans)
-        return real(self, x_TH, layers, spans, *rest)
-
-    monkeypatch.setattr(Decoder, "_layers", counting)
-    return rows
-
-
-@pytest.mark.parametrize("spec", ["early_exit[layer=4]", "early_exit[layer=5 tree=3x2x1]"])
-def test_every_layer_runs_once_per_drafted_token(engine, target, monkeypatch, spec):
+@pytest.mark.parametrize(
+    "spec",
+    ["early_exit[layer=4]", "early_exit[layer=5 tree=3x2x1]", "early_exit[model=FOLDER]",
+     "early_exit[model=FOLDER tree=3x2x1]"],
+)  # fmt: skip
+def test_every_layer_runs_once_per_drafted_token(engine, target, layer_exit, monkeypatch, spec):
+    spec = spec.replace("FOLDER", str(layer_exit.folder))
     rows = count_rows(monkeypatch, target)
     results = engine.generate(PROMPTS, drafter=spec, **LONG)
     passed = sum(one.counters.passes + one.counters.drafted for one in results)
     prompt = sum(len(one) for one in PROMPTS)
     assert rows == [prompt + passed] * target.num_layers
     # The count can fail: without the hand-over, rows below the exit are computed again.
-    drafter = engine.method(spec).drafter
-    real = drafter.propose
-
-    def forgetful(given):
-        drafts = []
-        for row, draft in zip(given, real(given), strict=True):
-            row.lease.cache.drop(row.lease.slot)
-            drafts.append(Draft(draft.token_N, draft.parent_N, draft.groups, draft.laws))
-        return drafts
-
-    monkeypatch.setattr(drafter, "propose", forgetful)
+    without_hand_over(monkeypatch, engine.method(spec).drafter)
     rows[:] = [0] * target.num_layers
     again = engine.generate(PROMPTS, drafter=spec, **LONG)
     assert [one.tokens for one in again] == [one.tokens for one in results]
@@ -321,3 +307,157 @@ def test_what_does_not_fit_is_said(engine, target, tmp_path):
     write_exit(target, tmp_path / "b", **{"norm.weight": torch.ones(3)})
     with pytest.raises(ModelError, match="holds tensors of shapes"):
         EarlyExit.load(EarlyExitConfig(model=str(tmp_path / "b")), target)
+
+
+def trained_layer(target, folder, layer=4):
+    """A layer as its file holds it, away from its start, over a part of the vocabulary."""
+    known = torch.tensor([i for i in range(target.vocab_size) if i % 7])
+    feed_V = torch.full((target.vocab_size,), -1)
+    feed_V[known] = torch.arange(len(known))
+    torch.manual_seed(0)
+    objective = EarlyExitObjective.build(
+        EarlyExitTraining(exit_layer=layer), target, VocabMap(known, feed_V)
+    )
+    with torch.no_grad():
+        for parameter in objective.module.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+            parameter.copy_(parameter.bfloat16())
+    objective.save(folder, {})
+    objective.folder = folder
+    return objective
+
+
+@pytest.fixture(scope="module")
+def layer_exit(target, tmp_path_factory):
+    return trained_layer(target, tmp_path_factory.mktemp("layer"))
+
+
+def with_layer(objective):
+    return EarlyExit.load(EarlyExitConfig(model=str(objective.folder)), objective.target)
+
+
+def test_a_trained_layer_changes_the_guesses_and_not_the_text(tmp_path):
+    target = tiny(layers=6, dtype=torch.bfloat16)
+    engine = Engine(target, drafter="none")
+    trained_layer(target, tmp_path / "a")
+    for more in ({"seed": 5}, {"temperature": 0.8, "seed": 5, "reproducible": True}):
+        plain = engine.generate(PROMPTS, drafter="none", **LONG, **more)
+        for shape in ("", "tree=3x2x1", "tree=dynamic tree_size=6"):
+            spec = f"early_exit[model={tmp_path / 'a'} {shape}]"
+            fast = engine.generate(PROMPTS, drafter=spec, **LONG, **more)
+            assert [one.tokens for one in fast] == [one.tokens for one in plain]
+            assert sum(one.counters.accepted for one in fast) > 0
+
+
+def learned_law(objective, text, temperature):
+    """What the network in training says behind a text, over its own columns."""
+    target, tap, size = objective.target, f"hidden.{objective.layer}", len(text) + 1
+    cache = target.new_cache()
+    fed = [*text, 0]  # the last row learns nothing, so a token more is needed
+    feature = target.score([Feed.chain(cache.open(), fed)], cache, taps=frozenset({tap})).taps
+    batch = Batch(
+        token_BT=torch.tensor([fed]), length_B=torch.tensor([size]),
+        answer_BT=torch.ones(1, size, dtype=torch.bool), feature={tap: feature[tap][None]},
+    )  # fmt: skip
+    with torch.no_grad():
+        y_H = objective.outputs(batch, Aligned(batch, DRAFT_MODEL))[0, -1]
+        return (objective.head() @ y_H / temperature).softmax(0)
+
+
+def laws_apart(engine, objective, monkeypatch, spec):
+    """Largest difference between laws recorded and those of the network, over a generation."""
+    drafter, seen = engine.method(spec).drafter, []
+    real = drafter.propose
+
+    def watching(rows):
+        texts = [list(row.tokens) for row in rows]
+        drafts = real(rows)
+        seen.extend(zip(texts, drafts, strict=True))
+        return drafts
+
+    monkeypatch.setattr(drafter, "propose", watching)
+    settings = {"temperature": 0.9, "seed": 3, "max_new_tokens": 10, "ignore_eos": True}
+    results = engine.generate(PROMPTS, drafter=spec, reproducible=False, **settings)
+    assert 0 < sum(one.counters.accepted for one in results) < sum(
+        one.counters.drafted for one in results
+    )
+    apart, columns = 0.0, objective.vocab.to_target_D
+    for text, draft in seen:
+        for group in draft.groups:
+            law = draft.laws[group.law]
+            wanted = learned_law(objective, [*text, *draft.path_tokens(group.parent)], 0.9)
+            apart = max(apart, float((law.at(columns) - wanted).abs().max()))
+    monkeypatch.undo()
+    return apart
+
+
+@pytest.mark.parametrize("shape", ["", "tree=2x2x1"])
+def test_laws_are_those_that_were_trained_after_every_commit(
+    engine, layer_exit, monkeypatch, shape
+):
+    """Its keys are those of the committed text and of the path, whatever was accepted before."""
+    spec = f"early_exit[model={layer_exit.folder} {shape}]"
+    assert laws_apart(engine, layer_exit, monkeypatch, spec) < 1e-5
+    # Planted: of a draft the row of its first node stays, whether it was accepted or not.
+    real = AdapterRows._keep
+
+    def stale(self, state, outcome):
+        return real(self, state, replace(outcome, row_F=(0, 1) if len(outcome.draft) else ()))
+
+    monkeypatch.setattr(AdapterRows, "_keep", stale)
+    assert laws_apart(engine, layer_exit, monkeypatch, spec) > 1e-3
+
+
+def show(drafter, state, text):
+    """Let a drafter see all but the last token of a text, forced."""
+    cache, count = drafter.target.new_cache(), len(text) - 1
+    passed = drafter.target.score(
+        [Feed.chain(cache.open(), text[:-1])], cache, taps=drafter.taps
+    )
+    forced = Outcome(
+        Draft(), passed.of(0), Verdict((), ()), tuple(text[:-1]), tuple(range(count)), 0,
+        forced=True,
+    )  # fmt: skip
+    drafter.observe([state], [forced])
+
+
+def test_a_trained_layer_can_go_back_and_gives_its_slot_back(target, layer_exit):
+    drafter = with_layer(layer_exit)
+    assert drafter.taps == {"hidden.4"} and drafter.layers == (4,)
+    (row,) = leased(target, [TEXT], Budget(3, 3))
+    state = drafter.begin(Request(prompt=tuple(TEXT)))
+    show(drafter, state, TEXT)
+    row = replace(row, state=state)
+    before = drafter.clock.count
+    (draft,) = drafter.propose([row])
+    assert len(draft) == 3 and drafter.clock.count == before + 3, "a pass per depth"
+    mark = drafter.mark(state)
+    state.beliefs[0].learn(accepted=3, depth=3, censored=False)
+    drafter.reset(state)
+    (other,) = drafter.propose([row])
+    state = drafter.rewind(state, mark)
+    assert state.beliefs[0] == Belief()
+    show(drafter, state, TEXT)
+    (again,) = drafter.propose([row])
+    assert again.token_N == draft.token_N != other.token_N, "without the text it guesses otherwise"
+    drafter.end(state)
+    assert not drafter.rows.cache._slots
+    (unleased,) = drafter.propose([replace(row, state=drafter.begin(None), lease=None)])
+    assert len(unleased) == 0 and unleased.resume is None
+
+
+def test_a_trained_layer_that_does_not_fit_is_said(layer_exit, target, tmp_path):
+    config = json.loads((layer_exit.folder / "config.json").read_text())
+    tensors = load_file(layer_exit.folder / "model.safetensors")
+
+    def refused(words, tensors=tensors, **changes):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(ModelError, match=words):
+            EarlyExit.load(EarlyExitConfig(model=str(tmp_path)), target)
+
+    refused("layer is 6, need 1 to 5", layer=6)
+    refused("fields are not right", decoder={})
+    refused("look at norm.weight", tensors={**tensors, "norm.weight": torch.ones(3)})
+    less = {name: one for name, one in tensors.items() if "down_proj" not in name}
+    refused("look at mlp.down_proj.weight", tensors=less)

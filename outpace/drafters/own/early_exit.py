@@ -6,9 +6,10 @@
 Drafting writes to the target's own cache, and verification resumes at layer e with the hidden
 states of the draft: below e every row is computed once, whether it is accepted or not.
 
-Pays for targets that were trained to leave early (LayerSkip), or with a trained exit
-(`exit_head`). Others lose: in a plain model the first third of the layers seldom guesses what the
-whole says, and a small model spends a large part of each guess on its head.
+Pays for targets that were trained to leave early (LayerSkip), or with a trained exit: a layer
+between e and the head, which ``outpace train early_exit`` makes (`exit_head`; EESD). Others lose:
+in a plain model the first third of the layers seldom guesses what the whole says, and a small
+model spends a large part of each guess on its head.
 
 Several exits (``exits``) compete in each sequence, see `exits`. ``policy=confidence`` ends a
 draft when the exit doubts its last token.
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request
-from outpace.drafters.own.exit_head import ExitHead
+from outpace.drafters.own.exit_head import ExitHead, ExitState
 from outpace.drafters.own.exits import Belief, pick
 from outpace.drafters.shallow import ShallowRows
 from outpace.drafters.trained import candidates, find
@@ -67,20 +68,7 @@ class EarlyExitConfig:
         return tuple(sorted(numbers)) if len(numbers) == len(parts) else ()
 
 
-@dataclass(slots=True, eq=False)
-class _State:
-    """What one sequence has learned, and its draft."""
-
-    beliefs: list[Belief]
-    exit: int = 0
-    """Which of the exits made the draft."""
-    draft: Draft | None = None
-    """The last proposal, until it is observed."""
-    rows: ShallowRows | None = None
-    """While a draft grows."""
-
-
-class EarlyExit(ExpandingDrafter[_State]):
+class EarlyExit(ExpandingDrafter[ExitState]):
     """Drafts with the first layers of the target.
 
     Args:
@@ -97,6 +85,8 @@ class EarlyExit(ExpandingDrafter[_State]):
         self, target: Target, layers: Sequence[int], head: ExitHead | None = None
     ) -> None:
         self.target, self.layers, self.head = target, tuple(layers), head
+        self.rows = None if head is None else head.rows
+        self.taps = frozenset() if self.rows is None else frozenset({self.rows.tap})
         self._shares = [self._share(layer) for layer in layers] if len(layers) > 1 else [1.0]
 
     def _share(self, layer: int) -> float:
@@ -132,16 +122,21 @@ class EarlyExit(ExpandingDrafter[_State]):
             )
         return cls(target, layers)
 
-    def begin(self, request: Request) -> _State:
-        """Nothing is known yet of what its exits are worth."""
-        return _State([Belief() for _ in self.layers])
+    def begin(self, request: Request) -> ExitState:
+        """Nothing is known yet of what its exits are worth. A trained layer gets a slot; a prefix
+        that no pass will show is left out of it: rows start behind it.
+        """
+        slot = -1 if self.rows is None else self.rows.cache.open()
+        return ExitState(slot, beliefs=[Belief() for _ in self.layers])
 
-    def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
+    def propose(self, rows: Sequence[DraftRow[ExitState]]) -> list[Draft]:
         """Grow drafts in the lent slots; a row without a lease gets an empty one."""
         ready = []
         for row in rows:
             state = row.state
             state.draft = state.rows = None
+            if self.rows is not None:
+                self.rows.ready(state, len(row.tokens) - 1)
             if row.lease is None:
                 ready.append(replace(row, budget=NOTHING))
                 continue
@@ -151,21 +146,24 @@ class EarlyExit(ExpandingDrafter[_State]):
         drafts = []
         for row, (draft, numbers) in zip(ready, grow(ready, self.expand), strict=True):
             state = row.state
-            if state.rows is not None:
+            if state.rows is not None and self.rows is not None:
+                draft = self.rows.finish(state, draft, numbers)
+            elif state.rows is not None:
                 state.draft = draft = state.rows.finish(draft, numbers)
             state.rows = None  # a lease ends here
             drafts.append(draft)
         return drafts
 
-    def expand(self, branches: Sequence[Branch[_State]]) -> tuple[Tensor, Tensor | None]:
+    def expand(self, branches: Sequence[Branch[ExitState]]) -> tuple[Tensor, Tensor | None]:
         """One pass per exit in use over the new nodes, through the layers below it."""
         at: dict[int, list[int]] = {}
         for i, branch in enumerate(branches):
             at.setdefault(branch.state.exit, []).append(i)
         parts: dict[int, Tensor] = {}
         for exit_, members in at.items():
-            rows = [self._rows(branches[i]) for i in members]
-            feeds = [one.feed(branches[i]) for one, i in zip(rows, members, strict=True)]
+            asked = [branches[i] for i in members]
+            rows = [self._rows(branch) for branch in asked]
+            feeds = [one.feed(branch) for one, branch in zip(rows, asked, strict=True)]
             if self.head is not None:
                 feeds = [replace(feed, want=()) for feed in feeds]
             layer = self.layers[exit_]
@@ -175,7 +173,7 @@ class EarlyExit(ExpandingDrafter[_State]):
             )
             logits_FD = scored.logits_TV
             if self.head is not None:
-                logits_FD = self.head(scored.taps[name])
+                logits_FD = self.head.logits(asked, feeds, scored.taps[name])
             for j, (one, i) in enumerate(zip(rows, members, strict=True)):
                 lo, hi = scored.tap_start_B[j], scored.tap_start_B[j + 1]
                 one.hidden.append(scored.taps[name][lo:hi])
@@ -185,28 +183,45 @@ class EarlyExit(ExpandingDrafter[_State]):
         return out_FD, None if self.head is None else self.head.id_D
 
     @staticmethod
-    def _rows(branch: Branch[_State]) -> ShallowRows:
+    def _rows(branch: Branch[ExitState]) -> ShallowRows:
         assert branch.state.rows is not None
         return branch.state.rows
 
-    def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
-        """Learn what the exit's guesses were worth; the cache is the target's to keep."""
+    def observe(self, states: Sequence[ExitState], outcomes: Sequence[Outcome]) -> None:
+        """Learn what the exit's guesses were worth, and keep a trained layer's keys in step; those
+        of the layers below are the target's to keep.
+        """
         for state, outcome in zip(states, outcomes, strict=True):
             if state.draft is not None and state.draft is outcome.draft:
                 depth = max(outcome.draft.depth_N, default=0)
                 state.beliefs[state.exit].learn(
                     len(outcome.verdict.kept), depth, outcome.verdict.censored
                 )
-            state.draft = None
+            if self.rows is None:
+                state.draft = None
+        if self.rows is not None:
+            self.rows.observe(states, outcomes)
 
-    def mark(self, state: _State) -> Any:
-        """What is known of the exits."""
-        return [replace(belief) for belief in state.beliefs]
+    def mark(self, state: ExitState) -> Any:
+        """What is known of the exits, and how much of the text a trained layer has read."""
+        known = [replace(belief) for belief in state.beliefs]
+        return known, None if self.rows is None else self.rows.mark(state)
 
-    def rewind(self, state: _State, mark: Any) -> _State:
+    def rewind(self, state: ExitState, mark: Any) -> ExitState:
         """With what was known then."""
-        return _State(mark)
+        state.beliefs, read = mark
+        state.draft = state.rows = None
+        if self.rows is not None:
+            self.rows.rewind(state, read)
+        return state
 
-    def reset(self, state: _State) -> None:
-        """Nothing here is derived from weights or cache but a draft."""
+    def reset(self, state: ExitState) -> None:
+        """Nothing here is derived from weights or cache but a draft and a trained layer's keys."""
         state.draft = None
+        if self.rows is not None:
+            self.rows.begin_at(state, None)
+
+    def end(self, state: ExitState) -> None:
+        """Give the slot back."""
+        if self.rows is not None:
+            self.rows.cache.close(state.slot)

@@ -1,29 +1,63 @@
-"""A trained exit: a norm, and perhaps one matrix, between a layer and the target's own head.
+"""A trained exit: what stands between an early layer and the target's own head.
 
-    h after layer e  ->  n = norm(h)  ->  n + n W  ->  rows of the target's head
+    norm     h after layer e  ->  n = norm(h)  ->  n + n W  ->  rows of the target's head
+    layer    h after layer e  ->  norm(block(h))            ->  rows of the target's head
 
-The file has ``norm.weight`` [H] as the target stores its norms, and may have ``linear.weight``
-[H, H] and ``d2t`` (see `outpace.drafters.trained`); its config.json names the ``layer``. The
-head's rows are the target's: a slice, never a copy of their own.
+The file of the first kind has ``norm.weight`` [H] as the target stores its norms, and may have
+``linear.weight`` [H, H]. That of the second, which ``outpace train early_exit`` makes, has a layer
+of the target's shape besides (`outpace.models.adapter`), with attention over the text: its keys
+are kept in step as those of any adapter (`outpace.drafters.heads.adapter_rows`). Either may have
+``d2t`` (see `outpace.drafters.trained`); config.json names the ``layer`` e. The head's rows are the
+target's: a slice, never a copy of their own.
+
+Paper: EESD, arXiv:2406.03853 (the second kind; its N is e).
 
 Shape letters: T rows, H hidden size, D draft vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from outpace.drafters.trained import CONFIG, lender, read_config, read_tensors, vocab_map
+from outpace.drafters.heads.adapter_rows import AdapterRows, AdapterState
+from outpace.drafters.own.exits import Belief
+from outpace.drafters.trained import (
+    CONFIG,
+    decoder_from_json,
+    lender,
+    read_config,
+    read_tensors,
+    vocab_map,
+)
 from outpace.errors import ModelError
+from outpace.models.adapter import Adapter, adapter_shapes
 from outpace.models.base import Target
 from outpace.models.blocks import Norm
 from outpace.models.packed import Linear
+from outpace.tree.growth import Branch
+from outpace.types import Feed
+
+
+@dataclass(slots=True, eq=False)
+class ExitState(AdapterState):
+    """What one sequence has learned, its draft, and its rows behind a trained layer."""
+
+    slot: int = -1
+    """In the cache of a trained layer; -1 if the exit has none."""
+    beliefs: list[Belief] = field(default_factory=list)
+    """Per exit."""
+    exit: int = 0
+    """Which of the exits made the draft."""
 
 
 class ExitHead:
-    """Reads an exit from its folder.
+    """Reads an exit from its folder, and runs it.
 
     Args:
         folder: of the exit.
@@ -42,23 +76,70 @@ class ExitHead:
                 f"{folder / CONFIG}: layer is {layer!r}, need 1 to {target.num_layers - 1}"
             )
         self.layer: int = layer
-        """e: layers that run before it."""
-        size = target.hidden_size
-        shapes = {name: list(one.shape) for name, one in tensors.items() if name != "d2t"}
-        wanted = {"norm.weight": [size], "linear.weight": [size, size]}
-        if "norm.weight" not in shapes or any(wanted.get(n) != s for n, s in shapes.items()):
-            raise ModelError(f"{folder} holds tensors of shapes {shapes}, an exit has {wanted}")
-        self._norm = Norm(tensors["norm.weight"].to(target.device), self._target.config)
-        self._linear = None
-        if "linear.weight" in tensors:
-            self._linear = Linear(tensors["linear.weight"].to(target.device, target.dtype))
+        """e: layers of the target that run before it."""
+        self.rows: AdapterRows | None = None
+        """Of the trained layer, if there is one."""
+        if "decoder" in config:
+            adapter = self._adapter(folder, config, tensors)
+            self.rows = AdapterRows(adapter, f"hidden.{layer}", target.clock)
+        else:
+            self._read_norm(folder, tensors)
         self._vocab = vocab_map(tensors, target.vocab_size)
         self.id_D = None if self._vocab is None else self._vocab.to_target_D.to(target.device)
         """Target ids of the columns; None: they are the ids."""
 
-    def __call__(self, hidden_TH: Tensor) -> Tensor:
-        """Logits [T, D] of the residual stream after the layer. Rows do not feel each other."""
-        normed_TH = self._norm(hidden_TH)
-        if self._linear is not None:
-            normed_TH = normed_TH + self._linear(normed_TH.to(self._target.dtype)).float()
-        return self._target.head(normed_TH.to(self._target.dtype), self._vocab)
+    def _adapter(
+        self, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> Adapter:
+        shape = decoder_from_json(config["decoder"], folder / CONFIG)
+        wanted, found = adapter_shapes(shape, mlp=True), _shapes(tensors)
+        if found != wanted or shape.hidden_size != self._target.hidden_size:
+            names = {**found, **wanted}
+            wrong = sorted(name for name in names if found.get(name) != wanted.get(name))
+            raise ModelError(
+                f"{folder} is no layer of width {self._target.hidden_size}; look at "
+                f"{', '.join(wrong) or 'hidden_size'}"
+            )
+        return Adapter(shape, tensors, self._target)
+
+    def _read_norm(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        target, size, found = self._target, self._target.hidden_size, _shapes(tensors)
+        wanted = {"norm.weight": (size,), "linear.weight": (size, size)}
+        if "norm.weight" not in found or any(wanted.get(n) != s for n, s in found.items()):
+            raise ModelError(f"{folder} holds tensors of shapes {found}, an exit has {wanted}")
+        self._norm = Norm(tensors["norm.weight"].to(target.device), target.config)
+        self._linear = None
+        if "linear.weight" in tensors:
+            self._linear = Linear(tensors["linear.weight"].to(target.device, target.dtype))
+
+    def logits(
+        self, branches: Sequence[Branch[Any]], fed: Sequence[Feed], hidden_TH: Tensor
+    ) -> Tensor:
+        """Logits [T, D] of nodes, as growth gives them.
+
+        Args:
+            branches: the nodes, of `ExitState`.
+            fed: what the target was fed for them, in the slots lent.
+            hidden_TH: its residual stream after layer e.
+        """
+        clock = self._target.clock
+        with clock:
+            if self.rows is None:
+                normed_TH = self._norm(hidden_TH)
+                if self._linear is not None:
+                    more_TH = self._linear(normed_TH.to(self._target.dtype)).float()
+                    normed_TH = normed_TH + more_TH
+                y_TH = normed_TH.to(self._target.dtype)
+            else:
+                y_TH = self.rows.run(branches, fed, hidden_TH)
+            with torch.no_grad():
+                logits_TD = self._target.head(y_TH, self._vocab)
+        clock.count -= 1  # the layers below and this are one pass of the drafter
+        return logits_TD
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Shapes of all weights."""
+    return {
+        name: tuple(one.shape) for name, one in tensors.items() if name not in ("d2t", "t2d")
+    }

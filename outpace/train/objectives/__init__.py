@@ -7,6 +7,7 @@ OBJECTIVES: Mapping[str, str] = {
     "draft_model": "outpace.train.objectives.draft_model:DraftModelObjective",
     "eagle3": "outpace.train.objectives.eagle3:Eagle3",
     "kangaroo": "outpace.train.objectives.kangaroo:KangarooObjective",
+    "early_exit": "outpace.train.objectives.early_exit:EarlyExitObjective",
     "medusa": "outpace.train.objectives.medusa:Medusa",
     "hydra": "outpace.train.objectives.hydra:Hydra",
     "ppd": "outpace.train.objectives.ppd:Ppd",

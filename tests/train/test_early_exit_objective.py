@@ -1,0 +1,116 @@
+"""The layer behind an exit in training: its arithmetic, its file, and what it gains."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from outpace.errors import ModelError
+from outpace.models.tiny import TableTarget, tiny
+from outpace.train.align import DRAFT_MODEL, Aligned
+from outpace.train.loop import LoopConfig, train
+from outpace.train.objectives.early_exit import EarlyExitObjective, EarlyExitTraining
+from outpace.train.objectives.kangaroo import DOUBT
+from tests.train.texts import Listed, most_used, written
+
+TAPS = ("hidden.2", "hidden.-1")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(layers=3)
+
+
+@pytest.fixture(scope="module")
+def batch(target):
+    return written(target, 4, seed=0, new=14, taps=TAPS)
+
+
+def built(target, vocab=None, noise=0.05, **options):
+    """A layer away from its start, where it is one of the target's."""
+    torch.manual_seed(0)
+    config = EarlyExitTraining(exit_layer=2, **options)
+    objective = EarlyExitObjective.build(config, target, vocab)
+    with torch.no_grad():
+        for parameter in objective.module.parameters():
+            parameter.add_(noise * torch.randn_like(parameter))
+    return objective
+
+
+def test_it_starts_as_the_layer_of_the_target_that_reads_the_same(target, batch):
+    """Behind two layers of three the third makes the target's own last state."""
+    objective = built(target, noise=0.0)
+    with torch.no_grad():
+        aligned = Aligned(batch, DRAFT_MODEL)
+        y_BAH = objective.outputs(batch, aligned)
+        whole_BAH = aligned.rows(batch.feature["hidden.-1"].float())
+    real = aligned.real_BA
+    assert real.sum() > 20
+    torch.testing.assert_close(y_BAH[real] / DOUBT, whole_BAH[real], atol=0.02, rtol=0.02)
+
+
+def test_the_mlp_stands_between_attention_and_norm(target):
+    objective = built(target)
+    net, eps = objective.module, objective.shape.norm_eps
+    z_RH = torch.randn(5, target.hidden_size)
+    mlp, behind = net.norm.mlp, net.norm
+
+    def rms(x_RH, weight_H):
+        return x_RH * (x_RH.square().mean(-1, keepdim=True) + eps).rsqrt() * weight_H
+
+    with torch.no_grad():
+        u_RH = rms(z_RH, behind.post_attention_layernorm.weight)
+        inner = F.silu(u_RH @ mlp.gate_proj.weight.T) * (u_RH @ mlp.up_proj.weight.T)
+        wanted = rms(z_RH + inner @ mlp.down_proj.weight.T, behind.weight)
+        torch.testing.assert_close(behind(z_RH), wanted, atol=1e-5, rtol=1e-5)
+        assert (wanted - rms(z_RH, behind.weight)).abs().max() > 0.05, "the MLP is seen"
+
+
+def test_every_weight_learns_and_is_saved_by_its_name(target, batch, tmp_path):
+    vocab = most_used([batch], 40, target)
+    objective = built(target, vocab)
+    objective.loss(batch).loss.backward()
+    for name, parameter in objective.module.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+    EarlyExitObjective.build(EarlyExitTraining(exit_layer=2), target, vocab).save(
+        tmp_path / "exit", {"command": "test"}
+    )
+    tensors = load_file(tmp_path / "exit" / "model.safetensors")
+    assert set(tensors) == {
+        "input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight",
+        *(f"self_attn.{one}_proj.weight" for one in "qkvo"),
+        *(f"mlp.{one}_proj.weight" for one in ("gate", "up", "down")), "d2t", "t2d",
+    }, "a layer, and no head"  # fmt: skip
+    for name in ("mlp.gate_proj.weight", "self_attn.o_proj.weight"):
+        theirs = target.checkpoint.tensor(f"model.layers.2.{name}", torch.bfloat16)
+        assert torch.equal(tensors[name], theirs)
+    config = json.loads((tmp_path / "exit" / "config.json").read_text())
+    assert (config["method"], config["layer"], config["taps"]) == ("early_exit", 2, ["hidden.2"])
+
+
+def test_a_short_training_raises_acceptance(target, tmp_path):
+    """From a layer that is off its start, on texts that it has not seen."""
+    rows = [written(target, 16, seed=seed, new=24, taps=TAPS) for seed in range(3)]
+    unseen, seen = written(target, 12, seed=99, new=24, taps=TAPS), []
+    objective = built(target, most_used(rows, 200, target), noise=0.1)
+    with torch.no_grad():
+        before = objective.evaluate(unseen)
+    config = LoopConfig(steps=40, lr=4e-3, evaluate_every=100, bf16=False)
+    train(objective, Listed(rows), [unseen], config, out=tmp_path / "exit",
+          work=tmp_path / "work", report=seen.append)
+    first, overlap = (
+        float(sums[0] / before.counted_by_depth[0])
+        for sums in (before.accepted_by_depth, before.overlap_by_depth)
+    )
+    assert seen[-1].acceptance[0] > first + 0.1 and seen[-1].overlap[0] > overlap + 0.1
+
+
+def test_what_cannot_be_built_is_said(target):
+    for layer in (0, 3):
+        with pytest.raises(ModelError, match=f"early_exit: exit_layer={layer} of tiny's 3 layers"):
+            EarlyExitObjective.build(EarlyExitTraining(exit_layer=layer), target, None)
+    with pytest.raises(ModelError, match="early_exit needs embeddings, layers, taps"):
+        EarlyExitObjective.build(EarlyExitTraining(), TableTarget.random(0), None)
+    assert EarlyExitObjective.taps(EarlyExitTraining(), tiny(layers=30))[0] == "hidden.6"

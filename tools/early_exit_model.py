@@ -1,0 +1,231 @@
+"""Make a small decoder whose first layers guess well, and measure what leaving early gains.
+
+    python tools/early_exit_model.py OUT --texts FILE... [--minutes 40] [--resume]
+    python tools/early_exit_model.py OUT --only measure [options of outpace bench]
+
+OUT becomes a model folder in the layout of Hugging Face, which every ``--model`` takes. Training
+goes on from OUT/training with ``--resume`` and shows its progress. Texts are split at
+``<|endoftext|>`` or else at paragraphs; every 40th piece is kept from training, and the beginnings
+of such pieces are the prompts that are measured with (OUT/prompts.jsonl).
+
+Recipe and network are in `early_exit_net`. Progress lines say how often the whole model's
+likeliest token is the text's, and after it, exit by exit, how often the exit's is the whole
+model's; all held out.
+
+Shape letters: B sequences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tokenizers
+import torch
+from early_exit_net import END, ExitModel, Numbered, Recipe, end_of
+from torch import Tensor
+
+from outpace.errors import OutpaceError
+from outpace.files import write_whole
+from outpace.train import checkpoint
+from outpace.train.batches import Batch
+from outpace.train.loop import LoopConfig, Progress, train
+
+APART = 40
+"""Every so many-th piece of text is held out."""
+PIECE = 1500
+"""Characters of a piece where a file has no marks."""
+PROMPTS, BEGINNING = 12, 24
+"""Prompts that are measured with, and words of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Sequences cut from a long text at places that seed, epoch and number decide."""
+
+    ids: Tensor
+    recipe: Recipe
+
+    @property
+    def count(self) -> int:
+        """Batches of an epoch."""
+        return max(1, len(self.ids) // (self.recipe.length * self.recipe.batch))
+
+    def batch(self, start_B: Tensor, number: int) -> Numbered:
+        """The windows that begin there, with the token behind each."""
+        length = self.recipe.length + 1
+        token_BT = torch.stack([self.ids[start : start + length] for start in start_B.tolist()])
+        return Numbered(
+            token_BT=token_BT, length_B=torch.full((len(token_BT),), length),
+            answer_BT=torch.ones(token_BT.shape, dtype=torch.bool), number=number,
+        )  # fmt: skip
+
+    def since(self, epoch: int = 0, index: int = 0) -> Iterator[tuple[int, int, Batch]]:
+        """Batches from there on, without end."""
+        last, size = len(self.ids) - self.recipe.length - 1, self.recipe.batch
+        while True:
+            coins = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + epoch)
+            start = torch.randint(last, (self.count, size), generator=coins)
+            for i in range(index, self.count):
+                yield epoch, i, self.batch(start[i], epoch * self.count + i)
+            epoch, index = epoch + 1, 0
+
+    def all(self) -> list[Batch]:
+        """The text once, without gaps."""
+        last = max(0, len(self.ids) - self.recipe.length - 1)
+        start = torch.arange(0, last, self.recipe.length)
+        return [self.batch(some, 0) for some in torch.split(start, self.recipe.batch)]
+
+
+@dataclass(slots=True)
+class Texts:
+    """Pieces of the user's files."""
+
+    train: list[str] = field(default_factory=list)
+    held_out: list[str] = field(default_factory=list)
+
+    def read(self, path: Path) -> None:
+        """Add a file: its documents, or its paragraphs, a few together."""
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if END in text:
+            pieces = [one.strip() for one in text.split(END)]
+        else:
+            pieces = [""]
+            for paragraph in text.split("\n\n"):
+                if len(pieces[-1]) > PIECE:
+                    pieces.append("")
+                pieces[-1] += ("\n\n" if pieces[-1] else "") + paragraph.strip()
+        pieces = [one for one in pieces if one]
+        for number, piece in enumerate(pieces):
+            (self.held_out if number % APART == APART - 1 else self.train).append(piece)
+
+
+def trained_tokenizer(texts: Sequence[str], size: int) -> tokenizers.Tokenizer:
+    """A byte-level tokenizer of the texts."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[END], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    backend.train_from_iterator(texts, trainer)
+    return backend
+
+
+def encoded(texts: Sequence[str], tokenizer: tokenizers.Tokenizer) -> Tensor:
+    """Ids of all texts, each with the mark of its end."""
+    end = end_of(tokenizer)
+    ids = [[*one.ids, end] for one in tokenizer.encode_batch(list(texts))]
+    return torch.tensor([id for one in ids for id in one])
+
+
+def write_prompts(texts: Sequence[str], file: Path, seed: int) -> None:
+    """Beginnings of held-out pieces, as a workload."""
+    words = [one.split() for one in texts]
+    long = [one for one in words if len(one) > 2 * BEGINNING]
+    picked = random.Random(seed).sample(long, min(PROMPTS, len(long)))
+    rows = [
+        {"id": str(i), "category": "text", "prompt": " ".join(one[:BEGINNING])}
+        for i, one in enumerate(picked)
+    ]
+    write_whole(file, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make(out: Path, recipe: Recipe, files: Sequence[Path], loop: LoopConfig, resume: bool) -> None:
+    """Tokenizer, training, model folder.
+
+    Raises:
+        OutpaceError: a training was stopped in OUT and ``resume`` is not given, or the texts are
+            too short.
+    """
+    texts = Texts()
+    for file in files:
+        texts.read(file)
+    work = out / "training"
+    if checkpoint.latest(work) is not None and not resume:
+        raise OutpaceError(f"a training was stopped in {work}; give --resume, or delete it")
+    out.mkdir(parents=True, exist_ok=True)
+    if resume and (out / "tokenizer.json").is_file():
+        tokenizer = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    else:
+        tokenizer = trained_tokenizer(texts.train, recipe.vocab)
+        tokenizer.save(str(out / "tokenizer.json"))
+        write_whole(out / "tokenizer_config.json", json.dumps({"eos_token": END}) + "\n")
+        write_prompts(texts.held_out, out / "prompts.jsonl", recipe.seed)
+    own, held = (
+        Windows(encoded(part, tokenizer), recipe) for part in (texts.train, texts.held_out)
+    )
+    if len(held.ids) < 2 * recipe.length or own.count < 2:
+        raise OutpaceError(f"the texts have {len(own.ids) + len(held.ids)} tokens; give more")
+    model = ExitModel(recipe, tokenizer)
+    size = sum(one.numel() for one in model.module.parameters())
+    print(f"{size / 1e6:.1f} million weights, {len(own.ids)} tokens to learn, {len(held.ids)} held "
+          f"out, {own.count} steps an epoch", flush=True)  # fmt: skip
+
+    def report(now: Progress) -> None:
+        model.share = now.seconds / max(now.seconds + now.left, 1e-9)
+        text = now.line().partition(" | ")[0]
+        if now.acceptance:
+            whole, *early = now.acceptance
+            each = ", ".join(
+                f"exit {layer} {one:.3f}" for layer, one in zip(recipe.exits, early, strict=True)
+            )
+            text += f" | text {whole:.3f}; {each}"
+        print(text, flush=True)
+
+    train(
+        model, own, held.all(), loop, out=out, work=work, resume=resume, report=report,
+        provenance={"command": " ".join(sys.argv), "weights": size,
+                    "texts": [file.name for file in files], "tokens": len(own.ids)},
+    )  # fmt: skip
+    for path in checkpoint.paths(work):
+        path.unlink()
+
+
+def measure(out: Path, exits: Sequence[int], extra: Sequence[str]) -> int:
+    """Plain decoding against every exit, as ``outpace bench`` measures; its exit status."""
+    specs = ",".join(f"early_exit[layer={layer}]" for layer in exits)
+    command = [sys.executable, "-m", "outpace", "bench", "--model", str(out), "--drafters",
+               f"none,{specs}", "--workload", str(out / "prompts.jsonl"), *extra]
+    return subprocess.run(command, check=False).returncode
+
+
+def main() -> int:
+    """Parse, make, measure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--texts", type=Path, nargs="+", default=[], help="files to learn")
+    parser.add_argument("--only", choices=("train", "measure"), help="by default both")
+    parser.add_argument("--resume", action="store_true", help="go on with a stopped training")
+    parser.add_argument("--minutes", type=float, default=40.0)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--exits", default="+".join(map(str, Recipe().exits)))
+    names = ("layers", "width", "ffn", "vocab", "batch", "length", "seed")
+    for name in names:
+        parser.add_argument(f"--{name}", type=int, default=getattr(Recipe(), name))
+    args, extra = parser.parse_known_args()
+    try:
+        exits = tuple(sorted({int(one) for one in args.exits.split("+")}))
+        recipe = Recipe(exits=exits, **{name: getattr(args, name) for name in names})
+        if args.only != "measure":
+            loop = LoopConfig(
+                minutes=args.minutes, steps=args.steps, lr=args.lr, weight_decay=0.05,
+                evaluate_every=100, evaluate_tokens=10_000, checkpoint_every=100, report_every=20,
+            )  # fmt: skip
+            make(args.out, recipe, args.texts, loop, args.resume)
+        return 0 if args.only == "train" else measure(args.out, exits, extra)
+    except (OutpaceError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""A small Llama in training, with exits that share its norm and head: LayerSkip's recipe.
+
+Layers drop out, the deeper the more often and more often as training goes on. Every step has the
+loss of the whole model and that of one of the exits, in turn:
+
+    p(l) = p_max D(l) S(t),  D(l) = 2^(l / (L - 1)) - 1,  S(t) = 2^t - 1, t from 0 to 1
+    loss = (CE(L) + s CE(e)) / (1 + s)
+
+Paper: LayerSkip, Elhoushi et al. 2024, arXiv:2404.16710 (l, L, S, D and p_max are its letters;
+dropping is per sequence, as there).
+
+Shape letters: B sequences, T tokens, H hidden size, V vocabulary, R rows; of attention, X texts and
+heads, K heads, D their width.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from outpace.files import replaced, write_whole
+from outpace.law import VocabMap
+from outpace.models.base import Target
+from outpace.models.families import DecoderConfig
+from outpace.train.batches import Batch
+from outpace.train.losses import head_loss
+from outpace.train.objectives.base import Objective, Step
+from outpace.train.objectives.networks import Layer, Norm, Turn, Turns
+
+END = "<|endoftext|>"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """What is made."""
+
+    layers: int = 24
+    """L."""
+    width: int = 256
+    """H; heads are 64 wide."""
+    ffn: int = 704
+    """Width of the MLPs."""
+    vocab: int = 4096
+    """Tokens of a byte-level tokenizer that is trained on the texts."""
+    exits: tuple[int, ...] = (2, 3, 4)
+    """Layers after which a loss is taken, in turn."""
+    scale: float = 1.0
+    """s: weight of that loss."""
+    dropout: float = 0.1
+    """p_max: chance that a sequence skips the last layer, at the end."""
+    length: int = 256
+    """Tokens of a sequence."""
+    batch: int = 4
+    """Sequences of a step."""
+    seed: int = 0
+    """Of the weights, of what is read when, and of what drops out."""
+
+    def __post_init__(self) -> None:
+        if not self.exits or not all(0 < one < self.layers for one in self.exits):
+            raise ValueError(f"exits must be layers 1 to {self.layers - 1}, got {self.exits}")
+        if self.width < 64 or self.width % 64:
+            raise ValueError(f"width must be a multiple of 64, got {self.width}")
+
+    def config_json(self, end: int) -> dict[str, Any]:
+        """The config.json of a Llama."""
+        return {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+            "hidden_size": self.width, "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers, "num_attention_heads": self.width // 64,
+            "num_key_value_heads": self.width // 64, "head_dim": 64, "vocab_size": self.vocab,
+            "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+            "max_position_embeddings": 1024, "tie_word_embeddings": True,
+            "attention_bias": False, "mlp_bias": False, "bos_token_id": end, "eos_token_id": end,
+            "torch_dtype": "bfloat16",
+        }  # fmt: skip
+
+
+class ExitNet(nn.Module):
+    """A Llama in training; names below ``model.`` are those of its file."""
+
+    def __init__(self, recipe: Recipe, shape: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(recipe.vocab, recipe.width)
+        self.layers = nn.ModuleList(Layer(shape, i) for i in range(recipe.layers))
+        self.norm = Norm(recipe.width, shape)
+        self._turns = Turns(shape.ropes[0], torch.device("cpu"))
+        coins = torch.Generator().manual_seed(recipe.seed)
+        with torch.no_grad():
+            for name, one in self.named_parameters():
+                if one.dim() == 2:
+                    deep = name.endswith(("o_proj.weight", "down_proj.weight"))
+                    spread = 0.02 / (2 * recipe.layers) ** 0.5 if deep else 0.02
+                    one.copy_(spread * torch.randn(one.shape, generator=coins))
+
+    def forward(
+        self, token_BT: Tensor, after: Sequence[int], keep: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Normed states [B, T, H] after some layers, ascending.
+
+        Args:
+            token_BT: the text.
+            after: numbers of layers.
+            keep: per layer, the sequences that it is not left out of.
+        """
+        x_BTH = self.embed_tokens(token_BT).float()
+        place_1T = torch.arange(token_BT.shape[1])[None]
+        turn, out = self._turns.at(place_1T, token_BT.shape[1]), []
+        for i, layer in enumerate(self.layers[: after[-1]]):
+            kept = keep[i]
+            if len(kept) == len(x_BTH):
+                x_BTH = _block(cast(Layer, layer), x_BTH, turn)
+            elif len(kept):
+                x_BTH = x_BTH.index_copy(0, kept, _block(cast(Layer, layer), x_BTH[kept], turn))
+            if i + 1 in after:
+                out.append(self.norm(x_BTH))
+        return out
+
+
+def _block(layer: Layer, x_BTH: Tensor, turn: Turn) -> Tensor:
+    """One layer over whole texts, by a kernel that knows of no gaps."""
+    attn, u_BTH = layer.self_attn, layer.input_layernorm(x_BTH)
+    k_BKTD, v_BKTD = attn.keys(u_BTH, turn)
+    q_BKTD = attn.queries(u_BTH, turn).flatten(1, 2)
+    # On a CPU plain products are twice as fast here as the fused kernel and its gradient.
+    size = q_BKTD.shape[2]
+    later_TT = q_BKTD.new_full((size, size), -torch.inf).triu(1)
+    score_XTT = q_BKTD.flatten(0, 1) @ k_BKTD.flatten(0, 1).transpose(1, 2) + later_TT
+    mixed_XTD = score_XTT.softmax(-1, dtype=score_XTT.dtype) @ v_BKTD.flatten(0, 1)
+    mixed_BTH = mixed_XTD.view(q_BKTD.shape).transpose(1, 2).flatten(2)
+    return layer.after(x_BTH, attn.o_proj(mixed_BTH))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Numbered(Batch):
+    """A batch that knows which it is."""
+
+    number: int = 0
+
+
+class ExitModel(Objective):
+    """The model in training, as the training loop sees a method."""
+
+    Config = Recipe
+    module: ExitNet
+
+    def __init__(self, recipe: Recipe, tokenizer: tokenizers.Tokenizer) -> None:
+        self.recipe, self.tokenizer = recipe, tokenizer
+        self.end = end_of(tokenizer)
+        self.shape = DecoderConfig.from_hf(recipe.config_json(self.end))
+        self.module = ExitNet(recipe, self.shape)
+        self.share = 0.0
+        """Of the training that is behind: t."""
+
+    @classmethod
+    def taps(cls, config: Any, target: Target) -> tuple[str, ...]:
+        return ()
+
+    @classmethod
+    def build(cls, config: Any, target: Target, vocab: VocabMap | None) -> ExitModel:
+        raise NotImplementedError("a model of its own has no target")
+
+    def loss(self, batch: Batch) -> Step:
+        recipe, token_BT = self.recipe, batch.token_BT
+        number = cast(Numbered, batch).number
+        after = (recipe.exits[number % len(recipe.exits)], recipe.layers)
+        states = self.module(token_BT[:, :-1], after, self._kept(number, len(token_BT)))
+        label_R = token_BT[:, 1:].flatten()
+        early, whole = (
+            head_loss(one.flatten(0, 1), self.module.embed_tokens.weight, "ce", label_R=label_R)
+            for one in states
+        )
+        loss = (whole + recipe.scale * early) / (1 + recipe.scale) / len(label_R)
+        return Step(loss, len(label_R))
+
+    def _kept(self, number: int, size: int) -> list[Tensor]:
+        """Per layer, the sequences of a batch that go through it."""
+        recipe = self.recipe
+        coins = torch.Generator().manual_seed(recipe.seed * 1_000_003 + number)
+        most = recipe.dropout * (2**self.share - 1)
+        depths = [2 ** (i / max(1, recipe.layers - 1)) - 1 for i in range(recipe.layers)]
+        return [
+            (torch.rand(size, generator=coins) >= most * depth).nonzero().squeeze(1)
+            for depth in depths
+        ]
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Step:
+        recipe, token_BT = self.recipe, batch.token_BT
+        everything = [torch.arange(len(token_BT))] * recipe.layers
+        after = (*recipe.exits, recipe.layers)
+        *early, whole = self.module(token_BT[:, :-1], after, everything)
+        head_VH = self.module.embed_tokens.weight
+        label_R, truth_R = token_BT[:, 1:].flatten(), (whole @ head_VH.T).argmax(-1).flatten()
+        right = [(truth_R == label_R).sum()]
+        right += [((one @ head_VH.T).argmax(-1).flatten() == truth_R).sum() for one in early]
+        counted = torch.full((len(right),), float(len(label_R)))
+        return Step(torch.zeros(()), len(label_R), torch.stack(right).float(), counted)
+
+    def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            f"model.{name}": one.detach().to(torch.bfloat16).contiguous()
+            for name, one in self.module.named_parameters()
+        }
+        with replaced(folder / "model.safetensors") as fresh:
+            save_file(tensors, fresh, metadata={"format": "pt"})
+        generation = {"eos_token_id": self.end, "do_sample": False}
+        for name, content in (
+            ("provenance.json", provenance), ("generation_config.json", generation),
+            ("config.json", self.recipe.config_json(self.end)),
+        ):
+            write_whole(folder / name, json.dumps(dict(content), indent=1) + "\n")
+
+
+def end_of(tokenizer: tokenizers.Tokenizer) -> int:
+    """The token that ends a text."""
+    end = tokenizer.token_to_id(END)
+    assert isinstance(end, int)
+    return end
