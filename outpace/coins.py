@@ -32,7 +32,6 @@ class Stream(enum.IntEnum):
 
     DRAFT = 1
     JUDGE = 2
-    STOP = 3
     POLICY = 4
     RACE = 5
 

@@ -1,14 +1,17 @@
 """Method specs, typed configs from text, and the user's folders.
 
-A *method spec* names a method and its settings wherever a drafter is named:
+A *method spec* names a method and its settings wherever a drafter is named; the folder of a
+trained drafter is one as well:
 
     prompt_lookup
     draft_model[model=smollm2-135m layers=12 tree=4x2x1 policy=confidence]
+    ./my-head[tree=chain]
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import types
 import typing
@@ -21,12 +24,15 @@ from outpace.errors import SpecError, UnknownNameError
 
 C = TypeVar("C")
 
-DEFAULT_DRAFTER = "prompt_lookup"
+DEFAULT_DRAFTER = "auto"
 """Who drafts where nobody is named."""
 
 PLAN_KEYS = ("tree", "tree_size", "verifier", "policy")
 """Keys that every method takes besides its own config: they say how its drafts are grown,
 verified and budgeted."""
+
+
+_WRITE = "write NAME or NAME[key=value ...]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +47,20 @@ class MethodSpec:
     def parse(cls, text: str) -> MethodSpec:
         """Read ``NAME`` or ``NAME[key=value key=value]``; values may hold brackets themselves.
 
+        A path (with a slash, or a dot or ``~`` at its beginning) in the place of the name is the
+        folder of a trained drafter, and stands for ``METHOD[model=FOLDER]`` with the same keys.
+
         Raises:
-            SpecError: unbalanced brackets, a word without ``=``, a key given twice.
+            SpecError: no text, unbalanced brackets, a word without ``=``, a key given twice, a
+                folder that ``outpace train`` did not write.
         """
+        if not isinstance(text, str):
+            raise SpecError(f"a method spec is text, got {text!r}; {_WRITE}")
         text = text.strip()
         name, bracket, rest = text.partition("[")
         name = name.strip()
         if not name or (bracket and not rest.endswith("]")):
-            raise SpecError(f"cannot read method spec {text!r}; write NAME or NAME[key=value ...]")
+            raise SpecError(f"cannot read method spec {text!r}; {_WRITE}")
         options: dict[str, str] = {}
         for word in _words(rest[:-1], text) if bracket else ():
             key, equals, value = word.partition("=")
@@ -57,6 +69,10 @@ class MethodSpec:
             if key in options:
                 raise SpecError(f"method spec {text!r} gives {key!r} twice")
             options[key] = value
+        if names_folder(name):
+            if "model" in options:
+                raise SpecError(f"method spec {text!r} names two folders; drop model=...")
+            name, options["model"] = method_of(name), name
         return cls(name, tuple(sorted(options.items())))
 
     def __str__(self) -> str:
@@ -77,6 +93,32 @@ class MethodSpec:
         """The method's own options, and those of PLAN_KEYS."""
         own = {k: v for k, v in self.options if k not in PLAN_KEYS}
         return own, {k: v for k, v in self.options if k in PLAN_KEYS}
+
+
+def names_folder(spec: str) -> bool:
+    """Whether a path stands where a method spec has its name."""
+    name = spec.partition("[")[0].strip()
+    return "/" in name or os.sep in name or name.startswith((".", "~"))
+
+
+def method_of(folder: str) -> str:
+    """The method of a trained drafter's folder.
+
+    Raises:
+        SpecError: it is none, or its name cannot stand in a method spec.
+    """
+    try:
+        said = json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
+        method = said["method"] if "target_digest" in said else None
+    except (OSError, ValueError, TypeError, KeyError):
+        method = None
+    if not isinstance(method, str):
+        raise SpecError(f"{folder} is no folder of a trained drafter; give one that outpace train "
+                        "wrote, or NAME[model=FOLDER] for a head of another program")
+    if " " in folder or "]" in folder:
+        raise SpecError(f"a method spec cannot hold a space or a bracket, as in {folder!r}; "
+                        "rename the folder, or give a link to it")
+    return method
 
 
 def _words(text: str, whole: str) -> list[str]:

@@ -7,6 +7,8 @@ line prints the message and exits with 2; a traceback means a bug of ours.
 import difflib
 from collections.abc import Iterable
 
+_FEW = 6  # names that fit into a message even where one of them is near
+
 
 class OutpaceError(ValueError):
     """Base of all errors that a user can mend."""
@@ -33,7 +35,7 @@ class SpecError(OutpaceError):
 
 
 class UnknownNameError(OutpaceError):
-    """A name that no table holds; near names are suggested.
+    """A name that no table holds; near names are suggested, or all of a few.
 
     Args:
         kind: what was looked up, for example ``"drafter"``.
@@ -43,6 +45,8 @@ class UnknownNameError(OutpaceError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         self.kind, self.name, self.known = kind, name, sorted(known)
-        near = difflib.get_close_matches(name, self.known, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(self.known)}"
-        super().__init__(f"unknown {kind} {name!r}; {hint}")
+        near = difflib.get_close_matches(name, self.known, n=3, cutoff=0.6)
+        hints = [f"did you mean {' or '.join(near)}?"] if near else []
+        if not near or len(self.known) <= _FEW:
+            hints.append(f"known: {', '.join(self.known)}")
+        super().__init__(f"unknown {kind} {name!r}; {' '.join(hints)}")

@@ -1,4 +1,7 @@
-"""Files that are written whole: a reader sees the old one or the new one, never a part."""
+"""Files that are written whole: a reader sees the old one or the new one, never a part.
+
+And files of text that users name: read as UTF-8, with one message where that cannot be done.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
+
+from outpace.errors import RequestError
 
 
 @contextlib.contextmanager
@@ -38,3 +44,42 @@ def write_whole(path: Path, data: bytes | str) -> None:
     """Write bytes, or text as UTF-8, through ``replaced``."""
     with replaced(path) as fresh:
         fresh.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+@contextlib.contextmanager
+def reading(path: Path, what: str = "", newline: str | None = None) -> Iterator[TextIO]:
+    """Open a file of UTF-8 text, less a byte order mark.
+
+    Args:
+        path: the file.
+        what: what to call it where it cannot be read; its path, unless given.
+        newline: as for ``open``: None makes every end of a line a line feed, ``""`` leaves them.
+
+    Raises:
+        RequestError: it cannot be read, or is not UTF-8; at any read within the block.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline=newline) as file:
+            yield file
+    except OSError as error:
+        raise RequestError(f"cannot read {what or path}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        # A reader in pieces counts from its last one; the file is read again to say where it is.
+        decoded(path.read_bytes(), what or str(path))
+        raise
+
+
+def read_text(path: Path, what: str = "") -> str:
+    """The whole of a file, as ``reading`` gives it."""
+    with reading(path, what) as file:
+        return file.read()
+
+
+def decoded(data: bytes, what: str) -> str:
+    """Bytes of UTF-8 as text, less a byte order mark; RequestError, with the wrong byte's place."""
+    try:
+        return data.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"{what} is not UTF-8 text (byte {error.start}); convert it first"
+        ) from error

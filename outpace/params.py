@@ -114,12 +114,15 @@ class SamplingParams:
     """Report log-probabilities, with so many alternatives per token; 0: of the token alone."""
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        for name in ("allowed_tokens", "banned_tokens", "stop_token_ids"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, frozenset(getattr(self, name)))
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name, (kind, what) in _KINDS.items():
+            if (value := getattr(self, name)) is None and name == "allowed_tokens":
+                continue
+            try:
+                object.__setattr__(self, name, kind(value))
+            except (TypeError, ValueError):
+                raise RequestError(f"{name} must be {what}, got {value!r}") from None
         for name, (whole, allowed, ok) in _RANGES.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
@@ -200,6 +203,12 @@ class SamplingParams:
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | eos_ids
 
 
+_IDS = (frozenset, "a list of token ids")
+_KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "stop": (tuple, "a string or a list of strings"),
+    "logit_bias": (dict, "a mapping of token ids to numbers"),
+    "allowed_tokens": _IDS, "banned_tokens": _IDS, "stop_token_ids": _IDS,
+}  # fmt: skip
 _NEUTRAL = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 _OPTIONAL = {*_NEUTRAL, "seed", "logprobs"}
 _RANGES: dict[str, tuple[bool, str, Callable[[Any], bool]]] = {

@@ -1,17 +1,20 @@
 """The one table of methods: name -> where its class is, in one line each.
 
 Classes are imported on first use. A third party adds rows through the entry points
-``outpace.drafters``, ``outpace.verifiers`` and ``outpace.policies``: each names a callable or
-object that is a `Row`, or a class with a docstring.
+``outpace.drafters``, ``outpace.verifiers`` and ``outpace.policies``: each names a class with a
+docstring, or a `Row`. They are imported when they are asked for by name, or listed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Literal
 
 from outpace.errors import OutpaceError, UnknownNameError
@@ -44,7 +47,7 @@ _BUILTIN = (
         "Plain decoding: the empty draft"),
     Row("prompt_lookup", "drafter", "lookup", "outpace.drafters.lookup.prompt_lookup:PromptLookup",
         "Repeats what followed the same words earlier; no weights",
-        "Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding", auto=True),
+        "Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding"),
     Row("max_gram", "drafter", "lookup", "outpace.drafters.lookup.max_gram:MaxGram",
         "Copies after the longest match; else pairs, from a table of `outpace build bigram`",
         "Chen et al. 2023 (CS-Drafting), arXiv:2312.11462"),
@@ -169,38 +172,84 @@ _BUILTIN = (
 )
 
 
+_GROUPS: tuple[tuple[Kind, str], ...] = (
+    ("drafter", "outpace.drafters"),
+    ("verifier", "outpace.verifiers"),
+    ("policy", "outpace.policies"),
+)
+
+
 @lru_cache(maxsize=1)
-def _table() -> dict[tuple[str, str], Row]:
-    """Every method, ours first; read once, never changed."""
-    table: dict[tuple[str, str], Row] = {}
-    foreign = [
-        _foreign(point, kind)
-        for kind, group in (
-            ("drafter", "outpace.drafters"),
-            ("verifier", "outpace.verifiers"),
-            ("policy", "outpace.policies"),
-        )
-        for point in entry_points(group=group)
-    ]
-    for row in (*_BUILTIN, *foreign):
-        if (row.kind, row.name) in table:
-            raise OutpaceError(f"two {row.kind}s are called {row.name!r}; rename the plug-in's")
-        table[row.kind, row.name] = row
+def _table() -> dict[tuple[str, str], Row | _PlugIn]:
+    """Every method, ours first; read once, never changed. Imports nothing."""
+    table: dict[tuple[str, str], Row | _PlugIn] = {(row.kind, row.name): row for row in _BUILTIN}
+    for kind, group in _GROUPS:
+        for point in entry_points(group=group):
+            if (kind, point.name) in table:
+                raise OutpaceError(
+                    f"two {kind}s are called {point.name!r}; rename that of {_source(point)}"
+                )
+            table[kind, point.name] = _PlugIn(point, kind)
     return table
 
 
-def _foreign(point: Any, kind: Any) -> Row:
-    """The row of an entry point; a bare class is described by its docstring."""
-    found = point.load()
-    if isinstance(found, Row):
-        return found
-    summary = (inspect.getdoc(found) or "").partition("\n")[0]
-    return Row(point.name, kind, "plug-in", f"{found.__module__}:{found.__qualname__}", summary)
+def _source(point: Any) -> str:
+    """Who installed an entry point."""
+    dist = getattr(point, "dist", None)
+    return "a plug-in" if dist is None else f"the package {dist.name} {dist.version}"
+
+
+class _PlugIn:
+    """An entry point, imported when it is asked for.
+
+    Its methods raise OutpaceError, naming who installed it, if it cannot be imported.
+    """
+
+    def __init__(self, point: Any, kind: Kind) -> None:
+        self._point, self._kind = point, kind
+
+    def row(self) -> Row:
+        """Its row; a bare class is described by its docstring."""
+        point = self._point
+        with self._blamed():
+            found = point.load()
+            if isinstance(found, Row):
+                return replace(found, name=point.name, kind=self._kind)
+            if not isinstance(found, type):
+                raise TypeError("it is no class and no Row")
+            summary = (inspect.getdoc(found) or "").partition("\n")[0]
+        return Row(point.name, self._kind, "plug-in", point.value, summary)
+
+    def listed(self) -> Row:
+        """Its row for a list: one that is broken says so in its summary."""
+        try:
+            return self.row()
+        except OutpaceError as error:
+            return Row(self._point.name, self._kind, "plug-in", self._point.value, str(error))
+
+    def load(self) -> Any:
+        """Its class."""
+        row = self.row()
+        with self._blamed():
+            return _import(row.path)
+
+    @contextlib.contextmanager
+    def _blamed(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a stranger's module may raise
+            raise OutpaceError(
+                f"{self._kind} {self._point.name!r} of {_source(self._point)} cannot be loaded "
+                f"from {self._point.value}: {type(error).__name__}: {error}; mend or uninstall it"
+            ) from error
 
 
 def rows(kind: Kind | None = None) -> list[Row]:
     """All methods, or those of one kind, in table order."""
-    return [row for row in _table().values() if kind is None or row.kind == kind]
+    return [
+        one if isinstance(one, Row) else one.listed()
+        for (of_kind, _), one in _table().items() if kind is None or of_kind == kind
+    ]
 
 
 def row(kind: Kind, name: str) -> Row:
@@ -208,14 +257,27 @@ def row(kind: Kind, name: str) -> Row:
 
     Raises:
         UnknownNameError: with near names.
+        OutpaceError: a plug-in that cannot be imported.
     """
-    try:
-        return _table()[kind, name]
-    except KeyError:
-        raise UnknownNameError(kind, name, [r.name for r in rows(kind)]) from None
+    found = _find(kind, name)
+    return found if isinstance(found, Row) else found.row()
 
 
 def load(kind: Kind, name: str) -> Any:
-    """The class of a method; imports its module on first use."""
-    module, _, cls = row(kind, name).path.partition(":")
+    """The class of a method; imports its module on first use. Raises as ``row``."""
+    found = _find(kind, name)
+    return _import(found.path) if isinstance(found, Row) else found.load()
+
+
+def _find(kind: Kind, name: str) -> Row | _PlugIn:
+    found = _table().get((kind, name))
+    if found is not None:
+        return found
+    if kind == "drafter" and (Path(name) / "config.json").is_file():
+        raise OutpaceError(f"no drafter is called {name!r}; for the folder write ./{name}")
+    raise UnknownNameError(kind, name, [n for of_kind, n in _table() if of_kind == kind])
+
+
+def _import(path: str) -> Any:
+    module, _, cls = path.partition(":")
     return getattr(importlib.import_module(module), cls)

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from outpace.cache.base import KVCache, Lease
 from outpace.coins import Coins, Stream
 from outpace.drafters.base import Drafter
+from outpace.errors import OutpaceError
 from outpace.models.base import Target
 from outpace.policies.base import Evidence, Policy, PolicyRow, within
 from outpace.sampling import Warp, laws_of_batch
@@ -196,8 +197,10 @@ def _plan(machine: Machine, rows: Sequence[Row]) -> list[Plan]:
     views = _policy_rows(rows, hints)
     plans = machine.policy.plan(views, Load(len(rows), _context(rows)))
     for view, plan in zip(views, plans, strict=True):
-        assert plan.budget.max_nodes <= view.limit.max_nodes, (plan, view.limit)
-        assert plan.budget.max_depth <= view.limit.max_depth, (plan, view.limit)
+        asked, limit = plan.budget, view.limit
+        if asked.max_nodes > limit.max_nodes or asked.max_depth > limit.max_depth:
+            raise OutpaceError(f"policy {type(machine.policy).__name__} broke its contract: it "
+                               f"planned {asked} where {limit} was the limit")
     return plans
 
 
@@ -214,11 +217,23 @@ def _draft(machine: Machine, rows: Sequence[Row], plans: Sequence[Plan]) -> list
             [_draft_row(machine, rows[i], name, plans[i].budget, tapped) for i in indices]
         )
         for i, draft in zip(indices, answers, strict=True):
-            assert len(draft) <= plans[i].budget.max_nodes, (name, len(draft), plans[i])
+            _check(draft, plans[i])
             if draft.resume is None:
                 machine.cache.drop(rows[i].slot)  # what the drafter tried there
             drafts[i] = draft
     return drafts
+
+
+def _check(draft: Draft, plan: Plan) -> None:
+    """Raise OutpaceError, naming the drafter, unless a draft keeps to its budget."""
+    most = plan.budget
+    nodes, rows, depth = len(draft), _rows_of(draft) - 1, max(draft.depth_N, default=0)
+    if nodes > most.max_nodes or depth > most.max_depth or rows > most.max_rows:
+        raise OutpaceError(
+            f"drafter {plan.drafter!r} broke its contract: a draft of {nodes} nodes, {depth} "
+            f"levels and {rows} rows, where {most.max_nodes}, {most.max_depth} and "
+            f"{most.max_rows} were granted"
+        )
 
 
 def _draft_row(

@@ -62,11 +62,6 @@ class StopChecker:
         self._held = ""  # the longest end of the text that may yet become a stop string
 
     @property
-    def remaining(self) -> int:
-        """Tokens that may still be kept."""
-        return 0 if self.reason else self._params.max_new_tokens - self.generated
-
-    @property
     def text(self) -> str:
         """The text that is certain: all of it once the sequence has ended."""
         return "".join(self._parts)

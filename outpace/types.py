@@ -181,7 +181,7 @@ class Draft:
 class Signals:
     """What a stop rule may read about open branches. It never sees a token not yet drawn.
 
-    Tensors are [F], one entry per open branch of the batch.
+    Tensors are [F], on the host: one entry per open branch of one sequence's draft.
     """
 
     depth_F: Tensor
@@ -194,7 +194,7 @@ class Signals:
 
 
 class StopRule(Protocol):
-    """Decides which branches grow on. Pure; called once per level for the whole batch."""
+    """Decides which branches grow on. Pure; called once per level and sequence."""
 
     def more(self, signals: Signals) -> Tensor:
         """True (bool [F]) where the branch may get children."""

@@ -1,4 +1,7 @@
 import dataclasses
+import json
+import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 
@@ -69,31 +72,134 @@ def test_the_registry_suggests_near_names_and_its_classes_keep_the_contract():
             assert cls.name == row.name and cls.lossless == row.lossless
 
 
-def test_a_plugin_adds_a_row_and_cannot_take_a_name(monkeypatch):
-    class Point:
-        name = "mine"
+@pytest.fixture
+def plug(monkeypatch):
+    """Installs entry points for drafters."""
 
-        def load(self):
-            return PromptLookupConfig
-
-    def plug(point):
+    def install(**value_of):
+        points = [EntryPoint(n, v, "outpace.drafters") for n, v in value_of.items()]
         monkeypatch.setattr(
-            registry, "entry_points",
-            lambda group: [point] if group == "outpace.drafters" else [],
+            registry, "entry_points", lambda group: points if group == "outpace.drafters" else []
         )
         registry._table.cache_clear()
 
+    yield install
+    monkeypatch.undo()
+    registry._table.cache_clear()
+
+
+HOME = "outpace.drafters.lookup.prompt_lookup:PromptLookupConfig"
+
+
+def test_a_plugin_adds_a_row_and_cannot_take_a_name(plug):
+    plug(mine=HOME)
+    assert registry.load("drafter", "mine") is PromptLookupConfig
+    row = registry.row("drafter", "mine")
+    assert (row.summary, row.path, row.family) == ("Settings of the drafter.", HOME, "plug-in")
+    plug(none=HOME)
+    with pytest.raises(OutpaceError, match="two drafters are called 'none'; rename that of a plug"):
+        registry.rows()
+
+
+def test_a_plugin_may_be_a_row_whose_class_is_imported_later(plug, tmp_path, monkeypatch):
+    (tmp_path / "strange.py").write_text(
+        "from outpace.registry import Row\n"
+        f"ROW = Row('other', 'drafter', 'lookup', '{HOME}', 'Strange.', auto=True)\n"
+        "LOST = Row('lost', 'drafter', 'lookup', 'nowhere:Lost', 'Lost.')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    plug(strange="strange:ROW", lost="strange:LOST")
+    row = registry.row("drafter", "strange")
+    assert (row.name, row.summary, row.auto) == ("strange", "Strange.", True)
+    assert registry.load("drafter", "strange") is PromptLookupConfig
+    assert registry.row("drafter", "lost").summary == "Lost."
+    with pytest.raises(OutpaceError, match=r"'lost' of .* ModuleNotFoundError"):
+        registry.load("drafter", "lost")
+
+
+def test_a_broken_plugin_is_blamed_when_it_is_used_and_not_before(plug, tmp_path, monkeypatch):
+    package = tmp_path / "breaker-1.2.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: breaker\nVersion: 1.2\n")
+    (package / "entry_points.txt").write_text(
+        "[outpace.drafters]\nbroken = broken_one:Broken\nthing = math:pi\n"
+    )
+    (tmp_path / "broken_one.py").write_text("raise RuntimeError('it was written on a Friday')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry._table.cache_clear()
     try:
-        plug(Point())
-        assert registry.load("drafter", "mine") is PromptLookupConfig
-        assert registry.row("drafter", "mine").summary == "Settings of the drafter."
-        Point.name = "none"
-        plug(Point())
-        with pytest.raises(OutpaceError, match="two drafters are called 'none'"):
-            registry.rows()
+        assert registry.row("drafter", "none").name == "none"
+        assert registry.load("drafter", "none")
+        assert "broken_one" not in sys.modules, "nothing is imported for another's sake"
+        for call in (registry.row, registry.load):
+            with pytest.raises(OutpaceError) as error:
+                call("drafter", "broken")
+            assert "'broken' of the package breaker 1.2" in str(error.value)
+            assert "RuntimeError: it was written on a Friday" in str(error.value)
+        with pytest.raises(OutpaceError, match="it is no class and no Row"):
+            registry.load("drafter", "thing")
+        listed = {row.name: row for row in registry.rows("drafter")}
+        assert "breaker 1.2 cannot be loaded" in listed["broken"].summary
+        with pytest.raises(UnknownNameError, match="did you mean broken"):
+            registry.row("drafter", "brokn")
     finally:
         monkeypatch.undo()
         registry._table.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, config in (
+        ("head", {"method": "eagle3", "target_digest": "0"}), ("a b", {"method": "x"}),
+        ("model", {"model_type": "llama"}), ("list", ["method", "target_digest"]),
+    ):  # fmt: skip
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "a b" / "config.json").write_text('{"method": "x", "target_digest": "0"}')
+    return tmp_path
+
+
+def test_the_folder_of_a_trained_drafter_is_a_spec(folder):
+    assert str(MethodSpec.parse("./head")) == "eagle3[model=./head]"
+    assert str(MethodSpec.parse("~/head")) == "eagle3[model=~/head]"
+    full = f"{folder}/head"
+    assert str(MethodSpec.parse(f"{full}[tree=2x2 verifier=match]")) == (
+        f"eagle3[model={full} tree=2x2 verifier=match]"
+    )
+    spec = MethodSpec.parse(full)
+    assert MethodSpec.parse(str(spec)) == spec
+    assert MethodSpec.parse("head").name == "head", "a plain name stays a name"
+    with pytest.raises(OutpaceError, match="for the folder write"):
+        registry.row("drafter", "head")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("./nowhere", "./nowhere is no folder of a trained drafter"),
+        ("./model", "or NAME[model=FOLDER]"),
+        ("./list", "no folder of a trained drafter"),
+        ("./head[model=x]", "names two folders"),
+        ("./a b", "cannot hold a space"),
+        (3, "a method spec is text, got 3"),
+    ],
+)
+def test_a_folder_that_is_no_drafter_is_one_clear_line(folder, text, says):
+    with pytest.raises(SpecError) as error:
+        MethodSpec.parse(text)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_names_are_suggested_where_they_are_near_and_listed_where_they_are_few():
+    many = [f"name{i}" for i in range(9)]
+    assert str(UnknownNameError("thing", "nope", [*many, "coupled"])).count("coupled") == 1
+    assert "did you mean" not in str(UnknownNameError("thing", "nope", [*many, "coupled"]))
+    near = str(UnknownNameError("thing", "cuopled", [*many, "coupled"]))
+    assert near == "unknown thing 'cuopled'; did you mean coupled?"
+    few = str(UnknownNameError("thing", "cuopled", ["tree", "coupled"]))
+    assert few == "unknown thing 'cuopled'; did you mean coupled? known: coupled, tree"
 
 
 def test_a_plan_is_put_into_a_spec():

@@ -14,10 +14,11 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import typer
 
 import outpace
 from outpace import registry
-from outpace.cli.main import main
+from outpace.cli.main import app, main
 from outpace.engine import engine
 from outpace.engine.results import Counters, Result
 from outpace.sampling import TokenLogprobs
@@ -74,7 +75,7 @@ def test_python_of_the_readme_prints_what_the_readme_shows():
     assert ran
 
 
-def test_shell_of_the_readme_works(tmp_path, monkeypatch):
+def test_shell_of_the_readme_works(tmp_path, monkeypatch, enumerated_once):
     lines = [
         line
         for language, text in blocks(README)
@@ -171,7 +172,7 @@ def keys_of(value, path=()):
             yield from keys_of(inner, path)
 
 
-def test_every_key_is_in_the_glossary():
+def test_every_key_is_in_the_glossary(enumerated_once):
     logprobs = (TokenLogprobs(token=1, logprob=-0.5, top=((1, -0.5),)),)
     result = Result(
         text="", tokens=(1,), finish_reason="stop", prompt_tokens=1, counters=Counters(),
@@ -185,11 +186,36 @@ def test_every_key_is_in_the_glossary():
     keys |= set(keys_of(json.loads(run("generate", "a b a b", "--n", "2", *tiny))))
     keys |= set(keys_of(json.loads(run("generate", "a b a b", "--explain", *tiny))))
     keys |= set(keys_of(json.loads(run("methods", "--json"))))
+    keys |= set(keys_of(json.loads(run("methods", "prompt_lookup", "--json"))))
     keys |= set(keys_of(json.loads(run("check", "--prompts", "1", *tiny))))
     assert {"speedup", "baseline", "same_tokens", "planted_bugs_caught", "first_difference"} <= keys
     glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     known = set(re.findall(r"`([a-z_]+)`", glossary))
     assert not keys - known, f"not in docs/glossary.md: {sorted(keys - known)}"
+
+
+def commands(group=None, depth=1):
+    """Paths of the commands, down to ``depth``."""
+    group = typer.main.get_command(app) if group is None else group
+    for name, command in group.commands.items():
+        yield (name,)
+        if depth > 1 and hasattr(command, "commands"):
+            yield from ((name, *path) for path in commands(command, depth - 1))
+
+
+def test_every_command_prints_json_but_those_that_the_readme_excepts():
+    without = re.search(r"All print JSON with `--json`, except (.*?)\.", README.read_text())
+    assert without is not None
+    excepted = set(re.findall(r"`(\w+)`", without[1]))
+    found = set()
+    for path in commands(depth=2):
+        command = typer.main.get_command(app)
+        for name in path:
+            command = command.commands[name]
+        group_alone = hasattr(command, "commands") and not command.invoke_without_command
+        if not group_alone and not any("--json" in p.opts for p in command.params):
+            found.add(" ".join(path))
+    assert found == excepted
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -199,9 +225,16 @@ def test_links_lead_to_files(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_every_tool_is_told_of():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| `(tools/\w+\.py)` \| \S", text, re.MULTILINE)
+    assert told == sorted(f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py"))
+
+
 def test_the_readme_names_every_command():
     text = README.read_text(encoding="utf-8")
-    for command in ("generate", "chat", "check", "methods"):
-        assert f"`outpace {command}" in text
+    listed = re.findall(r"^\| `outpace (\w+)", text, re.MULTILINE)
+    assert sorted(listed) == sorted(name for (name,) in commands())
+    for command in listed:
         assert command in run("--help")
     assert "Apache-2.0" in text and outpace.__version__ in (ROOT / "pyproject.toml").read_text()

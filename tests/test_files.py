@@ -2,7 +2,8 @@
 
 import pytest
 
-from outpace.files import replaced, write_whole
+from outpace.errors import RequestError
+from outpace.files import decoded, read_text, reading, replaced, write_whole
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
@@ -32,3 +33,32 @@ def test_a_writer_that_keeps_files_private_does_not_make_the_result_private(tmp_
         fresh.unlink()
         fresh.touch(mode=0o600)
     assert (tmp_path / "whole").stat().st_mode == plain.stat().st_mode
+
+
+def test_text_is_read_without_a_mark_and_with_one_kind_of_line_ends(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9\r\nb\r\n")
+    assert read_text(file) == "caf\u00e9\nb\n"
+    with reading(file, newline="") as opened:
+        assert opened.read() == "caf\u00e9\r\nb\r\n"
+    assert decoded(file.read_bytes(), "it") == "caf\u00e9\r\nb\r\n"
+
+
+@pytest.mark.parametrize("before", [b"caf", b"\xef\xbb\xbfcaf", b"ab\n" * 9000, "\u00e9".encode()])
+def test_what_is_not_utf8_is_said_with_its_place(tmp_path, before):
+    """Also behind a mark, and behind what a reader in pieces has forgotten."""
+    file = tmp_path / "a.txt"
+    file.write_bytes(before + b"\xe9 au lait")
+    says = rf"is not UTF-8 text \(byte {len(before)}\); convert it first"
+    with pytest.raises(RequestError, match=says):
+        read_text(file)
+    with pytest.raises(RequestError, match=says), reading(file) as opened:
+        for _ in opened:
+            pass
+    with pytest.raises(RequestError, match=says):
+        decoded(file.read_bytes(), "it")
+
+
+def test_what_cannot_be_read_is_called_as_wanted(tmp_path):
+    with pytest.raises(RequestError, match="cannot read prompt file x: No such file"):
+        read_text(tmp_path / "x", "prompt file x")

@@ -1,14 +1,14 @@
-"""Writes docs/methods.md from the registry and the source of the methods. Imports no torch.
+"""Writes docs/methods.md from the registry and the classes of the methods.
 
     python tools/methods_page.py           write the page
     python tools/methods_page.py --check   exit with 1 if the page is out of date
 """
 
-import ast
 import sys
 from pathlib import Path
 
 from outpace import registry
+from outpace.cli.settings import Setting, lacks, natural_shape, settings_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "methods.md"
@@ -23,18 +23,23 @@ A *method spec* names a drafter and its settings, on the command line and in Pyt
     prompt_lookup
     prompt_lookup[max_ngram=5 tree_size=16]
     draft_model[model=smollm2-135m layers=12 tree=4x2x1 policy=confidence]
+    ./my-head[tree=chain]
 
-Besides its own settings, every drafter takes these:
+The last one is a folder that `outpace train` wrote, and stands for `METHOD[model=./my-head tree=chain]`; a
+path has a slash in it, or begins with a dot or `~`.
+
+Besides its own settings, every drafter takes these; `auto` takes `policy` alone, and leaves the others to its
+members:
 
 | key | meaning |
 |---|---|
-| `tree` | shape of its drafts: `chain` (the default), children per level such as `4x2x1`, or a table of parents such as `[-1,-1,0]` |
+| `tree` | shape of its drafts: `chain`, `dynamic` (grown where it pays; `dynamic:W` expands at most W nodes per level), children per level such as `4x2x1`, a table of parents such as `[-1,-1,0]`, or a `FILE.json` of `outpace analyze shape`; default: `chain`, unless the drafter below says otherwise |
 | `tree_size` | most drafted tokens per pass; for a chain, its length |
 | `verifier` | who decides what is kept, from the list below, with settings: `tree[replacement=true]`; default `tree` |
-| `policy` | who sets the budget of every step, from the list below, with settings: `confidence[threshold=0.6]`; default `fixed` |
+| `policy` | who sets the budget of every step, from the list below, with settings: `confidence[threshold=0.6]`; default `fixed`, of `auto` the policy `auto` |
 
 A setting that does not exist is an error. `outpace methods` prints this list for the methods that
-are installed, plug-ins included.
+are installed, plug-ins included, and `outpace methods NAME` the settings of one.
 """  # noqa: E501
 
 SECTIONS = (
@@ -55,71 +60,35 @@ def render() -> str:
 
 
 def _method(row: registry.Row) -> str:
-    module, _, cls = row.path.partition(":")
-    file = ROOT / (module.replace(".", "/") + ".py")
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    values = _attributes(_class(tree, cls))
+    cls = registry.load(row.kind, row.name)
+    file = ROOT / (row.path.partition(":")[0].replace(".", "/") + ".py")
     facts = []
     if row.kind == "drafter":
         facts.append(f"Family `{row.family}`.")
-        if "default_tree" in values:
-            facts.append("A tree unless told otherwise.")
-        elif "default_nodes" in values:
-            facts.append(f"Chains of {ast.unparse(values['default_nodes'])} unless told otherwise.")
+        facts += [shape] if (shape := natural_shape(cls)) else []
     facts.append("Lossless." if row.lossless else "**Lossy**: needs `allow_lossy`.")
     if row.trained:
-        facts.append("Needs weights of its own.")
+        facts.append(f"Needs {lacks(row)}.")
     out = [f"### `{row.name}`\n", f"{row.summary}.\n"]
     if row.paper:
         facts.append(f"After {row.paper.rstrip('.')}.")
     facts.append(f"Code: [{file.name}](../{file.relative_to(ROOT).as_posix()}).")
     out.append(" ".join(facts) + "\n")
-    config = values.get("Config")
-    if not isinstance(config, ast.Name):
-        raise SystemExit(f"error: {cls}.Config does not name a class; every method names its own")
-    settings = _settings(_class(tree, config.id))
+    settings = settings_of(cls.Config)
     if settings:
         out += ["| setting | type | default | meaning |", "|---|---|---|---|"]
-        out += [_cells(f"`{name}`", *more) for name, *more in settings]
+        out += [_line(cls.Config, one) for one in settings]
         out.append("")
     return "\n".join(out)
 
 
-def _cells(*cells: str) -> str:
-    """A row of a table; a bar in a cell would end it."""
-    escaped = (cell.replace("|", "\\|") for cell in cells)
-    return f"| {' | '.join(escaped)} |"
-
-
-def _attributes(node: ast.ClassDef) -> dict[str, ast.expr]:
-    """Name -> value of what is assigned in the body of a class."""
-    out = {}
-    for part in node.body:
-        targets = part.targets if isinstance(part, ast.Assign) else []
-        if isinstance(part, ast.AnnAssign):
-            targets = [part.target]
-        for target in targets:
-            if isinstance(part, (ast.Assign, ast.AnnAssign)) and part.value is not None:
-                out[ast.unparse(target)] = part.value
-    return out
-
-
-def _settings(config: ast.ClassDef) -> list[tuple[str, str, str, str]]:
-    """(field, type, default, docstring below it) of a config dataclass."""
-    out = []
-    for part, after in zip(config.body, [*config.body[1:], None], strict=True):
-        if isinstance(part, ast.AnnAssign):
-            name = ast.unparse(part.target)
-            if not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)):
-                raise SystemExit(f"error: {config.name}.{name} has no docstring below it")
-            default = "required" if part.value is None else f"`{ast.unparse(part.value)}`"
-            words = " ".join(str(after.value.value).split())
-            out.append((name, f"`{ast.unparse(part.annotation)}`", default, words))
-    return out
-
-
-def _class(tree: ast.Module, name: str) -> ast.ClassDef:
-    return next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+def _line(config: type, one: Setting) -> str:
+    """A row of the table; a bar in a cell would end it."""
+    if not one.meaning:
+        raise SystemExit(f"error: {config.__name__}.{one.name} has no docstring below it")
+    default = "required" if one.default is None else f"`{one.default}`"
+    cells = (f"`{one.name}`", f"`{one.kind}`", default, one.meaning)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Measured costs: of a target's pass, of a drafter's levels, and of the machine itself.
+"""Measured costs: of a target's pass, and of a drafter's levels.
 
     curve = curve_for(target, measure_if_missing=True)
     curve.ratio(rows=16, context=300)     what 15 guesses cost, in passes over one row
@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 
 from outpace import __version__
-from outpace.analysis.roofline import Device, machine, measure_device, medians, now
+from outpace.analysis.roofline import machine, medians, now
 from outpace.cache.base import KVCache, Lease
 from outpace.coins import KeyedCoins, Stream
 from outpace.config import cache_folder
@@ -239,21 +239,13 @@ def draft_cost_for(
     return kept("drafts", target, method.spec, DraftCost.from_json, make, note)
 
 
-def device_for(
-    target: Target, *, measure_if_missing: bool, note: Callable[[str], None] | None = None
-) -> Device | None:
-    """The machine's two numbers for the target's dtype; as ``curve_for``."""
-    make = (lambda: measure_device(target.dtype, target.device)) if measure_if_missing else None
-    return kept("device", target, "", lambda data: Device(**data), make, note)
-
-
 def keep(
     target: Target,
-    value: CostCurve | DraftCost | Device,
+    value: CostCurve | DraftCost,
     note: Callable[[str], None] | None = None,
 ) -> None:
     """Keep what was measured just now, over the default points, for ``*_for`` to find."""
-    kind = {CostCurve: "passes", DraftCost: "drafts", Device: "device"}[type(value)]
+    kind = {CostCurve: "passes", DraftCost: "drafts"}[type(value)]
     spec = value.spec if isinstance(value, DraftCost) else ""
     store(kind, target, spec, value, note)
 

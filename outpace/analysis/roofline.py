@@ -65,11 +65,6 @@ class Device:
         return replace(self, peak=max(self.peak, other.peak),
                        bandwidth=max(self.bandwidth, other.bandwidth))
 
-    @property
-    def ridge(self) -> float:
-        """FLOPs per byte above which arithmetic takes longer than reading."""
-        return self.peak / self.bandwidth
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Widths:

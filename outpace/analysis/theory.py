@@ -197,14 +197,17 @@ def _drafts(
         for counts, weight in drafts.items():
             have = sum(counts)
             if quota == 0 or have >= total:
-                longer[(*counts, 0)] += weight
+                then = (*counts, 0)
+                longer[then] += weight
             elif level > ladder.models:
-                longer[(*counts, total - have)] += weight
+                then = (*counts, total - have)
+                longer[then] += weight
                 spent += weight * ladder.lookup_seconds
             else:
                 ends, calls = renewal(laws[level], have, total)
                 for end, share in ends.items():
-                    longer[(*counts, end - have)] += weight * share
+                    then = (*counts, end - have)
+                    longer[then] += weight * share
                 steps += weight * calls
         if level <= ladder.models:
             spent += steps * costs[level]

@@ -20,6 +20,7 @@ from typing import Any
 
 from outpace.bench.workloads import Prompt, builtin
 from outpace.errors import RequestError
+from outpace.files import read_text
 
 BUILTIN = "builtin"
 ROLES = ("system", "user", "assistant")
@@ -47,14 +48,9 @@ def read_workload(name_or_path: str) -> list[Prompt]:
     if name_or_path == BUILTIN:
         return builtin()
     path = Path(name_or_path).expanduser()
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise RequestError(
-            f"no workload {name_or_path!r}: it is neither {BUILTIN!r} nor a file"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read workload {path}: {error}") from None
+    if not path.exists():
+        raise RequestError(f"no workload {name_or_path!r}: it is neither {BUILTIN!r} nor a file")
+    text = read_text(path, f"workload {path}")
     prompts: list[Prompt] = []
     lines: dict[str, int] = {}
     chosen: Format | None = None

@@ -341,8 +341,7 @@ def _about(report: Report, what: str) -> str:
 def _name(row: Mapping[str, Any]) -> str:
     """A method as a label; what must be known about it stands beside it."""
     extra = [word for word in ("reproducible", "synthetic") if row.get(word)]
-    if row.get("kind") == "peer":
-        extra.append("peer")
+    extra += ["lossy"] * (not row.get("lossless", True)) + ["peer"] * (row.get("kind") == "peer")
     return _text(f"{row['method']} ({', '.join(extra)})" if extra else row["method"])
 
 

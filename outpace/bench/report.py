@@ -80,6 +80,7 @@ def _rows(part: Measured, end_ids: Collection[int]) -> list[dict[str, Any]]:
             "kind": contender.kind,
             "reproducible": part.settings.reproducible,
             "synthetic": bool(contender.about.get("synthetic")),
+            "lossless": bool(contender.about.get("lossless", True)),
         }
         promised = _promised(part, contender)
 

@@ -197,12 +197,15 @@ def _keyed(rows: Sequence[Row]) -> Table:
     )
 
 
+def pairs(a: Report, b: Report) -> list[tuple[str, tuple[Row | None, Row | None]]]:
+    """Label of every method -> its row in either report; None where it took no part."""
+    one, other = ({label(row): row for row in report["rows"]} for report in (a, b))
+    return [(name, (one.get(name), other.get(name))) for name in {**one, **other}]
+
+
 def side_by_side(a: Report, b: Report) -> list[Table]:
     """Two comparable reports, method by method; speed-ups each over the plain runs of its own."""
-    both: dict[str, list[Row | None]] = {}
-    for side, report in enumerate((a, b)):
-        for row in report["rows"]:
-            both.setdefault(label(row), [None, None])[side] = row
+    both = dict(pairs(a, b))
 
     def pair(rows: Sequence[Row | None], key: str, digits: int = 2) -> tuple[str, str]:
         one, other = (number(None if row is None else row[key], digits) for row in rows)
@@ -286,6 +289,7 @@ def label(row: Row) -> str:
             ("peer", row["kind"] == "peer"),
             ("reproducible", row["reproducible"]),
             ("synthetic", row["synthetic"]),
+            ("lossy", not row.get("lossless", True)),
         )
         if holds
     ]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli import analyze_cascade, analyze_tree, show
+from outpace.cli.drafting import known
 from outpace.cli.options import (
     UNDRAFTED,
     ModelOptions,
@@ -18,7 +19,6 @@ from outpace.cli.options import (
     option,
     spread,
 )
-from outpace.config import MethodSpec
 
 if TYPE_CHECKING:
     from outpace.analysis.acceptance import Acceptance
@@ -88,7 +88,7 @@ def acceptance(
     The model answers prompts plainly. At every position p and q are compared for 1 to 8 drafts.
     """
     at_least(3, "--max-new-tokens", max_new_tokens, UNDRAFTED)
-    MethodSpec.parse(drafter)
+    drafter = known(drafter)
     prompts = texts.read()
     engine = model.load(drafter="none")
 

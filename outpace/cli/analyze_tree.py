@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outpace.cli import show
+from outpace.cli.drafting import DrafterOptions, known
 from outpace.cli.generate import read_prompt, to_ids
 from outpace.cli.options import (
     UNDRAFTED,
-    DrafterOptions,
     ModelOptions,
     WorkloadOptions,
     at_least,
@@ -21,7 +21,7 @@ from outpace.cli.options import (
     option,
     spread,
 )
-from outpace.config import DEFAULT_DRAFTER, MethodSpec
+from outpace.config import DEFAULT_DRAFTER
 from outpace.errors import RequestError
 from outpace.params import SamplingParams
 
@@ -104,7 +104,7 @@ def tree(
     params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=max_new_tokens)
     text = read_prompt(prompt, prompt_file)
     spec = drafting.spec or DEFAULT_DRAFTER
-    engine = model.load(drafter=spec)
+    engine = model.load(drafter=spec, allow_lossy=drafting.allow_lossy)
     from outpace.analysis.picture import film
 
     trace = film(engine, spec, to_ids(engine, text, None, None), params, passes=steps)
@@ -187,7 +187,7 @@ def shape(
     at_least(3, "--max-new-tokens", max_new_tokens, UNDRAFTED)
     if out is not None and out.suffix != ".json":
         raise RequestError(f"--out {out}: give a file that ends in .json")
-    MethodSpec.parse(drafter)
+    drafter = known(drafter)
     prompts = texts.read()
     engine = model.load(drafter="none")
 

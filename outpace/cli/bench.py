@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outpace.cli import bench_passes, bench_serve, show
+from outpace.cli.drafting import PlanOptions, read_specs
 from outpace.cli.options import ModelOptions, at_least_one, option, spread
 from outpace.config import DEFAULT_DRAFTER, MethodSpec, split_specs
 from outpace.errors import OutpaceError, RequestError, UnknownNameError
@@ -68,6 +69,7 @@ def bench(
                help="Method specs with commas between them, or all: every drafter that needs no "
                "setting. none takes part in any case."),
     ] = f"none,{DEFAULT_DRAFTER}",
+    plan: PlanOptions,
     peers: Annotated[
         str,
         option("--peers", panel=_WHO, metavar="NAMES", show_default="nobody",
@@ -155,7 +157,10 @@ def bench(
         )
     if answers is not None and batch > 1:
         raise RequestError(f"--answers needs the time of every answer, got --batch {batch}; use 1")
-    specs = None if drafters == "all" else [str(MethodSpec.parse(s)) for s in split_specs(drafters)]
+    plan.on(DEFAULT_DRAFTER)  # names that nobody has are refused, whoever drafts
+    specs = None
+    if drafters != "all":
+        specs = [plan.on(spec) for spec in read_specs("--drafters", drafters)]
 
     from outpace.bench.formats import read_workload
     from outpace.bench.provenance import provenance
@@ -169,7 +174,7 @@ def bench(
     prompts = read_workload(workload)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # what cannot be written is said before the work
-    engine = model.load(drafter="none")
+    engine = model.load(drafter="none", allow_lossy=plan.allow_lossy)
     tokenizer = engine.target.tokenizer
     if answers is not None and tokenizer is None:
         raise RequestError(f"--answers needs a tokenizer, and {engine.target.name} has none")
@@ -191,7 +196,7 @@ def bench(
             Settings(max_new_tokens=max_new_tokens, temperature=temperature, reproducible=True)
         )
     texts: Texts = {}
-    contenders = gather(engine, specs, asked.notes)
+    contenders = gather(engine, specs, asked.notes, plan)
     try:
         if rates is not None:
             from outpace.bench.synthetic import Synthetic
@@ -239,7 +244,9 @@ def bench(
         raise typer.Exit(130)
 
 
-def gather(engine: Engine, specs: list[str] | None, notes: list[str]) -> list[Contender]:
+def gather(
+    engine: Engine, specs: list[str] | None, notes: list[str], plan: PlanOptions
+) -> list[Contender]:
     """Drafters as contenders, `none` first.
 
     Args:
@@ -247,6 +254,7 @@ def gather(engine: Engine, specs: list[str] | None, notes: list[str]) -> list[Co
         specs: normalised method specs; None takes every registered drafter that this model can
             run without settings, and notes why others stay out.
         notes: remarks are added here.
+        plan: how the drafts of all registered drafters are grown and verified.
 
     Raises:
         OutpaceError: a drafter that was named cannot be built.
@@ -258,7 +266,8 @@ def gather(engine: Engine, specs: list[str] | None, notes: list[str]) -> list[Co
     contenders: list[Contender] = []
     for spec in dict.fromkeys(["none", *named]):
         try:
-            contenders.append(Ours(engine, engine.method(spec)))
+            wanted = plan.on(spec) if specs is None else spec
+            contenders.append(Ours(engine, engine.method(wanted)))
         except OutpaceError as error:
             if specs is not None:
                 raise
@@ -367,13 +376,18 @@ def compare(
         Path, typer.Argument(metavar="A", help="report.json, or the folder that holds it.")
     ],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    as_json: Annotated[bool, option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show two reports side by side, if they measured the same prompts in the same way."""
     from outpace.bench.report import check_comparable, read
-    from outpace.bench.tables import heading, side_by_side
+    from outpace.bench.tables import heading, pairs, side_by_side
 
     a, b = read(first), read(second)
     remarks = check_comparable(a, b)
+    if as_json:
+        rows = [{"method": name, "a": one, "b": other} for name, (one, other) in pairs(a, b)]
+        show.write_json({"differs": remarks, "rows": rows})
+        return
     show.write(f"A  {heading(a)}\nB  {heading(b)}\n")
     for line in remarks:
         show.write(f"differs in {line}\n")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli import show
+from outpace.cli.drafting import read_specs
 from outpace.cli.options import ModelOptions, at_least_one, option, spread
-from outpace.config import MethodSpec, split_specs
 from outpace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ def passes(
     *,
     model: ModelOptions,
     drafters: Annotated[
-        str,
+        str | None,
         option("--drafters", "-d", metavar="SPECS", show_default="nobody",
                help="Method specs with commas between them, whose drafts are timed by level."),
-    ] = "",
+    ] = None,
     rows: Annotated[
         str | None,
         option("--rows", metavar="N,N,...", show_default="1 to 128, doubling",
@@ -78,10 +78,9 @@ def passes(
         for name, text in (("rows", rows), ("contexts", contexts), ("batches", batches))
         if text is not None
     }
-    for spec in split_specs(drafters):
-        MethodSpec.parse(spec)
+    specs = [] if drafters is None else read_specs("--drafters", drafters)
     engine = model.load(drafter="none")
-    methods = [engine.method(spec) for spec in split_specs(drafters)]
+    methods = [engine.method(spec) for spec in specs]
 
     from outpace.analysis.cost import keep, measure, measure_drafter
     from outpace.analysis.roofline import measure_device
@@ -94,7 +93,6 @@ def passes(
         # A floor is what the machine can do: of two moments, before and after, the better one.
         device = device.better(measure_device(target.dtype, target.device))
     costs = [measure_drafter(method, target, repeat=repeat) for method in methods]
-    keep(target, device, show.note)
     if not points:
         keep(target, curve, show.note)
     for cost in costs:

@@ -49,6 +49,8 @@ ModelOption = Annotated[
            help="The model whose tokens are counted: name, folder, GGUF file, or hub id."),
 ]
 
+JsonOption = Annotated[bool, option("--json", help="Print one JSON object.")]
+
 
 def register(app: typer.Typer) -> None:
     """Add the group of commands."""
@@ -71,6 +73,7 @@ def bigram(
                show_default="where max_gram looks for one of this vocabulary",
                help="The table to write."),
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Count which tokens follow which, for the drafter max_gram.
 
@@ -81,13 +84,17 @@ def bigram(
     total = sum(file.stat().st_size for file in files)
     with show.progress(total, "bytes") as tick:
         path, tokens = build_bigram(files, _tokenizer(model), out, progress=tick)
-    show.write(f"{path}: made from {show.count(tokens, 'token')}\n")
+    if as_json:
+        show.write_json({"written": {str(path): path.stat().st_size}, "tokens": tokens})
+    else:
+        show.write(f"{path}: made from {show.count(tokens, 'token')}\n")
 
 
 def datastore(
     files: FilesArgument,
     out: Annotated[Path, option("--out", "-o", metavar="FILE", help="The datastore to write.")],
     model: ModelOption = "smollm2-135m",
+    as_json: JsonOption = False,
 ) -> None:
     """Index a corpus, for the drafter retrieval.
 
@@ -106,7 +113,11 @@ def datastore(
     tokenizer = _tokenizer(model)
     with show.busy("building a datastore"):
         build_datastore(files, tokenizer, out, progress=tell)
-    show.write(f"{out}: {show.count(out.stat().st_size, 'byte')}\n")
+    size = out.stat().st_size
+    if as_json:
+        show.write_json({"written": {str(out): size}})
+    else:
+        show.write(f"{out}: {show.count(size, 'byte')}\n")
 
 
 def _tokenizer(model: str) -> Tokenizer:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli import show
+from outpace.cli.drafting import DrafterOptions
+from outpace.cli.generate import LOSSY
 from outpace.cli.options import (
-    DrafterOptions,
     ModelOptions,
     SamplingOptions,
     notes,
@@ -65,7 +66,7 @@ def chat(
 ) -> None:
     """Talk with a model; each line is a message. Ctrl-C stops an answer, Ctrl-D leaves."""
     params = sampling.params()
-    engine = model.load(drafter=drafting.spec)
+    engine = model.load(drafter=drafting.spec, allow_lossy=drafting.allow_lossy)
     for line in notes(engine, params):
         show.note(f"outpace: {line}")
     talk = Talk(engine, params, system, sampling.reproducible)
@@ -186,6 +187,7 @@ class Talk:
             f"mean emitted {later / passes if passes else 1.0:.2f}, "
             f"{self._held} of {read} prompt tokens were kept from earlier turns, "
             f"drafter {self._results[0].drafter}"
+            + ("" if all(r.lossless for r in self._results) else f", {LOSSY}")
         )
 
 

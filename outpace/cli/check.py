@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outpace.cli import show
+from outpace.cli.drafting import read_specs
 from outpace.cli.options import ModelOptions, at_least_one, option, spread
-from outpace.config import MethodSpec, split_specs
 from outpace.errors import UnknownNameError
 
 if TYPE_CHECKING:
@@ -72,9 +72,7 @@ def check(
     """
     at_least_one("--prompts", prompts)
     at_least_one("--max-new-tokens", max_new_tokens)
-    named = None if drafters == "all" else split_specs(drafters)
-    for spec in named or ():
-        MethodSpec.parse(spec)
+    named = None if drafters == "all" else read_specs("--drafters", drafters)
     if shapes is not None and shapes not in SHAPES:
         raise UnknownNameError("shapes", shapes, SHAPES)
     engine = model.load(drafter="none")

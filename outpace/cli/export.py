@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from outpace import registry
 from outpace.cli import show
 from outpace.cli.options import option
 
@@ -47,20 +48,30 @@ def export(
         option("--verifier", metavar="ID", show_default="the model's name",
                help="What the other program calls that model, as a rule a hub id."),
     ] = None,
+    as_json: Annotated[bool, option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Write a trained drafter for another program.
 
     Heads for vLLM and SGLang, draft models for everything that loads a Llama.
     """
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        registry.row("drafter", source)
+
     from outpace.drafters.trained import find
     from outpace.models.load import load_target
+    from outpace.train.export import check_format
     from outpace.train.export import export as write
 
+    check_format(form)
     with show.busy(f"exporting {source}"):
         target = load_target(model)
-        folder = Path(source).expanduser()
         if not folder.is_dir():
             folder = find(source, target)
         files = write(folder, form, out, target, verifier)
-    for file in files:
-        show.write(f"{file}: {show.count(file.stat().st_size, 'byte')}\n")
+    written = {str(file): file.stat().st_size for file in files}
+    if as_json:
+        show.write_json({"written": written, "format": form})
+        return
+    for path, size in written.items():
+        show.write(f"{path}: {show.count(size, 'byte')}\n")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outpace.cli import show
+from outpace.cli.drafting import DrafterOptions
 from outpace.cli.options import (
-    DrafterOptions,
     ModelOptions,
     SamplingOptions,
     notes,
@@ -19,6 +19,7 @@ from outpace.cli.options import (
 )
 from outpace.cli.runs import REPEATS, Run, Sides
 from outpace.errors import RequestError
+from outpace.files import decoded, reading
 
 if TYPE_CHECKING:
     from outpace.analysis.explain import Explained, Stretch
@@ -106,7 +107,7 @@ def generate(
     if logprobs is not None and not as_json:
         raise RequestError("--logprobs are printed with --json only; add it")
     text = read_prompt(prompt, prompt_file)
-    engine = model.load(drafter=drafting.spec)
+    engine = model.load(drafter=drafting.spec, allow_lossy=drafting.allow_lossy)
     run = Run(engine, to_ids(engine, text, chat, system), params, sampling.reproducible)
     remarks = notes(engine, params)
     about = {
@@ -161,16 +162,12 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
             else "two prompts, an argument and --prompt-file; give one of them"
         )
     if file is not None:
-        what = "standard input" if file == "-" else f"prompt file {file}"
-        try:
-            content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-            prompt = content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
-        except OSError as error:
-            raise RequestError(f"cannot read {what}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise RequestError(
-                f"{what} is not UTF-8 text (byte {error.start}); convert it first"
-            ) from error
+        if file == "-":
+            prompt = decoded(sys.stdin.buffer.read(), "standard input")
+        else:
+            with reading(Path(file), f"prompt file {file}", newline="") as opened:
+                prompt = opened.read()
+        prompt = prompt.removesuffix("\n").removesuffix("\r")
     if not prompt:
         raise RequestError("the prompt is empty; give some text")
     return prompt
@@ -201,7 +198,8 @@ def summary(results: list[Result]) -> str:
     if passes:
         later = tokens - len(results)  # what prefill yields is in no pass
         parts += [f"{later / decode:.1f} tokens/s", f"mean emitted {later / passes:.2f}"]
-    return ", ".join([*parts, f"drafter {first.drafter}"])
+    parts.append(f"drafter {first.drafter}")
+    return ", ".join(parts if first.lossless else [*parts, LOSSY])
 
 
 def show_sides(sides: Sides) -> None:
@@ -223,9 +221,9 @@ def show_sides(sides: Sides) -> None:
         numbers=("plain", "speculative"),
         to_stderr=True,
     )
+    same = _SAME[sides.same_tokens] if fast.lossless else f"not promised ({LOSSY})"
     show.note(
-        f"same tokens: {_SAME[sides.same_tokens]}; median of {len(sides.ratios)} runs each, "
-        "in turns after a warm-up"
+        f"same tokens: {same}; median of {len(sides.ratios)} runs each, in turns after a warm-up"
     )
 
 
@@ -266,5 +264,7 @@ def _cells(one: Stretch, steps: str) -> tuple[str, ...]:
 
 _COLUMNS = ("steps", "drafter", "why", "drafted", "accepted", "emitted", "expected tok/s",
             "measured tok/s", "x plain", "gained s")
+LOSSY = "lossy: not the model's own law"
+"""What is said of a text that a lossy verifier let through."""
 _STRETCHES = 24  # rows that people may still read
 _SAME = {True: "yes", False: "no", None: "not promised (sampled)"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,9 @@ import typer
 from outpace import registry
 from outpace.cli import show
 from outpace.cli.options import ModelOptions, option
+from outpace.cli.settings import lacks, natural_shape, plan_keys, settings_of
+from outpace.config import MethodSpec
+from outpace.errors import RequestError, UnknownNameError
 
 if TYPE_CHECKING:
     from outpace.models.base import Target
@@ -17,10 +21,16 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(epilog="Try: outpace methods --json")(methods)
+    app.command(epilog="Try: outpace methods prompt_lookup")(methods)
 
 
 def methods(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", show_default=False,
+                       help="The method whose settings to show; all are listed without."),
+    ] = None,
+    *,
     model: Annotated[
         str | None,
         option("--model", "-m", metavar="M",
@@ -28,7 +38,12 @@ def methods(
     ] = None,
     as_json: Annotated[bool, option("--json", help="Print a JSON list.")] = False,
 ) -> None:
-    """List drafters, verifiers and policies."""
+    """List drafters, verifiers and policies, or show the settings of one."""
+    if name is not None and model is not None:
+        raise RequestError(f"give NAME or --model, got {name} and {model}; --model lists drafters")
+    if name is not None:
+        _one(MethodSpec.parse(name).name, as_json)
+        return
     rows = registry.rows()
     if model is not None:
         _for_model(ModelOptions(model=model).load(drafter="none").target, as_json)
@@ -48,6 +63,36 @@ def methods(
             [(row.name, row.family, row.summary, row.paper or "", _remarks(row))
              for row in of_kind],
         )
+
+
+def _one(name: str, as_json: bool) -> None:
+    """Show all methods of a name: there may be a drafter and a policy."""
+    rows = registry.rows()
+    found = [row for row in rows if row.name == name]
+    if not found:
+        raise UnknownNameError("method", name, [row.name for row in rows])
+    classes = [registry.load(row.kind, name) for row in found]
+    if as_json:
+        show.write_json([
+            {**describe(row), "settings": [asdict(one) for one in settings_of(cls.Config)]}
+            for row, cls in zip(found, classes, strict=True)
+        ])
+        return
+    for row, cls in zip(found, classes, strict=True):
+        shape = f" {natural_shape(cls)}" if row.kind == "drafter" else ""
+        paper = f" After {row.paper}." if row.paper else ""
+        show.write(f"{row.kind} {name}: {row.summary}.{shape}{paper}\n")
+        settings = settings_of(cls.Config)
+        if settings:
+            show.table(
+                ("setting", "type", "default", "meaning"),
+                [(one.name, one.kind, "required" if one.default is None else one.default,
+                  one.meaning) for one in settings],
+            )
+        else:
+            show.write("It has no settings of its own.\n")
+        if row.kind == "drafter":
+            show.write(f"Besides, it takes {', '.join(plan_keys(cls))}.\n")
 
 
 def _for_model(target: Target, as_json: bool) -> None:
@@ -75,7 +120,8 @@ def available(row: registry.Row, target: Target) -> dict[str, Any]:
     if not row.trained:
         status = "ready"
     elif folder is None:
-        status = "not trained" if row.name in OBJECTIVES else "needs a file of its own"
+        own = "a draft model" if row.family == "compose" else "a file of its own"
+        status = "not trained" if row.name in OBJECTIVES else f"needs {own}"
     else:
         status = "shipped" if folder.is_relative_to(shipped_folder()) else "trained here"
     return {
@@ -111,5 +157,5 @@ def _remarks(row: registry.Row) -> str:
     """What sets a method apart from most."""
     remarks = [] if row.lossless else ["lossy"]
     if row.trained:
-        remarks.append("needs weights of its own")
+        remarks.append(f"needs {lacks(row)}")
     return ", ".join(remarks)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from outpace.cli import show
-from outpace.config import DEFAULT_DRAFTER, MethodSpec
 from outpace.errors import RequestError
 from outpace.params import SamplingParams
 
@@ -29,7 +28,8 @@ T = TypeVar("T")
 
 UNDRAFTED = "neither the first nor the last token of a text is drafted"
 """Why some commands need texts of three tokens."""
-_MODEL = "Model"
+MODEL = "Model"
+"""Panel of the help with options about the model and its drafters."""
 _LAW = "Sampling"
 _END = "Length and stopping"
 
@@ -86,26 +86,26 @@ class ModelOptions:
 
     model: Annotated[
         str,
-        option("--model", "-m", panel=_MODEL, metavar="M",
+        option("--model", "-m", panel=MODEL, metavar="M",
                help="Name, folder, GGUF file, or hub id such as owner/name."),
     ] = "smollm2-135m"
     dtype: Annotated[
         str,
-        option("--dtype", panel=_MODEL, metavar="D",
+        option("--dtype", panel=MODEL, metavar="D",
                help="float32, bfloat16, or auto: the faster of the two here."),
     ] = "auto"
     quantize: Annotated[
         str | None,
-        option("--quantize", panel=_MODEL, metavar="K", show_default="as they are",
+        option("--quantize", panel=MODEL, metavar="K", show_default="as they are",
                help="Round the weights to int8 or int4: another model, with less to read (CPU)."),
     ] = None
     device: Annotated[
         str,
-        option("--device", panel=_MODEL, metavar="D", help="Where to compute: cpu, cuda, cuda:1."),
+        option("--device", panel=MODEL, metavar="D", help="Where to compute: cpu, cuda, cuda:1."),
     ] = "cpu"
     threads: Annotated[
         int | None,
-        option("--threads", panel=_MODEL, metavar="N", show_default="all cores",
+        option("--threads", panel=MODEL, metavar="N", show_default="all cores",
                help="CPU threads to compute with."),
     ] = None
 
@@ -176,44 +176,6 @@ class WorkloadOptions:
         from outpace.bench.cases import evenly, fitting
 
         return [ids for _, ids in evenly(fitting(engine, prompts, max_new_tokens), self.limit)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DrafterOptions:
-    """Who drafts, and how the drafts are grown and verified."""
-
-    drafter: Annotated[
-        str | None,
-        option("--drafter", "-d", panel=_MODEL, metavar="SPEC", show_default="prompt_lookup",
-               help="Who guesses: NAME or NAME[key=value ...]; see outpace methods."),
-    ] = None
-    tree: Annotated[
-        str | None,
-        option("--tree", panel=_MODEL, metavar="SHAPE", show_default="the drafter's",
-               help="chain, dynamic, children per level such as 4x2x1, or FILE.json."),
-    ] = None
-    tree_size: Annotated[
-        int | None,
-        option("--tree-size", panel=_MODEL, metavar="N", show_default="the drafter's",
-               help="Most guesses per pass."),
-    ] = None
-    verifier: Annotated[
-        str | None,
-        option("--verifier", panel=_MODEL, metavar="NAME", show_default="tree",
-               help="Who decides what is kept; see outpace methods."),
-    ] = None
-
-    @property
-    def spec(self) -> str | None:
-        """The method spec that they make; None where nothing was said.
-
-        Raises:
-            SpecError: ``--drafter`` cannot be read.
-        """
-        plan = {"tree": self.tree, "tree_size": self.tree_size, "verifier": self.verifier}
-        if self.drafter is None and all(value is None for value in plan.values()):
-            return None
-        return str(MethodSpec.parse(self.drafter or DEFAULT_DRAFTER).planned(**plan))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ class Sides:
     plain: Result
     fast: Result
     same_tokens: bool | None
-    """None where nobody promised it: sampled, and not ``reproducible``."""
+    """None where nobody promised it: sampled, and not ``reproducible``; or lossy."""
     ratios: tuple[float, ...]
     """Speed-up of every pair of runs, as they came."""
 
@@ -113,7 +113,7 @@ class Run:
             for side in ("none", None) if turn % 2 else (None, "none"):
                 (plain if side else fast).extend(timed.quiet(side))
         same = {result.tokens for result in (*plain, *fast)}
-        promised = resolved.temperature == 0 or keyed
+        promised = (resolved.temperature == 0 or keyed) and fast[0].lossless
         ratios = [
             _ratio(f.tokens_per_second, p.tokens_per_second)
             for f, p in zip(fast, plain, strict=True)

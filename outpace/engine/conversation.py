@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from outpace.engine.engine import Engine
+from outpace.engine.method import Method
 from outpace.engine.requests import Ready
 from outpace.engine.results import Chunk
 from outpace.errors import RequestError
 from outpace.params import SamplingParams
+from outpace.verifiers.base import Verifier
 
 
 class Conversation:
@@ -52,6 +54,9 @@ class Conversation:
     def send(self, text: str) -> Iterator[Chunk]:
         """Stream the answer to a message; a turn broken off leaves the dialogue unchanged.
 
+        Bad input raises at once; nothing is opened before the first chunk is asked for. Read one
+        turn at a time.
+
         Raises:
             RequestError: an empty message, or a dialogue that outgrew the context.
         """
@@ -62,22 +67,34 @@ class Conversation:
         ids = engine.encode(messages)
         params = replace(self.params.resolved(engine.target.defaults), n=1)
         engine.check(ids, params)
-        method = engine.method(self._drafter or engine.drafter)
+        method = engine.method(self._drafter)
         verifier = engine.verifier(method, self._reproducible, params)
+        seed = secrets.randbits(48) if params.seed is None else params.seed
+        return self._turn(Ready(ids=ids, params=params, seed=seed), method, verifier, messages)
+
+    def _turn(
+        self, ready: Ready, method: Method, verifier: Verifier, messages: list[dict[str, Any]]
+    ) -> Iterator[Chunk]:
+        """Open what the turn needs when its first piece is asked for, and run it."""
+        engine = self.engine
         if self._slot is None:
             self._slot = engine.cache.open()
         # The last prompt token is always fed anew: its pass yields the first token.
-        self.held = engine.cache.sync(self._slot, ids[:-1])
-        seed = secrets.randbits(48) if params.seed is None else params.seed
-        row = engine.running(Ready(ids=ids, params=params, seed=seed), self._slot, method, verifier)
-        return self._turn(engine.chunks([row], method, keep_slots=True), messages)
-
-    def _turn(self, chunks: Iterator[Chunk], messages: list[dict[str, Any]]) -> Iterator[Chunk]:
-        for chunk in chunks:
+        self.held = engine.cache.sync(self._slot, ready.ids[:-1])
+        row = engine.running(ready, self._slot, method, verifier)
+        for chunk in engine.chunks([row], method, keep_slots=True):
             if chunk.result is not None:
                 answer = {"role": "assistant", "content": chunk.result.text}
                 self.messages = [*messages, answer]
             yield chunk
+
+    def __enter__(self) -> Conversation:
+        """Itself; ``close`` is called at the end of the block."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """As ``close``."""
+        self.close()
 
     def close(self) -> None:
         """Give the cache slot back."""

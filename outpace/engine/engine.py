@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -15,7 +15,19 @@ from outpace.costs import Costs
 from outpace.drafters.base import Request
 from outpace.engine.method import Method, make
 from outpace.engine.portfolio import Portfolio
-from outpace.engine.requests import Prompt, Ready, Reference, as_prompts, each, settle, together
+from outpace.engine.requests import (
+    Prompt,
+    Ready,
+    Reference,
+    Wanted,
+    as_prompts,
+    as_reference,
+    check,
+    each,
+    encode,
+    settle,
+    together,
+)
 from outpace.engine.results import Chunk, Result
 from outpace.engine.scheduler import run
 from outpace.engine.sequence import Sequence as Running
@@ -80,16 +92,15 @@ class Engine:
         Raises:
             ModelError, UnknownNameError, SpecError: with one line that says what to do.
         """
-        MethodSpec.parse(drafter)
         registry.row("drafter", MethodSpec.parse(drafter).name)
         target = load_target(
             model, dtype=dtype, device=device, tokenizer=tokenizer, quantize=quantize
         )
         return cls(target, drafter, allow_lossy=allow_lossy)
 
-    def method(self, spec: str) -> Method:
-        """The drafter of a spec, loaded on first use and kept."""
-        parsed = MethodSpec.parse(spec)
+    def method(self, spec: str | None = None) -> Method:
+        """The drafter of a spec, loaded on first use and kept; None: the engine's own."""
+        parsed = MethodSpec.parse(self.drafter if spec is None else spec)
         if str(parsed) not in self._methods:
             cls = registry.load("drafter", parsed.name)
             if issubclass(cls, Portfolio):
@@ -99,10 +110,31 @@ class Engine:
             self._methods[str(parsed)] = made
         return self._methods[str(parsed)]
 
+    @overload
+    def generate(
+        self, prompt: Prompt, params: None = None, *, drafter: str | None = None,
+        reproducible: bool | None = None, chat: bool = False, reference: Any = None,
+        n: Literal[1] = 1, **settings: Any,
+    ) -> Result: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompt, params: Wanted = None, *, drafter: str | None = None,
+        reproducible: bool | None = None, chat: bool = False, reference: Any = None,
+        **settings: Any,
+    ) -> Any: ...
+
+    @overload
+    def generate(
+        self, prompt: Sequence[Prompt], params: Wanted = None, *, drafter: str | None = None,
+        reproducible: bool | None = None, chat: bool = False, reference: Any = None,
+        **settings: Any,
+    ) -> list[Result]: ...
+
     def generate(
         self,
         prompt: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Wanted = None,
         *,
         drafter: str | None = None,
         reproducible: bool | None = None,
@@ -132,7 +164,7 @@ class Engine:
             RequestError: empty or overlong prompt, or settings out of range.
         """
         prompts, single = as_prompts(prompt)
-        method = self.method(drafter or self.drafter)
+        method = self.method(drafter)
         ready = list(self._ready(prompts, settle(params, settings, len(prompts)), chat,
                                  each(reference, len(prompts))))
         done: dict[int, Result] = {}
@@ -146,7 +178,7 @@ class Engine:
     def stream(
         self,
         prompt: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Wanted = None,
         *,
         drafter: str | None = None,
         reproducible: bool | None = None,
@@ -159,7 +191,7 @@ class Engine:
         Bad input raises at once, not at the first chunk. Closing the iterator ends the request.
         """
         prompts, _ = as_prompts(prompt)
-        method = self.method(drafter or self.drafter)
+        method = self.method(drafter)
         ready = list(self._ready(prompts, settle(params, settings, len(prompts)), chat,
                                  each(reference, len(prompts))))
         return self.chunks(self._open(ready, method, reproducible), method)
@@ -190,7 +222,7 @@ class Engine:
         """
         if batch < 1:
             raise RequestError(f"batch must be at least 1, got {batch}")
-        method = self.method(drafter or self.drafter)
+        method = self.method(drafter)
         ready = (
             one
             for number, (prompt, own) in enumerate(together(prompts, params, settings))
@@ -213,22 +245,7 @@ class Engine:
 
     def encode(self, prompt: Prompt, *, chat: bool = False) -> tuple[int, ...]:
         """Token ids of a prompt, as ``generate`` would feed it."""
-        if len(prompt) == 0:
-            raise RequestError("the prompt is empty; give some text or token ids")
-        if isinstance(prompt, str):
-            tokenizer = self._tokenizer("a text prompt")
-            if chat:
-                return tuple(tokenizer.chat([{"role": "user", "content": prompt}]))
-            return tuple(tokenizer.encode(prompt))
-        if prompt and isinstance(prompt[0], Mapping):
-            return tuple(self._tokenizer("chat messages").chat(prompt))
-        return tuple(int(token) for token in prompt)  # type: ignore[arg-type]
-
-    def _tokenizer(self, what: str) -> Any:
-        if self.target.tokenizer is None:
-            raise RequestError(f"{what} needs a tokenizer, and {self.target.name} has none; "
-                               "give token ids, or Engine.load(..., tokenizer=...)")
-        return self.target.tokenizer
+        return encode(prompt, self.target, chat=chat)
 
     def _ready(
         self,
@@ -262,15 +279,13 @@ class Engine:
         ids = self.encode(prompt, chat=chat)
         resolved = params.resolved(self.target.defaults)
         self.check(ids, resolved)
-        if isinstance(reference, str):
-            reference = self._tokenizer("a reference text").encode(reference, special=False)
         answers = chat if isinstance(prompt, str) else isinstance(prompt[0], Mapping)
         return Ready(
             ids=ids,
             params=resolved,
             seed=secrets.randbits(48) if resolved.seed is None else resolved.seed,
             continues=not answers,
-            reference=None if reference is None else tuple(reference),
+            reference=as_reference(reference, self.target),
         )
 
     def _open(
@@ -331,21 +346,7 @@ class Engine:
 
     def check(self, ids: tuple[int, ...], params: SamplingParams) -> None:
         """Raise RequestError unless this prompt can be served with these settings."""
-        if not ids:
-            raise RequestError("the prompt has no tokens; give some text or token ids")
-        over = len(ids) - (self.target.max_positions - 1)
-        if over > 0:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, {over} more than fit: {self.target.name} has "
-                f"a context of {self.target.max_positions} and needs room for one new token"
-            )
-        wrong = next((t for t in ids if not 0 <= t < self.target.vocab_size), None)
-        if wrong is not None:
-            raise RequestError(
-                f"token {wrong} is outside the vocabulary of {self.target.name} "
-                f"(0 to {self.target.vocab_size - 1})"
-            )
-        params.check_vocab(self.target.vocab_size)
+        check(ids, params, self.target)
 
     def _run(
         self,

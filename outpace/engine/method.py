@@ -53,8 +53,8 @@ class Method:
             costs.known_as(self.spec, str(spec.without("policy")))
         if not self.verifier.lossless and not allow_lossy:
             raise SpecError(
-                f"verifier {self.verifier_spec} changes the law of the output; "
-                "say allow_lossy=True if that is what you want"
+                f"verifier {self.verifier_spec} changes the law of the output; if that is what you "
+                "want, say --allow-lossy, or Engine.load(..., allow_lossy=True)"
             )
         template = self.budget.shape.parent_N
         branches = self.budget.shape.beam > 0 or (template and not is_chain(template))

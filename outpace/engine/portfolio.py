@@ -7,11 +7,15 @@
 Members are loaded when the first request comes, so that an engine with `auto` is ready as soon as
 its target is. All of them follow the text from its beginning, whoever drafts; a member that was
 not picked costs that much and no more.
+
+Lookups that nobody asked for may draft further than they do by themselves: the policy knows what a
+row costs here, and cuts a draft that does not pay, but cannot make one longer. Of those, one that
+cannot tell what it would propose has to be tried like a trained drafter, and stands in for such.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -26,6 +30,9 @@ from outpace.models.base import Target
 from outpace.policies.base import Policy
 from outpace.types import Budget
 from outpace.verifiers.base import Verifier
+
+LONGEST = 48
+"""Most guesses of a lookup that takes part unasked: a copy that goes on pays for so many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +83,12 @@ class Portfolio(Method):
         self.names_verifier = False
         self.verifier: Verifier = make("verifier", self.verifier_spec)
         self.policy: Policy = make("policy", MethodSpec.parse(plan.get("policy", spec.name)))
+        if self.policy.reads_estimates:
+            raise SpecError(
+                f"{who}: policy {plan['policy']} steers one drafter that estimates acceptance, and "
+                f"{spec.name} picks among several; write draft_model[acceptance=HEAD "
+                f"policy={plan['policy']}]"
+            )
         self.left_out: dict[str, str] = {}
         """Trained members that could not be loaded, and why."""
         self._costs = own_costs = self.policy.costs = costs or Costs()
@@ -96,26 +109,35 @@ class Portfolio(Method):
     @cached_property
     def members(self) -> Mapping[str, Method]:
         """Method spec -> member, preferred first. Loaded now, if this is the first look."""
-        made: dict[str, Method] = {}
-        found = [] if self.config.drafters else [
-            row for row in registry.rows("drafter")
-            if row.auto or (row.trained and row.family != "compose")
-        ]
-        for spec in self._named:
-            made[str(spec)] = self._find(str(spec))
-        for row in found:
-            spec = MethodSpec(row.name)
-            if row.name in {MethodSpec.parse(name).name for name in made}:
-                continue
-            try:
-                made[str(spec)] = self._find(str(spec))
-            except OutpaceError as error:  # not trained for this target, or it cannot run it
-                self.left_out[row.name] = str(error)
+        made = {str(spec): self._find(str(spec)) for spec in self._named}
+        if not self.config.drafters:
+            named = {spec.name for spec in self._named}
+            rows = [row for row in registry.rows("drafter") if row.name not in named]
+            trained = self._loaded(
+                MethodSpec(row.name) for row in rows if row.trained and row.family != "compose"
+            )
+            stood_in = any(not one.drafter.hints for one in (*made.values(), *trained.values()))
+            made |= self._loaded(
+                MethodSpec(row.name, (("tree_size", str(LONGEST)),) if hints else ())
+                for row in rows if row.auto
+                if (hints := _tells(row.name)) or not stood_in
+            )
+            made |= trained
         for name in made:
             if registry.row("drafter", MethodSpec.parse(name).name).family == "lookup":
                 self._costs.suppose(name, 0.0)
         if not made:
             raise ModelError(f"{self.spec}: no drafter can run with {self._target.name}")
+        return made
+
+    def _loaded(self, specs: Iterable[MethodSpec]) -> dict[str, Method]:
+        """Those of the members that can run here; of the others, why not is noted."""
+        made: dict[str, Method] = {}
+        for spec in specs:
+            try:
+                made[str(spec)] = self._find(str(spec))
+            except OutpaceError as error:  # not trained for this target, or it cannot run it
+                self.left_out[spec.name] = str(error)
         return made
 
     @property
@@ -133,3 +155,11 @@ class Portfolio(Method):
         own = chosen is self.verifier
         named = {name: one.verifier if own else chosen for name, one in self.members.items()}
         return {**named, "none": chosen}
+
+
+def _tells(name: str) -> bool:
+    """Whether a drafter tells what it would propose; not if it cannot be imported."""
+    try:
+        return bool(registry.load("drafter", name).hints)
+    except OutpaceError:
+        return False

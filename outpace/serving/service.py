@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from outpace.config import MethodSpec
+from outpace.config import MethodSpec, names_folder
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
 from outpace.engine.requests import Prompt, Ready, settle
@@ -201,7 +201,8 @@ class Service:
     def _check(self, request: Ready) -> Method:
         """Refuse what cannot be served; give the method that will serve it."""
         spec = self.drafters[0] if request.drafter is None else request.drafter
-        name = str(MethodSpec.parse(spec))
+        # A path from outside is not even looked at.
+        name = "" if names_folder(spec) else str(MethodSpec.parse(spec))
         if name not in self._methods:
             raise RequestError(
                 f"drafter {spec!r} was not started; choose from {', '.join(self.drafters)}"

@@ -192,11 +192,6 @@ def folder_for(tokens: Path, taps: Sequence[str]) -> Path:
     return tokens / "features" / "+".join(sorted(taps))
 
 
-def needed_bytes(store: TokenStore, taps: Sequence[str], hidden_size: int) -> int:
-    """Disk that the features of all sequences take."""
-    return int(store.length_S.sum()) * len(taps) * hidden_size * 2
-
-
 def check_disk(folder: Path, needed: int) -> None:
     """Raise RequestError unless so many bytes fit, before any is written."""
     there = next(path for path in (folder, *folder.resolve().parents) if path.exists())

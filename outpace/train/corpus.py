@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.errors import RequestError
+from outpace.files import read_text
 from outpace.train.templates import passage_prompts
 
 Message = Mapping[str, str]
@@ -114,7 +115,7 @@ def read_prompts(path: Path) -> Iterator[tuple[Message, ...]]:
         RequestError: an empty prompt, or a row of an unknown kind, with its number.
     """
     if path.suffix not in (".json", ".jsonl"):
-        for line in _text(path).splitlines():
+        for line in read_text(path).splitlines():
             if line.strip():
                 yield _ask(line.strip())
         return
@@ -222,7 +223,7 @@ def _cleaned(answer: str) -> str:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """Objects of a JSON list, or of a file of JSON lines."""
-    text = _text(path)
+    text = read_text(path)
     rows: list[Any] = []
     number = 1
     try:
@@ -240,13 +241,6 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path} is no UTF-8 text (byte {error.start}); convert it") from None
-
-
 def _texts(path: Path) -> Iterator[str]:
     if path.suffix in (".json", ".jsonl"):
         for number, row in enumerate(_rows(path), 1):
@@ -256,7 +250,7 @@ def _texts(path: Path) -> Iterator[str]:
                 )
             yield row["text"]
         return
-    yield from _text(path).split(_SEPARATOR)
+    yield from read_text(path).split(_SEPARATOR)
 
 
 def _passages(text: str, code: bool) -> Iterator[str]:

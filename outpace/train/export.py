@@ -71,8 +71,7 @@ def export(
         ModelError: an unknown format, a drafter of another kind, or a shape that the format
             cannot say.
     """
-    if form not in FORMATS:
-        raise ModelError(f"format {form!r} is not one of {', '.join(FORMATS)}")
+    check_format(form)
     if out.resolve() == source.resolve():
         raise ModelError(f"{out} is the drafter itself; write the export to another folder")
     method = read_json(source / CONFIG).get("method", "eagle3")
@@ -90,6 +89,12 @@ def export(
         else:
             config, tensors = _authors(head, target)
     return _write(out, config, tensors)
+
+
+def check_format(form: str) -> None:
+    """Raise ModelError unless a format is one of ``FORMATS``."""
+    if form not in FORMATS:
+        raise ModelError(f"format {form!r} is not one of {', '.join(FORMATS)}")
 
 
 def hf_config(decoder: DecoderConfig) -> dict[str, Any]:

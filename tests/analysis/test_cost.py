@@ -226,20 +226,17 @@ def test_drafters_are_timed_level_by_level():
     assert small.drafter.cache.open() == 0  # the slot was given back
 
 
-def test_drafts_and_device_are_kept_apart_from_curves(paced, own_folder, monkeypatch):
+def test_drafts_are_kept_apart_from_curves(paced, own_folder):
     found = cost.DraftCost(
         spec="x", seconds_L=(1.0,), pass_seconds_L=(0.5,), passes_L=(1,), depth_L=(1,)
     )
-    device = roofline.Device(name="d", peak=2.0, bandwidth=3.0)
-    for value in (CURVE, found, device):
+    for value in (CURVE, found):
         cost.keep(paced, value)
-    assert len(list(own_folder.iterdir())) == 3
+    assert len(list(own_folder.iterdir())) == 2
     method = SimpleNamespace(spec="x")
     assert cost.draft_cost_for(method, paced, measure_if_missing=False) == found
     method.spec = "y"
     assert cost.draft_cost_for(method, paced, measure_if_missing=False) is None
-    monkeypatch.setattr(paced, "digest", "d2", raising=False)  # the machine stays what it is
-    assert cost.device_for(paced, measure_if_missing=False) == device
 
 
 def test_the_tests_clock_is_the_one_that_is_read(paced):

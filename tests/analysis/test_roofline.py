@@ -116,7 +116,6 @@ def test_verification_costs_what_was_predicted_before(
 
 
 def test_a_pass_is_bound_by_reading_below_the_ridge_and_by_arithmetic_above():
-    assert A100.ridge == pytest.approx(153, abs=0.1)
     few, many = ops(LLAMA_7B, rows=100)["down"], ops(LLAMA_7B, rows=10_000)["down"]
     assert few.seconds(A100) == (few.weights + few.moved) / A100.bandwidth
     assert many.seconds(A100) == many.flops / A100.peak

@@ -158,5 +158,5 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(RequestError, match="cannot read"):
         read_workload(str(tmp_path))
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}')
-    with pytest.raises(RequestError, match="cannot read"):
+    with pytest.raises(RequestError, match=r"latin\.jsonl is not UTF-8 text \(byte 15\)"):
         read_workload(str(tmp_path / "latin.jsonl"))

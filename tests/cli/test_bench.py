@@ -55,9 +55,33 @@ def test_the_text_has_figures_and_caveats(outpace):
     lines = ran.out.splitlines()
     assert lines[0].startswith("tiny, float32, ") and "2 prompts of w.jsonl" in lines[0]
     assert lines[1].startswith("noise floor: none against none")
-    for words in ("Speed-up over none", "without loops", "prompt_lookup", "score_pass",
+    for words in ("Speed-up over none", "without loops", "auto", "score_pass",
                   "each round"):
         assert words in ran.out
+
+
+def test_trees_and_verifiers_are_put_into_every_method(outpace):
+    ran = outpace(*few("--drafters", "none,suffix,draft_model[model=tiny layers=1 tree=chain]",
+                       "--tree", "2x1", "--tree-size", "4", "--verifier", "match", "--limit", "1",
+                       "--json"))
+    assert ran.code == 0, ran.err
+    assert [row["method"] for row in json.loads(ran.out)["rows"]] == [
+        "none", "suffix[tree=2x1 tree_size=4 verifier=match]",
+        "draft_model[layers=1 model=tiny tree=2x1 tree_size=4 verifier=match]",
+    ]
+    ran = outpace(*few("--drafters", "auto", "--tree", "2x1"))
+    assert ran.code == 2 and "drafter 'auto': tree belongs to its members" in ran.err
+
+
+def test_lossy_methods_are_marked(outpace):
+    lossy = few("--drafters", "prompt_lookup", "--verifier", "typical", "--limit", "1")
+    refused = outpace(*lossy)
+    assert refused.code == 2 and "--allow-lossy" in refused.err
+    ran = outpace(*lossy, "--allow-lossy")
+    assert ran.code == 0, ran.err
+    assert "prompt_lookup[verifier=typical] (lossy)" in ran.out
+    _, row = json.loads(outpace(*lossy, "--allow-lossy", "--json").out)["rows"]
+    assert row["lossless"] is False and row["equal_to_none"] is None
 
 
 def test_sampling_has_rows_of_both_kinds(outpace):
@@ -66,8 +90,8 @@ def test_sampling_has_rows_of_both_kinds(outpace):
     report = json.loads(ran.out)
     assert [(row["method"], row["reproducible"], row["equal_to_none"], row["sequences"])
             for row in report["rows"]] == [
-        ("none", False, None, 12), ("prompt_lookup", False, None, 12),
-        ("none", True, 1.0, 12), ("prompt_lookup", True, 1.0, 12),
+        ("none", False, None, 12), ("auto", False, None, 12),
+        ("none", True, 1.0, 12), ("auto", True, 1.0, 12),
     ]
     assert report["provenance"]["seeds"] == [7, 8, 9, 10]
 
@@ -86,7 +110,7 @@ def test_answers_are_one_file_per_method(outpace, tmp_path):
     (tmp_path / "q.jsonl").write_text(json.dumps(rows[0]) + "\n")
     ran = outpace(*TINY, "--workload", "q.jsonl", "--answers", "deep/a.jsonl")
     assert ran.code == 0, ran.err
-    for name in ("none", "prompt_lookup"):
+    for name in ("none", "auto"):
         (line,) = (tmp_path / "deep" / f"a-{name}.jsonl").read_text().splitlines()
         answer = json.loads(line)
         assert answer["model_id"] == name and len(answer["choices"][0]["turns"]) == 2
@@ -102,7 +126,12 @@ def reports(outpace, tmp_path):
 def test_reports_side_by_side(outpace, reports):
     ran = outpace("bench", "compare", "a.json", "b.json")
     assert ran.code == 0, ran.err
-    assert "prompt_lookup" in ran.out and ran.out.startswith("A  tiny, float32")
+    assert "auto" in ran.out and ran.out.startswith("A  tiny, float32")
+    ran = outpace("bench", "compare", "a.json", "b.json", "--json")
+    found = json.loads(ran.out)
+    plain, drafted = found["rows"]
+    assert plain["method"] == "none" and plain["a"]["speedup"] == plain["b"]["speedup"] == 1.0
+    assert drafted["a"]["method"] == drafted["method"] and drafted["b"] is None
     ran = outpace("bench", "compare", "a.json", "c.json")
     assert ran.code == 2 and ran.out == ""
     assert "measured different things: prompts (3 and 2)" in ran.err
@@ -155,7 +184,7 @@ def test_the_builtin_prompts_are_the_default(outpace, monkeypatch):
         (("--seed", "-1"), "seed must be"),
         (("--drafters", "none,lookup"), "unknown drafter 'lookup'"),
         (("--drafters", "none["), "cannot read method spec"),
-        (("--drafters", "prompt_lookup[max=1]"), "did you mean max_ngram"),
+        (("--drafters", "prompt_lookup[max=1]"), "known: max_ngram"),
         (("--synthetic-acceptance", "often"), "is not a list of rates"),
         (("--synthetic-acceptance", "2"), "acceptance must be rates in [0, 1]"),
         (("--workload", "nowhere.jsonl"), "nowhere.jsonl"),

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from outpace.config import data_folder
@@ -64,10 +66,17 @@ def test_pieces_of_a_file_are_counted_as_one_text(folder, monkeypatch):
     assert one.after(s)[0][0] == other.after(s)[0][0]
 
 
-def test_a_datastore_is_made(outpace, folder):
+def test_a_datastore_is_made_and_json_names_what_is_written(outpace, folder):
     ran = outpace("build", "datastore", "a.txt", "-m", "tiny", "--out", "t.store")
     assert ran.code == 0, ran.err
-    assert ran.out == f"t.store: {(folder / 't.store').stat().st_size} bytes\n"
+    size = (folder / "t.store").stat().st_size
+    assert ran.out == f"t.store: {size} bytes\n"
+    ran = outpace("build", "datastore", "a.txt", "-m", "tiny", "--out", "t.store", "--json")
+    assert json.loads(ran.out) == {"written": {"t.store": size}}
+    ran = outpace("build", "bigram", "a.txt", "-m", "tiny", "--out", "t.bigram", "--json")
+    made = json.loads(ran.out)
+    assert made["written"] == {"t.bigram": (folder / "t.bigram").stat().st_size}
+    assert made["tokens"] > 100
 
 
 @pytest.mark.parametrize(
@@ -78,7 +87,7 @@ def test_a_datastore_is_made(outpace, folder):
         (["bigram"], "missing argument"),
         (["bigram", "nowhere.txt", "-m", "tiny"], "nowhere.txt"),
         (["bigram", ".", "-m", "tiny"], "is a directory"),
-        (["bigram", "latin.txt", "-m", "tiny"], "latin.txt is not utf-8 text"),
+        (["bigram", "latin.txt", "-m", "tiny"], "latin.txt is not utf-8 text (byte 3)"),
         (["bigram", "empty.txt", "-m", "tiny"], "no text in empty.txt"),
         (["bigram", "a.txt", "-m", "smollm2-135n"], "did you mean smollm2-135m"),
         (["bigram", "a.txt", "-m", "./nowhere"], "no model at ./nowhere"),

@@ -18,7 +18,7 @@ def test_a_conversation_through_a_pipe_keeps_its_prefix(outpace):
     ran = outpace(*CHAT, stdin=b"hello there\n\n  \nand you?\n/stats\n")
     assert ran.code == 0
     stats = ran.err.splitlines()[-1]
-    assert "2 turns, 12 tokens" in stats and "drafter prompt_lookup" in stats
+    assert "2 turns, 12 tokens" in stats and "drafter auto" in stats
     kept, read = counts(stats)
     assert 0 < kept < read
 

@@ -28,6 +28,12 @@ def test_a_head_by_folder_and_by_method(outpace, tmp_path, by_name):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == "owner/model"
     assert "model.safetensors: " in ran.out and " bytes" in ran.out
+    again = outpace("export", source, "--model", "tiny", "-f", "speculators", "-o",
+                    str(tmp_path / "again"), "--json")
+    found = json.loads(again.out)
+    assert found["format"] == "speculators" and found["written"] == {
+        str(path): path.stat().st_size for path in (tmp_path / "again").iterdir()
+    }
 
 
 def test_bad_input(outpace, tmp_path):
@@ -38,3 +44,15 @@ def test_bad_input(outpace, tmp_path):
     ran = outpace("export", str(tmp_path / "head"), "--format", "gguf", *out)
     assert ran.code == 2 and "'gguf' is not one of speculators, eagle3, hf" in ran.err
     assert ran.err.count("\n") == 1
+
+
+def test_names_are_checked_before_a_model_is_loaded(outpace, tmp_path, monkeypatch):
+    def load(*args, **more):
+        raise AssertionError("nothing is to be loaded")
+
+    monkeypatch.setattr("outpace.models.load.load_target", load)
+    out = ("--out", str(tmp_path / "out"))
+    ran = outpace("export", "eagle3", "--format", "foo", *out)
+    assert ran.code == 2 and "'foo' is not one of speculators, eagle3, hf" in ran.err
+    ran = outpace("export", "eagle4", "--format", "hf", *out)
+    assert ran.code == 2 and "unknown drafter 'eagle4'; did you mean eagle3" in ran.err

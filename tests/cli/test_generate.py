@@ -21,7 +21,7 @@ def test_json_has_the_words_of_the_glossary(outpace):
     got = answer(ran)
     assert set(got) >= KEYS and ran.err == ""
     assert got["new_tokens"] == len(got["tokens"]) == 24 and got["finish_reason"] == "length"
-    assert got["drafter"] == "prompt_lookup" and got["model"] == "tiny"
+    assert got["drafter"] == "auto" and got["model"] == "tiny"
     assert got["mean_emitted"] == pytest.approx(23 / got["passes"])
     assert 0 < got["prefill_seconds"] < got["seconds"]
 
@@ -31,7 +31,7 @@ def test_the_text_goes_to_stdout_and_the_rest_to_stderr(outpace):
     ran = outpace(*TINY, PROMPT)
     assert ran.code == 0 and ran.out == text + "\n"
     summary = ran.err.splitlines()[-1]
-    for words in ("24 tokens", "tokens/s", "mean emitted", "drafter prompt_lookup"):
+    for words in ("24 tokens", "tokens/s", "mean emitted", "drafter auto"):
         assert words in summary
 
 
@@ -58,7 +58,7 @@ def test_compare_times_both_and_says_whether_they_agree(outpace, settings, same)
     got = answer(outpace(*TINY, "--compare", "--json", *settings, PROMPT))
     base = got["baseline"]
     assert set(got) >= KEYS and set(base) >= KEYS
-    assert base["drafter"] == "none" and got["drafter"] == "prompt_lookup"
+    assert base["drafter"] == "none" and got["drafter"] == "auto"
     assert got["speedup"] == pytest.approx(got["tokens_per_second"] / base["tokens_per_second"])
     assert got["same_tokens"] is same
     assert got["repeats"] == len(got["pair_speedups"]) == 3
@@ -73,6 +73,15 @@ def test_compare_streams_the_text_once_and_draws_a_table(outpace):
     for words in ("plain", "speculative", "speed-up (decode)", "speed-up (end to end)",
                   "mean emitted", "acceptance rate", "same tokens: yes", "median of 3 runs"):
         assert words in ran.err
+
+
+def test_a_lossy_verifier_is_allowed_and_marked(outpace):
+    lossy = (*TINY, "-d", "suffix", "--verifier", "typical", "--allow-lossy", PROMPT)
+    assert answer(outpace(*lossy, "--json"))["lossless"] is False
+    assert outpace(*lossy).err.splitlines()[-1].endswith("lossy: not the model's own law")
+    got = answer(outpace(*lossy, "--compare", "--json"))
+    assert got["lossless"] is False and got["baseline"]["lossless"] and got["same_tokens"] is None
+    assert "same tokens: not promised (lossy" in outpace(*lossy, "--compare").err
 
 
 def test_prompts_come_from_arguments_files_and_stdin(outpace, tmp_path):

@@ -16,19 +16,19 @@ COMMAND = (sys.executable, "-m", "outpace.cli.main")
 
 OPTIONS = {
     "generate": """
-        -d -f -m -t --allow-token-id --ban-token-id --chat --compare --device --drafter
-        --dtype --explain --frequency-penalty --help --ignore-eos --include-stop --json --logit-bias
-        --logprobs --max-new-tokens --min-p --min-tokens --model --n --no-reproducible
-        --presence-penalty --prompt-file --quantize --raw --repetition-penalty --reproducible
-        --seed --stop --stop-token-id --system --temperature --threads --top-k --top-p --tree
-        --tree-size --verifier
+        -d -f -m -t --allow-lossy --allow-token-id --ban-token-id --chat --compare --device
+        --drafter --dtype --explain --frequency-penalty --help --ignore-eos --include-stop --json
+        --logit-bias --logprobs --max-new-tokens --min-p --min-tokens --model --n --no-reproducible
+        --presence-penalty --prompt-file --quantize --raw --repetition-penalty --reproducible --seed
+        --stop --stop-token-id --system --temperature --threads --top-k --top-p --tree --tree-size
+        --verifier
     """,
     "chat": """
-        -d -m -t --allow-token-id --ban-token-id --device --drafter --dtype
-        --frequency-penalty --help --ignore-eos --include-stop --logit-bias --max-new-tokens
-        --min-p --min-tokens --model --no-reproducible --presence-penalty --quantize
-        --repetition-penalty --reproducible --seed --stop --stop-token-id --system --temperature
-        --threads --top-k --top-p --tree --tree-size --verifier
+        -d -m -t --allow-lossy --allow-token-id --ban-token-id --device --drafter --dtype
+        --frequency-penalty --help --ignore-eos --include-stop --logit-bias --max-new-tokens --min-p
+        --min-tokens --model --no-reproducible --presence-penalty --quantize --repetition-penalty
+        --reproducible --seed --stop --stop-token-id --system --temperature --threads --top-k
+        --top-p --tree --tree-size --verifier
     """,
     "serve": """
         -d -m -p --api-key --api-key-file --device --drafter --dtype --grace --help --host
@@ -41,19 +41,20 @@ OPTIONS = {
         --quantize --shapes --threads
     """,
     "bench": """
-        -b -d -m -o -t -w --answers --batch --device --drafters --dtype --help --json --limit
-        --max-new-tokens --max-repeat --model --out --peer-python --peers --quantize --repeat --seed
-        --synthetic-acceptance --temperature --threads --workload
+        -b -d -m -o -t -w --allow-lossy --answers --batch --device --drafters --dtype --help --json
+        --limit --max-new-tokens --max-repeat --model --out --peer-python --peers --quantize
+        --repeat --seed --synthetic-acceptance --temperature --threads --tree --tree-size --verifier
+        --workload
     """,
-    "bench compare": "--help",
+    "bench compare": "--help --json",
     "bench passes": """
         -d -m --batches --contexts --device --drafters --dtype --help --json --model --out
         --quantize --repeat --rows --threads
     """,
     "bench serve": """
         -c -d -m -n -o -t -w --api-key-file --check-texts --concurrency --device --drafters --dtype
-        --help --json --max-new-tokens --model --out --quantize --rate --requests --rounds --seed
-        --temperature --threads --timeout --url --workload
+        --help --json --max-new-tokens --mixed --model --out --quantize --rate --requests --rounds
+        --seed --temperature --threads --timeout --url --workload
     """,
     "analyze": "-h --help",
     "analyze acceptance": """
@@ -65,9 +66,9 @@ OPTIONS = {
         --measure --model --out --quantize --temperature --threads --workload
     """,
     "analyze tree": """
-        -d -f -m -o -t --device --drafter --dtype --help --json --max-new-tokens --model --out
-        --prompt-file --quantize --seed --steps --temperature --threads --tree --tree-size
-        --verifier
+        -d -f -m -o -t --allow-lossy --device --drafter --dtype --help --json --max-new-tokens
+        --model --out --prompt-file --quantize --seed --steps --temperature --threads --tree
+        --tree-size --verifier
     """,
     "analyze shape": """
         -d -m -o -t -w --depth --device --drafter --dtype --help --json --limit --max-new-tokens
@@ -75,17 +76,17 @@ OPTIONS = {
     """,
     "train": """
         -m -o -s --device --dry-run --dtype --help --json --model --only-data --out --prompts
-        --quantize --resume --set --texts --threads --tokens --work
+        --quantize --resume --self-prompts --set --start --texts --threads --tokens --work
     """,
-    "export": "-f -m -o --format --help --model --out --verifier",
+    "export": "-f -m -o --format --help --json --model --out --verifier",
     "tune": """
         -d -m -o -w --device --drafters --dtype --help --json --limit --max-new-tokens --model
         --out --quantize --threads --workload
     """,
     "methods": "-m --help --json --model",
     "build": "--help",
-    "build bigram": "-m -o --help --model --out",
-    "build datastore": "-m -o --help --model --out",
+    "build bigram": "-m -o --help --json --model --out",
+    "build datastore": "-m -o --help --json --model --out",
 }
 """Command, as typed -> its options. A new one is added here on purpose, or not at all."""
 
@@ -187,7 +188,7 @@ def bad_files(tmp_path, monkeypatch):
         (["generate", *TINY, "--raw", "word " * 1000], "more than fit"),
         (["generate", *TINY, "--dtype", "bfloat61", "a"], "did you mean bfloat16"),
         (["generate", *TINY, "--drafter", "prompt_lokup", "a"], "did you mean prompt_lookup"),
-        (["generate", *TINY, "--drafter", "prompt_lookup[max=1]", "a"], "did you mean max_ngram"),
+        (["generate", *TINY, "--drafter", "prompt_lookup[max=1]", "a"], "known: max_ngram"),
         (["generate", *TINY, "--drafter", "draft_model[", "a"], "cannot read method spec"),
         (["generate", *TINY, "--device", "toaster", "a"], "toaster"),
         (["generate", "--model", "smollm2-135n", "a"], "did you mean smollm2-135m"),
@@ -195,8 +196,21 @@ def bad_files(tmp_path, monkeypatch):
         (["generate", "--model", "junk.gguf", "a"], "junk.gguf"),
         (["chat", *TINY, "--top-p", "2"], "top_p must be"),
         (["check", "--model", "tiny", "--prompts", "0"], "--prompts must be at least 1, got 0"),
-        (["check", "--model", "tiny", "--drafters", "none,lookup"], "unknown drafter 'lookup'"),
-        (["methods", "all"], "extra argument"),
+        (["check", "--model", "./nowhere", "--drafters", "none,lookup"],
+         "unknown drafter 'lookup'"),
+        (["check", "--model", "./nowhere", "--drafters", ",,"], "names no drafter"),
+        (["bench", "--model", "./nowhere", "--drafters", ""], "names no drafter"),
+        (["bench", "--model", "./nowhere", "--drafters", "lookup"], "unknown drafter 'lookup'"),
+        (["bench", "--model", "./nowhere", "--verifier", "tre"], "unknown verifier 'tre'"),
+        (["bench", "passes", "--model", "./nowhere", "--drafters", ",,"], "names no drafter"),
+        (["generate", "--model", "./nowhere", "--drafter", "", "a"], "cannot read method spec ''"),
+        (["generate", "--model", "./nowhere", "--verifier", "nope", "a"],
+         "unknown verifier 'nope'; known: block, "),
+        (["generate", *TINY, "-d", "suffix", "--verifier", "typical", "a"],
+         "say --allow-lossy, or engine.load"),
+        (["analyze", "acceptance", "--model", "./nowhere", "-d", "lookup"],
+         "unknown drafter 'lookup'"),
+        (["methods", "all", "none"], "extra argument"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
@@ -231,8 +245,9 @@ def run_python(code):
     [
         (["--help"], ("torch", "numpy", "transformers", "tokenizers")),
         (["methods"], ("torch", "numpy", "transformers", "tokenizers")),
-        (["generate", *TINY, "hello"], ("transformers", "rich.table", "outpace.analysis")),
-        (["generate", *TINY, "-d", "auto", "hello"], ("transformers", "rich.table", "matplotlib")),
+        (["generate", *TINY, "-d", "suffix", "hello"],
+         ("transformers", "rich.table", "outpace.analysis")),
+        (["generate", *TINY, "hello"], ("transformers", "rich.table", "matplotlib")),
     ],
     ids=lambda value: value[0],
 )

@@ -1,7 +1,13 @@
+import dataclasses
 import json
+from pathlib import Path
+
+import pytest
 
 from outpace import registry
+from outpace.train.kit import read_measured
 
+SHIPPED = Path(registry.__file__).parent / "weights"
 KEYS = {"name", "kind", "family", "summary", "paper", "lossless", "trained"}
 
 
@@ -21,3 +27,55 @@ def test_the_table_names_every_method(outpace):
     assert ran.code == 0
     for row in registry.rows():
         assert row.name in ran.out and row.summary.split()[0] in ran.out
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "auto", "none", "retrieval", "tree"])
+def test_a_name_shows_its_settings(outpace, name):
+    ran = outpace("methods", name)
+    listed = json.loads(outpace("methods", name, "--json").out)
+    assert ran.code == 0 and ran.err == ""
+    assert [row["kind"] for row in listed] == [r.kind for r in registry.rows() if r.name == name]
+    for row in listed:
+        config = registry.load(row["kind"], name).Config
+        fields = {field.name: field for field in dataclasses.fields(config)}
+        assert [one["name"] for one in row["settings"]] == list(fields)
+        for one in row["settings"]:
+            assert one["meaning"] and one["name"] in ran.out and one["meaning"][:20] in ran.out
+            required = fields[one["name"]].default is dataclasses.MISSING
+            assert (one["default"] is None) == required
+
+
+def test_settings_are_those_of_the_source(outpace):
+    (row,) = json.loads(outpace("methods", "prompt_lookup", "--json").out)
+    assert row["settings"][0] == {
+        "name": "max_ngram", "kind": "int", "default": "4",
+        "meaning": "Longest suffix to search for, in tokens. Longer ones are tried first.",
+    }
+    assert "Chains of 16 unless told otherwise" in outpace("methods", "prompt_lookup").out
+    assert "it takes tree, tree_size, verifier, policy." in outpace("methods", "eagle3").out
+    auto = outpace("methods", "auto").out
+    assert "it takes policy." in auto and "drafter auto" in auto and "policy auto" in auto
+
+
+def test_an_unknown_name_and_a_name_with_a_model_are_refused(outpace):
+    ran = outpace("methods", "prompt_lokup")
+    assert ran.code == 2 and "unknown method 'prompt_lokup'; did you mean prompt_lookup" in ran.err
+    ran = outpace("methods", "none", "--model", "tiny")
+    assert ran.code == 2 and "give NAME or --model" in ran.err
+
+
+def test_what_a_drafter_lacks_is_said_rightly(outpace):
+    found = {one["name"]: one["status"]
+             for one in json.loads(outpace("methods", "--model", "tiny", "--json").out)}
+    for name in ("cascade", "ouroboros", "graph", "cross_vocabulary"):
+        assert found[name] == "needs a draft model"
+    assert found["retrieval"] == "needs a file of its own" and found["suffix"] == "ready"
+
+
+def test_every_shipped_drafter_says_what_it_gained():
+    folders = sorted(path.parent for path in SHIPPED.glob("*/*/config.json"))
+    assert folders
+    for folder in folders:
+        measured = read_measured(folder)
+        assert measured is not None, f"{folder} has no 'measured' in its provenance.json"
+        assert measured["speedup"] > 0 and measured["mean_emitted"] > 1, folder

@@ -2,6 +2,8 @@ import json
 
 import pytest
 
+from outpace.cli import train as command
+
 
 def settings(*pairs):
     return [arg for pair in pairs for arg in ("--set", pair)]
@@ -28,6 +30,7 @@ def work(tmp_path_factory):
 @pytest.fixture
 def data_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("OUTPACE_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(command, "MEASURED_TOKENS", 12)
     return tmp_path / "data"
 
 

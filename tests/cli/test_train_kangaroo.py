@@ -1,6 +1,8 @@
 import json
 from pathlib import Path
 
+from outpace.cli import train
+
 MODEL = ("--model", "tiny:7", "--dtype", "float32", "--threads", "1")
 SETTINGS = (
     "exit_layer=1", "kit.vocab=64", "kit.tokens_per_batch=256", "loop.steps=4",
@@ -11,6 +13,7 @@ SETTINGS = (
 def test_from_prompts_to_a_measured_adapter_by_one_command(outpace, tmp_path, monkeypatch):
     """Answers, features at the exit, training, held-out acceptance, provenance, and a draft."""
     monkeypatch.setenv("OUTPACE_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(train, "MEASURED_TOKENS", 12)
     prompts, work = tmp_path / "prompts.jsonl", tmp_path / "work"
     prompts.write_text("".join(json.dumps({"prompt": f"tell {i}"}) + "\n" for i in range(120)))
     settings = [word for pair in SETTINGS for word in ("--set", pair)]

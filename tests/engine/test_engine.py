@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -5,12 +7,15 @@ from outpace import (
     Conversation,
     Engine,
     ModelError,
+    OutpaceError,
     RequestError,
     SamplingParams,
     SpecError,
     UnknownNameError,
 )
 from outpace.models.tiny import TableTarget
+from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
+from outpace.types import Budget, Draft, Plan, Riders
 
 SHORT = {"max_new_tokens": 8, "ignore_eos": True}
 
@@ -144,7 +149,18 @@ def test_counters_add_up(engine):
         ([], {}, "empty"),
         ([5, 10**6], {}, "outside the vocabulary"),
         (3.5, {}, "got float"),
-        ([1], {"temprature": 1.0}, "temprature"),
+        ([1.5, 2.5], {}, "token ids are whole numbers; a prompt holds [1.5, 2.5]"),
+        (torch.tensor([1.5]), {}, "token ids are whole numbers"),
+        (b"abc", {}, "a prompt is text, token ids or chat messages, got bytes"),
+        ([b"abc"], {}, "got bytes"),
+        ([1], {"reference": [5, 10**6]}, "the reference: token 1000000 is outside the vocabulary"),
+        ([1], {"reference": [-1]}, "token -1 is outside the vocabulary"),
+        ([1], {"reference": 5}, "a reference is text or token ids, got int"),
+        ([1], {"reference": [[1.5]]}, "a reference holds [1.5]"),
+        ([1], {"reference": b"ab"}, "got bytes"),
+        ([1], {"stop": 3}, "stop must be a string or a list of strings, got 3"),
+        ([1], {"logit_bias": [1, 2]}, "logit_bias must be a mapping"),
+        ([1], {"banned_tokens": 7}, "banned_tokens must be a list of token ids, got 7"),
         ([1], {"logit_bias": {10**6: 1.0}}, "1000000"),
     ],
 )
@@ -153,6 +169,11 @@ def test_bad_requests_are_one_clear_line_and_leave_nothing(engine, prompt, setti
         engine.generate(prompt, **settings)
     assert says in str(error.value) and "\n" not in str(error.value)
     assert not engine.cache._slots
+
+
+def test_an_unknown_setting_is_told_from_a_bad_value(engine):
+    with pytest.raises(UnknownNameError, match="unknown setting 'temprature'; did you mean temp"):
+        engine.generate([1], temprature=1.0)
 
 
 def test_a_prompt_that_is_too_long_says_by_how_much(engine):
@@ -164,6 +185,9 @@ def test_a_prompt_that_is_too_long_says_by_how_much(engine):
 def test_bad_methods_are_refused_by_name(engine):
     with pytest.raises(UnknownNameError, match="did you mean prompt_lookup"):
         engine.generate([1, 2], drafter="prompt_lokup")
+    for wrong in (3, ""):
+        with pytest.raises(SpecError, match="write NAME"):
+            engine.generate([1, 2], drafter=wrong)
     with pytest.raises(ModelError, match="no trained draft_model for tiny"):
         engine.generate([1, 2], drafter="draft_model")
     with pytest.raises(ModelError, match="layers=9"):
@@ -207,3 +231,87 @@ def test_a_conversation_reads_each_token_once(engine):
         talk.send("  ")
     talk.close()
     assert not engine.cache._slots
+
+
+def test_a_turn_that_nobody_reads_opens_nothing(engine, monkeypatch):
+    method = engine.method(DRAFTS)
+    open_states = []
+    begin, end = method.drafter.begin, method.drafter.end
+
+    def began(request):
+        open_states.append(begin(request))
+        return open_states[-1]
+
+    def ended(state):
+        open_states.remove(state)
+        end(state)
+
+    monkeypatch.setattr(method.drafter, "begin", began)
+    monkeypatch.setattr(method.drafter, "end", ended)
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    with Conversation(engine, params, drafter=DRAFTS) as talk:
+        talk.send("ab ab")
+        assert not open_states and not engine.cache._slots
+        with pytest.raises(RequestError, match="more than fit"):
+            talk.send("word " * engine.target.max_positions)
+        unread = talk.send("cd cd")
+        next(unread)
+        assert len(open_states) == 1 and engine.cache._slots
+        unread.close()
+        assert not open_states
+        answer = list(talk.send("ab ab"))[-1].result
+        assert answer.tokens == engine.generate(talk.messages[:1], params, drafter="none").tokens
+    assert not engine.cache._slots and not open_states
+
+
+@pytest.fixture
+def greedy_drafter(engine, monkeypatch):
+    """Makes the drafter of a spec propose what it likes, as a stranger's might."""
+
+    def make(draft):
+        method = engine.method("prompt_lookup[tree_size=3]")
+        monkeypatch.setattr(
+            method.drafter, "propose", lambda rows: [draft for _ in rows], raising=False
+        )
+        return method.spec
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("draft", "room", "says"),
+    [
+        (Draft.chosen([5] * 4), 9, "4 nodes, 4 levels and 4 rows, where 3, 3"),
+        (Draft.chosen([5, 6, 7]), 3, "3 nodes, 3 levels and 3 rows, where 3, 1"),
+        (replace(Draft.chosen([5, 6]), riders=Riders((-1,) * 2, (-1,) * 2, (1, 2))), 9,
+         "2 nodes, 2 levels and 4 rows, where 3, 3 and 3"),
+    ],
+)
+def test_a_drafter_that_exceeds_its_budget_is_named(engine, greedy_drafter, monkeypatch, draft,
+                                                    room, says):
+    spec = greedy_drafter(draft)
+    method = engine.method(spec)
+    monkeypatch.setattr(method, "budget", replace(method.budget, max_rows=3))
+    with pytest.raises(OutpaceError) as error:
+        engine.generate([1, 2], drafter=spec, max_new_tokens=room, ignore_eos=True)
+    assert f"drafter '{spec}' broke its contract" in str(error.value)
+    assert says in str(error.value) and not engine.cache._slots
+
+
+def test_a_policy_that_exceeds_its_limit_is_named(engine, monkeypatch):
+    method = engine.method("prompt_lookup[tree_size=2]")
+    plan = Plan(method.spec, Budget(max_nodes=2, max_depth=99))
+    monkeypatch.setattr(method.policy, "plan", lambda rows, load: [plan for _ in rows])
+    with pytest.raises(OutpaceError, match="policy Fixed broke its contract"):
+        engine.generate([1, 2], drafter=method.spec, max_new_tokens=9, ignore_eos=True)
+
+
+def test_a_trained_folder_drafts_by_its_path(tmp_path):
+    tiny = Engine.load("tiny", dtype="float32")
+    Eagle3.build(Eagle3Config(), tiny.target, None).save(tmp_path / "head", {})
+    spec = f"{tmp_path}/head"
+    by_path = tiny.generate([7, 8, 9], drafter=f"{spec}[tree=chain]", **SHORT)
+    assert by_path.drafter == f"eagle3[model={spec} tree=chain]" and by_path.counters.drafted
+    assert by_path.tokens == tiny.generate([7, 8, 9], drafter="none", **SHORT).tokens
+    assert Engine(tiny.target, spec).drafter == f"eagle3[model={spec}]"
+    assert tiny.generate([7, 8], drafter=f"auto[drafters={spec}]", **SHORT).tokens

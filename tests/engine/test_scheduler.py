@@ -111,8 +111,9 @@ def test_a_reference_reaches_the_drafter(monkeypatch, engine, given):
     )
     ids = engine.target.tokenizer.encode("abcabc", special=False)
     reference = "abcabc" if given == "text" else torch.tensor(ids).tolist()
-    engine.generate(PROMPTS[:2], reference=reference, max_new_tokens=1)
-    engine.generate(PROMPTS[:2], reference=[reference, None], max_new_tokens=1)
+    asked = {"drafter": "prompt_lookup", "max_new_tokens": 1}
+    engine.generate(PROMPTS[:2], reference=reference, **asked)
+    engine.generate(PROMPTS[:2], reference=[reference, None], **asked)
     assert seen == [tuple(ids)] * 3 + [None]
     with pytest.raises(RequestError, match="3 references for 2 prompts"):
         engine.generate(PROMPTS[:2], reference=[None] * 3)

@@ -39,6 +39,7 @@ HI = [{"role": "user", "content": "hi"}]
         ({"prompt": "a", "\ud800": 1}, None, "the body cannot be read"),
         ({"prompt": "a", "speculation": {"k": 1}}, "speculation.k", "speculation.k"),
         ({"prompt": "a", "speculation": {"drafter": "evil"}}, None, "'evil' was not started"),
+        ({"prompt": "a", "speculation": {"drafter": "/etc"}}, None, "'/etc' was not started"),
         ({"prompt": "a", "speculation": {"drafter": "x["}}, "speculation.drafter", "cannot read"),
         ({"prompt": "a", "speculation": {"num_speculative_tokens": -1}},
          "speculation.num_speculative_tokens", "got -1"),

@@ -87,7 +87,8 @@ class _State:
                 if order > 1:
                     context = gram[:-1]
                     known = self.best.get(context)
-                    if known is None or count >= self.count[(*context, known)]:
+                    rival = None if known is None else (*context, known)
+                    if rival is None or count >= self.count[rival]:
                         self.best[context] = token
 
     def chance(self, order: int, gram: Gram) -> float:

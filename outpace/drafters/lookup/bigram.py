@@ -20,6 +20,7 @@ import numpy.typing as npt
 from outpace.config import data_folder
 from outpace.drafters.lookup.files import read, vocabulary, write
 from outpace.errors import ModelError, RequestError
+from outpace.files import reading
 from outpace.models.text import Tokenizer
 
 WIDTH = 4
@@ -126,8 +127,8 @@ def build_bigram(
         The file written, and the number of tokens read.
 
     Raises:
-        RequestError: a file that is not UTF-8 text, or no text at all.
-        OSError: a file that cannot be read or written.
+        RequestError: a file that cannot be read or is not UTF-8 text, or no text at all.
+        OSError: the table cannot be written.
     """
     read_tokens = 0
 
@@ -151,9 +152,6 @@ def build_bigram(
 
 def _pieces(path: Path) -> Iterable[str]:
     """A file's text in pieces that end at the end of a line, where there is one."""
-    with path.open(encoding="utf-8", newline="") as file:
-        try:
-            while piece := file.read(_PIECE):
-                yield piece + file.readline(_PIECE)
-        except UnicodeDecodeError:
-            raise RequestError(f"{path} is not UTF-8 text; convert it, or leave it out") from None
+    with reading(path, newline="") as file:
+        while piece := file.read(_PIECE):
+            yield piece + file.readline(_PIECE)

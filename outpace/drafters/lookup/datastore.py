@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from outpace.drafters.lookup.files import vocabulary
 from outpace.errors import ModelError, RequestError
-from outpace.files import replaced
+from outpace.files import reading, replaced
 from outpace.models.base import Target
 from outpace.models.text import Tokenizer
 
@@ -267,14 +267,9 @@ def suffix_array(
 def _read(paths: Sequence[Path], tokenizer: Tokenizer) -> Iterator[list[int]]:
     """The tokens of every document."""
     for path in paths:
-        try:
-            with path.open(encoding="utf-8") as file:
-                for text in _documents(path, file):
-                    yield tokenizer.encode(text, special=False)
-        except OSError as error:
-            raise RequestError(f"cannot read {path}: {error.strerror}; give text files") from None
-        except UnicodeDecodeError as error:
-            raise RequestError(f"{path} is not UTF-8 at byte {error.start}; convert it") from None
+        with reading(path) as file:
+            for text in _documents(path, file):
+                yield tokenizer.encode(text, special=False)
 
 
 def _documents(path: Path, file: TextIO) -> Iterator[str]:

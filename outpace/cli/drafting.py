@@ -1,0 +1,106 @@
+"""Options that say who drafts and how, and method specs checked before a model is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from outpace import registry
+from outpace.cli.options import MODEL, option
+from outpace.config import DEFAULT_DRAFTER, MethodSpec, split_specs
+from outpace.errors import RequestError
+
+_NAMED: tuple[registry.Kind, ...] = ("verifier", "policy")
+"""Keys of a method spec that name another method."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """How drafts are grown and verified."""
+
+    tree: Annotated[
+        str | None,
+        option("--tree", panel=MODEL, metavar="SHAPE", show_default="the drafter's",
+               help="chain, dynamic, children per level such as 4x2x1, or FILE.json."),
+    ] = None
+    tree_size: Annotated[
+        int | None,
+        option("--tree-size", panel=MODEL, metavar="N", show_default="the drafter's",
+               help="Most guesses per pass."),
+    ] = None
+    verifier: Annotated[
+        str | None,
+        option("--verifier", panel=MODEL, metavar="NAME", show_default="tree",
+               help="Who decides what is kept; see outpace methods."),
+    ] = None
+    allow_lossy: Annotated[
+        bool,
+        option("--allow-lossy", panel=MODEL,
+               help="Permit verifiers that change the law of the output, such as typical."),
+    ] = False
+
+    def on(self, spec: str) -> str:
+        """The method spec with these settings put in; `none` has nothing to grow or to verify.
+
+        Raises:
+            SpecError, UnknownNameError: as ``known``.
+        """
+        parsed = MethodSpec.parse(spec)
+        return known(spec if parsed.name == "none" else str(parsed.planned(**self._plan)))
+
+    @property
+    def _plan(self) -> dict[str, str | int | None]:
+        return {"tree": self.tree, "tree_size": self.tree_size, "verifier": self.verifier}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterOptions(PlanOptions):
+    """Who drafts, and how the drafts are grown and verified."""
+
+    drafter: Annotated[
+        str | None,
+        option("--drafter", "-d", panel=MODEL, metavar="SPEC", show_default=DEFAULT_DRAFTER,
+               help="Who guesses: NAME, NAME[key=value ...], or the folder of a trained drafter. "
+               "See outpace methods, and outpace methods NAME for its settings."),
+    ] = None
+
+    @property
+    def spec(self) -> str | None:
+        """The method spec that they make; None where nothing was said. Raises as ``on``."""
+        if self.drafter is None and all(value is None for value in self._plan.values()):
+            return None
+        return self.on(DEFAULT_DRAFTER if self.drafter is None else self.drafter)
+
+
+def known(text: str) -> str:
+    """A method spec, normalised; checked so that a mistake is said before a model is loaded.
+
+    Raises:
+        SpecError: it cannot be read.
+        UnknownNameError: drafter, verifier or policy that nobody has.
+    """
+    spec = MethodSpec.parse(text)
+    registry.row("drafter", spec.name)
+    options = dict(spec.options)
+    for key in _NAMED:
+        if key in options:
+            registry.row(key, MethodSpec.parse(options[key]).name)
+    return str(spec)
+
+
+def read_specs(name: str, text: str) -> list[str]:
+    """Method specs with commas between them, each as ``known``.
+
+    Args:
+        name: of the option.
+        text: its value.
+
+    Raises:
+        RequestError: there is none.
+        SpecError, UnknownNameError: one that cannot be read, or names what nobody has.
+    """
+    specs = [known(one) for one in split_specs(text)]
+    if not specs:
+        raise RequestError(f"{name} {text!r} names no drafter; give method specs, with commas "
+                           "between them")
+    return specs
