@@ -6,8 +6,8 @@
 
 A curve says how the cost of a pass grows; the steps that are watched say how this machine differs
 from it today: one factor for everything, which follows fast, and one for each power of two of
-rows, which follows slowly. Without a curve the shape is that of a small model on a CPU, and the
-first steps do all of the work.
+rows and of sequences, which follows slowly. Without a curve the shape is that of a small model on a
+CPU, and the first steps do all of the work.
 
 What was measured of drafters is handed on as well (``know``): prices, which steps then refresh, and
 how much of their drafts was kept, for policies to begin with (``kept``).
@@ -17,13 +17,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outpace.curve import CostCurve, KnownDrafter, assumed
 from outpace.types import StepRecord
 
+SEQUENCE_PRICE = 0.05
+"""Where no curve is known: what each further sequence adds beside its rows, in passes over one."""
 GUESS = 0.1
 """Of a draft level that nobody has timed yet, in passes over one row."""
+COLD = 3.0
+"""Most that the first draft of a drafter may be said to cost per level, in such guesses."""
 TRUST = 8
 """Steps that a price measured beforehand is worth."""
 KNOTS = 12  # powers of two of rows; more rows count as the last
@@ -37,8 +41,40 @@ class DraftPrice:
 
     call: float
     level: float
+    """Lately, for however many sequences."""
     seen: int = 0
     """Steps behind the numbers."""
+    level_B: dict[int, float] = field(default_factory=dict)
+    """The same by powers of two of sequences, from steps with about so many."""
+
+    def level_for(self, sequences: int) -> float:
+        """Between the numbers that were seen a straight line, beyond them the nearest: a batch
+        that was never tried is thought to cost little, so that it is.
+        """
+        if not self.level_B:
+            return self.level
+        place = math.log2(sequences)
+        low = max((power for power in self.level_B if power <= place), default=None)
+        high = min((power for power in self.level_B if power >= place), default=None)
+        if low is None or high is None or low == high:
+            return self.level_B[min(self.level_B) if low is None else low]
+        part = (sequences - (1 << low)) / ((1 << high) - (1 << low))
+        return self.level_B[low] + part * (self.level_B[high] - self.level_B[low])
+
+
+@dataclass(slots=True)
+class _Knots:
+    """How passes of so many sequences differ from the curve."""
+
+    log_K: list[float]
+    """Logs of the factors by powers of two of rows."""
+    factor_K: list[float]
+    """With the factor for everything."""
+    seen_K: list[int]
+
+
+def _power(count: int) -> int:
+    return round(math.log2(count))
 
 
 class Costs:
@@ -66,9 +102,7 @@ class Costs:
         self._curve = curve
         self._table: dict[tuple[int, int, int], float] = {}
         self._all = 0.0  # log of the factor for everything
-        self._knot_K = [0.0] * KNOTS  # logs of the factors by rows
-        self._factor_K = [1.0] * KNOTS
-        self._seen_K = [0] * KNOTS
+        self._knots: dict[int, _Knots] = {}  # by powers of two of sequences
         self._seen = 0
 
     def later(self, fill: Callable[[], object]) -> None:
@@ -123,17 +157,18 @@ class Costs:
         place = math.log2(rows)
         low = min(int(place), KNOTS - 2)
         part = min(1.0, place - low)
-        factor = self._factor_K[low] * (1.0 - part) + self._factor_K[low + 1] * part
-        return self._plain(rows, context, batch) * factor
+        plain = self._plain(rows, context, batch)  # reads what was measured, if nobody did yet
+        factor_K = self._at(batch).factor_K
+        return plain * (factor_K[low] * (1.0 - part) + factor_K[low + 1] * part)
 
-    def price(self, drafter: str) -> tuple[float, float]:
-        """Seconds of a draft: for each sequence, and for each level, of all together."""
+    def price(self, drafter: str, sequences: int = 1) -> tuple[float, float]:
+        """Seconds of a draft: for each sequence, and for each level, of so many together."""
         if self._fill is not None:
             self._begin()
         price = self._drafts.get(drafter)
         if price is None:
-            return 0.0, GUESS * self._plain(1, 0, 1) * self._factor_K[0]
-        return price.call, price.level
+            return 0.0, GUESS * self.passed(1, 0, 1)
+        return price.call, price.level_for(sequences)
 
     @property
     def known(self) -> bool:
@@ -160,36 +195,70 @@ class Costs:
         rest = sum(seconds.get(verb, 0.0) for verb in ("plan", "judge", "commit"))
         self._rest += (rest - self._rest) * max(_FAST, 1.0 / self._seen)
         asked = {row.sequence: row.drafter for row in record.rows if row.drafter != "none"}
-        if len(set(asked.values())) == 1:
-            name = next(iter(asked.values()))
-            # One that was silent for a while first reads what it missed, which is no level.
-            steady = all(self._before.get(number) == name for number in asked)
-            if steady or not self.timed(name):
-                self._learn_draft(name, len(asked), record)
+        self._learn_drafts(asked, record)
         self._before = asked
 
     def _learn_pass(self, rows: int, context: int, batch: int, seconds: float) -> None:
-        off = math.log(seconds / self._plain(rows, context, batch)) - self._all
-        knot = min(KNOTS - 1, round(math.log2(rows)))
-        off -= self._knot_K[knot]
+        plain = self._plain(rows, context, batch)
+        knots, knot = self._at(batch), min(KNOTS - 1, round(math.log2(rows)))
+        self._knots[_power(batch)] = knots
+        off = math.log(seconds / plain) - self._all - knots.log_K[knot]
         if self._seen:
             off = max(-_CLIP, min(_CLIP, off))
         self._seen += 1
-        self._seen_K[knot] += 1
-        fast, slow = max(_FAST, 1.0 / self._seen), max(_SLOW, 1.0 / (3 + self._seen_K[knot]))
+        knots.seen_K[knot] += 1
+        fast, slow = max(_FAST, 1.0 / self._seen), max(_SLOW, 1.0 / (3 + knots.seen_K[knot]))
         self._all += fast * off
         if self._seen > 1:
-            self._knot_K[knot] += slow * off
-        self._factor_K = [math.exp(self._all + own) for own in self._knot_K]
+            knots.log_K[knot] += slow * off
+        for one in self._knots.values():
+            one.factor_K = [math.exp(self._all + own) for own in one.log_K]
 
-    def _learn_draft(self, name: str, sequences: int, record: StepRecord) -> None:
-        spent, levels = record.seconds.get("draft", 0.0), record.draft_levels
+    def _at(self, batch: int) -> _Knots:
+        """The factors for so many sequences; at first those for the nearest number."""
+        power = _power(batch)
+        found = self._knots.get(power)
+        if found is None:
+            found = _Knots([0.0] * KNOTS, [math.exp(self._all)] * KNOTS, [0] * KNOTS)
+            if self._knots:
+                near = self._knots[min(self._knots, key=lambda other: abs(other - power))]
+                found.log_K, found.factor_K = list(near.log_K), list(near.factor_K)
+        return found
+
+    def _learn_drafts(self, asked: Mapping[int, str], record: StepRecord) -> None:
+        """Learn a price, if the seconds of drafting can be laid to one drafter."""
+        spent = record.seconds.get("draft", 0.0)
+        names = set(asked.values())
+        if len(names) > 1 and record.draft_levels:
+            # Those that run no model cost little, and what: the rest is the one that does.
+            calls = {name for name in names if self.timed(name) and not self._drafts[name].level}
+            spent -= sum(self._drafts[name].call for name in asked.values() if name in calls)
+            names -= calls
+        if len(names) != 1 or spent <= 0.0:
+            return
+        name = names.pop()
+        mine = [number for number, who in asked.items() if who == name]
+        steady = all(self._before.get(number) == name for number in mine)
+        self._learn_draft(name, len(mine), spent, record.draft_levels, steady)
+
+    def _learn_draft(
+        self, name: str, sequences: int, spent: float, levels: int, steady: bool
+    ) -> None:
         price = self._drafts.setdefault(name, DraftPrice(0.0, 0.0))
+        call, level = (0.0, spent / levels) if levels else (spent / sequences, 0.0)
+        # One that was silent for a while first reads what it missed, which is no level: what it
+        # took then is a bound, and corrects a price that is above it.
+        if price.seen and not steady and level >= price.level_for(sequences) and call >= price.call:
+            return
+        if not price.seen:  # the first draft warms up; a price that forbids a second one stays
+            level = min(level, COLD * GUESS * self.passed(1, 0, 1))
         price.seen += 1
         rate = max(_FAST, 1.0 / price.seen)
-        call, level = (0.0, spent / levels) if levels else (spent / sequences, 0.0)
         if price.seen > 3:  # a stall of the machine is no price
             call, level = min(call, 3.0 * price.call + 1e-4), min(level, 3.0 * price.level + 1e-4)
+        power = _power(sequences)
+        before = price.level_B.get(power, level if price.level_B else price.level)
+        price.level_B[power] = before + rate * (level - before)
         price.call += rate * (call - price.call)
         price.level += rate * (level - price.level)
 
@@ -198,7 +267,7 @@ class Costs:
         if self._fill is not None:
             self._begin()
         if self._curve is None:
-            return assumed(rows)
+            return assumed(rows) + SEQUENCE_PRICE * (batch - 1)
         key = (rows, context // _GRAIN, batch)
         found = self._table.get(key)
         if found is None:

@@ -71,15 +71,58 @@ def test_drafters_are_timed():
     for _ in range(10):
         costs.watch(record(0.01, 2, 0.0004, drafters=("look", "look")))
     assert costs.price("look") == (pytest.approx(0.0002), 0.0), "no model: a price per sequence"
-    # Two drafters in one step cannot be told apart.
-    costs.watch(record(0.01, 2, 1.0, 3, drafters=("m", "look")))
+    # Beside one whose price is known, the rest is the other's.
+    costs.watch(record(0.01, 2, 0.0062, 3, drafters=("m", "look")))
     assert costs.price("m") == (0.0, pytest.approx(0.002))
+    costs.watch(record(0.01, 2, 0.0092, 3, drafters=("m", "look")))
+    assert costs.price("m") == (0.0, pytest.approx(0.00215))
+    # Two that both run models cannot be told apart.
+    costs.watch(record(0.01, 2, 1.0, 3, drafters=("m", "n")))
+    assert costs.price("m") == (0.0, pytest.approx(0.00215)) and not costs.timed("n")
     costs.watch(record(0.01))
     # After a pause it reads what it missed: no price of a level.
     costs.watch(record(0.01, draft=1.0, levels=1, drafters=("m",)))
-    assert costs.price("m") == (0.0, pytest.approx(0.002))
+    assert costs.price("m") == (0.0, pytest.approx(0.00215))
     costs.watch(record(0.01, draft=0.004, levels=1, drafters=("m",)))
-    assert costs.price("m")[1] > 0.0021
+    dear = costs.price("m")[1]
+    assert dear > 0.0022
+    costs.watch(record(0.01))
+    # But it is a bound: a price that began too high comes down.
+    costs.watch(record(0.01, draft=0.001, levels=1, drafters=("m",)))
+    assert costs.price("m")[1] < dear
+
+
+def test_a_batch_is_no_long_draft():
+    """Eight rows of eight sequences cost more than eight of one; neither is taken for the other."""
+    costs = Costs(CURVE)
+    for _ in range(60):
+        costs.watch(record(CURVE.seconds(8, 0), rows=8))
+        costs.watch(record(0.03, rows=8, drafters=("none",) * 8))
+    assert costs.passed(8, 0, 8) == pytest.approx(0.03, rel=0.05)
+    assert costs.passed(8, 0, 1) == pytest.approx(CURVE.seconds(8, 0), rel=0.05)
+    assert costs.passed(8, 0, 7) == pytest.approx(0.03, rel=0.1), "what is near is alike"
+    assert Costs().passed(8, 0, 8) > Costs().passed(8, 0, 1), "where nothing is known as well"
+
+
+def test_a_cold_first_draft_does_not_forbid_a_second_one():
+    costs = Costs(CURVE)
+    costs.watch(record(0.01, draft=0.5, levels=1, drafters=("m",)))
+    assert costs.price("m")[1] == pytest.approx(0.003), "three tenths of a pass, not fifty passes"
+    for _ in range(12):
+        costs.watch(record(0.01, draft=0.005, levels=1, drafters=("m",)))
+    assert costs.price("m")[1] == pytest.approx(0.005, rel=0.1), "what is dear is found out"
+
+
+def test_a_level_may_cost_more_for_more_sequences():
+    costs = Costs(CURVE)
+    for _ in range(30):
+        for sequences, level in ((1, 0.002), (8, 0.004)):
+            for _ in range(2):
+                costs.watch(record(0.01, 16, 2 * level, 2, drafters=("m",) * sequences))
+    assert costs.price("m", 1)[1] == pytest.approx(0.002, rel=0.01)
+    assert costs.price("m", 8)[1] == pytest.approx(0.004, rel=0.01)
+    assert 0.002 < costs.price("m", 3)[1] < costs.price("m", 5)[1] < 0.004
+    assert costs.price("m", 32) == costs.price("m", 8)
 
 
 KNOWN = KnownDrafter(call=0.0, level=0.004, kept_D=(6.0, 3.0), tried_D=(10.0, 6.0))

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from outpace.policies.base import PolicyRow
-from outpace.policies.weigh import NONE, WeighConfig, Weighing
+from outpace.policies.tally import NONE
+from outpace.policies.weigh import WeighConfig, Weighing
 from outpace.types import Budget
 
 

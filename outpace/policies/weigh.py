@@ -1,6 +1,6 @@
 """Drafts against their costs: which drafter, and how deep, so that the batch emits most per second.
 
-    rate = tokens that all sequences of the pass are expected to emit / seconds of the step
+    rate = tokens that the sequences of the pass are expected to emit / seconds of the step
 
 A further level or node is worth it only if the rate rises. Sequences share a pass, so its price
 depends on all of them: they are settled one after the other, each with the others as they are or
@@ -8,7 +8,8 @@ were a step ago. A drafter that is not asked teaches nothing; it is probed now a
 allowance of time that bounds what may be lost, and again at once when a probe was kept.
 
 Sources: the rule, DSpark's and Sequoia's choice by measured cost (arXiv:2402.12374); rates as what
-to maximise, Goodput (SmartSpec), arXiv:2406.14066. The allowance and the margin are our own.
+to maximise, Goodput (SmartSpec), arXiv:2406.14066. The allowance, the margin and the mean over
+sequences (``outpace.policies.tally``) are our own.
 """
 
 from __future__ import annotations
@@ -16,16 +17,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from outpace.costs import Costs
 from outpace.policies.base import Evidence, Policy, PolicyRow
-from outpace.policies.expect import Belief, Pool, sizes
+from outpace.policies.expect import Belief, Pool, cuts, sizes
+from outpace.policies.tally import NONE, Option, Share, Tally
 from outpace.types import NOTHING, Budget, Choice, Load, Plan
 
-NONE = "none"
 PROBE_LEVELS, PROBE_GAP, LONGEST_GAP = 2, 8, 16
 """Depth of a probe, and steps between two of one drafter, which double while probes fail."""
 FIRST_ALLOWANCE, ALARM_ALLOWANCE, DEBT = 2.0, 1.5, 1.0
-"""In steps: at the start, after a change of text, and what a kept probe may borrow."""
+"""In steps: where a drafter is unknown, after a change of text, what a kept probe may borrow."""
+PROBE_LOSS = 0.4
+"""Most that one probe may lose, in steps: while a lookup copies well, others wait till it stops."""
+
+DOUBT, KEEP = 6.0, 0.95
+"""Tokens that a lookup must have promised before its word is doubted, and how slowly it is
+forgotten whether it kept it: lookups learn from refusals themselves, so this is for boasters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,32 +52,6 @@ class WeighConfig:
 
 
 @dataclass(slots=True)
-class Share:
-    """A sequence's part of a pass."""
-
-    drafter: str = NONE
-    kept: float = 0.0
-    nodes: int = 0
-    levels: int = 0
-
-
-@dataclass(slots=True)
-class Option:
-    """A drafter that may be asked, by how far it is let go."""
-
-    drafter: str
-    kept_D: Sequence[float]
-    """Tokens expected to be kept of the first 1, 2, ... levels; of nodes, if it gave a hint."""
-    nodes_D: Sequence[int]
-    hinted: bool
-
-    def share(self, cut: int) -> Share:
-        """The part of a pass that it would take."""
-        levels = 1 if self.hinted else cut
-        return Share(self.drafter, self.kept_D[cut - 1], self.nodes_D[cut - 1], levels)
-
-
-@dataclass(slots=True)
 class State:
     """What a policy knows of one sequence."""
 
@@ -82,7 +62,10 @@ class State:
     usual: str = NONE
     """The drafter, probes apart."""
     asked: Option | None = None
-    cut: int = 0
+    grant: tuple[int, int] = (0, 0)
+    """Nodes and depth that it may have."""
+    told: float = 0.0
+    """Tokens that it promised."""
     probing: bool = False
     again: str | None = None
     """A drafter whose probe was kept."""
@@ -95,86 +78,19 @@ class State:
     """Of the last step, its part."""
 
 
-class Tally:
-    """A pass under construction: all sequences but the one that is being settled."""
+@dataclass(slots=True)
+class _Known:
+    """What is known of a drafter, whatever the sequence."""
 
-    def __init__(self, costs: Costs, load: Load, shares: Sequence[Share]) -> None:
-        self._costs, self._load, self._shares = costs, load, shares
-        self.batch = max(load.batch, len(shares))
-        self._own = len(shares)
-        self._passed: dict[int, float] = {}  # rows -> seconds; the same few are asked for often
-
-    def passed(self, rows: int) -> float:
-        """Seconds of a pass over so many rows."""
-        found = self._passed.get(rows)
-        if found is None:
-            found = self._costs.passed(rows, self._load.context, self.batch)
-            self._passed[rows] = found
-        return found
-
-    def leave_out(self, index: int) -> None:
-        """Look at the pass without this sequence; -1 leaves out none."""
-        self._kept, self._draft = float(self.batch), self._costs.rest
-        self._rows = self._own + self._load.beside
-        self._deepest: dict[str, int] = {}
-        for i, share in enumerate(self._shares):
-            if i != index and share.levels:
-                self._kept += share.kept
-                self._rows += share.nodes
-                self._draft += self._costs.price(share.drafter)[0]
-                self._deepest[share.drafter] = max(
-                    share.levels, self._deepest.get(share.drafter, 0)
-                )
-        for name, levels in self._deepest.items():
-            self._draft += self._costs.price(name)[1] * levels
-
-    def alike(self, options: Sequence[Option]) -> Share:
-        """The part that a sequence would take if all others were like it."""
-        own, beside = self._own, self._load.beside
-        best = self.batch / (self.passed(own + beside) + self._costs.rest)
-        found = Share()
-        for option in options:
-            call, level = self._costs.price(option.drafter)
-            for cut in range(1, len(option.kept_D) + 1):
-                share = option.share(cut)
-                seconds = self.passed(own * (1 + share.nodes) + beside) + self._costs.rest
-                seconds += own * call + level * share.levels
-                rate = (self.batch + own * share.kept) / seconds
-                if rate > best:
-                    best, found = rate, share
-        return found
-
-    def total(self) -> float:
-        """Tokens per second, when no sequence is left out."""
-        return self._kept / (self._draft + self.passed(self._rows))
-
-    def seconds(self, share: Share) -> float:
-        """Of the step, if the sequence takes this part."""
-        spent = self._draft
-        if share.levels:
-            call, level = self._costs.price(share.drafter)
-            spent += call + level * max(0, share.levels - self._deepest.get(share.drafter, 0))
-        return spent + self.passed(self._rows + share.nodes)
-
-    def rate(self, share: Share) -> float:
-        """Tokens per second of the batch, if the sequence takes this part."""
-        return (self._kept + share.kept) / self.seconds(share)
-
-    def best(self, option: Option) -> tuple[float, int]:
-        """The rate of an option, and how far it is best let go."""
-        kept, rows, passed = self._kept, self._rows, self.passed
-        call, level = self._costs.price(option.drafter)
-        deepest = self._deepest.get(option.drafter, 0)
-        found, cut = 0.0, 1
-        for depth, (more, nodes) in enumerate(
-            zip(option.kept_D, option.nodes_D, strict=True), 1
-        ):
-            steps = max(0, (1 if option.hinted else depth) - deepest)
-            spent = self._draft + call + level * steps
-            rate = (kept + more) / (spent + passed(rows + nodes))
-            if rate > found:
-                found, cut = rate, depth
-        return found, cut
+    budget: Budget
+    learned: int
+    """Levels that the pool had taken in."""
+    cuts: list[tuple[tuple[int, int], int, float, float]]
+    """Nodes and depth asked for, width, nodes and levels expected; for every cut."""
+    chances: dict[int, list[float]]
+    """Width -> chance of each level."""
+    deepest: int
+    largest: int
 
 
 class Weighing(Policy):
@@ -187,7 +103,7 @@ class Weighing(Policy):
     def __init__(self, config: WeighConfig) -> None:
         super().__init__(config)
         self._pools: dict[str, Pool] = {}
-        self._sizes: dict[str, tuple[Budget, tuple[int, ...]]] = {}
+        self._known: dict[str, _Known] = {}
 
     def begin(self) -> State:
         """Nothing is known of the sequence but what others taught."""
@@ -200,20 +116,22 @@ class Weighing(Policy):
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
         """Cost: some microseconds per sequence, drafter and level."""
         before = [row.state.share for row in rows]
-        chances: dict[str, list[float]] = {}
         options_B = [
             [
                 option
                 for name, budget in self.candidates(row)
-                if (option := self._option(row, name, budget, chances)) is not None
+                if (option := self._option(row, name, budget)) is not None
             ]
             for row in rows
         ]
         shares = list(before)
         tally = Tally(self.costs, load, shares)
-        if len(rows) > 1 and not any(self.costs.price(one.drafter)[1] for one in shares):
-            # A level is paid for once, so it may pay for all together and for none alone.
-            shares[:] = [tally.alike(options) for options in options_B]
+        if len(rows) > 1 and not any(self._levelled(one.drafter) for one in shares):
+            margin = self.config.margin
+            shares[:] = [
+                tally.alike(options, margin) or one
+                for options, one in zip(options_B, before, strict=True)
+            ]
         plans = []
         for index, (row, options) in enumerate(zip(rows, options_B, strict=True)):
             tally.leave_out(index)
@@ -232,7 +150,7 @@ class Weighing(Policy):
         plans: list[Plan],
     ) -> None:
         """Give up a drafter that pays for each sequence only because others pay for it too."""
-        for name in {one.drafter for one in shares if self.costs.price(one.drafter)[1]}:
+        for name in {one.drafter for one in shares if self._levelled(one.drafter)}:
             users = [
                 i for i, row in enumerate(rows)
                 if shares[i].drafter == name and not row.state.probing
@@ -260,76 +178,102 @@ class Weighing(Policy):
             if row.state.asked is not None and row.state.asked.drafter == seen.drafter:
                 self._learn(row.state, row.state.asked, seen)
 
-    def _option(
-        self, row: PolicyRow, name: str, budget: Budget, chances: dict[str, list[float]]
-    ) -> Option | None:
+    def _option(self, row: PolicyRow, name: str, budget: Budget) -> Option | None:
         """What a drafter offers; None if it has nothing to propose or there is no room."""
         depth, nodes = row.limit.max_depth, row.limit.max_nodes
         if depth <= 0 or nodes <= 0:
             return None
         hint = row.hints.get(name)
         if hint is not None:
-            kept, promised = row.state.promised.get(name, (0.0, 0.0))
-            scale = min(2.0, max(0.05, (kept + 2.0) / (promised + 2.0)))
-            total, reach = 0.0, []
-            for chance in hint[:nodes]:
-                total += chance * scale
-                reach.append(total)
-            return Option(name, reach, range(1, len(reach) + 1), True) if reach else None
-        known = self._sizes.get(name)
-        if known is None or known[0] is not budget:
-            known = self._sizes[name] = (budget, sizes(budget))
-        levels = min(depth, len(known[1]))
-        if name not in chances:
-            if name not in self._pools:
-                self._pools[name] = Pool(*self.costs.kept(name))
-            chances[name] = self._pools[name].chances(len(known[1]))
+            return _told(row.state, name, hint[:nodes], min(depth, budget.max_depth))
+        known = self._know(name, budget)
         belief = row.state.beliefs.get(name)
         if belief is None:
             belief = row.state.beliefs[name] = Belief()
-        reach = belief.reach(chances[name][:levels])
-        return Option(name, reach, known[1][:levels], False) if reach else None
+        reach = {width: belief.reach(chance_D) for width, chance_D in known.chances.items()}
+        all_C = known.cuts
+        if depth < known.deepest or nodes < known.largest:
+            all_C = [cut for cut in all_C if cut[0][0] <= nodes and cut[0][1] <= depth]
+            if not all_C:
+                return None
+        asked_C, width_C, nodes_C, levels_C = zip(*all_C, strict=True)
+        kept_C = [
+            reach[width][ask[1] - 1] for ask, width in zip(asked_C, width_C, strict=True)
+        ]
+        return Option(name, kept_C, nodes_C, levels_C, asked_C, tree=budget.shape.beam > 0)
+
+    def _know(self, name: str, budget: Budget) -> _Known:
+        """What is known of a drafter before a look at the sequence."""
+        tree = budget.shape.beam > 0
+        pool = self._pools.get(name)
+        if pool is None:
+            width = budget.max_nodes if tree else 0
+            pool = self._pools[name] = Pool(*self.costs.kept(name), width)
+        found = self._known.get(name)
+        if found is not None and found.learned == pool.learned and found.budget is budget:
+            return found
+        if tree:
+            asks = cuts(budget)
+            deepest = {nodes: depth for nodes, depth in asks}  # the last one of each
+            all_C = [(ask, ask[0], *pool.growth.expect(*ask)) for ask in asks]
+            chances = {width: pool.chances(depth, width) for width, depth in deepest.items()}
+        else:
+            size_D = sizes(budget)
+            all_C = [
+                ((nodes, depth), 0, float(nodes), float(depth))
+                for depth, nodes in enumerate(size_D, 1)
+            ]
+            chances = {0: pool.chances(len(size_D))}
+        found = self._known[name] = _Known(
+            budget, pool.learned, all_C, chances,
+            max((ask[1] for ask, *_ in all_C), default=0),
+            max((ask[0] for ask, *_ in all_C), default=0),
+        )
+        return found
 
     def _settle(self, row: PolicyRow, options: list[Option], tally: Tally) -> Plan:
         """Pick for one sequence."""
         state: State = row.state
         nothing = Share()
-        rates, cuts = {NONE: tally.rate(nothing)}, {NONE: 0}
+        rates, cut_of = {NONE: tally.rate(nothing)}, {NONE: 0}
         for option in options:
-            rates[option.drafter], cuts[option.drafter] = tally.best(option)
+            rates[option.drafter], cut_of[option.drafter] = tally.best(option)
         of = {option.drafter: option for option in options}
         pick, reason = max(rates, key=lambda name: rates[name]), "best"
-        if pick != state.usual and rates[pick] < rates.get(state.usual, 0.0) * (
-            1.0 + self.config.margin
-        ):
+        margin = 1.0 + self.config.margin / self._parts(of.get(pick) or of.get(state.usual), tally)
+        if pick != state.usual and rates[pick] < rates.get(state.usual, 0.0) * margin:
             pick, reason = state.usual, "stay"
         state.usual = pick
         state.step += 1
-        share = of[pick].share(cuts[pick]) if pick in of else nothing
+        cut = cut_of[pick]
+        share = of[pick].share(cut) if pick in of else nothing
         step = tally.seconds(share)
         state.seconds = step / tally.batch
         if state.allowance is None:
-            new = any(not (one.hinted or self._measured(one.drafter)) for one in options)
+            new = any(not one.hinted and self._pools[one.drafter].young for one in options)
             state.allowance = FIRST_ALLOWANCE * step / tally.batch * new
         state.allowance += self.config.probe * step / tally.batch
         probe = self._probe(state, options, pick, rates[pick], step, tally)
         if probe is not None:
-            pick, reason = probe.drafter, "probe"
-            share = probe
+            pick, reason, cut = probe[0], "probe", probe[1]
+            share = of[pick].share(cut)
         state.probing, state.again = probe is not None, None
         state.share = share
-        state.asked, state.cut = of.get(pick), share.levels
+        state.asked = of.get(pick)
         choice = Choice(reason, rates)
         if pick == NONE:
             return Plan(NONE, NOTHING, choice)
         state.tried[pick] = state.step
-        return Plan(pick, self._budget(row, pick, of[pick], share), choice)
+        state.grant = of[pick].asked_C[cut]
+        state.told = (of[pick].told_C or (0.0,) * (cut + 1))[cut]
+        return Plan(pick, self._budget(row, pick, state.grant), choice)
 
     def _probe(
         self, state: State, options: list[Option], pick: str, rate: float, step: float, tally: Tally
-    ) -> Share | None:
-        """An idle drafter that it is time to try, if the allowance pays for it."""
-        found: tuple[int, Share, float] | None = None
+    ) -> tuple[str, int] | None:
+        """An idle drafter that it is time to try, and how far, if the allowance pays for it."""
+        found: tuple[int, str, int, float] | None = None
+        part = step / tally.batch
         for option in options:
             name = option.drafter
             # Who was measured beforehand need not be tried first of all.
@@ -337,29 +281,43 @@ class Weighing(Policy):
             due = age >= state.gap.get(name, PROBE_GAP) or name == state.again
             if option.hinted or name == pick or not due:
                 continue
-            share = option.share(min(PROBE_LEVELS, len(option.kept_D)))
-            seconds = tally.seconds(share)
-            loss = max(0.0, seconds - seconds * tally.rate(share) / rate)
+            worth, cut = tally.best(option, PROBE_LEVELS)
+            seconds = tally.seconds(option.share(cut))
+            loss = max(0.0, seconds - seconds * worth / rate)
             credit = state.allowance or 0.0
             if name == state.again:
-                credit += DEBT * step / tally.batch
-            if loss <= credit and (found is None or age > found[0]):
-                found = age, share, loss
+                credit += DEBT * part
+            if loss <= min(credit, PROBE_LOSS * step) and (found is None or age > found[0]):
+                found = age, name, cut, loss
         if found is None:
             return None
-        state.allowance = (state.allowance or 0.0) - found[2]
-        return found[1]
+        state.allowance = (state.allowance or 0.0) - found[3]
+        return found[1], found[2]
+
+    def _parts(self, option: Option | None, tally: Tally) -> int:
+        """Into how many parts the margin is split: rates are those of the batch.
+
+        A drafter with levels is settled for all together as well (``_together``), and what a lookup
+        says holds for this step. One that does neither is settled by each sequence alone, from
+        chances that waver: it gets the whole margin.
+        """
+        if option is None or option.hinted or self._levelled(option.drafter):
+            return tally.batch
+        return 1
+
+    def _levelled(self, drafter: str) -> bool:
+        """Whether its levels cost something, once for all who use it."""
+        return drafter != NONE and self.costs.price(drafter)[1] > 0.0
 
     def _measured(self, name: str) -> bool:
         """Whether acceptance was measured before the first request."""
         return bool(self.costs.kept(name)[1])
 
-    def _budget(self, row: PolicyRow, name: str, option: Option, share: Share) -> Budget:
+    def _budget(self, row: PolicyRow, name: str, grant: tuple[int, int]) -> Budget:
         own, limit = row.drafters[name], row.limit
-        depth = min(own.max_depth, limit.max_depth)
         return Budget(
-            max_nodes=min(share.nodes, own.max_nodes, limit.max_nodes),
-            max_depth=depth if option.hinted else min(depth, share.levels),
+            max_nodes=min(grant[0], own.max_nodes, limit.max_nodes),
+            max_depth=min(grant[1], own.max_depth, limit.max_depth),
             max_rows=min(own.max_rows, limit.max_rows),
             shape=own.shape,
             stop=own.stop,
@@ -369,13 +327,17 @@ class Weighing(Policy):
         if asked.hinted:
             pair = state.promised.setdefault(seen.drafter, [0.0, 0.0])
             if not seen.censored:
-                pair[0] = 0.9 * pair[0] + seen.accepted
-                pair[1] = 0.9 * pair[1] + state.share.kept
+                pair[0] = KEEP * pair[0] + seen.accepted
+                pair[1] = KEEP * pair[1] + state.told
             return
+        nodes, depth = state.grant
         # Silence where a level was asked for is a level that was not kept.
-        refused = not seen.censored and seen.accepted < state.cut
+        refused = not seen.censored and seen.accepted < depth
         pool, belief = self._pools[seen.drafter], state.beliefs[seen.drafter]
-        worse = belief.learn(pool, seen.accepted, refused)
+        width = nodes if asked.tree else 0
+        if asked.tree:
+            pool.growth.learn(nodes, depth, seen.drafted, seen.depth)
+        worse = belief.learn(pool, seen.accepted, refused, width)
         if state.probing and not refused:
             state.again = seen.drafter
             state.gap.pop(seen.drafter, None)
@@ -391,3 +353,22 @@ class Weighing(Policy):
                     state.tried.pop(name, None)
                     state.gap.pop(name, None)
             state.allowance = max(state.allowance or 0.0, ALARM_ALLOWANCE * state.seconds)
+
+
+def _told(
+    state: State, name: str, hint: Sequence[float], depth: int
+) -> Option | None:
+    """What a drafter offers that tells what it would propose."""
+    kept, promised = state.promised.get(name, (0.0, 0.0))
+    scale = min(2.0, max(0.05, (kept + DOUBT) / (promised + DOUBT)))
+    if not hint:
+        return None
+    total, told, kept_C, told_C = 0.0, 0.0, [], []
+    for chance in hint:
+        told += chance
+        total += min(1.0, chance * scale)
+        told_C.append(told)
+        kept_C.append(total)
+    sizes_C = range(1, len(hint) + 1)
+    asked_C = [(nodes, depth) for nodes in sizes_C]
+    return Option(name, kept_C, sizes_C, (1.0,) * len(hint), asked_C, told_C=told_C)

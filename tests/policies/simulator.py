@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from outpace.coins import KeyedCoins, Stream
 from outpace.policies.base import Evidence, PolicyRow
+from outpace.tree.shapes import budget
 from outpace.types import Budget, CostCurve, Load, RowRecord, StepRecord
 
 ROOMY = Budget(max_nodes=1 << 20, max_depth=1 << 20)
@@ -42,6 +43,24 @@ class Fake:
     def says(self, chances):
         """What a lookup tells of its draft: the truth."""
         return chances
+
+    def made(self, chances, asked):
+        """The draft that is made of them within a budget: chances of its levels, and its nodes."""
+        levels = chances[: min(asked.max_depth, asked.max_nodes)]
+        return levels, len(levels)
+
+
+@dataclass
+class Bush(Fake):
+    """A drafter whose drafts are trees: more nodes are kept more often, and cost rows."""
+
+    budget: Budget = field(default_factory=lambda: budget("dynamic", 8, 0))
+
+    def made(self, chances, asked):
+        """Siblings catch a part of what the first guess misses; unlikely ones are left out."""
+        nodes = asked.max_nodes
+        levels = [1 - (1 - c) ** nodes**0.25 for c in chances[: min(asked.max_depth, nodes)]]
+        return levels, min(nodes, round(len(levels) * (1 + nodes) / 3))
 
 
 @dataclass
@@ -92,15 +111,17 @@ class Simulator:
         expected_B, total = [], batch
         for i, plan in enumerate(plans):
             chances = [] if plan.drafter == "none" else drawn[i, plan.drafter][0]
-            chances = chances[: min(plan.budget.max_depth, plan.budget.max_nodes)]
+            nodes = 0
+            if chances:
+                chances, nodes = self.drafters[plan.drafter].made(chances, plan.budget)
             kept = 0
             while kept < len(chances) and self.random.random() < chances[kept]:
                 kept += 1
-            total += len(chances)
+            total += nodes
             levels[plan.drafter] = max(levels.get(plan.drafter, 0), len(chances))
             expected_B.append(1 + sum(reach(chances)))
-            evidence.append(Evidence(plan.drafter, len(chances), len(chances), kept, censor))
-            records.append(RowRecord(i, plan.drafter, len(chances), kept, (0,) * (kept + 1),
+            evidence.append(Evidence(plan.drafter, nodes, len(chances), kept, censor))
+            records.append(RowRecord(i, plan.drafter, nodes, kept, (0,) * (kept + 1),
                                      len(chances), censor, plan.choice))
         score = self.curve.seconds(total / batch, context, batch)
         draft = sum(self.drafters[n].level * d for n, d in levels.items() if n != "none")
@@ -133,6 +154,17 @@ def reach(chances):
 def rate(steps):
     """Expected tokens per second."""
     return sum(s.expected for s in steps) / sum(s.seconds for s in steps)
+
+
+def best_bush(fake, curve=CURVE, batch=1, context=64):
+    """Tokens per second of the best tree, nothing included."""
+    rates = [batch / curve.seconds(1, context, batch)]
+    for nodes in range(1, fake.budget.max_nodes + 1):
+        for depth in range(1, nodes + 1):
+            levels, drafted = fake.made([fake.parts[0]] * 8, Budget(nodes, depth))
+            seconds = curve.seconds(1 + drafted, context, batch) + fake.level * depth
+            rates.append(batch * (1 + sum(reach(levels))) / seconds)
+    return max(rates)
 
 
 def best_fixed(chance, level, deepest=16, curve=CURVE, batch=1, context=64):

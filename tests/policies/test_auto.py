@@ -1,9 +1,19 @@
 import pytest
 
+from outpace.policies import weigh
 from outpace.policies.auto import Auto, AutoConfig
 from outpace.policies.base import PolicyRow
 from outpace.types import NOTHING, KnownDrafter, Load
-from tests.policies.simulator import CURVE, PASS, Fake, Simulator, best_fixed, rate
+from tests.policies.simulator import (
+    CURVE,
+    PASS,
+    Bush,
+    Fake,
+    Simulator,
+    best_bush,
+    best_fixed,
+    rate,
+)
 
 
 class Faithful(Auto):
@@ -46,6 +56,45 @@ STILL = {
 @pytest.mark.parametrize("case", STILL)
 def test_regret_is_at_most_five_percent(case):
     assert mean_share(STILL[case]) > 0.95
+
+
+BUSHES = {
+    "levels cost little": (Bush([0.5], 0.0005), 1),
+    "levels cost much": (Bush([0.5], 0.003), 1),
+    "a good one": (Bush([0.75], 0.0015), 1),
+    "rows cost more": (Bush([0.5], 0.002), 8),
+}
+
+
+def bush_share(case, seeds=3):
+    fake, batch = BUSHES[case]
+    found = 0.0
+    for seed in range(seeds):
+        simulator = Simulator(Auto(AutoConfig()), {"tree": fake}, seed)
+        steps = [simulator.step(batch=batch) for _ in range(400 // batch)]
+        tokens = sum(one.expected for step in steps for one in step)
+        found += tokens / sum(step[0].seconds for step in steps) / best_bush(fake, batch=batch)
+    return found / seeds
+
+
+@pytest.mark.parametrize("case", BUSHES)
+def test_trees_are_as_wide_and_as_deep_as_pays(case):
+    assert bush_share(case) > 0.95
+
+
+def test_the_tree_test_can_fail(monkeypatch):
+    """Planted bug: a level is asked for with every node, and a node with every level."""
+    monkeypatch.setattr(weigh, "cuts", lambda budget: tuple((n, n) for n in range(1, 9)))
+    assert bush_share("levels cost much") < 0.95
+
+
+@pytest.mark.parametrize(("most", "disturbed"), [(weigh.PROBE_LOSS, False), (9.0, True)])
+def test_while_a_lookup_copies_well_nobody_is_tried(monkeypatch, most, disturbed):
+    """Eight passes may be all that an answer takes; what was not tried by then is not missed."""
+    monkeypatch.setattr(weigh, "PROBE_LOSS", most)
+    drafters = {"look": Fake([says(0.97, 1.0, nodes=16)]), "m": Fake([0.6], 0.002)}
+    steps = Simulator(Auto(AutoConfig()), drafters).run(10)
+    assert any(s.drafter == "m" for s in steps) == disturbed
 
 
 CHANGES = {

@@ -1,0 +1,174 @@
+"""What a pass brings and costs, while it is settled sequence by sequence who drafts what in it.
+
+    rate = sequences * geometric mean of the tokens that each is expected to emit / seconds
+
+For one sequence, or for several alike, these are the tokens of the pass per second. Where they are
+not alike, every sequence's own speed counts the same: one that copies twenty tokens at a time does
+not make the others wait for its rows, nor their guesses worthless. (By the sum, it would run ahead,
+and leave a small batch of slow sequences behind.)
+
+Sequences share a pass, and the levels of a drafter, so the price of a draft depends on what the
+others take. A row costs what the pass costs more with it: in a batch none is free.
+
+Shape letters: C cuts of an option, from the shortest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outpace.costs import Costs
+from outpace.types import Load
+
+NONE = "none"
+
+
+@dataclass(slots=True)
+class Share:
+    """A sequence's part of a pass."""
+
+    drafter: str = NONE
+    kept: float = 0.0
+    nodes: float = 0.0
+    """Expected: a tree that finds nothing likely stays smaller than it may be."""
+    levels: float = 0.0
+    """Of drafting, expected as well; 1 if nothing tells levels apart."""
+
+
+@dataclass(slots=True)
+class Option:
+    """A drafter that may be asked, by how far it is let go."""
+
+    drafter: str
+    kept_C: Sequence[float]
+    """Tokens expected to be kept."""
+    nodes_C: Sequence[float]
+    levels_C: Sequence[float]
+    asked_C: Sequence[tuple[int, int]]
+    """Nodes and depth that it is granted."""
+    told_C: Sequence[float] | None = None
+    """Tokens that it promises itself, if it gave a hint."""
+    tree: bool = False
+    """Whether its levels may have several nodes, and fewer than granted."""
+
+    @property
+    def hinted(self) -> bool:
+        """Whether it told what it would propose."""
+        return self.told_C is not None
+
+    def share(self, cut: int) -> Share:
+        """The part of a pass that it would take."""
+        return Share(self.drafter, self.kept_C[cut], self.nodes_C[cut], self.levels_C[cut])
+
+
+class Tally:
+    """A pass under construction: all sequences but the one that is being settled.
+
+    Args:
+        costs: of passes and drafts.
+        load: of the step.
+        shares: what every sequence takes, or took a step ago; may change between calls.
+    """
+
+    def __init__(self, costs: Costs, load: Load, shares: Sequence[Share]) -> None:
+        self._costs, self._load, self._shares = costs, load, shares
+        self.batch = max(load.batch, len(shares))
+        self._each = 1.0 / self.batch
+        self._own = len(shares)
+        self._passed: dict[int, float] = {}  # rows -> seconds; the same few are asked for often
+        self._users: dict[str, int] = {}
+        self._deepest: dict[str, float] = {}
+
+    def passed(self, rows: float) -> float:
+        """Seconds of a pass over so many rows, on average."""
+        low = int(rows)
+        more = rows - low
+        found = self._of(low)
+        return found if more <= 0.0 else found + more * (self._of(low + 1) - found)
+
+    def _of(self, rows: int) -> float:
+        found = self._passed.get(rows)
+        if found is None:
+            found = self._costs.passed(rows, self._load.context, self.batch)
+            self._passed[rows] = found
+        return found
+
+    def leave_out(self, index: int) -> None:
+        """Look at the pass without this sequence; -1 leaves out none."""
+        emitted, self._draft = 1.0, self._costs.rest
+        self._rows: float = self._own + self._load.beside
+        self._users, self._deepest = {}, {}
+        for i, share in enumerate(self._shares):
+            if i != index and share.levels:
+                name = share.drafter
+                emitted *= 1.0 + share.kept
+                self._rows += share.nodes
+                self._draft += self._costs.price(name)[0]
+                self._users[name] = self._users.get(name, 0) + 1
+                self._deepest[name] = max(share.levels, self._deepest.get(name, 0.0))
+        for name, levels in self._deepest.items():
+            self._draft += self._costs.price(name, self._users[name])[1] * levels
+        self._mean = self.batch * math.pow(emitted, self._each)
+
+    def _joined(self, name: str) -> tuple[float, float, float]:
+        """What a further user of a drafter adds: at once, per level; and what others paid."""
+        users = self._users.get(name, 0)
+        call, level = self._costs.price(name, users + 1)
+        paid = self._deepest.get(name, 0.0)
+        if paid:
+            call -= self._costs.price(name, users)[1] * paid
+        return call, level, paid
+
+    def alike(self, options: Sequence[Option], margin: float) -> Share | None:
+        """The part that a sequence would take of a drafter that nobody uses, if all were like it.
+
+        A level is paid for once, so it may pay for all together and for none alone. None: it does
+        not, by less than the margin.
+        """
+        own, beside = self._own, self._load.beside
+        best = (1.0 + margin) * self.batch / (self.passed(own + beside) + self._costs.rest)
+        found = None
+        for option in options:
+            call, level = self._costs.price(option.drafter, own)
+            for cut in range(len(option.kept_C) if level > 0.0 else 0):
+                share = option.share(cut)
+                seconds = self.passed(own * (1 + share.nodes) + beside) + self._costs.rest
+                seconds += own * call + level * share.levels
+                rate = self.batch * math.pow(1.0 + share.kept, own * self._each) / seconds
+                if rate > best:
+                    best, found = rate, share
+        return found
+
+    def total(self) -> float:
+        """The rate, when no sequence is left out."""
+        return self._mean / (self._draft + self.passed(self._rows))
+
+    def seconds(self, share: Share) -> float:
+        """Of the step, if the sequence takes this part."""
+        spent = self._draft
+        if share.levels:
+            call, level, paid = self._joined(share.drafter)
+            spent += call + level * max(paid, share.levels)
+        return spent + self.passed(self._rows + share.nodes)
+
+    def rate(self, share: Share) -> float:
+        """The rate of the batch, if the sequence takes this part."""
+        return self._mean * math.pow(1.0 + share.kept, self._each) / self.seconds(share)
+
+    def best(self, option: Option, deepest: float = float("inf")) -> tuple[float, int]:
+        """The rate of an option, and how far it is best let go; within so many levels."""
+        call, level, paid = self._joined(option.drafter)
+        before, rows, mean, each = self._draft + call, self._rows, self._mean, self._each
+        found, at = 0.0, 0
+        for cut, (more, nodes, levels) in enumerate(
+            zip(option.kept_C, option.nodes_C, option.levels_C, strict=True)
+        ):
+            if cut and levels > deepest:
+                continue
+            spent = before + level * (levels if levels > paid else paid)
+            rate = mean * math.pow(1.0 + more, each) / (spent + self.passed(rows + nodes))
+            if rate > found:
+                found, at = rate, cut
+        return found, at
