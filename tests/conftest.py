@@ -1,7 +1,9 @@
-"""What all tests share: no network, no user folders, one embedded model per session."""
+"""What all tests share: no network, no user folders, what is dear and always the same made once."""
 
 import os
 import tempfile
+
+import pytest
 
 # Before torch is imported, here and in child processes: two threads that wait for each other on a
 # machine where something else runs take minutes for what one does in a second (LOG.md).
@@ -12,3 +14,28 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 _FOLDERS = tempfile.TemporaryDirectory(prefix="outpace-tests-")
 os.environ["OUTPACE_CACHE"] = os.path.join(_FOLDERS.name, "cache")
 os.environ["OUTPACE_DATA"] = os.path.join(_FOLDERS.name, "data")
+
+
+@pytest.fixture(scope="session")
+def laws():
+    """What enumeration says of all verifiers."""
+    from outpace.analysis.law import check_laws
+
+    return check_laws()
+
+
+@pytest.fixture(scope="session")
+def oracles():
+    """What their oracles say of all verifiers."""
+    from outpace.analysis.agreement import check_oracle
+
+    return check_oracle()
+
+
+@pytest.fixture
+def enumerated_once(laws, oracles, monkeypatch):
+    """`check` has levels 1 and 2, which know neither model nor chance, from those who test them."""
+    from outpace.analysis import check
+
+    monkeypatch.setattr(check, "check_laws", lambda: laws)
+    monkeypatch.setattr(check, "check_oracle", lambda: oracles)

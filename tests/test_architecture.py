@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "errors": "",
     "law": "",
     "clock": "",
-    "files": "",
+    "files": "errors",
     "curve": "",
     "config": "errors",
     "registry": "errors",
@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "verifiers.base": "errors types coins",
     "policies.base": "types coins costs",
     # The step knows contracts and no implementation, so methods may stand on it.
-    "step": "types coins sampling tree cache.base models.base drafters.base verifiers.base"
+    "step": "errors types coins sampling tree cache.base models.base drafters.base verifiers.base"
     " policies.base",
     # The implementations. A policy sees numbers only; a verifier sees laws and coins only.
     "cache": "errors tree cache.base",

@@ -40,6 +40,10 @@ def test_every_name_is_documented_with_its_public_methods(name):
             assert inspect.getdoc(value), f"{name}.{member} has no docstring"
 
 
+def test_the_public_names_are_shown():
+    assert set(PUBLIC) <= set(dir(outpace))
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'Enginee'"):
         _ = outpace.Enginee

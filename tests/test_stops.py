@@ -173,13 +173,11 @@ def test_reasons(settings, tokens, length, reason, text):
         assert checker.generated == length
         checker.close()
         assert checker.text == text
-        assert checker.remaining == 0
 
 
 def test_without_a_tokenizer():
     checker = StopChecker(SamplingParams(max_new_tokens=5), frozenset({EOS}))
     assert checker.cut([1, 2]) == (2, None)
-    assert checker.remaining == 3
     assert checker.cut([3, EOS, 4]) == (2, "stop")
     assert checker.text == checker.take() == ""
     with pytest.raises(RequestError, match=r"stop strings \('x',\) need a tokenizer"):

@@ -1,17 +1,14 @@
 """A draft model of another tokenizer: text kept in step, shared laws, and exact output laws."""
 
 import random
-from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import pytest
 import tokenizers
 import torch
 
 from outpace import Engine, ModelError, SpecError
-from outpace.analysis.enumeration import EnumeratingCoins, fates
-from outpace.analysis.tables import RIGHT, distance
+from outpace.analysis.tables import RIGHT
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
 from outpace.drafters.compose import cross_vocabulary, shared_law
@@ -29,23 +26,20 @@ from outpace.models.text import SPACE_MARK, Tokenizer
 from outpace.models.tiny import TableTarget, tiny, tiny_tokenizer
 from outpace.models.zoo import open_checkpoint
 from outpace.params import SamplingParams
-from outpace.policies.fixed import Fixed, FixedConfig
 from outpace.sampling import Warp
-from outpace.step import Machine, prefill, step
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import CHAIN, widths
 from outpace.types import (
-    NOTHING,
     Budget,
     Draft,
     Drawn,
-    Feed,
     Group,
     Outcome,
     Scored,
     Verdict,
 )
 from tests.drafters.strangers import letters, stranger_tokenizer, table, write_stranger
+from tests.drafters.support import Telling
 
 SAMPLE = (
     "Hello, world!  3.14159 it's WE'LL 1234567 the other one\n\n\tdef f(x):\n        return x**2 "
@@ -387,83 +381,28 @@ class Case:
         if self.lookup:
             inner = Cascade([self.model], Suffix(SuffixConfig()), read_k("2,1/1"))
         self.cross = CrossVocabulary(inner, self.model, self.target, self.by)
-        self.machine = Machine(
-            self.target, self.target.new_cache(), {"x": self.cross}, Fixed(FixedConfig())
+        size = len(self.shape.parent_N or ()) or self.depth
+        self.told = Telling(
+            self.target, self.cross, PROMPT, self.length, RIGHT[self.verifier],
+            Budget(size, size, shape=self.shape), self.params,
         )
 
     def error(self):
         """Largest error of the law of the emitted tokens."""
         self.drafted = self.accepted = 0.0
-        done, open_ = defaultdict(float), {((), frozenset()): 1.0}
-        while open_:
-            state = min(open_, key=lambda s: len(s[0]))
-            weight = open_.pop(state)
-            for fate, after in fates(partial(self._on, state, weight), dict(state[1])):
-                share = weight * fate.weight
-                if len(after[0]) == self.length:
-                    done[after[0]] += share
-                else:
-                    open_[after] = open_.get(after, 0.0) + share
-        return distance(done, self._p, 3, self.length)
+        return self.told.error(self._on, ((), frozenset()))
 
-    def _p(self, context):
-        warp = Warp(self.params, PROMPT, frozenset(), 3)
-        warp.advance(context)
-        return warp.law(self.target.law_after((*PROMPT, *context)).log())
-
-    def _on(self, state, weight, fate):
+    def _on(self, state, fate):
         emitted, _ = state
-        cache, text = self.machine.cache, (*PROMPT, *emitted)
-        row = Row(self, fate, self.cross.begin(Request(prompt=text)), cache.open(), emitted)
+        row = self.told.begin(fate, emitted)
         if emitted:
-            fed = text[:-1]
-            scored = self.target.score([Feed.chain(row.slot, fed, want=())], cache)
-            cache.keep(row.slot, range(len(fed)))
-            self.cross.observe([row.states["x"]], [Outcome(
-                Draft(), scored.of(0), Verdict((), text[-1:]), fed, tuple(range(len(fed))), 0,
-                forced=True,
-            )])  # fmt: skip
-            (outcome,) = step(self.machine, [row])
+            self.told.read(row)
+            outcome = self.told.step(row)
             self.drafted += len(outcome.draft) > 0
             self.accepted += len(outcome.verdict.kept) > 0
         else:
-            prefill(self.machine, [row])
-        pending = len(row.tokens) - 1
-        live = frozenset((c, at) for c, at in fate.known.items() if c[3] >= pending)
-        self.cross.end(row.states["x"])
-        cache.close(row.slot)
-        return tuple(row.tokens[len(PROMPT) :]), live
-
-
-class Row:
-    number, policy_state = 0, None
-
-    def __init__(self, case, fate, state, slot, emitted):
-        self.case, self.fate, self.slot = case, fate, slot
-        self.tokens = [*PROMPT, *emitted]
-        self.warp = Warp(case.params, PROMPT, frozenset(), 3)
-        self.warp.advance(emitted)
-        self.states = {"x": state}
-        size = len(case.shape.parent_N or ()) or case.depth
-        self.budgets = {"x": Budget(size, size, shape=case.shape)}
-        self.verifiers = {"x": RIGHT[case.verifier], "none": RIGHT[case.verifier]}
-
-    @property
-    def missing(self):
-        return self.case.length + len(PROMPT) - len(self.tokens)
-
-    def coins(self, stream):
-        return EnumeratingCoins(self.fate, 0, len(self.tokens) - 1, stream)
-
-    def room(self):
-        return Budget(1 << 20, self.missing) if self.missing > 0 else NOTHING
-
-    def cut(self, verdict):
-        return verdict.cut(self.missing)
-
-    def extend(self, outcome):
-        self.tokens.extend(outcome.verdict.emitted)
-        self.warp.advance(outcome.verdict.emitted)
+            self.told.prefill(row)
+        return self.told.end(row)
 
 
 SETTINGS = SamplingParams(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4)

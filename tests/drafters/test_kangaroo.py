@@ -21,7 +21,6 @@ from outpace.drafters.heads.adapter_rows import AdapterRows
 from outpace.drafters.heads.kangaroo import Doubt, Kangaroo, KangarooConfig
 from outpace.drafters.shallow import ShallowRows
 from outpace.law import VocabMap
-from outpace.models.decoder import Decoder
 from outpace.models.passes import PassRows
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
@@ -32,6 +31,7 @@ from outpace.train.objectives.kangaroo import KangarooObjective, KangarooTrainin
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import budget
 from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Outcome, Shape, Signals, Verdict
+from tests.drafters.support import count_rows, without_hand_over
 
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42, 43, 44], [77]]
 TEXT = [5, 9, 11, 40, 7, 150, 5, 9, 12, 77, 8]
@@ -112,14 +112,7 @@ def test_the_text_is_plain_text_in_bfloat16_too(known, tmp_path):
 def test_every_layer_runs_once_per_drafted_token(
     engine, target, objective, monkeypatch, spec, temperature
 ):
-    rows, real_layers = [0] * target.num_layers, Decoder._layers
-
-    def counting(self, x_TH, layers, spans, *rest):
-        for layer in layers:
-            rows[layer] += sum(len(span.stored) for span in spans)
-        return real_layers(self, x_TH, layers, spans, *rest)
-
-    monkeypatch.setattr(Decoder, "_layers", counting)
+    rows = count_rows(monkeypatch, target)
     spec = f"kangaroo[model={objective.folder} {spec}]"
     settings = {**LONG, "temperature": temperature, "reproducible": False}
     results = engine.generate(PROMPTS, drafter=spec, **settings)
@@ -127,17 +120,7 @@ def test_every_layer_runs_once_per_drafted_token(
     prompt = sum(map(len, PROMPTS))
     assert rows == [prompt + passed] * target.num_layers
     # The count can fail: without the hand-over, rows below the exit are computed again.
-    drafter = engine.method(spec).drafter
-    real = drafter.propose
-
-    def forgetful(given):
-        drafts = []
-        for row, draft in zip(given, real(given), strict=True):
-            row.lease.cache.drop(row.lease.slot)
-            drafts.append(Draft(draft.token_N, draft.parent_N, draft.groups, draft.laws))
-        return drafts
-
-    monkeypatch.setattr(drafter, "propose", forgetful)
+    without_hand_over(monkeypatch, engine.method(spec).drafter)
     rows[:] = [0] * target.num_layers
     again = engine.generate(PROMPTS, drafter=spec, **settings)
     assert tokens(again) == tokens(results) and rows[0] > rows[-1] == prompt + passed

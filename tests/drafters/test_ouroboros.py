@@ -1,14 +1,12 @@
 """Ouroboros: where phrases come from, where they go, what they save, and exact laws with them."""
 
-from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from outpace import Engine, ModelError, SpecError
-from outpace.analysis.enumeration import EnumeratingCoins, fates
-from outpace.analysis.tables import RIGHT, distance
+from outpace.analysis.tables import RIGHT
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
 from outpace.drafters.compose.ouroboros import Ouroboros, OuroborosConfig
@@ -16,12 +14,11 @@ from outpace.drafters.compose.phrases import Phrases, Pool, discarded
 from outpace.drafters.lm.draft_model import DraftModel
 from outpace.models.tiny import TableTarget
 from outpace.params import SamplingParams
-from outpace.policies.fixed import Fixed, FixedConfig
 from outpace.sampling import Warp
-from outpace.step import Machine, prefill, step
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import parse_shape
-from outpace.types import NOTHING, ROOT, Budget, Draft, Drawn, Group, Law, Outcome, Verdict
+from outpace.types import ROOT, Budget, Draft, Drawn, Group, Law, Outcome, Verdict
+from tests.drafters.support import Telling
 
 # Phrases ---------------------------------------------------------------------------------------
 
@@ -147,36 +144,6 @@ def test_a_dynamic_tree_leaves_room_for_phrases():
 PROMPT = (0, 1, 0, 0, 1, 1, 0)
 
 
-class Row:
-    """One sequence of an enumerated request."""
-
-    number, policy_state = 0, None
-
-    def __init__(self, fate, state, slot, verifier, params, length):
-        self.fate, self.slot, self.length = fate, slot, length
-        self.tokens, self.states = list(PROMPT), {"o": state}
-        self.warp = Warp(params.resolved(None), PROMPT, frozenset(), 2)
-        self.budgets = {"o": Budget(5, 5)}
-        self.verifiers = {"o": verifier, "none": verifier}
-
-    @property
-    def missing(self):
-        return len(PROMPT) + self.length - len(self.tokens)
-
-    def coins(self, stream):
-        return EnumeratingCoins(self.fate, 0, len(self.tokens) - 1, stream)
-
-    def room(self):
-        return Budget(1 << 20, self.missing) if self.missing > 0 else NOTHING
-
-    def cut(self, verdict):
-        return verdict.cut(self.missing)
-
-    def extend(self, outcome):
-        self.tokens.extend(outcome.verdict.emitted)
-        self.warp.advance(outcome.verdict.emitted)
-
-
 def law_error(verifier, faster, plant=lambda state, draft: draft, length=4, temperature=1.0):
     """Largest error of the law of a whole text, over every way that the coins can fall."""
     target = TableTarget.random(3, 2)
@@ -185,30 +152,22 @@ def law_error(verifier, faster, plant=lambda state, draft: draft, length=4, temp
     drafter.propose = lambda rows: [
         plant(row.state, draft) for row, draft in zip(rows, real(rows), strict=True)
     ]
-    machine = Machine(target, target.new_cache(), {"o": drafter}, Fixed(FixedConfig()))
-    params = SamplingParams(temperature=temperature)
+    told = Telling(
+        target, drafter, PROMPT, length, RIGHT[verifier], Budget(5, 5),
+        SamplingParams(temperature=temperature),
+    )
     hung = []
 
-    def told(fate):
-        state = drafter.begin(Request(prompt=PROMPT))
-        row = Row(fate, state, machine.cache.open(), RIGHT[verifier], params, length)
-        while len(row.tokens) == len(PROMPT):
-            prefill(machine, [row])
+    def whole(_, fate):
+        row = told.begin(fate)
+        told.prefill(row)
         while row.missing:
-            (outcome,) = step(machine, [row])
-            hung.append(len(outcome.draft) > 1)
-        drafter.end(state)
-        machine.cache.close(row.slot)
-        return tuple(row.tokens[len(PROMPT) :])
+            hung.append(len(told.step(row).draft) > 1)
+        return told.end(row)
 
-    found = defaultdict(float)
-    for fate, tokens in fates(told):
-        found[tokens] += fate.weight
+    error = told.error(whole, ((), frozenset()))
     assert any(hung), "phrases were hung"
-    warp = Warp(params.resolved(None), PROMPT, frozenset(), 2)
-    return distance(
-        found, lambda path: warp.law(target.law_after((*PROMPT, *path)).log()), 2, length
-    )
+    return error
 
 
 @pytest.mark.parametrize("faster", [False, True])

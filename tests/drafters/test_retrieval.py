@@ -140,7 +140,7 @@ def test_what_cannot_be_built_is_refused_and_leaves_nothing(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
     (tmp_path / "c.txt").write_text("")
     out = tmp_path / "out.store"
-    for name, fault in (("a.jsonl", "line 2 is not JSON"), ("b.txt", "not UTF-8"),
+    for name, fault in (("a.jsonl", "line 2 is not JSON"), ("b.txt", r"not UTF-8 text \(byte 3\)"),
                         ("c.txt", "hold no text"), ("d.txt", "cannot read")):
         with pytest.raises(RequestError, match=fault):
             build_datastore([tmp_path / name], TOKENIZER, out)

@@ -15,15 +15,10 @@ from outpace.verifiers.tree import Tree, TreeConfig
 TREE = RIGHT["tree"]
 
 
-@pytest.fixture(scope="module")
-def reports():
-    return check_laws()
-
-
 @pytest.mark.parametrize("name", RIGHT)
-def test_the_output_has_the_targets_law(reports, name):
-    assert reports[name].cases > 50
-    assert reports[name].error < 1e-12
+def test_the_output_has_the_targets_law(laws, name):
+    assert laws[name].cases > 50
+    assert laws[name].error < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -33,8 +28,8 @@ def test_the_output_has_the_targets_law(reports, name):
         ("greedy_plus_one", 10), ("traversal", 22), ("coupled", 5),
     ],
 )
-def test_known_wrong_rules_are_caught(reports, name, bugs):
-    report = reports[name]
+def test_known_wrong_rules_are_caught(laws, name, bugs):
+    report = laws[name]
     assert report.missed == ()
     assert report.planted_bugs_caught == report.planted_bugs == bugs
 

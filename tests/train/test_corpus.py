@@ -64,7 +64,7 @@ def test_an_answer_that_is_known_opens_a_conversation(tmp_path):
         ("a.jsonl", '{"prompt": "x"}\n{', "line 2 is no JSON"),
         ("a.json", "[1]", "row 1 is no JSON object"),
         ("a.txt", "\n", "gives no prompt"),
-        ("a.txt", b"\xff\xfe", "no UTF-8"),
+        ("a.txt", b"a\xff\xfe", r"not UTF-8 text \(byte 1\)"),
     ],
 )
 def test_bad_files_are_named_with_the_row(tmp_path, name, content, message):

@@ -1,9 +1,7 @@
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -21,6 +19,7 @@ from outpace.train.generate import (
 )
 from outpace.train.progress import Tick
 from outpace.train.tokens import TokenStore
+from tests.support import until
 
 PROMPTS = [CorpusPrompt(messages=({"role": "user", "content": f"tell {i}"},), source=0)
            for i in range(7)]  # fmt: skip
@@ -135,12 +134,13 @@ def test_a_killed_process_loses_no_shard(tmp_path, engine):
                          config, say=lambda tick: None)
     """)
     child = subprocess.Popen([sys.executable, "-c", code])
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("tokens-*.safetensors"))) < 3:
-        assert time.monotonic() < deadline and child.poll() is None
-        time.sleep(0.02)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+    try:
+        until(lambda: child.poll() is not None
+              or len(list(tmp_path.glob("tokens-*.safetensors"))) >= 3, 60)
+        assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait()
     left = contents(TokenStore.open(tmp_path))
     assert len(left) > 5
     more = GenerateConfig(tokens=sum(len(ids) - p for ids, p, _ in left.values()) + 50,

@@ -1,10 +1,12 @@
 """Learning from verified passes: what is kept, what is learned, what survives, who judges."""
 
+import inspect
 import json
 import os
 import shutil
 import signal
-import time
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +24,7 @@ from outpace.train.online_data import Buffer, Marks, OnlineConfig, Piece, accept
 from outpace.train.online_disk import BASE, Versions
 from outpace.train.online_topics import ENOUGH, Router
 from outpace.types import Draft, Outcome, Scored, Verdict
+from tests.support import until
 
 QUICK = OnlineConfig(
     held_out=0.25, least_held=64, held_rows=160, round_rows=384, unit_tokens=512, update_units=1,
@@ -427,23 +430,47 @@ def test_whenever_it_dies_the_state_loads(tmp_path, monkeypatch):
 
 def test_kill_9(tmp_path):
     about, folder = {"target_digest": "x"}, tmp_path / "b"
+    # A process of its own, in which no thread runs, so that it may fork: a writer per line.
+    code = f"""
+import os, sys
+from pathlib import Path
+from outpace import files
+from outpace.train.online_disk import Versions
+{inspect.getsource(little)}
+for _ in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        try:
+            versions = Versions(Path({str(folder)!r}), {about!r})
+            for _ in range(20_000):
+                versions.add(lambda path: little(path, 1), {{}})
+        finally:
+            os._exit(1)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+    forks = subprocess.Popen([sys.executable, "-c", code], text=True,
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
     number = 0
-    for turn in range(4):
-        child = os.fork()
-        if child == 0:
+    with forks:
+        for turn in range(4):
+            print(turn, file=forks.stdin, flush=True)
+            child = int(forks.stdout.readline())
             try:
-                versions = Versions(folder, about)
-                while True:
-                    versions.add(lambda path: little(path, 1), {})
+                until(lambda last=number + 2 + turn: newest(folder) >= last)
             finally:
-                os._exit(1)
-        time.sleep(0.03 + 0.017 * turn)
-        os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-        found = whole(folder, about) if folder.exists() else 0
-        assert found >= number
-        number = found
-    assert number > 0
+                os.kill(child, signal.SIGKILL)
+            assert int(forks.stdout.readline()) == -signal.SIGKILL
+            found = whole(folder, about)
+            assert found > number
+            number = found
+        forks.stdin.close()
+        assert forks.wait(20) == 0
+
+
+def newest(folder):
+    """Number of the last version that a process has begun to write."""
+    return max((int(path.name[1:]) for path in folder.glob("v*")), default=0)
 
 
 def test_damage_falls_back_to_the_parent_and_a_wrong_folder_is_said(tmp_path):
