@@ -33,7 +33,8 @@ def untold(text, name, files, sources):
 def about(folder):
     told = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
     name = folder.relative_to(shipped_folder()).as_posix()
-    return name, [file.name for file in sorted(folder.iterdir())], told["data"]["sources"]
+    sources = [source for work in told["data"]["plans"] for source in work["sources"]]
+    return name, [file.name for file in sorted(folder.iterdir())], sources
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
