@@ -49,10 +49,7 @@ def is_core(name: str) -> bool:
     """Whether every method stands on this file."""
     _, *folders, file = name.split("/") if "/" in name else ("", name)
     if not folders:
-        # A table with a row per method grows with the methods; no step reads or writes a file.
-        return file not in ("registry.py", "files.py")
-    if folders[0] == "tree":
-        return file != "optimal.py"  # a search for templates; what a step grows is given to it
+        return file != "registry.py"  # a table with a row per method grows with the methods
     if folders[0] == "models":
         return file.removesuffix(".py") in CORE_MODELS
     # What the methods of one family share is theirs; every method stands on the contract alone.

@@ -1,6 +1,6 @@
 """How often the first, second, ... sibling of a node is the one accepted, and the best tree for it.
 
-These are the numbers that the best template follows from (``outpace.tree.optimal``). They are
+These are the numbers that the best template follows from (``outpace.analysis.best_tree``). They are
 counted below the pending token, where every pass of a real run looks: the drafter draws so many
 siblings as it would in any tree, and the verifier judges them.
 """
@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outpace.analysis.best_tree import best_size, expected, optimal
 from outpace.analysis.cost import ROWS, curve_for, draft_cost_for
 from outpace.analysis.watch import watched
 from outpace.config import MethodSpec
 from outpace.engine.engine import Engine
 from outpace.errors import RequestError
 from outpace.params import SamplingParams
-from outpace.tree.optimal import best_size, expected, optimal
 from outpace.tree.shapes import MAX_NODES
 from outpace.tree.shapes import depth as levels_of
 from outpace.types import ROOT, Outcome, Shape

@@ -15,19 +15,7 @@ from outpace.costs import Costs
 from outpace.drafters.base import Request
 from outpace.engine.method import Method, make
 from outpace.engine.portfolio import Portfolio
-from outpace.engine.requests import (
-    Prompt,
-    Ready,
-    Reference,
-    Wanted,
-    as_prompts,
-    as_reference,
-    check,
-    each,
-    encode,
-    settle,
-    together,
-)
+from outpace.engine.requests import Ready, Wanted, check, each, settle, together
 from outpace.engine.results import Chunk, Result
 from outpace.engine.scheduler import run
 from outpace.engine.sequence import Sequence as Running
@@ -35,6 +23,7 @@ from outpace.engine.sequence import Setup
 from outpace.errors import RequestError
 from outpace.models.base import Target
 from outpace.models.load import load_target
+from outpace.models.prompts import Prompt, Reference, as_prompts, as_reference, encode
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
 from outpace.step import Machine

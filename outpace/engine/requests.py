@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import operator
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outpace.errors import RequestError, UnknownNameError
 from outpace.models.base import Target
+from outpace.models.prompts import Prompt, Reference, check_ids, listed, refusal
 from outpace.params import SamplingParams
 
-if TYPE_CHECKING:
-    from outpace.models.text import Tokenizer
-
-Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
-"""Text, token ids, or chat messages with ``role`` and ``content``."""
 Wanted = SamplingParams | Sequence[SamplingParams] | None
 """Settings for all prompts, for each, or none."""
-Reference = str | Sequence[int]
-"""Text or token ids that an answer is expected to resemble."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,71 +52,6 @@ class Ready:
             yield replace(self, index=turn, seed=seed)
 
 
-def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
-    """Tell one prompt from a batch of prompts.
-
-    Returns:
-        The prompts, and whether a single one was given.
-    """
-    if isinstance(prompt, str):
-        return [prompt], True
-    prompt = _listed(prompt)
-    if not isinstance(prompt, Sequence):
-        raise RequestError(_neither("a prompt", prompt))
-    if prompt and isinstance(prompt[0], str | Sequence) and not isinstance(prompt[0], Mapping):
-        return list(prompt), False
-    return [prompt], True
-
-
-def encode(prompt: Any, target: Target, *, chat: bool = False) -> tuple[int, ...]:
-    """Token ids of a prompt; ``chat`` wraps a text in the model's chat template.
-
-    Raises:
-        RequestError: an empty prompt, or what is none; text where there is no tokenizer.
-    """
-    prompt = _listed(prompt)
-    if isinstance(prompt, Sequence) and not prompt:
-        raise RequestError("the prompt is empty; give some text or token ids")
-    if isinstance(prompt, str):
-        tokenizer = tokenizer_of(target, "a text prompt")
-        if chat:
-            return tuple(tokenizer.chat([{"role": "user", "content": prompt}]))
-        return tuple(tokenizer.encode(prompt))
-    if isinstance(prompt, Sequence) and isinstance(prompt[0], Mapping):
-        return tuple(tokenizer_of(target, "chat messages").chat(prompt))
-    return as_ids(prompt, "a prompt")
-
-
-def as_ids(tokens: Any, what: str) -> tuple[int, ...]:
-    """Token ids as plain integers.
-
-    Raises:
-        RequestError: bytes, or something that is no list of whole numbers.
-    """
-    tokens = _listed(tokens)
-    if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray):
-        raise RequestError(_neither(what, tokens))
-    try:
-        return tuple(operator.index(token) for token in tokens)
-    except TypeError:
-        raise RequestError(f"token ids are whole numbers; {what} holds {tokens!r:.80}") from None
-
-
-def as_reference(reference: Any, target: Target) -> tuple[int, ...] | None:
-    """Token ids of a reference, which may be text or None.
-
-    Raises:
-        RequestError: as ``as_ids``; ids that are no tokens; text where there is no tokenizer.
-    """
-    if reference is None:
-        return None
-    if isinstance(reference, str):
-        reference = tokenizer_of(target, "a reference text").encode(reference, special=False)
-    ids = as_ids(reference, "a reference")
-    _check_ids(ids, target, "the reference")
-    return ids
-
-
 def check(ids: tuple[int, ...], params: SamplingParams, target: Target) -> None:
     """Raise RequestError unless the target can serve this prompt with these settings."""
     if not ids:
@@ -135,35 +62,8 @@ def check(ids: tuple[int, ...], params: SamplingParams, target: Target) -> None:
             f"the prompt has {len(ids)} tokens, {over} more than fit: {target.name} has "
             f"a context of {target.max_positions} and needs room for one new token"
         )
-    _check_ids(ids, target, "the prompt")
+    check_ids(ids, target, "the prompt")
     params.check_vocab(target.vocab_size)
-
-
-def _check_ids(ids: Sequence[int], target: Target, what: str) -> None:
-    wrong = next((t for t in ids if not 0 <= t < target.vocab_size), None)
-    if wrong is not None:
-        raise RequestError(
-            f"{what}: token {wrong} is outside the vocabulary of {target.name} "
-            f"(0 to {target.vocab_size - 1})"
-        )
-
-
-def tokenizer_of(target: Target, what: str) -> Tokenizer:
-    """The target's tokenizer; RequestError, saying what needs it, if there is none."""
-    if target.tokenizer is None:
-        raise RequestError(f"{what} needs a tokenizer, and {target.name} has none; "
-                           "give token ids, or Engine.load(..., tokenizer=...)")
-    return target.tokenizer
-
-
-def _listed(value: Any) -> Any:
-    """A tensor or array as a list; anything else as it is."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _neither(what: str, value: Any) -> str:
-    forms = "text, token ids or chat messages" if what == "a prompt" else "text or token ids"
-    return f"{what} is {forms}, got {type(value).__name__}"
 
 
 def settle(params: Wanted, settings: dict[str, Any], count: int) -> list[SamplingParams]:
@@ -210,11 +110,11 @@ def each(reference: Any, count: int) -> list[Reference | None]:
     Raises:
         RequestError: neither text nor a list, or one whose length is not the number of prompts.
     """
-    reference = _listed(reference)
+    reference = listed(reference)
     if reference is None or isinstance(reference, str | bytes):
         return [reference] * count
     if not isinstance(reference, Sequence):
-        raise RequestError(_neither("a reference", reference))
+        raise RequestError(refusal("a reference", reference))
     if all(isinstance(token, int) for token in reference):
         return [tuple(reference)] * count
     if len(reference) != count:

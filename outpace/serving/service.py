@@ -21,9 +21,10 @@ from typing import Any
 from outpace.config import MethodSpec, names_folder
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
-from outpace.engine.requests import Prompt, Ready, settle
+from outpace.engine.requests import Ready, settle
 from outpace.errors import QueueFull, RequestError, ServiceClosed
 from outpace.models.base import Target
+from outpace.models.prompts import Prompt
 from outpace.params import SamplingParams
 from outpace.serving.batch import Answer, Batch, Fate
 from outpace.serving.events import Failed, Listener, ServiceStats

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from outpace import Engine
+from outpace.analysis.best_tree import expected, optimal
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
 from outpace.drafters.heads.hydra import Hydra, HydraConfig
@@ -22,7 +23,6 @@ from outpace.train.objectives.hydra import HydraTraining
 from outpace.train.objectives.medusa import Medusa as MedusaObjective
 from outpace.train.objectives.medusa import MedusaTraining
 from outpace.tree.growth import Branch, DraftRow
-from outpace.tree.optimal import expected, optimal
 from outpace.tree.shapes import budget, parse_shape
 from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Outcome, Shape, Verdict
 

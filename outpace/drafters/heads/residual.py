@@ -103,7 +103,7 @@ def likeliest(acceptance_KB: Sequence[Sequence[float]], nodes: int) -> tuple[int
     A node is reached with the product of the accuracies along its path, which never grows from
     parent to child. So the best tree of n nodes are the n likeliest places, and the first of them
     are the best smaller tree. Where the accuracies are alike at every depth this is
-    `outpace.tree.optimal`.
+    `outpace.analysis.best_tree`.
 
     Args:
         acceptance_KB: by depth and rank. Ranks are taken in order, also where a measured rate

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from outpace.analysis.best_tree import best_size, expected, optimal
 from outpace.errors import SpecError
-from outpace.tree.optimal import best_size, expected, optimal
 from outpace.tree.shapes import CHAIN, budget, children, depth, parse_shape, widths
 from outpace.types import ROOT, CostCurve, Shape
 
