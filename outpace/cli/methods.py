@@ -112,8 +112,7 @@ def _for_model(target: Target, as_json: bool) -> None:
 
 def available(row: registry.Row, target: Target) -> dict[str, Any]:
     """Whether a drafter can be used with a model as it is, and how fast it was found to be."""
-    from outpace.drafters.trained import candidates, shipped_folder
-    from outpace.train.kit import read_measured
+    from outpace.drafters.trained import candidates, read_measured, shipped_folder
     from outpace.train.objectives import OBJECTIVES
 
     folder: Path | None = next(iter(candidates(row.name, target)), None) if row.trained else None

@@ -15,6 +15,7 @@ Shape letters: V vocabulary, D draft vocabulary, H hidden size.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,16 @@ def is_drafter(path: str | Path) -> bool:
     """Whether a path is a drafter folder, and not a model."""
     config = Path(path).expanduser() / CONFIG
     return config.is_file() and "target_digest" in read_json(config)
+
+
+def read_measured(folder: Path) -> Mapping[str, Any] | None:
+    """What was measured of a drafter when it was made, from its provenance; None if nothing was."""
+    try:
+        content = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+        measured = content.get("measured")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return measured if isinstance(measured, dict) else None
 
 
 def read_config(path: Path, target: Target, method: str | None = None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """`auto`: several drafters for one sequence, of which a policy picks one, or none, at every step.
 
-    auto                                          lookups, and every drafter trained for this target
+    auto                                          lookups, and the fastest trained for this target
     auto[add=draft_model[model=smollm2-135m]]     and a draft model
     auto[drafters=suffix+eagle3[tree=dynamic]]    exactly these
 
@@ -15,7 +15,7 @@ cannot tell what it would propose has to be tried like a trained drafter, and st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ from outpace import registry
 from outpace.config import MethodSpec, build, split_specs
 from outpace.costs import Costs
 from outpace.drafters.base import Drafter
+from outpace.drafters.trained import candidates, read_measured
 from outpace.engine.method import Method, make
 from outpace.errors import ModelError, OutpaceError, SpecError
 from outpace.models.base import Target
@@ -90,7 +91,7 @@ class Portfolio(Method):
                 f"policy={plan['policy']}]"
             )
         self.left_out: dict[str, str] = {}
-        """Trained members that could not be loaded, and why."""
+        """Drafters that take no part, and why: not trained for this target, or not the fastest."""
         self._costs = own_costs = self.policy.costs = costs or Costs()
         self._target = target
         self._find = find or (
@@ -114,8 +115,12 @@ class Portfolio(Method):
             named = {spec.name for spec in self._named}
             rows = [row for row in registry.rows("drafter") if row.name not in named]
             trained = self._loaded(
-                MethodSpec(row.name) for row in rows if row.trained and row.family != "compose"
+                MethodSpec(row.name) for row in rows if row.trained and row.family == "lookup"
             )
+            trained |= self._fastest([
+                row.name for row in rows
+                if row.trained and row.family not in ("lookup", "compose")
+            ])
             stood_in = any(not one.drafter.hints for one in (*made.values(), *trained.values()))
             made |= self._loaded(
                 MethodSpec(row.name, (("tree_size", str(LONGEST)),) if hints else ())
@@ -140,6 +145,20 @@ class Portfolio(Method):
                 self.left_out[spec.name] = str(error)
         return made
 
+    def _fastest(self, names: Sequence[str]) -> dict[str, Method]:
+        """The trained model that was measured fastest of those that can run here.
+
+        One alone, because each that takes part follows the text in every pass.
+        """
+        speed = {name: _measured_speed(name, self._target) for name in names}
+        made: dict[str, Method] = {}
+        for name in sorted(names, key=lambda name: -speed[name]):
+            if made and speed[name] >= 0.0:
+                self.left_out[name] = f"{', '.join(made)} was measured faster"
+            else:  # one without a folder of its own says itself what it lacks
+                made |= self._loaded([MethodSpec(name)])
+        return made
+
     @property
     def drafter(self) -> Drafter[Any]:  # type: ignore[override]
         """The preferred member's."""
@@ -155,6 +174,13 @@ class Portfolio(Method):
         own = chosen is self.verifier
         named = {name: one.verifier if own else chosen for name, one in self.members.items()}
         return {**named, "none": chosen}
+
+
+def _measured_speed(method: str, target: Target) -> float:
+    """What a trained drafter gained when it was made; 0 if nobody measured it, -1 without one."""
+    for folder in candidates(method, target):
+        return float((read_measured(folder) or {}).get("speedup") or 0.0)
+    return -1.0
 
 
 def _tells(name: str) -> bool:

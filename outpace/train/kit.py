@@ -327,16 +327,6 @@ def note_measured(folder: Path, measured: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
-def read_measured(folder: Path) -> Mapping[str, Any] | None:
-    """What ``note_measured`` wrote; None if nobody did."""
-    try:
-        content = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
-        measured = content.get("measured")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return measured if isinstance(measured, dict) else None
-
-
 def command() -> str:
     """What was typed."""
     return shlex.join(["outpace", *sys.argv[1:]])

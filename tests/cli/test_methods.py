@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from outpace import registry
-from outpace.train.kit import read_measured
+from outpace.drafters.trained import read_measured
 
 SHIPPED = Path(registry.__file__).parent / "weights"
 KEYS = {"name", "kind", "family", "summary", "paper", "lossless", "trained"}

@@ -6,6 +6,10 @@ import pytest
 
 from outpace import Engine, SpecError, UnknownNameError
 from outpace.drafters.lookup.suffix import Suffix
+from outpace.drafters.trained import home
+from outpace.train.objectives.draft_model import DraftModelObjective, DraftModelTraining
+from outpace.train.objectives.hydra import Hydra, HydraTraining
+from outpace.train.objectives.medusa import Medusa, MedusaTraining
 from outpace.types import CostCurve
 
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42, 43, 44, 40, 41, 42], [77]]
@@ -34,6 +38,25 @@ def test_lookups_take_part_unasked_and_untrained_methods_do_not(engine):
     added = engine.method("auto[add=draft_model[model=tiny layers=1]]")
     assert next(iter(added.members)) == "draft_model[layers=1 model=tiny]"
     assert list(added.members)[1:] == ["suffix[tree_size=48]"], "recycling stands in for models"
+
+
+def test_of_trained_models_the_one_measured_fastest_takes_part(engine, monkeypatch, tmp_path):
+    monkeypatch.setenv("OUTPACE_DATA", str(tmp_path))
+    trained = {"medusa": (Medusa, MedusaTraining(heads=2), 1.2),
+               "hydra": (Hydra, HydraTraining(heads=2), 1.4),
+               "draft_model": (DraftModelObjective, DraftModelTraining(layers=1), None)}
+    for name, (objective, config, speedup) in trained.items():
+        measured = {} if speedup is None else {"measured": {"speedup": speedup}}
+        built = objective.build(config, engine.target, None)
+        built.save(home(name, engine.target), measured)
+    method = engine.method("auto")
+    assert list(method.members) == ["suffix[tree_size=48]", "hydra"]
+    assert method.left_out["medusa"] == "hydra was measured faster"
+    assert "outpace train eagle3" in method.left_out["eagle3"], "there is none"
+    (home("hydra", engine.target) / "model.safetensors").write_bytes(b"broken")
+    spoiled = Engine.load("tiny", drafter="none", dtype="float32").method("auto")
+    assert "medusa" in spoiled.members, "the next best stands in"
+    assert "hydra" in spoiled.left_out
 
 
 def test_members_are_loaded_with_the_first_request(monkeypatch):

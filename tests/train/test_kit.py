@@ -12,12 +12,12 @@ from outpace import (
     SpecError,
     UnknownNameError,
 )
-from outpace.drafters.trained import read_tensors
+from outpace.drafters.trained import read_measured, read_tensors
 from outpace.train import capture as capturing
 from outpace.train import checkpoint
 from outpace.train.corpus import CorpusPrompt
 from outpace.train.estimate import estimate
-from outpace.train.kit import Kit, made_to_json, note_measured, read_measured
+from outpace.train.kit import Kit, made_to_json, note_measured
 from outpace.train.options import read_options
 
 PROMPTS = [CorpusPrompt(messages=({"role": "user", "content": f"tell {i}"},), source=0)
