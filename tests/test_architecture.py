@@ -44,25 +44,28 @@ MAY_IMPORT = {
     # The implementations. A policy sees numbers only; a verifier sees laws and coins only.
     "cache": "errors tree cache.base",
     "models": "errors config types coins tree cache cache.base models.base",
+    # Folders of trained drafters, whoever wrote them: no method is known there.
+    "drafters.trained": "errors config types models models.base",
     # A cascade calls the step; what is made of other drafters finds them through the registry.
     "drafters": "errors config files registry clock rows types coins sampling tree step cache.base"
-    " models models.base drafters.base verifiers.base policies.base",
+    " models models.base drafters.base drafters.trained verifiers.base policies.base",
     "verifiers": "errors types coins verifiers.base",
     "policies": "types coins costs policies.base",
     # The engine finds methods through the registry and never names one.
     "engine": "errors config registry params stops types coins costs sampling tree step cache.base"
-    " models models.base drafters.base verifiers.base policies.base",
+    " models models.base drafters.base drafters.trained verifiers.base policies.base",
     "analysis": "errors config files registry params types coins sampling tree step cache.base"
     " models models.base drafters drafters.base verifiers verifiers.base policies.base engine",
     "bench": "errors config files registry params types tree models models.base drafters.base"
     " engine",
-    "train": "errors config files params types cache.base models models.base drafters engine",
+    "train": "errors config files params types cache.base models models.base drafters"
+    " drafters.trained engine",
     # Many requests at once, and their way in from the network.
     "serving": "errors config registry params stops types coins costs sampling tree step cache.base"
     " models models.base drafters.base verifiers.base policies.base engine",
     "server": "errors config params sampling models engine serving",
-    "cli": "errors config files registry params models models.base drafters engine analysis"
-    " bench train serving server",
+    "cli": "errors config files registry params models models.base drafters drafters.trained"
+    " engine analysis bench train serving server",
     "__main__": "cli",
 }
 TYPE_ONLY = {("models.base", "models")}
