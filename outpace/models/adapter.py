@@ -19,27 +19,21 @@ queries, keys and values, W their width, E = W / 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from outpace.cache.dense import DenseCache
 from outpace.models.attention import Attention, HeadShape
 from outpace.models.base import Target
-from outpace.models.blocks import Norm
+from outpace.models.blocks import ACTIVATION, Norm
 from outpace.models.eagle import attend_few, is_few
 from outpace.models.families import DecoderConfig
 from outpace.models.packed import MIN_ROWS, Linear
 from outpace.models.passes import PassRows, Rotation
 
 _LAYER = "model.layers.0."
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
 
 
 def adapter_shapes(config: DecoderConfig, mlp: bool = False) -> dict[str, tuple[int, ...]]:
@@ -99,7 +93,7 @@ class Adapter:
             self._gate_up = linear(["mlp.gate", "mlp.up"], config.mlp_bias)
             self._down = linear(["mlp.down"], config.mlp_bias)
             self._mlp_norm = norm(tensors["post_attention_layernorm.weight"])
-            self._activation = _ACTIVATIONS[config.activation]
+            self._activation = ACTIVATION[config.activation]
         self._input_norm, self._norm = (
             norm(tensors[f"{name}.weight"]) for name in ("input_layernorm", "norm")
         )

@@ -25,9 +25,8 @@ each, W their width, M = G * S, N keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -36,7 +35,7 @@ from torch.nn import functional as F
 
 from outpace.cache.dense import DenseCache
 from outpace.models.base import Target
-from outpace.models.blocks import Norm, read_block
+from outpace.models.blocks import ACTIVATION, Norm, read_block
 from outpace.models.families import DecoderConfig
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.packed import Linear
@@ -44,10 +43,6 @@ from outpace.models.passes import Rotation
 
 EPS = 1e-6
 """Added to mean squares by ``unit``."""
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
 
 
 def unit(x: Tensor) -> Tensor:
@@ -126,7 +121,7 @@ class BlockNet:
         self._slot_SH = tensors["slots.weight"].to(device).float()
         self._norm = Norm(tensors["norm.weight"].to(device), config)
         self._rotation = Rotation(config.ropes[0], device)
-        self._activation = _ACTIVATIONS[config.activation]
+        self._activation = ACTIVATION[config.activation]
 
     def new_cache(self) -> DenseCache:
         """An empty cache for the context's keys and values."""

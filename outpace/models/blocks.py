@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from outpace.models.families import DecoderConfig
 from outpace.models.packed import Linear
 from outpace.models.quantize import quantized
 from outpace.models.weights import Checkpoint
+
+ACTIVATION: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""By its name in ``DecoderConfig.activation``."""
 
 
 class Norm:

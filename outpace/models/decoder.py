@@ -11,9 +11,9 @@ D width of a head, E = D / 2, R riders.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -25,7 +25,7 @@ from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError
 from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, TREE, Target
-from outpace.models.blocks import Block, Embedding, Ends, read_block, read_ends, release
+from outpace.models.blocks import ACTIVATION, Block, Embedding, Ends, read_block, read_ends, release
 from outpace.models.families import DecoderConfig
 from outpace.models.graphs import PaddedAttention, Record, StaticPasses, cuda_recorder
 from outpace.models.packed import MIN_ROWS, Linear
@@ -38,10 +38,6 @@ from outpace.types import Feed, Scored, VocabMap
 DTYPES = (torch.bfloat16, torch.float32)
 """Dtypes that a decoder can be loaded in."""
 
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
 _TAPS = ("hidden", "attn_in", "attn_out")
 
 
@@ -74,7 +70,7 @@ class Decoder(Target):
         """What it was read from: tensors one at a time, by Hugging Face name."""
         self._blocks, self._ends, self._turns = blocks, ends, turns
         self._windows = frozenset(block.window for block in blocks)
-        self._activation = _ACTIVATIONS[config.activation]
+        self._activation = ACTIVATION[config.activation]
         self._shape = HeadShape(
             config.num_kv_heads,
             config.num_heads // config.num_kv_heads,

@@ -19,16 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from outpace.cache.dense import DenseCache
 from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.base import Target
-from outpace.models.blocks import Norm, read_block
+from outpace.models.blocks import ACTIVATION, Norm, read_block
 from outpace.models.families import DecoderConfig
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.packed import MIN_ROWS, Linear
@@ -40,10 +38,6 @@ BLOCK, LEAST, LOG2E = 128, 4, 1 / math.log(2)
 """As in `outpace.models.attention`: positions per product, rows per product, units of scores."""
 _FEW = 16
 """Most rows that are attended to without the preparations that many rows pay for."""
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +119,7 @@ class EagleNet:
             config.attention_scale, config.attention_softcap,
         )  # fmt: skip
         self._rotation = Rotation(config.ropes[config.rope_of_layer[0]], device)
-        self._activation = _ACTIVATIONS[config.activation]
+        self._activation = ACTIVATION[config.activation]
 
         def linear(name: str) -> Linear:
             bias = tensors.get(f"{name}.bias")

@@ -16,6 +16,7 @@ from outpace.models.rope import Rope
 __all__ = [
     "FAMILIES",
     "FULL",
+    "HF_ACTIVATIONS",
     "WINDOWED",
     "DecoderConfig",
     "GenerationDefaults",
@@ -28,6 +29,8 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 
 _ALIASES = {family: family for family in FAMILIES} | {"gemma3_text": "gemma3"}
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+HF_ACTIVATIONS = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+"""``DecoderConfig.activation`` -> its name in config files, the first if it has several."""
 
 # What a config.json may leave out, as the model classes of transformers fill it in.
 _COMMON: dict[str, Any] = {

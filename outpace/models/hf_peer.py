@@ -17,7 +17,7 @@ import torch
 from outpace.errors import ModelError, UnknownNameError
 from outpace.models.base import Target
 from outpace.models.decoder import Decoder
-from outpace.models.families import FULL, WINDOWED, DecoderConfig
+from outpace.models.families import FULL, HF_ACTIVATIONS, WINDOWED, DecoderConfig
 from outpace.models.fields import brief
 from outpace.models.hf import HFTarget
 from outpace.models.hf_generate import quiet
@@ -40,7 +40,6 @@ _CLASSES = {
     "qwen3": "Qwen3",
     "gemma3": "Gemma3Text",
 }
-_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 def transformers_twin(target: Target, dtype: torch.dtype | None = None) -> Any:
@@ -186,7 +185,7 @@ def _settings(config: DecoderConfig) -> dict[str, Any]:
             "attn_logit_softcapping": config.attention_softcap,
             "final_logit_softcapping": config.logit_softcap,
         }
-    out["hidden_act"] = _ACTIVATIONS[config.activation]
+    out["hidden_act"] = HF_ACTIVATIONS[config.activation]
     if config.family in ("qwen2", "qwen3"):
         out |= {"layer_types": kinds, "sliding_window": window}
         out["use_sliding_window"] = window is not None

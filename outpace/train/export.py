@@ -40,13 +40,12 @@ from outpace.drafters.trained import (
 from outpace.errors import ModelError
 from outpace.files import replaced, write_whole
 from outpace.models.base import Target
-from outpace.models.families import DecoderConfig
+from outpace.models.families import HF_ACTIVATIONS, DecoderConfig
 from outpace.models.fields import read_json
 from outpace.models.rope import Rope
 
 FORMATS = ("speculators", "eagle3", "hf")
 _DTYPE = torch.bfloat16
-_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
             "gemma3": "Gemma3"}  # fmt: skip
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -120,7 +119,7 @@ def hf_config(decoder: DecoderConfig) -> dict[str, Any]:
         "num_attention_heads": decoder.num_heads,
         "num_key_value_heads": decoder.num_kv_heads,
         "head_dim": decoder.head_dim,
-        "hidden_act": _ACTIVATIONS[decoder.activation],
+        "hidden_act": HF_ACTIVATIONS[decoder.activation],
         "rms_norm_eps": decoder.norm_eps,
         "max_position_embeddings": round(positions),
         "rope_theta": rope.theta,

@@ -1,28 +1,15 @@
 import json
 from pathlib import Path
 
-from outpace.cli import train
+from tests.cli.support import trained_by_command
 
 MODEL = ("--model", "tiny:7", "--dtype", "float32", "--threads", "1")
-SETTINGS = (
-    "exit_layer=1", "kit.vocab=64", "kit.tokens_per_batch=256", "loop.steps=4",
-    "loop.evaluate_every=4", "data.batch=32", "data.max_new_tokens=16",
-)  # fmt: skip
 
 
 def test_from_prompts_to_a_measured_adapter_by_one_command(outpace, tmp_path, monkeypatch):
     """Answers, features at the exit, training, held-out acceptance, provenance, and a draft."""
-    monkeypatch.setenv("OUTPACE_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr(train, "MEASURED_TOKENS", 12)
-    prompts, work = tmp_path / "prompts.jsonl", tmp_path / "work"
-    prompts.write_text("".join(json.dumps({"prompt": f"tell {i}"}) + "\n" for i in range(120)))
-    settings = [word for pair in SETTINGS for word in ("--set", pair)]
-    ran = outpace("train", "kangaroo", *MODEL, *settings, "--prompts", f"{prompts}::CC0",
-                  "--tokens", "1500", "--work", str(work), "--json")  # fmt: skip
-    assert ran.code == 0, ran.err
-    made = json.loads(ran.out)
-    assert len(made["held_out"]["acceptance"]) == 5 and made["steps"] == 4
-    assert made["measured"]["method"] == "kangaroo" and made["measured"]["mean_emitted"] >= 1
+    work = tmp_path / "work"
+    made = trained_by_command(outpace, monkeypatch, tmp_path, "kangaroo", MODEL)
     told = json.loads((Path(made["folder"]) / "provenance.json").read_text())
     assert told["settings"]["options"]["exit_layer"] == 1 and told["vocab"]["size"] == 64
     assert [one.name for one in (work / "tokens" / "features").iterdir()] == ["hidden.-1+hidden.1"]

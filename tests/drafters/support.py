@@ -1,12 +1,17 @@
-"""What tests of several drafters share: requests told in every way they can go, layers counted."""
+"""What tests of several drafters share: requests told in every way they can go, layers counted,
+adapters in files.
+"""
 
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from outpace.analysis.enumeration import EnumeratingCoins, fates
 from outpace.analysis.tables import distance
 from outpace.drafters.base import Drafter, Request
+from outpace.law import VocabMap
 from outpace.models.decoder import Decoder
 from outpace.models.tiny import TableTarget
 from outpace.params import SamplingParams
@@ -15,6 +20,7 @@ from outpace.sampling import Warp
 from outpace.step import Machine, prefill, step
 from outpace.types import NOTHING, Budget, Draft, Feed, Outcome, Verdict
 from outpace.verifiers.base import Verifier
+from tests.support import off_start
 
 
 @dataclass
@@ -156,3 +162,21 @@ def without_hand_over(monkeypatch, drafter):
         return drafts
 
     monkeypatch.setattr(drafter, "propose", forgetful)
+
+
+def lacking(target, every):
+    """A draft vocabulary without every so many-th token, the first among them."""
+    ids = torch.tensor([i for i in range(target.vocab_size) if i % every])
+    feed_V = torch.full((target.vocab_size,), -1)
+    feed_V[ids] = torch.arange(len(ids))
+    return VocabMap(ids, feed_V)
+
+
+def written_off_start(objective, folder):
+    """An objective as its file holds it, away from its start, and the file."""
+    with torch.no_grad():
+        for parameter in off_start(objective, 0.02).module.parameters():
+            parameter.copy_(parameter.bfloat16())
+    objective.save(folder, {})
+    objective.folder = folder
+    return objective

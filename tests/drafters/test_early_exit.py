@@ -17,7 +17,6 @@ from outpace.drafters.heads.adapter_rows import AdapterRows
 from outpace.drafters.own.early_exit import EarlyExit, EarlyExitConfig
 from outpace.drafters.own.exits import Belief, pick
 from outpace.drafters.shallow import ShallowRows, reordered
-from outpace.law import VocabMap
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
@@ -28,7 +27,7 @@ from outpace.train.objectives.early_exit import EarlyExitObjective, EarlyExitTra
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import budget
 from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Outcome, Verdict
-from tests.drafters.support import count_rows, without_hand_over
+from tests.drafters.support import count_rows, lacking, without_hand_over, written_off_start
 
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42, 43, 44], [77]]
 LONG = {"max_new_tokens": 24, "ignore_eos": True}
@@ -310,21 +309,9 @@ def test_what_does_not_fit_is_said(engine, target, tmp_path):
 
 
 def trained_layer(target, folder, layer=4):
-    """A layer as its file holds it, away from its start, over a part of the vocabulary."""
-    known = torch.tensor([i for i in range(target.vocab_size) if i % 7])
-    feed_V = torch.full((target.vocab_size,), -1)
-    feed_V[known] = torch.arange(len(known))
-    torch.manual_seed(0)
-    objective = EarlyExitObjective.build(
-        EarlyExitTraining(exit_layer=layer), target, VocabMap(known, feed_V)
-    )
-    with torch.no_grad():
-        for parameter in objective.module.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
-            parameter.copy_(parameter.bfloat16())
-    objective.save(folder, {})
-    objective.folder = folder
-    return objective
+    """A layer over a part of the vocabulary."""
+    config = EarlyExitTraining(exit_layer=layer)
+    return written_off_start(EarlyExitObjective.build(config, target, lacking(target, 7)), folder)
 
 
 @pytest.fixture(scope="module")

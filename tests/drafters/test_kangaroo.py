@@ -20,7 +20,6 @@ from outpace.drafters.base import Request
 from outpace.drafters.heads.adapter_rows import AdapterRows
 from outpace.drafters.heads.kangaroo import Doubt, Kangaroo, KangarooConfig
 from outpace.drafters.shallow import ShallowRows
-from outpace.law import VocabMap
 from outpace.models.passes import PassRows
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
@@ -31,7 +30,7 @@ from outpace.train.objectives.kangaroo import KangarooObjective, KangarooTrainin
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import budget
 from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Outcome, Shape, Signals, Verdict
-from tests.drafters.support import count_rows, without_hand_over
+from tests.drafters.support import count_rows, lacking, without_hand_over, written_off_start
 
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42, 43, 44], [77]]
 TEXT = [5, 9, 11, 40, 7, 150, 5, 9, 12, 77, 8]
@@ -40,16 +39,8 @@ EXIT = 4
 
 
 def adapter(target, folder, vocab=None, layer=EXIT):
-    """An objective as its file holds it, away from its start, and the file."""
-    torch.manual_seed(0)
-    objective = KangarooObjective.build(KangarooTraining(exit_layer=layer), target, vocab)
-    with torch.no_grad():
-        for parameter in objective.module.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
-            parameter.copy_(parameter.bfloat16())
-    objective.save(folder, {})
-    objective.folder = folder
-    return objective
+    config = KangarooTraining(exit_layer=layer)
+    return written_off_start(KangarooObjective.build(config, target, vocab), folder)
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +50,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def known(target):
-    """A draft vocabulary that lacks some tokens."""
-    ids = torch.tensor([i for i in range(target.vocab_size) if i % 7])
-    feed_V = torch.full((target.vocab_size,), -1)
-    feed_V[ids] = torch.arange(len(ids))
-    return VocabMap(ids, feed_V)
+    return lacking(target, 7)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The layer behind an exit in training: its arithmetic, its file, and what it gains."""
+"""The layer behind an exit in training: its arithmetic and its file."""
 
 import json
 
@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from outpace.errors import ModelError
-from outpace.models.tiny import TableTarget, tiny
+from outpace.models.tiny import tiny
 from outpace.train.align import DRAFT_MODEL, Aligned
-from outpace.train.loop import LoopConfig, train
+from outpace.train.kit import begin_from
 from outpace.train.objectives.early_exit import EarlyExitObjective, EarlyExitTraining
 from outpace.train.objectives.kangaroo import DOUBT
-from tests.train.texts import Listed, most_used, written
+from tests.support import off_start
+from tests.train.texts import most_used, written
 
 TAPS = ("hidden.2", "hidden.-1")
 
@@ -29,14 +29,8 @@ def batch(target):
 
 
 def built(target, vocab=None, noise=0.05, **options):
-    """A layer away from its start, where it is one of the target's."""
-    torch.manual_seed(0)
     config = EarlyExitTraining(exit_layer=2, **options)
-    objective = EarlyExitObjective.build(config, target, vocab)
-    with torch.no_grad():
-        for parameter in objective.module.parameters():
-            parameter.add_(noise * torch.randn_like(parameter))
-    return objective
+    return off_start(EarlyExitObjective.build(config, target, vocab), noise)
 
 
 def test_it_starts_as_the_layer_of_the_target_that_reads_the_same(target, batch):
@@ -88,29 +82,7 @@ def test_every_weight_learns_and_is_saved_by_its_name(target, batch, tmp_path):
         assert torch.equal(tensors[name], theirs)
     config = json.loads((tmp_path / "exit" / "config.json").read_text())
     assert (config["method"], config["layer"], config["taps"]) == ("early_exit", 2, ["hidden.2"])
-
-
-def test_a_short_training_raises_acceptance(target, tmp_path):
-    """From a layer that is off its start, on texts that it has not seen."""
-    rows = [written(target, 16, seed=seed, new=24, taps=TAPS) for seed in range(3)]
-    unseen, seen = written(target, 12, seed=99, new=24, taps=TAPS), []
-    objective = built(target, most_used(rows, 200, target), noise=0.1)
-    with torch.no_grad():
-        before = objective.evaluate(unseen)
-    config = LoopConfig(steps=40, lr=4e-3, evaluate_every=100, bf16=False)
-    train(objective, Listed(rows), [unseen], config, out=tmp_path / "exit",
-          work=tmp_path / "work", report=seen.append)
-    first, overlap = (
-        float(sums[0] / before.counted_by_depth[0])
-        for sums in (before.accepted_by_depth, before.overlap_by_depth)
-    )
-    assert seen[-1].acceptance[0] > first + 0.1 and seen[-1].overlap[0] > overlap + 0.1
-
-
-def test_what_cannot_be_built_is_said(target):
-    for layer in (0, 3):
-        with pytest.raises(ModelError, match=f"early_exit: exit_layer={layer} of tiny's 3 layers"):
-            EarlyExitObjective.build(EarlyExitTraining(exit_layer=layer), target, None)
-    with pytest.raises(ModelError, match="early_exit needs embeddings, layers, taps"):
-        EarlyExitObjective.build(EarlyExitTraining(), TableTarget.random(0), None)
-    assert EarlyExitObjective.taps(EarlyExitTraining(), tiny(layers=30))[0] == "hidden.6"
+    begin_from(objective, tmp_path / "exit")
+    assert len(objective.named()) == len(tensors) - 2
+    for name, tensor in objective.named().items():
+        assert torch.equal(tensor, tensors[name].float()), "a training goes on from what is saved"

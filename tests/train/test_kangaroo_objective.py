@@ -1,4 +1,4 @@
-"""The adapter in training against plain formulas, and what a short training gains."""
+"""The adapter in training against plain formulas, and its file."""
 
 import json
 
@@ -6,13 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outpace.errors import ModelError
-from outpace.models.tiny import TableTarget, tiny
+from outpace.models.tiny import tiny
 from outpace.train import losses
 from outpace.train.align import DRAFT_MODEL, Aligned
-from outpace.train.loop import LoopConfig, train
 from outpace.train.objectives.kangaroo import KangarooObjective, KangarooTraining
-from tests.train.texts import Listed, most_used, written
+from tests.support import off_start
+from tests.train.texts import most_used, written
 
 TAPS = ("hidden.2", "hidden.-1")
 
@@ -28,13 +27,8 @@ def batches(target):
 
 
 def built(target, vocab=None, noise=0.05, **options):
-    """An adapter away from its start, where some parts are equal."""
-    torch.manual_seed(0)
-    objective = KangarooObjective.build(KangarooTraining(exit_layer=2, **options), target, vocab)
-    with torch.no_grad():
-        for parameter in objective.module.parameters():
-            parameter.add_(noise * torch.randn_like(parameter))
-    return objective
+    config = KangarooTraining(exit_layer=2, **options)
+    return off_start(KangarooObjective.build(config, target, vocab), noise)
 
 
 def rms(x, weight, eps):
@@ -162,31 +156,3 @@ def test_what_is_saved(target, batches, tmp_path):
     config = json.loads((tmp_path / "adapter" / "config.json").read_text())
     assert (config["method"], config["layer"], config["taps"]) == ("kangaroo", 2, ["hidden.2"])
     assert config["target_digest"] == target.digest
-
-
-def test_a_short_training_raises_acceptance(target, tmp_path):
-    """From an adapter that is off its start, on texts that it has not seen."""
-    rows = [written(target, 16, seed=seed, new=24, taps=TAPS) for seed in range(3)]
-    unseen, seen = written(target, 12, seed=99, new=24, taps=TAPS), []
-    objective = built(target, most_used(rows, 200, target), noise=0.1)
-    with torch.no_grad():
-        before = objective.evaluate(unseen)
-    config = LoopConfig(steps=40, lr=4e-3, evaluate_every=100, bf16=False)
-    train(objective, Listed(rows), [unseen], config, out=tmp_path / "adapter",
-          work=tmp_path / "work", report=seen.append)
-    first, overlap = (
-        float(sums[0] / before.counted_by_depth[0])
-        for sums in (before.accepted_by_depth, before.overlap_by_depth)
-    )
-    assert seen[-1].acceptance[0] > first + 0.1 and seen[-1].overlap[0] > overlap + 0.1
-
-
-def test_what_cannot_be_built_is_said(target):
-    for layer in (0, 3):
-        with pytest.raises(ModelError, match=f"exit_layer={layer}, but tiny has 3 layers"):
-            KangarooObjective.build(KangarooTraining(exit_layer=layer), target, None)
-    with pytest.raises(ModelError, match="kangaroo needs embeddings, layers, taps"):
-        KangarooObjective.build(KangarooTraining(), TableTarget.random(0), None)
-    with pytest.raises(ValueError, match="temperature must be above 0"):
-        KangarooTraining(temperature=0.0)
-    assert KangarooObjective.taps(KangarooTraining(), tiny(layers=30))[0] == "hidden.6"

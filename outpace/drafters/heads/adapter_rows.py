@@ -12,7 +12,7 @@ Shape letters: T rows of a pass, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,22 +61,50 @@ def read_adapter(folder: Path, target: Target, method: str) -> AdapterFile:
     """
     config, tensors = read_config(folder, target, method), read_tensors(folder)
     lender(target, method)
+    layer = exit_layer(folder, config, target)
+    adapter = made_adapter(folder, config, tensors, target)
+    return AdapterFile(layer, adapter, vocab_map(tensors, target.vocab_size))
+
+
+def exit_layer(folder: Path, config: Mapping[str, Any], target: Target) -> int:
+    """How many layers of the target run before what a folder holds: e.
+
+    Raises:
+        ModelError: none, all of them, or the config does not say.
+    """
     layer = config.get("layer")
     if not isinstance(layer, int) or not 0 < layer < target.num_layers:
         raise ModelError(
             f"{folder / CONFIG}: layer is {layer!r}, need 1 to {target.num_layers - 1}"
         )
+    return layer
+
+
+def made_adapter(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target,
+    mlp: bool = False,
+) -> Adapter:  # fmt: skip
+    """What a folder holds, ready to run: an adapter, or with an MLP a whole layer.
+
+    Raises:
+        ModelError: its shapes do not fit.
+    """
     shape = decoder_from_json(config.get("decoder", {}), folder / CONFIG)
-    wanted = adapter_shapes(shape)
-    found = {
-        name: tuple(one.shape) for name, one in tensors.items() if name not in ("d2t", "t2d")
-    }
+    wanted, found = adapter_shapes(shape, mlp), weight_shapes(tensors)
     if found != wanted or shape.hidden_size != target.hidden_size:
         wrong = sorted(name for name in {**found, **wanted} if found.get(name) != wanted.get(name))
-        raise ModelError(f"{folder} is no adapter of width {target.hidden_size}; look at "
-                         f"{', '.join(wrong) or 'hidden_size'}")
-    adapter = Adapter(shape, tensors, target)
-    return AdapterFile(layer, adapter, vocab_map(tensors, target.vocab_size))
+        raise ModelError(
+            f"{folder} is no {'layer' if mlp else 'adapter'} of width {target.hidden_size}; "
+            f"look at {', '.join(wrong) or 'hidden_size'}"
+        )
+    return Adapter(shape, tensors, target)
+
+
+def weight_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors but the vocabulary's."""
+    return {
+        name: tuple(one.shape) for name, one in tensors.items() if name not in ("d2t", "t2d")
+    }
 
 
 @dataclass(slots=True, eq=False)

@@ -25,18 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.drafters.heads.adapter_rows import AdapterRows, AdapterState
-from outpace.drafters.own.exits import Belief
-from outpace.drafters.trained import (
-    CONFIG,
-    decoder_from_json,
-    lender,
-    read_config,
-    read_tensors,
-    vocab_map,
+from outpace.drafters.heads.adapter_rows import (
+    AdapterRows,
+    AdapterState,
+    exit_layer,
+    made_adapter,
+    weight_shapes,
 )
+from outpace.drafters.own.exits import Belief
+from outpace.drafters.trained import lender, read_config, read_tensors, vocab_map
 from outpace.errors import ModelError
-from outpace.models.adapter import Adapter, adapter_shapes
 from outpace.models.base import Target
 from outpace.models.blocks import Norm
 from outpace.models.packed import Linear
@@ -70,40 +68,21 @@ class ExitHead:
     def __init__(self, folder: Path, target: Target) -> None:
         config, tensors = read_config(folder, target, "early_exit"), read_tensors(folder)
         self._target = lender(target, "early_exit")
-        layer = config.get("layer")
-        if not isinstance(layer, int) or not 0 < layer < target.num_layers:
-            raise ModelError(
-                f"{folder / CONFIG}: layer is {layer!r}, need 1 to {target.num_layers - 1}"
-            )
-        self.layer: int = layer
+        self.layer = exit_layer(folder, config, target)
         """e: layers of the target that run before it."""
         self.rows: AdapterRows | None = None
         """Of the trained layer, if there is one."""
         if "decoder" in config:
-            adapter = self._adapter(folder, config, tensors)
-            self.rows = AdapterRows(adapter, f"hidden.{layer}", target.clock)
+            adapter = made_adapter(folder, config, tensors, target, mlp=True)
+            self.rows = AdapterRows(adapter, f"hidden.{self.layer}", target.clock)
         else:
             self._read_norm(folder, tensors)
         self._vocab = vocab_map(tensors, target.vocab_size)
         self.id_D = None if self._vocab is None else self._vocab.to_target_D.to(target.device)
         """Target ids of the columns; None: they are the ids."""
 
-    def _adapter(
-        self, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> Adapter:
-        shape = decoder_from_json(config["decoder"], folder / CONFIG)
-        wanted, found = adapter_shapes(shape, mlp=True), _shapes(tensors)
-        if found != wanted or shape.hidden_size != self._target.hidden_size:
-            names = {**found, **wanted}
-            wrong = sorted(name for name in names if found.get(name) != wanted.get(name))
-            raise ModelError(
-                f"{folder} is no layer of width {self._target.hidden_size}; look at "
-                f"{', '.join(wrong) or 'hidden_size'}"
-            )
-        return Adapter(shape, tensors, self._target)
-
     def _read_norm(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        target, size, found = self._target, self._target.hidden_size, _shapes(tensors)
+        target, size, found = self._target, self._target.hidden_size, weight_shapes(tensors)
         wanted = {"norm.weight": (size,), "linear.weight": (size, size)}
         if "norm.weight" not in found or any(wanted.get(n) != s for n, s in found.items()):
             raise ModelError(f"{folder} holds tensors of shapes {found}, an exit has {wanted}")
@@ -136,10 +115,3 @@ class ExitHead:
                 logits_TD = self._target.head(y_TH, self._vocab)
         clock.count -= 1  # the layers below and this are one pass of the drafter
         return logits_TD
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Shapes of all weights."""
-    return {
-        name: tuple(one.shape) for name, one in tensors.items() if name not in ("d2t", "t2d")
-    }

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -91,20 +91,33 @@ class AdapterNet(nn.Module):
         mixed_BAH = self.self_attn(query, text, (), place_BA)
         return cast(Tensor, self.norm(aligned.rows(x_BTH) + mixed_BAH))
 
+    def stored(self) -> dict[str, Tensor]:
+        """Its weights by the names that files have; parts are views."""
+        return self.state_dict()
+
     @torch.no_grad()
     def take(self, target: Decoder, layer: int) -> None:
-        """Start as the attention of a layer of the target, read by its head."""
-        for name, parameter in self.named_parameters():
-            own = "model.norm.weight" if name == "norm.weight" else f"model.layers.{layer}.{name}"
-            parameter.copy_(target.checkpoint.tensor(own, torch.float32))
-        offset = target.config.norm_offset
+        """Start as the same parts of a layer of the target, read by its head."""
+        config = target.config
+        for name, tensor in self.stored().items():
+            own = f"model.layers.{layer}.{self.in_layer(name, config)}"
+            if name == "norm.weight":
+                own = "model.norm.weight"
+            tensor.copy_(target.checkpoint.tensor(own, torch.float32))
+        offset = config.norm_offset
         self.norm.weight.add_(offset).mul_(DOUBT).sub_(offset)
+
+    def in_layer(self, name: str, config: DecoderConfig) -> str:
+        """What a layer of the target calls a weight that is stored."""
+        return name
 
 
 class KangarooObjective(Objective):
     """One adapter in training."""
 
     Config = KangarooTraining
+    method: ClassVar[str] = "kangaroo"
+    Net: ClassVar[type[AdapterNet]] = AdapterNet
     module: AdapterNet
 
     def __init__(
@@ -112,28 +125,47 @@ class KangarooObjective(Objective):
         shape: DecoderConfig,
     ) -> None:  # fmt: skip
         self.config, self.target, self.vocab, self.module = config, target, vocab, net
-        self.shape, self.layer = shape, _exit_layer(config, target)
+        self.shape, self.layer = shape, self.exit_layer(config, target)
         self._head_DH: Tensor | None = None
 
     @classmethod
     def taps(cls, config: KangarooTraining, target: Target) -> tuple[str, ...]:
-        return (f"hidden.{_exit_layer(config, target)}", LAST)
+        return (f"hidden.{cls.exit_layer(config, target)}", LAST)
 
     @classmethod
     def build(
         cls, config: KangarooTraining, target: Target, vocab: VocabMap | None
     ) -> KangarooObjective:
-        target.require(frozenset({LAYERS, TAPS, EMBEDDINGS}), "kangaroo")
-        lent, layer = lender(target, "kangaroo"), _exit_layer(config, target)
+        target.require(frozenset({LAYERS, TAPS, EMBEDDINGS}), cls.method)
+        lent, layer = lender(target, cls.method), cls.exit_layer(config, target)
         theirs = lent.config
         rope = theirs.ropes[theirs.rope_of_layer[layer]]
         shape = replace(
             theirs, num_layers=1, windows=(None,), ropes=(rope,),
             rope_of_layer=(0,), sandwich_norms=False, embed_scale=1.0, attention_softcap=None,
         )  # fmt: skip
-        net = AdapterNet(shape, lent.device).to(lent.device)
+        net = cls.Net(shape, lent.device).to(lent.device)
         net.take(lent, layer)
         return cls(config, lent, vocab, net, shape)
+
+    @classmethod
+    def exit_layer(cls, config: KangarooTraining, target: Target) -> int:
+        """How many layers draft.
+
+        Raises:
+            ModelError: none, or all of them.
+        """
+        layers = target.num_layers
+        layer = max(1, layers // 5) if config.exit_layer is None else config.exit_layer
+        if not 0 < layer < layers:
+            raise ModelError(
+                f"{cls.method}: exit_layer={layer}, but {target.name} has {layers} layers; leave "
+                f"after layer 1 to {layers - 1}"
+            )
+        return layer
+
+    def named(self) -> Mapping[str, Tensor]:
+        return self.module.stored()
 
     def head(self) -> Tensor:
         """The target's rows for the draft vocabulary, [D, H], read once."""
@@ -190,25 +222,9 @@ class KangarooObjective(Objective):
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         target = self.target
         config = {
-            "method": "kangaroo", "target": target.name, "target_digest": target.digest,
+            "method": self.method, "target": target.name, "target_digest": target.digest,
             "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
             "draft_vocab_size": len(self.head()), "layer": self.layer,
             "taps": [f"hidden.{self.layer}"], "decoder": decoder_to_json(self.shape),
         }  # fmt: skip
         write_drafter(folder, config, self.named(), self.vocab, provenance)
-
-
-def _exit_layer(config: KangarooTraining, target: Target) -> int:
-    """How many layers draft.
-
-    Raises:
-        ModelError: none, or all of them.
-    """
-    layers = target.num_layers
-    layer = max(1, layers // 5) if config.exit_layer is None else config.exit_layer
-    if not 0 < layer < layers:
-        raise ModelError(
-            f"kangaroo: exit_layer={layer}, but {target.name} has {layers} layers; leave after "
-            f"layer 1 to {layers - 1}"
-        )
-    return layer

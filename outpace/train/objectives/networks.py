@@ -11,13 +11,13 @@ K key heads, G query heads per key head, D width of a head, E = D / 2, P positio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from outpace.models.blocks import ACTIVATION
 from outpace.models.families import DecoderConfig
 from outpace.models.passes import Rotation
 from outpace.models.rope import Rope
@@ -26,11 +26,6 @@ Turn = tuple[Tensor, Tensor]
 """cos and sin of some rows, [B, A, 1, E]."""
 KeyValue = tuple[Tensor, Tensor]
 """Keys, turned, and values of some rows, [B, K, T, D]."""
-
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
 
 
 class Turns:
@@ -152,7 +147,7 @@ class Mlp(nn.Module):
         self.gate_proj = nn.Linear(hidden, ffn, bias)
         self.up_proj = nn.Linear(hidden, ffn, bias)
         self.down_proj = nn.Linear(ffn, hidden, bias)
-        self._activation = _ACTIVATIONS[config.activation]
+        self._activation = ACTIVATION[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
