@@ -36,7 +36,7 @@ _TREE = (-1, -1, 0, 0, 1, 2)
 _ON_TEXT = {0: 1, 2: 2, 5: 3}
 
 Ids = tuple[int, ...]
-_Row = tuple[Tensor | None, Tensor | None]  # logits [V], features [H]
+_Outputs = tuple[Tensor | None, Tensor | None]  # logits [V], features [H]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,13 +172,13 @@ class _Alone:
     """
 
     def __init__(self, target: Target, texts: Sequence[Ids], near: int) -> None:
-        self._target, self._near, self._rows = target, near, dict[Ids, _Row]()
+        self._target, self._near, self._rows = target, near, dict[Ids, _Outputs]()
         self._cache = target.new_cache()
         self._slots = {text: self._cache.open() for text in texts}
         for text, slot in self._slots.items():
             self._read(slot, text)
 
-    def row(self, ids: Ids) -> _Row:
+    def row(self, ids: Ids) -> _Outputs:
         """What the last of these tokens gives."""
         if ids not in self._rows:
             slot = self._cache.open()
@@ -209,7 +209,7 @@ class _Alone:
             self._cache.keep(slot, [0])
 
 
-def _rows(target: Target, feeds: Sequence[Feed], cache: KVCache) -> list[list[_Row]]:
+def _rows(target: Target, feeds: Sequence[Feed], cache: KVCache) -> list[list[_Outputs]]:
     """Run a pass; per feed its rows, with the logits that were wanted."""
     tapped = TAPS in target.can
     if not tapped:  # then logits must tell
@@ -293,7 +293,7 @@ class _Check:
             self._compare(self.prompts, f"chunks of {size}, {way}", found, paths)
 
     def _compare(
-        self, tally: RowTally, shape: str, found: list[list[_Row]], paths: list[list[Ids]]
+        self, tally: RowTally, shape: str, found: list[list[_Outputs]], paths: list[list[Ids]]
     ) -> None:
         tally.passes += 1
         for number, (rows, ids) in enumerate(zip(found, paths, strict=True)):
@@ -339,7 +339,7 @@ def _pieces(
         yield cuts
 
 
-def _gap(row: _Row, alone: _Row) -> float | None:
+def _gap(row: _Outputs, alone: _Outputs) -> float | None:
     """Largest difference of two rows, NaN where one has a NaN alone; None: they are equal."""
     gap = None
     for mine, theirs in zip(row, alone, strict=True):

@@ -158,7 +158,7 @@ class Story:
 
 
 @dataclass
-class _Row:
+class _Running:
     """One sequence, as the step sees it."""
 
     story: Story
@@ -237,7 +237,7 @@ class _Teller:
         mood, trust = Mood(state.refused), [state.trust]
         warp = self.story.warp(self.story.params, _PROMPT, frozenset(), self.story.vocab)
         warp.advance(state.emitted)
-        row = _Row(
+        row = _Running(
             self.story, self.verifiers, {"moody": mood}, self.budgets, trust, self.slot,
             [*_PROMPT, *state.emitted], warp, fate,
         )

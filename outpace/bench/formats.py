@@ -27,8 +27,6 @@ ROLES = ("system", "user", "assistant")
 
 _BETWEEN = re.compile(r"[\s,]*")
 
-Row = Mapping[str, Any]
-
 
 def read_workload(name_or_path: str) -> list[Prompt]:
     """Read prompts to measure with.
@@ -64,7 +62,7 @@ def read_workload(name_or_path: str) -> list[Prompt]:
             )
         chosen = found
         try:
-            prompt = found.read(_Row(row, path.stem, number))
+            prompt = found.read(_PromptRow(row, path.stem, number))
         except ValueError as error:
             raise RequestError(f"{at}: {error}") from None
         if prompt.id in lines:
@@ -77,10 +75,10 @@ def read_workload(name_or_path: str) -> list[Prompt]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _PromptRow:
     """One row, and what stands in for fields that it lacks. Bad values are ``ValueError``."""
 
-    fields: Row
+    fields: Mapping[str, Any]
     stem: str
     number: int
 
@@ -106,7 +104,7 @@ class _Row:
         return str(value)
 
 
-def _questions(row: _Row) -> Prompt:
+def _questions(row: _PromptRow) -> Prompt:
     turns = row.fields["turns"]
     if not isinstance(turns, list) or not turns or not all(_said(turn) for turn in turns):
         raise ValueError(f"'turns' must be a list of texts, got {_brief(turns)}")
@@ -118,7 +116,7 @@ def _questions(row: _Row) -> Prompt:
     )
 
 
-def _gsm8k(row: _Row) -> Prompt:
+def _gsm8k(row: _PromptRow) -> Prompt:
     return Prompt(
         id=row.id(start="gsm8k"),
         category=row.category("gsm8k"),
@@ -126,7 +124,7 @@ def _gsm8k(row: _Row) -> Prompt:
     )
 
 
-def _mbpp(row: _Row) -> Prompt:
+def _mbpp(row: _PromptRow) -> Prompt:
     task = row.text("text" if "text" in row.fields else "prompt")
     tests = row.fields.get("test_list") or []
     if not isinstance(tests, list) or not all(_said(test) for test in tests):
@@ -136,7 +134,7 @@ def _mbpp(row: _Row) -> Prompt:
     return Prompt(id=row.id("task_id"), category=row.category("mbpp"), messages=_user(task))
 
 
-def _humaneval(row: _Row) -> Prompt:
+def _humaneval(row: _PromptRow) -> Prompt:
     return Prompt(
         id=row.id("task_id"),
         category=row.category("humaneval"),
@@ -144,7 +142,7 @@ def _humaneval(row: _Row) -> Prompt:
     )
 
 
-def _plain(row: _Row) -> Prompt:
+def _plain(row: _PromptRow) -> Prompt:
     reference = row.fields.get("reference")
     if reference is not None and not isinstance(reference, str):
         raise ValueError(f"'reference' must be text, got {_brief(reference)}")
@@ -183,7 +181,7 @@ class Format:
     name: str
     needs: tuple[frozenset[str], ...]
     """A row has this format if it has all fields of one of these sets."""
-    read: Callable[[_Row], Prompt]
+    read: Callable[[_PromptRow], Prompt]
 
 
 def _any(*sets: str) -> tuple[frozenset[str], ...]:

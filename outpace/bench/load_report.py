@@ -17,14 +17,12 @@ import numpy as np
 
 from outpace.bench import stats
 from outpace.bench.load import Arrival, Reply
+from outpace.bench.load_terms import PLAIN
 from outpace.bench.tables import Table, number, page, share
 from outpace.files import write_whole
 
 Report = dict[str, Any]
 
-PLAIN = "none"
-MIXED = "mixed"
-"""In the place of a drafter: requests take turns."""
 _KEPT = 5
 """Kinds of errors that a row lists."""
 

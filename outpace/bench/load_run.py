@@ -21,12 +21,11 @@ from outpace.bench.load import (
     open_loop,
     poisson,
 )
-from outpace.bench.load_report import MIXED, PLAIN, Round, Session, first_difference
+from outpace.bench.load_report import Round, Session, first_difference
+from outpace.bench.load_terms import MIXED, PLAIN, usual_requests
 from outpace.bench.workloads import Prompt
 from outpace.errors import OutpaceError, RequestError
 
-LEAST = 16
-"""Requests of a round, at least, unless said otherwise."""
 _GAPS = 12
 """Texts that differ whose first difference is looked into."""
 
@@ -53,7 +52,7 @@ class Plan:
 
     def count(self, arrival: Arrival) -> int:
         """Requests of a round."""
-        return self.requests or max(LEAST, 2 * (arrival.concurrency or 0))
+        return self.requests or usual_requests(arrival.concurrency or 0)
 
     def asked(self, drafter: str, number: int) -> tuple[str, Settings]:
         """Who drafts for a request, and how long its answer is."""

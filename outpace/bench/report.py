@@ -155,6 +155,7 @@ def figures(
         "acceptance_by_depth": None if sums is None else stats.acceptance_by_depth(sums),
         "passes": None if sums is None else sums.passes,
         "drafted": None if sums is None else sums.drafted,
+        "drafted_share": None if sums is None else stats.drafted_share(sums),
         "accepted": None if sums is None else sums.accepted,
         "verb_shares": stats.verb_shares(runs.values()),
         "draft_levels": None if sums is None else sum(run.draft_levels for run in first),

@@ -193,6 +193,11 @@ def add_up(counters: Iterable[Counters]) -> Counters:
     )  # fmt: skip
 
 
+def drafted_share(counters: Counters) -> float:
+    """Share of the passes that checked a guess; 0.0 of no pass."""
+    return counters.drafted_at[0] / counters.passes if counters.drafted_at else 0.0
+
+
 def acceptance_by_depth(counters: Counters) -> list[float]:
     """For depth 1, 2, ...: of the passes whose draft reached it, the share that kept a token."""
     kept = (*counters.accepted_at, *[0] * len(counters.drafted_at))

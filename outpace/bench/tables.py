@@ -11,7 +11,8 @@ from outpace.bench.records import VERBS
 from outpace.bench.report import Report
 from outpace.bench.stats import LOOPS, half_width
 
-Row = dict[str, Any]
+Figures = dict[str, Any]
+"""What a report says of one method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class Table:
 
 def tables(report: Report) -> list[Table]:
     """Everything that a report says about methods."""
-    rows: list[Row] = report["rows"]
-    out = [_main(rows), _groups(rows), _shares(rows), _costs(rows), _depths(rows)]
+    rows: list[Figures] = report["rows"]
+    out = [_main(rows), _groups(rows), _drafts(rows), _shares(rows), _costs(rows), _depths(rows)]
     if any(row["repeats"] > 1 for row in rows):
         out.append(_repeats(rows))
     out.append(_keyed(rows))
@@ -55,7 +56,7 @@ def noise_line(report: Report) -> str:
     )
 
 
-def _main(rows: Sequence[Row]) -> Table:
+def _main(rows: Sequence[Figures]) -> Table:
     return Table(
         "Speed-up over none: ratio of decode tokens per second, unit by unit, then the mean",
         ("method", "decode tok/s", "speed-up", "95 % interval", "without loops", "95 % interval",
@@ -78,7 +79,7 @@ def _main(rows: Sequence[Row]) -> Table:
     )
 
 
-def _groups(rows: Sequence[Row]) -> Table:
+def _groups(rows: Sequence[Figures]) -> Table:
     """Speed-ups by category, with and without loops."""
     names = list(rows[0]["groups"])
     plain = rows[0]["groups"]
@@ -106,7 +107,30 @@ def _groups(rows: Sequence[Row]) -> Table:
     )
 
 
-def _shares(rows: Sequence[Row]) -> Table:
+def _drafts(rows: Sequence[Figures]) -> Table:
+    """What a pass emits, and how often there was a guess, by category."""
+    names = list(rows[0]["groups"])
+    cells = [
+        (
+            label(row),
+            *(
+                f"{number(row['groups'][n]['mean_emitted'])} / "
+                f"{share(row['groups'][n].get('drafted_share'), 0)}"
+                if n in row["groups"] else ""
+                for n in names
+            ),
+        )
+        for row in rows
+        if row["drafted"]
+    ]
+    return Table(
+        "Mean emitted by category / share of the passes that checked a guess",
+        ("method", *names),
+        tuple(cells),
+    )
+
+
+def _shares(rows: Sequence[Figures]) -> Table:
     told = [row for row in rows if row["verb_shares"] is not None]
     return Table(
         "Where decoding spends its time",
@@ -117,7 +141,7 @@ def _shares(rows: Sequence[Row]) -> Table:
     )
 
 
-def _costs(rows: Sequence[Row]) -> Table:
+def _costs(rows: Sequence[Figures]) -> Table:
     return Table(
         "Work",
         ("method", "tok/s with prefill", "prefill s", "passes", "drafted", "draft levels",
@@ -139,7 +163,7 @@ def _costs(rows: Sequence[Row]) -> Table:
     )
 
 
-def _depths(rows: Sequence[Row]) -> Table:
+def _depths(rows: Sequence[Figures]) -> Table:
     deep = [row for row in rows if row["acceptance_by_depth"]]
     most = max((len(row["acceptance_by_depth"]) for row in deep), default=0)
     return Table(
@@ -153,7 +177,7 @@ def _depths(rows: Sequence[Row]) -> Table:
     )
 
 
-def _repeats(rows: Sequence[Row]) -> Table:
+def _repeats(rows: Sequence[Figures]) -> Table:
     """Every cell with its rounds, so that floors can be judged."""
     out = []
     for row in rows:
@@ -174,7 +198,7 @@ def _repeats(rows: Sequence[Row]) -> Table:
     )
 
 
-def _keyed(rows: Sequence[Row]) -> Table:
+def _keyed(rows: Sequence[Figures]) -> Table:
     """What it costs that the text of a seed is the same with any drafter."""
     free = {row["method"]: row for row in rows if not row["reproducible"]}
     pairs = [
@@ -197,7 +221,7 @@ def _keyed(rows: Sequence[Row]) -> Table:
     )
 
 
-def pairs(a: Report, b: Report) -> list[tuple[str, tuple[Row | None, Row | None]]]:
+def pairs(a: Report, b: Report) -> list[tuple[str, tuple[Figures | None, Figures | None]]]:
     """Label of every method -> its row in either report; None where it took no part."""
     one, other = ({label(row): row for row in report["rows"]} for report in (a, b))
     return [(name, (one.get(name), other.get(name))) for name in {**one, **other}]
@@ -207,7 +231,7 @@ def side_by_side(a: Report, b: Report) -> list[Table]:
     """Two comparable reports, method by method; speed-ups each over the plain runs of its own."""
     both = dict(pairs(a, b))
 
-    def pair(rows: Sequence[Row | None], key: str, digits: int = 2) -> tuple[str, str]:
+    def pair(rows: Sequence[Figures | None], key: str, digits: int = 2) -> tuple[str, str]:
         one, other = (number(None if row is None else row[key], digits) for row in rows)
         return one, other
 
@@ -281,7 +305,7 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def label(row: Row) -> str:
+def label(row: Figures) -> str:
     """A method's name, with what sets its row apart."""
     marks = [
         mark
@@ -301,9 +325,9 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def share(value: float | None) -> str:
+def share(value: float | None, digits: int = 1) -> str:
     """A figure as a percentage."""
-    return "-" if value is None else f"{value:.1%}"
+    return "-" if value is None else f"{value:.{digits}%}"
 
 
 def interval(value: Sequence[float] | None, digits: int = 2) -> str:
@@ -311,6 +335,6 @@ def interval(value: Sequence[float] | None, digits: int = 2) -> str:
     return "-" if value is None else f"[{value[0]:.{digits}f}, {value[1]:.{digits}f}]"
 
 
-def _kept(cell: Row, key: str) -> Any:
+def _kept(cell: Figures, key: str) -> Any:
     """A figure of the sequences that do not loop; None if all of them do."""
     return None if cell["without_loops"] is None else cell["without_loops"][key]

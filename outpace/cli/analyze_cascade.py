@@ -11,7 +11,6 @@ import typer
 
 from outpace.cli import show
 from outpace.cli.options import ModelOptions, WorkloadOptions, at_least, option, spread
-from outpace.config import MethodSpec
 
 if TYPE_CHECKING:
     from outpace.analysis.cascades import Found
@@ -72,16 +71,18 @@ def cascade(
     Times passes of all models here, so let nothing else run.
     """
     at_least(8, "--max-new-tokens", max_new_tokens)
-    for text in k or ():
-        MethodSpec.parse(f"cascade[levels={levels} k={text}]")
+    wanted = [f"cascade[levels={levels} k={text}]" for text in k or ()]
     prompts = texts.read()
-    engine = model.load(drafter="none")
 
     from outpace.analysis import cascades
+    from outpace.analysis.levels import check_levels
     from outpace.drafters.compose.cascade import read_k
 
-    for text in k or ():
-        engine.method(f"cascade[levels={levels} k={text}]")
+    for spec in (f"cascade[levels={levels}]", *wanted):
+        check_levels(spec)
+    engine = model.load(drafter="none")
+    for spec in wanted:
+        engine.method(spec)
     ids = texts.pick(engine, prompts, max_new_tokens)
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     with show.progress(len(ids), "prompts") as tick:

@@ -6,20 +6,22 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outpace.cli import bench_passes, bench_serve, show
+from outpace.cli.contenders import check_peers, taking_part
 from outpace.cli.drafting import PlanOptions, read_specs
 from outpace.cli.options import ModelOptions, at_least_one, option, spread
-from outpace.config import DEFAULT_DRAFTER, MethodSpec, split_specs
-from outpace.errors import OutpaceError, RequestError, UnknownNameError
+from outpace.config import DEFAULT_DRAFTER
+from outpace.errors import RequestError
 
 if TYPE_CHECKING:
     from outpace.bench.cases import Asked
-    from outpace.bench.records import Case, Contender, Settings
+    from outpace.bench.records import Case, Settings
     from outpace.bench.report import Report
     from outpace.bench.runner import Runner, Session
     from outpace.bench.synthetic import Texts
@@ -157,14 +159,9 @@ def bench(
         )
     if answers is not None and batch > 1:
         raise RequestError(f"--answers needs the time of every answer, got --batch {batch}; use 1")
-    plan.on(DEFAULT_DRAFTER)  # names that nobody has are refused, whoever drafts
-    specs = None
-    if drafters != "all":
-        specs = [plan.on(spec) for spec in read_specs("--drafters", drafters)]
+    specs = read_drafters(drafters, plan)
 
     from outpace.bench.formats import read_workload
-    from outpace.bench.provenance import provenance
-    from outpace.bench.records import Settings
     from outpace.bench.synthetic import read_rates
     from outpace.params import SamplingParams
 
@@ -179,60 +176,34 @@ def bench(
     if answers is not None and tokenizer is None:
         raise RequestError(f"--answers needs a tokenizer, and {engine.target.name} has none")
 
-    from outpace.bench import report as reports
     from outpace.bench.cases import make_cases
     from outpace.bench.runner import Runner
 
-    sampled = temperature > 0
-    seeds = range(seed, seed + SEEDS) if sampled else [seed]
+    seeds = range(seed, seed + SEEDS) if temperature > 0 else [seed]
     with show.busy("preparing prompts"):
         asked = make_cases(
             engine, prompts, limit=limit, max_new_tokens=max_new_tokens, seeds=seeds
         )
-    plain = Settings(max_new_tokens=max_new_tokens, temperature=temperature)
-    modes = [plain]
-    if sampled:
-        modes.append(
-            Settings(max_new_tokens=max_new_tokens, temperature=temperature, reproducible=True)
-        )
+    modes = modes_of(max_new_tokens, temperature)
     texts: Texts = {}
-    contenders = gather(engine, specs, asked.notes, plan)
-    try:
-        if rates is not None:
-            from outpace.bench.synthetic import Synthetic
-
-            contenders.append(Synthetic(engine, rates, texts))
-        if named:
-            contenders += start_peers(engine, named, peer_python, specs or [], asked.notes)
+    with taking_part(
+        engine, specs, plan, asked.notes, rates=rates, texts=texts, peers=named,
+        python=peer_python,
+    ) as contenders:  # fmt: skip
         runner = Runner(
             contenders, texts, batch=batch, repeat=repeat,
             max_repeat=max(repeat, max_repeat or 1), need_texts=rates is not None,
         )  # fmt: skip
         runner.session.notes += asked.notes
         measure(runner, asked.cases, modes)
-    finally:
-        for contender in contenders:
-            contender.close()
-    report = reports.build(
-        runner.session,
-        provenance(
-            command=shlex.join(["outpace", *sys.argv[1:]]),
-            target=engine.target,
-            cases=asked.cases,
-            config={
-                "workload": workload, "limit": limit, "max_new_tokens": max_new_tokens,
-                "temperature": temperature, "batch": batch, "ignore_eos": plain.ignore_eos,
-                "repeat": repeat, "max_repeat": runner.max_repeat, "seed": seed,
-                "drafters": drafters, "peers": named, "synthetic_acceptance": rates,
-            },
-        ),
-        engine.eos_ids,
-    )  # fmt: skip
+    report = report_of(engine, asked, runner.session, {
+        "workload": workload, "limit": limit, "max_new_tokens": max_new_tokens,
+        "temperature": temperature, "batch": batch, "ignore_eos": modes[0].ignore_eos,
+        "repeat": repeat, "max_repeat": runner.max_repeat, "seed": seed,
+        "drafters": drafters, "peers": named, "synthetic_acceptance": rates,
+    })  # fmt: skip
     if out is not None:
-        from outpace.bench.plots import draw
-
-        for path in [*reports.write(report, out), *draw(report, out)]:
-            show.note(f"wrote {path}")
+        save(report, out)
     if answers is not None and tokenizer is not None:
         for path in save_answers(answers, runner.session, asked, tokenizer.decode):
             show.note(f"wrote {path}")
@@ -244,80 +215,20 @@ def bench(
         raise typer.Exit(130)
 
 
-def gather(
-    engine: Engine, specs: list[str] | None, notes: list[str], plan: PlanOptions
-) -> list[Contender]:
-    """Drafters as contenders, `none` first.
-
-    Args:
-        engine: builds them.
-        specs: normalised method specs; None takes every registered drafter that this model can
-            run without settings, and notes why others stay out.
-        notes: remarks are added here.
-        plan: how the drafts of all registered drafters are grown and verified.
-
-    Raises:
-        OutpaceError: a drafter that was named cannot be built.
-    """
-    from outpace import registry
-    from outpace.bench.ours import Ours
-
-    named = [row.name for row in registry.rows("drafter")] if specs is None else specs
-    contenders: list[Contender] = []
-    for spec in dict.fromkeys(["none", *named]):
-        try:
-            wanted = plan.on(spec) if specs is None else spec
-            contenders.append(Ours(engine, engine.method(wanted)))
-        except OutpaceError as error:
-            if specs is not None:
-                raise
-            notes.append(f"{spec} takes no part: {error}")
-    return contenders
+def read_drafters(text: str, plan: PlanOptions) -> list[str] | None:
+    """Method specs with the plan put in; None stands for all drafters. Raises as ``known``."""
+    plan.check_names()  # also where nobody drafts
+    if text == "all":
+        return None
+    return [plan.on(spec) for spec in read_specs("--drafters", text)]
 
 
-def check_peers(text: str) -> list[str]:
-    """Read names of peers.
+def modes_of(max_new_tokens: int, temperature: float) -> list[Settings]:
+    """How answers are given; sampled ones also so that any drafter gives the same."""
+    from outpace.bench.records import Settings
 
-    Raises:
-        UnknownNameError: one that nobody has.
-    """
-    if not text:
-        return []
-    from outpace.bench.peers import PEERS
-
-    names = list(dict.fromkeys(split_specs(text)))
-    for name in names:
-        if name not in PEERS:
-            raise UnknownNameError("peer", name, PEERS)
-    return names
-
-
-def start_peers(
-    engine: Engine, names: list[str], python: Path | None, specs: list[str], notes: list[str]
-) -> list[Contender]:
-    """Peers as contenders; why one stays out is noted.
-
-    Args:
-        engine: its weights are theirs.
-        names: of peers.
-        python: of the environment of those outside this process.
-        specs: of the drafters; the first that is a whole draft model assists ``hf-assisted``.
-        notes: remarks are added here.
-    """
-    from outpace.bench.peers import make_peer
-
-    options = [dict(s.options) for s in map(MethodSpec.parse, specs) if s.name == "draft_model"]
-    assistant = next((o["model"] for o in options if "model" in o and "layers" not in o), None)
-    found: list[Contender] = []
-    for name in names:
-        with show.busy(f"starting {name}"):
-            peer = make_peer(
-                name, engine.target, peer_python=python, assistant=assistant, note=notes.append,
-                beside=found,
-            )  # fmt: skip
-        if peer is not None:
-            found.append(peer)
-    return found
+    free = Settings(max_new_tokens=max_new_tokens, temperature=temperature)
+    return [free, replace(free, reproducible=True)] if temperature > 0 else [free]
 
 
 def measure(runner: Runner, cases: list[Case], modes: list[Settings]) -> None:
@@ -325,6 +236,36 @@ def measure(runner: Runner, cases: list[Case], modes: list[Settings]) -> None:
     with show.progress(runner.steps(cases, modes), "units") as tick:
         runner.tick = tick
         runner.run(cases, modes)
+
+
+def report_of(
+    engine: Engine, asked: Asked, session: Session, config: dict[str, Any]
+) -> Report:
+    """The report, with where its figures come from.
+
+    Args:
+        engine: what was measured.
+        asked: with what.
+        session: what came of it.
+        config: the options of the command.
+    """
+    from outpace.bench.provenance import provenance
+    from outpace.bench.report import build
+
+    about = provenance(
+        command=shlex.join(["outpace", *sys.argv[1:]]), target=engine.target, cases=asked.cases,
+        config=config,
+    )  # fmt: skip
+    return build(session, about, engine.eos_ids)
+
+
+def save(report: Report, folder: Path) -> None:
+    """Write the report, its page and its plots."""
+    from outpace.bench.plots import draw
+    from outpace.bench.report import write
+
+    for path in [*write(report, folder), *draw(report, folder)]:
+        show.note(f"wrote {path}")
 
 
 def save_answers(

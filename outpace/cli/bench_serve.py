@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outpace.bench.load_terms import MIXED, PLAIN, USUAL
 from outpace.cli import show
+from outpace.cli.keys import read_keys
 from outpace.cli.options import ModelOptions, at_least_one, option, spread
 from outpace.cli.started import started
 from outpace.config import MethodSpec, split_specs
@@ -20,8 +22,6 @@ from outpace.errors import RequestError
 if TYPE_CHECKING:
     from outpace.bench.load_report import Report
 
-_PLAIN = "none"
-_MIXED = "mixed"
 _WHO = "Server"
 _WHAT = "Load"
 _OUTPUT = "Output"
@@ -61,7 +61,7 @@ def serve(
         option("--drafters", "-d", panel=_WHO, metavar="SPECS",
                help="Method specs with commas between them, which take turns; none takes part in "
                "any case."),
-    ] = f"auto,{_PLAIN}",
+    ] = f"auto,{PLAIN}",
     workload: Annotated[
         str,
         option("--workload", "-w", panel=_WHAT, metavar="NAME|FILE",
@@ -80,8 +80,7 @@ def serve(
     requests: Annotated[
         int | None,
         option("--requests", "-n", panel=_WHAT, metavar="N",
-               show_default="twice the clients, 16 at least",
-               help="Requests per drafter, load and round."),
+               show_default=USUAL, help="Requests per drafter, load and round."),
     ] = None,
     rounds: Annotated[
         int, option("--rounds", panel=_WHAT, metavar="R", help="Turns of every drafter.")
@@ -139,11 +138,11 @@ def serve(
     if url is not None and model != ModelOptions():
         raise RequestError(f"--url {url} has a model already; leave --model and its options out")
     named = [str(MethodSpec.parse(spec)) for spec in split_specs(drafters)]
-    specs = list(dict.fromkeys([*named, _PLAIN]))
+    specs = list(dict.fromkeys([*named, PLAIN]))
 
     from outpace.bench.formats import read_workload
     from outpace.bench.load import Arrival, Settings
-    from outpace.bench.load_report import Session, build, write
+    from outpace.bench.load_report import Session, build
     from outpace.bench.load_run import Plan, measure
     from outpace.params import SamplingParams
 
@@ -152,11 +151,11 @@ def serve(
         Arrival(concurrency=count) for count in read_counts(concurrency)
     ]
     prompts = read_workload(workload)
-    key = None if api_key_file is None else read_key(api_key_file)
+    key = None if api_key_file is None else read_keys((), api_key_file)[0]
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # what cannot be written is said before the work
     most = max((one.concurrency or 0 for one in arrivals), default=0)
-    session = Session([_MIXED] if mixed else specs)
+    session = Session([MIXED] if mixed else specs)
     plan = Plan(
         session, arrivals, prompts, Settings(max_new_tokens=max_new_tokens,
                                              temperature=temperature, seed=seed),
@@ -176,11 +175,7 @@ def serve(
         "check_texts": check_texts, "mixed": mixed,
     }))
     if out is not None:
-        from outpace.bench.plots import load, paint
-
-        picture = partial(load, report=report)
-        for path in [*write(report, out), *paint({"load": picture}, out, note=show.note)]:
-            show.note(f"wrote {path}")
+        save(report, out)
     if as_json:
         show.write_json(report)
     else:
@@ -203,17 +198,6 @@ def read_counts(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, parts)))
 
 
-def read_key(file: Path) -> str:
-    """The first key of a file; raises RequestError if there is none."""
-    try:
-        keys = file.read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read --api-key-file {file}: {error}") from error
-    if not keys or not keys[0].isascii():
-        raise RequestError(f"--api-key-file {file} holds no key; write one per line")
-    return keys[0]
-
-
 def provenance_of(about: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Where the figures come from; of the model what the server tells."""
     from outpace.bench import provenance
@@ -233,6 +217,16 @@ def provenance_of(about: dict[str, Any], config: dict[str, Any]) -> dict[str, An
         "prompts_digest": provenance.digest([[one.id, one.body] for one in questions]),
         "seeds": [config["seed"]],
     }
+
+
+def save(report: Report, folder: Path) -> None:
+    """Write the report, its page and its plot."""
+    from outpace.bench.load_report import write
+    from outpace.bench.plots import load, paint
+
+    picture = partial(load, report=report)
+    for path in [*write(report, folder), *paint({"load": picture}, folder, note=show.note)]:
+        show.note(f"wrote {path}")
 
 
 def show_report(report: Report) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 from outpace import registry
 from outpace.cli.options import MODEL, option
 from outpace.config import DEFAULT_DRAFTER, MethodSpec, split_specs
-from outpace.errors import RequestError
+from outpace.errors import RequestError, SpecError
 
 _NAMED: tuple[registry.Kind, ...] = ("verifier", "policy")
 """Keys of a method spec that name another method."""
@@ -44,13 +44,29 @@ class PlanOptions:
 
         Raises:
             SpecError, UnknownNameError: as ``known``.
+            SpecError: they are given to the default drafter, which picks among others.
         """
         parsed = MethodSpec.parse(spec)
-        return known(spec if parsed.name == "none" else str(parsed.planned(**self._plan)))
+        if parsed.name == "none":
+            return known(spec)
+        text = known(str(parsed.planned(**self._plan)))
+        if parsed.name == DEFAULT_DRAFTER and self._plan:
+            said = " ".join(f"--{key.replace('_', '-')} {v}" for key, v in self._plan.items())
+            raise SpecError(
+                f"{said} is for one drafter, and {DEFAULT_DRAFTER} picks among several; name one, "
+                f"as in -d eagle3 {said}"
+            )
+        return text
+
+    def check_names(self) -> None:
+        """Refuse what nobody has, whoever is to draft. Raises as ``known``."""
+        known(str(MethodSpec("none").planned(**self._plan)))
 
     @property
-    def _plan(self) -> dict[str, str | int | None]:
-        return {"tree": self.tree, "tree_size": self.tree_size, "verifier": self.verifier}
+    def _plan(self) -> dict[str, str | int]:
+        """Those that were given."""
+        plan = {"tree": self.tree, "tree_size": self.tree_size, "verifier": self.verifier}
+        return {key: value for key, value in plan.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +83,7 @@ class DrafterOptions(PlanOptions):
     @property
     def spec(self) -> str | None:
         """The method spec that they make; None where nothing was said. Raises as ``on``."""
-        if self.drafter is None and all(value is None for value in self._plan.values()):
+        if self.drafter is None and not self._plan:
             return None
         return self.on(DEFAULT_DRAFTER if self.drafter is None else self.drafter)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outpace.cli import show
+from outpace.cli.keys import read_keys
 from outpace.cli.options import ModelOptions, at_least_one, notes, option, spread
 from outpace.config import MethodSpec
 from outpace.errors import ModelError, RequestError
@@ -69,7 +70,7 @@ def serve(
                     "the list of processes."),
     ] = None,
     api_key_file: Annotated[
-        str | None,
+        Path | None,
         option("--api-key-file", panel=_SERVER, metavar="FILE", help="Keys, one per line."),
     ] = None,
     max_batch: Annotated[
@@ -221,23 +222,3 @@ def with_reference(specs: list[str]) -> list[str]:
     """The drafters to start: those that were named, and one for predictions."""
     names = {MethodSpec.parse(spec).name for spec in specs}
     return specs if "reference" in names else [*specs, "reference"]
-
-
-def read_keys(given: list[str], file: str | None) -> list[str]:
-    """Keys of the command line and of a file.
-
-    Raises:
-        RequestError: an empty key, or a file that cannot be read or holds none.
-    """
-    keys = list(given)
-    if file is not None:
-        try:
-            lines = Path(file).read_text(encoding="utf-8").split()
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"cannot read --api-key-file {file}: {error}") from error
-        if not lines:
-            raise RequestError(f"--api-key-file {file} holds no key; write one per line")
-        keys += lines
-    if any(not key.strip() or not key.isascii() or not key.isprintable() for key in keys):
-        raise RequestError("--api-key must be printable ASCII characters, one at least")
-    return keys

@@ -74,9 +74,10 @@ class Portfolio(Method):
         own, plan = spec.split()
         who = f"drafter {spec.name!r}"
         if refused := sorted({"tree", "tree_size", "verifier"} & plan.keys()):
+            setting = f"{refused[0]}={plan[refused[0]]}"
             raise SpecError(
-                f"{who}: {', '.join(refused)} belongs to its members; "
-                f"write {spec.name}[drafters=NAME[{refused[0]}={plan[refused[0]]}]]"
+                f"{who}: {', '.join(refused)} belongs to its members; name one drafter, such as "
+                f"eagle3[{setting}], or write {spec.name}[drafters=eagle3[{setting}]]"
             )
         self.spec = str(spec)
         self.config = build(PortfolioConfig, own, who)

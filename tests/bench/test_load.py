@@ -11,6 +11,8 @@ import pytest
 from outpace.bench import load
 from outpace.bench.load import Arrival, Question, Reply, Settings, closed_loop, open_loop, poisson
 from outpace.bench.load_report import Round, Session, build, first_difference, heading, table, write
+from outpace.bench.load_run import Plan
+from outpace.bench.load_terms import USUAL
 from outpace.errors import OutpaceError, RequestError
 
 PROVENANCE = {
@@ -41,6 +43,15 @@ def simulated(monkeypatch):
     monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=loop.time))
     yield loop.run_until_complete
     loop.close()
+
+
+def test_a_round_has_as_many_requests_as_the_help_says():
+    assert USUAL == "twice the clients, 16 at least"
+    plan = Plan(Session([]), [], [], Settings())
+    loads = [Arrival(rate=2.0), *(Arrival(concurrency=clients) for clients in (1, 8, 9, 64))]
+    assert [plan.count(one) for one in loads] == [16, 16, 16, 18, 128]
+    plan.requests = 5
+    assert {plan.count(one) for one in loads} == {5}
 
 
 def test_a_closed_loop_keeps_so_many_under_way_and_answers_in_order():

@@ -117,6 +117,19 @@ def test_a_peer_does_not_tell_about_passes(report):
     assert row(report, "fast")["passes"] == 4 * 39
 
 
+def test_what_a_pass_emits_is_told_by_category(report):
+    found = json.loads(json.dumps(report))
+    fast = row(found, "fast")
+    fast["drafted"] = 10
+    fast["groups"]["x"] |= {"mean_emitted": 2.346, "drafted_share": 0.6}
+    table = tables._drafts(found["rows"])
+    assert dict(zip(table.columns, table.rows[0], strict=True))["x"] == "2.35 / 60%"
+    assert [line[0] for line in table.rows] == [
+        tables.label(one) for one in found["rows"] if one["drafted"]
+    ], "none and peers do not draft"
+    assert table.title in tables.markdown(found)
+
+
 def test_rounds_are_shown_one_by_one():
     found = built(Fake("none"), Fake("one", lambda case, turn: [0.5, 0.25][turn % 2]), repeat=2)
     cell = row(found, "one")["groups"]["x"]

@@ -1,5 +1,7 @@
 """Numbers about runs: against slow definitions, and against values known by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -105,6 +107,8 @@ def test_counters_add_up_to_one_sequence():
     both = stats.add_up([one, two])
     assert both.mean_emitted == (4 + 3) / 5 and both.acceptance_rate == 2 / 9
     assert both.drafted_at == (5, 2) and both.accepted_at == (1, 1)
+    assert stats.drafted_share(both) == 1.0 and stats.drafted_share(Counters(passes=3)) == 0.0
+    assert stats.drafted_share(replace(two, passes=4)) == 3 / 4
     assert stats.acceptance_by_depth(both) == [1 / 5, 1 / 2]
     assert stats.acceptance_by_depth(two) == [0.0]
     assert stats.acceptance_by_depth(Counters()) == []

@@ -66,6 +66,41 @@ def test_bad_input_is_one_line(outpace, arguments, says):
     assert says in ran.err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("levels", "says"),
+    [
+        ("draft_modle+max_gram", "did you mean draft_model"),
+        ("draft_model+max_grm", "unknown drafter 'max_grm'; did you mean max_gram"),
+        ("draft_model[modle=tiny]", "unknown setting of drafter 'draft_model' 'modle'"),
+        ("draft_model[layers=0]", "layers must be at least 1, got 0"),
+        ("draft_model+", "has an empty part"),
+        ("draft_model[tree=chain]", "says tree, which the whole decides"),
+        ("max_gram+draft_model", "max_gram is no language model; every level but the last"),
+        ("draft_model+suffix+draft_model", "suffix is no language model"),
+        ("early_exit[layer=1]+max_gram", "early_exit[layer=1] is no language model"),
+        ("draft_model+medusa", "medusa samples and is no language model; the last level"),
+        ("auto+max_gram", "auto picks among drafters; name one of them"),
+        ("draft_model --k 3 --k x", "k must be rows of whole numbers such as 5,10/10, "),
+    ],
+)
+def test_wrong_levels_are_refused_before_a_model_is_loaded(outpace, levels, says):
+    """Nobody has the model: whatever loads it first would say so."""
+    ran = outpace("analyze", "cascade", "--model", "./nowhere", "--levels", *levels.split())
+    assert ran.code == 2 and ran.out == ""
+    assert ran.err.startswith("outpace: error: ") and ran.err.count("\n") == 1
+    assert says in ran.err
+
+
+@pytest.mark.parametrize(
+    "levels",
+    ["draft_model", "layer_skip+recycling", "draft_model+select[members=suffix+max_gram]",
+     "draft_model+quantized_self", "draft_model+cross_vocabulary[model=x by=text]"],
+)
+def test_levels_that_may_do_are_left_to_the_drafter(outpace, levels):
+    ran = outpace("analyze", "cascade", "--model", "./nowhere", "--levels", levels)
+    assert ran.code == 2 and "no model at ./nowhere" in ran.err
+
+
 def test_parts_count_what_was_reached():
     part = Part()
     part.add(3, 3, 3)

@@ -2,8 +2,11 @@ import json
 
 import pytest
 
+from outpace import Engine, registry
 from outpace.bench import workloads
 from outpace.bench.ours import Ours
+from outpace.cli.contenders import gather
+from outpace.cli.drafting import PlanOptions
 
 ROWS = [
     {"prompt": "a b c a b c a b", "category": "x"},
@@ -69,8 +72,24 @@ def test_trees_and_verifiers_are_put_into_every_method(outpace):
         "none", "suffix[tree=2x1 tree_size=4 verifier=match]",
         "draft_model[layers=1 model=tiny tree=2x1 tree_size=4 verifier=match]",
     ]
-    ran = outpace(*few("--drafters", "auto", "--tree", "2x1"))
-    assert ran.code == 2 and "drafter 'auto': tree belongs to its members" in ran.err
+
+
+def test_trees_and_verifiers_need_a_drafter_that_is_named(outpace):
+    for drafters in ((), ("--drafters", "suffix,auto[add=suffix]")):
+        ran = outpace("bench", "--model", "./nowhere", *drafters, "--tree", "2x1")
+        assert ran.code == 2, ran.err
+        assert "auto picks among several; name one, as in -d eagle3 --tree 2x1" in ran.err
+
+
+def test_all_drafters_with_a_tree_are_all_but_those_that_pick(monkeypatch):
+    names = ("none", "suffix", "auto")
+    monkeypatch.setattr(registry, "rows", lambda kind: [registry.row(kind, name) for name in names])
+    notes = []
+    engine = Engine.load("tiny", drafter="none", dtype="float32")
+    found = gather(engine, None, notes, PlanOptions(tree_size=2))
+    assert [one.name for one in found] == ["none", "suffix[tree_size=2]"]
+    (note,) = notes
+    assert note.startswith("auto takes no part: --tree-size 2 is for one drafter")
 
 
 def test_lossy_methods_are_marked(outpace):

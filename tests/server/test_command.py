@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
+from outpace.cli.keys import read_keys
 from outpace.cli.main import main
-from outpace.cli.serve import read_keys, with_reference
-from outpace.errors import RequestError
+from outpace.cli.serve import with_reference
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,34 @@ def test_the_drafters_that_are_started():
 def test_keys_from_a_file(tmp_path):
     file = tmp_path / "keys.txt"
     file.write_text("first\nsecond\n")
-    assert read_keys(["own"], str(file)) == ["own", "first", "second"]
-    file.write_text("\n")
-    with pytest.raises(RequestError, match="holds no key"):
-        read_keys([], str(file))
+    assert read_keys(["own"], file) == ["own", "first", "second"]
+    file.write_bytes(b"\xef\xbb\xbffirst\r\n")
+    assert read_keys([], file) == ["first"] and read_keys(["own"], None) == ["own"]
+
+
+COMMANDS = (("serve", "--model", "./nowhere"), ("bench", "serve", "--url", "http://127.0.0.1:1"))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: " ".join(words[:2]))
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot read --api-key-file {file}: No such file or directory"),
+        ("a folder", "cannot read --api-key-file {file}: Is a directory"),
+        (b"caf\xe9", "--api-key-file {file} is not UTF-8 text (byte 3); convert it first"),
+        (b" \n\n", "--api-key-file {file} holds no key; write one per line"),
+        ("good\ns\u00e9cret\n".encode(),
+         "--api-key-file {file}: key 2 must be printable ASCII characters, one at least"),
+    ],
+    ids=("missing", "folder", "latin", "empty", "letters"),
+)
+def test_wrong_key_files_are_one_line_in_both_commands(capsys, tmp_path, command, content, says):
+    """Before a model is loaded or a server asked; and no key is shown."""
+    file = tmp_path / "keys"
+    if content == "a folder":
+        file.mkdir()
+    elif content is not None:
+        file.write_bytes(content)
+    assert main([*command, "--api-key-file", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error == f"outpace: error: {says.format(file=file)}\n"

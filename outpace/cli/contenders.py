@@ -1,0 +1,125 @@
+"""Who takes part in ``outpace bench``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outpace import registry
+from outpace.cli import show
+from outpace.cli.drafting import PlanOptions
+from outpace.config import MethodSpec, split_specs
+from outpace.errors import OutpaceError, UnknownNameError
+
+if TYPE_CHECKING:
+    from outpace.bench.records import Contender
+    from outpace.bench.synthetic import Texts
+    from outpace.engine.engine import Engine
+
+
+@contextlib.contextmanager
+def taking_part(
+    engine: Engine, specs: list[str] | None, plan: PlanOptions, notes: list[str], *,
+    rates: tuple[float, ...] | None, texts: Texts, peers: list[str], python: Path | None,
+) -> Iterator[list[Contender]]:  # fmt: skip
+    """Give all contenders, `none` first, and close them.
+
+    Args:
+        engine: its model is everybody's.
+        specs: of drafters, as for ``gather``.
+        plan: likewise.
+        notes: remarks are added here.
+        rates: of acceptance, for a synthetic drafter; None: there is none.
+        texts: plain answers, for that drafter.
+        peers: names.
+        python: as for ``start_peers``.
+    """
+    contenders = gather(engine, specs, notes, plan)
+    try:
+        if rates is not None:
+            from outpace.bench.synthetic import Synthetic
+
+            contenders.append(Synthetic(engine, rates, texts))
+        if peers:
+            contenders += start_peers(engine, peers, python, specs or [], notes)
+        yield contenders
+    finally:
+        for contender in contenders:
+            contender.close()
+
+
+def gather(
+    engine: Engine, specs: list[str] | None, notes: list[str], plan: PlanOptions
+) -> list[Contender]:
+    """Drafters as contenders, `none` first.
+
+    Args:
+        engine: builds them.
+        specs: normalised method specs; None takes every registered drafter that this model can
+            run without settings, and notes why others stay out.
+        notes: remarks are added here.
+        plan: how the drafts of all registered drafters are grown and verified.
+
+    Raises:
+        OutpaceError: a drafter that was named cannot be built.
+    """
+    from outpace.bench.ours import Ours
+
+    named = [row.name for row in registry.rows("drafter")] if specs is None else specs
+    contenders: list[Contender] = []
+    for spec in dict.fromkeys(["none", *named]):
+        try:
+            wanted = plan.on(spec) if specs is None else spec
+            contenders.append(Ours(engine, engine.method(wanted)))
+        except OutpaceError as error:
+            if specs is not None:
+                raise
+            notes.append(f"{spec} takes no part: {error}")
+    return contenders
+
+
+def check_peers(text: str) -> list[str]:
+    """Read names of peers.
+
+    Raises:
+        UnknownNameError: one that nobody has.
+    """
+    if not text:
+        return []
+    from outpace.bench.peers import PEERS
+
+    names = list(dict.fromkeys(split_specs(text)))
+    for name in names:
+        if name not in PEERS:
+            raise UnknownNameError("peer", name, PEERS)
+    return names
+
+
+def start_peers(
+    engine: Engine, names: list[str], python: Path | None, specs: list[str], notes: list[str]
+) -> list[Contender]:
+    """Peers as contenders; why one stays out is noted.
+
+    Args:
+        engine: its weights are theirs.
+        names: of peers.
+        python: of the environment of those outside this process.
+        specs: of the drafters; the first that is a whole draft model assists ``hf-assisted``.
+        notes: remarks are added here.
+    """
+    from outpace.bench.peers import make_peer
+
+    options = [dict(s.options) for s in map(MethodSpec.parse, specs) if s.name == "draft_model"]
+    assistant = next((o["model"] for o in options if "model" in o and "layers" not in o), None)
+    found: list[Contender] = []
+    for name in names:
+        with show.busy(f"starting {name}"):
+            peer = make_peer(
+                name, engine.target, peer_python=python, assistant=assistant, note=notes.append,
+                beside=found,
+            )  # fmt: skip
+        if peer is not None:
+            found.append(peer)
+    return found
