@@ -6,8 +6,8 @@
 
 A curve says how the cost of a pass grows; the steps that are watched say how this machine differs
 from it today: one factor for everything, which follows fast, and one for each power of two of
-rows and of sequences, which follows slowly. Without a curve the shape is that of a small model on a
-CPU, and the first steps do all of the work.
+guesses and of sequences, which follows slowly. Without a curve the shape is that of a small model
+on a CPU, and the first steps do all of the work.
 
 What was measured of drafters is handed on as well (``know``): prices, which steps then refresh, and
 how much of their drafts was kept, for policies to begin with (``kept``).
@@ -30,7 +30,7 @@ COLD = 3.0
 """Most that the first draft of a drafter may be said to cost per level, in such guesses."""
 TRUST = 8
 """Steps that a price measured beforehand is worth."""
-KNOTS = 12  # powers of two of rows; more rows count as the last
+KNOTS = 12  # powers of two of guesses, and one more; more rows count as the last
 _FAST, _SLOW, _CLIP = 0.15, 0.03, 0.5
 _GRAIN = 64  # tokens of context that share an entry of the table
 
@@ -67,10 +67,15 @@ class _Knots:
     """How passes of so many sequences differ from the curve."""
 
     log_K: list[float]
-    """Logs of the factors by powers of two of rows."""
+    """Logs of the factors by powers of two of rows beyond one for each sequence."""
     factor_K: list[float]
     """With the factor for everything."""
     seen_K: list[int]
+
+
+def _place(rows: int, batch: int) -> float:
+    """Where a pass stands among the knots: one without guesses at the first of them."""
+    return math.log2(max(0, rows - batch) + 1)
 
 
 def _power(count: int) -> int:
@@ -154,7 +159,7 @@ class Costs:
             context: committed tokens of each.
             batch: sequences, at least 1.
         """
-        place = math.log2(rows)
+        place = _place(rows, batch)
         low = min(int(place), KNOTS - 2)
         part = min(1.0, place - low)
         plain = self._plain(rows, context, batch)  # reads what was measured, if nobody did yet
@@ -200,14 +205,14 @@ class Costs:
 
     def _learn_pass(self, rows: int, context: int, batch: int, seconds: float) -> None:
         plain = self._plain(rows, context, batch)
-        knots, knot = self._at(batch), min(KNOTS - 1, round(math.log2(rows)))
+        knots, knot = self._at(batch), min(KNOTS - 1, round(_place(rows, batch)))
         self._knots[_power(batch)] = knots
         off = math.log(seconds / plain) - self._all - knots.log_K[knot]
         if self._seen:
             off = max(-_CLIP, min(_CLIP, off))
         self._seen += 1
         knots.seen_K[knot] += 1
-        fast, slow = max(_FAST, 1.0 / self._seen), max(_SLOW, 1.0 / (3 + knots.seen_K[knot]))
+        fast, slow = max(_FAST, 1.0 / self._seen), max(_SLOW, 1.0 / (1 + knots.seen_K[knot]))
         self._all += fast * off
         if self._seen > 1:
             knots.log_K[knot] += slow * off

@@ -128,7 +128,7 @@ class Tally:
         not, by less than the margin.
         """
         own, beside = self._own, self._load.beside
-        best = (1.0 + margin) * self.batch / (self.passed(own + beside) + self._costs.rest)
+        best = (1.0 + margin) * self.batch / self.plain()
         found = None
         for option in options:
             call, level = self._costs.price(option.drafter, own)
@@ -140,6 +140,10 @@ class Tally:
                 if rate > best:
                     best, found = rate, share
         return found
+
+    def plain(self) -> float:
+        """Seconds of the step, if nothing is drafted."""
+        return self.passed(self._own + self._load.beside) + self._costs.rest
 
     def total(self) -> float:
         """The rate, when no sequence is left out."""

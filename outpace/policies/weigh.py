@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from outpace.policies.base import Evidence, Policy, PolicyRow
 from outpace.policies.expect import Belief, Pool, cuts, sizes
+from outpace.policies.looks import Looks
 from outpace.policies.tally import NONE, Option, Share, Tally
 from outpace.types import NOTHING, Budget, Choice, Load, Plan
 
@@ -73,9 +74,9 @@ class State:
     gap: dict[str, int] = field(default_factory=dict)
     step: int = 0
     allowance: float | None = None
-    """Seconds that probes may lose."""
-    seconds: float = 0.0
-    """Of the last step, its part."""
+    """What probes may lose, in steps."""
+    part: float = 1.0
+    """Its part of a step: what it has to answer for."""
 
 
 @dataclass(slots=True)
@@ -104,6 +105,7 @@ class Weighing(Policy):
         super().__init__(config)
         self._pools: dict[str, Pool] = {}
         self._known: dict[str, _Known] = {}
+        self._looks = Looks(config.probe / 2)
 
     def begin(self) -> State:
         """Nothing is known of the sequence but what others taught."""
@@ -139,6 +141,9 @@ class Weighing(Policy):
             shares[index] = row.state.share
         if len(rows) > 1:
             self._together(rows, before, shares, tally, plans)
+        if self.config.probe and self._looks.due(tally, any(one.drafter != NONE for one in plans)):
+            for index, row in enumerate(rows):
+                plans[index] = _without(row.state, plans[index], "look")
         return plans
 
     def _together(
@@ -168,9 +173,8 @@ class Weighing(Policy):
                     shares[i] = one
                 continue
             for i in users:
-                state, choice = rows[i].state, plans[i].choice
-                state.share, state.usual, state.asked = shares[i], NONE, None
-                plans[i] = Plan(NONE, NOTHING, choice and Choice("together", choice.rates))
+                rows[i].state.usual = NONE
+                plans[i] = _without(rows[i].state, plans[i], "together")
 
     def learn(self, rows: Sequence[PolicyRow], evidence: Sequence[Evidence]) -> None:
         """Take in what was kept of the drafts."""
@@ -247,13 +251,12 @@ class Weighing(Policy):
         state.step += 1
         cut = cut_of[pick]
         share = of[pick].share(cut) if pick in of else nothing
-        step = tally.seconds(share)
-        state.seconds = step / tally.batch
+        state.part = 1.0 / tally.batch
         if state.allowance is None:
             new = any(not one.hinted and self._pools[one.drafter].young for one in options)
-            state.allowance = FIRST_ALLOWANCE * step / tally.batch * new
-        state.allowance += self.config.probe * step / tally.batch
-        probe = self._probe(state, options, pick, rates[pick], step, tally)
+            state.allowance = FIRST_ALLOWANCE * state.part * new
+        state.allowance += self.config.probe * state.part
+        probe = self._probe(state, options, pick, rates[pick], tally.seconds(share), tally)
         if probe is not None:
             pick, reason, cut = probe[0], "probe", probe[1]
             share = of[pick].share(cut)
@@ -273,7 +276,6 @@ class Weighing(Policy):
     ) -> tuple[str, int] | None:
         """An idle drafter that it is time to try, and how far, if the allowance pays for it."""
         found: tuple[int, str, int, float] | None = None
-        part = step / tally.batch
         for option in options:
             name = option.drafter
             # Who was measured beforehand need not be tried first of all.
@@ -283,11 +285,11 @@ class Weighing(Policy):
                 continue
             worth, cut = tally.best(option, PROBE_LEVELS)
             seconds = tally.seconds(option.share(cut))
-            loss = max(0.0, seconds - seconds * worth / rate)
+            loss = max(0.0, seconds - seconds * worth / rate) / step
             credit = state.allowance or 0.0
             if name == state.again:
-                credit += DEBT * part
-            if loss <= min(credit, PROBE_LOSS * step) and (found is None or age > found[0]):
+                credit += DEBT * state.part
+            if loss <= min(credit, PROBE_LOSS) and (found is None or age > found[0]):
                 found = age, name, cut, loss
         if found is None:
             return None
@@ -352,7 +354,13 @@ class Weighing(Policy):
                     other.reopen(self._pools[name])
                     state.tried.pop(name, None)
                     state.gap.pop(name, None)
-            state.allowance = max(state.allowance or 0.0, ALARM_ALLOWANCE * state.seconds)
+            state.allowance = max(state.allowance or 0.0, ALARM_ALLOWANCE * state.part)
+
+
+def _without(state: State, plan: Plan, reason: str) -> Plan:
+    """The plan of a sequence for which nothing is drafted after all."""
+    state.share, state.asked, state.probing = Share(), None, False
+    return Plan(NONE, NOTHING, plan.choice and Choice(reason, plan.choice.rates))
 
 
 def _told(

@@ -1,9 +1,11 @@
+import itertools
+
 import pytest
 
 from outpace.policies import weigh
 from outpace.policies.auto import Auto, AutoConfig
 from outpace.policies.base import PolicyRow
-from outpace.types import NOTHING, KnownDrafter, Load
+from outpace.types import NOTHING, CostCurve, KnownDrafter, Load
 from tests.policies.simulator import (
     CURVE,
     PASS,
@@ -129,7 +131,7 @@ def test_the_change_test_can_fail():
 def test_a_lookup_is_taken_where_it_has_something_to_say():
     drafters = {"look": Fake([says(0.8, 0.4, nodes=4)]), "m": Fake([0.6], 0.002)}
     steps = Simulator(Auto(AutoConfig()), drafters).run(200)
-    later = [s for s in steps[20:] if s.plan.choice.reason != "probe"]
+    later = [s for s in steps[20:] if s.plan.choice.reason not in ("probe", "look")]
     assert all((s.drafter == "look") == ("look" in s.plan.choice.rates) for s in later)
     alone = {name: rate(Simulator(Auto(AutoConfig()), {name: fake}).run(200))
              for name, fake in drafters.items()}
@@ -154,12 +156,51 @@ def test_a_lookup_that_boasts_is_found_out():
 def test_every_choice_is_explained():
     steps = Simulator(Auto(AutoConfig()), STILL["two models"]).run(200)
     reasons = {s.plan.choice.reason for s in steps}
-    assert {"best", "probe"} <= reasons <= {"best", "stay", "probe"}
+    assert {"best", "probe"} <= reasons <= {"best", "stay", "probe", "look"}
     for s in steps:
         rates = s.plan.choice.rates
         assert rates["none"] == pytest.approx(1 / PASS, rel=0.05)
         if s.plan.choice.reason == "best":
             assert s.drafter == max(rates, key=rates.get)
+
+
+DEAR_ROWS = CostCurve(
+    model="simulated", dtype="float32", threads=1, device="none",
+    rows_R=(1, 4, 256), context_C=(64,), seconds_CR=((PASS, PASS, PASS * (1 + 0.16 * 252)),),
+    batch_B=(1, 8), seconds_CB=((PASS, PASS * (1 + 0.16 * 4)),),
+)  # fmt: skip
+
+
+class Blind(Auto):
+    """Planted bug: never looks at what a pass costs without drafts."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self._looks.due = lambda tally, drafting: False
+
+
+@pytest.mark.parametrize(("cls", "least", "most"), [(Auto, 0.93, 1.0), (Blind, 0.0, 0.85)])
+def test_a_batch_stops_drafting_where_rows_are_dearer_than_was_thought(cls, least, most):
+    """Nothing was measured beforehand, and only passes without drafts tell what those cost."""
+    drafters = {"a": Fake([0.5], 0.001), "b": Fake([0.4], 0.002)}
+    simulator = Simulator(cls(AutoConfig()), drafters, curve=DEAR_ROWS, know=False)
+    steps = [simulator.step(batch=8) for _ in range(300)][150:]
+    found = sum(one.expected for step in steps for one in step) / sum(s[0].seconds for s in steps)
+    plain = 8 / DEAR_ROWS.seconds(1, 64, 8)
+    assert best_fixed(0.5, 0.001, curve=DEAR_ROWS, batch=8) == (pytest.approx(plain), 0)
+    assert least < found / plain <= most + 1e-9
+
+
+def test_looks_grow_rare_and_none_is_taken_where_drafts_gain_much():
+    def looks(chance, probe):
+        steps = Simulator(Auto(AutoConfig(probe=probe)), {"a": Fake([chance], 0.002)}).run(600)
+        return [i for i, s in enumerate(steps) if s.plan.choice.reason == "look"]
+
+    at = looks(0.75, 0.015)
+    gaps = [b - a for a, b in itertools.pairwise(at)]
+    assert 3 <= len(at) <= 6 and gaps[-1] >= 2 * gaps[0]
+    assert looks(0.75, 0.0) == [], "nothing may be spent"
+    assert at[0] < looks(0.95, 0.015)[0], "more is lost, so it takes longer to be worth it"
 
 
 def test_probes_are_bounded():
