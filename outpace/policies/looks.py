@@ -3,7 +3,8 @@
 Where every pass checks guesses, only passes with guesses are timed, and what one without them
 would take is a guess itself. If that is too high, drafts seem to pay that do not, and nothing
 corrects it. So now and then a pass is left plain, as soon as what that loses is a small enough
-share of the time since the last one; seldom, while such passes take what was expected.
+share of the time since the last one; seldom, while such passes take what was expected. Batches of a
+new size begin with plain passes: there a guess costs rows that are dear, and gains are small.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from outpace.policies.tally import Tally
 
 FIRST_GAP, LONGEST_GAP = 12, 256
 """Passes between two plain ones, at least."""
+AT_ONCE = 2
+"""Plain passes with which batches of a new size begin."""
 NEWS = 0.05
 """Change of the expected seconds, as a share, that asks for another look soon."""
 
@@ -25,6 +28,8 @@ class _Wait:
 
     passes: int = 0
     """Since the last plain one."""
+    plain: int = 0
+    """Plain ones, up to AT_ONCE."""
     gap: int = FIRST_GAP
     expected: float = 0.0
     """Seconds of a plain pass, as they were thought to be at the last look."""
@@ -50,8 +55,11 @@ class Looks:
         """
         wait = self._waits.setdefault(round(math.log2(tally.batch)), _Wait())
         if not drafting:
-            wait.passes = 0
+            wait.passes, wait.plain = 0, min(AT_ONCE, wait.plain + 1)
             return False
+        if tally.batch > 1 and wait.plain < AT_ONCE:
+            wait.plain += 1
+            return True
         wait.passes += 1
         if wait.passes < wait.gap:
             return False

@@ -168,7 +168,7 @@ class Weighing(Policy):
             tally.leave_out(-1)
             margin = 1.0 + self.config.margin
             was = any(one.drafter == name for one in before)
-            if tally.total() * (1.0 / margin if was else margin) <= drafting:
+            if tally.total() * (1.0 if was else margin) <= drafting:
                 for i, one in zip(users, kept, strict=True):
                     shares[i] = one
                 continue
