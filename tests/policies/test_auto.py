@@ -179,11 +179,11 @@ class Blind(Auto):
         self._looks.due = lambda tally, drafting: False
 
 
-@pytest.mark.parametrize(("cls", "least", "most"), [(Auto, 0.93, 1.0), (Blind, 0.0, 0.9)])
+@pytest.mark.parametrize(("cls", "least", "most"), [(Auto, 0.93, 1.0), (Blind, 0.0, 0.85)])
 def test_a_batch_stops_drafting_where_rows_are_dearer_than_was_thought(cls, least, most):
     """Nothing was measured beforehand, and only passes without drafts tell what those cost."""
     drafters = {"a": Fake([0.5], 0.001), "b": Fake([0.4], 0.002)}
-    simulator = Simulator(cls(AutoConfig()), drafters, curve=DEAR_ROWS, know=False)
+    simulator = Simulator(cls(AutoConfig()), drafters, seed=1, curve=DEAR_ROWS, know=False)
     steps = [simulator.step(batch=8) for _ in range(300)][150:]
     found = sum(one.expected for step in steps for one in step) / sum(s[0].seconds for s in steps)
     plain = 8 / DEAR_ROWS.seconds(1, 64, 8)
