@@ -4,7 +4,9 @@
     decode  a step of all sequences whose text is read
 
 Where there is both to do, the two take turns. So a long prompt holds the others up by one chunk
-between two of their steps, and nobody waits for it to end. A chunk has a pass of its own: a step
+between two of their steps, and nobody waits for it to end. Where a step brings several tokens it
+takes longer, and as many chunks are read in a turn: else prompts would wait for drafts, and the batch
+would shrink that drafts are made for. A chunk has a pass of its own: a step
 then has few rows, a number for which results are known not to depend on the neighbours to the
 last bit, and what it costs stays a matter of its drafts, which policies weigh.
 
@@ -21,7 +23,7 @@ from outpace.engine.sequence import Sequence as Running
 from outpace.step import Machine, prefill, step
 
 _ALONE = 4
-"""Chunks in one pass, while nobody decodes who would be held up by it."""
+"""Chunks in one pass, while nobody decodes who would be held up by it; and most beside others."""
 
 
 class Scheduler:
@@ -38,6 +40,8 @@ class Scheduler:
         self.active: list[Running] = []
         """Sequences that are not finished, in the order in which they joined."""
         self._turn_to_read = True
+        self._emitted = 1.0
+        """Tokens per sequence that the last step brought."""
 
     def join(self, row: Running) -> None:
         """Let a sequence, not finished, take part from the next pass on."""
@@ -82,7 +86,8 @@ class Scheduler:
 
     def _most(self, decoding: list[Running]) -> int:
         """Tokens to read in one pass."""
-        return self.machine.chunk * (1 if decoding else _ALONE)
+        chunks = min(max(1.0, self._emitted), _ALONE) if decoding else _ALONE
+        return round(self.machine.chunk * chunks)
 
     def _left_to_read(self, row: Running) -> int:
         return row.goal - self.machine.cache.length(row.slot)
@@ -108,8 +113,10 @@ class Scheduler:
         return self._left(part)
 
     def _run(self, rows: list[Running]) -> list[Running]:
+        before = sum(row.new_tokens for row in rows)
         with torch.inference_mode():
             step(self.machine, rows)
+        self._emitted = (sum(row.new_tokens for row in rows) - before) / len(rows)
         return self._left(rows)
 
     def _wake(self, row: Running) -> None:

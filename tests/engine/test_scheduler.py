@@ -73,6 +73,21 @@ def test_short_answers_leave_before_long_ones(engine):
     assert [len(r.rows) for r in rows if not r.prompt] == [3, 2, 2, 2, 1, 1, 1]
 
 
+@pytest.mark.parametrize(("drafter", "most"), [
+    ("none", 256), ("draft_model[model=tiny tree=chain tree_size=2]", 3 * 256),
+])  # fmt: skip
+def test_prompts_are_read_faster_where_a_step_brings_more(engine, drafter, most):
+    """A drafter that is always right brings three tokens per step, and three chunks are read."""
+    prompts = [[5, 9], [7], [3 + i % 50 for i in range(1000)]]
+    asked = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (90, 1, 2)]
+    engine.method(drafter)
+    read = []
+    engine.listeners.append(lambda record: read.append(record) if record.prompt else None)
+    dict(engine.map(prompts, asked, batch=2, drafter=drafter))
+    beside = [record.passed_rows for record in read if record.passed_rows > 16]
+    assert max(beside) == most, "the long prompt is read beside the first answer"
+
+
 def test_a_bad_prompt_in_a_map_is_named_and_loses_no_slot(engine):
     answers = engine.map([[5, 6], []], batch=4, max_new_tokens=3)
     with pytest.raises(RequestError, match="empty"):
