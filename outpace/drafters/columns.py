@@ -65,6 +65,8 @@ class Columns(Target):
 
     def _laid_out(self, logits_TD: Tensor) -> Tensor:
         """Logits [T, V], float32 or as wide as they were. Cost: a row is written once."""
+        if not len(logits_TD):  # nothing was wanted, and the model need not say how wide that is
+            return logits_TD.new_empty((0, self.vocab_size))
         logits_TD = logits_TD[:, : self.vocab_size]
         if self._id_D is None and logits_TD.shape[1] == self.vocab_size:
             return logits_TD

@@ -63,6 +63,30 @@ def test_the_text_is_plain_text(target, tmp_path, shape):
         assert single == [one.tokens for one in fast]
 
 
+COMPOSED = {
+    "cascade": "cascade[levels=draft_model[model={0}]+max_gram]",
+    "two models": "cascade[levels=draft_model[model=tiny layers=2]+draft_model[model={0}]+max_gram]",
+    "ouroboros": "ouroboros[draft=draft_model[model={0}]]",
+    "graph": "graph[draft=draft_model[model={0}]]",
+    "select": "select[members=draft_model[model={0}]+suffix]",
+}
+
+
+@pytest.mark.parametrize("kind", COMPOSED)
+def test_drafters_that_stand_on_it_take_half_a_vocabulary(target, tmp_path, kind):
+    """They also read texts with it, and want no logits then."""
+    write(target, tmp_path / "d", layers=1)
+    engine = Engine(target, "none")
+    prompts = [[5, 9, 11, 5, 9, 11, 5], [40, 41, 42], [77]]
+    spec = COMPOSED[kind].format(tmp_path / "d")
+    for asked in ({}, {"temperature": 0.9, "seed": 2}):
+        settings = {"max_new_tokens": 24, "ignore_eos": True, **asked}
+        plain = engine.generate(prompts, drafter="none", **settings)
+        drafted = engine.generate(prompts, drafter=spec, **settings)
+        assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+        assert sum(one.counters.drafted for one in drafted) > 0
+
+
 def test_only_tokens_of_its_vocabulary_are_drafted(target, tmp_path):
     vocab = write(target, tmp_path / "d", layers=2)
     engine = Engine(target, drafter="none")
