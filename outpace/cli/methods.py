@@ -118,9 +118,12 @@ def available(row: registry.Row, target: Target) -> dict[str, Any]:
     folder: Path | None = next(iter(candidates(row.name, target)), None) if row.trained else None
     if not row.trained:
         status = "ready"
+    elif row.family == "compose":
+        # One with another vocabulary has to be named; the others take the one of this model.
+        there = row.name != "cross_vocabulary" and candidates("draft_model", target)
+        status = "ready" if there else "needs a draft model"
     elif folder is None:
-        own = "a draft model" if row.family == "compose" else "a file of its own"
-        status = "not trained" if row.name in OBJECTIVES else f"needs {own}"
+        status = "not trained" if row.name in OBJECTIVES else "needs a file of its own"
     else:
         status = "shipped" if folder.is_relative_to(shipped_folder()) else "trained here"
     return {

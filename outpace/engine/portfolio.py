@@ -15,6 +15,7 @@ cannot tell what it would propose has to be tried like a trained drafter, and st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,8 +42,8 @@ class PortfolioConfig:
     """Settings of `auto`."""
 
     drafters: str | None = None
-    """Method specs to pick from, joined by ``+``; none: lookups, and what was trained for the
-    target."""
+    """Method specs to pick from, joined by ``+``; none: lookups, and the fastest of what was
+    trained for the target."""
     add: str | None = None
     """Method specs that take part besides those."""
 
@@ -155,7 +156,10 @@ class Portfolio(Method):
         made: dict[str, Method] = {}
         for name in sorted(names, key=lambda name: -speed[name]):
             if made and speed[name] >= 0.0:
-                self.left_out[name] = f"{', '.join(made)} was measured faster"
+                self.left_out[name] = (
+                    f"{', '.join(made)} was measured faster" if speed[name] > 0.0
+                    else f"nobody measured it; name it with {self.spec}[add={name}]"
+                )
             else:  # one without a folder of its own says itself what it lacks
                 made |= self._loaded([MethodSpec(name)])
         return made
@@ -180,7 +184,8 @@ class Portfolio(Method):
 def _measured_speed(method: str, target: Target) -> float:
     """What a trained drafter gained when it was made; 0 if nobody measured it, -1 without one."""
     for folder in candidates(method, target):
-        return float((read_measured(folder) or {}).get("speedup") or 0.0)
+        speed = (read_measured(folder) or {}).get("speedup")
+        return speed if isinstance(speed, int | float) and 0.0 < speed < math.inf else 0.0
     return -1.0
 
 

@@ -4,11 +4,11 @@
     decode  a step of all sequences whose text is read
 
 Where there is both to do, the two take turns. So a long prompt holds the others up by one chunk
-between two of their steps, and nobody waits for it to end. A step that brings several tokens takes
-longer, so as many chunks are read in a turn: else prompts would wait for drafts, and the batch that
-drafts are made for would shrink. A chunk has a pass of its own: a step then has few rows, a number
-for which results are known not to depend on the neighbours to the last bit, and what it costs stays
-a matter of its drafts, which policies weigh.
+between two of their plain steps, and nobody waits for it to end. A step that brings several tokens
+takes longer, so as many chunks are read in a turn: else prompts would wait for drafts, and the
+batch that drafts are made for would shrink. Reading has passes of its own: a step then has few
+rows, a number for which results are known not to depend on the neighbours to the last bit, and what
+it costs stays a matter of its drafts, which policies weigh.
 
 Sequences join and leave between passes.
 """
@@ -31,8 +31,9 @@ class Scheduler:
 
     Args:
         machine: its cache holds a slot for every sequence that joins, with a prefix of its
-            tokens, and its drafters are those that the sequences name. ``machine.chunk`` tokens
-            are read at most beside sequences that decode.
+            tokens, and its drafters are those that the sequences name. Beside sequences that
+            decode ``machine.chunk`` tokens are read for each that their last step brought them on
+            average, at most four times as many.
     """
 
     def __init__(self, machine: Machine) -> None:

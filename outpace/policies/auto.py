@@ -22,7 +22,8 @@ class AutoConfig(WeighConfig):
     """Settings of the policy."""
 
     probe: float = 0.015
-    """Share of the time that may be spent on finding out what idle drafters are worth."""
+    """Share of the time that may be spent on finding out what idle drafters are worth, and half
+    as much on passes without drafts, to learn what those cost; 0: on neither."""
     margin: float = 0.04
     """Gain, as a share, below which the drafter is not changed."""
 

@@ -23,7 +23,8 @@ class GoodputConfig(WeighConfig):
     """Settings of the policy."""
 
     probe: float = 0.015
-    """Share of the time that may be spent on finding out what an idle drafter is worth."""
+    """Share of the time that may be spent on finding out what an idle drafter is worth, and
+    half as much on passes without drafts, to learn what those cost; 0: on neither."""
     margin: float = 0.04
     """Gain, as a share, below which drafting is neither begun nor given up."""
 

@@ -29,7 +29,7 @@ class _Wait:
     passes: int = 0
     """Since the last plain one."""
     plain: int = 0
-    """Plain ones, up to AT_ONCE."""
+    """How many there were in all."""
     gap: int = FIRST_GAP
     expected: float = 0.0
     """Seconds of a plain pass, as they were thought to be at the last look."""
@@ -46,20 +46,26 @@ class Looks:
         self._share = share
         self._waits: dict[int, _Wait] = {}
 
+    def begins(self, batch: int) -> bool:
+        """Whether batches of about this size begin, so that the pass had better be plain."""
+        wait = self._wait(batch)
+        wait.plain += 1
+        return batch > 1 and wait.plain <= AT_ONCE
+
+    def _wait(self, batch: int) -> _Wait:
+        return self._waits.setdefault(round(math.log2(batch)), _Wait())
+
     def due(self, tally: Tally, drafting: bool) -> bool:
-        """Whether the pass had better be plain.
+        """Whether the pass had better be plain after all; asked of every pass but those at first.
 
         Args:
             tally: of the pass, when all is settled.
             drafting: whether anything is to be drafted.
         """
-        wait = self._waits.setdefault(round(math.log2(tally.batch)), _Wait())
+        wait = self._wait(tally.batch)
         if not drafting:
-            wait.passes, wait.plain = 0, min(AT_ONCE, wait.plain + 1)
+            wait.passes = 0
             return False
-        if tally.batch > 1 and wait.plain < AT_ONCE:
-            wait.plain += 1
-            return True
         wait.passes += 1
         if wait.passes < wait.gap:
             return False

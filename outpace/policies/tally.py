@@ -63,6 +63,28 @@ class Option:
         return Share(self.drafter, self.kept_C[cut], self.nodes_C[cut], self.levels_C[cut])
 
 
+def told(name: str, hint: Sequence[float], depth: int, scale: float) -> Option | None:
+    """What a drafter offers that tells what it would propose; None if that is nothing.
+
+    Args:
+        name: the drafter.
+        hint: chance that each further guess is kept, as it says.
+        depth: that it may be granted.
+        scale: what its word has been worth lately.
+    """
+    if not hint:
+        return None
+    total, promised, kept_C, told_C = 0.0, 0.0, [], []
+    for chance in hint:
+        promised += chance
+        total += min(1.0, chance * scale)
+        told_C.append(promised)
+        kept_C.append(total)
+    sizes_C = range(1, len(hint) + 1)
+    asked_C = [(nodes, depth) for nodes in sizes_C]
+    return Option(name, kept_C, sizes_C, (1.0,) * len(hint), asked_C, told_C=told_C)
+
+
 class Tally:
     """A pass under construction: all sequences but the one that is being settled.
 
@@ -73,7 +95,7 @@ class Tally:
     """
 
     def __init__(self, costs: Costs, load: Load, shares: Sequence[Share]) -> None:
-        self._costs, self._load, self._shares = costs, load, shares
+        self._costs, self._load, self.shares = costs, load, shares
         self.batch = max(load.batch, len(shares))
         self._each = 1.0 / self.batch
         self._own = len(shares)
@@ -100,7 +122,7 @@ class Tally:
         emitted, self._draft = 1.0, self._costs.rest
         self._rows: float = self._own + self._load.beside
         self._users, self._deepest = {}, {}
-        for i, share in enumerate(self._shares):
+        for i, share in enumerate(self.shares):
             if i != index and share.levels:
                 name = share.drafter
                 emitted *= 1.0 + share.kept

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from outpace.policies.base import Evidence, Policy, PolicyRow
 from outpace.policies.expect import Belief, Pool, cuts, sizes
 from outpace.policies.looks import Looks
-from outpace.policies.tally import NONE, Option, Share, Tally
+from outpace.policies.tally import NONE, Option, Share, Tally, told
 from outpace.types import NOTHING, Budget, Choice, Load, Plan
 
 PROBE_LEVELS, PROBE_GAP, LONGEST_GAP = 2, 8, 16
@@ -40,7 +40,8 @@ class WeighConfig:
     """Settings of policies that weigh drafts against costs."""
 
     probe: float = 0.015
-    """Share of the time that may be spent on finding out what idle drafters are worth."""
+    """Share of the time that may be spent on finding out what idle drafters are worth, and half
+    as much on passes without drafts, to learn what those cost; 0: on neither."""
     margin: float = 0.04
     """Gain, as a share, below which the drafter is not changed. Keeps batches that grow and shrink
     from changing to and fro."""
@@ -128,6 +129,9 @@ class Weighing(Policy):
         ]
         shares = list(before)
         tally = Tally(self.costs, load, shares)
+        if self.config.probe and self._looks.begins(tally.batch):
+            rates = {NONE: tally.batch / tally.plain()}
+            return [_without(row.state, Choice("look", rates)) for row in rows]
         if len(rows) > 1 and not any(self._levelled(one.drafter) for one in shares):
             margin = self.config.margin
             shares[:] = [
@@ -140,21 +144,32 @@ class Weighing(Policy):
             plans.append(self._settle(row, options, tally))
             shares[index] = row.state.share
         if len(rows) > 1:
-            self._together(rows, before, shares, tally, plans)
-        if self.config.probe and self._looks.due(tally, any(one.drafter != NONE for one in plans)):
-            for index, row in enumerate(rows):
-                plans[index] = _without(row.state, plans[index], "look")
+            self._together(rows, options_B, before, tally, plans)
+        drafting = any(one.drafter != NONE for one in plans)
+        if self.config.probe and not any(row.state.probing for row in rows) and (
+            self._looks.due(tally, drafting)
+        ):
+            return [
+                _without(row.state, _because("look", plan))
+                for row, plan in zip(rows, plans, strict=True)
+            ]
+        for row, plan in zip(rows, plans, strict=True):
+            row.state.tried[plan.drafter] = row.state.step
         return plans
 
     def _together(
         self,
         rows: Sequence[PolicyRow],
+        options_B: Sequence[list[Option]],
         before: Sequence[Share],
-        shares: list[Share],
         tally: Tally,
         plans: list[Plan],
     ) -> None:
-        """Give up a drafter that pays for each sequence only because others pay for it too."""
+        """Give up a drafter that pays for each sequence only because others pay for it too.
+
+        What is given up teaches nothing: one of its users may try it, when that is due.
+        """
+        shares = tally.shares
         for name in {one.drafter for one in shares if self._levelled(one.drafter)}:
             users = [
                 i for i, row in enumerate(rows)
@@ -168,13 +183,23 @@ class Weighing(Policy):
             tally.leave_out(-1)
             margin = 1.0 + self.config.margin
             was = any(one.drafter == name for one in before)
-            if tally.total() * (1.0 if was else margin) <= drafting:
+            if tally.total() * (1.0 / margin if was else margin) <= drafting:
                 for i, one in zip(users, kept, strict=True):
                     shares[i] = one
                 continue
+            tried = False
             for i in users:
-                rows[i].state.usual = NONE
-                plans[i] = _without(rows[i].state, plans[i], "together")
+                state = rows[i].state
+                state.share, state.usual = shares[i], NONE
+                tally.leave_out(i)
+                rate, step = tally.rate(state.share), tally.seconds(state.share)
+                probe = None if tried else self._probe(state, options_B[i], NONE, rate, step, tally)
+                if probe is None:
+                    plans[i] = _without(state, _because("together", plans[i]))
+                    continue
+                tried = state.probing = True
+                plans[i] = self._ask(rows[i], *probe, _because("probe", plans[i]))
+                shares[i] = state.share
 
     def learn(self, rows: Sequence[PolicyRow], evidence: Sequence[Evidence]) -> None:
         """Take in what was kept of the drafts."""
@@ -189,7 +214,9 @@ class Weighing(Policy):
             return None
         hint = row.hints.get(name)
         if hint is not None:
-            return _told(row.state, name, hint[:nodes], min(depth, budget.max_depth))
+            kept, promised = row.state.promised.get(name, (0.0, 0.0))
+            scale = min(2.0, max(0.05, (kept + DOUBT) / (promised + DOUBT)))
+            return told(name, hint[:nodes], min(depth, budget.max_depth), scale)
         known = self._know(name, budget)
         belief = row.state.beliefs.get(name)
         if belief is None:
@@ -249,33 +276,34 @@ class Weighing(Policy):
             pick, reason = state.usual, "stay"
         state.usual = pick
         state.step += 1
-        cut = cut_of[pick]
-        share = of[pick].share(cut) if pick in of else nothing
+        picked = (of[pick], cut_of[pick]) if pick in of else None
+        share = picked[0].share(picked[1]) if picked else nothing
         state.part = 1.0 / tally.batch
         if state.allowance is None:
             new = any(not one.hinted and self._pools[one.drafter].young for one in options)
             state.allowance = FIRST_ALLOWANCE * state.part * new
         state.allowance += self.config.probe * state.part
         probe = self._probe(state, options, pick, rates[pick], tally.seconds(share), tally)
-        if probe is not None:
-            pick, reason, cut = probe[0], "probe", probe[1]
-            share = of[pick].share(cut)
         state.probing, state.again = probe is not None, None
-        state.share = share
-        state.asked = of.get(pick)
-        choice = Choice(reason, rates)
-        if pick == NONE:
-            return Plan(NONE, NOTHING, choice)
-        state.tried[pick] = state.step
-        state.grant = of[pick].asked_C[cut]
-        state.told = (of[pick].told_C or (0.0,) * (cut + 1))[cut]
-        return Plan(pick, self._budget(row, pick, state.grant), choice)
+        ask, reason = (picked, reason) if probe is None else (probe, "probe")
+        if ask is None:
+            state.share = nothing
+            return _without(state, Choice(reason, rates))
+        return self._ask(row, *ask, Choice(reason, rates))
+
+    def _ask(self, row: PolicyRow, option: Option, cut: int, choice: Choice | None) -> Plan:
+        """Ask a drafter, as far as the cut says."""
+        state: State = row.state
+        state.share, state.asked = option.share(cut), option
+        state.grant = option.asked_C[cut]
+        state.told = (option.told_C or (0.0,) * (cut + 1))[cut]
+        return Plan(option.drafter, self._budget(row, option.drafter, state.grant), choice)
 
     def _probe(
         self, state: State, options: list[Option], pick: str, rate: float, step: float, tally: Tally
-    ) -> tuple[str, int] | None:
+    ) -> tuple[Option, int] | None:
         """An idle drafter that it is time to try, and how far, if the allowance pays for it."""
-        found: tuple[int, str, int, float] | None = None
+        found: tuple[int, Option, int, float] | None = None
         for option in options:
             name = option.drafter
             # Who was measured beforehand need not be tried first of all.
@@ -290,7 +318,7 @@ class Weighing(Policy):
             if name == state.again:
                 credit += DEBT * state.part
             if loss <= min(credit, PROBE_LOSS) and (found is None or age > found[0]):
-                found = age, name, cut, loss
+                found = age, option, cut, loss
         if found is None:
             return None
         state.allowance = (state.allowance or 0.0) - found[3]
@@ -357,26 +385,12 @@ class Weighing(Policy):
             state.allowance = max(state.allowance or 0.0, ALARM_ALLOWANCE * state.part)
 
 
-def _without(state: State, plan: Plan, reason: str) -> Plan:
-    """The plan of a sequence for which nothing is drafted after all."""
-    state.share, state.asked, state.probing = Share(), None, False
-    return Plan(NONE, NOTHING, plan.choice and Choice(reason, plan.choice.rates))
+def _without(state: State, choice: Choice | None) -> Plan:
+    """Ask nobody."""
+    state.asked, state.probing = None, False
+    return Plan(NONE, NOTHING, choice)
 
 
-def _told(
-    state: State, name: str, hint: Sequence[float], depth: int
-) -> Option | None:
-    """What a drafter offers that tells what it would propose."""
-    kept, promised = state.promised.get(name, (0.0, 0.0))
-    scale = min(2.0, max(0.05, (kept + DOUBT) / (promised + DOUBT)))
-    if not hint:
-        return None
-    total, told, kept_C, told_C = 0.0, 0.0, [], []
-    for chance in hint:
-        told += chance
-        total += min(1.0, chance * scale)
-        told_C.append(told)
-        kept_C.append(total)
-    sizes_C = range(1, len(hint) + 1)
-    asked_C = [(nodes, depth) for nodes in sizes_C]
-    return Option(name, kept_C, sizes_C, (1.0,) * len(hint), asked_C, told_C=told_C)
+def _because(reason: str, plan: Plan) -> Choice | None:
+    """Why a plan was changed after all."""
+    return plan.choice and Choice(reason, plan.choice.rates)

@@ -67,7 +67,7 @@ class Batch:
         engine: whose cache and target they run on.
         methods: their drafters.
         memory: gives slots.
-        chunk: prompt tokens read between two steps of the others.
+        chunk: prompt tokens read between two plain steps of the others.
     """
 
     def __init__(

@@ -74,7 +74,8 @@ class Service:
             that name none; ``none`` may always be named.
         max_batch: most answers at a time.
         max_queue: most answers waiting; one more is refused.
-        chunk: prompt tokens read between two steps of the others; None: ``usual_chunk``.
+        chunk: prompt tokens read between two plain steps of the others, more beside drafts (see
+            ``Scheduler``); None: ``usual_chunk``.
         pages: most pages of 64 tokens that the target's cache may take, slots and stored text
             together; None: a share of the memory that is free now. See ``outpace.serving.memory``.
         stored_pages: most of them kept for prompts that begin alike; None: some 512 MB, 0: none.

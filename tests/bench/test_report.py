@@ -164,7 +164,8 @@ def test_every_key_is_in_the_glossary(report):
     known = set(re.findall(r"`([a-z_]+)`", GLOSSARY.read_text(encoding="utf-8")))
     assert not set(keys_of(report)) - known
     wanted = {
-        "rows", "method", "kind", "tokens_per_second", "decode_tokens_per_second", "speedup",
+        "rows", "method", "kind", "drafted_share",
+        "tokens_per_second", "decode_tokens_per_second", "speedup",
         "speedup_interval", "mean_emitted", "acceptance_rate", "acceptance_by_depth", "passes",
         "verb_shares", "draft_levels", "peak_memory_bytes", "equal_to_none", "looping",
         "end_to_end_speedup", "groups", "provenance", "command", "commit", "versions", "cpu",

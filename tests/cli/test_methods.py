@@ -70,6 +70,10 @@ def test_what_a_drafter_lacks_is_said_rightly(outpace):
     for name in ("cascade", "ouroboros", "graph", "cross_vocabulary"):
         assert found[name] == "needs a draft model"
     assert found["retrieval"] == "needs a file of its own" and found["suffix"] == "ready"
+    with_one = {one["name"]: one["status"]
+                for one in json.loads(outpace("methods", "--model", "smollm2-135m", "--json").out)}
+    assert with_one["draft_model"] == "shipped" and with_one["cascade"] == "ready"
+    assert with_one["cross_vocabulary"] == "needs a draft model"
 
 
 def test_every_shipped_drafter_says_what_it_gained():

@@ -65,7 +65,7 @@ def test_the_text_is_plain_text(target, tmp_path, shape):
 
 COMPOSED = {
     "cascade": "cascade[levels=draft_model[model={0}]+max_gram]",
-    "two models": "cascade[levels=draft_model[model=tiny layers=2]+draft_model[model={0}]+max_gram]",
+    "two models": "cascade[levels=draft_model[model=tiny]+draft_model[model={0}]+max_gram]",
     "ouroboros": "ouroboros[draft=draft_model[model={0}]]",
     "graph": "graph[draft=draft_model[model={0}]]",
     "select": "select[members=draft_model[model={0}]+suffix]",

@@ -44,7 +44,7 @@ def test_of_trained_models_the_one_measured_fastest_takes_part(engine, monkeypat
     monkeypatch.setenv("OUTPACE_DATA", str(tmp_path))
     trained = {"medusa": (Medusa, MedusaTraining(heads=2), 1.2),
                "hydra": (Hydra, HydraTraining(heads=2), 1.4),
-               "draft_model": (DraftModelObjective, DraftModelTraining(layers=1), None)}
+               "draft_model": (DraftModelObjective, DraftModelTraining(layers=1), "2.0 x")}
     for name, (objective, config, speedup) in trained.items():
         measured = {} if speedup is None else {"measured": {"speedup": speedup}}
         built = objective.build(config, engine.target, None)
@@ -52,6 +52,7 @@ def test_of_trained_models_the_one_measured_fastest_takes_part(engine, monkeypat
     method = engine.method("auto")
     assert list(method.members) == ["suffix[tree_size=48]", "hydra"]
     assert method.left_out["medusa"] == "hydra was measured faster"
+    assert method.left_out["draft_model"].endswith("name it with auto[add=draft_model]")
     assert "outpace train eagle3" in method.left_out["eagle3"], "there is none"
     (home("hydra", engine.target) / "model.safetensors").write_bytes(b"broken")
     spoiled = Engine.load("tiny", drafter="none", dtype="float32").method("auto")

@@ -5,6 +5,7 @@ import pytest
 from outpace.policies import weigh
 from outpace.policies.auto import Auto, AutoConfig
 from outpace.policies.base import PolicyRow
+from outpace.policies.tally import NONE, Share
 from outpace.types import NOTHING, CostCurve, KnownDrafter, Load
 from tests.policies.simulator import (
     CURVE,
@@ -176,6 +177,7 @@ class Blind(Auto):
 
     def __init__(self, config):
         super().__init__(config)
+        self._looks.begins = lambda batch: False
         self._looks.due = lambda tally, drafting: False
 
 
@@ -191,7 +193,38 @@ def test_a_batch_stops_drafting_where_rows_are_dearer_than_was_thought(cls, leas
     assert least < found / plain <= most + 1e-9
 
 
-def test_looks_grow_rare_and_none_is_taken_where_drafts_gain_much():
+class Startled(Auto):
+    """Planted bug: a look makes a batch forget what it had settled on."""
+
+    def plan(self, rows, load):
+        plans = super().plan(rows, load)
+        if any(plan.choice and plan.choice.reason == "look" for plan in plans):
+            for row in rows:
+                row.state.share, row.state.usual = Share(), NONE
+        return plans
+
+
+def gain_of_a_batch(cls, chance, batch, seed):
+    """Over plain decoding, as a share of what the best depth gains, once all has settled."""
+    fake = Fake([chance], 0.004)
+    simulator = Simulator(cls(AutoConfig()), {"a": fake}, seed)
+    steps = [simulator.step(batch=batch) for _ in range(200)][60:]
+    found = sum(one.expected for step in steps for one in step) / sum(s[0].seconds for s in steps)
+    best, plain = best_fixed(chance, 0.004, batch=batch)[0], best_fixed(0.0, 0.004, batch=batch)[0]
+    return (found - plain) / (best - plain)
+
+
+@pytest.mark.parametrize(("chance", "batch"), [(0.8, 8), (0.75, 6), (0.7, 8)])
+def test_a_batch_goes_on_drafting_where_all_gain(chance, batch):
+    gains = [gain_of_a_batch(Auto, chance, batch, seed) for seed in range(6)]
+    assert min(gains) > 0.9
+
+
+def test_the_test_of_going_on_can_fail():
+    assert min(gain_of_a_batch(Startled, 0.7, 8, seed) for seed in range(6)) < 0.7
+
+
+def test_looks_grow_rare_and_come_later_where_drafts_gain_more():
     def looks(chance, probe):
         steps = Simulator(Auto(AutoConfig(probe=probe)), {"a": Fake([chance], 0.002)}).run(600)
         return [i for i, s in enumerate(steps) if s.plan.choice.reason == "look"]
