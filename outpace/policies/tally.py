@@ -94,7 +94,7 @@ class Tally:
         shares: what every sequence takes, or took a step ago; may change between calls.
     """
 
-    def __init__(self, costs: Costs, load: Load, shares: Sequence[Share]) -> None:
+    def __init__(self, costs: Costs, load: Load, shares: list[Share]) -> None:
         self._costs, self._load, self.shares = costs, load, shares
         self.batch = max(load.batch, len(shares))
         self._each = 1.0 / self.batch
