@@ -68,8 +68,10 @@ def _plain(field: dataclasses.Field[Any]) -> Setting:
 def natural_shape(cls: Any) -> str:
     """What a drafter's drafts look like unless it is told otherwise, as a sentence or nothing."""
     tree, nodes = getattr(cls, "default_tree", None), getattr(cls, "default_nodes", 0)
-    if tree is not None:
+    if tree == "dynamic":
         return f"A tree unless told otherwise: `tree={tree}`."
+    if tree is not None:
+        return f"A tree of {nodes} nodes unless told otherwise, the first of `tree={tree}`."
     return f"Chains of {nodes} unless told otherwise." if nodes else ""
 
 

@@ -13,7 +13,7 @@ from outpace.errors import SpecError
 from outpace.models.base import Target
 from outpace.policies.base import Policy
 from outpace.tree.mask import is_chain
-from outpace.tree.shapes import budget
+from outpace.tree.shapes import budget, natural
 from outpace.types import Budget, StepRecord
 from outpace.verifiers.base import Verifier
 
@@ -46,7 +46,10 @@ class Method:
         self.verifier: Verifier = make("verifier", self.verifier_spec)
         # A drafter's own tree gives way to a verifier that the user named; the user's does not.
         tree = plan.get("tree", None if self.verifier.chains_only else cls.default_tree)
-        self.budget: Budget = budget(tree, size, cls.default_nodes)
+        told = size is not None or "tree" in plan
+        self.budget: Budget = (
+            budget(tree, size, cls.default_nodes) if told else natural(tree, cls.default_nodes)
+        )
         self.policy: Policy = make("policy", MethodSpec.parse(plan.get("policy", "fixed")))
         if costs is not None:
             self.policy.costs = costs

@@ -35,7 +35,7 @@ from outpace.drafters.compose.forest import merge
 from outpace.errors import SpecError
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
-from outpace.tree.shapes import budget as natural_budget
+from outpace.tree.shapes import natural
 from outpace.types import ROOT, Budget, Draft, Outcome, Verdict
 
 RATE = 0.1
@@ -100,7 +100,7 @@ class Select(Drafter[_State]):
         self.config, self.members = config, tuple(members)
         self.taps = frozenset[str]().union(*(member.taps for member in members))
         self.samples = any(member.samples for member in members)
-        self._budgets = [natural_budget(m.default_tree, None, m.default_nodes) for m in members]
+        self._budgets = [natural(m.default_tree, m.default_nodes) for m in members]
         self._clock = build.Clocks([member.clock for member in members])
 
     @property

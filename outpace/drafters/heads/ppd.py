@@ -101,7 +101,7 @@ class Ppd(ExpandingDrafter[PromptState]):
     """
 
     Config = PpdConfig
-    default_nodes = 4
+    default_nodes = 24
     default_tree = STOCK
     needs = frozenset({TREE, EMBEDDINGS})
 

@@ -13,6 +13,8 @@ M, A and b alone. Embeddings come in with length sqrt(H), whatever the scale of 
 A tree is static. With the weights are stored the accuracies a[k][i], how often the i-th likeliest
 token of head k was the target's, given that the path before was; the tree takes the paths with
 the largest products. It stands in for ``STOCK``, the tree of a drafter that nobody gave another.
+Its first four nodes are checked where nobody says how many: on CPUs further rows cost what they
+bring.
 
 Shape letters: B sequences, F nodes of a frontier, K heads, H hidden size, I inputs of a head,
 D draft vocabulary.

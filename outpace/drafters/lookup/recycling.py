@@ -76,7 +76,7 @@ class Recycling(Drafter[_State]):
     """
 
     Config = RecyclingConfig
-    default_nodes = 3
+    default_nodes = 6
     default_tree = "3x1"
 
     def __init__(
