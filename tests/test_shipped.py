@@ -15,12 +15,16 @@ FOLDERS = sorted(path.parent for path in shipped_folder().glob("*/*/config.json"
 
 
 def untold(text, name, files, sources):
-    """What a page does not say of a shipped folder: itself, its files, sources and licences."""
-    heading, _, rest = text.partition(f"## {name}\n")
-    if not rest:
+    """What a page does not say of a shipped folder: itself, its files, sources and licences.
+
+    All folders of a target share a part of the page: a row for each, and one for each source.
+    """
+    target, method = name.split("/")
+    heading, _, rest = text.partition(f"## {target}\n")
+    rows = rest.partition("\n## ")[0].splitlines()
+    if sum(row.startswith(f"| `{method}` |") for row in rows) != 1:
         return [name]
     missing = [f"{name}/{file}" for file in files if f"`{file}`" not in heading]
-    rows = rest.partition("\n## ")[0].splitlines()
     for source in sources:
         told = [row for row in rows if row.startswith("|") and f"`{source['name']}`" in row]
         if len(told) != 1 or not told[0].endswith(f"| {source['licence']} |"):
