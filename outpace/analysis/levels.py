@@ -6,7 +6,7 @@ from outpace import registry
 from outpace.config import MethodSpec, build
 from outpace.drafters.base import Drafter, ExpandingDrafter
 from outpace.drafters.compose.build import split_parts
-from outpace.drafters.compose.cascade import Cascade
+from outpace.drafters.compose.cascade import Cascade, no_model
 from outpace.errors import SpecError
 
 
@@ -31,10 +31,7 @@ def check_levels(spec: str) -> None:
         if cls.language_model is not Drafter.language_model:
             continue
         if part is not last or not strong:
-            raise SpecError(
-                f"{who}: {part} is no language model; every level but the last must be one, such "
-                "as draft_model[model=M]"
-            )
+            raise no_model(part)
         if issubclass(cls, ExpandingDrafter):  # it samples, whatever it is told
             raise SpecError(
                 f"{who}: {part} samples and is no language model; the last level must be a "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,19 +87,10 @@ def _groups(rows: Sequence[Figures]) -> Table:
         "sequences",
         *(f"{plain[n]['sequences']} / {_kept(plain[n], 'sequences') or 0}" for n in names),
     )
-    cells = [
-        (
-            label(row),
-            *(
-                f"{number(row['groups'][n]['speedup'])} / "
-                f"{number(_kept(row['groups'][n], 'speedup'))}"
-                if n in row["groups"] else ""
-                for n in names
-            ),
-        )
-        for row in rows
-        if row["method"] != "none"
-    ]
+    cells = _by_category(
+        [row for row in rows if row["method"] != "none"], names,
+        lambda cell: f"{number(cell['speedup'])} / {number(_kept(cell, 'speedup'))}",
+    )  # fmt: skip
     return Table(
         f"Speed-up by category: all sequences / without those whose plain text loops (> {LOOPS:g})",
         ("method", *names),
@@ -110,24 +101,25 @@ def _groups(rows: Sequence[Figures]) -> Table:
 def _drafts(rows: Sequence[Figures]) -> Table:
     """What a pass emits, and how often there was a guess, by category."""
     names = list(rows[0]["groups"])
-    cells = [
-        (
-            label(row),
-            *(
-                f"{number(row['groups'][n]['mean_emitted'])} / "
-                f"{share(row['groups'][n].get('drafted_share'), 0)}"
-                if n in row["groups"] else ""
-                for n in names
-            ),
-        )
-        for row in rows
-        if row["drafted"]
-    ]
+    cells = _by_category(
+        [row for row in rows if row["drafted"]], names,
+        lambda cell: f"{number(cell['mean_emitted'])} / {share(cell.get('drafted_share'), 0)}",
+    )  # fmt: skip
     return Table(
         "Mean emitted by category / share of the passes that checked a guess",
         ("method", *names),
         tuple(cells),
     )
+
+
+def _by_category(
+    rows: Sequence[Figures], names: Sequence[str], tell: Callable[[Figures], str]
+) -> list[tuple[str, ...]]:
+    """A line per method: its label, and what is told of each category that it took part in."""
+    return [
+        (label(row), *(tell(row["groups"][n]) if n in row["groups"] else "" for n in names))
+        for row in rows
+    ]
 
 
 def _shares(rows: Sequence[Figures]) -> Table:

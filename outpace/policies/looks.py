@@ -26,10 +26,10 @@ NEWS = 0.05
 class _Wait:
     """For batches of about one size."""
 
+    met: int = 0
+    """Passes in all."""
     passes: int = 0
     """Since the last plain one."""
-    plain: int = 0
-    """How many there were in all."""
     gap: int = FIRST_GAP
     expected: float = 0.0
     """Seconds of a plain pass, as they were thought to be at the last look."""
@@ -49,14 +49,14 @@ class Looks:
     def begins(self, batch: int) -> bool:
         """Whether batches of about this size begin, so that the pass had better be plain."""
         wait = self._wait(batch)
-        wait.plain += 1
-        return batch > 1 and wait.plain <= AT_ONCE
+        wait.met += 1
+        return batch > 1 and wait.met <= AT_ONCE
 
     def _wait(self, batch: int) -> _Wait:
         return self._waits.setdefault(round(math.log2(batch)), _Wait())
 
     def due(self, tally: Tally, drafting: bool) -> bool:
-        """Whether the pass had better be plain after all; asked of every pass but those at first.
+        """Whether the pass had better be plain after all; asked where no drafter is being tried.
 
         Args:
             tally: of the pass, when all is settled.

@@ -154,7 +154,8 @@ class Weighing(Policy):
                 for row, plan in zip(rows, plans, strict=True)
             ]
         for row, plan in zip(rows, plans, strict=True):
-            row.state.tried[plan.drafter] = row.state.step
+            if plan.drafter != NONE:
+                row.state.tried[plan.drafter] = row.state.step
         return plans
 
     def _together(

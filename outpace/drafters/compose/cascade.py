@@ -135,10 +135,7 @@ class Cascade(Drafter[State]):
         lookup = drafters[-1] if models[-1] is None else None
         wrong = next((s for s, m in zip(parts[:-1], models, strict=False) if m is None), None)
         if wrong is not None or not speaking:
-            raise SpecError(
-                f"{who}: {wrong or parts[0]} is no language model; every level but the last must "
-                "be one, such as draft_model[model=M]"
-            )
+            raise no_model(wrong or parts[0])
         if lookup is not None and (lookup.samples or lookup.taps):
             raise SpecError(
                 f"{who}: {parts[-1]} reads features of the target, or samples; the last level "
@@ -213,6 +210,14 @@ class Cascade(Drafter[State]):
         if self.lookup is not None and state.reading is not None:
             self.lookup.back(state.reading)
             self.lookup.drafter.end(state.reading.state)
+
+
+def no_model(level: object) -> SpecError:
+    """Why a level that has others below it cannot be what it is."""
+    return SpecError(
+        f"drafter 'cascade': {level} is no language model; every level but the last must be one, "
+        "such as draft_model[model=M]"
+    )
 
 
 def _relay(below: Sequence[Level], k: Sequence[Sequence[int]], row: int) -> Relay:
