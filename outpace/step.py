@@ -21,10 +21,11 @@ from outpace.cache.base import KVCache, Lease
 from outpace.coins import Coins, Stream
 from outpace.drafters.base import Drafter
 from outpace.errors import OutpaceError
-from outpace.models.base import Target
+from outpace.models.base import TREE, Target
 from outpace.policies.base import Evidence, Policy, PolicyRow, within
 from outpace.sampling import Warp, laws_of_batch
 from outpace.tree.growth import DraftRow
+from outpace.tree.mask import is_chain
 from outpace.types import (
     NOTHING,
     Budget,
@@ -213,27 +214,28 @@ def _draft(machine: Machine, rows: Sequence[Row], plans: Sequence[Plan]) -> list
         if plan.budget.max_nodes > 0 and plan.budget.max_depth > 0:
             asked.setdefault(plan.drafter, []).append(i)
     for name, indices in asked.items():
-        answers = machine.drafters[name].propose(
-            [_draft_row(machine, rows[i], name, plans[i].budget, tapped) for i in indices]
-        )
-        for i, draft in zip(indices, answers, strict=True):
-            _check(draft, plans[i])
+        wanted = [_draft_row(machine, rows[i], name, plans[i].budget, tapped) for i in indices]
+        answers = machine.drafters[name].propose(wanted)
+        for i, row, draft in zip(indices, wanted, answers, strict=True):
+            _check(draft, row, name)
             if draft.resume is None:
                 machine.cache.drop(rows[i].slot)  # what the drafter tried there
             drafts[i] = draft
     return drafts
 
 
-def _check(draft: Draft, plan: Plan) -> None:
-    """Raise OutpaceError, naming the drafter, unless a draft keeps to its budget."""
-    most = plan.budget
+def _check(draft: Draft, row: DraftRow[Any], name: str) -> None:
+    """Raise OutpaceError, naming the drafter, unless a draft is what was asked for."""
+    most = row.budget
     nodes, rows, depth = len(draft), _rows_of(draft) - 1, max(draft.depth_N, default=0)
+    wrong = None
     if nodes > most.max_nodes or depth > most.max_depth or rows > most.max_rows:
-        raise OutpaceError(
-            f"drafter {plan.drafter!r} broke its contract: a draft of {nodes} nodes, {depth} "
-            f"levels and {rows} rows, where {most.max_nodes}, {most.max_depth} and "
-            f"{most.max_rows} were granted"
-        )
+        wrong = (f"{nodes} nodes, {depth} levels and {rows} rows, where {most.max_nodes}, "
+                 f"{most.max_depth} and {most.max_rows} were granted")
+    elif row.chain and not is_chain(draft.parent_N):
+        wrong = "several branches, where chains alone can be checked"
+    if wrong is not None:
+        raise OutpaceError(f"drafter {name!r} broke its contract: a draft of {wrong}")
 
 
 def _draft_row(
@@ -249,6 +251,7 @@ def _draft_row(
         row.warp,
         Drawn.CHOSEN if row.warp.greedy else row.verifiers[name].draws,
         Lease(machine.cache, row.slot) if lent else None,
+        chain=row.verifiers[name].chains_only or TREE not in machine.target.can,
     )
 
 

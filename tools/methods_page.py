@@ -33,7 +33,7 @@ members:
 
 | key | meaning |
 |---|---|
-| `tree` | shape of its drafts: `chain`, `dynamic` (grown where it pays; `dynamic:W` expands at most W nodes per level), children per level such as `4x2x1`, a table of parents such as `[-1,-1,0]`, or a `FILE.json` of `outpace analyze shape`; default: `chain`, unless the drafter below says otherwise |
+| `tree` | shape of its drafts: `chain`, `dynamic` (grown where it pays; `dynamic:W` expands at most W nodes per level, `dynamic:W:L` takes guesses that are at least L / `tree_size` likely), children per level such as `4x2x1`, a table of parents such as `[-1,-1,0]`, or a `FILE.json` of `outpace analyze shape`; default: `chain`, unless the drafter below says otherwise |
 | `tree_size` | most drafted tokens per pass; for a chain, its length |
 | `verifier` | who decides what is kept, from the list below, with settings: `tree[replacement=true]`; default `tree` |
 | `policy` | who sets the budget of every step, from the list below, with settings: `confidence[threshold=0.6]`; default `fixed`, of `auto` the policy `auto` |

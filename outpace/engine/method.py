@@ -10,7 +10,7 @@ from outpace.config import MethodSpec, build
 from outpace.costs import Costs
 from outpace.drafters.base import Drafter
 from outpace.errors import SpecError
-from outpace.models.base import Target
+from outpace.models.base import TREE, Target
 from outpace.policies.base import Policy
 from outpace.tree.mask import is_chain
 from outpace.tree.shapes import budget, natural
@@ -44,8 +44,9 @@ class Method:
         self.verifier_spec = MethodSpec.parse(plan.get("verifier", "tree"))
         self.names_verifier = "verifier" in plan
         self.verifier: Verifier = make("verifier", self.verifier_spec)
-        # A drafter's own tree gives way to a verifier that the user named; the user's does not.
-        tree = plan.get("tree", None if self.verifier.chains_only else cls.default_tree)
+        # A drafter's own tree gives way where chains alone are taken; the user's does not.
+        chain = self.verifier.chains_only or TREE not in target.can
+        tree = plan.get("tree", None if chain else cls.default_tree)
         told = size is not None or "tree" in plan
         self.budget: Budget = (
             budget(tree, size, cls.default_nodes) if told else natural(tree, cls.default_nodes)
@@ -65,6 +66,10 @@ class Method:
             raise SpecError(
                 f"{who}: verifier {self.verifier_spec} takes chains only, not tree={tree}; "
                 "use verifier=tree, or tree=chain"
+            )
+        if chain and branches:
+            raise SpecError(
+                f"{who}: {target.name} checks chains only, not tree={tree}; use tree=chain"
             )
         self.drafter = cls.load(build(cls.Config, own, who), target)
         if self.policy.reads_estimates and not self.drafter.estimates:

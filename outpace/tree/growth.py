@@ -44,6 +44,9 @@ class DraftRow(Generic[S]):
     lease: Lease | None = None
     """The sequence's slot in the target's cache; None if nobody lends it, as while another
     drafter reads features, which a resumed pass could not give."""
+    chain: bool = False
+    """Whether no node may have two children: the verifier, or the target, takes chains only. The
+    budget's shape is a chain then, which matters to drafters that branch by their own reasons."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ LEVELS = 8
 """Deepest dynamic tree where nobody says otherwise."""
 MAX_NODES = 1024
 """Templates larger than this are refused: no pass pays for them."""
+_DYNAMIC = re.compile(r"dynamic(:(?P<beam>\d+)(:(?P<least>\d+(\.\d+)?))?)?")
 
 
 def widths(counts: Sequence[int]) -> Shape:
@@ -52,7 +54,9 @@ def parse_shape(text: str) -> Shape:
     """Read a shape as users write it.
 
     ``chain``; ``4x2x1`` (children per level); ``[-1,-1,0,0,1]`` (a table of parents);
-    ``dynamic`` (grown where it pays), ``dynamic:W`` (with at most W nodes expanded per level);
+    ``dynamic`` (grown where it pays), ``dynamic:W`` (with at most W nodes expanded per level),
+    ``dynamic:W:L`` (a guess gets a row if the drafter gives it L / ``tree_size`` or more to be
+    reached; 0 fills the tree);
     ``FILE.json`` (a table of parents that ``outpace analyze shape`` wrote).
 
     Raises:
@@ -63,9 +67,9 @@ def parse_shape(text: str) -> Shape:
         return read_shape(Path(text))
     if text == "chain":
         return CHAIN
-    kind, colon, beam = text.partition(":")
-    if kind == "dynamic" and (not colon or (beam.isdecimal() and int(beam) > 0)):
-        return Shape(beam=int(beam) if colon else BEAM, least=LEAST)
+    grown = _DYNAMIC.fullmatch(text)
+    if grown and (beam := int(grown["beam"] or BEAM)):
+        return Shape(beam=beam, least=float(grown["least"] or LEAST))
     try:
         if text.startswith("[") and text.endswith("]"):
             return table([int(part) for part in text[1:-1].split(",")])
@@ -153,6 +157,5 @@ def natural(tree: str | None, nodes: int) -> Budget:
         tree: its ``default_tree``.
         nodes: its ``default_nodes``.
     """
-    whole = budget(tree, None, nodes)
-    return whole if whole.shape.parent_N is None else budget(tree, nodes, nodes)
+    return budget(tree, nodes, nodes)
 

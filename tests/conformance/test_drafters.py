@@ -8,9 +8,12 @@ import torch
 from outpace import Engine, SamplingParams, registry
 from outpace.cache.base import Lease
 from outpace.coins import KeyedCoins, Stream
+from outpace.config import MethodSpec
 from outpace.drafters.base import Request
 from outpace.drafters.lookup.datastore import write_datastore
 from outpace.engine.requests import Ready
+from outpace.errors import SpecError
+from outpace.models.base import TREE
 from outpace.sampling import Warp
 from outpace.train.objectives.acceptance import Acceptance, AcceptanceTraining
 from outpace.train.objectives.dflash import DflashObjective, DflashTraining
@@ -21,6 +24,7 @@ from outpace.train.objectives.kangaroo import KangarooObjective, KangarooTrainin
 from outpace.train.objectives.medusa import Medusa, MedusaTraining
 from outpace.train.objectives.ppd import Ppd, PpdTraining
 from outpace.tree.growth import DraftRow
+from outpace.tree.mask import is_chain
 from outpace.types import Budget, Draft, Drawn, Feed, Outcome, Verdict, VocabMap
 from tests.drafters.strangers import write_stranger
 
@@ -133,7 +137,7 @@ SPECS = {
     "ouroboros": [
         "ouroboros[draft=draft_model[model=tiny layers=1]]",
         "ouroboros[draft=draft_model[model=tiny layers=1] length=2 faster=false tree=3x2x2x1x1]",
-        "ouroboros[draft=draft_model[model=tiny] length=3 phrases=1 verifier=block]",
+        "ouroboros[draft=draft_model[model=tiny] length=3 verifier=block]",
         "ouroboros[draft=draft_model[model=tiny layers=1] length=1 tokens=4 tree=3x1x1x1x1"
         " policy=confidence]",
         "ouroboros[draft=early_exit length=2]",
@@ -168,7 +172,8 @@ SPECS = {
     "select": [
         "select[members=suffix+recycling]",
         "select[members=max_gram+draft_model[model=tiny layers=1]]",
-        "select[members=prompt_lookup+adaptive_ngram+recycling merge=false verifier=chain]",
+        "select[members=prompt_lookup+adaptive_ngram+recycling verifier=chain]",
+        "select[members=suffix+recycling merge=false]",
         "select[members=suffix+recycling+cascade[levels=draft_model[model=tiny layers=1]+max_gram]"
         " tree=3x2x1]",
     ],
@@ -263,6 +268,38 @@ def test_greedy_text_is_plain_text_in_any_batch(engine, plain, plainly, spec):
         counters = result.counters
         assert counters.new_tokens == 24 and counters.accepted <= counters.drafted
         assert 22 <= counters.passes + counters.accepted <= 24, "accepted + 1 per pass"
+
+
+def needs(spec):
+    return registry.load("drafter", MethodSpec.parse(spec).name).needs
+
+
+@pytest.fixture(scope="module")
+def chains():
+    """A target that cannot check trees, and says so."""
+    engine = Engine.load("tiny", drafter="none", dtype="float32")
+    score = engine.target.score
+
+    def of_chains(feeds, *args, **more):
+        assert all(is_chain(feed.parent_J, feed.parent_J[0] + 1) for feed in feeds)
+        return score(feeds, *args, **more)
+
+    engine.target.can -= {TREE}
+    engine.target.score = of_chains
+    return engine
+
+
+@pytest.mark.parametrize("spec", [
+    *(s for s in METHODS if "tree=" not in s and TREE not in needs(s)),
+    "ouroboros[draft=draft_model[model=tiny] length=3]",  # the draft model takes chains, too
+])
+def test_a_target_that_checks_chains_alone_is_given_chains(chains, plain, spec):
+    assert tokens(chains.generate(PROMPTS, drafter=spec, **GREEDY)) == plain
+
+
+def test_a_tree_for_such_a_target_is_refused_at_once(chains):
+    with pytest.raises(SpecError, match="tiny checks chains only, not tree=3x1; use tree=chain"):
+        chains.generate(PROMPTS, drafter="recycling[tree=3x1]", **GREEDY)
 
 
 SOME = {**GREEDY, "allowed_tokens": frozenset(range(40, 52))}

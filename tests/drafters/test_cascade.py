@@ -287,7 +287,7 @@ def test_the_lookup_saves_passes_of_the_model(engine):
 
 def test_a_model_level_alone_drafts_as_the_draft_model_does(engine):
     for settings in ({}, {"temperature": 0.0, "repetition_penalty": 1.4}):
-        alone = run(engine, f"{DRAFT[:-1]} tree_size=4]", **settings)
+        alone = run(engine, f"{DRAFT[:-1]} tree=chain tree_size=4]", **settings)
         level = run(engine, f"cascade[levels={DRAFT} k=4]", **settings)
         assert alone == level, "as many passes of either model, too"
 

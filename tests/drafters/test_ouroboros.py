@@ -289,7 +289,6 @@ def test_bad_settings_are_refused(engine):
         (f"ouroboros[draft={DRAFT}+{DRAFT}]", SpecError, "must be one drafter"),
         (f"ouroboros[draft={DRAFT[:-1]} tree=2x2]]", SpecError, "says tree"),
         ("ouroboros", ModelError, "no trained draft_model for tiny"),
-        (f"ouroboros[draft={DRAFT} verifier=block]", SpecError, "takes chains only"),
     ):
         with pytest.raises(error, match=words):
             engine.generate(

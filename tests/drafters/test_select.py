@@ -40,18 +40,20 @@ def branches(draft):
 
 
 def test_common_prefixes_are_shared_and_siblings_ordered_by_chance():
-    long, short = sure([1, 2, 3], [0.9, 0.9, 0.9]), sure([1, 4], [0.6, 0.95])
+    long, short = sure([1, 2, 3], [0.9, 0.6, 0.9]), sure([1, 4], [0.6, 0.5])
     forest = merge([short, long], [0, 0], WIDE, True).draft
     assert branches(forest) == {(1,), (1, 2), (1, 2, 3), (1, 4)}
     assert [forest.token_N[n] for n in forest.groups_of[0][0].nodes] == [2, 4]
     assert all(group.drawn is Drawn.CHOSEN for group in forest.groups)
 
 
-def test_agreement_makes_a_guess_likelier():
-    one, other = sure([1], [0.3]), sure([2], [0.4])
-    alone = merge([one, other], [0, 0], Budget(1, 1), True).draft
-    agreed = merge([one, other, sure([1], [0.3])], [0, 0, 0], Budget(1, 1), True).draft
-    assert alone.token_N == (2,) and agreed.token_N == (1,)
+def test_agreement_is_no_second_vote_and_a_rival_is_right_only_where_the_surer_is_wrong():
+    one, again, other = sure([1], [0.6]), sure([1], [0.4]), sure([2], [0.5])
+    assert merge([one, again], [0, 0], WIDE, True).worth == pytest.approx(1.6)
+    assert merge([one, again, other], [0, 0, 0], WIDE, True).worth == pytest.approx(1.8)
+    # What one drafter says of two guesses was meant for both.
+    both = sure([1, 2], [0.6, 0.3], [-1, -1])
+    assert merge([both], [0], WIDE, True).worth == pytest.approx(1.9)
 
 
 def test_the_budget_and_the_price_of_rows_limit_a_forest():
@@ -72,8 +74,8 @@ def test_without_branches_it_is_the_likeliest_path():
 
 def test_a_drafter_without_an_opinion_is_judged_by_its_record():
     tree = Draft.chosen([1, 2, 3], [-1, -1, 0])
-    assert chances(tree, 0.8) == pytest.approx([0.8, 0.4, 0.64])
-    assert chances(sure([1, 2], [0.5, 0.5]), 0.8) == pytest.approx([0.5, 0.25])
+    assert chances(tree, 0.8) == pytest.approx([0.8, 0.28, 0.8])
+    assert chances(sure([1, 2], [0.5, 0.5]), 0.8) == pytest.approx([0.5, 0.5])
 
 
 def test_a_draft_that_is_wanted_whole_stays_the_object_that_it_was():

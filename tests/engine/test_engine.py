@@ -268,8 +268,8 @@ def test_a_turn_that_nobody_reads_opens_nothing(engine, monkeypatch):
 def greedy_drafter(engine, monkeypatch):
     """Makes the drafter of a spec propose what it likes, as a stranger's might."""
 
-    def make(draft):
-        method = engine.method("prompt_lookup[tree_size=3]")
+    def make(draft, spec="prompt_lookup[tree_size=3]"):
+        method = engine.method(spec)
         monkeypatch.setattr(
             method.drafter, "propose", lambda rows: [draft for _ in rows], raising=False
         )
@@ -296,6 +296,12 @@ def test_a_drafter_that_exceeds_its_budget_is_named(engine, greedy_drafter, monk
         engine.generate([1, 2], drafter=spec, max_new_tokens=room, ignore_eos=True)
     assert f"drafter '{spec}' broke its contract" in str(error.value)
     assert says in str(error.value) and not engine.cache._slots
+
+
+def test_a_drafter_that_branches_where_chains_are_wanted_is_named(engine, greedy_drafter):
+    chains = greedy_drafter(Draft.chosen([5, 6], [-1, -1]), "prompt_lookup[verifier=chain]")
+    with pytest.raises(OutpaceError, match="a draft of several branches, where chains"):
+        engine.generate([1, 2], drafter=chains, max_new_tokens=9, ignore_eos=True)
 
 
 def test_a_policy_that_exceeds_its_limit_is_named(engine, monkeypatch):

@@ -184,6 +184,18 @@ def test_a_chosen_dynamic_tree_takes_the_most_valuable_nodes():
         assert numbers is None or len(numbers) == 7
 
 
+@pytest.mark.parametrize("drawn", [Drawn.CHOSEN, Drawn.DISTINCT, Drawn.IID])
+def test_the_least_chance_of_a_guess_says_how_full_a_dynamic_tree_gets(drawn):
+    def nodes(least):
+        asked = budget(f"dynamic:4:{least}", 12, 4)
+        drafts = grow([row(asked, drawn, s, (1, 2, s)) for s in range(8)], Table())
+        return [len(draft) for draft, _ in drafts]
+
+    full, some, few = nodes(0), nodes(1.5), nodes(6)
+    assert max(full) == 12 and (drawn is Drawn.IID or min(full) == 12)
+    assert sum(full) > sum(some) > sum(few) > 0
+
+
 def test_numbers_lead_back_to_what_was_expanded():
     seen = {}
 

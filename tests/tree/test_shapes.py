@@ -4,7 +4,7 @@ import torch
 from outpace.errors import SpecError
 from outpace.tree.mask import ancestors
 from outpace.tree.shapes import CHAIN, budget, depth, parse_shape
-from outpace.types import Budget
+from outpace.types import Budget, Shape
 
 
 def test_shapes_as_users_write_them():
@@ -12,9 +12,15 @@ def test_shapes_as_users_write_them():
     assert parse_shape("2x1").parent_N == (-1, -1, 0, 1)
     assert parse_shape("1x1x1").parent_N == (-1, 0, 1)
     assert parse_shape("[-1, -1, 0]").parent_N == (-1, -1, 0)
+    assert parse_shape("dynamic") == Shape(beam=8, least=0.5)
+    assert parse_shape("dynamic:3") == Shape(beam=3, least=0.5)
+    assert parse_shape("dynamic:3:0") == Shape(beam=3, least=0.0)
+    assert parse_shape("dynamic:12:1.25") == Shape(beam=12, least=1.25)
 
 
-@pytest.mark.parametrize("text", ["", "star", "0x2", "2x-1", "[0]", "[-1,1]", "[-2]", "99x99"])
+@pytest.mark.parametrize("text", ["", "star", "0x2", "2x-1", "[0]", "[-1,1]", "[-2]", "99x99",
+                                  "dynamic:", "dynamic:0", "dynamic:-1", "dynamic:2:",
+                                  "dynamic:2:-1", "dynamic::0", "dynamic 3"])
 def test_other_shapes_are_refused_in_one_line(text):
     with pytest.raises(SpecError) as error:
         parse_shape(text)

@@ -1,4 +1,15 @@
-"""Several chosen drafts as one forest: common prefixes are shared, the least likely is left out."""
+"""Several chosen drafts as one forest: common prefixes are shared, the least likely is left out.
+
+Drafters of one text read the same words, so their guesses are no independent votes. Where two
+agree, the guess is as likely as the surer of them says; where they differ, the second can be right
+only where the first is wrong:
+
+    suffix     sat 0.6                  sat  0.6
+    recycling  slept 0.4       ->       slept 0.4 * (1 - 0.6)
+
+First guesses of suffix and recycling on 24 of the built-in prompts: taken to be independent, two
+that agree say 0.55 where 0.38 are kept, and a rival says 0.36 where 0.15 are.
+"""
 
 from __future__ import annotations
 
@@ -20,36 +31,38 @@ class Forest:
     """Tokens expected per unit of cost; 1 is plain decoding."""
 
 
+NEXT = 0.35
+"""Of drafters without an opinion: how likely a guess is, measured by the sibling before it."""
+
+
 @dataclass(slots=True, eq=False)
 class _Node:
     """A guess, by whomever."""
 
     token: int
     depth: int
-    refused: float = 1.0
-    """Probability that it is not reached and kept, its drafters taken to be independent."""
+    chance: float = 0.0
+    """Of being kept if its parent is, as the surest of its drafters says."""
+    drafters: set[int] = field(default_factory=set)
     below: dict[int, _Node] = field(default_factory=dict)
 
 
 def chances(draft: Draft, rate: float) -> list[float]:
-    """Probability that each node is reached and kept.
+    """Probability that each node is kept if its parent is.
 
     Args:
         draft: with `Chances` as its memo if its drafter has an opinion.
         rate: of a drafter that has none: how often its first guesses were right.
     """
-    memo = draft.memo
-    reach: list[float] = []
+    if isinstance(draft.memo, Chances):
+        return list(draft.memo.own_N)
+    own: list[float] = []
     siblings: dict[int, int] = {}
-    for node, parent in enumerate(draft.parent_N):
-        if isinstance(memo, Chances):
-            own = memo.own_N[node]
-        else:
-            rank = siblings.get(parent, 0)
-            siblings[parent] = rank + 1
-            own = rate * 0.5**rank
-        reach.append(own * (1.0 if parent == ROOT else reach[parent]))
-    return reach
+    for parent in draft.parent_N:
+        rank = siblings.get(parent, 0)
+        siblings[parent] = rank + 1
+        own.append(rate * NEXT**rank)
+    return own
 
 
 def merge(
@@ -68,13 +81,14 @@ def merge(
         wanted whole comes back as the object that it was.
     """
     root: dict[int, _Node] = {}
-    for draft, rate in zip(drafts, rates, strict=True):
+    for drafter, (draft, rate) in enumerate(zip(drafts, rates, strict=True)):
         places: list[_Node] = []
-        for node, reach in enumerate(chances(draft, rate)):
+        for node, chance in enumerate(chances(draft, rate)):
             parent, token = draft.parent_N[node], draft.token_N[node]
             level = root if parent == ROOT else places[parent].below
             place = level.setdefault(token, _Node(token, draft.depth_N[node]))
-            place.refused *= 1.0 - min(reach, 0.999)
+            place.chance = max(place.chance, chance)
+            place.drafters.add(drafter)
             places.append(place)
     picked, worth = _best(root, budget, branches)
     tokens = [node.token for node, _ in picked]
@@ -95,12 +109,14 @@ def _best(
 
     def offer(level: dict[int, _Node], parent: int, above: float) -> None:
         nonlocal ties
-        for node in level.values():
+        surer: list[tuple[float, _Node]] = []
+        for node in sorted(level.values(), key=lambda one: -one.chance):
             ties += 1
-            # Rounding apart, a child is no likelier than its parent.
-            chance = min(above, 1.0 - node.refused)
-            if node.depth <= budget.max_depth and chance >= LEAST:
-                heapq.heappush(heap, (-chance, ties, node, parent))
+            rivals = sum(p for p, one in surer if one.drafters.isdisjoint(node.drafters))
+            own = node.chance * max(0.0, 1.0 - rivals)
+            surer.append((own, node))
+            if node.depth <= budget.max_depth and above * own >= LEAST:
+                heapq.heappush(heap, (-above * own, ties, node, parent))
 
     offer(root, ROOT, 1.0)
     picked: list[tuple[_Node, int]] = []

@@ -75,9 +75,10 @@ class LookupLevel(Level):
             assert reading is not None
             self.follow(reading, g.tokens)
             budget = Budget(size, size)
-            rows.append(
-                DraftRow(reading.state, g.tokens, budget, g.row.coins, g.warp, Drawn.CHOSEN)
-            )
+            rows.append(DraftRow(
+                reading.state, g.tokens, budget, g.row.coins, g.warp, Drawn.CHOSEN,
+                chain=g.row.chain,
+            ))  # fmt: skip
         return self.drafter.propose(rows)
 
     def follow(self, reading: Reading, tokens: Sequence[int]) -> None:

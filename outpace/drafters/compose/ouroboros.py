@@ -17,7 +17,7 @@ Pays where drafts are often kept whole: a phrase counts only then, so it takes s
 the draft model alone. Phrases are chosen, and hang behind the last token of the draft (of a tree,
 of the path of its first guesses); every guess of the draft model keeps its law, also where
 phrases sped it up, see `cascade`. Of a template the first ``length`` levels are the draft
-model's. For a verifier that takes chains only, say ``phrases=1``.
+model's. Where chains alone can be checked, one phrase goes on.
 
 Three things differ from the authors' code. Runs of refused rows count from two tokens on, not
 only at full length, and predictions made after a wrong token are never stored. The draft model
@@ -180,7 +180,7 @@ class Ouroboros(Drafter[_State]):
         left = min(budget.max_nodes, budget.max_rows - riders) - len(draft)
         room = min(left, config.phrases * config.tokens)
         return self.phrases.lengthened(
-            draft, node, text, row.state.pool, room, budget.max_depth - written
+            draft, node, text, row.state.pool, room, budget.max_depth - written, row.chain
         )
 
     def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:

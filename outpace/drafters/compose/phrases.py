@@ -119,12 +119,14 @@ class Phrases(Drafter[Pool]):
             self.lengthened(
                 Draft(), ROOT, row.tokens, row.state,
                 min(row.budget.max_nodes, row.budget.max_rows), row.budget.max_depth,
+                row.chain,
             )
             for row in rows
         ]  # fmt: skip
 
     def lengthened(
-        self, draft: Draft, node: int, text: Sequence[int], pool: Pool, room: int, depth: int
+        self, draft: Draft, node: int, text: Sequence[int], pool: Pool, room: int, depth: int,
+        chain: bool = False,
     ) -> Draft:
         """A draft with phrases behind one of its leaves.
 
@@ -135,6 +137,7 @@ class Phrases(Drafter[Pool]):
             pool: of phrases.
             room: tokens that may be added.
             depth: most of them behind each other.
+            chain: whether only one may go on.
 
         Returns:
             The same nodes and then the phrases, common beginnings once, CHOSEN; the very same
@@ -142,14 +145,14 @@ class Phrases(Drafter[Pool]):
         """
         before = text[-2] if len(text) > 1 else None
         tokens, parents = list(draft.token_N), list(draft.parent_N)
-        most = len(draft) + room
+        size = len(draft) + room
         below: dict[int, dict[int, int]] = {}
-        for phrase in pool.behind(before, text[-1], self.most) if room > 0 else ():
+        for phrase in pool.behind(before, text[-1], 1 if chain else self.most) if room > 0 else ():
             end = node
             for token in phrase[: max(depth, 0)]:
                 known = below.get(end, {}).get(token)
                 if known is None:
-                    if len(tokens) == most:
+                    if len(tokens) == size:
                         break
                     known = below.setdefault(end, {})[token] = len(tokens)
                     tokens.append(token)

@@ -13,8 +13,8 @@ where it promises more than the forest does, and then alone.
     select[members=suffix+recycling]
     select[members=suffix+draft_model[model=M]]
 
-Every member sees every step, with its own guesses and what became of them. With a verifier that
-takes chains only, say ``merge=false``: then the likeliest path is taken.
+Every member sees every step, with its own guesses and what became of them. Where chains alone can
+be checked, or with ``merge=false``, the likeliest path is taken.
 
 Pays where the kind of text changes: each member alone is silent, or wrong, on some of it.
 
@@ -35,8 +35,8 @@ from outpace.drafters.compose.forest import merge
 from outpace.errors import SpecError
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
-from outpace.tree.shapes import natural
-from outpace.types import ROOT, Budget, Draft, Outcome, Verdict
+from outpace.tree.shapes import CHAIN, natural
+from outpace.types import ROOT, Draft, Outcome, Verdict
 
 RATE = 0.1
 """How fast records follow what happens."""
@@ -142,7 +142,7 @@ class Select(Drafter[_State]):
         alone: dict[int, list[int]] = {}
         for at, (row, drafts) in enumerate(zip(rows, said, strict=True)):
             rates = [record.rate for record in row.state.records]
-            forest = merge(drafts, rates, row.budget, self.config.merge)
+            forest = merge(drafts, rates, row.budget, self._may_branch(row))
             row.state.picked = self._picked(row.state, forest.worth)
             if row.state.picked is not None:
                 alone.setdefault(row.state.picked, []).append(at)
@@ -158,12 +158,15 @@ class Select(Drafter[_State]):
     def _ask(self, row: DraftRow[_State], i: int) -> DraftRow[Any]:
         """What a member is asked: a draft of its own size, within the budget."""
         own, asked = self._budgets[i], row.budget
-        chain = not self.config.merge or asked.shape != Budget(0, 0).shape
-        shape = asked.shape if chain else own.shape
+        free = self._may_branch(row) and asked.shape == CHAIN
+        shape = own.shape if free else asked.shape
         return replace(row, state=row.state.members[i], budget=replace(
             asked, max_nodes=min(own.max_nodes, asked.max_nodes),
             max_depth=min(own.max_depth, asked.max_depth), shape=shape,
         ))  # fmt: skip
+
+    def _may_branch(self, row: DraftRow[_State]) -> bool:
+        return self.config.merge and not row.chain
 
     def _picked(self, state: _State, worth: float) -> int | None:
         """The sampling member that promises more than the forest, if any."""

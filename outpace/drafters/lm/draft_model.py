@@ -57,6 +57,7 @@ class DraftModel(ModelDrafter):
 
     Config = DraftModelConfig
     default_nodes = 5
+    default_tree = "dynamic"  # a chain where every guess is sure, and what pays elsewhere
 
     @classmethod
     def load(cls, config: DraftModelConfig, target: Target) -> DraftModel:
