@@ -1,8 +1,9 @@
 """Randomness as a function: every coin is named, none is drawn from a stream.
 
 A coin is a counter-based hash of (seed, stream, position of the pending token, key). The stream
-names the use and the cascade level, the key the node and the draw. The pending position grows at
-every step, so no coin is used twice; batching, preemption and the order of calls change none.
+names the use, the key the node and the draw (and the level of a cascade). The pending position
+grows at every step, so no coin is used twice; batching, preemption and the order of calls change
+none. What was made with a seed's coins must not be drafted from under the same coins.
 
 One kind is keyed by the *absolute* position instead: `race`, the Gumbel race that picks a token
 as a function of its law and the coin of its position alone. Whoever races the same law at the
@@ -63,13 +64,12 @@ class KeyedCoins(Coins):
         seed: of the request.
         position: index of the pending token in its sequence, prompt included.
         stream: what the coins are for.
-        level: cascade level; 0 is the outermost.
     """
 
     __slots__ = ("_base", "_position", "_race")
 
-    def __init__(self, seed: int, position: int, stream: Stream, level: int = 0) -> None:
-        self._base = _mix(_mix(_mix(seed, int(stream)), level), position)
+    def __init__(self, seed: int, position: int, stream: Stream) -> None:
+        self._base = _mix(_mix(_mix(seed, int(stream)), 0), position)
         self._race = _mix(seed, int(Stream.RACE))
         self._position = position
 

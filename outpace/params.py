@@ -140,6 +140,9 @@ class SamplingParams:
                 f"min_tokens must be at most max_new_tokens ({self.max_new_tokens}), "
                 f"got {self.min_tokens}"
             )
+        for name in ("min_tokens", "ignore_eos", "allowed_tokens"):
+            if self.grammar is not None and getattr(self, name):
+                raise RequestError(f"{name} and grammar exclude each other; drop one of the two")
         if self.allowed_tokens is not None and not self.allowed_tokens:
             raise RequestError("allowed_tokens is empty; name a token, or give None for all")
         if self.allowed_tokens is not None and self.allowed_tokens <= self.banned_tokens:
@@ -189,14 +192,22 @@ class SamplingParams:
             taken = {k: v for k, v in taken.items() if k == "repetition_penalty"}
         return taken
 
-    def check_vocab(self, vocab_size: int) -> None:
-        """Raise RequestError, naming the id, if a setting names a token that does not exist."""
+    def check_vocab(self, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        """Raise RequestError if a setting names a token that does not exist, or if none is left."""
         for name, ids in self._id_sets():
             for token in ids:
                 if token >= vocab_size:
                     raise RequestError(
                         f"{name} holds token {token}, but ids go from 0 to {vocab_size - 1}"
                     )
+        ends = self.end_ids(eos_ids) if self.min_tokens else frozenset[int]()
+        banned = self.banned_tokens | ends
+        if all(token in banned for token in self.allowed_tokens or range(vocab_size)):
+            raise RequestError(
+                f"no token may be generated: allowed_tokens, banned_tokens "
+                f"({len(self.banned_tokens)} ids) and min_tokens={self.min_tokens}, which bans "
+                f"{len(ends)} end ids, exclude all of them; allow one more"
+            )
 
     def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
         """Tokens that end a text."""

@@ -26,21 +26,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from outpace.errors import RequestError
 from outpace.law import Law
-from outpace.params import Defaults, SamplingParams
+from outpace.params import SamplingParams as SamplingParams
 from outpace.rows import argmax_rows, as_float, at_least, largest, rank
 from outpace.types import Draft, Scored
-
-__all__ = [
-    "Defaults",
-    "Laws",
-    "SamplingParams",
-    "TokenLogprobs",
-    "Warp",
-    "laws_of_batch",
-    "logprobs",
-]
 
 _GREEDY_BELOW = 1e-5  # logits divided by less overflow; vLLM draws the same line
 
@@ -68,7 +57,7 @@ class Warp:
         eos_ids: frozenset[int],
         vocab_size: int,
     ) -> None:
-        params.check_vocab(vocab_size)
+        params.check_vocab(vocab_size, eos_ids)
         self.params = params
         self.vocab_size = vocab_size
         self.generated = 0
@@ -81,9 +70,7 @@ class Warp:
         self.greedy = self._temperature < _GREEDY_BELOW
         """Whether every law is one-hot."""
         ends = params.end_ids(eos_ids) if params.min_tokens else frozenset()
-        ends = frozenset(token for token in ends if token < vocab_size)
-        self._refuse_if_nothing_is_left(ends)
-        self._end_K = _ids(ends)
+        self._end_K = _ids([token for token in ends if token < vocab_size])
         self._ban_K = _ids(params.banned_tokens)
         self._allow_K = None
         if params.allowed_tokens is not None:
@@ -278,20 +265,6 @@ class Warp:
         if least is not None:
             keep = min(keep, int((x_V[at_S] >= least).sum()))
         return at_S[:keep].sort().values
-
-    def _refuse_if_nothing_is_left(self, ends: frozenset[int]) -> None:
-        params = self.params
-        banned = params.banned_tokens | ends
-        if params.allowed_tokens is None:
-            left = len(banned) < self.vocab_size
-        else:
-            left = not params.allowed_tokens <= banned
-        if not left:
-            raise RequestError(
-                f"no token may be generated: allowed_tokens, banned_tokens "
-                f"({len(params.banned_tokens)} ids) and min_tokens={params.min_tokens}, which bans "
-                f"{len(ends)} end ids, exclude all of them; allow one more"
-            )
 
 
 class Laws:

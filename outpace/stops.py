@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from outpace.errors import RequestError
 from outpace.params import SamplingParams
 
 FinishReason = Literal["stop", "length"]
@@ -35,20 +34,13 @@ class StopChecker:
     Args:
         params: resolved or not; only the fields about stopping are read.
         eos_ids: of the model; they do not stop anything under ``ignore_eos``.
-        stream: fresh, for this sequence alone; None if nobody wants text.
-
-    Raises:
-        RequestError: stop strings without a stream to find them in.
+        stream: fresh, for this sequence alone; None if nobody wants text. Stop strings need one.
     """
 
     def __init__(
         self, params: SamplingParams, eos_ids: frozenset[int], stream: TextStream | None = None
     ) -> None:
-        if params.stop and stream is None:
-            raise RequestError(
-                f"stop strings {params.stop!r} need a tokenizer, and this model has none; "
-                "use stop_token_ids"
-            )
+        assert stream is not None or not params.stop, "no text to find stop strings in"
         self.generated = 0
         """Tokens kept so far."""
         self.reason: FinishReason | None = None

@@ -9,15 +9,15 @@ from outpace.law import Law
 LAW = Law(torch.tensor([0.5, 0.2, 0.0, 0.3]))
 
 
-def coins(seed=1, position=7, stream=Stream.JUDGE, level=0):
-    return KeyedCoins(seed, position, stream, level)
+def coins(seed=1, position=7, stream=Stream.JUDGE):
+    return KeyedCoins(seed, position, stream)
 
 
 def test_every_part_of_the_name_changes_the_coin():
-    names = itertools.product((0, 1, 2**60), (0, 1, 500), (Stream.DRAFT, Stream.JUDGE), (0, 1))
+    names = itertools.product((0, 1, 2**60), (0, 1, 500), (Stream.DRAFT, Stream.JUDGE))
     values = [
-        coins(seed, position, stream, level).uniform(*key)
-        for seed, position, stream, level in names
+        coins(seed, position, stream).uniform(*key)
+        for seed, position, stream in names
         for key in ((), (0,), (-1,), (0, 0), (0, 1), (1, 0))
     ]
     assert len(set(values)) == len(values)

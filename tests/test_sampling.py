@@ -351,6 +351,9 @@ def test_greedy_is_the_argmax_after_all_processors():
         ({"logit_bias": {"4": 1.0}}, "logit_bias .* got '4'"),
         ({"allowed_tokens": ()}, "allowed_tokens is empty"),
         ({"allowed_tokens": {4}, "banned_tokens": {4}}, "banned_tokens holds all 1 allowed"),
+        ({"grammar": object(), "min_tokens": 5}, "min_tokens and grammar exclude each other"),
+        ({"grammar": object(), "ignore_eos": True}, "ignore_eos and grammar exclude each other"),
+        ({"grammar": object(), "allowed_tokens": {4}}, "allowed_tokens and grammar exclude"),
     ],
 )
 def test_bad_settings_are_refused_in_one_line(setting, message):

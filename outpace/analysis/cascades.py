@@ -4,8 +4,10 @@
     found.predicted()      the best K of every kind, and its speed-up
 
 One cascade with a generous K answers the prompts; a tally behind every verifier counts, for each
-level of every reviewed draft, how far it was kept. Passes are timed by rows (`cost.measure`) and
-scaled to what they took among the others; the host's share is what else a step took.
+level of every reviewed draft, how far it was kept. Another one, with a token of every model, does
+so for the lookup at the target: behind five tokens of a model it is hardly ever reached. Passes
+are timed by rows (`cost.measure`) and scaled to what they took among the others; the host's share
+is what else a step took.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from outpace.types import ROOT, CostCurve, Draft, StepRecord, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
 
 MODEL_QUOTA, LOOKUP_QUOTA, INNER_QUOTA = 5, 8, 3
-"""K of the probe: of models and of the lookup for the target, and of models for models."""
+"""K of the probes: of models and of the lookup for the target, and of models for models."""
 _ROWS = (1, 2, 4, 8, 16, 32)
 _REPEAT = 7
 
@@ -204,14 +206,19 @@ def measure(
     method = engine.method(spec_of(levels, k))
     probe = method.drafter
     assert isinstance(probe, Cascade)
+    lookup = len(probe.models) + 1
+    tail_k = [[1] * len(probe.models) + [LOOKUP_QUOTA]]
+    tail = engine.method(spec_of(levels, tail_k)) if probe.lookup is not None else method
     parts: dict[tuple[int, int], Part] = defaultdict(Part)
+    tails: dict[tuple[int, int], Part] = defaultdict(Part)
     passes = [_Passes() for _ in range(len(probe.models) + 1)]
     alone = _Passes()
 
     for spec in ("none", method.spec):  # the first answers pay for what is set up on the way
         engine.generate(list(prompts[0]), params, drafter=spec, reproducible=False)
-    usual = method.verifier
-    method.verifier = Tally(usual, _note(parts, 0, k, probe))
+    usual = {one: one.verifier for one in (tail, method)}
+    tail.verifier = Tally(tail.verifier, _note(tails, 0, tail_k, probe))
+    method.verifier = Tally(usual[method], _note(parts, 0, k, probe))
     for level, own in zip(probe.models, passes[1:], strict=True):
         level.verifier = Tally(level.verifier, _note(parts, level.number, k, probe))
         level.machine.listeners = (own.listen,)
@@ -220,9 +227,12 @@ def measure(
             tick("probing", 0)
             _run(engine, "none", prompt, params, alone)
             _run(engine, method.spec, prompt, params, passes[0])
+            if tail is not method:
+                _run(engine, tail.spec, prompt, params, _Passes())
             tick("probing", 1)
     finally:
-        method.verifier = usual
+        for one, verifier in usual.items():
+            one.verifier = verifier
         for level in probe.models:
             assert isinstance(level.verifier, Tally)
             level.verifier = level.verifier._real
@@ -232,6 +242,8 @@ def measure(
             f"{method.spec} drafted nothing in {len(prompts)} answers of {max_new_tokens} tokens; "
             "give more, or longer ones"
         )
+    if (0, lookup) in tails:
+        parts[0, lookup] = tails[0, lookup]
     context = sum(len(p) for p in prompts) // len(prompts) + max_new_tokens // 2
     curves = []
     for model in (engine.target, *(level.model for level in probe.models)):
@@ -241,7 +253,6 @@ def measure(
             cost.measure(model, rows=_ROWS, contexts=(min(context, room),), batches=(1,),
                          repeat=_REPEAT)
         )  # fmt: skip
-    lookup = len(probe.models) + 1
     ladder = Ladder(
         survival={pair: part.survival for pair, part in parts.items()},
         models=len(probe.models),

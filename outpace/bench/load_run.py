@@ -184,12 +184,14 @@ async def one_round(
         return reply
 
     tick(0)
-    count, began = plan.count(arrival), time.perf_counter()
+    count = plan.count(arrival)
     if arrival.rate is not None:
         at = poisson(arrival.rate, count, plan.settings.seed + turn)
         replies = await open_loop(send, at)
     else:
         replies = await closed_loop(send, count, arrival.concurrency or 1)
+    # In an open loop nothing happens before the first request has come.
+    began = min(reply.began for reply in replies)
     return Round(drafter, arrival, turn, time.perf_counter() - began, replies)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from outpace.bench import stats
 from outpace.bench.records import Contender
-from outpace.bench.runner import PLAIN, Measured, Runs, Session, compared
+from outpace.bench.runner import PLAIN, Measured, Runs, Session, Unit, compared
 from outpace.errors import RequestError
 from outpace.files import write_whole
 
@@ -57,7 +57,7 @@ def _noise_floor(session: Session) -> dict[str, Any]:
     return {
         "units": len(ratios),
         "speedup": stats.mean(ratios),
-        "speedup_interval": _plain(stats.unit_interval(ratios)),
+        "speedup_interval": _plain(stats.prompt_interval(ratios, range(len(ratios)))),
         "largest_deviation": max((abs(ratio - 1) for ratio in ratios), default=None),
     }
 
@@ -69,6 +69,7 @@ def _rows(part: Measured, end_ids: Collection[int]) -> list[dict[str, Any]]:
         if turn == 0 and any(stats.loops(tokens) for tokens in run.tokens)
     }
     measured = sorted({unit for runs in part.runs.values() for unit, _ in runs})
+    prompt_of = prompts_of(part.units)
     groups: dict[str, list[int]] = {}
     for unit in measured:
         groups.setdefault(part.group(unit), []).append(unit)
@@ -89,9 +90,10 @@ def _rows(part: Measured, end_ids: Collection[int]) -> list[dict[str, Any]]:
             kept = [unit for unit in units if unit not in looped]
             return {
                 **head,
-                **figures(compared(runs, units), plain, promised, end_ids),
-                "without_loops": figures(compared(runs, kept), plain, promised, end_ids)
-                if kept else None,
+                **figures(compared(runs, units), plain, prompt_of, promised, end_ids),
+                "without_loops": figures(
+                    compared(runs, kept), plain, prompt_of, promised, end_ids
+                ) if kept else None,
             }
 
         rows.append({
@@ -102,6 +104,24 @@ def _rows(part: Measured, end_ids: Collection[int]) -> list[dict[str, Any]]:
     return rows
 
 
+def prompts_of(units: Sequence[Unit]) -> list[int]:
+    """Number the units so that those of one prompt, whatever seed or turn, have one number.
+
+    Batches that share a prompt have one number, too. Cost: O(units^2) at most.
+    """
+    known = {case.id for unit in units for case in unit}
+    first: dict[str, int] = {}
+    number = list(range(len(units)))
+    for unit, cases in enumerate(units):
+        for case in cases:
+            prompt, _, turn = case.id.rpartition("#")  # see `outpace.bench.cases.turn_id`
+            name = prompt if turn.isdecimal() and prompt in known else case.id
+            same = {number[first.setdefault(name, unit)], number[unit]}
+            if len(same) > 1:
+                number = [min(same) if one in same else one for one in number]
+    return number
+
+
 def _promised(part: Measured, contender: Contender) -> bool:
     """Whether the text has to be that of plain decoding, up to rounding."""
     keyed = part.settings.temperature == 0 or part.settings.reproducible
@@ -109,20 +129,23 @@ def _promised(part: Measured, contender: Contender) -> bool:
 
 
 def figures(
-    runs: Runs, plain: Runs, promised: bool, end_ids: Collection[int] = ()
-) -> dict[str, Any]:
+    runs: Runs, plain: Runs, prompt_of: Sequence[int], promised: bool,
+    end_ids: Collection[int] = (),
+) -> dict[str, Any]:  # fmt: skip
     """Figures of one contender over some units.
 
     Args:
         runs: its runs; counters and texts are those of the first round, which the later ones
             repeat, times those of all rounds.
         plain: runs of plain decoding, of these units and rounds at least.
+        prompt_of: see ``prompts_of``.
         promised: whether its texts ought to equal the plain ones.
         end_ids: see ``build``.
     """
     first = [run for (_, turn), run in runs.items() if turn == 0]
     texts = [tokens for run in first for tokens in run.tokens]
-    ratios = stats.paired_ratios(runs, plain)
+    by_round = stats.unit_ratios(runs, plain)
+    ratios = list(by_round.values())
     by_unit = [sum(rounds) / len(rounds) for rounds in ratios]
     whole = [
         sum(rounds) / len(rounds)
@@ -145,7 +168,9 @@ def figures(
         ),
         "prefill_seconds": stats.median([run.prefill_seconds for run in runs.values()]),
         "speedup": stats.mean(by_unit),
-        "speedup_interval": _plain(stats.unit_interval(by_unit)),
+        "speedup_interval": _plain(
+            stats.prompt_interval(by_unit, [prompt_of[unit] for unit in by_round])
+        ),
         "speedup_median": stats.median(by_unit),
         "repeat_interval": _plain(stats.repeat_interval(ratios)),
         "repeat_speedups": _by_round(ratios),

@@ -2,6 +2,8 @@
 
 Every comparison is paired: a run and the plain run of the same unit in the same round. Resampling
 uses a fixed seed, so the same runs give the same intervals.
+
+Shape letters: U units, P prompts, N tokens.
 """
 
 from __future__ import annotations
@@ -43,6 +45,16 @@ def paired_ratios(
 ) -> list[list[float]]:
     """Speed over plain speed, per unit (in order of units) and round.
 
+    As ``unit_ratios``, without the units' numbers.
+    """
+    return list(unit_ratios(runs, plain, end_to_end=end_to_end).values())
+
+
+def unit_ratios(
+    runs: Mapping[Key, Run], plain: Mapping[Key, Run], *, end_to_end: bool = False
+) -> dict[int, list[float]]:
+    """Speed over plain speed: unit, in order -> a ratio per round.
+
     Args:
         runs: of one contender.
         plain: of plain decoding; the same units in the same rounds, or more.
@@ -61,7 +73,7 @@ def paired_ratios(
         ratio = rate(runs[key]) / rate(plain[key])
         if math.isfinite(ratio):
             ratios.setdefault(key[0], []).append(ratio)
-    return list(ratios.values())
+    return ratios
 
 
 def mean(values: Sequence[float]) -> float | None:
@@ -74,22 +86,31 @@ def median(values: Sequence[float]) -> float | None:
     return float(np.median(values)) if len(values) else None
 
 
-def unit_interval(values: Sequence[float], seed: int = 0) -> Interval | None:
+def prompt_interval(
+    values: Sequence[float], prompts: Sequence[int], seed: int = 0
+) -> Interval | None:
     """95 % bootstrap interval of the mean over units: what other prompts of the kind may give.
+
+    Prompts are resampled, each with all of its units: answers to one prompt are alike, so more
+    of them say little about other prompts.
 
     Args:
         values: one per unit.
+        prompts: number of every unit's prompt.
         seed: of the resampling.
 
     Returns:
-        Percentiles of the means of resampled units; None for fewer than two units, which say
-        nothing about how units differ.
+        Percentiles of the means; None for fewer than two prompts, which say nothing about how
+        prompts differ.
     """
-    if len(values) < 2:
+    _, prompt_U = np.unique(np.asarray(prompts), return_inverse=True)
+    count_P = np.bincount(prompt_U)
+    if len(count_P) < 2:
         return None
+    sum_P = np.bincount(prompt_U, np.asarray(values))
     coins = np.random.default_rng(seed)
-    drawn = coins.choice(np.asarray(values), (_DRAWS, len(values)))
-    return _percentiles(drawn.mean(1))
+    drawn = coins.choice(len(count_P), (_DRAWS, len(count_P)))
+    return _percentiles(sum_P[drawn].sum(1) / count_P[drawn].sum(1))
 
 
 def repeat_interval(values: Sequence[Sequence[float]], seed: int = 0) -> Interval | None:

@@ -14,6 +14,7 @@ from outpace.cli.options import ModelOptions, at_least_one, notes, option, sprea
 from outpace.config import MethodSpec
 from outpace.errors import ModelError, RequestError
 from outpace.params import SamplingParams
+from outpace.serving.keyed import check_stores
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
@@ -83,9 +84,9 @@ def serve(
     ] = 256,
     pages: Annotated[
         int | None,
-        option("--pages", panel=_LIMITS, metavar="N", show_default="as many as it takes",
-               help="Most pages of 64 tokens of keys and values. With a limit, answers wait for "
-                    "memory or lend it to others."),
+        option("--pages", panel=_LIMITS, metavar="N", show_default="40 % of the free memory",
+               help="Most pages of 64 tokens of keys and values. Where they do not suffice, "
+                    "answers wait for memory or lend it to others."),
     ] = None,
     stored_pages: Annotated[
         int | None,
@@ -167,6 +168,8 @@ def serve(
         raise RequestError(f"--port must be in 0 to 65535, got {port}")
     keys = read_keys(api_key or [], api_key_file)
     specs = with_reference(drafter or ["auto"])
+    if keys and not share_across_keys:
+        check_stores(specs)
     for module in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(module) is None:
             raise ModelError(
@@ -194,6 +197,9 @@ def serve(
         service = Service(engine, drafters=specs, max_batch=max_batch, max_queue=max_queue,
                           pages=pages, stored_pages=stored_pages, learner=learner,
                           learn_share=learn_share, share_across_keys=share_across_keys)
+    if service.longest < engine.target.max_positions:
+        show.note(f"outpace: memory for keys and values holds texts of at most {service.longest} "
+                  f"tokens, of a context of {engine.target.max_positions}; --pages may give more")
     if learner is not None:
         show.note(f"outpace: {learner.spec} learns from this traffic; versions in {learner.folder}")
     if not keys and not is_loopback(host):

@@ -117,9 +117,12 @@ def train(
 
     at_least_one("--self-prompts", self_prompts)
     options = read_options(method, settings or (), tokens)
+    from outpace.train.crew import take_device
+
+    take_device(model.device)
     engine = model.load(drafter="none")
 
-    from outpace.train.kit import Kit, made_to_json, note_measured, work_folder
+    from outpace.train.kit import Kit, made_to_json, work_folder
 
     work = work_folder(engine) if work is None else work
     with contextlib.ExitStack() as stack:
@@ -151,11 +154,10 @@ def train(
         kit.data()
         _show_data(kit, as_json)
         return
-    made = kit.run(report=_report)
+    made = kit.run(report=_report, measure=lambda folder: _measure(engine, kit, folder))
     if kit.rank > 0:
         return
-    measured = _measure(engine, kit, made.folder)
-    note_measured(made.folder, measured)
+    measured = dict(made.measured or {})
     if as_json:
         show.write_json({**made_to_json(made), "measured": measured})
     else:
@@ -197,6 +199,12 @@ def _measure(engine: Engine, kit: Kit, folder: Path) -> dict[str, Any]:
     """Speed-up of a drafter over plain decoding, in turns, on prompts kept from training.
 
     A drafter that cannot be measured here is no reason to lose it: the reason is given instead.
+
+    Args:
+        folder: where it is until it was measured.
+
+    Raises:
+        KeyboardInterrupt: stopped by Ctrl-C; half a measurement is none.
     """
     from outpace.bench import report as reports
     from outpace.bench.ours import Ours
@@ -211,21 +219,24 @@ def _measure(engine: Engine, kit: Kit, folder: Path) -> dict[str, Any]:
         Case(id=f"held-out-{i}", group="held-out", ids=ids)
         for i, ids in enumerate(prompts) if len(ids) <= longest
     ]
-    options, found = kit.options, kit.out_is_home
-    spec = options.objective.spec(options.own, None if found else folder)
-    spec = spec or drafter_spec(options.method, folder, found)
     try:
         if not cases:
             raise RequestError("no held-out prompt leaves room for an answer")
-        contenders = [Ours(engine, engine.method(name)) for name in ("none", spec)]
-        runner = Runner(contenders, {})
-        mode = Settings(max_new_tokens=MEASURED_TOKENS)
-        with show.progress(runner.steps(cases, [mode]), "units") as tick:
-            runner.tick = tick
-            session = runner.run(cases, [mode])
+        with tempfile.TemporaryDirectory() as place:
+            # A method spec cannot hold every path that a work folder may have.
+            link = Path(place) / "drafter"
+            link.symlink_to(folder.resolve(), target_is_directory=True)
+            specs = ("none", _spec(kit, link))
+            runner = Runner([Ours(engine, engine.method(spec)) for spec in specs], {})
+            mode = Settings(max_new_tokens=MEASURED_TOKENS)
+            with show.progress(runner.steps(cases, [mode]), "units") as tick:
+                runner.tick = tick
+                session = runner.run(cases, [mode])
     except OutpaceError as error:
         show.note(f"not measured: {error}")
         return {"speedup": None, "reason": str(error)}
+    if session.interrupted:
+        raise KeyboardInterrupt
     about = provenance(
         command=command(), target=engine.target, cases=cases,
         config={"max_new_tokens": MEASURED_TOKENS, "temperature": 0.0, "batch": 1},
@@ -235,9 +246,17 @@ def _measure(engine: Engine, kit: Kit, folder: Path) -> dict[str, Any]:
     where = ("cpu", "gpu", "threads", "dtype", "date")
     return {
         **{key: row.get(key) for key in keys},
-        "method": spec, "prompts": len(cases), "max_new_tokens": MEASURED_TOKENS,
+        "method": _spec(kit, None if kit.out_is_home else kit.out),
+        "prompts": len(cases), "max_new_tokens": MEASURED_TOKENS,
         **{key: about.get(key) for key in where},
     }  # fmt: skip
+
+
+def _spec(kit: Kit, folder: Path | None) -> str:
+    """The method spec of what was trained, in a folder; None: where its name finds it."""
+    options = kit.options
+    spec = options.objective.spec(options.own, folder)
+    return spec or drafter_spec(options.method, folder or kit.out, folder is None)
 
 
 def drafter_spec(method: str, folder: Path, found: bool) -> str:

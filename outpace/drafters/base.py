@@ -55,6 +55,10 @@ class Drafter(ABC, Generic[S]):
     """Whether it draws where ``DraftRow.drawn`` asks for that; others always choose."""
     hints: bool = False
     """Whether ``hint`` tells something."""
+    leased: bool = False
+    """Whether it drafts in the slot that a row lends it, and little or nothing without one."""
+    steady: bool = True
+    """Whether drafts follow from the sequence alone; not where what others said is remembered."""
     estimates: bool = False
     """Whether it estimates how likely its guesses are accepted, where a budget asks for that."""
 
@@ -101,7 +105,11 @@ class Drafter(ABC, Generic[S]):
 
     @abstractmethod
     def observe(self, states: Sequence[S], outcomes: Sequence[Outcome]) -> None:
-        """Advance past what was committed. Called at every commit, whoever drafted."""
+        """Advance past what was committed. Called at every commit, whoever drafted.
+
+        So a draft and its memo may be another drafter's, one of this class with other settings
+        among them: a memo says whose it is.
+        """
 
     @property
     def language_model(self) -> Target | None:
@@ -120,10 +128,6 @@ class Drafter(ABC, Generic[S]):
         """The state as it was when it was marked; the one given is not used again."""
         restored: S = mark
         return restored
-
-    def reset(self, state: S) -> None:
-        """Forget what was derived from weights or cache (preempted, weights changed)."""
-        return
 
     def end(self, state: S) -> None:
         """Give back what ``begin`` took. The state is not used again."""

@@ -1,7 +1,9 @@
 """Drafting with a Target: a second model, or some layers of the first one.
 
 Its cache follows the committed text by ids, so it may lag and catch up; guesses that were accepted
-keep their keys and values, so a step costs one pass per level and no more.
+keep their keys and values, so a step costs one pass per level and no more. A text of which the
+target knew the beginning already is read by portions, and drafted for once it is read: sequences
+that share passes with it wait for a portion between two of their tokens, and not for all of it.
 
 Shape letters: F rows of a level, D columns of the model's logits, W width of the model.
 """
@@ -22,6 +24,8 @@ from outpace.tree.growth import Branch, DraftRow
 from outpace.types import NOTHING, ROOT, Draft, Feed, Outcome
 
 _LAST = "hidden.-1"
+CATCH_UP = 256
+"""Tokens that no pass of the target showed, which are read between two passes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +33,9 @@ class ModelState:
     """One sequence in the draft model's cache."""
 
     slot: int
+    prompt: tuple[int, ...] = ()
+    """The text at its beginning, of which no pass of the target shows the first tokens; empty where
+    passes show all of it."""
     draft: Draft | None = None
     """The last proposal, until it is observed."""
     lead: int = 0
@@ -76,13 +83,17 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
 
     def begin(self, request: Request) -> ModelState:
         """Take a slot of the draft model's cache."""
-        return ModelState(self.cache.open())
+        fits = len(request.prompt) <= self.model.max_positions
+        return ModelState(self.cache.open(), request.prompt if request.held and fits else ())
 
     def propose(self, rows: Sequence[DraftRow[ModelState]]) -> list[Draft]:
-        """Grow drafts; a sequence that outgrew the draft model's context gets an empty one."""
+        """Grow drafts; a sequence that outgrew the draft model's context gets an empty one, and so
+        does one that is still being read by portions.
+        """
         fits = [
             row
             if len(row.tokens) + row.budget.max_depth <= self.model.max_positions
+            and self._behind(row.state) <= CATCH_UP
             else replace(row, budget=NOTHING)
             for row in rows
         ]
@@ -132,8 +143,10 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
         state.row = {ROOT: state.row[ROOT], **rows}
 
     def observe(self, states: Sequence[ModelState], outcomes: Sequence[Outcome]) -> None:
-        """Keep the rows that were committed; read a prompt along with the target."""
-        prompts = []
+        """Keep the rows that were committed; read a prompt along with the target, and a portion of
+        what it knew already.
+        """
+        prompts, left = [], CATCH_UP
         for state, outcome in zip(states, outcomes, strict=True):
             if outcome.forced:
                 end = outcome.start + len(outcome.fed)
@@ -147,10 +160,19 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
                 path = [state.row[node] for node in committed if node in state.row]
                 self.cache.keep(state.slot, [*range(state.lead), *path])
             self._forget(state)
+            held = self.cache.length(state.slot)
+            missed = state.prompt[held : min(outcome.start, held + left)]
+            if missed:  # then nothing was read along, which goes on where this ends
+                prompts.append(Feed.chain(state.slot, missed, want=()))
+                left -= len(missed)
         if prompts:
             self.model.score(prompts, self.cache)
             for feed in prompts:
                 self.cache.keep(feed.slot, range(len(feed.token_J)))
+
+    def _behind(self, state: ModelState) -> int:
+        """Tokens that are still to be read by portions."""
+        return len(state.prompt) - self.cache.length(state.slot)
 
     def _forget(self, state: ModelState) -> None:
         """Drop a proposal that was never observed, or is done with."""
@@ -166,11 +188,6 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
         self._forget(state)
         self.cache.truncate(state.slot, min(mark, self.cache.length(state.slot)))
         return state
-
-    def reset(self, state: ModelState) -> None:
-        """Read everything anew at the next proposal."""
-        self._forget(state)
-        self.cache.truncate(state.slot, 0)
 
     def end(self, state: ModelState) -> None:
         """Give the slot back."""

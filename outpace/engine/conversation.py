@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from outpace.engine.engine import Engine
@@ -28,6 +26,9 @@ class Conversation:
         system: a system message to begin with.
         drafter: method spec in place of the engine's own.
         reproducible: as in ``Engine.generate``.
+
+    Raises:
+        RequestError: ``params`` ask for several answers.
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class Conversation:
     ) -> None:
         self.engine = engine
         self.params = params or SamplingParams()
+        if self.params.n != 1:
+            raise RequestError(f"a conversation has one answer per turn, got n={self.params.n}")
         self.messages: list[dict[str, Any]] = []
         """The dialogue so far; only whole turns are in it."""
         if system is not None:
@@ -64,13 +67,10 @@ class Conversation:
         if not text.strip():
             raise RequestError("the message is empty; say something")
         messages = [*self.messages, {"role": "user", "content": text}]
-        ids = engine.encode(messages)
-        params = replace(self.params.resolved(engine.target.defaults), n=1)
-        engine.check(ids, params)
+        ready = engine.ready(messages, self.params)
         method = engine.method(self._drafter)
-        verifier = engine.verifier(method, self._reproducible, params)
-        seed = secrets.randbits(48) if params.seed is None else params.seed
-        return self._turn(Ready(ids=ids, params=params, seed=seed), method, verifier, messages)
+        verifier = engine.verifier(method, self._reproducible, ready.params)
+        return self._turn(ready, method, verifier, messages)
 
     def _turn(
         self, ready: Ready, method: Method, verifier: Verifier, messages: list[dict[str, Any]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -23,7 +24,7 @@ from outpace.engine.sequence import Setup
 from outpace.errors import RequestError
 from outpace.models.base import Target
 from outpace.models.load import load_target
-from outpace.models.prompts import Prompt, Reference, as_prompts, as_reference, encode
+from outpace.models.prompts import Prompt, as_prompts, as_reference, encode
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
 from outpace.step import Machine
@@ -141,8 +142,8 @@ class Engine:
                 in any batch; None: where a seed is given, unless the spec names a verifier.
             chat: wrap text prompts in the model's chat template.
             reference: text or token ids that the answer is expected to resemble, one for all
-                prompts or a list of one (or None) each. Drafters may read it; the answer is the
-                same with and without.
+                prompts or a list of one (or None) each. Drafters may read it; the law of the answer
+                does not depend on it, nor does the text at temperature 0 or if ``reproducible``.
             **settings: fields of SamplingParams, in place of ``params``.
 
         Returns:
@@ -154,8 +155,7 @@ class Engine:
         """
         prompts, single = as_prompts(prompt)
         method = self.method(drafter)
-        ready = list(self._ready(prompts, settle(params, settings, len(prompts)), chat,
-                                 each(reference, len(prompts))))
+        ready = list(self._ready(prompts, params, settings, chat, reference))
         done: dict[int, Result] = {}
         for part in self._run(self._open(ready, method, reproducible), method):
             for row in part:
@@ -181,8 +181,7 @@ class Engine:
         """
         prompts, _ = as_prompts(prompt)
         method = self.method(drafter)
-        ready = list(self._ready(prompts, settle(params, settings, len(prompts)), chat,
-                                 each(reference, len(prompts))))
+        ready = list(self._ready(prompts, params, settings, chat, reference))
         return self.chunks(self._open(ready, method, reproducible), method)
 
     def map(
@@ -215,7 +214,7 @@ class Engine:
         ready = (
             one
             for number, (prompt, own) in enumerate(together(prompts, params, settings))
-            for one in self._ready([prompt], [own], chat, [None], first=number)
+            for one in self._ready([prompt], own, {}, chat, None, first=number)
         )
         for part in self._run(self._open(ready, method, reproducible), method, batch=batch):
             for row in part:
@@ -239,15 +238,17 @@ class Engine:
     def _ready(
         self,
         prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
+        params: Wanted,
+        settings: dict[str, Any],
         chat: bool,
-        references: Sequence[Reference | None],
+        reference: Any,
         first: int | None = None,
     ) -> Iterator[Ready]:
         """Check prompts and settings; answers are counted from 0, or share the number ``first``."""
         count = 0
-        for prompt, asked, reference in zip(prompts, params, references, strict=True):
-            ready = self.ready(prompt, asked, chat=chat, reference=reference)
+        wanted, references = settle(params, settings, len(prompts)), each(reference, len(prompts))
+        for prompt, asked, own in zip(prompts, wanted, references, strict=True):
+            ready = self.ready(prompt, asked, chat=chat, reference=own)
             for one in ready.each():
                 yield replace(one, index=count if first is None else first)
                 count += 1
@@ -282,15 +283,19 @@ class Engine:
     ) -> Iterator[Running]:
         """Sequences in slots of their own, each opened when it is asked for."""
         self.verifier(method, reproducible)  # two wishes that contradict are said at once
-        return (
-            self.running(one, self.cache.open(), method,
-                         self.verifier(method, reproducible, one.params))
-            for one in ready
-        )
 
-    def running(
-        self, ready: Ready, slot: int, method: Method, verifier: Verifier
-    ) -> Running:
+        def opened(one: Ready) -> Running:
+            slot = self.cache.open()
+            try:
+                chosen = self.verifier(method, reproducible, one.params)
+                return self.running(one, slot, method, chosen)
+            except BaseException:
+                self.cache.close(slot)
+                raise
+
+        return map(opened, ready)
+
+    def running(self, ready: Ready, slot: int, method: Method, verifier: Verifier) -> Running:
         """A sequence whose slot may hold a prefix of its prompt already."""
         self._count += 1
         ids, params = ready.ids, ready.params
@@ -298,19 +303,21 @@ class Engine:
             prompt=ids, held=self.cache.length(slot), reference=ready.reference, key=ready.key
         )
         tokenizer = self.target.tokenizer
+        text = None if tokenizer is None else tokenizer.text_stream(continues=ready.continues)
         members, verifiers = method.members, method.verifiers(verifier)
+        # A draft that was read off an answer must not meet the coins that made that answer.
+        seeded = (method.steady and ready.reference is None) or all(
+            one.name == "coupled" for one in verifiers.values()
+        )
         return Running(
             number=self._count,
             index=ready.index,
             prompt=ids,
             params=params,
             warp=Warp(params, ids, self.eos_ids, self.target.vocab_size),
-            stops=StopChecker(
-                params,
-                self.eos_ids,
-                None if tokenizer is None else tokenizer.text_stream(continues=ready.continues),
-            ),
+            stops=StopChecker(params, self.eos_ids, text),
             seed=ready.seed,
+            coins=ready.seed if seeded else secrets.randbits(64),
             slot=slot,
             setup=Setup(
                 drafter=method.spec,
@@ -335,7 +342,7 @@ class Engine:
 
     def check(self, ids: tuple[int, ...], params: SamplingParams) -> None:
         """Raise RequestError unless this prompt can be served with these settings."""
-        check(ids, params, self.target)
+        check(ids, params, self.target, self.eos_ids)
 
     def _run(
         self,
@@ -372,11 +379,12 @@ class Engine:
                 self.release(row, method, keep_slots)
 
     def release(self, row: Running, method: Method, keep_slot: bool = False) -> None:
-        """Give back what a sequence holds: its slot, and its drafters' states."""
-        if not keep_slot:
-            self.cache.close(row.slot)
-        for name, one in method.members.items():
-            one.drafter.end(row.all_states[name])
+        """Give back its slot and its drafters' states, all of them even if one raises."""
+        with ExitStack() as held:
+            for name, one in method.members.items():
+                held.callback(one.drafter.end, row.all_states[name])
+            if not keep_slot:
+                held.callback(self.cache.close, row.slot)
 
     @property
     def eos_ids(self) -> frozenset[int]:

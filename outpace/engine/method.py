@@ -111,6 +111,11 @@ class Method:
         return reproducible
 
     @property
+    def steady(self) -> bool:
+        """Whether plans and drafts follow from the sequence alone, not from what others said."""
+        return self.policy.steady and all(one.drafter.steady for one in self.members.values())
+
+    @property
     def watchers(self) -> tuple[Callable[[StepRecord], None], ...]:
         """Listeners that keep the policy's costs up to date, if it reads them."""
         return () if self.policy.steady else (self.policy.costs.watch,)

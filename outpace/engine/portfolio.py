@@ -82,9 +82,7 @@ class Portfolio(Method):
             )
         self.spec = str(spec)
         self.config = build(PortfolioConfig, own, who)
-        self.verifier_spec = MethodSpec.parse("tree")
-        self.names_verifier = False
-        self.verifier: Verifier = make("verifier", self.verifier_spec)
+        self.verifier: Verifier = make("verifier", MethodSpec("tree"))
         self.policy: Policy = make("policy", MethodSpec.parse(plan.get("policy", spec.name)))
         if self.policy.reads_estimates:
             raise SpecError(
@@ -100,6 +98,14 @@ class Portfolio(Method):
             lambda one: Method(MethodSpec.parse(one), target, allow_lossy, own_costs)
         )
         self._named = [*self._specs(self.config.drafters), *self._specs(self.config.add)]
+        named = [one.split()[1]["verifier"] for one in self._named if "verifier" in one.split()[1]]
+        self.names_verifier = bool(named)
+        self.verifier_spec = MethodSpec.parse(named[0] if named else "tree")
+        if any(MethodSpec.parse(one).name == "coupled" for one in named):
+            raise SpecError(
+                f"{who}: verifier=coupled judges all drafts of a text or none; drop it, and give "
+                "the request a seed, or reproducible=True"
+            )
 
     def _specs(self, text: str | None) -> list[MethodSpec]:
         """Read a list of members; mistakes in names show before anything is loaded."""

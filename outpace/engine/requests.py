@@ -52,7 +52,9 @@ class Ready:
             yield replace(self, index=turn, seed=seed)
 
 
-def check(ids: tuple[int, ...], params: SamplingParams, target: Target) -> None:
+def check(
+    ids: tuple[int, ...], params: SamplingParams, target: Target, eos_ids: frozenset[int]
+) -> None:
     """Raise RequestError unless the target can serve this prompt with these settings."""
     if not ids:
         raise RequestError("the prompt has no tokens; give some text or token ids")
@@ -63,7 +65,12 @@ def check(ids: tuple[int, ...], params: SamplingParams, target: Target) -> None:
             f"a context of {target.max_positions} and needs room for one new token"
         )
     check_ids(ids, target, "the prompt")
-    params.check_vocab(target.vocab_size)
+    params.check_vocab(target.vocab_size, eos_ids)
+    if params.stop and target.tokenizer is None:
+        raise RequestError(
+            f"stop strings {params.stop!r} need a tokenizer, and this model has none; "
+            "use stop_token_ids"
+        )
 
 
 def settle(params: Wanted, settings: dict[str, Any], count: int) -> list[SamplingParams]:

@@ -82,7 +82,7 @@ class Result:
     drafter: str
     """Normalised method spec."""
     seed: int
-    """Give it again, with the same settings, for the same text."""
+    """Give it again, with the same settings, for the same text where one is promised."""
     lossless: bool = True
     logprobs: tuple[TokenLogprobs, ...] | None = field(default=None, repr=False)
     queue_seconds: float = 0.0

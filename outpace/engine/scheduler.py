@@ -1,6 +1,6 @@
 """Which sequences run in the next pass.
 
-    read    prompts, a bounded chunk of tokens per pass, first come, first served
+    read    prompts, a bounded chunk of tokens per pass, half of it of the one that came first
     decode  a step of all sequences whose text is read
 
 Where there is both to do, the two take turns. So a long prompt holds the others up by one chunk

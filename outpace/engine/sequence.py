@@ -42,7 +42,8 @@ class Sequence:
         params: resolved, see ``SamplingParams.resolved``.
         warp: over this prompt.
         stops: tells where the text ends; also yields printable text.
-        seed: of all its coins.
+        seed: of its text, if that is promised.
+        coins: names all its coins.
         slot: of the target's cache.
         setup: drafters, budgets, verifiers.
         max_positions: context length of the target.
@@ -60,6 +61,7 @@ class Sequence:
         warp: Warp,
         stops: StopChecker,
         seed: int,
+        coins: int,
         slot: int,
         setup: Setup,
         max_positions: int,
@@ -75,7 +77,7 @@ class Sequence:
         self.params = params
         self.warp = warp
         self.stops = stops
-        self.seed = seed
+        self.seed, self._coins = seed, coins
         self.slot = slot
         self.setup = setup
         self.reference, self.key = reference, key
@@ -134,15 +136,12 @@ class Sequence:
 
     def coins(self, stream: Stream) -> KeyedCoins:
         """Coins for the present pending token."""
-        return KeyedCoins(self.seed, len(self.tokens) - 1, stream)
+        return KeyedCoins(self._coins, len(self.tokens) - 1, stream)
 
     def room(self) -> Budget:
         """Depth that the context and ``max_new_tokens`` leave: the last token is never drafted."""
-        depth = min(
-            self._max_positions - len(self.tokens),
-            self.params.max_new_tokens - self.new_tokens - 1,
-            self._most,
-        )
+        left = self.params.max_new_tokens - self.new_tokens
+        depth = min(self._max_positions - len(self.tokens) - 1, left - 1, self._most)
         return Budget(max_nodes=self._most, max_depth=depth) if depth > 0 else NOTHING
 
     def cut(self, verdict: Verdict) -> Verdict:

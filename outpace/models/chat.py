@@ -112,14 +112,15 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return plain
 
 
-def render(template: "Template", messages: list[dict[str, Any]], **variables: Any) -> str:
-    """Fill a template in.
+def render(template: "Template", messages: list[dict[str, Any]], /, **variables: Any) -> str:
+    """Fill a template in. Variables may have any names but ``messages``.
 
     Raises:
         RequestError: the template refuses these messages, in the template's own words.
     """
     try:
-        return template.render(messages=messages, **_plain("chat template arguments", variables))
+        given = _plain("chat template arguments", variables)
+        return template.render({**given, "messages": messages})
     except RequestError:
         raise
     except Exception as error:  # a template is foreign code and may raise anything
@@ -141,5 +142,5 @@ def _text_of(part: Any, number: int) -> str:
 def _plain(what: str, value: Any) -> Any:
     try:
         return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{what} must be plain JSON data: {brief(error)}") from error

@@ -226,8 +226,8 @@ class Weighing(Policy):
         all_C = known.cuts
         if depth < known.deepest or nodes < known.largest:
             all_C = [cut for cut in all_C if cut[0][0] <= nodes and cut[0][1] <= depth]
-            if not all_C:
-                return None
+        if not all_C:
+            return None
         asked_C, width_C, nodes_C, levels_C = zip(*all_C, strict=True)
         kept_C = [
             reach[width][ask[1] - 1] for ask, width in zip(asked_C, width_C, strict=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from importlib import resources
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from fastapi import FastAPI, Request
@@ -17,19 +17,27 @@ from starlette.responses import Response
 
 from outpace import __version__
 from outpace.engine.results import Result
-from outpace.errors import OutpaceError
 from outpace.server.answers import ChatWriter, CompletionWriter, Json, Writer
+from outpace.server.around import Counting, Defects
 from outpace.server.asks import Ask, Reader
 from outpace.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from outpace.server.bridge import LOG, Call
-from outpace.server.encoding import JsonResponse
-from outpace.server.errors import ApiError, error_body, from_user_error, from_validation
+from outpace.server.bridge import Call
+from outpace.server.encoding import JsonResponse, to_json
+from outpace.server.errors import (
+    MISTAKES,
+    ApiError,
+    error_body,
+    from_defect,
+    from_mistake,
+    from_validation,
+)
 from outpace.server.grammar import open_grammars
 from outpace.server.guard import Guard
 from outpace.server.limits import Limits
 from outpace.server.metrics import CONTENT_TYPE, Meters
 from outpace.server.sse import EventStream, until_left
 from outpace.serving.events import Done, Tokens
+from outpace.serving.keyed import check_stores
 from outpace.serving.service import Service
 
 T = TypeVar("T")
@@ -98,8 +106,8 @@ async def off_loop(work: Callable[[], T]) -> T:
     """Do something slow on another thread; mistakes of the client become errors of the API."""
     try:
         return await asyncio.to_thread(work)
-    except OutpaceError as error:
-        raise from_user_error(error) from error
+    except MISTAKES as error:
+        raise from_mistake(error) from error
 
 
 async def whole(call: Call, writer: Writer) -> Json:
@@ -115,27 +123,35 @@ async def whole(call: Call, writer: Writer) -> Json:
     return writer.answer([results[index] for index in range(call.ask.answers)], events)
 
 
-async def chunks(call: Call, writer: Writer) -> AsyncIterator[Json]:
-    """Give pieces of answers as they come. What goes wrong on the way is the last piece."""
-    results: dict[int, Result] = {}
+async def chunks(call: Call, writer: Writer) -> AsyncIterator[bytes]:
+    """Give pieces of answers as they come, as JSON. What goes wrong on the way is the last one."""
     try:
-        for index in range(call.ask.answers):
-            for chunk in writer.opening(index):
-                yield chunk
-        async with contextlib.aclosing(call.events()) as found:
-            async for event in found:
-                if isinstance(event, Done):
-                    results[event.index] = event.result
-                    for chunk in writer.ending(event.index, event.result):
-                        yield chunk
-                elif (piece := writer.piece(event)) is not None:
-                    yield piece
-        if call.ask.include_usage:
-            yield writer.closing([results[index] for index in range(call.ask.answers)])
+        async with contextlib.aclosing(_pieces(call, writer)) as found:
+            async for piece in found:
+                yield to_json(piece)
     except ApiError as error:
-        yield error.body()
+        yield to_json(error.body())
+    except Exception as error:
+        yield to_json(from_defect("a stream", error).body())
     finally:
         call.cancel()
+
+
+async def _pieces(call: Call, writer: Writer) -> AsyncGenerator[Json, None]:
+    results: dict[int, Result] = {}
+    for index in range(call.ask.answers):
+        for chunk in writer.opening(index):
+            yield chunk
+    async with contextlib.aclosing(call.events()) as found:
+        async for event in found:
+            if isinstance(event, Done):
+                results[event.index] = event.result
+                for chunk in writer.ending(event.index, event.result):
+                    yield chunk
+            elif (piece := writer.piece(event)) is not None:
+                yield piece
+    if call.ask.include_usage:
+        yield writer.closing([results[index] for index in range(call.ask.answers)])
 
 
 def create_app(
@@ -154,13 +170,20 @@ def create_app(
         keys: bearer keys; none lets everybody in.
         hosts: host names that the server answers to; None: any.
         limits: bounds of requests.
+
+    Raises:
+        RequestError: a drafter with a store that requests with keys would never use.
     """
+    if keys and not service.share_across_keys:
+        check_stores(service.drafters)
     limits = limits or Limits()
     server = Server(service, name, limits)
     app = FastAPI(title="outpace", version=__version__, docs_url=None, redoc_url=None)
     app.state.server = server
-    app.add_middleware(_Counting, meters=server.meters)
+    # The last one stands outermost: what the guard refuses is counted, and what fails is guarded.
+    app.add_middleware(Defects)
     app.add_middleware(Guard, keys=keys, hosts=hosts, limits=limits)
+    app.add_middleware(Counting, meters=server.meters, routes=app.routes)
     _errors(app)
     _api(app, server)
     _tools(app, server)
@@ -273,25 +296,3 @@ def _errors(app: FastAPI) -> None:
         }.get(error.status_code, str(error.detail))
         return JsonResponse(error_body(error.status_code, message), error.status_code,
                             error.headers)
-
-    @app.exception_handler(Exception)
-    async def defect(request: Request, error: Exception) -> Response:
-        LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return JsonResponse(error_body(500, "a defect of the server; its log says more"), 500)
-
-
-class _Counting:
-    """ASGI middleware that counts responses by path and status."""
-
-    def __init__(self, app: Any, meters: Meters) -> None:
-        self._app, self._meters = app, meters
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def counting(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                route = scope.get("route")
-                path = getattr(route, "path", "other")  # what was asked for may be anything
-                self._meters.responded(path, message["status"])
-            await send(message)
-
-        await self._app(scope, receive, counting if scope["type"] == "http" else send)

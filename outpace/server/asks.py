@@ -35,8 +35,14 @@ _TEMPERATURE = 1.0  # likewise, where the model's authors say nothing
 _ECHOED = {"refusal", "annotations", "audio", "function_call", "reasoning_content"}
 """Keys that a client sends back with an answer of ours, as null."""
 _MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
-_TAKEN = {"messages", "tools", "documents", "add_generation_prompt", "generation_prompt"}
-"""Variables of a chat template that have fields of their own."""
+_TAKEN = {
+    "messages": "give the field messages",
+    "tools": "give the field tools",
+    "add_generation_prompt": "give the field add_generation_prompt",
+    "generation_prompt": "give the field add_generation_prompt",
+    "self": "leave it out, since a template means itself by that",
+}
+"""Variables that a request may not put into a chat template, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +57,6 @@ class Ask:
     include_usage: bool
     running_usage: bool
     """Usage with every chunk."""
-    logprobs: int | None
-    """Alternatives per token; None: no log-probabilities."""
     token_ids: bool
     detailed: bool
     """Tell for every token who wrote it."""
@@ -103,11 +107,10 @@ class Reader:
         prompts = _prompts(body.prompt)
         self._check_count(len(prompts), body.n or 1)
         encoded = [self.service.engine.encode(prompt) for prompt in prompts]
-        longest = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         texts = None
         if body.echo:
             texts = tuple(self._text(p) for p in prompts)
-        return self._ask(body, encoded, longest, body.logprobs, continues=True, echo=texts)
+        return self._ask(body, encoded, body.max_tokens, body.logprobs, continues=True, echo=texts)
 
     def chat(self, body: ChatBody) -> Ask:
         """Read a chat; raises as ``completion``."""
@@ -168,10 +171,10 @@ class Reader:
         variables: Mapping[str, Any] | None,
         generation_prompt: bool,
     ) -> list[int]:
-        wrong = sorted(_TAKEN & (variables or {}).keys())
+        wrong = sorted(_TAKEN.keys() & (variables or {}).keys())
         if wrong:
-            raise ApiError(400, f"chat_template_kwargs may not hold {wrong[0]!r}; it has a field "
-                                "of its own", "chat_template_kwargs")
+            raise ApiError(400, f"chat_template_kwargs may not hold {wrong[0]!r}; "
+                                f"{_TAKEN[wrong[0]]}", "chat_template_kwargs")
         kept: list[dict[str, Any]] = [_message(i, one) for i, one in enumerate(messages)]
         plain: list[dict[str, Any]] | None = None
         if tools or any(one.get("tool_calls") or one.get("role") == "tool" for one in kept):
@@ -213,8 +216,9 @@ class Reader:
         settings = self._settings(body, logprobs, form)
         ready = []
         for ids in prompts:
-            room = max(1, self.target.max_positions - len(ids))
-            most = longest or min(room, limits.new_tokens or room)
+            room = max(1, self.service.longest - len(ids))
+            usual = _COMPLETION_TOKENS if continues else room
+            most = longest or min(room, usual, limits.new_tokens or room)
             one = self.service.request(
                 ids,
                 SamplingParams(**settings, max_new_tokens=most),
@@ -235,7 +239,6 @@ class Reader:
             stream=bool(body.stream),
             include_usage=options is not None and options.include_usage,
             running_usage=options is not None and options.continuous_usage_stats,
-            logprobs=logprobs,
             token_ids=body.return_token_ids,
             detailed=speculation.detailed,
             traced=speculation.trace,

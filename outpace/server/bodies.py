@@ -8,9 +8,32 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+DEEPEST = 100
+"""Levels of objects and lists within each other; no schema of people or programs has as many."""
+
+
+def too_deep(value: Any) -> bool:
+    """Whether plain data has more than ``DEEPEST`` levels, on which who reads it could founder."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        inner = (one.values() if isinstance(one, dict) else one
+                 for one in level if isinstance(one, dict | list))
+        level = [value for values in inner for value in values]
+        if not level:
+            return False
+    return True
+
+
+def _shallow(value: dict[str, Any]) -> dict[str, Any]:
+    if too_deep(value):
+        raise ValueError(f"should have at most {DEEPEST} levels within each other")
+    return value
+
 
 Id = Annotated[int, Field(ge=0)]
+Plain = Annotated[dict[str, Any], AfterValidator(_shallow)]
 
 
 class Body(BaseModel):
@@ -80,7 +103,7 @@ class NamedSchema(Body):
     """Not read."""
     description: str | None = None
     """Not read."""
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: Plain | None = Field(default=None, alias="schema")
     """The schema; unset: any JSON object."""
     strict: bool | None = None
     """The answer obeys the schema in any case."""
@@ -96,7 +119,7 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """What an answer has to look like; exactly one of these."""
 
-    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_: Plain | str | None = Field(default=None, alias="json")
     """A JSON schema, or its text."""
     regex: str | None = None
     """A regular expression for the whole answer."""
@@ -111,7 +134,7 @@ class Function(Body):
 
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Plain | None = None
     """A JSON schema of its arguments; unset: any object."""
     strict: bool | None = None
     """Calls obey the schema, also where the model is free to call or not."""
@@ -194,7 +217,7 @@ class Generation(Body):
     return_token_ids: bool = False
     """Send token ids along."""
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Plain | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
@@ -219,7 +242,7 @@ class CompletionBody(Generation):
 class ChatBody(Generation):
     """``POST /v1/chat/completions``."""
 
-    messages: list[dict[str, Any]]
+    messages: list[Plain]
     """Objects with ``role`` and ``content``."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """The newer name of ``max_tokens``."""
@@ -233,7 +256,7 @@ class ChatBody(Generation):
     """``none`` tells the model of no tools; ``required``, or a function: the answer is calls."""
     parallel_tool_calls: bool | None = None
     """False: exactly one call; only with a ``tool_choice`` that asks for calls."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Plain | None = None
     """More values for the chat template."""
     add_generation_prompt: bool = True
     """End the prompt with the opening of the assistant's turn."""
@@ -247,10 +270,10 @@ class TokenizeBody(Body):
     prompt: str | None = None
     add_special_tokens: bool = True
     """Add what the model expects around a text."""
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Plain] | None = None
     tools: list[Tool] | None = None
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Plain | None = None
     return_token_strs: bool = False
     """Send the text of every token along."""
 

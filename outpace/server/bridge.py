@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
-from outpace.errors import OutpaceError, QueueFull, ServiceClosed
+from outpace.errors import QueueFull, RequestError, ServiceClosed
 from outpace.server.asks import Ask
-from outpace.server.errors import ApiError
+from outpace.server.errors import ApiError, from_defect, from_mistake
 from outpace.server.metrics import Meters
 from outpace.serving.events import Done, Event, Failed, Tokens
 from outpace.serving.service import Service, Ticket
-
-LOG = logging.getLogger("outpace.server")
 
 
 class Call:
@@ -127,7 +124,7 @@ class Call:
 
 
 def _fault(error: Exception) -> ApiError:
-    if isinstance(error, OutpaceError):
-        return ApiError(400, str(error))
-    LOG.error("an answer failed", exc_info=error)
-    return ApiError(500, "the answer failed by a defect of the server; its log says more")
+    # What was wrong with a method spec was said before it ran.
+    if isinstance(error, RequestError):
+        return from_mistake(error)
+    return from_defect("an answer", error)

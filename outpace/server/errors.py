@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import HTTPException
 
-from outpace.errors import OutpaceError, SpecError, UnknownNameError
+from outpace.errors import OutpaceError, RequestError, SpecError, UnknownNameError
+
+LOG = logging.getLogger("outpace.server")
+MISTAKES = (RequestError, SpecError, UnknownNameError)
+"""Errors that a client can mend. Others are the business of whoever runs the server."""
 
 _TYPES = {
     400: "invalid_request_error",
@@ -63,10 +68,21 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
     }
 
 
-def from_user_error(error: OutpaceError) -> ApiError:
-    """A mistake in a request that was found below HTTP."""
+def from_mistake(error: OutpaceError) -> ApiError:
+    """A mistake in a request that was found below HTTP, one of ``MISTAKES``."""
     param = "speculation.drafter" if isinstance(error, SpecError | UnknownNameError) else None
     return ApiError(400, str(error), param)
+
+
+def from_defect(what: str, error: Exception) -> ApiError:
+    """A defect: the log is told all of it, the client nothing but that.
+
+    Args:
+        what: failed.
+        error: how.
+    """
+    LOG.error("%s failed", what, exc_info=error)
+    return ApiError(500, "a defect of the server; its log says more")
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -112,5 +128,8 @@ def _reason(message: str) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "a value of very many levels"
     return text if len(text) <= 60 else f"{text[:57]}..."

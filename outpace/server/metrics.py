@@ -52,10 +52,10 @@ class Meters:
             "e2e_request_latency_seconds", "From the request to the last token.", _SECONDS
         )
         self._http = Counter(
-            PREFIX + "http_responses", "Responses by path and status.", ["path", "status"],
-            registry=self._registry,
+            PREFIX + "http_responses", "Responses by path and status.",
+            ["model_name", "path", "status"], registry=self._registry,
         )
-        self._seconds, self._answers = 0.0, 0
+        self._model, self._seconds, self._answers = model, 0.0, 0
 
     def first(self, seconds: float) -> None:
         """An answer has begun, so long after its request."""
@@ -76,7 +76,7 @@ class Meters:
 
     def responded(self, path: str, status: int) -> None:
         """A response went out."""
-        self._http.labels(path, str(status)).inc()
+        self._http.labels(self._model, path, str(status)).inc()
 
     def wait(self, stats: ServiceStats) -> int:
         """Whole seconds, 1 to 60, until there may be room in the queue again."""

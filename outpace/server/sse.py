@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outpace.server.encoding import to_json
-
 T = TypeVar("T")
 
 _HEADERS = {
@@ -26,13 +24,13 @@ class EventStream(Response):
     """Sends chunks as they are made. Ends when the reader leaves, or does not read.
 
     Args:
-        chunks: JSON objects; closed in any case.
+        chunks: one event's data each, in one line; closed in any case.
         seconds: the longest that all of it may take.
         end: called when it is over, also if no chunk was ever asked for.
     """
 
     def __init__(
-        self, chunks: AsyncIterator[dict[str, Any]], seconds: float, end: Callable[[], None]
+        self, chunks: AsyncIterator[bytes], seconds: float, end: Callable[[], None]
     ) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
@@ -53,8 +51,7 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for chunk in self._chunks:
-            await send({"type": "http.response.body", "body": event(to_json(chunk)),
-                        "more_body": True})
+            await send({"type": "http.response.body", "body": event(chunk), "more_body": True})
         await send({"type": "http.response.body", "body": event(b"[DONE]"), "more_body": False})
 
 

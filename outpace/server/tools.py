@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.errors import RequestError
-from outpace.server.bodies import NamedTool, Tool
+from outpace.server.bodies import NamedTool, Tool, too_deep
 from outpace.server.calls import HERMES, LLAMA3, MISTRAL, Format, special_marks
 from outpace.server.errors import ApiError
 from outpace.server.wishes import Wish
@@ -222,9 +222,10 @@ def _with_objects(message: Json) -> Json:
         if isinstance(given, str):
             try:
                 read = json.loads(given) if given.strip() else {}
-            except ValueError:  # so the model wrote it
+            except (ValueError, RecursionError):  # so the model wrote it
                 read = given
-            function["arguments"] = read if isinstance(read, dict) else given
+            good = isinstance(read, dict) and not too_deep(read)
+            function["arguments"] = read if good else given
         calls.append({**call, "function": function})
     return {**message, "tool_calls": calls}
 

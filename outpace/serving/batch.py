@@ -2,11 +2,12 @@
 
 It belongs to one thread. What fails in one answer (its listener, its drafter, its sampling) ends
 that answer alone: after an error in a pass the sequences go on one by one, and the one
-that fails by itself has failed.
+that fails by itself has failed. What fails when an answer is there already is said in the log.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 
@@ -24,6 +25,8 @@ from outpace.serving.mixed import Mixed, Own
 from outpace.serving.resume import restart, resume, suspend
 from outpace.serving.trace import told
 from outpace.step import Machine
+
+LOG = logging.getLogger("outpace.serving")
 
 
 class Fate:
@@ -151,10 +154,7 @@ class Batch:
         """End an answer that has no slot, cancelled or failed."""
         row, ready = answer.row, answer.ready
         if row is not None:
-            try:
-                self.engine.release(row, answer.method, keep_slot=True)
-            except Exception as broken:
-                error = error or broken
+            self._release(row, answer, keep_slot=True)
         self._count_end("cancelled" if error is None else "error")
         if error is not None:
             self._say(answer, Failed(index=ready.index, error=error))
@@ -241,10 +241,7 @@ class Batch:
         del self.running[row]
         if row.error is None:
             self._store(row)
-        try:
-            self.engine.release(row, answer.method)
-        except Exception as error:
-            row.fail(error)
+        self._release(row, answer)
         self._count_end(row.finish_reason or "")
         result = row.result()
         self._prompt += result.prompt_tokens
@@ -255,6 +252,12 @@ class Batch:
             self._say(answer, Failed(index=row.index, error=row.error))
         else:
             self._say(answer, Done(index=row.index, result=result))
+
+    def _release(self, row: Running, answer: Answer, keep_slot: bool = False) -> None:
+        try:
+            self.engine.release(row, answer.method, keep_slot)
+        except Exception as error:
+            LOG.error("drafter %s failed after its last guess", answer.method.spec, exc_info=error)
 
     def _say(self, answer: Answer, event: Event) -> None:
         self._events.append((answer, event))

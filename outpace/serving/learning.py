@@ -134,7 +134,7 @@ class Watched(Drafter[_State]):
     def __init__(self, base: Drafter[Any], learner: Learner) -> None:
         self.base, self.learner = base, learner
         self.taps = base.taps
-        self.samples, self.hints = base.samples, base.hints
+        self.samples, self.hints, self.steady = base.samples, base.hints, False
         self.broken: Exception | None = None
         """What the learner failed at; it is then left alone."""
         self._living: set[_State] = set()
@@ -205,7 +205,8 @@ class Watched(Drafter[_State]):
         Returns:
             False, with nothing done, while a step is under way: a proposal was not observed yet.
 
-        Cost: the version reads the texts under way at its next proposals.
+        Cost: the version reads the texts under way, by portions between the next passes if it is a
+        language model.
         """
         if any(state.out is not None for state in self._living):
             return False
@@ -228,10 +229,6 @@ class Watched(Drafter[_State]):
     def mark(self, state: _State) -> Any:
         """What learns stands by itself; nobody reads on trial with it."""
         raise NotImplementedError("a drafter that learns is no part of another")
-
-    def reset(self, state: _State) -> None:
-        """Pass it on."""
-        state.drafter.reset(state.inner)
 
     def end(self, state: _State) -> None:
         """Pass it on, to the learner too."""

@@ -27,6 +27,8 @@ STORE_BYTES, STORE_PAGES = 1 << 29, 128
 """How much to store unless said otherwise: in bytes, or in pages where their size is not known."""
 SHARE = 0.4
 """Of the memory that is free, what slots and stored pages may take unless said otherwise."""
+LEAST_PAGES = 64
+"""What they may take however little is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Memory:
         if pages is None and cache.page_bytes and device is not None:
             free = free_bytes(device)
             if free is not None:
-                pages = max(PAGE, int(SHARE * free) // cache.page_bytes)
+                pages = max(LEAST_PAGES, int(SHARE * free) // cache.page_bytes)
         if stored is None:
             stored = STORE_BYTES // cache.page_bytes if cache.page_bytes else STORE_PAGES
         self.cache, self.pages, self._tail = cache, pages, tail + 1
@@ -84,6 +86,11 @@ class Memory:
             raise RequestError(f"pages must be at least {self._needs(1)}, got {pages}")
         if pages is not None and self._allocated > pages:
             cache.resize(cache.slots, 0)
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest text that can be held, alone; None: there is no limit."""
+        return None if self.pages is None else self.pages * PAGE - self._tail
 
     def check(self, tokens: int) -> None:
         """Raise RequestError if a text cannot be held even when it is alone."""
@@ -186,17 +193,31 @@ class Memory:
             assert self._allocated + len(self.store) <= self.pages, (self._allocated, self.pages)
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Memory that is free on a device; None if it cannot be told."""
+def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
+    """Memory that is free on a device; None if it cannot be told.
+
+    Args:
+        device: where.
+        root: of the file system in which a machine with a CPU alone tells of itself.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    group = Path("/sys/fs/cgroup")
+    group = root / "sys/fs/cgroup"
     found = []
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")]
-        limit, used = ((group / name).read_text() for name in ("memory.max", "memory.current"))
-        found += [max(0, int(limit) - int(used))]
+        found.append(1024 * _figure(root / "proc/meminfo", "MemAvailable:"))
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        # Files that were read, such as the weights, count as used until their memory is wanted.
+        kept = _figure(group / "memory.stat", "inactive_file")
+        found.append(min(limit, max(0, limit - used + kept)))
     except (OSError, ValueError):  # another system, or a group without a limit
         pass
     return min(found, default=None)
+
+
+def _figure(file: Path, name: str) -> int:
+    """The number behind a name; ValueError if there is none."""
+    for line in file.read_text(encoding="ascii").splitlines():
+        if line.split()[:1] == [name]:
+            return int(line.split()[1])
+    raise ValueError(f"{file} does not tell {name}")

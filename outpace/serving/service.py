@@ -111,7 +111,8 @@ class Service:
         self.drafters = tuple(dict.fromkeys([*specs, NONE]))
         """Method specs that requests may name, normalised, the default first."""
         self._methods = {spec: engine.method(spec) for spec in self.drafters}
-        self._share_across_keys = share_across_keys
+        self.share_across_keys = share_across_keys
+        """Whether all requests are treated as of one key."""
         self._learning: Learning | None = None
         tail = max(one.budget.max_nodes for m in self._methods.values() for one in
                    m.members.values())
@@ -183,7 +184,7 @@ class Service:
             RequestError: a request that can never be served.
         """
         method = self._check(request)
-        ones = list(replace(request, key="" if self._share_across_keys else key).each())
+        ones = list(replace(request, key="" if self.share_across_keys else key).each())
         with self._wake:
             if self._broken is not None:
                 raise ServiceClosed("the service has broken down; start it anew")
@@ -214,14 +215,18 @@ class Service:
         params = request.params
         if params != params.resolved(self.engine.target.defaults):
             raise RequestError("the request's params are not resolved; make it with request()")
-        if params.stop and self.engine.target.tokenizer is None:
-            raise RequestError(f"stop strings {params.stop!r} need a tokenizer; use stop_token_ids")
         self.engine.check(request.ids, params)
         self.engine.verifier(self._methods[name], request.reproducible, params)
         self._memory.check(min(
             len(request.ids) + params.max_new_tokens, self.engine.target.max_positions
         ))
         return self._methods[name]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text, prompt and answer, that can be served."""
+        held, most = self._memory.longest, self.engine.target.max_positions
+        return most if held is None else min(held, most)
 
     @property
     def closing(self) -> bool:

@@ -57,6 +57,20 @@ def latest(folder: Path) -> Path | None:
     return next(reversed(paths(folder)), None)
 
 
+def kept(folder: Path, best: Path) -> str:
+    """One line on what a training that was stopped leaves, and how to go on.
+
+    Args:
+        folder: of its checkpoints.
+        best: folder of its best drafter so far, if there is one.
+    """
+    last = latest(folder)
+    drafter = f"the best drafter so far is in {best}" if best.is_dir() else "no drafter was made"
+    if last is None:
+        return f"stopped: {drafter}, and no checkpoint; the same command begins the training anew"
+    return f"stopped: {drafter}, the last checkpoint is {last.name}; --resume goes on"
+
+
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a checkpoint: its tensors and its state.
 

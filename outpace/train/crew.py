@@ -1,4 +1,7 @@
-"""The processes that train together, as ``torchrun`` starts them; one alone is the usual case."""
+"""The processes that train together, as ``torchrun`` starts them; one alone is the usual case.
+
+On GPUs every process has one of its own, ``cuda:LOCAL_RANK``: NCCL refuses two on one.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,48 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outpace.config import world
+from outpace.errors import RequestError
+
+
+def take_device(device: str | None) -> None:
+    """Let ``cuda`` be this process's own GPU from now on, where several train together.
+
+    Call it before anything is loaded. One process alone, or on the CPU, is left as it is.
+
+    Args:
+        device: as for `outpace.models.load.load_target`.
+
+    Raises:
+        RequestError: this machine has fewer GPUs than processes.
+    """
+    _, size = world()
+    if size == 1 or device not in ("auto", "cuda") or not torch.cuda.is_available():
+        return
+    own, count = dist.get_node_local_rank(0), torch.cuda.device_count()
+    if own >= count:
+        raise RequestError(
+            f"process {own} of this machine has no GPU of its own: there are {count}; start at "
+            f"most that many with --nproc-per-node {count}"
+        )
+    torch.cuda.set_device(own)
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse a GPU that another process of the training computes on.
+
+    Raises:
+        RequestError: several processes, and this is not ``cuda:LOCAL_RANK``.
+    """
+    rank, size = world()
+    if size == 1 or device.type != "cuda":
+        return
+    place = torch.cuda.current_device() if device.index is None else device.index
+    own = dist.get_node_local_rank(0)
+    if place != own:
+        raise RequestError(
+            f"process {rank} computes on cuda:{place}, and its own GPU is cuda:{own}; give "
+            "--device cuda, without a number, or start one process"
+        )
 
 
 class Crew:

@@ -6,6 +6,10 @@ the same target, and goes on where it was:
     tokens/             answers of the target, with their manifest
     tokens/features/    what the target computed at every token of them
     METHOD/             settings and checkpoints of a training under way, its plot
+    METHOD/best/        the best drafter of it so far
+
+The drafter leaves the work folder when it was trained and measured, in one step; until then the one
+that was in use before is in use.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -42,10 +47,12 @@ from outpace.train import checkpoint
 from outpace.train.batches import Batches, Features, Split
 from outpace.train.capture import FeatureStore, capture, check_disk, folder_for
 from outpace.train.corpus import CorpusPrompt, Source
+from outpace.train.crew import check_device
 from outpace.train.generate import generate_answers
 from outpace.train.loop import Progress, Trained, train
 from outpace.train.objectives.base import Objective
 from outpace.train.options import Options
+from outpace.train.place import check_place, put
 from outpace.train.progress import Say
 from outpace.train.tokens import TokenStore
 from outpace.train.vocab import always_kept, count_tokens, coverage, reduced_vocab
@@ -54,11 +61,17 @@ from outpace.types import VocabMap
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Made:
-    """A drafter that was trained."""
+    """A drafter that was trained, and stands in its place."""
 
     folder: Path
     trained: Trained
     provenance: Mapping[str, Any]
+    measured: Mapping[str, Any] | None = None
+    """What was measured of it, as noted in its folder; None if nothing was."""
+
+
+Measure = Callable[[Path], Mapping[str, Any]]
+"""Measures the drafter in a folder; gives plain values."""
 
 
 def work_folder(engine: Engine) -> Path:
@@ -94,19 +107,21 @@ class Kit:
             resume: go on with a training that was stopped.
             start: a drafter folder of this method and target, whose weights and vocabulary are
                 where training begins.
-            say: receives progress of generating and capturing.
+            say: receives progress of generating and capturing, and what is left where, if Ctrl-C
+                stops it.
 
         Raises:
             ModelError: the target cannot serve this method.
-            RequestError: neither prompts nor answers, or a training that was stopped is there and
-                ``resume`` is not given, or it had other settings.
+            RequestError: neither prompts nor answers; a training that was stopped is there and
+                ``resume`` is not given, or the reverse; ``out`` holds more than a drafter, or the
+                work folder; a process of several without a GPU of its own.
         """
         self.engine, self.options, self.say = engine, options, say
         self.target = engine.target
         self.prompts, self.sources = prompts, sources
         self.work = work_folder(engine) if work is None else work
         self.out = home(options.method, self.target) if out is None else out
-        self.resume, self.start = resume, start
+        self.resume, self.start = resume, None if start is None else start.expanduser()
         self.rank, self.world = world()
         self.taps = options.objective.taps(options.own, self.target)
         self._check()
@@ -115,6 +130,11 @@ class Kit:
     def folder(self) -> Path:
         """Of the training under way."""
         return self.work / self.options.method
+
+    @property
+    def best(self) -> Path:
+        """Of the best drafter so far."""
+        return self.folder / "best"
 
     @property
     def out_is_home(self) -> bool:
@@ -131,6 +151,12 @@ class Kit:
         return store
 
     def _check(self) -> None:
+        check_device(self.target.device)
+        check_place(self.out)
+        if self.best.resolve().is_relative_to(self.out.resolve()):
+            raise RequestError(
+                f"{self.out} holds the work folder {self.work}; name another one with --out"
+            )
         if self.start is not None:
             read_config(find(self.options.method, self.target, str(self.start)), self.target,
                         self.options.method)  # fmt: skip
@@ -143,6 +169,11 @@ class Kit:
         if last is not None and not self.resume:
             raise RequestError(
                 f"a training was stopped at {last}; go on with --resume, or delete {self.folder}"
+            )
+        if last is None and self.resume:
+            raise RequestError(
+                f"{self.folder} holds no training that was stopped; leave --resume out to begin "
+                "one (answers and features that are there are used again)"
             )
 
     @cached_property
@@ -215,12 +246,28 @@ class Kit:
         """Keys and values of generation are not needed any more, and are much."""
         self.engine.cache = self.target.new_cache()
 
-    def run(self, report: Callable[[Progress], None] = print) -> Made:
-        """Do all that is left to do.
+    def run(
+        self, report: Callable[[Progress], None] = print, measure: Measure | None = None
+    ) -> Made:
+        """Do all that is left to do. ``out`` is replaced at the very end, in one step.
+
+        Args:
+            report: called by the leading process.
+            measure: what it gives is noted in the drafter's provenance; called by the leading
+                process when the drafter is trained, with the folder where it still is.
 
         Raises:
             OutpaceError: in one line, whatever of it cannot be; what was done stays.
+            KeyboardInterrupt: after ``say`` was told what was kept and how to go on.
         """
+        try:
+            return self._run(report, measure)
+        except KeyboardInterrupt:
+            if self.rank == 0:
+                self.say(checkpoint.kept(self.folder, self.best))
+            raise
+
+    def _run(self, report: Callable[[Progress], None], measure: Measure | None) -> Made:
         self.data()
         source, held_out = self.batches("train"), self.batches("held_out")
         loop = self.options.loop_config(source.count(0))
@@ -231,13 +278,19 @@ class Kit:
             begin_from(objective, self.start)
         trained = train(
             objective, source, held_out, loop,
-            out=self.out, work=self.folder, device=self.target.device, provenance=provenance,
+            out=self.best, work=self.folder, device=self.target.device, provenance=provenance,
             resume=self.resume, report=report,
         )  # fmt: skip
+        measured = None
         if self.rank == 0:
+            if measure is not None:
+                measured = measure(self.best)
+                note_measured(self.best, measured)
+            put(self.best, self.out)
             for path in checkpoint.paths(self.folder):
                 path.unlink()
-        return Made(folder=self.out, trained=trained, provenance=provenance)
+            shutil.rmtree(self.best)
+        return Made(folder=self.out, trained=trained, provenance=provenance, measured=measured)
 
     def provenance(self) -> dict[str, Any]:
         """What the drafter is made of, as plain values."""
@@ -280,7 +333,7 @@ class Kit:
                 "world": self.world, **provenance["settings"],
                 "start": provenance.get("start", {}).get("sha256")}  # fmt: skip
         path = self.folder / "run.json"
-        if self.resume and checkpoint.latest(self.folder) is not None and path.is_file():
+        if self.resume and path.is_file():
             began = json.loads(path.read_text(encoding="utf-8"))
             wrong = [key for key in plan if began.get(key) != json.loads(json.dumps(plan[key]))]
             if wrong:
@@ -290,6 +343,8 @@ class Kit:
                     f"{plan[key]}; give the same, or delete the folder to begin anew"
                 )
         elif self.rank == 0:
+            if not self.resume and self.best.is_dir():
+                shutil.rmtree(self.best)  # of a training that nothing is left of to go on with
             write_whole(path, json.dumps(plan, indent=1))
 
     def held_out_prompts(self, limit: int) -> list[tuple[int, ...]]:

@@ -3,6 +3,7 @@
 A step is a batch: loss, gradients summed over processes, clipped, AdamW. Now and then held-out
 acceptance is measured, the number that matters; whenever it is the best so far, the drafter folder
 is written. What is there at the end, or when training is stopped, is the best drafter seen.
+`outpace.train.kit` lets it be a folder of the training's own, and puts it in its place at the end.
 
 With a schedule in steps, a run that was killed and resumed has the same bits as one that was not;
 a schedule in minutes reads the clock, and no two runs are alike.
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from outpace.drafters.trained import CONFIG
 from outpace.errors import OutpaceError
 from outpace.models.load import fast_dtype
 from outpace.train import checkpoint, curves
@@ -201,7 +203,7 @@ def train(
         source: batches; with several processes each gives its own share.
         held_out: batches to measure on, iterated anew every time.
         config: how.
-        out: drafter folder.
+        out: drafter folder; the files of one that is there are replaced one by one.
         work: folder of checkpoints, and of ``training.png`` where matplotlib is installed.
         device: of module and batches.
         provenance: written with the drafter, with the measurement of it added.
@@ -245,6 +247,9 @@ class _Run:
         checkpoint.restore(self.objective.module, self.optimizer, tensors, path)
         self.state = _State(**state["run"])
         self.best = _progress(state["best"]) if state["best"] else None
+        if self.best is not None and not (self.out / CONFIG).is_file():
+            # Its drafter was taken away; the next measurement leaves one.
+            self.best, self.state.best, self.state.best_step = None, -1.0, 0
 
     def keep(self) -> None:
         """Write a checkpoint."""

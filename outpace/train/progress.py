@@ -31,8 +31,8 @@ class Tick:
         )
 
 
-Say = Callable[[Tick], Any]
-"""Takes reports."""
+Say = Callable[[Tick | str], Any]
+"""Takes reports, whose text is a line to print."""
 
 
 def clock_text(seconds: float) -> str:

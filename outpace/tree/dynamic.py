@@ -28,6 +28,9 @@ MOST = 8
 """Most children of one node."""
 _HALVING = math.log(2.0)
 
+Paths = Sequence[Sequence[int]]
+"""Of the open nodes, in the order of their logits: the tokens from the first guess down to each."""
+
 Pick = Callable[[Law, int, Drawn, Any, int, int], list[int]]
 """``outpace.tree.growth.draw``."""
 
@@ -61,9 +64,8 @@ class Dynamic:
         """Whether another level is worth a pass; ``open`` holds the nodes to expand."""
         return depth < self._budget.max_depth and self._budget.max_nodes > 0 and bool(self.open)
 
-    def level(self, logits_FD: Tensor, id_D: Tensor | None, depth: int) -> None:
+    def level(self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths, depth: int) -> None:
         """Draw below the open nodes, whose logits these are, and say which are open next."""
-        paths = [self._path(node) for node in self.open]
         last = depth + 1 == self._budget.max_depth
         if self._chosen:
             fresh = self._choose(logits_FD, id_D, paths)
@@ -104,9 +106,7 @@ class Dynamic:
         ranked = sorted(enumerate(self._value), key=lambda pair: (-pair[1], pair[0]))
         return ranked[: self._budget.max_nodes]
 
-    def _choose(
-        self, logits_FD: Tensor, id_D: Tensor | None, paths: list[list[int]]
-    ) -> list[int]:
+    def _choose(self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths) -> list[int]:
         """Add the likeliest children of every open node as candidates."""
         most = min(MOST, self._budget.max_nodes)
         fresh = []
@@ -119,7 +119,7 @@ class Dynamic:
         return fresh
 
     def _sample(
-        self, logits_FD: Tensor, id_D: Tensor | None, paths: list[list[int]], last: bool
+        self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths, last: bool
     ) -> list[int]:
         """Draw slots of all open nodes, most valuable first, while they are worth their place.
 
@@ -160,7 +160,7 @@ class Dynamic:
         return fresh
 
     def _sample_at_once(
-        self, logits_FD: Tensor, id_D: Tensor | None, paths: list[list[int]], depth: int
+        self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths, depth: int
     ) -> list[int]:
         """For rules that draw all siblings together: their number follows from the law alone."""
         row, fresh = self.row, []
@@ -189,13 +189,6 @@ class Dynamic:
 
     def _worth(self, node: int) -> float:
         return 1.0 if node == ROOT else self._value[node]
-
-    def _path(self, node: int) -> list[int]:
-        out = []
-        while node != ROOT:
-            out.append(self.tokens[node])
-            node = self.parents[node]
-        return out[::-1]
 
     def _add(self, parent: int, token: int, prob: float, value: float) -> int:
         self.tokens.append(token)

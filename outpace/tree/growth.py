@@ -19,7 +19,7 @@ from torch import Tensor
 from outpace.cache.base import Lease
 from outpace.coins import Coins
 from outpace.sampling import Warp
-from outpace.tree.dynamic import Dynamic
+from outpace.tree.dynamic import Dynamic, Paths
 from outpace.tree.shapes import children
 from outpace.types import ROOT, Budget, Draft, Drawn, Group, Law, Signals
 
@@ -62,6 +62,18 @@ class Branch(Generic[S]):
     """Tokens of all nodes drawn so far."""
     parent_N: Sequence[int]
 
+    def path(self, node: int) -> tuple[int, ...]:
+        """Nodes from the first guess down to ``node``; empty for ROOT."""
+        up = []
+        while node != ROOT:
+            up.append(node)
+            node = self.parent_N[node]
+        return tuple(reversed(up))
+
+    def path_tokens(self, node: int) -> tuple[int, ...]:
+        """Tokens along ``path(node)``."""
+        return tuple(self.token_N[i] for i in self.path(node))
+
 
 Expand = Callable[[Sequence[Branch[Any]]], tuple[Tensor, "Tensor | None"]]
 Estimate = Callable[[Sequence[Branch[Any]]], Tensor]
@@ -86,8 +98,8 @@ class Growing(Protocol):
         """Whether another level is wanted; if so ``open`` holds the nodes to expand."""
         ...
 
-    def level(self, logits_FD: Tensor, id_D: Tensor | None, depth: int) -> None:
-        """Draw the children of the open nodes, whose logits these are, and open the next."""
+    def level(self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths, depth: int) -> None:
+        """Draw the children of the open nodes, and open the next; see ``Paths``."""
         ...
 
     def finish(self) -> tuple[Draft, Sequence[int] | None]:
@@ -127,13 +139,6 @@ class _Tree:
             wanted = len(self.kids.get(ROOT if node == ROOT else self.place[node], ()))
         return min(wanted, self.row.budget.max_nodes - len(self.tokens))
 
-    def path(self, node: int) -> list[int]:
-        out = []
-        while node != ROOT:
-            out.append(self.tokens[node])
-            node = self.parents[node]
-        return out[::-1]
-
     def add(self, parent: int, picked: Sequence[int], probs: Sequence[float], law: Law | None,
             drawn: Drawn) -> list[int]:
         """Hang the drawn tokens below ``parent``; a repeated draw names its node again."""
@@ -159,9 +164,8 @@ class _Tree:
         self.open = [node for node in self.open if self.fan(node) > 0]
         return depth < self.row.budget.max_depth and bool(self.open)
 
-    def level(self, logits_FD: Tensor, id_D: Tensor | None, depth: int) -> None:
+    def level(self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths, depth: int) -> None:
         row, grown = self.row, []
-        paths = [self.path(node) for node in self.open]
         if row.drawn is Drawn.CHOSEN:
             most = max(self.fan(node) for node in self.open)
             tokens_Fk, probs_Fk = row.warp.ranking(logits_FD, paths, most, id_D)
@@ -215,9 +219,10 @@ def grow(
         if estimate is not None:
             _estimate(growing, branches, estimate, depth)
         start = 0
-        for tree in growing:
+        for tree, branch in zip(growing, branches, strict=True):
             stop = start + len(tree.open)
-            tree.level(logits_FD[start:stop], id_D, depth)
+            paths = [branch.path_tokens(node) for node in branch.nodes]
+            tree.level(logits_FD[start:stop], id_D, paths, depth)
             start = stop
         depth += 1
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from outpace.bench import load
+from outpace.bench import load, load_run
 from outpace.bench.load import Arrival, Question, Reply, Settings, closed_loop, open_loop, poisson
 from outpace.bench.load_report import Round, Session, build, first_difference, heading, table, write
 from outpace.bench.load_run import Plan
@@ -83,6 +83,24 @@ def test_an_open_loop_waits_for_nobody(simulated):
     assert [reply.prompt for reply in replies] == ["0", "1", "2"]
     assert came == pytest.approx({1: 0, 2: 10, 0: 20})
     assert [reply.ended for reply in replies] == pytest.approx([70, 50, 60])
+
+
+def test_a_round_begins_with_its_first_request(simulated, monkeypatch):
+    """Nothing is served while nobody has come, so those seconds are not the server's."""
+    monkeypatch.setattr(load_run, "time", load.time)
+    monkeypatch.setattr(load_run, "poisson", lambda rate, count, seed: [40.0, 45.0])
+
+    class Answers:
+        async def ask(self, path, body, prompt):
+            began = load.time.perf_counter()
+            await asyncio.sleep(5)
+            return Reply(prompt, began, ended=load.time.perf_counter())
+
+    plan = Plan(Session(["none"]), [], [], Settings(), requests=2)
+    question = Question(id="a", path="/v1/completions", body={"prompt": "a"})
+    made = simulated(load_run.one_round(
+        plan, Answers(), [question], Arrival(rate=0.2), 0, "none", lambda count: None))
+    assert made.seconds == pytest.approx(10.0)
 
 
 def test_who_fails_ends_all_the_others(simulated):

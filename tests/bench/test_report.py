@@ -12,7 +12,7 @@ from outpace.bench.provenance import commit, digest, provenance
 from outpace.bench.records import Settings
 from outpace.errors import RequestError
 from outpace.models.tiny import tiny
-from tests.bench.fakes import CASES, LONG, Fake, session
+from tests.bench.fakes import CASES, LONG, Fake, case, session
 
 GLOSSARY = Path(__file__).parents[2] / "docs" / "glossary.md"
 CONFIG = {"workload": "w", "max_new_tokens": 40, "temperature": 0.0, "batch": 1,
@@ -81,6 +81,29 @@ def test_a_category_of_loops_has_no_figures_without_them():
     assert row(found, "one")["without_loops"] is None
     assert "4 of 4 plain texts loop" in found["notes"][0]
     assert tables.markdown(found)
+
+
+def test_the_interval_is_one_over_prompts_not_over_their_seeds_and_turns():
+    def interval(cases, **more):
+        origin = provenance(command="", target=tiny(), config=CONFIG, cases=cases)
+        runs = session(Fake("none"), Fake("one", by_prompt), cases=cases, **more)
+        return row(module.build(runs, origin), "one")["speedup_interval"]
+
+    def by_prompt(case, turn):
+        return {"a": 0.5, "b": 0.25, "c": 1.0, "d": 0.4}[case.id[0]]
+
+    once = interval([case(name) for name in "abcd"])
+    seeds = interval([case(name, seed=seed) for name in "abcd" for seed in range(4)])
+    turns = interval([case(f"{name}{turn}") for name in "abcd" for turn in ("", "#2")])
+    assert seeds == pytest.approx(once) and turns == pytest.approx(once)
+    alone = interval([case(f"{name}{turn}") for name in "abcd" for turn in ("#1", "#2")])
+    assert alone != pytest.approx(once), "an id that is no turn of another is a prompt"
+
+
+def test_batches_that_share_a_prompt_are_one():
+    a, b, c, d, e = (case(name) for name in ("a", "b", "c", "a#2", "e"))
+    assert module.prompts_of([(a, b), (c,), (e,), (b, c)]) == [0, 0, 2, 0]
+    assert module.prompts_of([(a,), (b,), (d,)]) == [0, 1, 0]
 
 
 def test_equality_is_null_where_it_is_not_promised(report):

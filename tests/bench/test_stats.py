@@ -77,14 +77,26 @@ def test_ratios_are_those_of_decoding_and_paired():
         stats.paired_ratios({(1, 2): run(1.0)}, plain)
 
 
-def test_the_interval_over_units():
+def test_the_interval_over_prompts():
     values = [1.0, 1.2, 0.9, 1.1, 1.0, 1.3, 0.8, 1.1]
-    low, high = stats.unit_interval(values)
+    low, high = stats.prompt_interval(values, range(8))
     assert 0.9 < low < np.mean(values) < high < 1.2
-    assert (low, high) == stats.unit_interval(values)
+    assert (low, high) == stats.prompt_interval(values, range(8))
     expected = 1.96 * np.std(values) / np.sqrt(len(values))
     assert stats.half_width((low, high)) == pytest.approx(expected, rel=0.15)
-    assert stats.unit_interval([1.0]) is None and stats.half_width(None) == float("inf")
+    assert stats.prompt_interval([1.0], [0]) is None and stats.half_width(None) == float("inf")
+
+
+def test_answers_to_one_prompt_are_no_new_prompts():
+    """Four seeds that agree say as much as one; as prompts of their own they said twice that."""
+    values, prompts = [1.0, 1.5, 0.8, 1.1], [0, 1, 2, 3]
+    once = stats.prompt_interval(values, prompts)
+    assert stats.prompt_interval(values * 4, prompts * 4) == pytest.approx(once)
+    as_units = stats.prompt_interval(values * 4, range(16))
+    assert stats.half_width(as_units) == pytest.approx(stats.half_width(once) / 2, rel=0.15)
+    assert stats.prompt_interval(values, [5, 5, 5, 5]) is None
+    uneven = stats.prompt_interval([2.0, 2.0, 2.0, 1.0], [0, 0, 0, 1])
+    assert uneven == (1.0, 2.0), "a prompt keeps its share of the units"
 
 
 def test_the_interval_over_repeats_knows_noise_alone():
@@ -95,8 +107,8 @@ def test_the_interval_over_repeats_knows_noise_alone():
     wide, narrow = (stats.half_width(stats.repeat_interval(x.tolist())) for x in (few, many))
     assert narrow == pytest.approx(1.96 * 0.05 / np.sqrt(4 * 32), rel=0.2)
     assert narrow < wide < 0.1
-    over_units = stats.half_width(stats.unit_interval(many.mean(1)))
-    assert over_units > 10 * wide  # the prompts' own spread is no noise
+    over_prompts = stats.half_width(stats.prompt_interval(many.mean(1), range(4)))
+    assert over_prompts > 10 * wide  # the prompts' own spread is no noise
     assert stats.repeat_interval([[1.0], [2.0]]) is None
 
 

@@ -1,7 +1,9 @@
 import json
+from pathlib import Path
 
 import pytest
 
+from outpace.bench.runner import Runner
 from outpace.cli import train as command
 
 
@@ -96,6 +98,43 @@ def test_a_folder_of_ones_own_is_measured_too(outpace, prompts, work, data_folde
     assert refused.code == 2 and "is about answers to be made" in refused.err
     more = outpace("train", "draft_model", *MODEL, "--work", str(work), "--tokens", "9000")
     assert more.code == 2 and "--tokens 9000" in more.err
+
+
+def test_stopped_while_measuring_leaves_the_drafter_in_use(
+    outpace, prompts, data_folder, tmp_path, monkeypatch
+):
+    """And --resume, which has no step left to do, measures it. The work folder has a space."""
+    given = ("--prompts", prompts, "--tokens", "600", "--work", str(tmp_path / "my work"))
+    first = train(outpace, *given, "--json")
+    home = Path(json.loads(first.out)["folder"])
+    before = {one.name: one.read_bytes() for one in home.iterdir()}
+    real, left = Runner.run, [KeyboardInterrupt, None]
+
+    def run(runner, cases, settings):
+        session = real(runner, cases, settings)
+        session.interrupted = bool(left.pop(0))  # some units were complete by then
+        return session
+
+    monkeypatch.setattr(Runner, "run", run)
+    more = ("--set", "loop.lr=0.01")
+    stopped = train(outpace, *given, *more)
+    assert stopped.code == 130
+    best = tmp_path / "my work" / "draft_model" / "best"
+    assert stopped.err.splitlines()[-1] == (
+        f"stopped: the best drafter so far is in {best}, the last checkpoint is "
+        "step-00000004.safetensors; --resume goes on"
+    )
+    assert {one.name: one.read_bytes() for one in home.iterdir()} == before
+    again = train(outpace, *given, *more, "--resume", "--json")
+    assert again.code == 0 and "step 4 " not in again.err, again.err
+    made = json.loads(again.out)
+    assert made["measured"]["method"] == "draft_model" and made["measured"]["speedup"] > 0
+    told = json.loads((home / "provenance.json").read_text())
+    assert told["measured"] == made["measured"] and told["settings"]["loop"]["lr"] == "0.01"
+    assert not best.exists()
+    nothing = train(outpace, *given, *more, "--resume")
+    assert nothing.code == 2 and "holds no training that was stopped" in nothing.err
+    assert len(nothing.err.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(

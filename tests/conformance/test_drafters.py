@@ -2,11 +2,14 @@
 writes a line; one that needs settings adds a row to SPECS.
 """
 
+from contextlib import closing
+from dataclasses import replace
+
 import pytest
 import torch
 
 from outpace import Engine, SamplingParams, registry
-from outpace.cache.base import Lease
+from outpace.cache.base import KVCache, Lease
 from outpace.coins import KeyedCoins, Stream
 from outpace.config import MethodSpec
 from outpace.drafters.base import Request
@@ -110,11 +113,13 @@ SPECS = {
         "dflash[model=small.dflash tree=dynamic:3 verifier=tree[replacement=true]]",
         "dflash[model=small.dflash tree=2x2 policy=confidence]",
     ],
-    "prompt_lookup": ["prompt_lookup", "prompt_lookup[min_ngram=1 tree_size=4]"],
+    "prompt_lookup": ["prompt_lookup", "prompt_lookup[min_ngram=1 tree=dynamic]"],
     "max_gram": ["max_gram", "max_gram[min_match=2 tree=2x2x1]"],
-    "suffix": ["suffix", "suffix[tree=3x2x1]", "suffix[factor=1.5 verifier=chain]"],
-    "adaptive_ngram": ["adaptive_ngram", "adaptive_ngram[max_order=3 tree=2x2x1x1]"],
-    "reference": ["reference", "reference[tree=[-1,-1,0,1,2,4,5]]"],
+    "suffix": [
+        "suffix", "suffix[tree=3x2x1]", "suffix[tree=dynamic]", "suffix[factor=1.5 verifier=chain]",
+    ],
+    "adaptive_ngram": ["adaptive_ngram", "adaptive_ngram[max_order=3 tree=dynamic]"],
+    "reference": ["reference", "reference[tree=[-1,-1,0,1,2,4,5]]", "reference[tree=dynamic]"],
     "retrieval": [
         "retrieval[store=small.store]",
         "retrieval[store=small.store min_ngram=1 tree=3x2x1]",
@@ -128,6 +133,7 @@ SPECS = {
     "lookahead": ["lookahead", "lookahead[ngram=4 window=4 tree=3x2x1]"],
     "cascade": [
         "cascade[levels=draft_model[model=tiny layers=1]+max_gram]",
+        "cascade[levels=draft_model[model=tiny layers=1]+max_gram k=4,4/6]",
         "cascade[levels=draft_model[model=tiny layers=1]+max_gram k=3,5/4 tree=3x1x1x1]",
         "cascade[levels=draft_model[model=tiny]+draft_model[model=tiny layers=1]+suffix"
         " k=3,2,4/2,4/4 verifier=chain]",
@@ -136,6 +142,7 @@ SPECS = {
     ],
     "ouroboros": [
         "ouroboros[draft=draft_model[model=tiny layers=1]]",
+        "ouroboros[draft=draft_model[model=tiny layers=1] length=5 phrases=3 faster=true]",
         "ouroboros[draft=draft_model[model=tiny layers=1] length=2 faster=false tree=3x2x2x1x1]",
         "ouroboros[draft=draft_model[model=tiny] length=3 verifier=block]",
         "ouroboros[draft=draft_model[model=tiny layers=1] length=1 tokens=4 tree=3x1x1x1x1"
@@ -174,6 +181,7 @@ SPECS = {
         "select[members=max_gram+draft_model[model=tiny layers=1]]",
         "select[members=prompt_lookup+adaptive_ngram+recycling verifier=chain]",
         "select[members=suffix+recycling merge=false]",
+        "select[members=eagle3[model=small.head]+kangaroo[model=small.adapter threshold=0]]",
         "select[members=suffix+recycling+cascade[levels=draft_model[model=tiny layers=1]+max_gram]"
         " tree=3x2x1]",
     ],
@@ -270,6 +278,15 @@ def test_greedy_text_is_plain_text_in_any_batch(engine, plain, plainly, spec):
         assert 22 <= counters.passes + counters.accepted <= 24, "accepted + 1 per pass"
 
 
+@pytest.mark.parametrize("draft", [
+    "kangaroo[model=small.adapter]", "early_exit[model=small.exit]", "early_exit",
+])
+def test_what_drafts_in_the_targets_slots_is_refused_where_none_is_lent(engine, draft):
+    for spec in (f"graph[draft={draft}]", f"graph[draft=ouroboros[draft={draft}]]"):
+        with pytest.raises(SpecError, match="draft must be one drafter with a model and a cache"):
+            engine.method(spec)
+
+
 def needs(spec):
     return registry.load("drafter", MethodSpec.parse(spec).name).needs
 
@@ -291,7 +308,8 @@ def chains():
 
 @pytest.mark.parametrize("spec", [
     *(s for s in METHODS if "tree=" not in s and TREE not in needs(s)),
-    "ouroboros[draft=draft_model[model=tiny] length=3]",  # the draft model takes chains, too
+    # The draft model takes chains alone, too.
+    "ouroboros[draft=draft_model[model=tiny] length=3 phrases=3 faster=true]",
 ])
 def test_a_target_that_checks_chains_alone_is_given_chains(chains, plain, spec):
     assert tokens(chains.generate(PROMPTS, drafter=spec, **GREEDY)) == plain
@@ -376,16 +394,56 @@ def test_length_and_context_end_the_text(engine, plainly, spec):
     assert [result.tokens] == plainly([prompt], longer) and result.finish_reason == "length"
 
 
+@pytest.fixture
+def slots(monkeypatch):
+    """Cache -> its slots in use, of all caches from now on: also those of drafters in drafters."""
+    held = {}
+    taken, given_back = KVCache.open, KVCache.close
+
+    def open_(cache):
+        slot = taken(cache)
+        held.setdefault(cache, set()).add(slot)
+        return slot
+
+    def close(cache, slot):
+        given_back(cache, slot)
+        held[cache].remove(slot)
+
+    monkeypatch.setattr(KVCache, "open", open_)
+    monkeypatch.setattr(KVCache, "close", close)
+    return held
+
+
+def in_use(slots):
+    return {type(cache).__name__: used for cache, used in slots.items() if used}
+
+
+HOLDERS = ["cascade", "ouroboros", "graph", "select", "cross_vocabulary", "auto", "early_exit"]
+"""Methods that hold slots in caches of their parts."""
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_drafter_that_keeps_its_slots_is_seen(engine, slots, name, monkeypatch):
+    """Planted: nothing is given back."""
+    spec = next(s for s in SPECS[name] if "draft_model" in s or "model=" in s)
+    for one in engine.method(spec).members.values():
+        monkeypatch.setattr(one.drafter, "end", lambda state: None)
+    with closing(engine.stream(PROMPTS, drafter=spec, **GREEDY)) as stream:
+        next(stream)
+    assert not engine.cache._slots and in_use(slots)
+    for cache, used in slots.items():
+        for slot in [*used]:
+            cache.close(slot)
+
+
 @pytest.mark.parametrize("spec", METHODS)
-def test_a_cancelled_request_leaves_nothing_behind(engine, plain, spec):
+def test_a_cancelled_request_leaves_nothing_behind(engine, plain, slots, spec):
     stream = engine.stream(PROMPTS, drafter=spec, **GREEDY)
     for _ in range(6):
         next(stream)
+    assert engine.cache in slots and in_use(slots)
     stream.close()
-    assert not engine.cache._slots
-    drafter = engine.method(spec).drafter
-    if hasattr(drafter, "cache"):
-        assert not drafter.cache._slots
+    assert not in_use(slots)
     assert engine.generate(PROMPTS[1], drafter=spec, **GREEDY).tokens == plain[1]
 
 
@@ -490,3 +548,19 @@ def test_budgets_are_kept_and_dropped_drafts_forgotten(engine, spec, drawn):
                 assert all(group.drawn is Drawn.CHOSEN for group in draft.groups)
         for row in rows:
             method.drafter.end(row.state)
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_a_drafter_that_needs_a_slot_lent_says_so(engine, spec):
+    """It drafts little or nothing without one; all others draft the same."""
+    method = engine.method(spec)
+    budget = Budget(min(4, method.budget.max_nodes), 3, shape=method.budget.shape)
+    with torch.no_grad():
+        rows = proposal_rows(
+            engine.target, method.drafter, Drawn.CHOSEN, budget, 0.0, [PROMPTS[0]]
+        )
+        lent = method.drafter.propose(rows)[0].token_N
+        alone = method.drafter.propose([replace(row, lease=None) for row in rows])[0].token_N
+    assert (alone != lent) == method.drafter.leased
+    for row in rows:
+        method.drafter.end(row.state)

@@ -122,6 +122,18 @@ def test_state_changes_in_observe_alone_and_not_by_what_a_stop_cut_off():
     assert sum(state.made) == sum(before[1]) + 2
 
 
+def test_another_drafters_guesses_are_none_of_its_own():
+    """One that counts longer n-grams drafts for the same text."""
+    one, other = Running([], max_order=3), Running([*range(1, 7), 9, *range(1, 7)])
+    before = (list(one.state.right), list(one.state.made), one.state.length)
+    draft = other.propose()
+    assert max(draft.memo.order_N) > 3
+    one.observe(draft, 1, 77)
+    other.observe(draft, 1, 77)
+    assert (one.state.right, one.state.made, one.state.length) == before
+    assert sum(other.state.made) > sum(Running([]).state.made)
+
+
 def test_siblings_come_from_shorter_contexts():
     text = [5, 2, 4, 6, 2, 4, 7, 2, 4, 1, 2, 3, 8, 1, 2]
     draft = Running(text).propose(budget_of("2x1", None, 0))

@@ -419,4 +419,4 @@ def test_the_default_k():
     assert CascadeConfig().levels == "draft_model+max_gram"
     engine = Engine.load("tiny", drafter=f"cascade[levels={DRAFT}+suffix]")
     stages = engine.method(engine.drafter).drafter.relay.stages
-    assert [quota for _, quota in stages] == [4, 4]
+    assert [quota for _, quota in stages] == [1, 8]

@@ -308,15 +308,13 @@ def test_without_features_there_is_no_draft(target):
     empty = drafter.begin(Request(prompt=tuple(TEXT)))
     gap = drafter.begin(Request(prompt=tuple(TEXT)))
     show(drafter, gap, target, TEXT, 0, 3)
-    lost = begun(drafter, target, TEXT)
-    drafter.reset(lost)
     full = begun(drafter, target, TEXT)
-    budget, states = Budget(3, 3), [empty, gap, lost, full]
+    budget, states = Budget(3, 3), [empty, gap, full]
     with torch.no_grad():
         drafts = drafter.propose(
-            rows_for(drafter, states, [TEXT] * 4, budget, Drawn.CHOSEN, 0.0)
+            rows_for(drafter, states, [TEXT] * 3, budget, Drawn.CHOSEN, 0.0)
         )
-    assert [len(d) for d in drafts] == [0, 0, 0, 3]
+    assert [len(d) for d in drafts] == [0, 0, 3]
     # What comes after a gap is a new start, not a continuation.
     show(drafter, gap, target, TEXT, 5, len(TEXT) - 1)
     assert gap.start == 5

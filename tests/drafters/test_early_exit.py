@@ -420,7 +420,7 @@ def test_a_trained_layer_can_go_back_and_gives_its_slot_back(target, layer_exit)
     assert len(draft) == 3 and drafter.clock.count == before + 3, "a pass per depth"
     mark = drafter.mark(state)
     state.beliefs[0].learn(accepted=3, depth=3, censored=False)
-    drafter.reset(state)
+    drafter.rows.begin_at(state, None)
     (other,) = drafter.propose([row])
     state = drafter.rewind(state, mark)
     assert state.beliefs[0] == Belief()

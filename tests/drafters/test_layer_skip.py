@@ -85,6 +85,20 @@ def test_idle_layers_are_the_ones_left_out(target, find):
     assert LayerSkip.load(replace(drafter._config, kind="code"), target).skip != IDLE
 
 
+def test_who_runs_the_model_in_its_place_waits_for_the_set(target):
+    """Not the layers that it leaves out until then: nobody would ever exchange them."""
+    engine, cascade = Engine(target, drafter="none"), "cascade[levels=layer_skip+max_gram]"
+    with pytest.raises(SpecError, match="layer_skip is no language model; every"):
+        engine.method(cascade)
+    phrases = "ouroboros[draft=layer_skip[share=0.25]]"
+    plain = engine.generate(TEXT, drafter="none", **LONG)
+    assert engine.generate(TEXT, drafter=phrases, **LONG).tokens == plain.tokens
+    assert engine.method(phrases).drafter.inner.skip == IDLE, "it finds the set itself"
+    ready = Engine(target, drafter="none")
+    assert ready.method(phrases).drafter.sped, "the set is known"
+    ready.method(cascade.replace("skip+", "skip[share=0.25]+"))
+
+
 def test_a_set_is_swapped_under_running_sequences(target):
     """A sequence that was drafted for with the first set goes on with the next one."""
     engine, spec = Engine(target, drafter="none"), "layer_skip[share=0.25]"

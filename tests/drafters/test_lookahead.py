@@ -100,6 +100,14 @@ def test_the_window_is_harvested_and_moves_with_the_text():
     drafter.observe([state], [Outcome(Draft(), Scored(torch.zeros(1, 50), (0, 1)),
                                       Verdict((), (8,)), (7,), (0,), 6)])
     assert state.columns == want, "no riders, no news"
+    other = Lookahead(LookaheadConfig(window=5))
+    (draft,) = other.propose([row(other.begin(Request(prompt=(1, 2))), [1, 2], Budget(4, 4))])
+    assert draft.memo.width == 5
+    drafter.observe([state], [
+        Outcome(draft, Scored(torch.zeros(1, 50), (0, 1), rider_logits_RV=torch.zeros(9, 50)),
+                Verdict((), (8,)), (7,), (0,), 6)
+    ])
+    assert state.columns == want, "another one's window is none of its own"
 
 
 def test_drafts_are_the_ngrams_of_the_pending_token_as_a_tree():

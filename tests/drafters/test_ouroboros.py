@@ -41,8 +41,6 @@ def test_the_pool_forgets_the_tokens_that_were_longest_unused():
         pool.add(0, token, [token, len(pool)])
     assert len(pool) == 3 and pool.behind(0, 2, 5) == []
     assert len(pool.behind(0, 1, 5)) == 2 and len(pool.behind(0, 3, 5)) == 1
-    pool.clear()
-    assert len(pool) == 0 and pool.behind(0, 3, 5) == []
 
 
 def test_a_text_is_read_in_any_pieces():
@@ -218,9 +216,9 @@ def run(engine, spec, prompts=PROMPTS):
 
 @pytest.mark.parametrize("draft", [DRAFT, "draft_model[model=tiny]"])
 def test_it_emits_as_much_per_pass_as_its_draft_model_and_runs_that_less(engine, draft):
-    plain, passes, drafting = run(engine, f"{draft[:-1]} tree_size=4]")
-    text, fewer, less = run(engine, f"ouroboros[draft={draft} length=4]")
-    same, as_few, slower = run(engine, f"ouroboros[draft={draft} length=4 faster=false]")
+    plain, passes, drafting = run(engine, f"{draft[:-1]} tree=chain tree_size=4]")
+    text, fewer, less = run(engine, f"ouroboros[draft={draft} length=4 phrases=3 faster=true]")
+    same, as_few, slower = run(engine, f"ouroboros[draft={draft} length=4 phrases=3]")
     assert text == plain == same
     assert fewer <= passes and as_few <= passes and less < slower <= drafting
     if draft != DRAFT:  # drafts that are kept whole, behind which phrases count
@@ -228,7 +226,7 @@ def test_it_emits_as_much_per_pass_as_its_draft_model_and_runs_that_less(engine,
 
 
 def test_phrases_of_refused_rows_are_used(engine, monkeypatch):
-    spec = f"ouroboros[draft={DRAFT} faster=false]"
+    spec = f"ouroboros[draft={DRAFT} length=5 phrases=3]"
     pools = []
     drafter = engine.method(spec).drafter
     monkeypatch.setattr(
@@ -271,14 +269,6 @@ def test_the_draft_model_is_told_of_its_own_guesses_alone():
     assert told[0].verdict.emitted == verdict.emitted and told[0].row_F == (0, 1, 2, 3)
     drafter.observe([state], [outcome])  # it is not the last proposal any more
     assert told[1].draft is draft
-
-
-def test_a_reset_forgets_phrases():
-    drafter = made()
-    state, _ = asked(drafter, Budget(12, 12))
-    assert len(state.pool) > 0
-    drafter.reset(state)
-    assert len(state.pool) == 0 and state.tail == [] and state.draft is None
 
 
 def test_bad_settings_are_refused(engine):

@@ -60,7 +60,7 @@ def ridden(drafter, target, text=TEXT, parents=PARENTS, counts=COUNTS):
     """One pass over a text, a tree and riders; the draft, and what came back."""
     draft = Draft.chosen([20 + i for i in range(len(parents))], parents)
     riders, start = drafter._hang(tuple(counts))
-    draft = replace(draft, riders=riders, memo=_Memo(tuple(counts), start))
+    draft = replace(draft, riders=riders, memo=_Memo(drafter, tuple(counts), start))
     cache = target.new_cache()
     slot = cache.open()
     target.score([Feed.chain(slot, text[:-1], want=())], cache)
@@ -204,8 +204,10 @@ def test_states_that_are_out_of_step_draft_nothing(target):
     assert len(proposed(drafter, state, [*text, 3], Budget(4, 4))) == 0
     again = proposed(drafter, drafter.rewind(state, mark), text, Budget(4, 4))
     assert again.token_N == full.token_N
-    drafter.reset(mark)
-    assert len(proposed(drafter, mark, text, Budget(4, 4))) == 0
+    # The riders of another drafter of this kind are none of its own.
+    twin, scored = ridden(made(target), target)
+    committed(drafter, state, twin, scored, (0,))
+    assert state.hidden_KH is None
 
 
 def test_budgets_hold_for_riders_too(target):

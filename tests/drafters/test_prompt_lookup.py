@@ -5,6 +5,7 @@ from outpace.drafters.base import Request
 from outpace.drafters.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
 from outpace.sampling import SamplingParams, Warp
 from outpace.tree.growth import DraftRow
+from outpace.tree.shapes import parse_shape
 from outpace.types import Budget, Drawn
 
 LOOKUP = PromptLookup(PromptLookupConfig(min_ngram=1, max_ngram=2))
@@ -36,6 +37,17 @@ def propose(text, budget=BUDGET, lookup=LOOKUP):
 )
 def test_drafts_what_followed_before(committed, want):
     assert propose(committed) == want
+
+
+def test_siblings_come_from_shorter_suffixes_and_are_right_where_the_longer_are_wrong():
+    text = [7, 2, 5, 1, 2, 6, 7, 2, 9, 1, 2, 8, 3, 2, 4, 1, 2]
+    lookup = PromptLookup(PromptLookupConfig(min_ngram=1, max_ngram=2))
+    state = lookup.begin(Request(prompt=tuple(text), held=len(text)))
+    row = DraftRow(state, text, Budget(2, 1, shape=parse_shape("2")), None, None, Drawn.CHOSEN)
+    (draft,) = lookup.propose([row])
+    sure = state.trust.chance(2)
+    assert draft.token_N == (8, 4)
+    assert draft.memo.own_N == pytest.approx((sure, (1 - sure) * state.trust.chance(1)))
 
 
 def test_budget_and_shortest_suffix_are_respected():

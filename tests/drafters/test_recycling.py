@@ -82,8 +82,6 @@ def test_a_prompt_seeds_the_lists_and_its_pieces_belong_together():
                 forced=True)
     ])
     assert state.after[5] == (7, 8), "the row after the prompt is ranked like any other"
-    drafter.reset(state)
-    assert state.after == {}
 
 
 def test_sequences_share_nothing_unless_told_to():
@@ -92,6 +90,18 @@ def test_sequences_share_nothing_unless_told_to():
         one, other = (drafter.begin(Request(prompt=(1,))) for _ in range(2))
         drafter.observe([one], [judged(Draft(), 1, logits([2]), ())])
         assert ask(drafter, other, 1) == want
+
+
+def test_the_lists_of_the_keys_that_were_used_last_are_remembered():
+    drafter = Recycling(RecyclingConfig(successors=1, shared=True))
+
+    def lists(key):
+        return drafter.begin(Request(prompt=(1,), key=key)).after
+
+    often, once = lists("often"), lists("once")
+    for number in range(50):
+        assert lists("often") is often and lists(f"key {number}") == {}
+    assert len(drafter._shared) == 16 and lists("once") is not once
 
 
 def test_a_table_stands_in_until_the_target_has_spoken():

@@ -11,8 +11,9 @@ from outpace.analysis.enumeration import EnumeratingCoins, fates
 from outpace.analysis.tables import RIGHT
 from outpace.coins import Stream
 from outpace.drafters.base import Request
+from outpace.drafters.compose.follower import along
 from outpace.drafters.compose.forest import chances, merge
-from outpace.drafters.compose.select import Select, SelectConfig, path
+from outpace.drafters.compose.select import Select, SelectConfig
 from outpace.drafters.lm.draft_model import DraftModel
 from outpace.drafters.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
 from outpace.drafters.lookup.suffix import Suffix, SuffixConfig
@@ -85,9 +86,9 @@ def test_a_draft_that_is_wanted_whole_stays_the_object_that_it_was():
 
 def test_paths():
     tree = Draft.chosen([1, 2, 3, 1], [-1, -1, 0, 2])
-    assert path(tree, (1, 3, 1, 7)) == (0, 2, 3)
-    assert path(tree, (2, 3)) == (1,)
-    assert path(tree, (9,)) == path(Draft(), (1,)) == ()
+    assert along(tree, (1, 3, 1, 7)) == (0, 2, 3)
+    assert along(tree, (2, 3)) == (1,)
+    assert along(tree, (9,)) == along(Draft(), (1,)) == ()
 
 
 # The law --------------------------------------------------------------------------------------

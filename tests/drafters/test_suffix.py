@@ -7,7 +7,7 @@ from outpace import Engine
 from outpace.config import MethodSpec
 from outpace.drafters.base import Request
 from outpace.drafters.lookup import history as module
-from outpace.drafters.lookup.history import LEVELS, SAMPLES, SMALLEST, History
+from outpace.drafters.lookup.history import LEVELS, SAMPLES, SMALLEST, History, Keeper
 from outpace.drafters.lookup.suffix import Suffix, SuffixConfig
 from outpace.engine.method import Method
 from outpace.errors import ModelError, SpecError
@@ -15,6 +15,7 @@ from outpace.models.load import load_target
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import budget as budget_of
 from outpace.types import Budget, Draft, Drawn, Outcome, Verdict
+from tests.support import until
 
 
 def row_of(drafter, text, budget, doubt=1.0):
@@ -174,6 +175,57 @@ def run(drafter, prompt, answer):
     return drafts
 
 
+def stored(path):
+    return History.load(path, "abcd", SMALLEST).size
+
+
+def test_a_store_is_written_now_and_then_and_at_the_end(tmp_path):
+    time, path, history = [0.0], tmp_path / "past", History()
+    keeper = Keeper(history, path, "abcd", lambda: time[0])
+
+    def answer():
+        history.add([1, 2, 3])
+        keeper.grown()
+        keeper._writer.join(20)
+        return stored(path)
+
+    assert answer() == 4  # at once
+    assert answer() == answer() == 4
+    time[0] += module.SECONDS
+    assert answer() == 16  # and then again
+    assert answer() == 16
+    keeper.close()
+    assert stored(path) == 20
+    path.unlink()
+    keeper.close()
+    assert not path.exists(), "nothing was new"
+
+
+def test_the_end_of_a_drafter_is_the_end_of_its_keeper(tmp_path):
+    drafter = Suffix.load(SuffixConfig(store=str(tmp_path / "past")), load_target("tiny"))
+    for number in range(3):
+        run(drafter, [1, 2, 3], [number, 5, 6])
+    whole = drafter.history.packed()
+    del drafter
+    assert Suffix.load(
+        SuffixConfig(store=str(tmp_path / "past")), load_target("tiny")
+    ).history.packed() == whole
+
+
+def test_a_store_that_cannot_be_written_fails_nobody_and_is_said_once(tmp_path, caplog):
+    (tmp_path / "file").write_text("no folder")
+    time, history = [0.0], History()
+    keeper = Keeper(history, tmp_path / "file" / "past", "abcd", lambda: time[0])
+    drafter = Suffix(SuffixConfig(shared=True), history, keeper)
+    for _ in range(3):
+        run(drafter, [1, 2, 3], [4, 5, 6])
+        keeper._writer.join(20)
+        time[0] += module.SECONDS
+    keeper.close()
+    assert len(caplog.records) == 1 and "cannot be written (" in caplog.text
+    assert history.find([4, 5]), "it is remembered all the same"
+
+
 def test_past_answers_are_followed_where_they_promise_more():
     shared = Suffix(SuffixConfig(shared=True), History())
     answer = list(range(50, 80))
@@ -205,7 +257,7 @@ def test_the_engine_remembers_between_requests_and_runs(tmp_path):
     plain = engine.generate([5, 9, 11], **settings)
     spec = f"suffix[store={store}]"
     first = engine.generate([5, 9, 11], drafter=spec, **settings)
-    assert store.exists()
+    until(store.exists)
     again = Engine(engine.target, spec).generate([5, 9, 11], **settings)
     assert first.tokens == again.tokens == plain.tokens
     assert again.counters.passes < first.counters.passes / 2

@@ -162,13 +162,52 @@ def test_counters_add_up(engine):
         ([1], {"logit_bias": [1, 2]}, "logit_bias must be a mapping"),
         ([1], {"banned_tokens": 7}, "banned_tokens must be a list of token ids, got 7"),
         ([1], {"logit_bias": {10**6: 1.0}}, "1000000"),
+        ([1], {"allowed_tokens": {5}, "stop_token_ids": {5}, "min_tokens": 1}, "no token may be"),
     ],
 )
 def test_bad_requests_are_one_clear_line_and_leave_nothing(engine, prompt, settings, says):
     with pytest.raises(RequestError) as error:
         engine.generate(prompt, **settings)
     assert says in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(RequestError):
+        engine.stream(prompt, **settings)  # before its first chunk
     assert not engine.cache._slots
+
+
+def test_stop_strings_need_a_tokenizer_and_what_cannot_begin_leaves_nothing(monkeypatch):
+    engine = Engine(TableTarget.random(seed=0), drafter="none")
+    for ask in (engine.generate, engine.stream):
+        with pytest.raises(RequestError, match=r"stop strings \('a',\) need a tokenizer"):
+            ask([1], stop="a")
+
+    def broken(request):
+        raise OutpaceError("no room")
+
+    monkeypatch.setattr(engine.method().drafter, "begin", broken)
+    with pytest.raises(OutpaceError, match="no room"):
+        engine.generate([1])
+    assert not engine.cache._slots
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["none[policy=goodput]", "recycling[tree_size=0 policy=goodput]",
+     "auto[drafters=recycling[tree_size=0]+draft_model[model=tiny layers=1 tree_size=0]]"],
+)
+def test_who_has_no_budget_drafts_nothing(engine, spec):
+    answer = engine.generate("abc abc", drafter=spec, **SHORT)
+    assert answer.tokens == engine.generate("abc abc", drafter="none", **SHORT).tokens
+    assert answer.counters.drafted == 0
+
+
+def test_the_last_token_of_a_context_is_not_drafted():
+    target = TableTarget.of({(0,): (0, 1), (): (1, 0)})
+    target.max_positions = 12
+    engine, depths = Engine(target, drafter="none"), []
+    engine.listeners.append(lambda record: depths.extend(row.depth for row in record.rows))
+    answer = engine.generate([0, 1, 0, 1, 0, 1], drafter="prompt_lookup", max_new_tokens=99)
+    assert len(answer.tokens) == 6 and answer.finish_reason == "length"
+    assert depths == [0, 4], "one pass for 4 guesses and the last token"
 
 
 def test_an_unknown_setting_is_told_from_a_bad_value(engine):
@@ -229,6 +268,8 @@ def test_a_conversation_reads_each_token_once(engine):
     assert third.tokens == engine.generate(talk.messages[:5], params).tokens
     with pytest.raises(RequestError, match="empty"):
         talk.send("  ")
+    with pytest.raises(RequestError, match="one answer per turn, got n=3"):
+        Conversation(engine, SamplingParams(n=3))
     talk.close()
     assert not engine.cache._slots
 

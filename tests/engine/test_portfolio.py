@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from outpace import Engine, SpecError, UnknownNameError
+from outpace import Engine, SamplingParams, SpecError, UnknownNameError
 from outpace.drafters.lookup.suffix import Suffix
 from outpace.drafters.trained import home
 from outpace.train.objectives.draft_model import DraftModelObjective, DraftModelTraining
@@ -162,3 +162,17 @@ def test_deciding_is_cheap(engine, monkeypatch):
         engine.generate(prompt, drafter="auto", **SETTINGS)
         medians.append(statistics.median(calls))
     assert max(medians) < 2000, medians
+
+
+def test_a_member_that_names_a_verifier_has_decided(engine):
+    """As where it is named alone: a seed then asks for no other verifier."""
+    method = engine.method("auto[drafters=suffix+draft_model[model=tiny layers=1 verifier=block]]")
+    seeded = SamplingParams(seed=1)
+    assert engine.verifier(method, None, seeded) is method.verifier
+    kinds = {one.name for one in method.verifiers(method.verifier).values()}
+    assert kinds == {"tree", "block"}
+    with pytest.raises(SpecError, match="needs verifier=coupled, not block; drop one of the two"):
+        engine.verifier(method, True, seeded)
+    assert engine.verifier(engine.method(WITH_MODEL), None, seeded).name == "coupled"
+    with pytest.raises(SpecError, match="coupled judges all drafts of a text or none"):
+        engine.method("auto[drafters=suffix[verifier=coupled]]")

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from outpace import Engine
-from outpace.errors import ServiceClosed
+from outpace.errors import RequestError, ServiceClosed
 from outpace.server.app import create_app
 from outpace.server.bridge import Call
 from outpace.server.metrics import Meters
@@ -140,3 +140,13 @@ def test_answers_on_their_way_are_told_when_everything_breaks(engine, monkeypatc
     for name in ("first", "last"):
         assert isinstance(heard[name][-1], Failed), name
         assert sum(isinstance(event, Failed) for event in heard[name]) == 1
+
+
+def test_an_application_with_keys_refuses_a_store_for_all(engine, tmp_path):
+    spec = f"suffix[store={tmp_path / 'past'}]"
+    with Service(Engine(engine.target, "none"), drafters=(spec,)) as service:
+        with pytest.raises(RequestError, match="add --share-across-keys"):
+            create_app(service, name="tiny", keys=["k"], limits=LIMITS)
+        create_app(service, name="tiny", limits=LIMITS)
+    with Service(Engine(engine.target, "none"), drafters=(spec,), share_across_keys=True) as shared:
+        create_app(shared, name="tiny", keys=["k"], limits=LIMITS)

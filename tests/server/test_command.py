@@ -7,6 +7,8 @@ import pytest
 from outpace.cli.keys import read_keys
 from outpace.cli.main import main
 from outpace.cli.serve import with_reference
+from outpace.errors import RequestError
+from outpace.serving.keyed import check_stores
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,7 @@ from outpace.cli.serve import with_reference
         (["--api-key", ""], "--api-key must be printable"),
         (["--api-key-file", "nowhere.txt"], "cannot read --api-key-file nowhere.txt"),
         (["--host", "no such host"], "cannot listen on no such host port 0"),
+        (["--drafter", "suffix[store=past]", "--api-key", "k"], "or add --share-across-keys"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -43,6 +46,23 @@ def test_the_drafters_that_are_started():
     assert with_reference(["auto"]) == ["auto", "reference"]
     named = ["reference[source=request]", "none"]
     assert with_reference(named) == named
+
+
+@pytest.mark.parametrize(("spec", "refused"), [
+    ("suffix[store=past]", True),
+    ("suffix[policy=goodput store=past]", True),
+    ("auto[drafters=prompt_lookup+suffix[min_match=2 store=past]]", True),
+    ("cascade[levels=draft_model[model=tiny]+suffix[store=past]]", True),
+    ("suffix[shared=true]", False),
+    ("retrieval[store=texts]", False),
+    ("auto[drafters=prompt_lookup+suffix]", False),
+])  # fmt: skip
+def test_a_store_that_no_key_would_use_is_refused(spec, refused):
+    if not refused:
+        check_stores([spec])
+        return
+    with pytest.raises(RequestError, match="nothing would be read from or written to store="):
+        check_stores(["none", spec])
 
 
 def test_keys_from_a_file(tmp_path):

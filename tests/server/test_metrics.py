@@ -68,6 +68,31 @@ def test_unknown_paths_make_no_labels(client):
     assert "stranger" not in client.get("/metrics").text
 
 
+def test_refusals_and_defects_are_counted(engine, monkeypatch):
+    """What one is called at night for; each with the headers that every response has."""
+    with Service(Engine(engine.target, "none"), drafters=("none",)) as service:
+        app = create_app(service, name="tiny", keys=["k"], limits=LIMITS)
+        client, path = Client(app, Authorization="Bearer k"), "/v1/completions"
+
+        def broken(*_):
+            raise RuntimeError("a secret")
+
+        monkeypatch.setattr(app.state.server.reader, "completion", broken)
+        long = "a" * (LIMITS.body_bytes + 1)
+        found = [Client(app).post(path, {}), client.post(path, {"prompt": long}),
+                 client.post(path, {"prompt": "a"}), Client(app).get("/some/path")]
+        assert [answer.status_code for answer in found] == [401, 413, 500, 401]
+        assert all(answer.headers["x-content-type-options"] == "nosniff" for answer in found)
+        assert "secret" not in found[2].text
+        text, counted = client.get("/metrics").text, samples(client)
+    for status in ("401", "413", "500"):
+        labels = ("path", path), ("status", status)
+        assert counted["outpace:http_responses_total", labels] == 1
+    assert counted["outpace:http_responses_total", (("path", "other"), ("status", "401"))] == 1
+    figures = [line for line in text.splitlines() if line.startswith("outpace:")]
+    assert figures and all('model_name="tiny"' in line for line in figures)
+
+
 def test_how_long_to_wait():
     meters = Meters("tiny", ServiceStats)
     assert meters.wait(ServiceStats(waiting=0, slots=4)) == 1

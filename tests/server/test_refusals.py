@@ -8,6 +8,9 @@ import threading
 import pytest
 
 from outpace import Engine
+from outpace.drafters.lookup.prompt_lookup import PromptLookup
+from outpace.errors import ModelError, OutpaceError, RequestError, SpecError
+from outpace.server import answers
 from outpace.server.app import create_app
 from outpace.server.guard import Guard
 from outpace.server.limits import Limits
@@ -20,6 +23,7 @@ from tests.support import until
 COMPLETION = "/v1/completions"
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
+DEEP = json.loads('{"a": ' * 600 + "1" + "}" * 600)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +103,13 @@ def test_bad_completions(client, body, param, says):
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"parallel_tool_calls": 0}, "parallel_tool_calls", "should be a valid boolean, got 0"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages'"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "'self'; leave it out"),
+        ({"chat_template_kwargs": DEEP}, "chat_template_kwargs", "at most 100 levels"),
+        ({"messages": [{"role": "user", "content": "a", "name": DEEP}]}, "messages.0",
+         "at most 100 levels"),
+        ({"tool_choice": "required", "tools": [{"type": "function", "function": {
+            "name": "f", "parameters": DEEP}}]}, "tools.0.function.parameters",
+         "at most 100 levels"),
         ({"prompt": "a"}, "prompt", "unknown field 'prompt'"),
         ({"functions": []}, "functions", "unknown field"),
     ],
@@ -197,7 +208,7 @@ def test_a_stream_that_nobody_reads_is_ended():
 
     async def chunks():
         while True:
-            yield {}
+            yield b"{}"
 
     async def never(*_):
         await asyncio.Event().wait()
@@ -315,3 +326,61 @@ def test_an_answer_that_fails_by_a_defect_tells_nothing_of_it(service, monkeypat
     assert "a secret of the machine" in caplog.text
     monkeypatch.undo()
     client.complete("ab", max_tokens=2)
+
+
+@pytest.mark.parametrize(("kind", "status"), [(RequestError, 400), (OutpaceError, 500),
+                                              (ModelError, 500), (SpecError, 500)])
+def test_the_client_is_told_what_it_can_mend(service, monkeypatch, caplog, kind, status):
+    """A drafter that breaks its contract is no mistake of the client, and the log has it."""
+    client = Client(create_app(service, name="tiny", limits=LIMITS))
+
+    def propose(self, rows):
+        raise kind("broke its contract")
+
+    monkeypatch.setattr(PromptLookup, "propose", propose)
+    error = client.refused(COMPLETION, {"prompt": "ab ab", "max_tokens": 4}, status)
+    assert ("broke its contract" in error["message"]) == (status == 400)
+    assert ("broke its contract" in caplog.text) == (status == 500)
+
+
+def test_a_stream_that_cannot_be_written_ends_as_streams_do(client, monkeypatch, caplog):
+    monkeypatch.setattr(answers, "_finite", lambda logprob: float("nan"))
+    body = {"prompt": "ab", "max_tokens": 4, "logprobs": 0, "stream": True, "ignore_eos": True}
+    answer = client.post(COMPLETION, body)
+    *_, last, done, nothing = answer.text.split("\n\n")
+    assert (answer.status_code, done, nothing) == (200, "data: [DONE]", "")
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == 500
+    assert "a stream failed" in caplog.text and "JSON" in caplog.text
+    assert client.refused(COMPLETION, {**body, "stream": False}, 500)["type"] == "server_error"
+
+
+def test_values_of_a_template_may_have_any_name(client, service, monkeypatch):
+    tokenizer = service.engine.target.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ template }}{{ documents[0].text }}")
+    given = {"template": "of ", "documents": [{"text": "a page"}]}
+    found = client.post("/tokenize", {"messages": HI, "chat_template_kwargs": given}).json()
+    assert tokenizer.decode(found["tokens"]) == "of a page"
+
+
+def test_calls_of_a_conversation_may_be_nonsense(client):
+    """Arguments that nobody can read go back to the model as the text that it wrote."""
+    for nonsense in ("[" * 50_000, json.dumps(DEEP), "{"):
+        call = {"type": "function", "function": {"name": "f", "arguments": nonsense}}
+        body = {"messages": [*HI, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+        assert client.post("/tokenize", body).status_code == 200, nonsense[:9]
+
+
+def test_a_chat_without_a_length_gets_what_memory_can_hold(engine):
+    forced = {"temperature": 0, "ignore_eos": True}
+    with Service(Engine(engine.target, "none"), drafters=("none",), pages=3) as service:
+        assert service.longest == 3 * 64 - 65 < engine.target.max_positions
+        client = Client(create_app(service, name="tiny"))
+        answer = client.chat("ab", **forced)
+        assert answer["usage"]["total_tokens"] == service.longest
+        assert answer["choices"][0]["finish_reason"] == "length"
+        answer = client.complete("a" * (service.longest - 3), **forced)
+        assert answer["usage"]["total_tokens"] == service.longest
+        error = client.refused(CHAT, {"messages": HI, "max_tokens": 200})
+        assert "pages of memory, and there are 3" in error["message"]
+        error = client.refused(COMPLETION, {"prompt": "a" * 200})
+        assert "pages of memory, and there are 3" in error["message"]

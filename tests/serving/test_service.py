@@ -10,10 +10,15 @@ import pytest
 import torch
 
 from outpace import Engine, RequestError
+from outpace.drafters import model_rows
+from outpace.drafters.lookup.adaptive_ngram import AdaptiveNgram
 from outpace.drafters.lookup.prompt_lookup import PromptLookup
+from outpace.drafters.lookup.suffix import Suffix
+from outpace.drafters.model_rows import ModelDrafter
 from outpace.errors import QueueFull, ServiceClosed
 from outpace.models.tiny import TableTarget
 from outpace.serving.events import Done, Failed, Tokens
+from outpace.serving.memory import free_bytes
 from outpace.serving.service import Service
 from outpace.serving.workers import let_go
 from tests.support import until
@@ -248,6 +253,25 @@ def test_a_drafter_that_fails_for_one_text_ends_that_alone(engine, monkeypatch, 
     assert empty(engine)
 
 
+def test_a_drafter_that_fails_at_the_end_loses_no_answer(engine, monkeypatch, caplog):
+    """Nor a slot, nor the end of the other drafters of the sequence."""
+    ended = []
+
+    def broken(self, state):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Suffix, "end", broken)
+    monkeypatch.setattr(PromptLookup, "end", lambda self, state: ended.append(state))
+    expected = engine.generate(PROMPT, drafter="none", max_new_tokens=8, **GREEDY)
+    spec = "auto[drafters=prompt_lookup+suffix+adaptive_ngram]"
+    monkeypatch.setattr(AdaptiveNgram, "end", lambda self, state: ended.append(state))
+    with Service(engine, drafters=(spec,)) as service:
+        assert ask(service, PROMPT, max_new_tokens=8, **GREEDY).result.tokens == expected.tokens
+        assert service.stats().finished == {"length": 1} and service.broken is None
+    assert len(ended) == 2 and "no space left" in caplog.text
+    assert empty(engine)
+
+
 def test_a_long_prompt_holds_nobody_up_for_more_than_a_chunk(engine):
     """Between two tokens of one answer lies at most one chunk of another's prompt."""
     records = []
@@ -406,6 +430,51 @@ def test_workers_are_let_go_and_come_back():
     if not done:
         pytest.skip("this build of torch has workers of another library")
     assert without == with_worker - 1 and again == with_worker
+
+
+def test_a_text_that_was_stored_is_read_by_portions_by_drafters_too(engine, monkeypatch):
+    """The target knows it already; the draft model reads it between passes, not in one of them."""
+    monkeypatch.setattr(model_rows, "CATCH_UP", 48)
+    spec, rows, own = "draft_model[model=tiny]", [], {"max_new_tokens": 40, **GREEDY}
+    fresh = Engine(engine.target, "none")
+    score = ModelDrafter.expand, ModelDrafter.observe
+
+    def counted(self, verb, *arguments):
+        before = {slot: self.cache.length(slot) for slot in self.cache._slots}
+        found = score[verb](self, *arguments)
+        rows.extend(len(self.cache.slot(slot).tail_ids) + self.cache.length(slot) - was
+                    for slot, was in before.items())
+        return found
+
+    monkeypatch.setattr(ModelDrafter, "expand", lambda self, *more: counted(self, 0, *more))
+    monkeypatch.setattr(ModelDrafter, "observe", lambda self, *more: counted(self, 1, *more))
+    with Service(fresh, drafters=(spec,), chunk=32) as service:
+        first = ask(service, LONG, **own).result
+        assert first.cached_tokens == 0 and sum(rows) >= len(LONG)
+        rows.clear()
+        again = ask(service, LONG, **own).result
+    assert again.tokens == first.tokens and again.cached_tokens > 300
+    assert max(rows) <= 48 < sum(rows), max(rows)
+    assert 0 < again.counters.accepted < first.counters.accepted
+
+
+def test_what_is_free_counts_files_that_may_be_forgotten(tmp_path):
+    """A container that has read the weights of its model has used their size, and may use it."""
+    group, cpu = tmp_path / "sys/fs/cgroup", torch.device("cpu")
+    assert free_bytes(cpu, tmp_path) is None
+    for name, text in (
+        ("proc/meminfo", "MemTotal: 99 kB\nMemAvailable:  90 kB\n"),
+        ("sys/fs/cgroup/memory.max", "max\n"),
+        ("sys/fs/cgroup/memory.current", "40960\n"),
+        ("sys/fs/cgroup/memory.stat", "anon 8192\nactive_file 1024\ninactive_file 30720\n"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert free_bytes(cpu, tmp_path) == 90 * 1024
+    (group / "memory.max").write_text("51200\n")
+    assert free_bytes(cpu, tmp_path) == 51200 - 40960 + 30720
+    (group / "memory.max").write_text("35840\n")
+    assert free_bytes(cpu, tmp_path) == 35840 - 40960 + 30720
 
 
 @pytest.mark.parametrize("pages", [0, 1])

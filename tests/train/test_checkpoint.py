@@ -46,6 +46,19 @@ def test_damage_is_found_and_an_older_one_named(tmp_path, harm):
         checkpoint.load(path)
 
 
+def test_what_a_stopped_training_leaves_is_one_line(tmp_path):
+    best = tmp_path / "best"
+    assert checkpoint.kept(tmp_path, best) == (
+        "stopped: no drafter was made, and no checkpoint; the same command begins the training anew"
+    )
+    best.mkdir()
+    save(tmp_path, 200)
+    assert checkpoint.kept(tmp_path, best) == (
+        f"stopped: the best drafter so far is in {best}, the last checkpoint is "
+        "step-00000200.safetensors; --resume goes on"
+    )
+
+
 def trained(seed):
     torch.manual_seed(seed)
     module = torch.nn.Linear(3, 2)

@@ -141,6 +141,27 @@ def test_a_stopped_training_goes_on(tool, texts, tmp_path, monkeypatch):
     assert steps == ["6", "8"] and "exit 1" in lines[-1] and (out / "config.json").is_file()
 
 
+def test_options_of_bench_stand_behind_two_dashes(tool, tmp_path, monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(tool.subprocess, "run", lambda command, **_: ran.append(command) or _Ended)
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["tool", str(tmp_path), "--only", "measure", *words])
+        return tool.main()
+
+    assert call("--exits", "1+2", "--", "--batch", "4", "--seed", "3") == 0
+    assert ran[0][-4:] == ["--batch", "4", "--seed", "3"]
+    assert "none,early_exit[layer=1],early_exit[layer=2]" in ran[0]
+    for wrong in (["--minuts", "5"], ["--temperature", "1"], ["--only", "train", "--", "--x"]):
+        with pytest.raises(SystemExit):
+            call(*wrong)
+    assert len(ran) == 1 and "--minuts 5" in capsys.readouterr().err
+
+
+class _Ended:
+    returncode = 0
+
+
 def test_what_cannot_be_is_said(tool, texts, tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="exits must be layers 1 to 2, got"):
         tool.Recipe(**{**SMALL, "exits": (3,)})

@@ -1,5 +1,7 @@
 import hashlib
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,6 +108,66 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(engine, made, tmp_path):
     again = begin(resume=True).run(report=quiet)
     assert again.trained.steps == 6
     assert weights(again.folder) == weights(result.folder)
+
+
+def test_the_drafter_in_use_stays_until_the_new_one_is_measured(engine, made, tmp_path):
+    """Ctrl-C, in training or in measuring, costs nothing: --resume goes on, and measures."""
+    kit, result = made
+    out, lines, seen = tmp_path / "out", [], []
+    shutil.copytree(result.folder, out)
+    (out / "model.safetensors").write_bytes(b"in use")
+
+    def begin(**more):
+        return Kit(engine, OPTIONS, work=kit.work, out=out, say=lines.append, **more)
+
+    def stop(progress):
+        if progress.step == 3:
+            raise KeyboardInterrupt
+
+    def measure(folder):
+        seen.append((folder, weights(folder), weights(out)))
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+        return {"speedup": 1.5}
+
+    with pytest.raises(KeyboardInterrupt):
+        begin().run(report=stop)
+    assert weights(out) == b"in use" and (kit.best / "config.json").is_file()
+    with pytest.raises(KeyboardInterrupt):
+        begin(resume=True).run(report=quiet, measure=measure)
+    assert weights(out) == b"in use"
+    assert checkpoint.latest(kit.folder).name == "step-00000006.safetensors"
+    assert len(lines) == 2 and all(f"is in {kit.best}" in x and "--resume" in x for x in lines)
+    trained_on = []
+    again = begin(resume=True).run(report=trained_on.append, measure=measure)
+    assert not trained_on, "its steps had ended"
+    assert [one[0] for one in seen] == [kit.best] * 2 and seen[1][2] == b"in use"
+    assert weights(out) == seen[1][1] == weights(result.folder)
+    assert read_measured(out) == again.measured == {"speedup": 1.5}
+    assert checkpoint.latest(kit.folder) is None and not kit.best.exists()
+    assert [one.name for one in tmp_path.iterdir()] == ["out"], "nothing is left beside it"
+    with pytest.raises(RequestError, match=r"holds no training that was stopped; leave --resume"):
+        begin(resume=True)
+
+
+def test_a_folder_with_more_than_a_drafter_is_not_replaced(engine, made, tmp_path):
+    kit, _ = made
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RequestError, match=r"holds notes\.txt, which would be lost.*--out"):
+        Kit(engine, OPTIONS, work=kit.work, out=tmp_path, say=quiet)
+    with pytest.raises(RequestError, match="it is a file"):
+        Kit(engine, OPTIONS, work=kit.work, out=tmp_path / "notes.txt", say=quiet)
+    for place in (kit.work / "draft_model", kit.best):
+        with pytest.raises(RequestError, match="--out"):
+            Kit(engine, OPTIONS, work=kit.work, out=place, say=quiet)
+
+
+def test_the_home_of_the_user_may_be_a_tilde(engine, made, tmp_path, monkeypatch):
+    kit, result = made
+    monkeypatch.setenv("HOME", str(result.folder.parent))
+    start = Path("~") / result.folder.name
+    more = Kit(engine, OPTIONS, work=kit.work, out=tmp_path / "o", start=start, say=quiet)
+    assert more.vocab is not None and more.provenance()["start"]["sha256"]
 
 
 def test_training_begins_where_another_ended(engine, made, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -159,6 +160,18 @@ def test_without_held_out_texts_the_last_is_kept(tmp_path):
     config = LoopConfig(steps=3, bf16=False)
     done = train(objective, Listed([NOTHING]), [], config, out=tmp_path / "o", work=tmp_path / "w")
     assert objective.saved == [3] and done.best is None
+
+
+def test_a_best_that_was_taken_away_is_not_believed(target, batches, tmp_path):
+    """The checkpoint remembers it; without its folder the run would end with no drafter."""
+    config = LoopConfig(steps=2, evaluate_every=2, checkpoint_every=2, bf16=False)
+    places = {"out": tmp_path / "best", "work": tmp_path / "w"}
+    done = train(trainee(target, batches), Listed(batches), batches[:1], config, **places)
+    assert done.best is not None
+    shutil.rmtree(places["out"])
+    again = trainee(target, batches)
+    train(again, Listed(batches), batches[:1], config, **places, resume=True)
+    assert (places["out"] / "config.json").is_file()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

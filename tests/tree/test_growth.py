@@ -205,9 +205,12 @@ def test_numbers_lead_back_to_what_was_expanded():
                 for node in branch.nodes:
                     path, at = [], node
                     while at != ROOT:
-                        path.insert(0, branch.token_N[at])
+                        path.insert(0, at)
                         at = branch.parent_N[at]
-                    seen[tuple(branch.tokens), node] = path
+                    tokens = [branch.token_N[at] for at in path]
+                    assert branch.path(node) == tuple(path)
+                    assert branch.path_tokens(node) == tuple(tokens)
+                    seen[tuple(branch.tokens), node] = tokens
             return super().__call__(branches)
 
     renamed = 0

@@ -55,8 +55,8 @@ class CascadeConfig:
     levels: str = "draft_model+max_gram"
     """Specs of the drafters, strongest first, joined by ``+``: draft_model[model=M]+max_gram."""
     k: str | None = None
-    """Tokens per level, a row per reviewer: 5,10/10. By default 4 of every level for the target,
-    and for a model 2 of every model and 6 of the lookup below it."""
+    """Tokens per level, a row per reviewer: 5,10/10. By default a token of every model and 8 of the
+    lookup, all for the target: a model that is often wrong makes a good lookup worse."""
 
     def __post_init__(self) -> None:
         if self.k is not None:
@@ -98,6 +98,7 @@ class Cascade(Drafter[State]):
         self, models: Sequence[Target], lookup: Drafter[None] | None, k: Sequence[Sequence[int]]
     ) -> None:
         self._clock = PassClock()
+        self.steady = lookup is None or lookup.steady
         self.lookup = None if lookup is None else LookupLevel(lookup)
         lowest: list[Level] = [] if self.lookup is None else [self.lookup]
         self.models: list[ModelLevel] = []
@@ -142,11 +143,7 @@ class Cascade(Drafter[State]):
                 "must be a language model or a lookup, such as max_gram"
             )
         if config.k is None:
-            k = [
-                [(4 if row == 0 else 2 if at < len(speaking) else 6)
-                 for at in range(row, len(parts))]
-                for row in range(len(speaking) + 1)
-            ]  # fmt: skip
+            k = [[1] * len(speaking) + [8] * (len(parts) - len(speaking))]
         else:
             k = read_k(config.k)
         for row, quotas in enumerate(k):
@@ -195,14 +192,6 @@ class Cascade(Drafter[State]):
             if prompts:
                 level.reader.read(prompts, level.cache)
 
-    def reset(self, state: State) -> None:
-        """Read everything anew at the next proposal."""
-        for level, slot in zip(self.models, state.slots, strict=True):
-            level.cache.real.truncate(slot, 0)
-        if self.lookup is not None and state.reading is not None:
-            self.lookup.back(state.reading)
-            self.lookup.drafter.reset(state.reading.state)
-
     def end(self, state: State) -> None:
         """Give the slots back."""
         for level, slot in zip(self.models, state.slots, strict=True):
@@ -216,7 +205,7 @@ def no_model(level: object) -> SpecError:
     """Why a level that has others below it cannot be what it is."""
     return SpecError(
         f"drafter 'cascade': {level} is no language model; every level but the last must be one, "
-        "such as draft_model[model=M]"
+        "such as draft_model[model=M] or layer_skip[skip=4+7]"
     )
 
 

@@ -90,7 +90,7 @@ class CrossVocabulary(Drafter[State]):
 
     Raises:
         ModelError: no tokenizer, or no shared tokens where only those may be drafted.
-        SpecError: an inner drafter that reads features.
+        SpecError: an inner drafter that reads features, or drafts in the slots of its target.
     """
 
     Config = CrossVocabularyConfig
@@ -106,8 +106,13 @@ class CrossVocabulary(Drafter[State]):
                 f"{who}: its drafter reads {', '.join(sorted(inner.taps))} of {model.name}, which "
                 "nobody computes; use a language model or a lookup"
             )
+        if inner.leased:
+            raise SpecError(
+                f"{who}: its drafter drafts in slots of {model.name}, which nobody lends; use a "
+                "language model or a lookup"
+            )
         self.inner, self.model, self.target, self.by = inner, model, target, by
-        self.samples = inner.samples and by != "text"
+        self.samples, self.steady = inner.samples and by != "text", inner.steady
         self.follower = Follower(inner)
         self.source, self.goal = Spelling.of(model, who), Spelling.of(target, who)
         self.common = shared(self.source, self.goal, model, target.vocab_size)
@@ -237,11 +242,6 @@ class CrossVocabulary(Drafter[State]):
                 [News(reading, ids, len(ids), mirror.stable, ends=told == len(ids))]
             )
         return State(mirror, reading)
-
-    def reset(self, state: State) -> None:
-        """Reset the inner drafter; the text stays as it is."""
-        state.asked = state.given = None
-        self.inner.reset(state.reading.state)
 
     def end(self, state: State) -> None:
         """End the inner drafter's state."""

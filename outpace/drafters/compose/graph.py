@@ -84,12 +84,10 @@ class _Graph:
 
     def visit(self, node: int, branch: Branch[Any]) -> bool:
         """Note a node that is to be expanded; whether the model has to be run for it."""
-        above = [node]
-        while above[-1] != ROOT:
-            above.append(branch.parent_N[above[-1]])
-        path = tuple(branch.token_N[place] for place in reversed(above[:-1]))
+        path = branch.path_tokens(node)
         end = (*self.text, *path)[len(path) :]
-        met = self._met(end, [self.stands[place] for place in above[1:]]) if end else None
+        above = (ROOT, *branch.path(node))[:-1]
+        met = self._met(end, [self.stands[place] for place in above]) if end else None
         self.stands[node] = node if met is None else met
         if met is None:
             self.ends.setdefault(end, []).append(node)
@@ -121,6 +119,7 @@ class Graph(Drafter[Any]):
 
     def __init__(self, config: GraphConfig, draft: ExpandingDrafter[Any]) -> None:
         self.config, self.draft = config, draft
+        self.steady = draft.steady
         self._graphs: dict[int, _Graph] = {}
         self._id_D: Tensor | None = None
         draft.between = self._expand
@@ -140,13 +139,13 @@ class Graph(Drafter[Any]):
         """Load the draft model.
 
         Raises:
-            SpecError: none, several, or one that expands no nodes outside of the target's slots.
+            SpecError: none, several, or one that expands no nodes, or only in the target's slots.
             ModelError: as it raises it.
         """
         who = "drafter 'graph'"
         spec, *more = build.split_parts(config.draft, who)
         draft = build.drafter(spec, target)
-        apart = draft.language_model is not None or bool(draft.taps)
+        apart = (draft.language_model is not None or bool(draft.taps)) and not draft.leased
         if more or not apart or not isinstance(draft, ExpandingDrafter):
             raise SpecError(
                 f"{who}: draft must be one drafter with a model and a cache of its own, such as "
@@ -211,10 +210,6 @@ class Graph(Drafter[Any]):
     def rewind(self, state: Any, mark: Any) -> Any:
         """The draft model's own."""
         return self.draft.rewind(state, mark)
-
-    def reset(self, state: Any) -> None:
-        """The draft model's own."""
-        self.draft.reset(state)
 
     def end(self, state: Any) -> None:
         """The draft model's own."""

@@ -11,13 +11,15 @@ tokens that the target refused. Those were computed, and where the target's best
 with the tokens that they were made after, they are text that it might have written elsewhere.
 Phrases behind the same two tokens come before those behind the same one.
 
-    ouroboros[draft=draft_model[model=M] length=5 phrases=3 tokens=3]
+    ouroboros[draft=draft_model[model=M] length=5 phrases=3 tokens=3 faster=true]
 
 Pays where drafts are often kept whole: a phrase counts only then, so it takes shorter drafts than
-the draft model alone. Phrases are chosen, and hang behind the last token of the draft (of a tree,
-of the path of its first guesses); every guess of the draft model keeps its law, also where
-phrases sped it up, see `cascade`. Of a template the first ``length`` levels are the draft
-model's. Where chains alone can be checked, one phrase goes on.
+the draft model alone. The defaults suit a draft model whose guesses are kept one time in three; one
+that is right more often wants a ``length`` of 3 to 6, and ``faster=true``, as above. Phrases are
+chosen, and hang behind the last token of the draft (of a tree, of the path of its first guesses);
+every guess of the draft model keeps its law, also where phrases sped it up, see `cascade`. Of a
+template the first ``length`` levels are the draft model's. Where chains alone can be checked, one
+phrase goes on.
 
 Three things differ from the authors' code. Runs of refused rows count from two tokens on, not
 only at full length, and predictions made after a wrong token are never stored. The draft model
@@ -53,18 +55,19 @@ class OuroborosConfig:
 
     draft: str = "draft_model"
     """Spec of the drafter to start from, one that has a law: draft_model[model=M]."""
-    length: int = 5
+    length: int = 1
     """Tokens, or levels of a tree, that it writes; one step of a model that is sped up may add a
     few more."""
-    phrases: int = 3
+    phrases: int = 1
     """Most phrases side by side."""
     tokens: int = 3
     """Most tokens of a phrase."""
     remembered: int = 16
     """Most phrases remembered per token; the newest stay."""
-    faster: bool = True
-    """Whether phrases also draft for the draft model, if that is a language model. Its drafts
-    are chains then, with branches at the first token alone."""
+    faster: bool = False
+    """Whether phrases also draft for the draft model, if that is a language model: for one that is
+    slow and agrees with the target, for it vetoes phrases. Its drafts are chains then, with
+    branches at the first token alone."""
     shared: bool = False
     """One pool for all sequences of a key: phrases of earlier requests serve later ones, and the
     same seed no longer gives the same sampled text."""
@@ -104,6 +107,7 @@ class Ouroboros(Drafter[_State]):
 
     def __init__(self, config: OuroborosConfig, draft: Drafter[Any]) -> None:
         self.config = config
+        self.steady = draft.steady and not config.shared
         self.phrases = Phrases(config.tokens, config.remembered, config.phrases, config.shared)
         self.inner, self.sped = draft, False
         if config.faster and draft.language_model is not None:
@@ -120,6 +124,11 @@ class Ouroboros(Drafter[_State]):
     def taps(self) -> frozenset[str]:  # type: ignore[override]
         """What the draft model reads."""
         return self.inner.taps
+
+    @property
+    def leased(self) -> bool:  # type: ignore[override]
+        """Whether the draft model needs a slot; phrases hang behind what it says."""
+        return self.inner.leased
 
     @classmethod
     def load(cls, config: OuroborosConfig, target: Target) -> Ouroboros:
@@ -201,12 +210,6 @@ class Ouroboros(Drafter[_State]):
         self.inner.observe([state.inner for state in states], own)
         for state in states:
             state.draft = state.given = None
-
-    def reset(self, state: _State) -> None:
-        """Forget the phrases too: some were read off weights that have changed."""
-        self.inner.reset(state.inner)
-        self.phrases.reset(state.pool)
-        state.tail, state.draft, state.given = [], None, None
 
     def end(self, state: _State) -> None:
         """Give back what the draft model took."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from outpace.drafters.base import Drafter, Request
+from outpace.drafters.per_key import PerKey
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import ROOT, Draft, Drawn, Group, Outcome
@@ -75,11 +76,6 @@ class Pool:
                 self.add(tail[0], tail[1], tail[2:])
                 del tail[0]
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._behind.clear()
-        self._count = 0
-
 
 class Phrases(Drafter[Pool]):
     """Drafts from a pool that somebody else fills: as the lookup below a draft model.
@@ -95,7 +91,8 @@ class Phrases(Drafter[Pool]):
 
     def __init__(self, tokens: int, per_token: int, most: int, shared: bool = False) -> None:
         self._tokens, self._per_token, self.most = tokens, per_token, most
-        self._shared, self._of_key = shared, dict[str, Pool]()
+        self._shared, self.steady = shared, not shared
+        self._pools = PerKey(lambda: Pool(tokens, per_token), _KEYS)
 
     @classmethod
     def load(cls, config: Any, target: Target) -> Phrases:
@@ -104,14 +101,9 @@ class Phrases(Drafter[Pool]):
 
     def begin(self, request: Request) -> Pool:
         """An empty pool, or the one of all sequences of the same key."""
-        pool = self._of_key.pop(request.key, None)
-        if pool is None:
-            pool = Pool(self._tokens, self._per_token)
         if self._shared:
-            self._of_key[request.key] = pool  # the newest last
-            if len(self._of_key) > _KEYS:
-                del self._of_key[next(iter(self._of_key))]
-        return pool
+            return self._pools.of(request.key)
+        return Pool(self._tokens, self._per_token)
 
     def propose(self, rows: Sequence[DraftRow[Pool]]) -> list[Draft]:
         """Phrases behind the pending token."""
@@ -176,10 +168,6 @@ class Phrases(Drafter[Pool]):
     def rewind(self, state: Pool, mark: None) -> Pool:
         """The same pool."""
         return state
-
-    def reset(self, state: Pool) -> None:
-        """Forget the phrases: some were read off weights that have changed."""
-        state.clear()
 
 
 def discarded(

@@ -31,12 +31,13 @@ from typing import Any
 from outpace.clock import PassClock
 from outpace.drafters.base import Drafter, Request
 from outpace.drafters.compose import build
+from outpace.drafters.compose.follower import along
 from outpace.drafters.compose.forest import merge
 from outpace.errors import SpecError
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import CHAIN, natural
-from outpace.types import ROOT, Draft, Outcome, Verdict
+from outpace.types import Draft, Outcome, Verdict
 
 RATE = 0.1
 """How fast records follow what happens."""
@@ -100,6 +101,10 @@ class Select(Drafter[_State]):
         self.config, self.members = config, tuple(members)
         self.taps = frozenset[str]().union(*(member.taps for member in members))
         self.samples = any(member.samples for member in members)
+        self.steady = all(member.steady for member in members)
+        # A pass that one member resumes has no features of the layers below for the others.
+        tapped = [i for i, member in enumerate(self.members) if member.taps]
+        self._lent = [set(tapped) <= {i} for i in range(len(self.members))]
         self._budgets = [natural(m.default_tree, m.default_nodes) for m in members]
         self._clock = build.Clocks([member.clock for member in members])
 
@@ -160,7 +165,8 @@ class Select(Drafter[_State]):
         own, asked = self._budgets[i], row.budget
         free = self._may_branch(row) and asked.shape == CHAIN
         shape = own.shape if free else asked.shape
-        return replace(row, state=row.state.members[i], budget=replace(
+        lease = row.lease if self._lent[i] else None
+        return replace(row, state=row.state.members[i], lease=lease, budget=replace(
             asked, max_nodes=min(own.max_nodes, asked.max_nodes),
             max_depth=min(own.max_depth, asked.max_depth), shape=shape,
         ))  # fmt: skip
@@ -198,14 +204,14 @@ class Select(Drafter[_State]):
         draft = state.drafts[i]
         if draft is outcome.draft or draft.memo is None or i == state.picked:
             return outcome
-        kept = path(draft, outcome.verdict.emitted)
+        kept = along(draft, outcome.verdict.emitted)
         verdict = Verdict(kept, outcome.verdict.emitted, censored=outcome.verdict.censored)
         return replace(outcome, draft=draft, verdict=verdict)
 
     def _learn(self, state: _State, verdict: Verdict) -> None:
         for i, (member, record) in enumerate(zip(self.members, state.records, strict=True)):
             draft = state.drafts[i]
-            kept = path(draft, verdict.emitted)
+            kept = along(draft, verdict.emitted)
             if member.samples and i != state.picked:
                 record.kept += FORGET * (KEPT - record.kept)
                 record.drafted += FORGET * (DRAFTED - record.drafted)
@@ -225,27 +231,7 @@ class Select(Drafter[_State]):
         pairs = zip(self.members, state.members, mark, strict=False)
         return _State([m.rewind(own, its) for m, own, its in pairs], mark[-1])
 
-    def reset(self, state: _State) -> None:
-        """Reset all members."""
-        for member, own in zip(self.members, state.members, strict=True):
-            member.reset(own)
-
     def end(self, state: _State) -> None:
         """End all members."""
         for member, own in zip(self.members, state.members, strict=True):
             member.end(own)
-
-
-def path(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
-    """Nodes of a draft that carry the first of some tokens, root first."""
-    child = {
-        branch: node for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))
-    }
-    kept: list[int] = []
-    node: int | None = ROOT
-    for token in tokens:
-        node = child.get((ROOT if not kept else kept[-1], token))
-        if node is None:
-            break
-        kept.append(node)
-    return tuple(kept)

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from outpace.drafters.base import ExpandingDrafter, Request
 from outpace.drafters.heads.dflash_files import METHOD, BlockFile, read_block_drafter
-from outpace.drafters.heads.residual import path_to
 from outpace.drafters.trained import find
 from outpace.models.base import EMBEDDINGS, TAPS, Target
 from outpace.models.block_drafter import BlockNet, Part
@@ -130,7 +129,7 @@ class Dflash(ExpandingDrafter[_State]):
             self._logits_BSD = self.logits(branches)
         # Counted anew, since whoever grows the tree may open nodes of several levels.
         row_F = [b.state.row for b in branches for _ in b.nodes]
-        depth_F = [len(path_to(b, node)) for b in branches for node in b.nodes]
+        depth_F = [len(b.path(node)) for b in branches for node in b.nodes]
         return self._logits_BSD[row_F, depth_F], self.id_D
 
     def logits(self, branches: Sequence[Branch[_State]]) -> Tensor:
@@ -167,7 +166,7 @@ class Dflash(ExpandingDrafter[_State]):
             self._forget(state)
             taps = outcome.scored.taps
             if not taps.keys() >= self.taps or self._end(state) != outcome.start:
-                self.reset(state)
+                self._restart(state)
             if taps.keys() >= self.taps and outcome.fed:
                 state.start = outcome.start if state.start is None else state.start
                 state.waiting.append(self.net.feature(taps, list(outcome.row_F)))
@@ -209,7 +208,7 @@ class Dflash(ExpandingDrafter[_State]):
         state.ids, state.waiting = [*ids], [*waiting]
         return state
 
-    def reset(self, state: _State) -> None:
+    def _restart(self, state: _State) -> None:
         """Start anew with the next features that come."""
         self.cache.truncate(state.slot, 0)
         self._forget(state)

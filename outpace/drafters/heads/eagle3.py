@@ -159,7 +159,7 @@ class Eagle3(ExpandingDrafter[_State]):
             self._forget(state)
             taps = outcome.scored.taps
             if not taps.keys() >= self.taps or self._end(state) != outcome.start:
-                self.reset(state)
+                self._restart(state)
             if taps.keys() >= self.taps and outcome.fed:
                 state.start = outcome.start if state.start is None else state.start
                 state.waiting.append(self.net.feature(taps, _rows(outcome.row_F)))
@@ -195,7 +195,7 @@ class Eagle3(ExpandingDrafter[_State]):
         self.cache.drop(state.slot)
         state.lead, state.row, state.out = 0, {}, {}
 
-    def reset(self, state: _State) -> None:
+    def _restart(self, state: _State) -> None:
         """Start anew with the next features that come."""
         self.cache.truncate(state.slot, 0)
         self._forget(state)

@@ -31,7 +31,6 @@ from outpace.drafters.heads.residual import (
     Heads,
     HeadState,
     ResidualDrafter,
-    path_to,
     read_heads,
     unit,
 )
@@ -73,7 +72,7 @@ class Hydra(ResidualDrafter):
         if branches[0].nodes == (ROOT,):
             self._hidden_BH = self.hidden(branches)
         row_F = [b.state.row for b in branches for _ in b.nodes]
-        read_F = [[b.tokens[-1], *path_to(b, node)] for b in branches for node in b.nodes]
+        read_F = [[b.tokens[-1], *b.path_tokens(node)] for b in branches for node in b.nodes]
         with self.clock, torch.no_grad():
             return self.logits(self._hidden_BH[row_F], read_F), self.id_D
 

@@ -87,6 +87,7 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
     Config = KangarooConfig
     default_nodes = 6
     needs = frozenset({LAYERS, TAPS, EMBEDDINGS})
+    leased = True
 
     def __init__(self, target: Target, file: AdapterFile, threshold: float | None = None) -> None:
         self.target, self.layer, self.threshold = target, file.layer, threshold
@@ -177,10 +178,6 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
     def rewind(self, state: AdapterState, mark: Any) -> AdapterState:
         """Forget what was read since."""
         return self.rows.rewind(state, mark)
-
-    def reset(self, state: AdapterState) -> None:
-        """Start anew with the next states that come."""
-        self.rows.begin_at(state, None)
 
     def end(self, state: AdapterState) -> None:
         """Give the slot back."""

@@ -31,7 +31,6 @@ from outpace.drafters.heads.residual import (
     Heads,
     HeadState,
     ResidualDrafter,
-    path_to,
     read_heads,
 )
 from outpace.models.base import Target
@@ -74,7 +73,7 @@ class Medusa(ResidualDrafter):
                 self._logits_BKD = self.logits(self.hidden(branches))
         # Counted anew, since whoever grows the tree may open nodes of several levels.
         row_F = [b.state.row for b in branches for _ in b.nodes]
-        head_F = [len(path_to(b, node)) for b in branches for node in b.nodes]
+        head_F = [len(b.path(node)) for b in branches for node in b.nodes]
         return self._logits_BKD[row_F, head_F], self.id_D
 
     def logits(self, hidden_BH: Tensor) -> Tensor:

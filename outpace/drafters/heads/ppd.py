@@ -38,7 +38,6 @@ from torch import Tensor
 from outpace.drafters.base import ExpandingDrafter, Request
 from outpace.drafters.heads.ppd_trees import Rates, StateMachine, pass_seconds, solve
 from outpace.drafters.heads.prompts import Prompts, read_prompts
-from outpace.drafters.heads.residual import path_to
 from outpace.models.base import EMBEDDINGS, TREE, Target
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import parse_shape
@@ -73,6 +72,8 @@ class PpdConfig:
 class _Memo:
     """Where the riders of a draft are."""
 
+    owner: Ppd
+    """Whose riders they are: another's are as many as its settings say."""
     count: tuple[int, ...]
     """Riders of a chain below the pending token, and below each node."""
     start: tuple[int, ...]
@@ -170,7 +171,7 @@ class Ppd(ExpandingDrafter[PromptState]):
         if not any(count):
             return draft
         riders, start = self._hang(count)
-        return replace(draft, riders=riders, memo=_Memo(count, start))
+        return replace(draft, riders=riders, memo=_Memo(self, count, start))
 
     def _make_riders(self, count: tuple[int, ...]) -> tuple[Riders, tuple[int, ...]]:
         """Chains of riders below the pending token and every node, and where those begin."""
@@ -200,7 +201,7 @@ class Ppd(ExpandingDrafter[PromptState]):
                 row += len(parts[-1])
             with self.clock, torch.no_grad():
                 self._logits_TD = self.target.head(torch.cat(parts), self.prompts.vocab)
-        row_F = [b.state.row + len(path_to(b, node)) for b in branches for node in b.nodes]
+        row_F = [b.state.row + len(b.path(node)) for b in branches for node in b.nodes]
         return self._logits_TD[row_F], self.id_D
 
     def observe(self, states: Sequence[PromptState], outcomes: Sequence[Outcome]) -> None:
@@ -208,7 +209,7 @@ class Ppd(ExpandingDrafter[PromptState]):
         for state, outcome in zip(states, outcomes, strict=True):
             state.hidden_KH = None
             memo, hidden_RH = outcome.draft.memo, outcome.scored.rider_hidden_RH
-            if not isinstance(memo, _Memo) or hidden_RH is None:
+            if not isinstance(memo, _Memo) or memo.owner is not self or hidden_RH is None:
                 continue
             place = outcome.row_F[-1]  # row 0 is the pending token's, row i + 1 that of node i
             start, count = memo.start[place], memo.count[place]
@@ -220,10 +221,6 @@ class Ppd(ExpandingDrafter[PromptState]):
     def mark(self, state: PromptState) -> PromptState:
         """A copy that shares the tensor."""
         return copy.copy(state)
-
-    def reset(self, state: PromptState) -> None:
-        """Start anew with the next riders."""
-        state.hidden_KH, state.end = None, -1
 
 
 def _flat(prompts: Prompts, rows: int) -> StateMachine:

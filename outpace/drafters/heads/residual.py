@@ -306,16 +306,3 @@ class ResidualDrafter(ExpandingDrafter[HeadState]):
     def mark(self, state: HeadState) -> HeadState:
         """A copy that shares the tensor."""
         return copy.copy(state)
-
-    def reset(self, state: HeadState) -> None:
-        """Start anew with the next features that come."""
-        state.hidden_H, state.end = None, -1
-
-
-def path_to(branch: Branch[Any], node: int) -> list[int]:
-    """The tokens from the first guess down to a node; empty for ROOT."""
-    tokens = []
-    while node != ROOT:
-        tokens.append(branch.token_N[node])
-        node = branch.parent_N[node]
-    return tokens[::-1]

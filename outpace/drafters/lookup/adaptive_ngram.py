@@ -57,6 +57,8 @@ class AdaptiveNgramConfig:
 class _Memo:
     """What a draft was made of."""
 
+    owner: AdaptiveNgram
+    """Whose guesses they are: another one counts other orders."""
     order_N: tuple[int, ...]
     """The order that proposed each node."""
     cut: bool
@@ -131,8 +133,9 @@ class AdaptiveNgram(Drafter[_State]):
     def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
         """Count the new text; keep score of the orders; set the length of the next draft."""
         for state, outcome in zip(states, outcomes, strict=True):
-            if isinstance(outcome.draft.memo, _Memo):
-                self._learn(state, outcome, outcome.draft.memo)
+            memo = outcome.draft.memo
+            if isinstance(memo, _Memo) and memo.owner is self:
+                self._learn(state, outcome, memo)
             new = outcome.fed if outcome.forced else ()
             state.read((*new, *outcome.verdict.emitted), self.config.max_order)
 
@@ -163,7 +166,7 @@ class AdaptiveNgram(Drafter[_State]):
             contexts[node] = (*contexts[parent], token)[-most:]
             orders.append(order_of[contexts[parent], token])
         longest = max(draft.depth_N, default=0)
-        return replace(draft, memo=_Memo(tuple(orders), longest == state.length))
+        return replace(draft, memo=_Memo(self, tuple(orders), longest == state.length))
 
     def _learn(self, state: _State, outcome: Outcome, memo: _Memo) -> None:
         draft, verdict = outcome.draft, outcome.verdict

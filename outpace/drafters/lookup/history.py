@@ -24,7 +24,10 @@ arXiv:2411.04975, whose global tree this stands for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ import numpy.typing as npt
 
 from outpace.drafters.lookup.files import read, write
 
+LOG = logging.getLogger("outpace.history")
 LEVELS = (16, 8, 4, 2)
 """Phrase lengths that are indexed, longest first."""
 SAMPLES = 16
@@ -43,6 +47,8 @@ LONGEST = 32
 """Tokens that are compared at a place."""
 SMALLEST = 4096
 """Tokens for which room is made at first; it doubles as needed."""
+SECONDS = 60.0
+"""From one writing of a file to the next, at least."""
 _CHUNK = 1 << 15
 _BASE = 0x9E3779B97F4A7C15
 _SPREAD = 0xD6E8FEB86659FD93
@@ -117,10 +123,17 @@ class History:
                 return found
         return []
 
+    def packed(self) -> bytes:
+        """The tokens as a file holds them. Cost: a copy."""
+        return self._tokens[: self.size].astype("<i4").tobytes()
+
     def save(self, path: Path, vocabulary: str) -> None:
-        """Write the tokens; the tables are made again when they are read."""
-        data = self._tokens[: self.size].astype("<i4").tobytes()
-        write(path, _KIND, vocabulary, {"tokens": self.size}, data)
+        """Write the tokens; the tables are made again when they are read.
+
+        Raises:
+            OSError: they cannot be written; a file that was there stays.
+        """
+        _to_file(path, vocabulary, self.packed())
 
     @classmethod
     def load(cls, path: Path, vocabulary: str, capacity: int) -> History:
@@ -212,6 +225,67 @@ class History:
         older[1:] = np.where(newest[:-1], older[1:], place[:-1])
         self._prev[level][place] = older
         self._head[level][bucket[newest]] = place[newest]
+
+
+class Keeper:
+    """Writes a history to its file now and then, on a thread of its own, and at the end.
+
+    So nobody waits for a disk; who breaks down loses the texts of some `SECONDS`. Where the file
+    cannot be written, the log is told once, and the history goes on in memory.
+
+    Args:
+        history: what is kept.
+        path: the file.
+        vocabulary: of its tokens.
+        now: a clock, in seconds.
+    """
+
+    def __init__(
+        self, history: History, path: Path, vocabulary: str,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._history, self._path, self._vocabulary = history, path, vocabulary
+        self._now, self._due = now, now()
+        self._writer: threading.Thread | None = None
+        self._unsaved = self._told = False
+
+    def grown(self) -> None:
+        """The history has taken in a text: write it if it is time to. Cost: then a copy of it."""
+        self._unsaved = True
+        busy = self._writer is not None and self._writer.is_alive()
+        if busy or self._now() < self._due:
+            return
+        self._due = self._now() + SECONDS
+        writer = threading.Thread(
+            target=self._write, args=(self._history.packed(),), name="outpace-history"
+        )
+        try:
+            writer.start()
+        except RuntimeError:  # there can be no more threads; later, then
+            return
+        self._writer = writer
+
+    def close(self) -> None:
+        """Write what is not written yet, on the caller's thread."""
+        if self._writer is not None:
+            self._writer.join()
+        if self._unsaved:
+            self._write(self._history.packed())
+
+    def _write(self, data: bytes) -> None:
+        self._unsaved = False
+        try:
+            _to_file(self._path, self._vocabulary, data)
+        except OSError as error:
+            self._unsaved = True
+            if not self._told:
+                LOG.warning("the store %s cannot be written (%s); what it would hold is remembered "
+                            "until the process ends", self._path, error.strerror or error)
+            self._told = True
+
+
+def _to_file(path: Path, vocabulary: str, data: bytes) -> None:
+    write(path, _KIND, vocabulary, {"tokens": len(data) // 4}, data)
 
 
 def _from_separator(tokens: npt.NDArray[np.int32], at_least: int) -> npt.NDArray[np.int32]:

@@ -17,8 +17,8 @@ since riders are seen by nobody and drafts are verified whatever they are: guess
 their first tokens share rows here, and a window whose text advanced by several tokens moves by
 as many columns (in the authors' code by one), so that its columns keep their positions.
 
-Cost: riders are rows: (window - 1) + window * (ngram - 2) of them in every pass, 5 by default, so
-it pays only where a pass has rows to spare; the next tokens of a small or weak target are hard to
+Cost: riders are rows: (window - 1) + window * (ngram - 2) of them in every pass, 1 by default. More
+pay where a pass has rows to spare; the next tokens of a small or weak target are hard to
 guess from guesses. Plus an argmax per column, and some dictionary operations.
 Paper: Fu et al. 2024, arXiv:2402.02057. Their W is ``window``, N ``ngram``, G ``guesses``.
 """
@@ -44,7 +44,7 @@ Trie: TypeAlias = "dict[int, Trie]"
 class LookaheadConfig:
     """Settings of the drafter."""
 
-    window: int = 3
+    window: int = 1
     """Columns: positions that are guessed ahead in every pass."""
     ngram: int = 3
     """Tokens of an n-gram, the one it is found by included; a draft is one shorter."""
@@ -99,6 +99,8 @@ class Pool:
 class _Memo:
     """That a draft carries a window, and how much of it."""
 
+    owner: Lookahead
+    """Whose window it is: another one has other columns."""
     width: int
     """Columns."""
 
@@ -164,7 +166,7 @@ class Lookahead(Drafter[_State]):
         width = self._width(row.budget, len(draft), self._max_positions - len(row.tokens))
         if width < 1:
             return draft
-        return replace(draft, riders=comb(row.state.columns[:width]), memo=_Memo(width))
+        return replace(draft, riders=comb(row.state.columns[:width]), memo=_Memo(self, width))
 
     def _width(self, budget: Budget, nodes: int, depth: int) -> int:
         """Columns that rows (W - 1 + W * (levels - 1)) and the context have room for."""
@@ -178,7 +180,8 @@ class Lookahead(Drafter[_State]):
                 self._read(state, outcome.fed)
             self._read(state, outcome.verdict.emitted)
             logits_RV, memo = outcome.scored.rider_logits_RV, outcome.draft.memo
-            if isinstance(memo, _Memo) and logits_RV is not None:
+            ours = isinstance(memo, _Memo) and memo.owner is self
+            if ours and logits_RV is not None:
                 new = argmax_rows(logits_RV[-memo.width :]).tolist()
                 state.columns[0][0] = outcome.fed[0]
                 for column, token in zip(state.columns, new, strict=False):

@@ -16,13 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
 from outpace.drafters.base import Request
 from outpace.drafters.lookup.worth import Priced, Trust, grow
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Outcome
+
+Place: TypeAlias = tuple[int, int, int]
+"""Where a copy began in the text, the index that it takes next, and how many tokens agree."""
 
 LONGEST = 32
 """Matches are not followed further back: chances hardly grow beyond."""
@@ -81,24 +84,38 @@ class PromptLookup(Priced[_State]):
         return state
 
     def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
-        """A chain each, CHOSEN; empty where no suffix of ``min_ngram`` tokens came before."""
+        """A chain each; in a tree the siblings come from shorter suffixes. CHOSEN, and empty where
+        no suffix of ``min_ngram`` tokens came before.
+        """
         return [self._propose(row) for row in rows]
 
     def _propose(self, row: DraftRow[_State]) -> Draft:
-        tokens, ends, trust = row.state.tokens, row.state.ends, row.state.trust
-        for n in range(self.config.max_ngram, self.config.min_ngram - 1, -1):
-            first = ends.get(tuple(tokens[-n:])) if len(tokens) >= n else None
-            if first is not None:
+        tokens, trust = row.state.tokens, row.state.trust
 
-                def after(node: tuple[int, int], first: int = first) -> list[Any]:
-                    at, match = node
+        def after(places: list[Place]) -> list[tuple[int, float, list[Place]]]:
+            found: dict[int, tuple[float, list[Place]]] = {}
+            left = 1.0
+            for first, at, match in places:
+                if tokens[at] not in found:
+                    # A shorter suffix has its say where the longer ones are wrong.
+                    chance = left * trust.chance(match)
+                    left -= chance
                     # A copy that has caught up with the text is a loop: let it go round.
                     then = at + 1 if at + 1 < len(tokens) else first
-                    return [(tokens[at], trust.chance(match), (then, match + 1))]
+                    found[tokens[at]] = chance, [(first, then, match + 1)]
+            return [(token, *what) for token, what in found.items()]
 
-                match = _agreeing(tokens, first, n) if n == self.config.max_ngram else n
-                return grow(after, (first, match), row.budget, trust.own)
-        return Draft()
+        return grow(after, self._places(row.state), row.budget, trust.own)
+
+    def _places(self, state: _State) -> list[Place]:
+        """Where the suffixes of the text were last followed by something, the longest first."""
+        tokens, most, out = state.tokens, self.config.max_ngram, list[Place]()
+        for n in range(most, self.config.min_ngram - 1, -1):
+            first = state.ends.get(tuple(tokens[-n:])) if len(tokens) >= n else None
+            if first is not None:
+                match = _agreeing(tokens, first, n) if n == most else n
+                out.append((first, first, match))
+        return out
 
     def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
         """Index the new text; an n-gram enters once its successor is known. Learn trust."""

@@ -33,10 +33,14 @@ from numpy.typing import NDArray
 from outpace.drafters.base import Drafter, Request
 from outpace.drafters.lookup.datastore import Datastore
 from outpace.drafters.lookup.pool_trees import fill, halving
+from outpace.drafters.per_key import PerKey
 from outpace.models.base import Target
 from outpace.rows import rank
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Outcome
+
+_KEYS = 16
+"""Keys whose shared lists are remembered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +53,8 @@ class RecyclingConfig:
     """A datastore (``outpace build datastore``) whose commonest successors stand in for tokens
     that the sequence has not met."""
     shared: bool = False
-    """One set of lists for all sequences: guesses improve from request to request, and the same
-    seed no longer gives the same sampled text."""
+    """One set of lists for all sequences of a key: guesses improve from request to request, and
+    the same seed no longer gives the same sampled text."""
 
     def __post_init__(self) -> None:
         if self.successors < 1:
@@ -83,8 +87,9 @@ class Recycling(Drafter[_State]):
         self, config: RecyclingConfig, table_VK: NDArray[np.int32] | None = None
     ) -> None:
         self.config = config
+        self.steady = not config.shared
         self._table_VK = table_VK
-        self._shared: dict[str, dict[int, tuple[int, ...]]] = {}
+        self._shared = PerKey(dict[int, tuple[int, ...]], _KEYS)
 
     @classmethod
     def load(cls, config: RecyclingConfig, target: Target) -> Recycling:
@@ -101,7 +106,7 @@ class Recycling(Drafter[_State]):
 
     def begin(self, request: Request) -> _State:
         """Lists of the text that is held already; the rest arrives through ``observe``."""
-        state = _State(self._shared.setdefault(request.key, {}) if self.config.shared else {})
+        state = _State(self._shared.of(request.key) if self.config.shared else {})
         self._read(state, request.prompt[: request.held])
         return state
 
@@ -159,7 +164,3 @@ class Recycling(Drafter[_State]):
             known = (t for t in state.after.get(token, ()) if t != then)
             state.after[token] = (then, *known)[: self.config.successors]
         state.last = tokens[-1] if tokens else state.last
-
-    def reset(self, state: _State) -> None:
-        """Forget the lists: they were read off weights that have changed."""
-        state.after.clear()

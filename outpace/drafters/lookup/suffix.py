@@ -10,12 +10,15 @@ a few tokens after a short match, dozens after a long one (`outpace.drafters.loo
 
 ``shared=true`` also remembers what the drafter's earlier requests answered, in a bounded store,
 and takes whichever of the two promises more. It pays where requests resemble each other: agents
-that call the same tools, the same questions again, structured output. ``store=FILE`` keeps it
-between runs. One drafter serves all its users from that store: what they said can be guessed
-from how fast an answer comes, so share it among those who may know.
+that call the same tools, the same questions again, structured output. What somebody was answered
+can be guessed from how fast an answer comes, so requests of different keys have stores apart.
+``store=FILE`` keeps the store of requests without a key between runs: written once a minute at
+most while answers come, beside them, and when the process ends. If it cannot be written, the log
+says so, and nothing else changes.
 
 The text at temperature 0, or with ``reproducible``, does not depend on any of this. Otherwise a
-shared store changes which coins meet which guesses, as every change of drafter does.
+request that shares a store gets coins of its own, and a seed promises no text: a draft that was
+read off an earlier answer must not meet the coins that made that answer.
 
 Cost: amortised O(1) per token and per drafted token, some 600 bytes per token of a running
 sequence; the store 36 bytes per token of room, which doubles up to ``capacity``, and one
@@ -26,6 +29,7 @@ arXiv:2411.10666.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +38,7 @@ from outpace.drafters.base import Request
 from outpace.drafters.lookup.automaton import SuffixAutomaton
 from outpace.drafters.lookup.files import vocabulary
 from outpace.drafters.lookup.follows import FollowsText, Text
-from outpace.drafters.lookup.history import LONGEST, History
+from outpace.drafters.lookup.history import LONGEST, History, Keeper
 from outpace.drafters.lookup.worth import Chances, grow
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
@@ -57,8 +61,8 @@ class SuffixConfig:
     capacity: int = 1 << 20
     """Tokens that the shared store holds; beyond it the oldest answers go."""
     store: str | None = None
-    """File that the shared store is read from, and written to after every request; implies
-    ``shared``. Of several processes that write it the last one wins."""
+    """File that the shared store is read from, and written to now and then; implies ``shared``. Of
+    several processes that write it the last one wins."""
 
     def __post_init__(self) -> None:
         if self.min_match < 1:
@@ -84,18 +88,19 @@ class Suffix(FollowsText[_State]):
 
     Args:
         history: answers of past requests; None keeps none.
-        digest: vocabulary of the store's file.
+        keeper: writes them to a file.
     """
 
     Config = SuffixConfig
     default_nodes = 20
 
     def __init__(
-        self, config: SuffixConfig, history: History | None = None, digest: str = ""
+        self, config: SuffixConfig, history: History | None = None, keeper: Keeper | None = None
     ) -> None:
         self.config = config
         self.history = history
-        self._digest = digest
+        self.steady = history is None
+        self._keeper = keeper
         self._of_key: dict[str, History] = {}
 
     @classmethod
@@ -108,9 +113,14 @@ class Suffix(FollowsText[_State]):
         if config.store is None:
             return cls(config, History(config.capacity) if config.shared else None)
         digest, path = vocabulary(target.tokenizer, target.vocab_size), Path(config.store)
-        if path.exists():
-            return cls(config, History.load(path, digest, config.capacity), digest)
-        return cls(config, History(config.capacity), digest)
+        known = path.exists()
+        history = (
+            History.load(path, digest, config.capacity) if known else History(config.capacity)
+        )
+        keeper = Keeper(history, path, digest)
+        drafter = cls(config, history, keeper)
+        weakref.finalize(drafter, keeper.close)  # also when the process ends
+        return drafter
 
     def begin(self, request: Request) -> _State:
         """The text that is held already; the rest of the prompt arrives through ``observe``."""
@@ -142,8 +152,8 @@ class Suffix(FollowsText[_State]):
         if state.history is None or len(tokens) <= state.prompt:
             return
         state.history.add(tokens[max(0, state.prompt - LONGEST) :])
-        if self.config.store is not None and state.history is self.history:
-            self.history.save(Path(self.config.store), self._digest)
+        if self._keeper is not None and state.history is self.history:
+            self._keeper.grown()
 
     def _propose(self, row: DraftRow[_State]) -> Draft:
         own = self._from_text(row)

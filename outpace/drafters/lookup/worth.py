@@ -20,8 +20,9 @@ partial string matching"; of drafts that grow with the match: SuffixDecoding, ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TypeVar
 
 from outpace.curve import assumed
@@ -133,15 +134,18 @@ def grow(after: After[N], start: N, budget: Budget, owner: int | None = None) ->
         after: what may follow a node; asked only where the shape has room.
         start: the node of the pending token.
         budget: a chain follows the likeliest token; a template is filled with siblings, and
-            branches that have no continuation or do not pay are left out.
+            branches that have no continuation or do not pay are left out; a dynamic tree is made
+            of all that is likely enough.
         owner: of the chances, see `Chances`.
 
     Returns:
         A CHOSEN draft with `Chances` as its memo; empty if nothing is likely enough.
     """
-    template = budget.shape.parent_N
+    template, beam = budget.shape.parent_N, budget.shape.beam
     kids = None if template is None else children(template)
     most = min(budget.max_nodes, budget.max_rows)
+    free: Iterable[int] = repeat(ROOT) if beam else [ROOT]
+    least = max(LEAST, budget.shape.least / max(1, most))
     tokens: list[int] = []
     parents: list[int] = []
     own: list[float] = []
@@ -150,18 +154,21 @@ def grow(after: After[N], start: N, budget: Budget, owner: int | None = None) ->
     for _ in range(budget.max_depth if most > 0 else 0):
         grown = []
         for node, place, source, reached in level:
-            places = [ROOT] if kids is None else kids.get(place, [])
-            if not places or (kids is None and len(tokens) >= most):
+            places = free if kids is None else kids.get(place, [])
+            if not places or (kids is None and not beam and len(tokens) >= most):
                 continue
+            left = 1.0  # of several that are sure of themselves one at most is right
             for spot, (token, chance, then) in zip(places, after(source), strict=False):
-                if reached * chance < LEAST:
-                    break
+                chance = min(chance, left)
+                left -= chance
+                if reached * chance < least:
+                    continue
                 grown.append((len(tokens), spot, then, reached * chance))
                 tokens.append(token)
                 parents.append(node)
                 own.append(chance)
                 whole.append(reached * chance)
-        level = grown
+        level = sorted(grown, key=lambda one: -one[3])[:beam] if beam else grown
     return _best(tokens, parents, own, whole, most, owner)
 
 

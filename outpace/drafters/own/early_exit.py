@@ -80,6 +80,7 @@ class EarlyExit(ExpandingDrafter[ExitState]):
     Config = EarlyExitConfig
     default_nodes = 4
     needs = frozenset({LAYERS, TAPS})
+    leased = True
 
     def __init__(
         self, target: Target, layers: Sequence[int], head: ExitHead | None = None
@@ -214,12 +215,6 @@ class EarlyExit(ExpandingDrafter[ExitState]):
         if self.rows is not None:
             self.rows.rewind(state, read)
         return state
-
-    def reset(self, state: ExitState) -> None:
-        """Nothing here is derived from weights or cache but a draft and a trained layer's keys."""
-        state.draft = None
-        if self.rows is not None:
-            self.rows.begin_at(state, None)
 
     def end(self, state: ExitState) -> None:
         """Give the slot back."""

@@ -86,6 +86,7 @@ class LayerSkip(ModelDrafter):
         self, config: LayerSkipConfig, target: Target, skip: tuple[int, ...] | None
     ) -> None:
         self._config, self._target, self._living = config, target, list[ModelState]()
+        self.steady = skip is not None  # the set that is found follows the texts met first
         self._count = max(1, round(config.share * target.num_layers))
         self.skip = even(target.num_layers, self._count) if skip is None else skip
         """The layers that are left out now."""
@@ -116,6 +117,13 @@ class LayerSkip(ModelDrafter):
         """Where the set for this model and kind of text is remembered."""
         name = f"{config.kind}-{config.find}-{config.share:g}.json"
         return data_folder() / "layer_skip" / target.digest / name
+
+    @property
+    def language_model(self) -> Target | None:  # type: ignore[override]
+        """The part of the target, once its set is found: whoever runs it in the drafter's place
+        neither finds the set nor follows it.
+        """
+        return None if self.taps else super().language_model
 
     def begin(self, request: Request) -> ModelState:
         """Take a slot of the part's cache."""

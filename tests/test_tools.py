@@ -1,0 +1,84 @@
+"""Every script of tools/ can be imported, and what it imports from the package is there."""
+
+import ast
+import importlib
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outpace.models.tiny import tiny
+
+TOOLS = Path(__file__).parents[1] / "tools"
+FILES = sorted(TOOLS.glob("*.py"))
+
+
+def missing(source):
+    """Names that a source imports from the package, at any depth, and that are not there."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            wanted = [(one.name, None) for one in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            wanted = [(node.module, one.name) for one in node.names]
+        else:
+            continue
+        for module, name in wanted:
+            if module.partition(".")[0] != "outpace":
+                continue
+            if not hasattr(importlib.import_module(module), name or "__name__"):
+                try:
+                    importlib.import_module(f"{module}.{name}")
+                except ModuleNotFoundError:
+                    found.append(f"{module}.{name}")
+    return found
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    """Imports a script under its own name; afterwards it is forgotten."""
+    monkeypatch.syspath_prepend(TOOLS)
+    before = set(sys.modules)
+    yield importlib.import_module
+    for file in FILES:
+        if file.stem not in before:
+            sys.modules.pop(file.stem, None)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_tool_can_be_imported_and_finds_what_it_uses(tool, file):
+    assert not missing(file.read_text(encoding="utf-8"))
+    assert Path(tool(file.stem).__file__) == file
+
+
+def test_a_name_that_is_gone_is_found():
+    source = "def late():\n    from outpace.drafters.trained import find, checkpoint_of\n"
+    assert missing(source) == ["outpace.drafters.trained.checkpoint_of"]
+    assert not missing("import os\nfrom outpace import train\nfrom outpace.models import tiny\n")
+
+
+@pytest.mark.parametrize("off", [0.0, 0.01])
+def test_our_half_of_the_comparison_with_speculators(tool, tmp_path, monkeypatch, capsys, off):
+    """With the drafter itself in the library's place, all agrees; 0.01 off, it does not."""
+    check = tool("check_speculators")
+
+    def child(command, **more):
+        inputs = load_file(tmp_path / "inputs.safetensors")
+        assert inputs["ids"].tolist() == check.TEXT
+        assert (tmp_path / "verifier" / "model.safetensors").is_file()
+        shutil.copytree(tmp_path / "head", tmp_path / "saved")
+        logits, _ = check.our_logits(tiny(layers=8), tmp_path / "export")
+        rows = max(row for row, _ in logits) + 1
+        save_file(
+            {f"depth{depth}": torch.stack([logits[row, depth] for row in range(rows)]) + off
+             for depth in range(check.DEPTHS)},
+            tmp_path / "outputs.safetensors",
+        )  # fmt: skip
+
+    monkeypatch.setattr(check.subprocess, "run", child)
+    assert check.compare(tmp_path, "python") == (1 if off else 0)
+    assert "largest difference" in capsys.readouterr().out
