@@ -92,8 +92,28 @@ class Resume:
     """Residual stream of those rows on entry to ``layer``."""
 
 
+class Rooted:
+    """A forest of guesses, by the ways down to its nodes."""
+
+    __slots__ = ()
+    token_N: Sequence[int]
+    parent_N: Sequence[int]
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Nodes from the first guess down to ``node``; empty for ROOT."""
+        up = []
+        while node != ROOT:
+            up.append(node)
+            node = self.parent_N[node]
+        return tuple(reversed(up))
+
+    def path_tokens(self, node: int) -> tuple[int, ...]:
+        """Tokens along ``path(node)``."""
+        return tuple(self.token_N[i] for i in self.path(node))
+
+
 @dataclass(frozen=True, eq=False)
-class Draft:
+class Draft(Rooted):
     """A forest of guesses that hangs from the pending token. May be empty."""
 
     token_N: tuple[int, ...] = ()
@@ -163,18 +183,6 @@ class Draft:
         for group in self.groups:
             table.setdefault(group.parent, []).append(group)
         return {parent: tuple(groups) for parent, groups in table.items()}
-
-    def path(self, node: int) -> tuple[int, ...]:
-        """Nodes from the first guess down to ``node``; empty for ROOT."""
-        up = []
-        while node != ROOT:
-            up.append(node)
-            node = self.parent_N[node]
-        return tuple(reversed(up))
-
-    def path_tokens(self, node: int) -> tuple[int, ...]:
-        """Tokens along ``path(node)``."""
-        return tuple(self.token_N[i] for i in self.path(node))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from outpace.errors import SpecError
 from outpace.models.base import TREE, Target
 from outpace.policies.base import Policy
 from outpace.tree.mask import is_chain
-from outpace.tree.shapes import budget, natural
+from outpace.tree.shapes import budget
 from outpace.types import Budget, StepRecord
 from outpace.verifiers.base import Verifier
 
@@ -47,10 +47,9 @@ class Method:
         # A drafter's own tree gives way where chains alone are taken; the user's does not.
         chain = self.verifier.chains_only or TREE not in target.can
         tree = plan.get("tree", None if chain else cls.default_tree)
-        told = size is not None or "tree" in plan
-        self.budget: Budget = (
-            budget(tree, size, cls.default_nodes) if told else natural(tree, cls.default_nodes)
-        )
+        if size is None and "tree" not in plan:
+            size = cls.default_nodes  # its own tree is cut to its own size
+        self.budget: Budget = budget(tree, size, cls.default_nodes)
         self.policy: Policy = make("policy", MethodSpec.parse(plan.get("policy", "fixed")))
         if costs is not None:
             self.policy.costs = costs

@@ -21,7 +21,7 @@ from outpace.coins import Coins
 from outpace.sampling import Warp
 from outpace.tree.dynamic import Dynamic, Paths
 from outpace.tree.shapes import children
-from outpace.types import ROOT, Budget, Draft, Drawn, Group, Law, Signals
+from outpace.types import ROOT, Budget, Draft, Drawn, Group, Law, Rooted, Signals
 
 S = TypeVar("S")
 
@@ -50,7 +50,7 @@ class DraftRow(Generic[S]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Branch(Generic[S]):
+class Branch(Rooted, Generic[S]):
     """The nodes of one sequence that are to be expanded together."""
 
     state: S
@@ -61,18 +61,6 @@ class Branch(Generic[S]):
     token_N: Sequence[int]
     """Tokens of all nodes drawn so far."""
     parent_N: Sequence[int]
-
-    def path(self, node: int) -> tuple[int, ...]:
-        """Nodes from the first guess down to ``node``; empty for ROOT."""
-        up = []
-        while node != ROOT:
-            up.append(node)
-            node = self.parent_N[node]
-        return tuple(reversed(up))
-
-    def path_tokens(self, node: int) -> tuple[int, ...]:
-        """Tokens along ``path(node)``."""
-        return tuple(self.token_N[i] for i in self.path(node))
 
 
 Expand = Callable[[Sequence[Branch[Any]]], tuple[Tensor, "Tensor | None"]]

@@ -148,14 +148,3 @@ def budget(tree: str | None, tree_size: int | None, default_nodes: int) -> Budge
     if tree is not None and tree.strip().endswith(".json"):
         shape = Shape(cut)  # in a file the likeliest nodes come first
     return Budget(size, depth(cut), shape=shape)
-
-
-def natural(tree: str | None, nodes: int) -> Budget:
-    """The budget of a drafter that nobody told anything: its own tree, cut to its own size.
-
-    Args:
-        tree: its ``default_tree``.
-        nodes: its ``default_nodes``.
-    """
-    return budget(tree, nodes, nodes)
-

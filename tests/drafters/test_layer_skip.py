@@ -90,7 +90,7 @@ def test_who_runs_the_model_in_its_place_waits_for_the_set(target):
     engine, cascade = Engine(target, drafter="none"), "cascade[levels=layer_skip+max_gram]"
     with pytest.raises(SpecError, match="layer_skip is no language model; every"):
         engine.method(cascade)
-    phrases = "ouroboros[draft=layer_skip[share=0.25]]"
+    phrases = "ouroboros[draft=layer_skip[share=0.25] faster=true]"
     plain = engine.generate(TEXT, drafter="none", **LONG)
     assert engine.generate(TEXT, drafter=phrases, **LONG).tokens == plain.tokens
     assert engine.method(phrases).drafter.inner.skip == IDLE, "it finds the set itself"

@@ -36,7 +36,7 @@ from outpace.drafters.compose.forest import merge
 from outpace.errors import SpecError
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
-from outpace.tree.shapes import CHAIN, natural
+from outpace.tree.shapes import CHAIN, budget
 from outpace.types import Draft, Outcome, Verdict
 
 RATE = 0.1
@@ -105,7 +105,7 @@ class Select(Drafter[_State]):
         # A pass that one member resumes has no features of the layers below for the others.
         tapped = [i for i, member in enumerate(self.members) if member.taps]
         self._lent = [set(tapped) <= {i} for i in range(len(self.members))]
-        self._budgets = [natural(m.default_tree, m.default_nodes) for m in members]
+        self._budgets = [budget(m.default_tree, m.default_nodes, m.default_nodes) for m in members]
         self._clock = build.Clocks([member.clock for member in members])
 
     @property
