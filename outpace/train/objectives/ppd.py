@@ -205,6 +205,10 @@ class Ppd(Objective):
             chain.add(known_BG, token_BG == truth_BG, rank_R, alpha_R)
         return chain.step(int(real_BG.sum()))
 
+    def named(self) -> Mapping[str, Tensor]:
+        """Where the vectors start; ``save`` writes where they have come."""
+        return {PROMPTS: self.module.start_KEH}
+
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         target, config = self.target, self.config
         about = {

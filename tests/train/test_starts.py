@@ -1,0 +1,56 @@
+"""Every training can go on from the drafter that it made."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outpace.models.load import load_target
+from outpace.train.kit import begin_from
+from outpace.train.objectives.acceptance import Acceptance, AcceptanceTraining
+from outpace.train.objectives.dflash import DflashObjective, DflashTraining
+from outpace.train.objectives.draft_model import DraftModelObjective, DraftModelTraining
+from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
+from outpace.train.objectives.early_exit import EarlyExitObjective, EarlyExitTraining
+from outpace.train.objectives.hydra import Hydra, HydraTraining
+from outpace.train.objectives.kangaroo import KangarooObjective, KangarooTraining
+from outpace.train.objectives.medusa import Medusa, MedusaTraining
+from outpace.train.objectives.ppd import Ppd, PpdTraining
+
+KINDS = {
+    "acceptance": (Acceptance, AcceptanceTraining(draft="tiny", draft_layers=1)),
+    "dflash": (DflashObjective, DflashTraining()),
+    "draft_model": (DraftModelObjective, DraftModelTraining(take="0,1")),
+    "eagle3": (Eagle3, Eagle3Config()),
+    "early_exit": (EarlyExitObjective, EarlyExitTraining()),
+    "hydra": (Hydra, HydraTraining()),
+    "kangaroo": (KangarooObjective, KangarooTraining()),
+    "medusa": (Medusa, MedusaTraining()),
+    "ppd": (Ppd, PpdTraining()),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_target("tiny", dtype="float32")
+
+
+def saved(objective, folder):
+    objective.save(folder, {"command": "test"})
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_what_was_saved_is_where_the_next_training_begins(target, tmp_path, method):
+    kind, config = KINDS[method]
+    trained, fresh = kind.build(config, target, None), kind.build(config, target, None)
+    coins = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trained.module.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=coins))
+    first = saved(trained, tmp_path / "first")
+    untrained = saved(fresh, tmp_path / "untrained")
+    begin_from(fresh, tmp_path / "first")
+    second = saved(fresh, tmp_path / "second")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert any(not torch.equal(first[name], untrained[name]) for name in first)
