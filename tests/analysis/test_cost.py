@@ -210,7 +210,7 @@ def test_a_folder_that_cannot_be_written_is_a_note(paced, own_folder):
 
 def test_drafters_are_timed_level_by_level():
     target = tiny()
-    small = Method(MethodSpec.parse("draft_model[model=tiny layers=1]"), target)
+    small = Method(MethodSpec.parse("draft_model[model=tiny layers=1 tree=chain]"), target)
     drafts = cost.measure_drafter(small, target, levels=4, repeat=3)
     assert drafts.passes_L == drafts.depth_L == (1, 2, 3, 4)  # a pass per level, none for the last
     assert all(0 < a < b for a, b in zip(drafts.pass_seconds_L, drafts.seconds_L, strict=True))

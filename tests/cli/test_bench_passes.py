@@ -41,7 +41,7 @@ def passes(capsys, monkeypatch, tmp_path):
 
 
 def test_json_holds_all_that_was_measured(passes):
-    code, out, err = passes(*FEW, "--json", "--drafters", "none,draft_model[model=tiny layers=1]")
+    code, out, err = passes(*FEW, "--json", "--drafters", "none,draft_model[model=tiny layers=1 tree=chain]")
     assert code == 0, err
     got = json.loads(out)
     assert set(got) == KEYS
@@ -52,7 +52,7 @@ def test_json_holds_all_that_was_measured(passes):
         got["weight_bytes"] / 1e9)
     assert got["one_row_seconds"] == got["pass_seconds"][0][0]
     assert got["floor_ratio"] == got["one_row_seconds"] / got["floor_seconds"]
-    drafts = got["drafters"]["draft_model[layers=1 model=tiny]"]
+    drafts = got["drafters"]["draft_model[layers=1 model=tiny tree=chain]"]
     assert drafts["draft_passes"] == drafts["depths"] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert drafts["level_share"] == drafts["level_seconds"] / got["one_row_seconds"] > 0
     assert got["drafters"]["none"]["level_share"] == 0
