@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from outpace.drafters.lm.draft_model import DraftModel
+from outpace.rows import top
 from outpace.train.batches import Batch
 from outpace.train.losses import TINY
 from outpace.train.online_disk import Versions
@@ -286,9 +287,9 @@ def top_laws(logits_RV: Tensor, most: int) -> tuple[Ints, Floats]:
     Cost: a sweep over the rows, and one host sync.
     """
     x_RV = logits_RV.float()
-    best = x_RV.topk(min(most, x_RV.shape[1]))
-    p_RK = (best.values - x_RV.logsumexp(-1, keepdim=True)).exp()
-    return best.indices.cpu().numpy().astype(np.int32), p_RK.cpu().numpy().copy()
+    at_RK = top(x_RV, min(most, x_RV.shape[1]))
+    p_RK = (x_RV.gather(1, at_RK) - x_RV.logsumexp(-1, keepdim=True)).exp()
+    return at_RK.cpu().numpy().astype(np.int32), p_RK.cpu().numpy().copy()
 
 
 def top_kl(z_RD: Tensor, id_RK: Tensor, p_RK: Tensor) -> Tensor:

@@ -41,7 +41,8 @@ def passes(capsys, monkeypatch, tmp_path):
 
 
 def test_json_holds_all_that_was_measured(passes):
-    code, out, err = passes(*FEW, "--json", "--drafters", "none,draft_model[model=tiny layers=1 tree=chain]")
+    drafters = "none,draft_model[model=tiny layers=1 tree=chain]"
+    code, out, err = passes(*FEW, "--json", "--drafters", drafters)
     assert code == 0, err
     got = json.loads(out)
     assert set(got) == KEYS

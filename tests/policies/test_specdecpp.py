@@ -287,8 +287,8 @@ def test_estimates_are_the_heads_of_the_tokens_drafted(engine, head, tree):
     assert max(shifted) > 0.05, "planted: the state of the token before says something else"
 
 
-@pytest.mark.parametrize("spec", ["tree=chain tree_size=8", "tree=3x2x1", "tree=dynamic tree_size=8",
-                                  "tree_size=8 verifier=block"])
+@pytest.mark.parametrize("spec", ["tree=chain tree_size=8", "tree=3x2x1",
+                                  "tree=dynamic tree_size=8", "tree_size=8 verifier=block"])
 def test_the_text_is_plain_text(engine, head, spec):
     spec = f"draft_model[{DRAFT} acceptance={head} {spec} policy=specdecpp[threshold=0.6]]"
     for more in ({}, {"temperature": 0.9, "seed": 5, "reproducible": "block" not in spec}):
@@ -304,7 +304,8 @@ def test_the_text_is_plain_text(engine, head, spec):
 def test_drafts_are_as_long_as_threshold_least_and_size_say(engine, head, monkeypatch):
     lengths = {}
     for options in ("threshold=0", "threshold=0 least=4", "threshold=1", "threshold=0.6"):
-        spec = f"draft_model[{DRAFT} acceptance={head} tree=chain tree_size=7 policy=specdecpp[{options}]]"
+        chain = f"tree=chain tree_size=7 policy=specdecpp[{options}]"
+        spec = f"draft_model[{DRAFT} acceptance={head} {chain}]"
         drafter = engine.method(spec).drafter
         seen, real = lengths.setdefault(options, set()), drafter.propose
 

@@ -196,6 +196,16 @@ def test_the_least_chance_of_a_guess_says_how_full_a_dynamic_tree_gets(drawn):
     assert sum(full) > sum(some) > sum(few) > 0
 
 
+@pytest.mark.parametrize("drawn", [Drawn.COUPLED, Drawn.GREEDY_PLUS_ONE])
+def test_siblings_that_are_drawn_together_leave_room_below_them(drawn):
+    def depths(least):
+        asked = budget(f"dynamic:4:{least}", 5, 4)
+        drafts = grow([row(asked, drawn, s, (1, 2, s)) for s in range(8)], Table())
+        return [max(draft.depth_N) for draft, _ in drafts]
+
+    assert depths(0) == depths(0.5) and max(depths(0)) > 1
+
+
 def test_numbers_lead_back_to_what_was_expanded():
     seen = {}
 
