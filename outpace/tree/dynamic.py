@@ -178,10 +178,9 @@ class Dynamic:
                 value -= self._worth(node) * law.prob(token)
             if fan:
                 picks = self._draw(law, fan, row.drawn, row.coins, node, depth + 1)
-                value = self._worth(node)
                 for token in picks:
                     prob = law.prob(token)
-                    fresh.append(self._add(node, token, prob, value * prob))
+                    fresh.append(self._add(node, token, prob, self._worth(node) * prob))
                 self._group(node, picks, law)
         return fresh
 
