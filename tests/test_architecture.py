@@ -58,7 +58,7 @@ MAY_IMPORT = {
     " models models.base drafters drafters.base verifiers verifiers.base policies.base engine",
     "bench": "errors config files registry params types tree models models.base drafters.base"
     " engine",
-    "train": "errors config files params types cache.base models models.base drafters"
+    "train": "errors config files params rows types cache.base models models.base drafters"
     " drafters.trained engine",
     # Many requests at once, and their way in from the network.
     "serving": "errors config registry params stops types coins costs sampling tree step cache.base"
