@@ -44,9 +44,9 @@ def top(x_RV: Tensor, k: int) -> Tensor:
     """Indices [R, k] of the k largest entries of every row, best first; which of equal ones is
     left to torch, but for k = 1 (the lower one). ``k`` is at most V.
     """
-    blocks = _blocks(x_RV)
     if k == 1:
         return argmax_rows(x_RV)[:, None]
+    blocks = _blocks(x_RV)
     if k >= blocks.shape[1]:
         return x_RV.topk(k).indices
     # The k best entries lie in the k blocks of largest maximum.

@@ -22,12 +22,11 @@ from typing import Any
 
 from torch import Tensor
 
+from outpace.tree.shapes import LEAST
 from outpace.types import ROOT, Draft, Drawn, Group, Law
 
 MOST = 8
 """Most children of one node."""
-SHARE = 0.5
-"""Of a node that a sibling needs where all are drawn together: room is left below them."""
 _HALVING = math.log(2.0)
 
 Paths = Sequence[Sequence[int]]
@@ -166,7 +165,7 @@ class Dynamic:
     ) -> list[int]:
         """For rules that draw all siblings together: their number follows from the law alone."""
         row, fresh = self.row, []
-        least = max(self._least, SHARE / self._budget.max_nodes)
+        least = max(self._least, LEAST / self._budget.max_nodes)
         for i, node in enumerate(self.open):
             law = row.warp.law(logits_FD[i], paths[i], id_D)
             left = self._budget.max_nodes - len(self.tokens)

@@ -19,7 +19,8 @@ from outpace.types import ROOT, Budget, Shape
 
 CHAIN = Shape()
 BEAM, LEAST = 8, 0.5
-"""Of dynamic trees, see ``Shape``."""
+"""Of dynamic trees, see ``Shape``. Where all siblings are drawn together a sibling needs `LEAST`
+of a node in any case: room is left below them."""
 LEVELS = 8
 """Deepest dynamic tree where nobody says otherwise."""
 MAX_NODES = 1024

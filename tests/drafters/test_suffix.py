@@ -1,4 +1,5 @@
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -199,6 +200,25 @@ def test_a_store_is_written_now_and_then_and_at_the_end(tmp_path):
     path.unlink()
     keeper.close()
     assert not path.exists(), "nothing was new"
+
+
+def test_a_text_that_comes_while_the_writer_starts_is_written_at_the_end(tmp_path, monkeypatch):
+    history, path = History(), tmp_path / "past"
+    keeper = Keeper(history, path, "abcd")
+
+    class Late(threading.Thread):
+        def run(self):
+            history.add([4, 5, 6])  # after the copy was taken
+            keeper.grown()
+            super().run()
+
+    monkeypatch.setattr(threading, "Thread", Late)
+    history.add([1, 2, 3])
+    keeper.grown()
+    keeper._writer.join(20)
+    assert stored(path) == 4
+    keeper.close()
+    assert stored(path) == 8
 
 
 def test_the_end_of_a_drafter_is_the_end_of_its_keeper(tmp_path):

@@ -259,9 +259,11 @@ class Keeper:
         writer = threading.Thread(
             target=self._write, args=(self._history.packed(),), name="outpace-history"
         )
+        self._unsaved = False  # before the writer runs: what it cannot write is unsaved again
         try:
             writer.start()
         except RuntimeError:  # there can be no more threads; later, then
+            self._unsaved = True
             return
         self._writer = writer
 
@@ -270,10 +272,10 @@ class Keeper:
         if self._writer is not None:
             self._writer.join()
         if self._unsaved:
+            self._unsaved = False
             self._write(self._history.packed())
 
     def _write(self, data: bytes) -> None:
-        self._unsaved = False
         try:
             _to_file(self._path, self._vocabulary, data)
         except OSError as error:

@@ -40,6 +40,7 @@ from outpace.drafters.lookup.files import vocabulary
 from outpace.drafters.lookup.follows import FollowsText, Text
 from outpace.drafters.lookup.history import LONGEST, History, Keeper
 from outpace.drafters.lookup.worth import Chances, grow
+from outpace.drafters.per_key import PerKey
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Budget, Draft
@@ -101,7 +102,7 @@ class Suffix(FollowsText[_State]):
         self.history = history
         self.steady = history is None
         self._keeper = keeper
-        self._of_key: dict[str, History] = {}
+        self._of_key = PerKey(lambda: History(config.capacity), _KEYS)
 
     @classmethod
     def load(cls, config: SuffixConfig, target: Target) -> Suffix:
@@ -134,13 +135,7 @@ class Suffix(FollowsText[_State]):
         """The store of a key; what is named by ``store`` is that of the empty one."""
         if self.history is None or not key:
             return self.history
-        found = self._of_key.pop(key, None)
-        if found is None:
-            found = History(self.config.capacity)
-        self._of_key[key] = found  # the newest last
-        if len(self._of_key) > _KEYS:
-            del self._of_key[next(iter(self._of_key))]
-        return found
+        return self._of_key.of(key)
 
     def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
         """A chain each, or a part of the template; CHOSEN, and empty where nothing matches."""
