@@ -218,6 +218,11 @@ def cache_folder() -> Path:
     return _folder("OUTPACE_CACHE", "XDG_CACHE_HOME", ".cache")
 
 
+def may_compile() -> bool:
+    """Whether C code may be compiled and kept in the cache folder; not if $OUTPACE_COMPILE is 0."""
+    return os.environ.get("OUTPACE_COMPILE", "1") != "0"
+
+
 def world() -> tuple[int, int]:
     """This process's rank and the number of processes, as ``torchrun`` says; (0, 1) without it."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -36,6 +36,7 @@ from outpace.engine.method import Method
 from outpace.errors import RequestError
 from outpace.files import write_whole
 from outpace.models.base import Target
+from outpace.models.compiled import library
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
@@ -333,6 +334,7 @@ def _key(kind: str, target: Target, spec: str) -> dict[str, Any]:
         "dtype": _name(target.dtype),
         "threads": torch.get_num_threads(),
         "machine": machine(target.device),
+        "compiled": target.device.type == "cpu" and library("attend") is not None,
         "outpace": __version__,
     }
 

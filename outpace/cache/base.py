@@ -122,9 +122,8 @@ class KVCache(ABC):
             if state.tail_parents[row] != before:
                 raise ValueError(f"rows {list(rows)} are no path: {row} hangs from "
                                  f"{state.tail_parents[row]}, not from {before}")
-        start = len(state.ids)
         if list(rows) != list(range(len(rows))):
-            self._move(slot, [start + row for row in rows], start)
+            self._move(slot, [len(state.ids) + row for row in rows], len(state.ids))
         state.ids.extend(state.tail_ids[row] for row in rows)
         self.drop(slot)
 
@@ -149,8 +148,7 @@ class KVCache(ABC):
         if lost:
             raise ValueError(f"rows {lost} of {list(rows)} hang from rows that would be dropped")
         if list(rows) != list(range(len(rows))):
-            start = len(state.ids)
-            self._move(slot, [start + row for row in rows], start)
+            self._move(slot, [len(state.ids) + row for row in rows], len(state.ids))
         state.tail_ids[:] = [state.tail_ids[row] for row in rows]
         state.tail_depths[:] = [state.tail_depths[row] for row in rows]
         state.tail_parents[:] = [place[state.tail_parents[row]] for row in rows]

@@ -98,8 +98,7 @@ class Portfolio(Method):
             lambda one: Method(MethodSpec.parse(one), target, allow_lossy, own_costs)
         )
         self._named = [*self._specs(self.config.drafters), *self._specs(self.config.add)]
-        plans = [one.split()[1] for one in self._named]
-        named = [plan["verifier"] for plan in plans if "verifier" in plan]
+        named = [p["verifier"] for one in self._named if "verifier" in (p := one.split()[1])]
         self.names_verifier = bool(named)
         self.verifier_spec = MethodSpec.parse(named[0] if named else "tree")
         if any(MethodSpec.parse(one).name == "coupled" for one in named):

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from outpace.cache.dense import DenseCache
-from outpace.models.attention import Attention, HeadShape
+from outpace.models.attention import HeadShape
 from outpace.models.base import Target
 from outpace.models.blocks import ACTIVATION, Norm
 from outpace.models.eagle import attend_few, is_few
 from outpace.models.families import DecoderConfig
+from outpace.models.fused import attention, fits
 from outpace.models.packed import MIN_ROWS, Linear
 from outpace.models.passes import PassRows, Rotation
 
@@ -129,11 +130,14 @@ class Adapter:
             stream_TH[: len(rows.ids)] = x_TH
             normed_TH = torch.empty(stream_TH.shape, dtype=self.dtype, device=self.device)
             self._input_norm(stream_TH, normed_TH)
-            few = not wanted or (heads.softcap is None and is_few(rows.spans))
+            few = not wanted or (
+                heads.softcap is None and is_few(rows.spans)
+                and not fits(cache, heads, self.dtype)
+            )  # fmt: skip
             if few:
                 head_TXW = self._qkv(normed_TH).float().view(size, -1, heads.width)
             else:
-                attend = Attention(cache, rows.spans, size, heads, frozenset({None}), self.dtype)
+                attend = attention(cache, rows.spans, size, heads, frozenset({None}), self.dtype)
                 head_TXW = attend.head_TXD
                 head_TXW.flatten(1).copy_(self._qkv(normed_TH))
             self._turn(head_TXW, rows, offsets)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class Span:
     def pieces(self) -> list[Span]:
         """The same rows in spans of at most ``_ROWS``."""
         return [
-            Span(self.slot, self.start + i, self.stored[i : i + _ROWS], *self._tail())
+            replace(self, start=self.start + i, stored=self.stored[i : i + _ROWS])
             for i in range(0, len(self.stored), _ROWS)
         ]
 
@@ -82,9 +82,6 @@ class Span:
             row, home = self.base + i, (self.base + depth) // _BLOCK * _BLOCK
             if home != row // _BLOCK * _BLOCK and row < home + _LONGEST:
                 yield row, home
-
-    def _tail(self) -> tuple[int, Sequence[int], Sequence[int], bool]:
-        return self.base, self.parents, self.depths, self.chain
 
     @property
     def reach(self) -> int:

@@ -27,6 +27,7 @@ from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, TREE, Target
 from outpace.models.blocks import ACTIVATION, Block, Embedding, Ends, read_block, read_ends, release
 from outpace.models.families import DecoderConfig
+from outpace.models.fused import FusedAttention, attention
 from outpace.models.graphs import PaddedAttention, Record, StaticPasses, cuda_recorder
 from outpace.models.packed import MIN_ROWS, Linear
 from outpace.models.passes import PassRows, Rotation
@@ -324,7 +325,7 @@ class Decoder(Target):
         positions = [position for span in spans for position in span.positions]
         positions += [0] * (len(x_TH) - len(positions))
         turn = [rotation.at(positions) for rotation in self._turns]
-        attend = Attention(cache, spans, len(x_TH), self._shape, self._windows, self.dtype)
+        attend = attention(cache, spans, len(x_TH), self._shape, self._windows, self.dtype)
         self.run_layers(x_TH, layers, turn, attend, taps, seen)
 
     def run_layers(
@@ -332,7 +333,7 @@ class Decoder(Target):
         x_TH: Tensor,
         layers: range,
         turn: Sequence[Tensor],
-        attend: Attention | PaddedAttention,
+        attend: Attention | FusedAttention | PaddedAttention,
         taps: frozenset[str],
         seen: dict[str, Tensor],
     ) -> None:

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from outpace.cache.dense import DenseCache
-from outpace.models.attention import Attention, HeadShape, Span
+from outpace.models.attention import HeadShape, Span
 from outpace.models.base import Target
 from outpace.models.blocks import ACTIVATION, Norm, read_block
 from outpace.models.families import DecoderConfig
+from outpace.models.fused import attention, fits
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.packed import MIN_ROWS, Linear
 from outpace.models.passes import PassRows, Rotation
@@ -226,11 +227,14 @@ class EagleNet:
             for position in span.positions
         ]
         positions += [0] * (len(x_TH) - len(positions))
-        alone = block.window is None and heads.softcap is None and is_few(spans)
+        alone = (
+            block.window is None and heads.softcap is None and is_few(spans)
+            and not fits(cache, heads, self.dtype)
+        )  # fmt: skip
         if alone:
             head_TXW = block.qkv(u_TI).float().view(len(x_TH), -1, heads.width)
         else:
-            attend = Attention(
+            attend = attention(
                 cache, spans, len(x_TH), heads, frozenset({block.window}), self.dtype
             )
             head_TXW = attend.head_TXD

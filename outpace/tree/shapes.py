@@ -19,8 +19,7 @@ from outpace.types import ROOT, Budget, Shape
 
 CHAIN = Shape()
 BEAM, LEAST = 8, 0.5
-"""Of dynamic trees, see ``Shape``. Where all siblings are drawn together a sibling needs `LEAST`
-of a node in any case: room is left below them."""
+"""Of dynamic trees, see ``Shape``. A sibling that is drawn needs that share of a node."""
 LEVELS = 8
 """Deepest dynamic tree where nobody says otherwise."""
 MAX_NODES = 1024

@@ -1,0 +1,295 @@
+/* Attention of all rows of a pass over the dense cache, for CPUs: the same thing that
+   attention.py does with products of matrices, in one reading of keys and values.
+
+   What a row gets depends on its own sight alone, bit for bit: not on the rows beside it, not on
+   the number of threads, and not on whether its ancestors stand in a chain or in a tree.
+   - A score is summed coordinate by coordinate, by fused multiply-adds, in a vector as outside.
+   - Positions are cut into blocks of 128. In a block, values are summed by position; weights are
+     summed by position in each lane, and lanes in one fixed order.
+   - Blocks are merged in order, each weighted by its own largest score.
+
+   Work is cut into units, one block of positions for a few rows of one slot and one head of keys,
+   which threads take as they come; then rows are merged. A unit reads each key and value once,
+   for up to MOST query rows. Keys lie coordinate by coordinate, so that neighbouring positions
+   fill a vector; values lie row by row, so that neighbouring coordinates do.
+
+   Letters: G query heads per head of keys, D width of a head, C rows of a slot, M = rows * G. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+enum { BYTES = 64, TALL = 6, WIDE = 4 };
+#elif defined(__AVX2__) && defined(__FMA__)
+enum { BYTES = 32, TALL = 6, WIDE = 2 };
+#elif defined(__aarch64__)
+enum { BYTES = 16, TALL = 6, WIDE = 4 };
+#else
+#error "needs vectors with fused multiply-add"
+#endif
+/* TALL query rows by WIDE vectors is what a product holds in registers. */
+enum { LANES = BYTES / 4, TILE = WIDE * LANES, BLOCK = 128, MOST = 32, WIDEST = 256 };
+
+typedef float vec __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(BYTES), aligned(4), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+#define EACH_ROW(m) _Pragma("GCC unroll 6") for (int m = 0; m < tall; m++)
+#define EACH_VEC(n) _Pragma("GCC unroll 4") for (int n = 0; n < wide; n++)
+/* The number of rows has to be known when a product is compiled. */
+#define BY_HEIGHT(left, product)                                                                  \
+    switch (left) {                                                                               \
+    case 1: product(1); break;                                                                    \
+    case 2: product(2); break;                                                                    \
+    case 3: product(3); break;                                                                    \
+    case 4: product(4); break;                                                                    \
+    case 5: product(5); break;                                                                    \
+    default: product(6);                                                                          \
+    }
+
+/* Which positions a row of the pass sees: those from `low` to `dense` in the rows of its slot that
+   bear their numbers, and then `length` more, one by one, in the rows that `path` lists. */
+typedef struct {
+    int64_t low, dense, path, length;
+} Sight;
+
+/* Consecutive rows of one slot that are handled together, and the blocks that they see. */
+typedef struct {
+    int64_t slot, row, rows, first, blocks, part;
+} Chunk;
+
+/* All that the layers of a pass have in common. fused.py has the same list. */
+typedef struct {
+    int64_t kv, group, width, capacity, key_stride, value_stride, bfloat16, threads;
+    int64_t news, units, chunks;
+    float *head;          /* [T, (G + 2) * kv, D]: queries, keys, values of the pass */
+    void *out;            /* [T, kv * G * D], float32 or bfloat16 */
+    const int64_t *place; /* [news, 2]: slot and row of each new key */
+    const int64_t *unit;  /* [units, 2]: chunk, and which of its blocks */
+    const Chunk *chunk;
+    const Sight *sight; /* of every row */
+    const int64_t *path;
+    float *part; /* [., D]: per chunk, block, head and query row the weighted values */
+    float *tops; /* [., 2]: likewise the largest score, and the sum of weights */
+    float scale; /* multiplies queries; scores are powers of two */
+} Pass;
+
+INLINE vec load(const float *from) { return *(const vec *)from; }
+INLINE void store(float *to, vec x) { *(vec *)to = x; }
+INLINE vec all(float x) { return x - (vec){0}; }
+INLINE int64_t clip(int64_t x) { return x < 0 ? 0 : x > BLOCK ? BLOCK : x; }
+
+INLINE vec larger(vec a, vec b) {
+    ivec which = a > b;
+    return (vec)(((ivec)a & which) | ((ivec)b & ~which));
+}
+
+/* 2 to the power of x, for x <= 0; below 2^-126 it is 0. The part of x between -1/2 and 1/2 goes
+   through a polynomial fitted to it (2e-9 off, less than float32 shows), the rest to the
+   exponent. */
+INLINE vec power(vec x) {
+    ivec none = x < -126.0f;
+    x = (vec)((ivec)x & ~none);
+    vec shifted = x + 12582912.0f; /* 1.5 * 2^23: the whole part ends up in the last bits */
+    ivec whole = (ivec)shifted - 0x4b400000;
+    vec f = x - (shifted - 12582912.0f);
+    vec y = all(1.5353360e-4f);
+    y = y * f + 1.3398875e-3f;
+    y = y * f + 9.6184374e-3f;
+    y = y * f + 5.5503325e-2f;
+    y = y * f + 2.4022648e-1f;
+    y = y * f + 6.9314720e-1f;
+    y = y * f + 1.0f;
+    return (vec)(((ivec)y + (whole << 23)) & ~none);
+}
+
+/* Scores of `tall` query rows with TILE neighbouring positions. Meanwhile the values of these
+   positions are asked for, if `values` is given. */
+INLINE void score(const int tall, const float *q, int64_t width, const float *key,
+                  int64_t capacity, float *out, const float *values) {
+    enum { wide = WIDE };
+    vec sum[TALL][WIDE];
+    EACH_ROW(m) EACH_VEC(n) sum[m][n] = (vec){0};
+    for (int64_t d = 0; d < width; d++) {
+        vec k[WIDE];
+        EACH_VEC(n) k[n] = load(key + d * capacity + n * LANES);
+        if (values)
+            for (int i = 0; i < TILE; i += 16) __builtin_prefetch(values + d * TILE + i, 0, 2);
+        EACH_ROW(m) {
+            vec one = all(q[m * width + d]);
+            EACH_VEC(n) sum[m][n] += one * k[n];
+        }
+    }
+    EACH_ROW(m) EACH_VEC(n) store(out + m * BLOCK + n * LANES, sum[m][n]);
+}
+
+/* Values of the positions from `first` to `last`, weighted for `tall` query rows: `wide` vectors
+   of neighbouring coordinates. */
+INLINE void mix(const int tall, const int wide, const float *weight, int64_t first, int64_t last,
+                const float *value, int64_t width, float *out) {
+    vec sum[TALL][WIDE];
+    EACH_ROW(m) EACH_VEC(n) sum[m][n] = (vec){0};
+    for (int64_t i = first; i < last; i++) {
+        vec v[WIDE];
+        EACH_VEC(n) v[n] = load(value + i * width + n * LANES);
+        EACH_ROW(m) {
+            vec one = all(weight[m * BLOCK + i]);
+            EACH_VEC(n) sum[m][n] += one * v[n];
+        }
+    }
+    EACH_ROW(m) EACH_VEC(n) store(out + m * width + n * LANES, sum[m][n]);
+}
+
+/* Turn the scores of one block into weights; give the largest score and the sum of weights. */
+static void weigh(float *row, float *tops) {
+    vec top = all(-INFINITY), sum = {0};
+    for (int i = 0; i < BLOCK; i += LANES) top = larger(load(row + i), top);
+    float most = -INFINITY, total = 0;
+    for (int i = 0; i < LANES; i++) most = top[i] > most ? top[i] : most;
+    /* Where nothing is seen, all weights are 0 whatever is taken off. */
+    vec off = all(most == -INFINITY ? 0.0f : most);
+    for (int i = 0; i < BLOCK; i += LANES) {
+        vec x = power(load(row + i) - off);
+        store(row + i, x);
+        sum += x;
+    }
+    for (int i = 0; i < LANES; i++) total += sum[i];
+    tops[0] = most, tops[1] = total;
+}
+
+/* One block of positions, for the rows of a chunk and one head of keys. */
+static void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t head,
+                         const float *keys, const float *values) {
+    const int64_t G = p->group, D = p->width, C = p->capacity, M = c->rows * G;
+    const int64_t low = (c->first + block) * BLOCK, heads = (G + 2) * p->kv;
+    const int64_t at = c->part + (block * p->kv + head) * M;
+    const float *key = keys + c->slot * p->key_stride + head * D * C;
+    const float *value = values + c->slot * p->value_stride + head * C * D;
+    float q[MOST * WIDEST] __attribute__((aligned(64)));
+    float weight[MOST * BLOCK] __attribute__((aligned(64)));
+    float *out = p->part + at * D;
+
+    /* Columns that some row sees at the place of their position: those from `first` to `last`. */
+    int64_t first = BLOCK, last = 0;
+    for (int64_t r = 0; r < c->rows; r++) {
+        const Sight *sight = p->sight + c->row + r;
+        const float *from = p->head + ((c->row + r) * heads + head * G) * D;
+        for (int64_t i = 0; i < G * D; i++) q[r * G * D + i] = from[i] * p->scale;
+        if (clip(sight->low - low) < first) first = clip(sight->low - low);
+        if (clip(sight->dense - low) > last) last = clip(sight->dense - low);
+    }
+    first = first / TILE * TILE;
+    for (int64_t i = first; i < last; i += TILE)
+        for (int64_t m = 0; m < M; m += TALL) {
+#define PRODUCT(tall)                                                                             \
+    score(tall, q + m * D, D, key + low + i, C, weight + m * BLOCK + i,                           \
+          m ? NULL : value + (low + i) * D)
+            BY_HEIGHT(M - m, PRODUCT)
+#undef PRODUCT
+        }
+    for (int64_t m = 0; m < M; m++) {
+        const Sight *sight = p->sight + c->row + m / G;
+        const int64_t dense = sight->dense - low, seen = clip(sight->low - low);
+        const int64_t own = clip(dense), stop = clip(dense + sight->length);
+        const int64_t *path = p->path + sight->path - dense;
+        float *row = weight + m * BLOCK;
+        for (int64_t i = 0; i < seen; i++) row[i] = -INFINITY;
+        for (int64_t i = own > seen ? own : seen; i < stop; i++) {
+            float sum = 0;
+            for (int64_t d = 0; d < D; d++) sum = fmaf(q[m * D + d], key[d * C + path[i]], sum);
+            row[i] = sum;
+        }
+        for (int64_t i = stop; i < BLOCK; i++) row[i] = -INFINITY;
+        weigh(row, p->tops + 2 * (at + m));
+    }
+    for (int64_t m = 0; m < M; m += TALL) {
+        int64_t d = 0;
+        for (; d + TILE <= D; d += TILE) {
+#define PRODUCT(tall)                                                                             \
+    mix(tall, WIDE, weight + m * BLOCK, first, last, value + low * D + d, D, out + m * D + d)
+            BY_HEIGHT(M - m, PRODUCT)
+#undef PRODUCT
+        }
+        for (; d < D; d += LANES) {
+#define PRODUCT(tall)                                                                             \
+    mix(tall, 1, weight + m * BLOCK, first, last, value + low * D + d, D, out + m * D + d)
+            BY_HEIGHT(M - m, PRODUCT)
+#undef PRODUCT
+        }
+    }
+    /* Rows that see more by their paths all end at the same `dense`: that comes behind here. */
+    for (int64_t m = 0; m < M; m++) {
+        const Sight *sight = p->sight + c->row + m / G;
+        const int64_t dense = sight->dense - low, stop = clip(dense + sight->length);
+        const int64_t *path = p->path + sight->path - dense;
+        if (sight->length == 0) continue;
+        for (int64_t i = clip(dense); i < stop; i++) {
+            vec one = all(weight[m * BLOCK + i]);
+            float *sum = out + m * D;
+            for (int64_t d = 0; d < D; d += LANES)
+                store(sum + d, load(sum + d) + one * load(value + path[i] * D + d));
+        }
+    }
+}
+
+/* bfloat16 is the upper half of a float32; nearest, even on ties. Not for NaN. */
+INLINE uint16_t rounded(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+/* Merge the blocks of a chunk's rows for one head of keys, and write what they come to. */
+static void merge(const Pass *p, const Chunk *c, int64_t head) {
+    const int64_t D = p->width, M = c->rows * p->group;
+    for (int64_t m = 0; m < M; m++) {
+        int64_t at = c->part + head * M + m;
+        float sum[WIDEST], top = p->tops[2 * at], total = p->tops[2 * at + 1];
+        memcpy(sum, p->part + at * D, D * sizeof *sum);
+        for (int64_t block = 1; block < c->blocks; block++) {
+            at += p->kv * M;
+            const float next = p->tops[2 * at], *more = p->part + at * D;
+            if (next == -INFINITY) continue;
+            const float both = next > top ? next : top;
+            const vec old = power(all(top - both)), new = power(all(next - both));
+            total = fmaf(p->tops[2 * at + 1], new[0], total * old[0]);
+            for (int64_t d = 0; d < D; d += LANES)
+                store(sum + d, load(sum + d) * old + load(more + d) * new);
+            top = both;
+        }
+        const int64_t row = c->row + m / p->group;
+        const int64_t to = ((row * p->kv + head) * p->group + m % p->group) * D;
+        for (int64_t d = 0; d < D; d++) {
+            if (p->bfloat16) ((uint16_t *)p->out)[to + d] = rounded(sum[d] / total);
+            else ((float *)p->out)[to + d] = sum[d] / total;
+        }
+    }
+}
+
+static void keep(const Pass *p, int64_t row, float *keys, float *values) {
+    const int64_t D = p->width, C = p->capacity;
+    const float *new = p->head + (row * (p->group + 2) + p->group) * p->kv * D;
+    float *key = keys + p->place[2 * row] * p->key_stride + p->place[2 * row + 1];
+    float *value = values + p->place[2 * row] * p->value_stride + p->place[2 * row + 1] * D;
+    for (int64_t i = 0; i < p->kv * D; i++) key[i * C] = new[i];
+    for (int64_t head = 0; head < p->kv; head++)
+        memcpy(value + head * C * D, new + (p->kv + head) * D, D * sizeof *value);
+}
+
+/* Store the new keys and values of a layer, and attend. */
+void outpace_attend(const Pass *p, float *keys, float *values) {
+#pragma omp parallel num_threads((int)p->threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < p->news; row++) keep(p, row, keys, values);
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < p->units * p->kv; i++) {
+            const int64_t *unit = p->unit + i / p->kv * 2;
+            attend_block(p, p->chunk + unit[0], unit[1], i % p->kv, keys, values);
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < p->chunks * p->kv; i++)
+            merge(p, p->chunk + i / p->kv, i % p->kv);
+    }
+}

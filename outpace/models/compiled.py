@@ -1,0 +1,86 @@
+"""C code of the package, compiled for this machine when it is first needed.
+
+A file is kept per source, compiler and processor in the cache folder, so that this takes half a
+second once. Where it cannot be done there is a slower way: no C compiler, no processor with fused
+multiply-add, a system other than Linux, or a torch whose threads are not those of GNU OpenMP,
+beside which a second team of threads would stand in the way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from outpace.config import cache_folder, may_compile
+
+LOG = logging.getLogger("outpace.compiled")
+_COMPILERS = ("cc", "gcc", "clang")
+_FLAGS = (
+    "-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC",
+)  # fmt: skip
+_THREADS = "libgomp.so.1"
+_SECONDS = 60.0
+
+
+@functools.cache
+def library(name: str) -> ctypes.CDLL | None:
+    """Load the code of ``name.c`` beside this file; compiled first, if it never was.
+
+    Returns:
+        None where that is not possible; the log says why.
+    """
+    if not may_compile() or not sys.platform.startswith("linux"):
+        return None
+    source = Path(__file__).with_name(f"{name}.c")
+    try:
+        ctypes.CDLL(_THREADS, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        return ctypes.CDLL(str(_compiled(source)))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        LOG.info("%s is not compiled (%s); torch computes instead", source.name,
+                 " ".join(said.split())[:200])
+        return None
+
+
+def _compiled(source: Path) -> Path:
+    """The file of a source, made now if it is not there.
+
+    Raises:
+        OSError: no compiler, or nowhere to write.
+        SubprocessError: it cannot be compiled here.
+    """
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise OSError("there is no C compiler")
+    known = (source.read_bytes(), compiler.encode(), " ".join(_FLAGS).encode(), _processor())
+    digest = hashlib.sha256(b"\0".join(known)).hexdigest()[:16]
+    folder = cache_folder() / "compiled"
+    whole = folder / f"{source.stem}-{digest}.so"
+    if whole.exists():
+        return whole
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        part = Path(work) / whole.name
+        subprocess.run(
+            [compiler, *_FLAGS, "-o", str(part), str(source), "-lm"],
+            check=True, capture_output=True, text=True, timeout=_SECONDS,
+        )  # fmt: skip
+        part.replace(whole)
+    return whole
+
+
+def _processor() -> bytes:
+    """What its instructions depend on: a home may be shared by several machines."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text(errors="replace").splitlines() if told.exists() else []
+    flags = [line for line in lines if line.lower().startswith(("flags", "features"))]
+    return "\n".join([platform.machine(), *flags[:1]]).encode()

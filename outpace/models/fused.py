@@ -1,0 +1,169 @@
+"""Attention in one reading of keys and values, by compiled code.
+
+`outpace.models.attention` says what is computed and what is promised; there it is done with
+products of matrices, a dozen per layer and group of slots, which on a CPU read keys and values at
+a quarter of the speed of its memory, and fill up shorter slots to the longest. ``attend.c`` does
+the same in one call per layer. Its sums run in another order, so its results differ in the last
+bits from those of torch: a process uses one of the two for all passes of a model.
+
+Milliseconds of a pass over SmolLM2-135M in bfloat16, 2 cores with AVX-512:
+
+    sequences x rows, context        products   fused
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outpace.cache.dense import DenseCache
+from outpace.models.attention import Attention, HeadShape, Span
+from outpace.models.compiled import library
+
+BLOCK = 128
+"""Positions of a unit of work."""
+_LANES, _MOST, _WIDEST = 16, 32, 256
+_ROWS = 24
+"""Query rows of a unit that are aimed at: a key that was read serves them all."""
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def attention(
+    cache: DenseCache, spans: Sequence[Span], rows: int, shape: HeadShape,
+    windows: frozenset[int | None], dtype: torch.dtype,
+) -> Attention | FusedAttention:  # fmt: skip
+    """The fastest attention that this machine has, for a pass; arguments as of `Attention`."""
+    one = FusedAttention if fits(cache, shape, dtype) else Attention
+    return one(cache, spans, rows, shape, windows, dtype)
+
+
+def fits(cache: DenseCache, shape: HeadShape, dtype: torch.dtype) -> bool:
+    """Whether compiled code attends to these heads here."""
+    return (
+        cache.key_store.device.type == "cpu" and dtype in _DTYPES and shape.softcap is None
+        and shape.group <= _MOST and shape.width <= _WIDEST and shape.width % _LANES == 0
+        and library("attend") is not None
+    )  # fmt: skip
+
+
+class FusedAttention:
+    """What `Attention` is, with the same arguments, effects and results but for rounding."""
+
+    def __init__(
+        self, cache: DenseCache, spans: Sequence[Span], rows: int, shape: HeadShape,
+        windows: frozenset[int | None], dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        code = library("attend")
+        assert code is not None
+        self._attend = code.outpace_attend
+        kv, queries, width = shape.kv, shape.queries, shape.width
+        self.head_TXD = torch.zeros(rows, queries + 2 * kv, width)
+        self.turned_TXE = torch.view_as_complex(
+            self.head_TXD[:, : queries + kv].view(rows, queries + kv, width // 2, 2)
+        )
+        self._out = torch.zeros(rows, queries * width, dtype=dtype)
+        self._stores = cache.key_store, cache.value_store
+        place = array("q")
+        for span in spans:
+            for row in span.stored:
+                place.extend((span.slot, row))
+        self._passes = {
+            window: _Pass(self.head_TXD, self._out, self._stores, place, spans, shape, window)
+            for window in windows
+        }
+
+    def __call__(self, layer: int, window: int | None) -> Tensor:
+        """Store keys and values, attend; as ``Attention.__call__``."""
+        keys, values = (
+            ctypes.c_void_p(store.data_ptr() + layer * store.stride(0) * store.element_size())
+            for store in self._stores
+        )
+        self._attend(ctypes.byref(self._passes[window].told), keys, values)
+        return self._out
+
+
+class _Told(ctypes.Structure):
+    """``Pass`` of attend.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in (
+            "kv", "group", "width", "capacity", "key_stride", "value_stride", "bfloat16",
+            "threads", "news", "units", "chunks",
+        )),
+        *((name, ctypes.c_void_p) for name in (
+            "head", "out", "place", "unit", "chunk", "sight", "path", "part", "tops",
+        )),
+        ("scale", ctypes.c_float),
+    ]  # fmt: skip
+
+
+class _Pass:
+    """What the rows of a pass see through one window, cut into units of work.
+
+    It holds the memory that ``told`` points to.
+    """
+
+    def __init__(
+        self, head_TXD: Tensor, out: Tensor, stores: tuple[Tensor, Tensor], place: array[int],
+        spans: Sequence[Span], shape: HeadShape, window: int | None,
+    ) -> None:  # fmt: skip
+        self._place = place
+        self._sight, self._path = array("q"), array("q")
+        for span in spans:
+            self._look(span, window)
+        self._chunk, self._unit = array("q"), array("q")
+        parts = 0
+        for span in spans:
+            parts = self._cut(span, shape, parts)
+        self._part = torch.empty(parts, shape.width)
+        self._tops = torch.empty(parts, 2)
+        keys, values = stores
+        self.told = _Told(
+            kv=shape.kv, group=shape.group, width=shape.width, capacity=keys.shape[4],
+            key_stride=keys.stride(1), value_stride=values.stride(1),
+            bfloat16=out.dtype == torch.bfloat16, threads=torch.get_num_threads(),
+            news=len(place) // 2, units=len(self._unit) // 2, chunks=len(self._chunk) // 6,
+            head=head_TXD.data_ptr(), out=out.data_ptr(), place=_address(place),
+            unit=_address(self._unit), chunk=_address(self._chunk), sight=_address(self._sight),
+            path=_address(self._path), part=self._part.data_ptr(), tops=self._tops.data_ptr(),
+            scale=shape.scale / math.log(2),
+        )  # fmt: skip
+
+    def _look(self, span: Span, window: int | None) -> None:
+        """Note of every row the first position that it sees, up to where positions lie in order,
+        and the storage rows of those behind.
+        """
+        for row in span.stored:
+            position = span.base + span.depths[row - span.base]
+            low = 0 if window is None else max(0, position - window + 1)
+            dense, way = position + 1, list[int]()
+            if not span.chain:
+                dense, at = span.base, row - span.base
+                while at >= 0:
+                    way.append(span.base + at)
+                    at = span.parents[at]
+            self._sight.extend((low, dense, len(self._path), len(way)))
+            self._path.extend(reversed(way))
+
+    def _cut(self, span: Span, shape: HeadShape, parts: int) -> int:
+        """Cut rows into chunks, and what they see into blocks; give the parts so far."""
+        count = max(1, _ROWS // shape.group)
+        for row in range(span.start, span.start + len(span.stored), count):
+            rows = min(count, span.start + len(span.stored) - row)
+            sights = [self._sight[4 * r : 4 * r + 4] for r in range(row, row + rows)]
+            first = min(low for low, *_ in sights) // BLOCK
+            stop = -(-max(dense + length for _, dense, _, length in sights) // BLOCK)
+            for block in range(stop - first):
+                self._unit.extend((len(self._chunk) // 6, block))
+            self._chunk.extend((span.slot, row, rows, first, stop - first, parts))
+            parts += (stop - first) * shape.queries * rows
+        return parts
+
+
+def _address(numbers: array[int]) -> int:
+    return numbers.buffer_info()[0]

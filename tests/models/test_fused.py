@@ -1,0 +1,189 @@
+"""Compiled attention gives what products give, and a row the same bits whatever is beside it."""
+
+import logging
+import random
+import subprocess
+
+import pytest
+import torch
+
+from outpace.cache.dense import DenseCache
+from outpace.models import compiled, fused
+from outpace.models.attention import Attention, HeadShape, Span
+from outpace.models.fused import FusedAttention, attention, fits
+
+needs_code = pytest.mark.skipif(
+    compiled.library("attend") is None, reason="C cannot be compiled for this machine"
+)
+BASES = (0, 1, 5, 63, 64, 100, 126, 127, 128, 200, 255, 300)
+ROWS = 512
+GROUPED, WIDE, MANY = (3, 3, 64), (1, 2, 256), (1, 32, 16)
+
+
+def heads(kv, group, width, softcap=None):
+    return HeadShape(kv=kv, group=group, width=width, scale=width**-0.5, softcap=softcap)
+
+
+def span(slot, start, base, parents, first=0):
+    """Rows of a slot, from the ``first`` of its tail on."""
+    depths = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    chain = depths == list(range(len(depths)))
+    stored = range(base + first, base + len(parents))
+    return Span(slot, start, stored, base, parents, depths, chain)
+
+
+def batch(coins, slots):
+    """Chains and trees of some length behind texts of some length."""
+    spans, start = [], 0
+    for slot in range(slots):
+        count, chain = coins.choice((1, 1, 2, 5, 9, 40)), coins.random() < 0.4
+        parents = [-1, *(i - 1 if chain else coins.randrange(i) for i in range(1, count))]
+        spans.append(span(slot, start, coins.choice(BASES), parents, first=count // 4))
+        start += len(spans[-1].stored)
+    return spans
+
+
+def cache_of(shape, slots, seed=0):
+    cache = DenseCache(2, shape.kv, shape.width)
+    cache.resize(slots, ROWS)
+    coins = torch.Generator().manual_seed(seed)
+    for store in (cache.key_store, cache.value_store):
+        store.copy_(torch.randn(store.shape, generator=coins))
+    return cache
+
+
+def fill(attend, seed=1):
+    coins = torch.Generator().manual_seed(seed)
+    attend.head_TXD.copy_(torch.randn(attend.head_TXD.shape, generator=coins))
+
+
+@needs_code
+@pytest.mark.parametrize("shape", [GROUPED, WIDE, MANY, (2, 4, 80), (4, 1, 32)])
+@pytest.mark.parametrize("windows", [(None,), (None, 7), (50, 200)])
+def test_it_gives_what_products_of_matrices_give(shape, windows):
+    shape, worst = heads(*shape), 0.0
+    for seed in range(6):
+        spans = batch(random.Random(seed), 4)
+        rows = sum(len(one.stored) for one in spans)
+        caches = [cache_of(shape, 4, seed) for _ in range(2)]
+        both = [
+            kind(cache, spans, max(4, rows), shape, frozenset(windows), torch.float32)
+            for kind, cache in zip((Attention, FusedAttention), caches, strict=True)
+        ]
+        for attend in both:
+            fill(attend, seed)
+        for window in windows:
+            want, got = (attend(1, window)[:rows].clone() for attend in both)
+            worst = max(worst, float((got - want).abs().max()))
+        for one, other in zip(caches[0].by_row, caches[1].by_row, strict=True):
+            assert torch.equal(one, other), "what is stored"
+    assert 0.0 < worst < 4e-6
+
+
+@needs_code
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_gets_the_same_bits_whatever_is_beside_it(dtype):
+    """Alone, in a batch, as a chain, in a tree over the border of a block, with more threads."""
+    shape = heads(*GROUPED)
+    head = torch.randn(64, 15, 64, generator=torch.Generator().manual_seed(3))
+
+    def run(spans, rows, threads=1):
+        attend = FusedAttention(
+            cache_of(shape, 3), spans, max(4, len(rows)), shape, frozenset({None}), dtype
+        )
+        attend.head_TXD[: len(rows)] = head[rows]
+        attend._passes[None].told.threads = threads
+        return attend(0, None)[: len(rows)].clone()
+
+    for base in BASES:
+        coins = random.Random(base)
+        parents = [-1, *(coins.randrange(i) for i in range(1, 20))]
+        tree, other = span(1, 4, base, parents), span(0, 0, 77, [-1, 0, 0, 1])
+        beside = run([other, tree], [*range(40, 44), *range(20)], threads=2)[4:]
+        alone = run([span(1, 0, base, parents)], list(range(20)))
+        assert torch.equal(beside, alone), base
+        for leaf in set(range(20)) - set(parents):
+            path, at = [], leaf
+            while at >= 0:
+                path.insert(0, at)
+                at = parents[at]
+            chain = run([span(1, 0, base, list(range(-1, len(path) - 1)))], path)
+            assert torch.equal(chain, alone[path]), (base, leaf)
+
+
+@needs_code
+def test_equal_bits_say_something():
+    """Keys in another order have the same softmax, up to rounding."""
+    shape = heads(*GROUPED)
+    outs = []
+    for order in (range(300), [*range(1, 300), 0]):
+        cache = cache_of(shape, 1)
+        for store in cache.by_row:
+            store[:, 0, :300] = store[:, 0, list(order)]
+        attend = FusedAttention(
+            cache, [span(0, 0, 300, [-1])], 4, shape, frozenset({None}), torch.float32
+        )
+        fill(attend)
+        outs.append(attend(0, None)[0].clone())
+    assert not torch.equal(*outs)
+    torch.testing.assert_close(*outs)
+
+
+@needs_code
+def test_what_it_does_not_know_is_left_to_products(monkeypatch):
+    usual = heads(*GROUPED)
+    cache = cache_of(usual, 1)
+    spans, windows = [span(0, 0, 3, [-1])], frozenset({None})
+
+    def kind(shape=usual, dtype=torch.float32):
+        return type(attention(cache, spans, 4, shape, windows, dtype))
+
+    assert kind() is kind(dtype=torch.bfloat16) is FusedAttention
+    assert kind(heads(3, 3, 64, softcap=50.0)) is kind(dtype=torch.float64) is Attention
+    assert not fits(cache, heads(1, 33, 16), torch.float32)
+    assert not fits(cache, heads(1, 1, 24), torch.float32)
+    monkeypatch.setattr(fused, "library", lambda name: None)
+    assert kind() is Attention
+
+
+def test_code_is_compiled_once_and_otherwise_left_out(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "outpace.compiled")
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
+    calls = []
+
+    def compiler(command, **options):
+        calls.append(command)
+        assert options["check"] and options["timeout"] > 0
+        with open(command[command.index("-o") + 1], "wb") as file:
+            file.write(b"\x7fELF")
+
+    monkeypatch.setattr(subprocess, "run", compiler)
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    source = tmp_path / "some.c"
+    source.write_text("int one;")
+    made = compiled._compiled(source)
+    assert made == compiled._compiled(source) and len(calls) == 1
+    assert [path.name for path in made.parent.iterdir()] == [made.name], "nothing else is left"
+    monkeypatch.setattr(compiled, "_processor", lambda: b"another")
+    assert compiled._compiled(source) != made and len(calls) == 2
+    source.write_text("int two;")
+    compiled._compiled(source)
+    assert len(calls) == 3
+
+    library = compiled.library.__wrapped__
+    assert library("attend") is None, "what was written is no library"
+    assert "attend.c is not compiled (" in caplog.text
+
+    def refuses(command, **options):
+        raise subprocess.CalledProcessError(1, command, stderr="error: no\nvectors")
+
+    monkeypatch.setattr(subprocess, "run", refuses)
+    monkeypatch.setattr(compiled, "_processor", lambda: b"a third")
+    assert library("attend") is None and "(error: no vectors)" in caplog.text
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert library("attend") is None and "there is no C compiler" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("OUTPACE_COMPILE", "0")
+    assert library("attend") is None and not caplog.text
