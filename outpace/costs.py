@@ -96,7 +96,7 @@ class Costs:
     ) -> None:
         self._drafts = {name: DraftPrice(0.0, level) for name, level in (drafts or {}).items()}
         self._before: dict[int, str] = {}  # sequence -> who drafted for it a step ago
-        self._rest = 0.0
+        self._rest = self._still = self._more = 0.0
         self._known: dict[str, KnownDrafter] = {}
         self._names: dict[str, str] = {}  # method spec -> the one that it was measured as
         self.start(curve)
@@ -186,6 +186,10 @@ class Costs:
         """Seconds of a step outside drafting and the pass."""
         return self._rest
 
+    def around(self, sequences: int) -> tuple[float, float]:
+        """Of ``rest`` what a step without drafts takes, and each sequence that drafts adds."""
+        return (self._still * sequences, self._more) if self._still else (self._rest, 0.0)
+
     def timed(self, drafter: str) -> int:
         """How many steps the price of a drafter rests on."""
         price = self._drafts.get(drafter)
@@ -200,6 +204,12 @@ class Costs:
         rest = sum(seconds.get(verb, 0.0) for verb in ("plan", "judge", "commit"))
         self._rest += (rest - self._rest) * max(_FAST, 1.0 / self._seen)
         asked = {row.sequence: row.drafter for row in record.rows if row.drafter != "none"}
+        if not asked:
+            own = rest / len(record.rows)
+            self._still += (own - self._still) * (_FAST if self._still else 1.0)
+        elif self._still:
+            more = max(0.0, rest - self._still * len(record.rows)) / len(asked)
+            self._more += (more - self._more) * _FAST
         self._learn_drafts(asked, record)
         self._before = asked
 

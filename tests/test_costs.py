@@ -61,6 +61,19 @@ def test_prompts_teach_nothing():
     assert costs.passed(1, 0, 1) == pytest.approx(0.01) and costs.rest == 0.0
 
 
+def test_what_drafts_cost_beside_drafting_is_told_apart():
+    costs = Costs(CURVE)
+    both = [record(0.01, 4, 0.001, 1, drafters=("m", "m"), rest=0.005)] * 60
+    for one in both:
+        costs.watch(one)
+    assert costs.around(2) == (costs.rest, 0.0), "no step without drafts was seen"
+    costs.watch(record(0.01, 2, drafters=("none", "none"), rest=0.001))
+    for one in both:
+        costs.watch(one)
+    assert costs.around(2) == (pytest.approx(0.001), pytest.approx(0.002, rel=1e-3))
+    assert costs.around(4)[0] == pytest.approx(0.002) and costs.price("m")[0] == 0.0
+
+
 def test_drafters_are_timed():
     costs = Costs(CURVE)
     costs.suppose("look", 0.0)

@@ -147,7 +147,10 @@ class Attention:
         self._out = self.out_TKGD.flatten(1)
         new_YXD = self.head_TXD[: sum(len(span.stored) for span in spans), queries:]
         self._new = new_YXD[:, :kv], new_YXD[:, kv:]
-        self._places, self._index = self._writing(cache, spans)
+        self._places = list(zip(*(store.unbind(0) for store in cache.by_row), strict=True))
+        slot_Y = torch.tensor([span.slot for span in spans for _ in span.stored])
+        row_Y = torch.tensor([row for span in spans for row in span.stored])
+        self._index = slot_Y.to(self.device), row_Y.to(self.device)
         groups = list(_grouped([piece for span in spans for piece in span.pieces()]))
         largest = max(
             len(group) * kv * _height(group, shape) * max(span.reach for span in group)
@@ -156,20 +159,6 @@ class Attention:
         self.scratch = self.head_TXD.new_empty(largest)
         """Scores of one group; the next one overwrites them."""
         self._groups = [_Group(self, cache, group) for group in groups]
-
-    def _writing(
-        self, cache: DenseCache, spans: Sequence[Span]
-    ) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor] | None]:
-        """Give per layer where new keys and values go, and their slots and rows there."""
-        keys, values = cache.by_row
-        if len(spans) == 1:
-            slot, rows = spans[0].slot, slice(spans[0].stored.start, spans[0].stored.stop)
-            own = keys[:, slot, rows].unbind(0), values[:, slot, rows].unbind(0)
-            return list(zip(*own, strict=True)), None
-        slot_Y = torch.tensor([span.slot for span in spans for _ in span.stored])
-        row_Y = torch.tensor([row for span in spans for row in span.stored])
-        places = list(zip(keys.unbind(0), values.unbind(0), strict=True))
-        return places, (slot_Y.to(self.device), row_Y.to(self.device))
 
     def __call__(self, layer: int, window: int | None) -> Tensor:
         """Store keys and values, attend.
@@ -182,10 +171,7 @@ class Attention:
             [T, K * G * D], overwritten by the next call. Filling rows hold anything finite.
         """
         for place, new_YKD in zip(self._places[layer], self._new, strict=True):
-            if self._index is None:
-                place.copy_(new_YKD)
-            else:
-                place.index_put_(self._index, new_YKD)
+            place.index_put_(self._index, new_YKD)
         for group in self._groups:
             group.attend(layer, window)
         return self._out

@@ -99,7 +99,9 @@ class Tally:
         self.batch = max(load.batch, len(shares))
         self._each = 1.0 / self.batch
         self._own = len(shares)
+        self._rest, self._more = costs.around(self._own)
         self._passed: dict[int, float] = {}  # rows -> seconds; the same few are asked for often
+        self._prices: dict[tuple[str, int], tuple[float, float]] = {}  # likewise
         self._users: dict[str, int] = {}
         self._deepest: dict[str, float] = {}
 
@@ -117,9 +119,16 @@ class Tally:
             self._passed[rows] = found
         return found
 
+    def _price(self, drafter: str, users: int) -> tuple[float, float]:
+        found = self._prices.get((drafter, users))
+        if found is None:
+            call, level = self._costs.price(drafter, users)
+            found = self._prices[drafter, users] = call + self._more, level
+        return found
+
     def leave_out(self, index: int) -> None:
         """Look at the pass without this sequence; -1 leaves out none."""
-        emitted, self._draft = 1.0, self._costs.rest
+        emitted, self._draft = 1.0, self._rest
         self._rows: float = self._own + self._load.beside
         self._users, self._deepest = {}, {}
         for i, share in enumerate(self.shares):
@@ -127,20 +136,20 @@ class Tally:
                 name = share.drafter
                 emitted *= 1.0 + share.kept
                 self._rows += share.nodes
-                self._draft += self._costs.price(name)[0]
+                self._draft += self._price(name, 1)[0]
                 self._users[name] = self._users.get(name, 0) + 1
                 self._deepest[name] = max(share.levels, self._deepest.get(name, 0.0))
         for name, levels in self._deepest.items():
-            self._draft += self._costs.price(name, self._users[name])[1] * levels
+            self._draft += self._price(name, self._users[name])[1] * levels
         self._mean = self.batch * math.pow(emitted, self._each)
 
     def _joined(self, name: str) -> tuple[float, float, float]:
         """What a further user of a drafter adds: at once, per level; and what others paid."""
         users = self._users.get(name, 0)
-        call, level = self._costs.price(name, users + 1)
+        call, level = self._price(name, users + 1)
         paid = self._deepest.get(name, 0.0)
         if paid:
-            call -= self._costs.price(name, users)[1] * paid
+            call -= self._price(name, users)[1] * paid
         return call, level, paid
 
     def alike(self, options: Sequence[Option], margin: float) -> Share | None:
@@ -153,10 +162,10 @@ class Tally:
         best = (1.0 + margin) * self.batch / self.plain()
         found = None
         for option in options:
-            call, level = self._costs.price(option.drafter, own)
+            call, level = self._price(option.drafter, own)
             for cut in range(len(option.kept_C) if level > 0.0 else 0):
                 share = option.share(cut)
-                seconds = self.passed(own * (1 + share.nodes) + beside) + self._costs.rest
+                seconds = self.passed(own * (1 + share.nodes) + beside) + self._rest
                 seconds += own * call + level * share.levels
                 rate = self.batch * math.pow(1.0 + share.kept, own * self._each) / seconds
                 if rate > best:
@@ -165,7 +174,7 @@ class Tally:
 
     def plain(self) -> float:
         """Seconds of the step, if nothing is drafted."""
-        return self.passed(self._own + self._load.beside) + self._costs.rest
+        return self.passed(self._own + self._load.beside) + self._rest
 
     def total(self) -> float:
         """The rate, when no sequence is left out."""

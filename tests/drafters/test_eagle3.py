@@ -10,6 +10,7 @@ from outpace import Engine
 from outpace.cache.dense import DenseCache
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
+from outpace.drafters.heads import eagle3
 from outpace.drafters.heads.eagle3 import Eagle3, Eagle3Config
 from outpace.law import VocabMap
 from outpace.models import eagle
@@ -178,7 +179,8 @@ def test_one_go_and_token_by_token_are_the_same_bits(target):
     assert torch.equal(last, logits[0])
 
 
-def test_a_long_prompt_goes_through_the_head_when_it_comes(target):
+def test_a_long_prompt_goes_through_the_head_when_it_comes(target, monkeypatch):
+    monkeypatch.setattr(eagle3, "_WAITING", 32)  # what waits longer is read by the next draft
     drafter, _ = made(target)
     text = (TEXT * 16)[:150]
     whole, pieces = begun(drafter, target, text), begun(drafter, target, text, (40, 41, 100))

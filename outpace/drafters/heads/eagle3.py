@@ -35,8 +35,9 @@ from outpace.models.passes import PassRows
 from outpace.tree.growth import Branch, DraftRow
 from outpace.types import NOTHING, ROOT, Draft, Feed, Outcome
 
-_WAITING = 32
-"""Most rows that wait for the next draft: more, such as a prompt, go through the head at once."""
+_WAITING = 512
+"""Most rows that wait for the next draft; more go through the head at once. In a full batch where
+nobody drafts, most answers end before that, and nothing was read in vain."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
