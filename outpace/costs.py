@@ -199,16 +199,15 @@ class Costs:
         """Take a step in. Prompts teach nothing: their rows have no logits."""
         if record.prompt or not record.rows or record.seconds.get("score", 0.0) <= 0.0:
             return
-        seconds = record.seconds
-        self._learn_pass(record.passed_rows, record.context, len(record.rows), seconds["score"])
+        seconds, count = record.seconds, len(record.rows)
+        self._learn_pass(record.passed_rows, record.context, count, seconds["score"])
         rest = sum(seconds.get(verb, 0.0) for verb in ("plan", "judge", "commit"))
         self._rest += (rest - self._rest) * max(_FAST, 1.0 / self._seen)
         asked = {row.sequence: row.drafter for row in record.rows if row.drafter != "none"}
         if not asked:
-            own = rest / len(record.rows)
-            self._still += (own - self._still) * (_FAST if self._still else 1.0)
+            self._still += (rest / count - self._still) * (_FAST if self._still else 1.0)
         elif self._still:
-            more = max(0.0, rest - self._still * len(record.rows)) / len(asked)
+            more = max(0.0, rest - self._still * count) / len(asked)
             self._more += (more - self._more) * _FAST
         self._learn_drafts(asked, record)
         self._before = asked

@@ -28,9 +28,9 @@ from outpace.cache.dense import DenseCache
 from outpace.models.attention import HeadShape
 from outpace.models.base import Target
 from outpace.models.blocks import ACTIVATION, Norm
-from outpace.models.eagle import attend_few, is_few
+from outpace.models.eagle import attend_few, few_is_best
 from outpace.models.families import DecoderConfig
-from outpace.models.fused import attention, fits
+from outpace.models.fused import attention
 from outpace.models.packed import MIN_ROWS, Linear
 from outpace.models.passes import PassRows, Rotation
 
@@ -130,10 +130,7 @@ class Adapter:
             stream_TH[: len(rows.ids)] = x_TH
             normed_TH = torch.empty(stream_TH.shape, dtype=self.dtype, device=self.device)
             self._input_norm(stream_TH, normed_TH)
-            few = not wanted or (
-                heads.softcap is None and is_few(rows.spans)
-                and not fits(cache, heads, self.dtype)
-            )  # fmt: skip
+            few = not wanted or few_is_best(cache, rows.spans, heads, self.dtype)
             if few:
                 head_TXW = self._qkv(normed_TH).float().view(size, -1, heads.width)
             else:

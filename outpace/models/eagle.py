@@ -227,10 +227,7 @@ class EagleNet:
             for position in span.positions
         ]
         positions += [0] * (len(x_TH) - len(positions))
-        alone = (
-            block.window is None and heads.softcap is None and is_few(spans)
-            and not fits(cache, heads, self.dtype)
-        )  # fmt: skip
+        alone = block.window is None and few_is_best(cache, spans, heads, self.dtype)
         if alone:
             head_TXW = block.qkv(u_TI).float().view(len(x_TH), -1, heads.width)
         else:
@@ -268,6 +265,13 @@ def is_few(spans: Sequence[Span]) -> bool:
         and len(spans[0].stored) <= _FEW
         and (spans[0].chain or not any(spans[0].strays()))
     )
+
+
+def few_is_best(
+    cache: DenseCache, spans: Sequence[Span], heads: HeadShape, dtype: torch.dtype
+) -> bool:
+    """Whether ``attend_few`` serves, and nothing faster does here."""
+    return heads.softcap is None and is_few(spans) and not fits(cache, heads, dtype)
 
 
 def attend_few(

@@ -151,6 +151,7 @@ def test_what_it_does_not_know_is_left_to_products(monkeypatch):
 def test_code_is_compiled_once_and_otherwise_left_out(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "outpace.compiled")
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
+    monkeypatch.setenv("OUTPACE_COMPILE", "1")
     calls = []
 
     def compiler(command, **options):
