@@ -2,9 +2,8 @@
 
 Every key is stored, also those outside a sliding window, so that any path of the tail can be
 kept. Keys lie as their product with queries reads them, one coordinate of all rows after the
-other: for large batches that takes three quarters of the time. Both are float32 whatever the
-model's dtype: attention sums in float32, and converting thousands of keys per pass would cost
-more than reading them.
+other: for large batches that takes three quarters of the time. Attention sums in float32, so
+whoever reads bfloat16 has to convert it for less than reading twice as much would take.
 
 Shape letters: L layers, S slots, K key-value heads, C rows of a slot, D width of a head.
 """
@@ -35,6 +34,7 @@ class DenseCache(KVCache):
         width: width of a head.
         device: where to keep them.
         capacity: rows per slot to reserve as soon as anything is stored.
+        dtype: float32, or bfloat16 if who attends can read it.
     """
 
     copies = True
@@ -47,13 +47,14 @@ class DenseCache(KVCache):
         *,
         device: torch.device | str = "cpu",
         capacity: int = 0,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self._capacity = capacity
-        self.key_store = torch.zeros(layers, 0, heads, width, 0, device=device)
-        """float32 [L, S, K, D, C]. Rows never written are zero, hence finite."""
-        self.value_store = torch.zeros(layers, 0, heads, 0, width, device=device)
-        """float32 [L, S, K, C, D]."""
+        self.key_store = torch.zeros(layers, 0, heads, width, 0, device=device, dtype=dtype)
+        """[L, S, K, D, C]. Rows never written are zero, hence finite."""
+        self.value_store = torch.zeros(layers, 0, heads, 0, width, device=device, dtype=dtype)
+        """[L, S, K, C, D]."""
         self._views: dict[tuple[bool, int, int, int, int], list[Tensor]] = {}
 
     @property
@@ -169,19 +170,19 @@ def _resized(
     """A copy with another number of slots, and of rows along ``axis``; ``used`` rows per slot."""
     shape = list(store.shape)
     shape[1], shape[axis] = slots, rows
-    other = _zeros(shape, store.device)
+    other = _zeros(shape, store)
     for slot, count in used.items():
         old, new = (one[:, slot].narrow(axis - 1, 0, count) for one in (store, other))
         new.copy_(old)
     return other
 
 
-def _zeros(shape: Sequence[int], device: torch.device) -> Tensor:
-    """float32 zeros. Large ones on a CPU take no memory, and no time, before they are written:
-    writing zeros to a few gigabytes takes seconds, in which every sequence would wait.
+def _zeros(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Zeros of the dtype and device of ``like``. Large ones on a CPU take no memory, and no time,
+    before they are written: zeros of a few gigabytes take seconds, for which all would wait.
     """
-    size = 4 * math.prod(shape)
-    if device.type != "cpu" or size < _LARGE or not hasattr(mmap, "MAP_PRIVATE"):
-        return torch.zeros(shape, device=device)
+    size = like.element_size() * math.prod(shape)
+    if like.device.type != "cpu" or size < _LARGE or not hasattr(mmap, "MAP_PRIVATE"):
+        return like.new_zeros(shape)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=torch.float32).view(*shape)
+    return torch.frombuffer(pages, dtype=like.dtype).view(*shape)

@@ -33,6 +33,7 @@ enum { LANES = BYTES / 4, TILE = WIDE * LANES, BLOCK = 128, MOST = 32, WIDEST = 
 
 typedef float vec __attribute__((vector_size(BYTES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef uint16_t hvec __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 #define EACH_ROW(m) _Pragma("GCC unroll 6") for (int m = 0; m < tall; m++)
@@ -61,10 +62,10 @@ typedef struct {
 
 /* All that the layers of a pass have in common. fused.py has the same list. */
 typedef struct {
-    int64_t kv, group, width, capacity, key_stride, value_stride, bfloat16, threads;
+    int64_t kv, group, width, capacity, key_stride, value_stride, bfloat16, half, threads;
     int64_t news, units, chunks;
     float *head;          /* [T, (G + 2) * kv, D]: queries, keys, values of the pass */
-    void *out;            /* [T, kv * G * D], float32 or bfloat16 */
+    void *out;            /* [T, kv * G * D], float32, or bfloat16 if `bfloat16` is set */
     const int64_t *place; /* [news, 2]: slot and row of each new key */
     const int64_t *unit;  /* [units, 2]: chunk, and which of its blocks */
     const Chunk *chunk;
@@ -78,6 +79,35 @@ typedef struct {
 INLINE vec load(const float *from) { return *(const vec *)from; }
 INLINE void store(float *to, vec x) { *(vec *)to = x; }
 INLINE vec all(float x) { return x - (vec){0}; }
+INLINE float number(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* bfloat16 is the upper half of a float32; nearest, even on ties. Not for NaN. */
+INLINE uint16_t rounded(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+/* Keys and values are float32, or bfloat16 if `half` is set, which is known when code is compiled.
+   Either way they are numbers of a float32 as soon as they are read. */
+typedef const void *Kept;
+INLINE Kept past(Kept from, int64_t count, const int half) {
+    return (const char *)from + count * (half ? 2 : 4);
+}
+INLINE float one_of(Kept from, int64_t at, const int half) {
+    if (half) return number((uint32_t)((const uint16_t *)from)[at] << 16);
+    return ((const float *)from)[at];
+}
+INLINE vec lanes_of(Kept from, int64_t at, const int half) {
+    if (!half) return load((const float *)from + at);
+    const hvec upper = *(const hvec *)((const uint16_t *)from + at);
+    return (vec)(__builtin_convertvector(upper, ivec) << 16);
+}
+
 INLINE int64_t clip(int64_t x) { return x < 0 ? 0 : x > BLOCK ? BLOCK : x; }
 
 INLINE vec larger(vec a, vec b) {
@@ -106,16 +136,17 @@ INLINE vec power(vec x) {
 
 /* Scores of `tall` query rows with TILE neighbouring positions. Meanwhile the values of these
    positions are asked for, if `values` is given. */
-INLINE void score(const int tall, const float *q, int64_t width, const float *key,
-                  int64_t capacity, float *out, const float *values) {
+INLINE void score(const int tall, const int half, const float *q, int64_t width, Kept key,
+                  int64_t capacity, float *out, const char *values) {
     enum { wide = WIDE };
     vec sum[TALL][WIDE];
     EACH_ROW(m) EACH_VEC(n) sum[m][n] = (vec){0};
     for (int64_t d = 0; d < width; d++) {
         vec k[WIDE];
-        EACH_VEC(n) k[n] = load(key + d * capacity + n * LANES);
+        EACH_VEC(n) k[n] = lanes_of(key, d * capacity + n * LANES, half);
         if (values)
-            for (int i = 0; i < TILE; i += 16) __builtin_prefetch(values + d * TILE + i, 0, 2);
+            for (int i = 0; i < TILE * (half ? 2 : 4); i += 64)
+                __builtin_prefetch(values + d * TILE * (half ? 2 : 4) + i, 0, 2);
         EACH_ROW(m) {
             vec one = all(q[m * width + d]);
             EACH_VEC(n) sum[m][n] += one * k[n];
@@ -126,13 +157,13 @@ INLINE void score(const int tall, const float *q, int64_t width, const float *ke
 
 /* Values of the positions from `first` to `last`, weighted for `tall` query rows: `wide` vectors
    of neighbouring coordinates. */
-INLINE void mix(const int tall, const int wide, const float *weight, int64_t first, int64_t last,
-                const float *value, int64_t width, float *out) {
+INLINE void mix(const int tall, const int wide, const int half, const float *weight, int64_t first,
+                int64_t last, Kept value, int64_t width, float *out) {
     vec sum[TALL][WIDE];
     EACH_ROW(m) EACH_VEC(n) sum[m][n] = (vec){0};
     for (int64_t i = first; i < last; i++) {
         vec v[WIDE];
-        EACH_VEC(n) v[n] = load(value + i * width + n * LANES);
+        EACH_VEC(n) v[n] = lanes_of(value, i * width + n * LANES, half);
         EACH_ROW(m) {
             vec one = all(weight[m * BLOCK + i]);
             EACH_VEC(n) sum[m][n] += one * v[n];
@@ -159,13 +190,13 @@ static void weigh(float *row, float *tops) {
 }
 
 /* One block of positions, for the rows of a chunk and one head of keys. */
-static void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t head,
-                         const float *keys, const float *values) {
+INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t head,
+                         const int half, Kept keys, Kept values) {
     const int64_t G = p->group, D = p->width, C = p->capacity, M = c->rows * G;
     const int64_t low = (c->first + block) * BLOCK, heads = (G + 2) * p->kv;
     const int64_t at = c->part + (block * p->kv + head) * M;
-    const float *key = keys + c->slot * p->key_stride + head * D * C;
-    const float *value = values + c->slot * p->value_stride + head * C * D;
+    Kept key = past(keys, c->slot * p->key_stride + head * D * C, half);
+    Kept value = past(values, c->slot * p->value_stride + head * C * D, half);
     float q[MOST * WIDEST] __attribute__((aligned(64)));
     float weight[MOST * BLOCK] __attribute__((aligned(64)));
     float *out = p->part + at * D;
@@ -183,8 +214,8 @@ static void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t h
     for (int64_t i = first; i < last; i += TILE)
         for (int64_t m = 0; m < M; m += TALL) {
 #define PRODUCT(tall)                                                                             \
-    score(tall, q + m * D, D, key + low + i, C, weight + m * BLOCK + i,                           \
-          m ? NULL : value + (low + i) * D)
+    score(tall, half, q + m * D, D, past(key, low + i, half), C, weight + m * BLOCK + i,          \
+          m ? NULL : past(value, (low + i) * D, half))
             BY_HEIGHT(M - m, PRODUCT)
 #undef PRODUCT
         }
@@ -197,7 +228,8 @@ static void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t h
         for (int64_t i = 0; i < seen; i++) row[i] = -INFINITY;
         for (int64_t i = own > seen ? own : seen; i < stop; i++) {
             float sum = 0;
-            for (int64_t d = 0; d < D; d++) sum = fmaf(q[m * D + d], key[d * C + path[i]], sum);
+            for (int64_t d = 0; d < D; d++)
+                sum = fmaf(q[m * D + d], one_of(key, d * C + path[i], half), sum);
             row[i] = sum;
         }
         for (int64_t i = stop; i < BLOCK; i++) row[i] = -INFINITY;
@@ -207,13 +239,15 @@ static void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t h
         int64_t d = 0;
         for (; d + TILE <= D; d += TILE) {
 #define PRODUCT(tall)                                                                             \
-    mix(tall, WIDE, weight + m * BLOCK, first, last, value + low * D + d, D, out + m * D + d)
+    mix(tall, WIDE, half, weight + m * BLOCK, first, last, past(value, low * D + d, half), D,     \
+        out + m * D + d)
             BY_HEIGHT(M - m, PRODUCT)
 #undef PRODUCT
         }
         for (; d < D; d += LANES) {
 #define PRODUCT(tall)                                                                             \
-    mix(tall, 1, weight + m * BLOCK, first, last, value + low * D + d, D, out + m * D + d)
+    mix(tall, 1, half, weight + m * BLOCK, first, last, past(value, low * D + d, half), D,        \
+        out + m * D + d)
             BY_HEIGHT(M - m, PRODUCT)
 #undef PRODUCT
         }
@@ -228,16 +262,9 @@ static void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t h
             vec one = all(weight[m * BLOCK + i]);
             float *sum = out + m * D;
             for (int64_t d = 0; d < D; d += LANES)
-                store(sum + d, load(sum + d) + one * load(value + path[i] * D + d));
+                store(sum + d, load(sum + d) + one * lanes_of(value, path[i] * D + d, half));
         }
     }
-}
-
-/* bfloat16 is the upper half of a float32; nearest, even on ties. Not for NaN. */
-INLINE uint16_t rounded(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
 /* Merge the blocks of a chunk's rows for one head of keys, and write what they come to. */
@@ -267,29 +294,39 @@ static void merge(const Pass *p, const Chunk *c, int64_t head) {
     }
 }
 
-static void keep(const Pass *p, int64_t row, float *keys, float *values) {
+/* Store the new keys and values of a row. */
+INLINE void keep(const Pass *p, int64_t row, const int half, void *keys, void *values) {
     const int64_t D = p->width, C = p->capacity;
     const float *new = p->head + (row * (p->group + 2) + p->group) * p->kv * D;
-    float *key = keys + p->place[2 * row] * p->key_stride + p->place[2 * row + 1];
-    float *value = values + p->place[2 * row] * p->value_stride + p->place[2 * row + 1] * D;
-    for (int64_t i = 0; i < p->kv * D; i++) key[i * C] = new[i];
-    for (int64_t head = 0; head < p->kv; head++)
-        memcpy(value + head * C * D, new + (p->kv + head) * D, D * sizeof *value);
+    const int64_t key = p->place[2 * row] * p->key_stride + p->place[2 * row + 1];
+    const int64_t value = p->place[2 * row] * p->value_stride + p->place[2 * row + 1] * D;
+    for (int64_t i = 0; i < 2 * p->kv * D; i++) {
+        const int64_t coordinate = i - p->kv * D;
+        const int64_t to = i < p->kv * D ? key + i * C
+                                         : value + coordinate / D * C * D + coordinate % D;
+        void *store = i < p->kv * D ? keys : values;
+        if (half) ((uint16_t *)store)[to] = rounded(new[i]);
+        else ((float *)store)[to] = new[i];
+    }
+}
+
+INLINE void attend(const Pass *p, const int half, void *keys, void *values) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < p->news; row++) keep(p, row, half, keys, values);
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < p->units * p->kv; i++) {
+        const int64_t *unit = p->unit + i / p->kv * 2;
+        attend_block(p, p->chunk + unit[0], unit[1], i % p->kv, half, keys, values);
+    }
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < p->chunks * p->kv; i++) merge(p, p->chunk + i / p->kv, i % p->kv);
 }
 
 /* Store the new keys and values of a layer, and attend. */
-void outpace_attend(const Pass *p, float *keys, float *values) {
+void outpace_attend(const Pass *p, void *keys, void *values) {
 #pragma omp parallel num_threads((int)p->threads)
     {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < p->news; row++) keep(p, row, keys, values);
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < p->units * p->kv; i++) {
-            const int64_t *unit = p->unit + i / p->kv * 2;
-            attend_block(p, p->chunk + unit[0], unit[1], i % p->kv, keys, values);
-        }
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < p->chunks * p->kv; i++)
-            merge(p, p->chunk + i / p->kv, i % p->kv);
+        if (p->half) attend(p, 1, keys, values);
+        else attend(p, 0, keys, values);
     }
 }

@@ -27,7 +27,7 @@ from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, TREE, Target
 from outpace.models.blocks import ACTIVATION, Block, Embedding, Ends, read_block, read_ends, release
 from outpace.models.families import DecoderConfig
-from outpace.models.fused import FusedAttention, attention
+from outpace.models.fused import FusedAttention, attention, stored
 from outpace.models.graphs import PaddedAttention, Record, StaticPasses, cuda_recorder
 from outpace.models.packed import MIN_ROWS, Linear
 from outpace.models.passes import PassRows, Rotation
@@ -162,9 +162,10 @@ class Decoder(Target):
 
     def new_cache(self, capacity: int = 0) -> DenseCache:
         """An empty cache; see the contract."""
-        shape = self._shape
+        shape, device = self._shape, self.device
+        dtype = stored(shape, self.dtype, device)
         return DenseCache(
-            self.num_layers, shape.kv, shape.width, device=self.device, capacity=capacity
+            self.num_layers, shape.kv, shape.width, device=device, capacity=capacity, dtype=dtype
         )
 
     def variant(self, *, layers: Sequence[int]) -> Decoder:

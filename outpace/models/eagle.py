@@ -271,7 +271,8 @@ def few_is_best(
     cache: DenseCache, spans: Sequence[Span], heads: HeadShape, dtype: torch.dtype
 ) -> bool:
     """Whether ``attend_few`` serves, and nothing faster does here."""
-    return heads.softcap is None and is_few(spans) and not fits(cache, heads, dtype)
+    device = cache.key_store.device
+    return heads.softcap is None and is_few(spans) and not fits(heads, dtype, device)
 
 
 def attend_few(

@@ -41,14 +41,25 @@ def attention(
     windows: frozenset[int | None], dtype: torch.dtype,
 ) -> Attention | FusedAttention:  # fmt: skip
     """The fastest attention that this machine has, for a pass; arguments as of `Attention`."""
-    one = FusedAttention if fits(cache, shape, dtype) else Attention
+    fused = fits(shape, dtype, cache.key_store.device)
+    one = FusedAttention if fused else Attention
     return one(cache, spans, rows, shape, windows, dtype)
 
 
-def fits(cache: DenseCache, shape: HeadShape, dtype: torch.dtype) -> bool:
-    """Whether compiled code attends to these heads here."""
+def stored(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What keys and values of a model are best kept in, so that reading them takes least.
+
+    bfloat16 for a bfloat16 model, as transformers keeps them, where compiled code reads them:
+    values lose nothing, keys what their rotation would have kept. torch would have to convert
+    all of them in every pass, so for its products they stay float32.
+    """
+    return dtype if fits(shape, dtype, device) else torch.float32
+
+
+def fits(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether compiled code attends to these heads there."""
     return (
-        cache.key_store.device.type == "cpu" and dtype in _DTYPES and shape.softcap is None
+        device.type == "cpu" and dtype in _DTYPES and shape.softcap is None
         and shape.group <= _MOST and shape.width <= _WIDEST and shape.width % _LANES == 0
         and library("attend") is not None
     )  # fmt: skip
@@ -96,7 +107,7 @@ class _Told(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in (
             "kv", "group", "width", "capacity", "key_stride", "value_stride", "bfloat16",
-            "threads", "news", "units", "chunks",
+            "half", "threads", "news", "units", "chunks",
         )),
         *((name, ctypes.c_void_p) for name in (
             "head", "out", "place", "unit", "chunk", "sight", "path", "part", "tops",
@@ -129,7 +140,8 @@ class _Pass:
         self.told = _Told(
             kv=shape.kv, group=shape.group, width=shape.width, capacity=keys.shape[4],
             key_stride=keys.stride(1), value_stride=values.stride(1),
-            bfloat16=out.dtype == torch.bfloat16, threads=torch.get_num_threads(),
+            bfloat16=out.dtype == torch.bfloat16, half=keys.dtype == torch.bfloat16,
+            threads=torch.get_num_threads(),
             news=len(place) // 2, units=len(self._unit) // 2, chunks=len(self._chunk) // 6,
             head=head_TXD.data_ptr(), out=out.data_ptr(), place=_address(place),
             unit=_address(self._unit), chunk=_address(self._chunk), sight=_address(self._sight),

@@ -10,7 +10,7 @@ import torch
 from outpace.cache.dense import DenseCache
 from outpace.models import compiled, fused
 from outpace.models.attention import Attention, HeadShape, Span
-from outpace.models.fused import FusedAttention, attention, fits
+from outpace.models.fused import FusedAttention, attention, fits, stored
 
 needs_code = pytest.mark.skipif(
     compiled.library("attend") is None, reason="C cannot be compiled for this machine"
@@ -45,8 +45,8 @@ def batch(coins, slots):
     return spans
 
 
-def cache_of(shape, slots, seed=0):
-    cache = DenseCache(2, shape.kv, shape.width)
+def cache_of(shape, slots, seed=0, kept=torch.float32):
+    cache = DenseCache(2, shape.kv, shape.width, dtype=kept)
     cache.resize(slots, ROWS)
     coins = torch.Generator().manual_seed(seed)
     for store in (cache.key_store, cache.value_store):
@@ -60,38 +60,62 @@ def fill(attend, seed=1):
 
 
 @needs_code
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [GROUPED, WIDE, MANY, (2, 4, 80), (4, 1, 32)])
 @pytest.mark.parametrize("windows", [(None,), (None, 7), (50, 200)])
-def test_it_gives_what_products_of_matrices_give(shape, windows):
+def test_it_gives_what_products_of_matrices_give(shape, windows, kept):
+    """From keys and values in bfloat16, what products give from the same numbers."""
     shape, worst = heads(*shape), 0.0
     for seed in range(6):
         spans = batch(random.Random(seed), 4)
         rows = sum(len(one.stored) for one in spans)
-        caches = [cache_of(shape, 4, seed) for _ in range(2)]
+        caches = [cache_of(shape, 4, seed), cache_of(shape, 4, seed, kept)]
+        for store in (caches[0].key_store, caches[0].value_store):
+            store.copy_(store.to(kept))
         both = [
             kind(cache, spans, max(4, rows), shape, frozenset(windows), torch.float32)
             for kind, cache in zip((Attention, FusedAttention), caches, strict=True)
         ]
         for attend in both:
             fill(attend, seed)
+            new = attend.head_TXD[:, shape.queries :]
+            new.copy_(new.to(kept))
         for window in windows:
             want, got = (attend(1, window)[:rows].clone() for attend in both)
             worst = max(worst, float((got - want).abs().max()))
         for one, other in zip(caches[0].by_row, caches[1].by_row, strict=True):
-            assert torch.equal(one, other), "what is stored"
+            assert torch.equal(one, other.float()), "what is stored"
     assert 0.0 < worst < 4e-6
 
 
 @needs_code
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_keys_and_values_are_rounded_to_what_the_cache_keeps():
+    shape = heads(*GROUPED)
+    cache = cache_of(shape, 1, kept=torch.bfloat16)
+    attend = FusedAttention(
+        cache, [span(0, 0, 130, [-1, 0, 1])], 4, shape, frozenset({None}), torch.bfloat16
+    )
+    fill(attend)
+    ties = torch.tensor([1.00390625, 1.01171875, -1.00390625, 0.0])  # halfway: to even
+    attend.head_TXD[0, shape.queries, :4] = ties
+    attend(1, None)
+    new = attend.head_TXD[:3, shape.queries :].to(torch.bfloat16).split(shape.kv, 1)
+    for store, want in zip(cache.by_row, new, strict=True):
+        assert torch.equal(store[1, 0, 130:133], want)
+    assert cache.by_row[0][1, 0, 130, 0, :4].tolist() == [1.0, 1.015625, -1.0, 0.0]
+
+
+@needs_code
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of what is kept, too
 def test_a_row_gets_the_same_bits_whatever_is_beside_it(dtype):
     """Alone, in a batch, as a chain, in a tree over the border of a block, with more threads."""
     shape = heads(*GROUPED)
     head = torch.randn(64, 15, 64, generator=torch.Generator().manual_seed(3))
 
     def run(spans, rows, threads=1):
+        cache = cache_of(shape, 3, kept=dtype)
         attend = FusedAttention(
-            cache_of(shape, 3), spans, max(4, len(rows)), shape, frozenset({None}), dtype
+            cache, spans, max(4, len(rows)), shape, frozenset({None}), dtype
         )
         attend.head_TXD[: len(rows)] = head[rows]
         attend._passes[None].told.threads = threads
@@ -142,10 +166,15 @@ def test_what_it_does_not_know_is_left_to_products(monkeypatch):
 
     assert kind() is kind(dtype=torch.bfloat16) is FusedAttention
     assert kind(heads(3, 3, 64, softcap=50.0)) is kind(dtype=torch.float64) is Attention
-    assert not fits(cache, heads(1, 33, 16), torch.float32)
-    assert not fits(cache, heads(1, 1, 24), torch.float32)
+    cpu = torch.device("cpu")
+    assert not fits(heads(1, 33, 16), torch.float32, cpu)
+    assert not fits(heads(1, 1, 24), torch.float32, cpu)
+    assert not fits(usual, torch.float32, torch.device("meta"))
+    assert stored(usual, torch.bfloat16, cpu) is torch.bfloat16
+    assert stored(usual, torch.float32, cpu) is torch.float32
     monkeypatch.setattr(fused, "library", lambda name: None)
     assert kind() is Attention
+    assert stored(usual, torch.bfloat16, cpu) is torch.float32, "what products multiply"
 
 
 def test_code_is_compiled_once_and_otherwise_left_out(tmp_path, monkeypatch, caplog):
