@@ -82,21 +82,22 @@ def _power(count: int) -> int:
     return round(math.log2(count))
 
 
+def _toward(new: float, old: float) -> float:
+    return old + (new - old) * (_FAST if old else 1.0)
+
+
 class Costs:
     """Costs of one target and its drafters. Changes in ``watch``, ``start``, ``know``,
     ``known_as`` and ``suppose`` alone.
 
     Args:
         curve: of the target, on this machine; see ``outpace bench passes``.
-        drafts: drafter -> seconds per level, where they were measured.
     """
 
-    def __init__(
-        self, curve: CostCurve | None = None, drafts: Mapping[str, float] | None = None
-    ) -> None:
-        self._drafts = {name: DraftPrice(0.0, level) for name, level in (drafts or {}).items()}
+    def __init__(self, curve: CostCurve | None = None) -> None:
+        self._drafts: dict[str, DraftPrice] = {}
         self._before: dict[int, str] = {}  # sequence -> who drafted for it a step ago
-        self._rest = self._still = self._more = 0.0
+        self._still = self._planning = self._more = 0.0
         self._known: dict[str, KnownDrafter] = {}
         self._names: dict[str, str] = {}  # method spec -> the one that it was measured as
         self.start(curve)
@@ -168,8 +169,7 @@ class Costs:
 
     def price(self, drafter: str, sequences: int = 1) -> tuple[float, float]:
         """Seconds of a draft: for each sequence, and for each level, of so many together."""
-        if self._fill is not None:
-            self._begin()
+        self._begin()
         price = self._drafts.get(drafter)
         if price is None:
             return 0.0, GUESS * self.passed(1, 0, 1)
@@ -181,14 +181,11 @@ class Costs:
         self._begin()
         return self._curve is not None or self._seen > 0
 
-    @property
-    def rest(self) -> float:
-        """Seconds of a step outside drafting and the pass."""
-        return self._rest
-
-    def around(self, sequences: int) -> tuple[float, float]:
-        """Of ``rest`` what a step without drafts takes, and each sequence that drafts adds."""
-        return (self._still * sequences, self._more) if self._still else (self._rest, 0.0)
+    def around(self, sequences: int) -> tuple[float, float, float]:
+        """Seconds outside drafting and the pass: of any step, of planning drafts, and for each
+        sequence that drafts.
+        """
+        return self._still * sequences, self._planning * sequences, self._more
 
     def timed(self, drafter: str) -> int:
         """How many steps the price of a drafter rests on."""
@@ -201,14 +198,14 @@ class Costs:
             return
         seconds, count = record.seconds, len(record.rows)
         self._learn_pass(record.passed_rows, record.context, count, seconds["score"])
-        rest = sum(seconds.get(verb, 0.0) for verb in ("plan", "judge", "commit"))
-        self._rest += (rest - self._rest) * max(_FAST, 1.0 / self._seen)
+        plan = seconds.get("plan", 0.0)
+        rest = seconds.get("judge", 0.0) + seconds.get("commit", 0.0)
         asked = {row.sequence: row.drafter for row in record.rows if row.drafter != "none"}
-        if not asked:
-            self._still += (rest / count - self._still) * (_FAST if self._still else 1.0)
-        elif self._still:
-            more = max(0.0, rest - self._still * count) / len(asked)
-            self._more += (more - self._more) * _FAST
+        if asked:  # if there was no step without drafts, all of it is laid to them
+            self._more = _toward(max(0.0, rest - self._still * count) / len(asked), self._more)
+            self._planning = _toward(plan / count, self._planning)
+        else:
+            self._still = _toward(rest / count, self._still)
         self._learn_drafts(asked, record)
         self._before = asked
 
@@ -278,8 +275,7 @@ class Costs:
 
     def _plain(self, rows: int, context: int, batch: int) -> float:
         """By the curve alone."""
-        if self._fill is not None:
-            self._begin()
+        self._begin()
         if self._curve is None:
             return assumed(rows) + SEQUENCE_PRICE * (batch - 1)
         key = (rows, context // _GRAIN, batch)

@@ -194,9 +194,10 @@ def prefill(
 
 
 def _plan(machine: Machine, rows: Sequence[Row]) -> list[Plan]:
-    hints = _hints(machine, rows) if machine.policy.reads_hints else None
+    load = Load(len(rows), _context(rows))
+    hints = _hints(machine, rows, load) if machine.policy.reads_hints else None
     views = _policy_rows(rows, hints)
-    plans = machine.policy.plan(views, Load(len(rows), _context(rows)))
+    plans = machine.policy.plan(views, load)
     for view, plan in zip(views, plans, strict=True):
         asked, limit = plan.budget, view.limit
         if asked.max_nodes > limit.max_nodes or asked.max_depth > limit.max_depth:
@@ -255,13 +256,13 @@ def _draft_row(
     )
 
 
-def _hints(machine: Machine, rows: Sequence[Row]) -> list[dict[str, Sequence[float]]]:
+def _hints(machine: Machine, rows: Sequence[Row], load: Load) -> list[dict[str, Sequence[float]]]:
     """What every drafter would propose to every row, of those that can tell."""
     hints: list[dict[str, Sequence[float]]] = [{} for _ in rows]
     able: dict[str, list[int]] = {}
     tapped = machine.tapped(rows)
     for i, row in enumerate(rows):
-        for name in row.states if machine.policy.asks(row.policy_state) else ():
+        for name in row.states if machine.policy.asks(row.policy_state, load) else ():
             if machine.drafters[name].hints:
                 able.setdefault(name, []).append(i)
     for name, indices in able.items():

@@ -9,16 +9,19 @@ CURVE = CostCurve(
 )  # fmt: skip
 
 
-def record(score, rows=1, draft=0.0, levels=0, drafters=("none",), prompt=False, rest=0.0):
+def record(
+    score, rows=1, draft=0.0, levels=0, drafters=("none",), prompt=False, rest=0.0, plan=0.0
+):
     return StepRecord(
         0, tuple(RowRecord(i, name, 0, 0, (1,), 0, False) for i, name in enumerate(drafters)),
-        {"plan": rest, "draft": draft, "score": score, "judge": 0.0, "commit": 0.0}, rows,
+        {"plan": plan, "draft": draft, "score": score, "judge": rest / 2, "commit": rest / 2}, rows,
         draft_levels=levels, prompt=prompt,
     )  # fmt: skip
 
 
 def test_the_curve_is_the_start():
-    costs = Costs(CURVE, {"m": 0.004})
+    costs = Costs(CURVE)
+    costs.suppose("m", 0.004)
     for rows, context in ((1, 0), (10, 0), (40, 512)):
         assert costs.passed(rows, context, 1) == pytest.approx(CURVE.seconds(rows, context))
     assert costs.passed(8, 0, 2) == pytest.approx(CURVE.seconds(4, 0, 2))
@@ -58,19 +61,22 @@ def test_without_a_curve_steps_do_all_the_work():
 def test_prompts_teach_nothing():
     costs = Costs(CURVE)
     costs.watch(record(5.0, rows=256, prompt=True))
-    assert costs.passed(1, 0, 1) == pytest.approx(0.01) and costs.rest == 0.0
+    assert costs.passed(1, 0, 1) == pytest.approx(0.01) and costs.around(1) == (0.0, 0.0, 0.0)
 
 
 def test_what_drafts_cost_beside_drafting_is_told_apart():
     costs = Costs(CURVE)
-    both = [record(0.01, 4, 0.001, 1, drafters=("m", "m"), rest=0.005)] * 60
+    both = [record(0.01, 4, 0.001, 1, drafters=("m", "m"), rest=0.005, plan=0.003)] * 60
     for one in both:
         costs.watch(one)
-    assert costs.around(2) == (costs.rest, 0.0), "no step without drafts was seen"
-    costs.watch(record(0.01, 2, drafters=("none", "none"), rest=0.001))
+    all_of_it = (0.0, pytest.approx(0.003), pytest.approx(0.0025))
+    assert costs.around(2) == all_of_it, "no step without drafts was seen"
+    costs.watch(record(0.01, 2, drafters=("none", "none"), rest=0.001, plan=1.0))
     for one in both:
         costs.watch(one)
-    assert costs.around(2) == (pytest.approx(0.001), pytest.approx(0.002, rel=1e-3))
+    assert costs.around(2) == (
+        pytest.approx(0.001), pytest.approx(0.003), pytest.approx(0.002, rel=1e-3)
+    )
     assert costs.around(4)[0] == pytest.approx(0.002) and costs.price("m")[0] == 0.0
 
 
@@ -80,7 +86,7 @@ def test_drafters_are_timed():
     for _ in range(10):
         costs.watch(record(0.01, 2, 0.006, 3, drafters=("m", "none"), rest=0.001))
     assert costs.price("m") == (0.0, pytest.approx(0.002)) and costs.timed("m") == 10
-    assert costs.rest == pytest.approx(0.001)
+    assert costs.around(2) == (0.0, 0.0, pytest.approx(0.001))
     for _ in range(10):
         costs.watch(record(0.01, 2, 0.0004, drafters=("look", "look")))
     assert costs.price("look") == (pytest.approx(0.0002), 0.0), "no model: a price per sequence"
@@ -209,7 +215,8 @@ def test_costs_without_a_curve_or_a_step_are_in_no_unit():
 
 
 def test_a_new_curve_forgets_passes_and_keeps_drafts():
-    costs = Costs(None, {"m": 0.004})
+    costs = Costs()
+    costs.suppose("m", 0.004)
     for _ in range(9):
         costs.watch(record(7.0))
     costs.start(CURVE)

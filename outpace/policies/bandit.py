@@ -89,7 +89,8 @@ class Bandit(Policy):
     def _depth(self, theta: float, drafter: str, nodes_D: Sequence[int], load: Load) -> int:
         """The depth that pays best if every level is kept with chance ``theta``; at least 1."""
         call, level = self.costs.price(drafter)
-        before = self.costs.rest + load.batch * call
+        still, planning, more = self.costs.around(load.batch)
+        before = still + planning + load.batch * (call + more)
         best, depth = 0.0, 1
         tokens = whole = 1.0
         for levels, nodes in enumerate(nodes_D, 1):

@@ -66,8 +66,8 @@ class Policy(ABC):
         """State of a new sequence; None where the policy keeps none."""
         return None
 
-    def asks(self, state: Any) -> bool:
-        """Whether hints are wanted for a sequence."""
+    def asks(self, state: Any, load: Load) -> bool:
+        """Whether hints are wanted for a sequence of such a batch."""
         return self.reads_hints
 
     @abstractmethod

@@ -99,7 +99,8 @@ class Tally:
         self.batch = max(load.batch, len(shares))
         self._each = 1.0 / self.batch
         self._own = len(shares)
-        self._rest, self._more = costs.around(self._own)
+        self._still, self._weighing, self._more = costs.around(self._own)
+        self._rest = self._still + self._weighing
         self._passed: dict[int, float] = {}  # rows -> seconds; the same few are asked for often
         self._prices: dict[tuple[str, int], tuple[float, float]] = {}  # likewise
         self._users: dict[str, int] = {}
@@ -175,6 +176,11 @@ class Tally:
     def plain(self) -> float:
         """Seconds of the step, if nothing is drafted."""
         return self.passed(self._own + self._load.beside) + self._rest
+
+    def slower(self) -> float:
+        """Seconds of the step as it was settled, over those of one where nothing is weighed."""
+        self.leave_out(-1)
+        return (self._draft + self.passed(self._rows)) / (self.plain() - self._weighing)
 
     def total(self) -> float:
         """The rate, when no sequence is left out."""

@@ -108,6 +108,10 @@ class Weighing(Policy):
         self._known: dict[str, _Known] = {}
         self._looks = Looks(config.probe / 2)
 
+    def asks(self, state: State, load: Load) -> bool:
+        """Unless the batch rests."""
+        return not self._looks.resting(load.batch)
+
     def begin(self) -> State:
         """Nothing is known of the sequence but what others taught."""
         return State()
@@ -117,21 +121,16 @@ class Weighing(Policy):
         raise NotImplementedError
 
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
-        """Cost: some microseconds per sequence, drafter and level."""
+        """Cost: some microseconds per sequence, drafter and level; less than one at rest."""
+        if self._looks.rest(load.batch):
+            return [_without(row.state, Choice("rest", {})) for row in rows]
         before = [row.state.share for row in rows]
         options_B = [
-            [
-                option
-                for name, budget in self.candidates(row)
-                if (option := self._option(row, name, budget)) is not None
-            ]
+            [one for pair in self.candidates(row) if (one := self._option(row, *pair)) is not None]
             for row in rows
         ]
         shares = list(before)
         tally = Tally(self.costs, load, shares)
-        if self.config.probe and self._looks.begins(tally.batch):
-            rates = {NONE: tally.batch / tally.plain()}
-            return [_without(row.state, Choice("look", rates)) for row in rows]
         if len(rows) > 1 and not any(self._levelled(one.drafter) for one in shares):
             margin = self.config.margin
             shares[:] = [
@@ -156,6 +155,7 @@ class Weighing(Policy):
         for row, plan in zip(rows, plans, strict=True):
             if plan.drafter != NONE:
                 row.state.tried[plan.drafter] = row.state.step
+        self._looks.weighed(load.batch, tally.slower())
         return plans
 
     def _together(
@@ -203,7 +203,8 @@ class Weighing(Policy):
                 shares[i] = state.share
 
     def learn(self, rows: Sequence[PolicyRow], evidence: Sequence[Evidence]) -> None:
-        """Take in what was kept of the drafts."""
+        """Take in what was kept of the drafts, and what they gained."""
+        self._looks.learn(1.0 + sum(seen.accepted for seen in evidence) / len(evidence))
         for row, seen in zip(rows, evidence, strict=True):
             if row.state.asked is not None and row.state.asked.drafter == seen.drafter:
                 self._learn(row.state, row.state.asked, seen)

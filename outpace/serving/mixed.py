@@ -33,9 +33,9 @@ class Mixed(Policy):
     def __init__(self) -> None:
         super().__init__(None)
 
-    def asks(self, state: Own) -> bool:
+    def asks(self, state: Own, load: Load) -> bool:
         """If its own policy does."""
-        return state.policy.asks(state.state)
+        return state.policy.asks(state.state, load)
 
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
         """One call per policy that occurs."""

@@ -80,8 +80,10 @@ class Taken:
 class Simulator:
     """Sequences that a policy drafts for."""
 
-    def __init__(self, policy, drafters, seed=0, curve=CURVE, know=True):
+    def __init__(self, policy, drafters, seed=0, curve=CURVE, know=True, trouble=0.0):
+        """``trouble``: seconds for each sequence whose drafts are weighed."""
         self.policy, self.drafters, self.curve = policy, drafters, curve
+        self.trouble = trouble
         self.random = random.Random(seed)
         self.states, self.last, self.steps = {}, {}, 0
         if know:
@@ -126,14 +128,18 @@ class Simulator:
         score = self.curve.seconds(total / batch, context, batch)
         draft = sum(self.drafters[n].level * d for n, d in levels.items() if n != "none")
         paid = sum(d for n, d in levels.items() if n != "none" and self.drafters[n].level)
+        rests = any(plan.choice and plan.choice.reason == "rest" for plan in plans)
+        trouble = 0.0 if rests else self.trouble * batch
         self.policy.learn(rows, evidence)
         self.policy.costs.watch(StepRecord(
-            self.steps, tuple(records), {"plan": 0.0, "draft": draft, "score": score}, total,
+            self.steps, tuple(records),
+            {"plan": trouble, "draft": draft, "score": score, "judge": 1e-6 * batch}, total,
             draft_levels=paid, context=context,
         ))
         self.steps += 1
+        seconds = score + draft + trouble
         return [
-            Taken(plan.drafter, seen.depth, expected, seen.accepted + 1, score + draft, plan)
+            Taken(plan.drafter, seen.depth, expected, seen.accepted + 1, seconds, plan)
             for plan, seen, expected in zip(plans, evidence, expected_B, strict=True)
         ]
 

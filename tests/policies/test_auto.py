@@ -177,7 +177,7 @@ class Blind(Auto):
 
     def __init__(self, config):
         super().__init__(config)
-        self._looks.begins = lambda batch: False
+        self._looks.rest = lambda batch: False
         self._looks.due = lambda tally, drafting: False
 
 
@@ -198,7 +198,7 @@ class Startled(Auto):
 
     def plan(self, rows, load):
         plans = super().plan(rows, load)
-        if any(plan.choice and plan.choice.reason == "look" for plan in plans):
+        if any(plan.choice and plan.choice.reason in ("look", "rest") for plan in plans):
             for row in rows:
                 row.state.share, row.state.usual = Share(), NONE
         return plans
@@ -222,6 +222,34 @@ def test_a_batch_goes_on_drafting_where_all_gain(chance, batch):
 
 def test_the_test_of_going_on_can_fail():
     assert min(gain_of_a_batch(Startled, 0.7, 8, seed) for seed in range(6)) < 0.7
+
+
+class Restless(Auto):
+    """Planted bug: weighs drafts in every pass, whatever they bring."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self._looks.resting = lambda batch: False
+
+
+def weighed(cls, batch, trouble=0.0003):
+    """Of plain decoding: where nothing pays, and then where a text begins that is guessed well."""
+    policy = cls(AutoConfig())
+    simulator = Simulator(policy, {"a": Fake([0.3, 0.97], 0.002)}, trouble=trouble)
+    plain = CURVE.seconds(1, 64, batch) / batch
+    found = []
+    for part in (0, 1):
+        steps = [simulator.step(batch=batch, part=part) for _ in range(200)]
+        seconds = sum(step[0].seconds for step in steps[50:])
+        found.append(sum(one.expected for step in steps[50:] for one in step) / seconds * plain)
+    return found
+
+
+def test_a_large_batch_rests_where_drafts_are_not_worth_weighing():
+    poor, rich = weighed(Auto, 16)
+    busy_poor, busy_rich = weighed(Restless, 16)
+    assert 0.96 < poor <= 1.0 and busy_poor < 0.9
+    assert rich > 0.98 * busy_rich > 1.05, "it wakes up"
 
 
 def test_looks_grow_rare_and_come_later_where_drafts_gain_more():

@@ -55,7 +55,9 @@ def test_every_policy_gets_its_own_sequences_and_hears_of_the_others():
 def test_hints_are_asked_for_where_they_are_read():
     mixed = Mixed()
     auto = Auto(AutoConfig())
-    assert mixed.asks(Own(auto, auto.begin())) and not mixed.asks(Own(Fixed(FixedConfig()), None))
+    load = Load(1, 100)
+    assert mixed.asks(Own(auto, auto.begin()), load)
+    assert not mixed.asks(Own(Fixed(FixedConfig()), None), load)
 
 
 @pytest.mark.parametrize("make", [lambda: Goodput(GoodputConfig()), lambda: Auto(AutoConfig())])
