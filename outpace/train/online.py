@@ -1,13 +1,14 @@
 """Learning while serving: the draft model is distilled on what the target refused of it.
 
-    observe   verified passes -> refused tokens with the target's law -> pieces of text, per branch
+    observe   verified passes -> logits of refused tokens, which wait (`online_inbox`)
+    read      logits -> laws -> pieces of text, per branch
     round     learn from some pieces -> judge on held-out requests -> a version, or none
     review    a version that drafts is compared with its parent on what came since; it may go back
 
 A branch is the drafter of one key's texts on one topic; nothing goes from branch to branch. All
 work is done in units of milliseconds inside ``step``, on the caller's thread, so that whoever
-serves decides when there is time. What is learned depends on the observations, the seed and the
-number of units between them, and on no clock.
+serves decides when there is time; observing a pass costs a copy. What is learned depends on the
+observations, the seed and the number of units between them, and on no clock.
 
 Requests that are held out are recorded whole and never learned from: on refused tokens alone any
 change looks like progress. A version is judged as it is stored, in bfloat16.
@@ -30,7 +31,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from outpace.config import MethodSpec, build, data_folder
@@ -39,30 +39,15 @@ from outpace.drafters.trained import WEIGHTS, find, is_drafter, read_tensors
 from outpace.errors import ModelError
 from outpace.models.base import Target
 from outpace.train.memory import keep_freed_memory
-from outpace.train.online_data import Branch, Buffer, Marks, OnlineConfig, Text, top_laws
+from outpace.train.online_data import Branch, Buffer, Marks, OnlineConfig, Text, Version
 from outpace.train.online_disk import BASE, TOPICS, Lock, Versions, digest_of
+from outpace.train.online_inbox import Inbox
 from outpace.train.online_net import Desk
 from outpace.train.online_topics import Router, read_topics, write_topics
 from outpace.types import ROOT, Outcome
 
 SURE = 2.0
 """Standard errors by which a version must be worse than its parent to go back."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Version:
-    """A drafter that takes another's place."""
-
-    branch: str
-    number: int
-    """0: what learning started from."""
-    drafter: DraftModel | None
-    acceptance: float
-    """On held-out requests."""
-    before: float
-    """The other's, on the same."""
-    back: bool = False
-    """Whether it drafted before, and its successor was worse."""
 
 
 @dataclass(slots=True)
@@ -112,6 +97,9 @@ class OnlineLearner:
         self._coins = np.random.default_rng(config.seed)
         self._branches: dict[str, Branch] = {}
         """Least lately used first."""
+        self._inbox = Inbox(config.top, target.dtype, self._collect)
+        self._reads = False
+        """Whether the last unit was one of reading."""
         self._work: Iterator[Version | None] | None = None
         self._seated: Branch | None = None
         self._lock = Lock(folder)
@@ -160,9 +148,9 @@ class OnlineLearner:
         return Text(branch, held, Marks(prompt))
 
     def observe(self, texts: Sequence[Text], outcomes: Sequence[Outcome]) -> None:
-        """Take in a pass: what was emitted, and the laws of tokens that this drafter guessed.
+        """Take in a pass: what was emitted, and the logits of tokens that this drafter guessed.
 
-        Cost: a sweep over the rows of logits that are remembered, one host sync.
+        Cost: a copy of the rows of logits that are remembered; if many wait, those are read.
         """
         rows: list[Tensor] = []
         places: list[tuple[Text, int]] = []
@@ -178,11 +166,7 @@ class OnlineLearner:
             rows += [outcome.scored.logits_TV[at[i]] for i in wanted]
             places += [(text, first + i) for i in wanted]
         if rows:
-            id_RK, p_RK = top_laws(torch.stack(rows), self.config.top)
-            for (text, place), id_K, p_K in zip(places, id_RK, p_RK, strict=True):
-                text.marks.add(place, id_K, p_K)
-        for text in texts:
-            self._collect(text)
+            self._inbox.put(rows, places)
 
     def _wanted(self, text: Text, outcome: Outcome) -> list[int]:
         """Which of the emitted tokens to remember: all that were judged, or what was refused."""
@@ -199,9 +183,9 @@ class OnlineLearner:
 
     def end(self, text: Text) -> None:
         """A sequence has ended, or is begun anew; what it said is kept."""
-        self._collect(text, end=True)
+        self._inbox.end(text)
 
-    def _collect(self, text: Text, end: bool = False) -> None:
+    def _collect(self, text: Text, end: bool) -> None:
         piece = text.marks.piece(self.config.piece, self.config.context, end)
         branch = text.source
         if piece is None or branch.closed:
@@ -235,7 +219,7 @@ class OnlineLearner:
     @property
     def busy(self) -> bool:
         """Whether ``step`` has something to do. Cost: a look at every branch."""
-        return self._work is not None or self._due() is not None
+        return bool(self._inbox) or self._work is not None or self._due() is not None
 
     def step(self, budget_s: float) -> Version | None:
         """Work for about so many seconds, at least one unit if there is one.
@@ -251,18 +235,16 @@ class OnlineLearner:
         version = None
         try:
             while version is None:
-                if self._work is None:
-                    branch = self._due()
-                    if branch is None:
-                        break
-                    self._seated = branch
-                    reviews = self._to_review(branch)
-                    self._work = self._review(branch) if reviews else self._round(branch)
-                try:
-                    version = next(self._work)
+                branch = self._due() if self._work is None else self._seated
+                # In turns: if more comes than is read, there has to be time to learn from it.
+                self._reads = bool(self._inbox) and (branch is None or not self._reads)
+                if self._reads:
+                    self._inbox.read()
                     self.tally.units += 1
-                except StopIteration:
-                    self._work = self._seated = None
+                elif branch is None:
+                    break
+                else:
+                    version = self._learn(branch)
                 if self._now() - began >= budget_s:
                     break
         except BaseException:
@@ -270,6 +252,19 @@ class OnlineLearner:
             raise
         finally:
             self.tally.seconds += self._now() - began
+        return version
+
+    def _learn(self, branch: Branch) -> Version | None:
+        """Do the next unit of what is done for a branch."""
+        if self._work is None:
+            self._seated = branch
+            self._work = (self._review if self._to_review(branch) else self._round)(branch)
+        try:
+            version = next(self._work)
+        except StopIteration:
+            self._work = self._seated = None
+            return None
+        self.tally.units += 1
         return version
 
     def _due(self) -> Branch | None:
@@ -382,6 +377,7 @@ class OnlineLearner:
     def close(self) -> None:
         """Forget the texts and give the folder up; versions stay."""
         self._work = self._seated = None
+        self._inbox.clear()
         for branch in self._branches.values():
             branch.closed = True
         self._branches.clear()

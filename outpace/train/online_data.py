@@ -246,6 +246,22 @@ class Text:
         return self.source.drafter
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Version:
+    """A drafter that takes another's place."""
+
+    branch: str
+    number: int
+    """0: what learning started from."""
+    drafter: DraftModel | None
+    acceptance: float
+    """On held-out requests."""
+    before: float
+    """The other's, on the same."""
+    back: bool = False
+    """Whether it drafted before, and its successor was worse."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Lesson:
     """Pieces as a batch, with their laws in the order of its learning rows."""

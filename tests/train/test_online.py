@@ -17,7 +17,7 @@ from outpace import Engine, ModelError, files
 from outpace.drafters.trained import read_tensors
 from outpace.models.tiny import tiny
 from outpace.serving.learning import Watched
-from outpace.train import losses
+from outpace.train import losses, online_inbox
 from outpace.train.objectives.draft_model import DraftModelObjective, DraftModelTraining
 from outpace.train.online import OnlineLearner
 from outpace.train.online_data import Buffer, Marks, OnlineConfig, Piece, accepted, top_kl, top_laws
@@ -189,6 +189,12 @@ def text_of(learner, held):
     )
 
 
+def read_all(learner):
+    """What waits, as idle time would have it read."""
+    while learner._inbox:
+        learner._inbox.read()
+
+
 def passes(learner, held):
     """What a text of 41 passes leaves behind, and what it should."""
     text = text_of(learner, held)
@@ -200,6 +206,7 @@ def passes(learner, held):
         judged += own[: kept + (kept < 3)]
         refused += own[kept:] if kept < 3 else []
     learner.end(text)
+    read_all(learner)
     return seen((text.source.held if held else text.source.train).pieces), refused, judged
 
 
@@ -230,6 +237,30 @@ def test_every_refused_token_is_kept_the_last_ones_too(target, base, tmp_path):
     assert held == judged, "held-out requests are kept whole"
 
 
+def test_what_was_shown_waits_as_a_copy_and_not_without_end(target, base, tmp_path, monkeypatch):
+    learner = OnlineLearner(target, base, tmp_path, replace(QUICK, rows=1000))
+    draft, logits = Draft.chosen([9]), torch.zeros(2, 258)
+    texts = [text_of(learner, held=False) for _ in range(2)]
+
+    def show(text, token):
+        logits.zero_()[0, token] = 9.0  # the memory of the next pass is that of the last one
+        scored = Scored(logits, (0, 2))
+        learner.observe([text], [Outcome(draft, scored, Verdict((), (token,)), (0,), (0,), 0,
+                                         drafter=learner.spec)])
+
+    monkeypatch.setattr(online_inbox, "MOST", 6)
+    monkeypatch.setattr(online_inbox, "READ", 2)
+    for token in range(20, 30):
+        show(texts[token % 2], token)
+        assert learner.busy and learner._inbox._rows <= 6
+    learner.end(texts[0])
+    read_all(learner)
+    assert not learner.busy and learner._inbox._rows == 0
+    pieces = texts[0].source.train.pieces
+    assert [id_K[0] for piece in pieces for id_K in piece.id_RK] == list(range(20, 30, 2))
+    assert len(texts[1].marks._rows) == 5, "it goes on"
+
+
 def test_anchors_are_a_share_of_the_accepted(target, base, tmp_path):
     learner = OnlineLearner(target, base, tmp_path, replace(QUICK, anchor=0.5))
     found, refused, judged = passes(learner, held=False)
@@ -246,6 +277,7 @@ def test_others_drafts_teach_nothing_but_their_text_counts(target, base, tmp_pat
     learner.observe([text], [outcome])
     learner.observe([text], [replace(outcome, draft=Draft(), drafter="none")])
     learner.end(text)
+    read_all(learner)
     assert text.marks.ids[-2:] == [7, 7] and not text.source.train.rows
 
 
