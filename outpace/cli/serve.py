@@ -133,7 +133,7 @@ def serve(
         option("--learn-share", panel=_LEARN, metavar="X",
                help="Share of the time of passes that learning may take besides idle time; 0: "
                     "idle time alone."),
-    ] = 0.03,
+    ] = 0.02,
     learn_folder: Annotated[
         str | None,
         option("--learn-folder", panel=_LEARN, metavar="DIR",

@@ -33,7 +33,7 @@ from outpace.types import Draft, Outcome
 LOG = logging.getLogger("outpace.learning")
 LEARNS = "draft_model"
 """The method that learns."""
-SHARE = 0.03
+SHARE = 0.02
 """Of the time of passes, what learning takes unless said otherwise."""
 IDLE_SECONDS = 0.02
 """How long to learn at a time while nobody waits; a request that comes then waits so long, or for

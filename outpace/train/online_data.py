@@ -47,7 +47,7 @@ class OnlineConfig:
     """Share of requests that are held out."""
     top: int = 64
     """Entries of a law that are kept."""
-    context: int = 64
+    context: int = 32
     """Tokens before the first judged one of a piece."""
     piece: int = 64
     """Tokens of a piece from there on."""
@@ -57,9 +57,10 @@ class OnlineConfig:
     """How often an old piece is taken though there are new ones."""
     repeats: float = 3.0
     """Times that a judged token is learned from, in the mean."""
-    unit_tokens: int = 128
-    """Tokens of a unit of work, the least that ``step`` does at a time."""
-    update_units: int = 4
+    unit_tokens: int = 384
+    """Tokens of a unit of work, the least that ``step`` does at a time: weights that are read and
+    gradients that are written take half of its time."""
+    update_units: int = 1
     """Units whose gradients make one update."""
     round_rows: int = 1024
     """Judged tokens that are learned from between two judgements."""
@@ -69,7 +70,7 @@ class OnlineConfig:
     """Judgements without progress after which learning starts from the current version again."""
     kept: int = 3
     """Versions that stay on the disk besides those that may draft."""
-    lr: float = 1e-4
+    lr: float = 2e-4
     """Learning rate of AdamW, constant."""
     clip: float = 1.0
     """Longest gradient."""
