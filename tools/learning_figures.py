@@ -6,7 +6,8 @@
 Two servers get one stream of requests, one with ``--learn`` and one without. The requests come in
 an open loop at half of the rate that the second server was measured to answer. Blocks of requests
 take turns: while one server answers its block, the other is held, so that neither takes time from
-the other, and learning has the idle time of its own blocks alone. The topic is code: beginnings of
+the other, and learning has the idle time of its own blocks alone. Both answer some other prompts
+first, so that neither has to allocate while it is measured. The topic is code: beginnings of
 functions of Python's standard library, each asked once; ``--workload`` gives other prompts.
 
 Every block is printed and kept in OUT. The same command goes on where it was stopped: weights that
@@ -32,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from outpace.bench import provenance
-from outpace.bench.formats import read_workload
+from outpace.bench.formats import Prompt, read_workload
 from outpace.bench.load import (
     Question,
     Reply,
@@ -93,14 +94,21 @@ def _beginnings(file: Path, characters: int) -> Iterator[str]:
 
 def questions(args: argparse.Namespace) -> list[Question]:
     """The stream."""
-    bodies: list[tuple[str, Json]]
-    if args.workload is None:
-        texts = functions(args.requests, args.characters, args.seed)
-        bodies = [("/v1/completions", {"prompt": text}) for text in texts]
-    else:
-        bodies = [("/v1/chat/completions", {"messages": list(one.messages)})
-                  for one in read_workload(args.workload)[: args.requests]]
-    return [Question(id=str(i), path=path, body=body) for i, (path, body) in enumerate(bodies)]
+    if args.workload is not None:
+        return chats(read_workload(args.workload)[: args.requests])
+    texts = functions(args.requests, args.characters, args.seed)
+    return [
+        Question(id=str(i), path="/v1/completions", body={"prompt": text})
+        for i, text in enumerate(texts)
+    ]
+
+
+def chats(prompts: Sequence[Prompt]) -> list[Question]:
+    """A question for every prompt."""
+    return [
+        Question(id=str(i), path="/v1/chat/completions", body={"messages": list(one.messages)})
+        for i, one in enumerate(prompts)
+    ]
 
 
 class Measurement:
@@ -218,7 +226,8 @@ async def ask(
 
 
 async def capacity(
-    address: str, asked: Sequence[Question], settings: Settings, drafter: str, guesses: int | None
+    address: str, asked: Sequence[Question], settings: Settings, drafter: str, guesses: int | None,
+    count: int = 6 * CLIENTS,
 ) -> float:
     """Requests per second that a server answers to as many clients as it likes."""
     async with connected(address, key=None, seconds=600) as server:
@@ -226,9 +235,8 @@ async def capacity(
         async def send(number: int) -> Reply:
             return await ask(server, asked[number % len(asked)], settings, drafter, guesses)
 
-        for count in (CLIENTS, 6 * CLIENTS):  # the first ones make everything ready
-            began = time.perf_counter()
-            replies = await closed_loop(send, count, CLIENTS)
+        began = time.perf_counter()
+        replies = await closed_loop(send, count, CLIENTS)
         seconds = time.perf_counter() - began
     if wrong := next((reply.error for reply in replies if reply.error), None):
         sys.exit(f"the server does not answer: {wrong}")
@@ -272,6 +280,13 @@ def run(measured: Measurement, servers: dict[str, Running], settings: Settings, 
         ) -> None:  # fmt: skip
     """All blocks that are not measured yet, side by side."""
     args, total = measured.args, -(-len(measured.asked) // measured.args.block)
+    short = sorted(read_workload("builtin"), key=lambda one: len(str(one.messages)))[:CLIENTS]
+    for server in servers.values():  # the first requests allocate, and would count as slow
+        server.go()
+        asyncio.run(capacity(
+            server.address, chats(short), settings, drafter, args.guesses, count=2 * CLIENTS
+        ))
+        server.hold()
     if measured.rate is None:
         servers["off"].go()
         most = asyncio.run(capacity(

@@ -115,9 +115,9 @@ class DenseCache(KVCache):
         _, had_slots, _, had_rows, _ = self.value_store.shape
         if rows == 0 or (slots <= had_slots and rows <= had_rows):
             return
-        if rows > had_rows:
-            rows = max(rows, self._capacity, had_rows + had_rows // 2)
-        self.resize(max(slots, had_slots), max(rows, had_rows))
+        longer, more = max(rows, self._capacity, had_rows * 3 // 2), max(slots, had_slots * 3 // 2)
+        rows = longer if rows > had_rows else had_rows
+        self.resize(more if slots > had_slots else had_slots, rows)
 
     @property
     def room(self) -> tuple[int, int]:

@@ -88,6 +88,14 @@ def test_slots_opened_together_are_allocated_once():
     assert cache.key_store.data_ptr() == place
 
 
+def test_a_batch_that_grows_slot_by_slot_is_seldom_copied():
+    cache, sizes = DenseCache(1, heads=1, width=2), set()
+    for _ in range(64):
+        cache.append(cache.open(), [1], [-1])
+        sizes.add(cache.room[0])
+    assert len(sizes) < 16 and 64 <= max(sizes) < 96
+
+
 def test_a_closed_slot_is_taken_again_and_starts_empty():
     cache = filled(3, 4)
     cache.close(1)
