@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from outpace.bench import provenance
-from outpace.bench.formats import Prompt, read_workload
+from outpace.bench.formats import read_workload
 from outpace.bench.load import (
     Question,
     Reply,
@@ -44,6 +44,7 @@ from outpace.bench.load import (
     open_loop,
     poisson,
 )
+from outpace.bench.workloads import Prompt
 from outpace.cli.options import ModelOptions
 from outpace.cli.started import Running, launched
 from outpace.config import MethodSpec

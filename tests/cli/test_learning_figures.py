@@ -72,7 +72,8 @@ def test_blocks_take_turns_and_are_kept(tool, url, tmp_path, capsys):
     servers = {side: Turns(url, side, log) for side in ("on", "off")}
     one = measured()
     tool.run(one, servers, Settings(max_new_tokens=16), DRAFTER)
-    assert log == ["off", "-", "on", "-", "off", "-", "off", "-", "on", "-"]
+    ready = ["on", "-", "off", "-"]
+    assert log == [*ready, "off", "-", "on", "-", "off", "-", "off", "-", "on", "-"]
     report = one.report()
     assert (report["blocks"], report["requests"], report["on"]["errors"]) == (2, 6, 0)
     assert report["requests_per_second"] > 0 and report["about"]["drafter"] == DRAFTER
@@ -85,7 +86,7 @@ def test_blocks_take_turns_and_are_kept(tool, url, tmp_path, capsys):
     file.write_text("".join(lines[:-1]) + lines[-1][:40])
     log.clear()
     tool.run(measured(), servers, Settings(max_new_tokens=16), DRAFTER)
-    assert log == ["on", "-"] and len(file.read_text().splitlines()) == len(lines)
+    assert log == [*ready, "on", "-"] and len(file.read_text().splitlines()) == len(lines)
     assert json.loads(file.read_text().splitlines()[-1])["side"] == "on"
     assert capsys.readouterr().out.count("versions") == 4
     with pytest.raises(SystemExit, match="another measurement"):
