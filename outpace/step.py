@@ -117,7 +117,7 @@ def step(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
     holds before and after.
     """
     clock = _Clock(machine)
-    plans = _plan(machine, rows)
+    plans, views = _plan(machine, rows)
     clock.lap("plan")
     drafts = _draft(machine, rows, plans)
     clock.lap("draft")
@@ -141,6 +141,7 @@ def step(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
             )
         )
     _commit(machine, rows, outcomes)
+    machine.policy.learn(views, [_evidence(outcome) for outcome in outcomes])
     clock.lap("commit")
     _tell(machine, rows, outcomes, clock, plans)
     return outcomes
@@ -193,7 +194,7 @@ def prefill(
     return outcomes
 
 
-def _plan(machine: Machine, rows: Sequence[Row]) -> list[Plan]:
+def _plan(machine: Machine, rows: Sequence[Row]) -> tuple[list[Plan], list[PolicyRow]]:
     load = Load(len(rows), _context(rows))
     hints = _hints(machine, rows, load) if machine.policy.reads_hints else None
     views = _policy_rows(rows, hints)
@@ -203,7 +204,7 @@ def _plan(machine: Machine, rows: Sequence[Row]) -> list[Plan]:
         if asked.max_nodes > limit.max_nodes or asked.max_depth > limit.max_depth:
             raise OutpaceError(f"policy {type(machine.policy).__name__} broke its contract: it "
                                f"planned {asked} where {limit} was the limit")
-    return plans
+    return plans, views
 
 
 def _draft(machine: Machine, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Draft]:
@@ -294,7 +295,6 @@ def _judge(
 
 
 def _commit(machine: Machine, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
-    views = _policy_rows(rows)
     for row, outcome in zip(rows, outcomes, strict=True):
         machine.cache.keep(row.slot, outcome.row_F)
         row.extend(outcome)
@@ -306,12 +306,10 @@ def _commit(machine: Machine, rows: Sequence[Row], outcomes: Sequence[Outcome]) 
         machine.drafters[name].observe(
             [rows[i].states[name] for i in indices], [outcomes[i] for i in indices]
         )
-    if any(not outcome.forced for outcome in outcomes):
-        machine.policy.learn(views, [_evidence(outcome) for outcome in outcomes])
 
 
 def _policy_rows(
-    rows: Sequence[Row], hints: Sequence[Mapping[str, Sequence[float]]] | None = None
+    rows: Sequence[Row], hints: Sequence[Mapping[str, Sequence[float]]] | None
 ) -> list[PolicyRow]:
     return [
         PolicyRow(

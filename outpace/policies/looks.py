@@ -27,8 +27,9 @@ NEWS = 0.05
 """Change of the expected seconds, as a share, that asks for another look soon."""
 PAIR = 2
 """The longest rest has a pass for every so many sequences."""
-FRESH = 0.15
-"""Weight of the latest pass in what drafts gain."""
+FRESH, TRIALS = 0.1, 16
+"""Weight of the latest pass in what drafts gain, and passes that are weighed before the first rest:
+until drafters were tried, weighing has to seem in vain."""
 
 
 @dataclass(slots=True)
@@ -40,7 +41,9 @@ class _Wait:
     gap: int = FIRST_GAP
     expected: float = 0.0
     """Seconds of a plain pass, as they were thought to be at the last look."""
-    gain: float | None = None
+    weighed: int = 0
+    """Passes in all that were."""
+    gain: float = 0.0
     """Tokens per second where drafts are weighed, over those of a batch at rest; lately."""
     left: int = AT_ONCE
     """Passes that it rests yet."""
@@ -85,8 +88,9 @@ class Looks:
             return
         (batch, slower), self._weighed = self._weighed, None
         wait, gain = self._wait(batch), tokens / slower
-        wait.gain = gain if wait.gain is None else wait.gain + FRESH * (gain - wait.gain)
-        if self._share:
+        wait.weighed += 1
+        wait.gain += max(FRESH, 1.0 / wait.weighed) * (gain - wait.gain)
+        if self._share and wait.weighed >= TRIALS:
             wait.left = min(batch // PAIR, max(0, math.ceil((1.0 - wait.gain) / self._share)))
 
     def _wait(self, batch: int) -> _Wait:

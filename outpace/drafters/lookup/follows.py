@@ -15,9 +15,19 @@ from outpace.types import Outcome
 class Text:
     """One sequence."""
 
-    text: SuffixAutomaton
-    """Prompt and output."""
+    read: SuffixAutomaton
+    """Prompt and output, as far as they were looked at."""
+    unread: list[int] = field(default_factory=list)
+    """What came since: in a batch where nobody drafts, it may never be needed."""
     trust: Trust = field(default_factory=Trust)
+
+    @property
+    def text(self) -> SuffixAutomaton:
+        """Prompt and output. Cost: amortised O(1) per token that came since the last look."""
+        if self.unread:
+            self.read.extend(self.unread)
+            self.unread.clear()
+        return self.read
 
 
 T = TypeVar("T", bound=Text)
@@ -30,8 +40,8 @@ class FollowsText(Priced[T]):
         """Take in the new text, and which guesses were kept."""
         for state, outcome in zip(states, outcomes, strict=True):
             if outcome.forced:
-                state.text.extend(outcome.fed)
-            state.text.extend(outcome.verdict.emitted)
+                state.unread.extend(outcome.fed)
+            state.unread.extend(outcome.verdict.emitted)
             state.trust.learn(outcome)
 
     def mark(self, state: T) -> tuple[int, float]:

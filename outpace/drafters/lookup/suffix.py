@@ -126,7 +126,7 @@ class Suffix(FollowsText[_State]):
     def begin(self, request: Request) -> _State:
         """The text that is held already; the rest of the prompt arrives through ``observe``."""
         return _State(
-            text=SuffixAutomaton(request.prompt[: request.held]),
+            read=SuffixAutomaton(request.prompt[: request.held]),
             prompt=len(request.prompt),
             history=self._history(request.key),
         )
