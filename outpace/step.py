@@ -196,8 +196,11 @@ def prefill(
 
 def _plan(machine: Machine, rows: Sequence[Row]) -> tuple[list[Plan], list[PolicyRow]]:
     load = Load(len(rows), _context(rows))
-    hints = _hints(machine, rows, load) if machine.policy.reads_hints else None
-    views = _policy_rows(rows, hints)
+    hints = _hints(machine, rows, load) if machine.policy.reads_hints else [{}] * len(rows)
+    views = [
+        PolicyRow(row.policy_state, row.budgets, row.room(), row.coins(Stream.POLICY), hint)
+        for row, hint in zip(rows, hints, strict=True)
+    ]
     plans = machine.policy.plan(views, load)
     for view, plan in zip(views, plans, strict=True):
         asked, limit = plan.budget, view.limit
@@ -306,18 +309,6 @@ def _commit(machine: Machine, rows: Sequence[Row], outcomes: Sequence[Outcome]) 
         machine.drafters[name].observe(
             [rows[i].states[name] for i in indices], [outcomes[i] for i in indices]
         )
-
-
-def _policy_rows(
-    rows: Sequence[Row], hints: Sequence[Mapping[str, Sequence[float]]] | None
-) -> list[PolicyRow]:
-    return [
-        PolicyRow(
-            row.policy_state, row.budgets, row.room(), row.coins(Stream.POLICY),
-            {} if hints is None else hints[i],
-        )
-        for i, row in enumerate(rows)
-    ]
 
 
 def _context(rows: Sequence[Row]) -> int:

@@ -150,7 +150,8 @@ class Attention:
         stores: Sequence[Tensor] = cache.by_row
         self._index: tuple[Tensor, Tensor] | None = None
         if len(spans) == 1:  # a copy takes half the time of writing row by row
-            stores = [x[:, s.slot, s.stored.start : s.stored.stop] for s in spans for x in stores]
+            slot, stored = spans[0].slot, spans[0].stored
+            stores = [store[:, slot, stored.start : stored.stop] for store in stores]
         else:
             slot_Y = torch.tensor([span.slot for span in spans for _ in span.stored])
             row_Y = torch.tensor([row for span in spans for row in span.stored])

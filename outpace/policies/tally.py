@@ -99,8 +99,8 @@ class Tally:
         self.batch = max(load.batch, len(shares))
         self._each = 1.0 / self.batch
         self._own = len(shares)
-        self._still, self._weighing, self._more = costs.around(self._own)
-        self._rest = self._still + self._weighing
+        still, self._weighing, self._more = costs.around(self._own)
+        self._rest = still + self._weighing
         self._passed: dict[int, float] = {}  # rows -> seconds; the same few are asked for often
         self._prices: dict[tuple[str, int], tuple[float, float]] = {}  # likewise
         self._users: dict[str, int] = {}

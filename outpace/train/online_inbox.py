@@ -2,7 +2,8 @@
 
 A law costs a sweep over a row of logits, a quarter of a millisecond for 49152 tokens, and a pass
 has several such rows; a copy costs a tenth. So a pass leaves copies here, and they are read when
-nobody waits. What waits is bounded: beyond that the oldest is read at once.
+nobody waits. What waits is bounded, logits and ends of texts: beyond that the oldest is read at
+once.
 
 Shape letters: R judged tokens, V vocabulary.
 """
@@ -20,7 +21,8 @@ from torch import Tensor
 from outpace.train.online_data import Text, top_laws
 
 MOST = 256
-"""Judged tokens that wait at most: 25 MB for the vocabulary above in bfloat16."""
+"""Judged tokens that wait at most, and passes and ends of texts: 25 MB for the vocabulary above in
+bfloat16."""
 READ = 64
 """Judged tokens that are read together."""
 
@@ -56,14 +58,17 @@ class Inbox:
 
     def put(self, rows_V: Sequence[Tensor], places: Sequence[tuple[Text, int]]) -> None:
         """Copy the logits of some tokens, each with its text and its index there."""
-        self._shown.append(_Shown(torch.stack(list(rows_V)).to(self._dtype), places))
-        self._rows += len(places)
-        while self._rows > MOST:
-            self.read()
+        self._add(_Shown(torch.stack(list(rows_V)).to(self._dtype), places))
 
     def end(self, text: Text) -> None:
         """Note that no more comes of a text."""
-        self._shown.append(_Shown(None, (), text))
+        self._add(_Shown(None, (), text))
+
+    def _add(self, one: _Shown) -> None:
+        self._shown.append(one)
+        self._rows += len(one.places)
+        while self._rows > MOST or len(self._shown) > MOST:
+            self.read()
 
     def read(self) -> None:
         """Turn the oldest logits into laws. Cost: a sweep over ``READ`` rows, one host sync."""

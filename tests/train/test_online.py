@@ -259,6 +259,9 @@ def test_what_was_shown_waits_as_a_copy_and_not_without_end(target, base, tmp_pa
     pieces = texts[0].source.train.pieces
     assert [id_K[0] for piece in pieces for id_K in piece.id_RK] == list(range(20, 30, 2))
     assert len(texts[1].marks._rows) == 5, "it goes on"
+    for _ in range(20):
+        learner.end(texts[1])
+        assert len(learner._inbox._shown) <= 6, "where others draft, only ends come"
 
 
 def test_anchors_are_a_share_of_the_accepted(target, base, tmp_path):
