@@ -3,9 +3,11 @@
 
    What a row gets depends on its own sight alone, bit for bit: not on the rows beside it, not on
    the number of threads, and not on whether its ancestors stand in a chain or in a tree.
-   - A score is summed coordinate by coordinate, by fused multiply-adds, in a vector as outside.
+   - A score is summed coordinate by coordinate, by fused multiply-adds.
    - Positions are cut into blocks of 128. In a block, values are summed by position; weights are
      summed by position in each lane, and lanes in one fixed order.
+   - From keys and values in bfloat16 both sums take two terms at a time, an even one and the next,
+     for which there is an instruction. It wants queries and weights in bfloat16 as well.
    - Blocks are merged in order, each weighted by its own largest score.
 
    Work is cut into units, one block of positions for a few rows of one slot and one head of keys,
@@ -28,12 +30,17 @@ enum { BYTES = 16, TALL = 6, WIDE = 4 };
 #else
 #error "needs vectors with fused multiply-add"
 #endif
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#define DOTS
+#endif
 /* TALL query rows by WIDE vectors is what a product holds in registers. */
 enum { LANES = BYTES / 4, TILE = WIDE * LANES, BLOCK = 128, MOST = 32, WIDEST = 256 };
 
 typedef float vec __attribute__((vector_size(BYTES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(BYTES), aligned(4), may_alias));
-typedef uint16_t hvec __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
+typedef uint16_t bf16; /* the upper half of a float32 */
+typedef bf16 hvec __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 #define EACH_ROW(m) _Pragma("GCC unroll 6") for (int m = 0; m < tall; m++)
@@ -79,33 +86,68 @@ typedef struct {
 INLINE vec load(const float *from) { return *(const vec *)from; }
 INLINE void store(float *to, vec x) { *(vec *)to = x; }
 INLINE vec all(float x) { return x - (vec){0}; }
-INLINE float number(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
 
-/* bfloat16 is the upper half of a float32; nearest, even on ties. Not for NaN. */
-INLINE uint16_t rounded(float x) {
+/* Nearest, even on ties. Not for NaN. */
+INLINE bf16 rounded(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
-    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+INLINE float widened(bf16 x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
 }
 
-/* Keys and values are float32, or bfloat16 if `half` is set, which is known when code is compiled.
-   Either way they are numbers of a float32 as soon as they are read. */
-typedef const void *Kept;
-INLINE Kept past(Kept from, int64_t count, const int half) {
-    return (const char *)from + count * (half ? 2 : 4);
+/* A vector of pairs, the even one in the lower half of each lane, times one pair. */
+INLINE vec dot(vec sum, ivec pairs, const bf16 *pair) {
+#ifdef DOTS
+    int32_t both;
+    memcpy(&both, pair, sizeof both);
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(both));
+#else
+    sum += (vec)(pairs & (int32_t)0xffff0000) * widened(pair[1]);
+    return sum + (vec)(pairs << 16) * widened(pair[0]);
+#endif
 }
-INLINE float one_of(Kept from, int64_t at, const int half) {
-    if (half) return number((uint32_t)((const uint16_t *)from)[at] << 16);
-    return ((const float *)from)[at];
+
+/* LANES numbers of two rows in pairs; without `odd` it counts as zeros. */
+INLINE ivec pair_lanes(const bf16 *even, const bf16 *odd) {
+    const ivec lower = __builtin_convertvector(*(const hvec *)even, ivec);
+    if (odd == NULL) return lower;
+    return lower | (__builtin_convertvector(*(const hvec *)odd, ivec) << 16);
 }
-INLINE vec lanes_of(Kept from, int64_t at, const int half) {
-    if (!half) return load((const float *)from + at);
-    const hvec upper = *(const hvec *)((const uint16_t *)from + at);
-    return (vec)(__builtin_convertvector(upper, ivec) << 16);
+
+/* TILE of them. With DOTS in the order in which it takes least: of 32 numbers the first vector has
+   0 to 3, 8 to 11, 16 to 19 and 24 to 27, the second one those between. */
+INLINE void pair_tile(const bf16 *even, const bf16 *odd, ivec *pairs) {
+#ifdef DOTS
+    for (int n = 0; n < WIDE; n += 2) {
+        const __m512i a = _mm512_loadu_si512(even + n * LANES);
+        const __m512i b = odd ? _mm512_loadu_si512(odd + n * LANES) : _mm512_setzero_si512();
+        pairs[n] = (ivec)_mm512_unpacklo_epi16(a, b);
+        pairs[n + 1] = (ivec)_mm512_unpackhi_epi16(a, b);
+    }
+#else
+    for (int n = 0; n < WIDE; n++)
+        pairs[n] = pair_lanes(even + n * LANES, odd ? odd + n * LANES : NULL);
+#endif
+}
+
+/* Store what comes of a tile of pairs, in order. */
+INLINE void store_tile(float *to, const vec *sum) {
+#ifdef DOTS
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    for (int n = 0; n < WIDE; n += 2) {
+        const __m512 a = (__m512)sum[n], b = (__m512)sum[n + 1];
+        store(to + n * LANES, (vec)_mm512_permutex2var_ps(a, low, b));
+        store(to + (n + 1) * LANES, (vec)_mm512_permutex2var_ps(a, high, b));
+    }
+#else
+    for (int n = 0; n < WIDE; n++) store(to + n * LANES, sum[n]);
+#endif
 }
 
 INLINE int64_t clip(int64_t x) { return x < 0 ? 0 : x > BLOCK ? BLOCK : x; }
@@ -134,46 +176,73 @@ INLINE vec power(vec x) {
     return (vec)(((ivec)y + (whole << 23)) & ~none);
 }
 
+/* Numbers of one row of queries, weights, keys or values are float32, or bfloat16 if `half` is set,
+   which is known when code is compiled. */
+typedef const void *Row;
+INLINE Row past(Row from, int64_t count, const int half) {
+    return (const char *)from + count * (half ? 2 : 4);
+}
+
 /* Scores of `tall` query rows with TILE neighbouring positions. Meanwhile the values of these
    positions are asked for, if `values` is given. */
-INLINE void score(const int tall, const int half, const float *q, int64_t width, Kept key,
-                  int64_t capacity, float *out, const char *values) {
+INLINE void score(const int tall, const int half, Row q, int64_t width, Row key, int64_t capacity,
+                  float *out, const char *values) {
     enum { wide = WIDE };
+    const int step = half ? 2 : 1;
     vec sum[TALL][WIDE];
     EACH_ROW(m) EACH_VEC(n) sum[m][n] = (vec){0};
-    for (int64_t d = 0; d < width; d++) {
-        vec k[WIDE];
-        EACH_VEC(n) k[n] = lanes_of(key, d * capacity + n * LANES, half);
+    for (int64_t d = 0; d < width; d += step) {
         if (values)
-            for (int i = 0; i < TILE * (half ? 2 : 4); i += 64)
-                __builtin_prefetch(values + d * TILE * (half ? 2 : 4) + i, 0, 2);
-        EACH_ROW(m) {
-            vec one = all(q[m * width + d]);
-            EACH_VEC(n) sum[m][n] += one * k[n];
+            for (int i = 0; i < 4 * TILE; i += 64)
+                __builtin_prefetch(values + d / step * 4 * TILE + i, 0, 2);
+        if (half) {
+            const bf16 *even = (const bf16 *)key + d * capacity;
+            ivec pairs[WIDE];
+            pair_tile(even, even + capacity, pairs);
+            EACH_ROW(m)
+            EACH_VEC(n) sum[m][n] = dot(sum[m][n], pairs[n], (const bf16 *)q + m * width + d);
+        } else {
+            vec k[WIDE];
+            EACH_VEC(n) k[n] = load((const float *)key + d * capacity + n * LANES);
+            EACH_ROW(m) EACH_VEC(n) sum[m][n] += k[n] * ((const float *)q)[m * width + d];
         }
     }
-    EACH_ROW(m) EACH_VEC(n) store(out + m * BLOCK + n * LANES, sum[m][n]);
+    EACH_ROW(m) {
+        if (half) store_tile(out + m * BLOCK, sum[m]);
+        else EACH_VEC(n) store(out + m * BLOCK + n * LANES, sum[m][n]);
+    }
 }
 
-/* Values of the positions from `first` to `last`, weighted for `tall` query rows: `wide` vectors
-   of neighbouring coordinates. */
-INLINE void mix(const int tall, const int wide, const int half, const float *weight, int64_t first,
-                int64_t last, Kept value, int64_t width, float *out) {
+/* Values of the positions from `first`, which is even, to `last`, weighted for `tall` query rows:
+   `wide` vectors of neighbouring coordinates. */
+INLINE void mix(const int tall, const int wide, const int half, Row weight, int64_t first,
+                int64_t last, Row value, int64_t width, float *out) {
     vec sum[TALL][WIDE];
     EACH_ROW(m) EACH_VEC(n) sum[m][n] = (vec){0};
-    for (int64_t i = first; i < last; i++) {
-        vec v[WIDE];
-        EACH_VEC(n) v[n] = lanes_of(value, i * width + n * LANES, half);
-        EACH_ROW(m) {
-            vec one = all(weight[m * BLOCK + i]);
-            EACH_VEC(n) sum[m][n] += one * v[n];
+    for (int64_t i = first; i < last; i += half ? 2 : 1) {
+        if (half) {
+            const bf16 *even = (const bf16 *)value + i * width;
+            const bf16 *odd = i + 1 < last ? even + width : NULL;
+            ivec pairs[WIDE];
+            if (wide == WIDE) pair_tile(even, odd, pairs);
+            else pairs[0] = pair_lanes(even, odd);
+            EACH_ROW(m)
+            EACH_VEC(n) sum[m][n] = dot(sum[m][n], pairs[n], (const bf16 *)weight + m * BLOCK + i);
+        } else {
+            vec v[WIDE];
+            EACH_VEC(n) v[n] = load((const float *)value + i * width + n * LANES);
+            EACH_ROW(m) EACH_VEC(n) sum[m][n] += v[n] * ((const float *)weight)[m * BLOCK + i];
         }
     }
-    EACH_ROW(m) EACH_VEC(n) store(out + m * width + n * LANES, sum[m][n]);
+    EACH_ROW(m) {
+        if (half && wide == WIDE) store_tile(out + m * width, sum[m]);
+        else EACH_VEC(n) store(out + m * width + n * LANES, sum[m][n]);
+    }
 }
 
-/* Turn the scores of one block into weights; give the largest score and the sum of weights. */
-static void weigh(float *row, float *tops) {
+/* Turn the scores of one block into weights, also in bfloat16 if `half` is not NULL; give the
+   largest score and the sum of weights. */
+INLINE void weigh(float *row, bf16 *half, float *tops) {
     vec top = all(-INFINITY), sum = {0};
     for (int i = 0; i < BLOCK; i += LANES) top = larger(load(row + i), top);
     float most = -INFINITY, total = 0;
@@ -182,23 +251,49 @@ static void weigh(float *row, float *tops) {
     vec off = all(most == -INFINITY ? 0.0f : most);
     for (int i = 0; i < BLOCK; i += LANES) {
         vec x = power(load(row + i) - off);
-        store(row + i, x);
+        if (half) {
+            const ivec bits = (ivec)x, upper = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+            *(hvec *)(half + i) = __builtin_convertvector(upper, hvec);
+            x = (vec)(upper << 16);
+        } else {
+            store(row + i, x);
+        }
         sum += x;
     }
     for (int i = 0; i < LANES; i++) total += sum[i];
     tops[0] = most, tops[1] = total;
 }
 
+/* Score of one query row with one position. */
+INLINE float score_one(const int half, Row q, int64_t width, Row key, int64_t capacity) {
+    if (!half) {
+        float sum = 0;
+        for (int64_t d = 0; d < width; d++)
+            sum = fmaf(((const float *)q)[d], ((const float *)key)[d * capacity], sum);
+        return sum;
+    }
+    vec sum = {0};
+    for (int64_t d = 0; d < width; d += 2) {
+        const bf16 *even = (const bf16 *)key + d * capacity;
+        const int32_t pair = even[0] | (int32_t)((uint32_t)even[capacity] << 16);
+        sum = dot(sum, pair - (ivec){0}, (const bf16 *)q + d);
+    }
+    return sum[0];
+}
+
 /* One block of positions, for the rows of a chunk and one head of keys. */
 INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t head,
-                         const int half, Kept keys, Kept values) {
+                         const int half, Row keys, Row values) {
     const int64_t G = p->group, D = p->width, C = p->capacity, M = c->rows * G;
     const int64_t low = (c->first + block) * BLOCK, heads = (G + 2) * p->kv;
     const int64_t at = c->part + (block * p->kv + head) * M;
-    Kept key = past(keys, c->slot * p->key_stride + head * D * C, half);
-    Kept value = past(values, c->slot * p->value_stride + head * C * D, half);
-    float q[MOST * WIDEST] __attribute__((aligned(64)));
-    float weight[MOST * BLOCK] __attribute__((aligned(64)));
+    Row key = past(keys, c->slot * p->key_stride + head * D * C + low, half);
+    Row value = past(values, c->slot * p->value_stride + (head * C + low) * D, half);
+    float full_q[MOST * WIDEST] __attribute__((aligned(64)));
+    float full_weight[MOST * BLOCK] __attribute__((aligned(64)));
+    bf16 half_q[MOST * WIDEST] __attribute__((aligned(64)));
+    bf16 half_weight[MOST * BLOCK] __attribute__((aligned(64)));
+    Row q = half ? (Row)half_q : full_q, weight = half ? (Row)half_weight : full_weight;
     float *out = p->part + at * D;
 
     /* Columns that some row sees at the place of their position: those from `first` to `last`. */
@@ -206,7 +301,10 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t h
     for (int64_t r = 0; r < c->rows; r++) {
         const Sight *sight = p->sight + c->row + r;
         const float *from = p->head + ((c->row + r) * heads + head * G) * D;
-        for (int64_t i = 0; i < G * D; i++) q[r * G * D + i] = from[i] * p->scale;
+        for (int64_t i = 0; i < G * D; i++) {
+            if (half) half_q[r * G * D + i] = rounded(from[i] * p->scale);
+            else full_q[r * G * D + i] = from[i] * p->scale;
+        }
         if (clip(sight->low - low) < first) first = clip(sight->low - low);
         if (clip(sight->dense - low) > last) last = clip(sight->dense - low);
     }
@@ -214,8 +312,8 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t h
     for (int64_t i = first; i < last; i += TILE)
         for (int64_t m = 0; m < M; m += TALL) {
 #define PRODUCT(tall)                                                                             \
-    score(tall, half, q + m * D, D, past(key, low + i, half), C, weight + m * BLOCK + i,          \
-          m ? NULL : past(value, (low + i) * D, half))
+    score(tall, half, past(q, m * D, half), D, past(key, i, half), C, full_weight + m * BLOCK + i, \
+          m ? NULL : past(value, i * D, half))
             BY_HEIGHT(M - m, PRODUCT)
 #undef PRODUCT
         }
@@ -224,45 +322,52 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t h
         const int64_t dense = sight->dense - low, seen = clip(sight->low - low);
         const int64_t own = clip(dense), stop = clip(dense + sight->length);
         const int64_t *path = p->path + sight->path - dense;
-        float *row = weight + m * BLOCK;
+        float *row = full_weight + m * BLOCK;
         for (int64_t i = 0; i < seen; i++) row[i] = -INFINITY;
-        for (int64_t i = own > seen ? own : seen; i < stop; i++) {
-            float sum = 0;
-            for (int64_t d = 0; d < D; d++)
-                sum = fmaf(q[m * D + d], one_of(key, d * C + path[i], half), sum);
-            row[i] = sum;
-        }
+        for (int64_t i = own > seen ? own : seen; i < stop; i++)
+            row[i] = score_one(half, past(q, m * D, half), D, past(key, path[i] - low, half), C);
         for (int64_t i = stop; i < BLOCK; i++) row[i] = -INFINITY;
-        weigh(row, p->tops + 2 * (at + m));
+        weigh(row, half ? half_weight + m * BLOCK : NULL, p->tops + 2 * (at + m));
     }
+    /* Rows that see more by their paths all end at the same `dense`: that comes behind here, with
+       the last one before it if that is the first of a pair. */
+    const int by_path = p->sight[c->row].length > 0;
+    if (half && by_path) last = last / 2 * 2;
     for (int64_t m = 0; m < M; m += TALL) {
         int64_t d = 0;
         for (; d + TILE <= D; d += TILE) {
 #define PRODUCT(tall)                                                                             \
-    mix(tall, WIDE, half, weight + m * BLOCK, first, last, past(value, low * D + d, half), D,     \
+    mix(tall, WIDE, half, past(weight, m * BLOCK, half), first, last, past(value, d, half), D,    \
         out + m * D + d)
             BY_HEIGHT(M - m, PRODUCT)
 #undef PRODUCT
         }
         for (; d < D; d += LANES) {
 #define PRODUCT(tall)                                                                             \
-    mix(tall, 1, half, weight + m * BLOCK, first, last, past(value, low * D + d, half), D,        \
+    mix(tall, 1, half, past(weight, m * BLOCK, half), first, last, past(value, d, half), D,       \
         out + m * D + d)
             BY_HEIGHT(M - m, PRODUCT)
 #undef PRODUCT
         }
     }
-    /* Rows that see more by their paths all end at the same `dense`: that comes behind here. */
-    for (int64_t m = 0; m < M; m++) {
+    for (int64_t m = 0; by_path && m < M; m++) {
         const Sight *sight = p->sight + c->row + m / G;
         const int64_t dense = sight->dense - low, stop = clip(dense + sight->length);
         const int64_t *path = p->path + sight->path - dense;
-        if (sight->length == 0) continue;
-        for (int64_t i = clip(dense); i < stop; i++) {
-            vec one = all(weight[m * BLOCK + i]);
-            float *sum = out + m * D;
-            for (int64_t d = 0; d < D; d += LANES)
-                store(sum + d, load(sum + d) + one * lanes_of(value, path[i] * D + d, half));
+        for (int64_t i = half ? clip(dense) / 2 * 2 : clip(dense); i < stop; i += half ? 2 : 1) {
+            Row even = past(value, (i < dense ? i : path[i] - low) * D, half);
+            Row odd = i + 1 < stop ? past(value, (path[i + 1] - low) * D, half) : NULL;
+            for (int64_t d = 0; d < D; d += LANES) {
+                float *to = out + m * D + d;
+                if (half) {
+                    const bf16 *next = odd ? (const bf16 *)odd + d : NULL;
+                    const ivec pairs = pair_lanes((const bf16 *)even + d, next);
+                    store(to, dot(load(to), pairs, half_weight + m * BLOCK + i));
+                } else {
+                    const vec v = load((const float *)even + d);
+                    store(to, load(to) + v * full_weight[m * BLOCK + i]);
+                }
+            }
         }
     }
 }
@@ -288,7 +393,7 @@ static void merge(const Pass *p, const Chunk *c, int64_t head) {
         const int64_t row = c->row + m / p->group;
         const int64_t to = ((row * p->kv + head) * p->group + m % p->group) * D;
         for (int64_t d = 0; d < D; d++) {
-            if (p->bfloat16) ((uint16_t *)p->out)[to + d] = rounded(sum[d] / total);
+            if (p->bfloat16) ((bf16 *)p->out)[to + d] = rounded(sum[d] / total);
             else ((float *)p->out)[to + d] = sum[d] / total;
         }
     }
@@ -305,7 +410,7 @@ INLINE void keep(const Pass *p, int64_t row, const int half, void *keys, void *v
         const int64_t to = i < p->kv * D ? key + i * C
                                          : value + coordinate / D * C * D + coordinate % D;
         void *store = i < p->kv * D ? keys : values;
-        if (half) ((uint16_t *)store)[to] = rounded(new[i]);
+        if (half) ((bf16 *)store)[to] = rounded(new[i]);
         else ((float *)store)[to] = new[i];
     }
 }

@@ -63,9 +63,12 @@ def fill(attend, seed=1):
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [GROUPED, WIDE, MANY, (2, 4, 80), (4, 1, 32)])
 @pytest.mark.parametrize("windows", [(None,), (None, 7), (50, 200)])
-def test_it_gives_what_products_of_matrices_give(shape, windows, kept):
-    """From keys and values in bfloat16, what products give from the same numbers."""
-    shape, worst = heads(*shape), 0.0
+@pytest.mark.parametrize("flat", [False, True])
+def test_it_gives_what_products_of_matrices_give(shape, windows, kept, flat):
+    """From keys and values in bfloat16 what products give from the same numbers, but for the
+    rounding of queries and weights. There is none where all weights are 1.
+    """
+    shape, worst, sums = heads(*shape), 0.0, []
     for seed in range(6):
         spans = batch(random.Random(seed), 4)
         rows = sum(len(one.stored) for one in spans)
@@ -80,12 +83,18 @@ def test_it_gives_what_products_of_matrices_give(shape, windows, kept):
             fill(attend, seed)
             new = attend.head_TXD[:, shape.queries :]
             new.copy_(new.to(kept))
+            if flat:
+                attend.head_TXD[:, : shape.queries] = 0
         for window in windows:
             want, got = (attend(1, window)[:rows].clone() for attend in both)
             worst = max(worst, float((got - want).abs().max()))
+            sums.append(float((got - want).abs().mean()))
         for one, other in zip(caches[0].by_row, caches[1].by_row, strict=True):
             assert torch.equal(one, other.float()), "what is stored"
-    assert 0.0 < worst < 4e-6
+    exact = flat or kept is torch.float32
+    assert worst < (4e-6 if exact else 1e-2)
+    assert worst > 0.0 or flat, "two ways of computing"
+    assert max(sums) < (4e-7 if exact else 1e-3)
 
 
 @needs_code
