@@ -27,12 +27,12 @@ from torch import Tensor
 from outpace.cache.dense import DenseCache
 from outpace.models.attention import HeadShape
 from outpace.models.base import Target
-from outpace.models.blocks import ACTIVATION, Norm
 from outpace.models.eagle import attend_few, few_is_best
 from outpace.models.families import DecoderConfig
 from outpace.models.fused import attention
 from outpace.models.packed import MIN_ROWS, Linear
 from outpace.models.passes import PassRows, Rotation
+from outpace.models.rowwise import Norm, gated
 
 _LAYER = "model.layers.0."
 
@@ -94,7 +94,6 @@ class Adapter:
             self._gate_up = linear(["mlp.gate", "mlp.up"], config.mlp_bias)
             self._down = linear(["mlp.down"], config.mlp_bias)
             self._mlp_norm = norm(tensors["post_attention_layernorm.weight"])
-            self._activation = ACTIVATION[config.activation]
         self._input_norm, self._norm = (
             norm(tensors[f"{name}.weight"]) for name in ("input_layernorm", "norm")
         )
@@ -150,8 +149,8 @@ class Adapter:
             out_RH = self._out(mixed_TY.index_select(0, index))
             z_RH = stream_TH.index_select(0, index).add_(out_RH)
             if self._gate_up is not None:
-                gate, up = self._gate_up(self._mlp_norm(z_RH).to(self.dtype)).chunk(2, 1)
-                z_RH.add_(self._down(self._activation(gate).mul_(up)))
+                gate_up_RF = self._gate_up(self._mlp_norm(z_RH).to(self.dtype))
+                z_RH.add_(self._down(gated(self.config.activation, gate_up_RF)))
             y_RH = self._norm(z_RH).to(self.dtype)
         with torch.no_grad():  # made outside of inference mode it is an ordinary tensor
             return y_RH[: len(wanted)].clone()

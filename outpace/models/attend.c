@@ -17,32 +17,16 @@
 
    Letters: G query heads per head of keys, D width of a head, C rows of a slot, M = rows * G. */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "lanes.h"
 
-#if defined(__AVX512F__)
-enum { BYTES = 64, TALL = 6, WIDE = 4 };
-#elif defined(__AVX2__) && defined(__FMA__)
-enum { BYTES = 32, TALL = 6, WIDE = 2 };
-#elif defined(__aarch64__)
-enum { BYTES = 16, TALL = 6, WIDE = 4 };
-#else
-#error "needs vectors with fused multiply-add"
-#endif
+/* TALL query rows by WIDE vectors is what a product holds in registers. */
+enum { TALL = 6, WIDE = BYTES == 32 ? 2 : 4 };
+enum { TILE = WIDE * LANES, BLOCK = 128, MOST = 32, WIDEST = 256 };
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 #include <immintrin.h>
 #define DOTS
 #endif
-/* TALL query rows by WIDE vectors is what a product holds in registers. */
-enum { LANES = BYTES / 4, TILE = WIDE * LANES, BLOCK = 128, MOST = 32, WIDEST = 256 };
 
-typedef float vec __attribute__((vector_size(BYTES), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(BYTES), aligned(4), may_alias));
-typedef uint16_t bf16; /* the upper half of a float32 */
-typedef bf16 hvec __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
-
-#define INLINE static inline __attribute__((always_inline))
 #define EACH_ROW(m) _Pragma("GCC unroll 6") for (int m = 0; m < tall; m++)
 #define EACH_VEC(n) _Pragma("GCC unroll 4") for (int n = 0; n < wide; n++)
 /* The number of rows has to be known when a product is compiled. */
@@ -82,23 +66,6 @@ typedef struct {
     float *tops; /* [., 2]: likewise the largest score, and the sum of weights */
     float scale; /* multiplies queries; scores are powers of two */
 } Pass;
-
-INLINE vec load(const float *from) { return *(const vec *)from; }
-INLINE void store(float *to, vec x) { *(vec *)to = x; }
-INLINE vec all(float x) { return x - (vec){0}; }
-
-/* Nearest, even on ties. Not for NaN. */
-INLINE bf16 rounded(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-INLINE float widened(bf16 x) {
-    const uint32_t bits = (uint32_t)x << 16;
-    float wide;
-    memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
 
 /* A vector of pairs, the even one in the lower half of each lane, times one pair. */
 INLINE vec dot(vec sum, ivec pairs, const bf16 *pair) {
@@ -155,25 +122,6 @@ INLINE int64_t clip(int64_t x) { return x < 0 ? 0 : x > BLOCK ? BLOCK : x; }
 INLINE vec larger(vec a, vec b) {
     ivec which = a > b;
     return (vec)(((ivec)a & which) | ((ivec)b & ~which));
-}
-
-/* 2 to the power of x, for x <= 0; below 2^-126 it is 0. The part of x between -1/2 and 1/2 goes
-   through a polynomial fitted to it (2e-9 off, less than float32 shows), the rest to the
-   exponent. */
-INLINE vec power(vec x) {
-    ivec none = x < -126.0f;
-    x = (vec)((ivec)x & ~none);
-    vec shifted = x + 12582912.0f; /* 1.5 * 2^23: the whole part ends up in the last bits */
-    ivec whole = (ivec)shifted - 0x4b400000;
-    vec f = x - (shifted - 12582912.0f);
-    vec y = all(1.5353360e-4f);
-    y = y * f + 1.3398875e-3f;
-    y = y * f + 9.6184374e-3f;
-    y = y * f + 5.5503325e-2f;
-    y = y * f + 2.4022648e-1f;
-    y = y * f + 6.9314720e-1f;
-    y = y * f + 1.0f;
-    return (vec)(((ivec)y + (whole << 23)) & ~none);
 }
 
 /* Numbers of one row of queries, weights, keys or values are float32, or bfloat16 if `half` is set,
@@ -252,9 +200,8 @@ INLINE void weigh(float *row, bf16 *half, float *tops) {
     for (int i = 0; i < BLOCK; i += LANES) {
         vec x = power(load(row + i) - off);
         if (half) {
-            const ivec bits = (ivec)x, upper = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-            *(hvec *)(half + i) = __builtin_convertvector(upper, hvec);
-            x = (vec)(upper << 16);
+            store_half(half + i, x);
+            x = load_half(half + i);
         } else {
             store(row + i, x);
         }

@@ -35,11 +35,12 @@ from torch.nn import functional as F
 
 from outpace.cache.dense import DenseCache
 from outpace.models.base import Target
-from outpace.models.blocks import ACTIVATION, Norm, read_block
+from outpace.models.blocks import read_block
 from outpace.models.families import DecoderConfig
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.packed import Linear
 from outpace.models.passes import Rotation
+from outpace.models.rowwise import Norm, gated
 
 EPS = 1e-6
 """Added to mean squares by ``unit``."""
@@ -121,7 +122,6 @@ class BlockNet:
         self._slot_SH = tensors["slots.weight"].to(device).float()
         self._norm = Norm(tensors["norm.weight"].to(device), config)
         self._rotation = Rotation(config.ropes[0], device)
-        self._activation = ACTIVATION[config.activation]
 
     def new_cache(self) -> DenseCache:
         """An empty cache for the context's keys and values."""
@@ -195,8 +195,8 @@ class BlockNet:
         if not mixed:
             return x_YH
         x_YH = x_YH + block.out(torch.cat(mixed))
-        gate, up = block.gate_up(block.mlp_norm(x_YH).to(self.dtype)).chunk(2, 1)
-        return x_YH.add_(block.down(self._activation(gate).mul_(up)))
+        gate_up_YF = block.gate_up(block.mlp_norm(x_YH).to(self.dtype))
+        return x_YH.add_(block.down(gated(config.activation, gate_up_YF)))
 
     def _store(
         self, layer: int, slot: int, first: int, cache: DenseCache, head_TXW: Tensor

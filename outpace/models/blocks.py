@@ -9,43 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from outpace.models.families import DecoderConfig
 from outpace.models.packed import Linear
 from outpace.models.quantize import quantized
+from outpace.models.rowwise import Norm
 from outpace.models.weights import Checkpoint
-
-ACTIVATION: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
-"""By its name in ``DecoderConfig.activation``."""
-
-
-class Norm:
-    """x / sqrt(mean(x^2) + eps) * weight, row by row, in float32.
-
-    Args:
-        weight_H: as stored; [heads, D] norms every head by itself.
-        config: for eps and the offset of the weights.
-    """
-
-    def __init__(self, weight_H: Tensor, config: DecoderConfig) -> None:
-        size = weight_H.shape[-1]
-        self._weight_H = (weight_H.float() + config.norm_offset) * size**0.5
-        self._floor = torch.tensor((size * config.norm_eps) ** 0.5, device=weight_H.device)
-
-    def __call__(self, x_TH: Tensor, out: Tensor | None = None) -> Tensor:
-        # sqrt(|x|^2 + H * eps) as a hypotenuse: one small operation instead of four.
-        length_T1 = torch.linalg.vector_norm(x_TH, dim=-1, keepdim=True).hypot_(self._floor)
-        return torch.mul(x_TH / length_T1, self._weight_H, out=out)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

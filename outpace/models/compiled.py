@@ -61,7 +61,9 @@ def _compiled(source: Path) -> Path:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise OSError("there is no C compiler")
-    known = (source.read_bytes(), compiler.encode(), " ".join(_FLAGS).encode(), _processor())
+    headers = [file.read_bytes() for file in sorted(source.parent.glob("*.h"))]
+    known = (source.read_bytes(), *headers, compiler.encode(), " ".join(_FLAGS).encode(),
+             _processor())
     digest = hashlib.sha256(b"\0".join(known)).hexdigest()[:16]
     folder = cache_folder() / "compiled"
     whole = folder / f"{source.stem}-{digest}.so"

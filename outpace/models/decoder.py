@@ -25,13 +25,14 @@ from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError
 from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, TREE, Target
-from outpace.models.blocks import ACTIVATION, Block, Embedding, Ends, read_block, read_ends, release
+from outpace.models.blocks import Block, Embedding, Ends, read_block, read_ends, release
 from outpace.models.families import DecoderConfig
 from outpace.models.fused import FusedAttention, attention, stored
 from outpace.models.graphs import PaddedAttention, Record, StaticPasses, cuda_recorder
 from outpace.models.packed import MIN_ROWS, Linear
 from outpace.models.passes import PassRows, Rotation
 from outpace.models.quantize import check_kind, note
+from outpace.models.rowwise import gated
 from outpace.models.text import Tokenizer
 from outpace.models.weights import Checkpoint
 from outpace.types import Feed, Scored, VocabMap
@@ -71,7 +72,6 @@ class Decoder(Target):
         """What it was read from: tensors one at a time, by Hugging Face name."""
         self._blocks, self._ends, self._turns = blocks, ends, turns
         self._windows = frozenset(block.window for block in blocks)
-        self._activation = ACTIVATION[config.activation]
         self._shape = HeadShape(
             config.num_kv_heads,
             config.num_heads // config.num_kv_heads,
@@ -351,9 +351,10 @@ class Decoder(Target):
         qkv_TY, turned_TXE = attend.head_TXD.flatten(1), attend.turned_TXE
         qk_TXD = attend.head_TXD[:, : turned_TXE.shape[1]]
         normed_TH = torch.empty(x_TH.shape, dtype=self.dtype, device=self.device)
+        y_TH: Tensor | None = None  # of the layer before, not added yet
         for layer in layers:
             block = self._blocks[layer]
-            block.attn_norm(x_TH, normed_TH)
+            block.attn_norm(x_TH, normed_TH, add=y_TH)
             if taps:
                 _tap(taps, seen, f"hidden.{layer}", x_TH)
                 _tap(taps, seen, f"attn_in.{layer}", normed_TH)
@@ -366,12 +367,11 @@ class Decoder(Target):
                 y_TH = block.after_attn(y_TH.float())
             if taps:
                 _tap(taps, seen, f"attn_out.{layer}", y_TH)
-            x_TH.add_(y_TH)
-            block.mlp_norm(x_TH, normed_TH)
-            gate_TF, up_TF = block.gate_up(normed_TH).chunk(2, 1)
-            y_TH = block.down(self._activation(gate_TF).mul_(up_TF))
+            block.mlp_norm(x_TH, normed_TH, add=y_TH)
+            y_TH = block.down(gated(self.config.activation, block.gate_up(normed_TH)))
             if block.after_mlp is not None:
                 y_TH = block.after_mlp(y_TH.float())
+        if y_TH is not None:
             x_TH.add_(y_TH)
 
     def _depth(self, layers: int | None) -> int:

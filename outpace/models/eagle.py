@@ -26,12 +26,13 @@ from torch import Tensor
 from outpace.cache.dense import DenseCache
 from outpace.models.attention import HeadShape, Span
 from outpace.models.base import Target
-from outpace.models.blocks import ACTIVATION, Norm, read_block
+from outpace.models.blocks import read_block
 from outpace.models.families import DecoderConfig
 from outpace.models.fused import attention, fits
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.packed import MIN_ROWS, Linear
 from outpace.models.passes import PassRows, Rotation
+from outpace.models.rowwise import Norm, gated
 
 LAYER = "model.layers.0."
 """What a decoder's reader calls the one layer; files say ``layers.0.``."""
@@ -120,7 +121,7 @@ class EagleNet:
             config.attention_scale, config.attention_softcap,
         )  # fmt: skip
         self._rotation = Rotation(config.ropes[config.rope_of_layer[0]], device)
-        self._activation = ACTIVATION[config.activation]
+        self._activation = config.activation
 
         def linear(name: str) -> Linear:
             bias = tensors.get(f"{name}.bias")
@@ -251,11 +252,9 @@ class EagleNet:
                 return x_TH
             index = torch.tensor(wanted, device=self.device)
             x_TH, mixed_TY = x_TH.index_select(0, index), mixed_TY.index_select(0, index)
-        x_TH.add_(block.out(mixed_TY))
         normed_TH = torch.empty(x_TH.shape, dtype=self.dtype, device=self.device)
-        block.mlp_norm(x_TH, normed_TH)
-        gate_TF, up_TF = block.gate_up(normed_TH).chunk(2, 1)
-        return x_TH.add_(block.down(self._activation(gate_TF).mul_(up_TF)))
+        block.mlp_norm(x_TH, normed_TH, add=block.out(mixed_TY))
+        return x_TH.add_(block.down(gated(self._activation, block.gate_up(normed_TH))))
 
 
 def is_few(spans: Sequence[Span]) -> bool:

@@ -25,12 +25,13 @@ from outpace.drafters.trained import (
 )
 from outpace.errors import ModelError
 from outpace.models.base import Target
-from outpace.models.blocks import Embedding, Ends, Norm, read_block
+from outpace.models.blocks import Embedding, Ends, read_block
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.packed import Linear
 from outpace.models.passes import Rotation
+from outpace.models.rowwise import Norm
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

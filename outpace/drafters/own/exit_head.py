@@ -36,8 +36,8 @@ from outpace.drafters.own.exits import Belief
 from outpace.drafters.trained import lender, read_config, read_tensors, vocab_map
 from outpace.errors import ModelError
 from outpace.models.base import Target
-from outpace.models.blocks import Norm
 from outpace.models.packed import Linear
+from outpace.models.rowwise import Norm
 from outpace.tree.growth import Branch
 from outpace.types import Feed
 

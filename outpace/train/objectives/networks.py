@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outpace.models.blocks import ACTIVATION
 from outpace.models.families import DecoderConfig
 from outpace.models.passes import Rotation
 from outpace.models.rope import Rope
+from outpace.models.rowwise import ACTIVATION
 
 Turn = tuple[Tensor, Tensor]
 """cos and sin of some rows, [B, A, 1, E]."""

@@ -1,0 +1,68 @@
+/* Vectors of float32 as wide as the processor's, and what they are read from and written to. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+enum { BYTES = 64 };
+#elif defined(__AVX2__) && defined(__FMA__)
+enum { BYTES = 32 };
+#elif defined(__aarch64__)
+enum { BYTES = 16 };
+#else
+#error "needs vectors with fused multiply-add"
+#endif
+enum { LANES = BYTES / 4 };
+
+typedef float vec __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef uint16_t bf16; /* the upper half of a float32 */
+typedef bf16 hvec __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vec load(const float *from) { return *(const vec *)from; }
+INLINE void store(float *to, vec x) { *(vec *)to = x; }
+INLINE vec all(float x) { return x - (vec){0}; }
+
+/* Nearest, even on ties. Not for NaN. */
+INLINE bf16 rounded(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+INLINE float widened(bf16 x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+/* Numbers of bfloat16, read and written as float32. */
+INLINE vec load_half(const bf16 *from) {
+    return (vec)(__builtin_convertvector(*(const hvec *)from, ivec) << 16);
+}
+INLINE void store_half(bf16 *to, vec x) {
+    const ivec bits = (ivec)x, upper = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    *(hvec *)to = __builtin_convertvector(upper, hvec);
+}
+
+/* 2 to the power of x, for x <= 0; below 2^-126 it is 0. The part of x between -1/2 and 1/2 goes
+   through a polynomial fitted to it (2e-9 off, less than float32 shows), the rest to the
+   exponent. */
+INLINE vec power(vec x) {
+    ivec none = x < -126.0f;
+    x = (vec)((ivec)x & ~none);
+    vec shifted = x + 12582912.0f; /* 1.5 * 2^23: the whole part ends up in the last bits */
+    ivec whole = (ivec)shifted - 0x4b400000;
+    vec f = x - (shifted - 12582912.0f);
+    vec y = all(1.5353360e-4f);
+    y = y * f + 1.3398875e-3f;
+    y = y * f + 9.6184374e-3f;
+    y = y * f + 5.5503325e-2f;
+    y = y * f + 2.4022648e-1f;
+    y = y * f + 6.9314720e-1f;
+    y = y * f + 1.0f;
+    return (vec)(((ivec)y + (whole << 23)) & ~none);
+}

@@ -1,0 +1,111 @@
+"""What happens row by row between two products of matrices: sums, norms, gates.
+
+On a CPU every operation of torch costs some microseconds and a reading of its rows, and there are a
+dozen of these per layer. ``rowwise.c`` does them in two calls, compiled when first needed as
+attention is; torch does it everywhere else, and is the oracle of the tests. Either way a row's
+numbers depend on that row alone. They differ in the last bits, since compiled code rounds once
+where torch rounds after each operation: a process uses one of the two for all passes of a model.
+
+Shape letters: T rows, H hidden size, F width of an MLP, D width of a head.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outpace.models.compiled import library
+from outpace.models.families import DecoderConfig
+
+ACTIVATION: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""By its name in ``DecoderConfig.activation``."""
+_KINDS = {"silu": 0, "gelu_tanh": 1}
+_DTYPES = (torch.float32, torch.bfloat16)
+_LANES = 16
+
+
+class Norm:
+    """x / sqrt(mean(x^2) + eps) * weight, row by row, in float32.
+
+    Args:
+        weight_H: as stored; [heads, D] norms every head by itself.
+        config: for eps and the offset of the weights.
+    """
+
+    def __init__(self, weight_H: Tensor, config: DecoderConfig) -> None:
+        size = weight_H.shape[-1]
+        self._weight_H = (weight_H.float() + config.norm_offset) * size**0.5
+        self._least = (size * config.norm_eps) ** 0.5
+        self._floor = torch.tensor(self._least, device=weight_H.device)
+        self._simple = weight_H.dim() == 1 and weight_H.is_cpu and size % _LANES == 0
+
+    def __call__(
+        self, x_TH: Tensor, out: Tensor | None = None, add: Tensor | None = None
+    ) -> Tensor:
+        """Norm rows.
+
+        Args:
+            x_TH: float32.
+            out: where to write, in its dtype; None makes a float32 tensor.
+            add: is added to ``x_TH`` first, in place.
+        """
+        code = _code() if self._simple else None
+        if code is None or not x_TH.is_contiguous() or x_TH.requires_grad:
+            if add is not None:
+                x_TH.add_(add)
+            # sqrt(|x|^2 + H * eps) as a hypotenuse: one small operation instead of four.
+            length_T1 = torch.linalg.vector_norm(x_TH, dim=-1, keepdim=True).hypot_(self._floor)
+            return torch.mul(x_TH / length_T1, self._weight_H, out=out)
+        out = torch.empty_like(x_TH) if out is None else out
+        rows, width = x_TH.shape
+        code.outpace_norm(
+            x_TH.data_ptr(), None if add is None else add.data_ptr(), self._weight_H.data_ptr(),
+            self._least, out.data_ptr(), out.stride(0), rows, width,
+            add is not None and add.dtype is torch.bfloat16, out.dtype is torch.bfloat16,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+
+def gated(activation: str, gate_up_TF: Tensor) -> Tensor:
+    """The activation of the first half of every row, times the second half.
+
+    Args:
+        activation: a name in ``ACTIVATION``.
+        gate_up_TF: [T, 2 F], contiguous.
+
+    Returns:
+        [T, F].
+    """
+    rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
+    code = _code() if gate_up_TF.is_cpu and width % _LANES == 0 else None
+    if code is None or gate_up_TF.dtype not in _DTYPES or gate_up_TF.requires_grad:
+        gate_TF, up_TF = gate_up_TF.chunk(2, 1)
+        return ACTIVATION[activation](gate_TF).mul_(up_TF)
+    out_TF = gate_up_TF.new_empty(rows, width)
+    code.outpace_gate(
+        gate_up_TF.data_ptr(), out_TF.data_ptr(), rows, width,
+        gate_up_TF.dtype is torch.bfloat16, _KINDS[activation], torch.get_num_threads(),
+    )  # fmt: skip
+    return out_TF
+
+
+@cache
+def _code() -> ctypes.CDLL | None:
+    code = library("rowwise")
+    if code is not None:
+        whole, address = ctypes.c_int64, ctypes.c_void_p
+        code.outpace_norm.argtypes = [
+            address, address, address, ctypes.c_float, address, *[whole] * 6,
+        ]  # fmt: skip
+        code.outpace_gate.argtypes = [address, address, *[whole] * 5]
+        code.outpace_norm.restype = code.outpace_gate.restype = None
+    return code
