@@ -27,8 +27,8 @@ BANNED = tuple(
         r"co-author" r"ed-by|generated (by|with) (an? )?(ai|llm|language model)\b",
     )
 )
-TEXT = {"", ".py", ".c", ".h", ".md", ".toml", ".txt", ".cfg", ".ini", ".yml", ".yaml", ".json", ".jsonl",
-        ".jinja", ".js", ".css", ".html", ".sh", ".typed"}  # fmt: skip
+TEXT = {"", ".py", ".c", ".h", ".md", ".toml", ".txt", ".cfg", ".ini", ".yml", ".yaml", ".json",
+        ".jsonl", ".jinja", ".js", ".css", ".html", ".sh", ".typed"}  # fmt: skip
 BINARY = {".safetensors"}
 """What no person wrote."""
 

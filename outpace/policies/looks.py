@@ -25,12 +25,11 @@ AT_ONCE = 2
 """Plain passes with which batches of a new size begin."""
 NEWS = 0.05
 """Change of the expected seconds, as a share, that asks for another look soon."""
-LONGEST_REST = 2
-"""Passes for each sequence."""
-FRESH, AGE, TRIALS = 0.1, 8, 16
-"""Weight of the latest pass in what drafts lose; passes at rest that age that as one more does; and
-passes that are weighed before the first rest: until drafters were tried, weighing has to seem in
-vain."""
+PAIR = 2
+"""The longest rest has a pass for every so many sequences."""
+FRESH, TRIALS = 0.1, 16
+"""Weight of the latest pass in what drafts gain, and passes that are weighed before the first rest:
+until drafters were tried, weighing has to seem in vain."""
 
 
 @dataclass(slots=True)
@@ -44,10 +43,8 @@ class _Wait:
     """Seconds of a plain pass, as they were thought to be at the last look."""
     weighed: int = 0
     """Passes in all that were."""
-    lost: float = 0.0
-    """Passes at rest that would have brought more in the time of one that is weighed; lately."""
-    rested: int = 0
-    """Passes since the last one that was weighed."""
+    gain: float = 0.0
+    """Tokens per second where drafts are weighed, over those of a batch at rest; lately."""
     left: int = AT_ONCE
     """Passes that it rests yet."""
 
@@ -73,7 +70,7 @@ class Looks:
         self._weighed, resting = None, self.resting(batch)
         if resting:
             wait = self._wait(batch)
-            wait.left, wait.rested, wait.passes = wait.left - 1, wait.rested + 1, 0
+            wait.left, wait.passes = wait.left - 1, 0
         return resting
 
     def weighed(self, batch: int, slower: float) -> None:
@@ -90,14 +87,11 @@ class Looks:
         if self._weighed is None:
             return
         (batch, slower), self._weighed = self._weighed, None
-        wait = self._wait(batch)
-        age, wait.rested = 1.0 + wait.rested / AGE, 0
+        wait, gain = self._wait(batch), tokens / slower
         wait.weighed += 1
-        fresh = max(1.0 - (1.0 - FRESH) ** age, 1.0 / wait.weighed)
-        wait.lost += fresh * (slower - tokens - wait.lost)
+        wait.gain += max(FRESH, 1.0 / wait.weighed) * (gain - wait.gain)
         if self._share and wait.weighed >= TRIALS:
-            passes = math.ceil(max(0.0, wait.lost) / self._share)
-            wait.left = min(LONGEST_REST * batch, passes)
+            wait.left = min(batch // PAIR, max(0, math.ceil((1.0 - wait.gain) / self._share)))
 
     def _wait(self, batch: int) -> _Wait:
         return self._waits.setdefault(round(math.log2(batch)), _Wait())
