@@ -124,13 +124,6 @@ INLINE vec larger(vec a, vec b) {
     return (vec)(((ivec)a & which) | ((ivec)b & ~which));
 }
 
-/* Numbers of one row of queries, weights, keys or values are float32, or bfloat16 if `half` is set,
-   which is known when code is compiled. */
-typedef const void *Row;
-INLINE Row past(Row from, int64_t count, const int half) {
-    return (const char *)from + count * (half ? 2 : 4);
-}
-
 /* Scores of `tall` query rows with TILE neighbouring positions. Meanwhile the values of these
    positions are asked for, if `values` is given. */
 INLINE void score(const int tall, const int half, Row q, int64_t width, Row key, int64_t capacity,
@@ -188,8 +181,8 @@ INLINE void mix(const int tall, const int wide, const int half, Row weight, int6
     }
 }
 
-/* Turn the scores of one block into weights, also in bfloat16 if `half` is not NULL; give the
-   largest score and the sum of weights. */
+/* Turn the scores of one block into weights, in their place, or if `half` is given there, in
+   bfloat16; give the largest score and the sum of weights. */
 INLINE void weigh(float *row, bf16 *half, float *tops) {
     vec top = all(-INFINITY), sum = {0};
     for (int i = 0; i < BLOCK; i += LANES) top = larger(load(row + i), top);

@@ -20,6 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 from outpace.config import cache_folder, may_compile
 
 LOG = logging.getLogger("outpace.compiled")
@@ -28,6 +30,10 @@ _FLAGS = (
     "-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC",
 )  # fmt: skip
 _THREADS = "libgomp.so.1"
+LANES = 16
+"""Numbers of the widest vector; of code that works on whole vectors, widths are multiples of it."""
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of numbers that the code reads and writes."""
 _SECONDS = 60.0
 
 

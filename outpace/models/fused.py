@@ -3,8 +3,9 @@
 `outpace.models.attention` says what is computed and what is promised; there it is done with
 products of matrices, a dozen per layer and group of slots, which on a CPU read keys and values at
 a quarter of the speed of its memory, and fill up shorter slots to the longest. ``attend.c`` does
-the same in one call per layer. Its sums run in another order, so its results differ in the last
-bits from those of torch: a process uses one of the two for all passes of a model.
+the same in one call per layer. Its sums run in another order, and in a bfloat16 model it rounds
+queries and weights as well, so its results differ from those of torch by rounding: a process uses
+one of the two for all passes of a model.
 
 Milliseconds of a pass over SmolLM2-135M in bfloat16, keys in float32, 2 cores with AVX-512, 512
 tokens of context (more in docs/architecture.md, also of keys in bfloat16):
@@ -26,14 +27,13 @@ from torch import Tensor
 
 from outpace.cache.dense import DenseCache
 from outpace.models.attention import Attention, HeadShape, Span
-from outpace.models.compiled import library
+from outpace.models.compiled import DTYPES, LANES, library
 
 BLOCK = 128
 """Positions of a unit of work."""
-_LANES, _MOST, _WIDEST = 16, 32, 256
+_MOST, _WIDEST = 32, 256
 _ROWS = 24
 """Query rows of a unit that are aimed at: a key that was read serves them all."""
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def attention(
@@ -59,8 +59,8 @@ def stored(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> torch.
 def fits(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether compiled code attends to these heads there."""
     return (
-        device.type == "cpu" and dtype in _DTYPES and shape.softcap is None
-        and shape.group <= _MOST and shape.width <= _WIDEST and shape.width % _LANES == 0
+        device.type == "cpu" and dtype in DTYPES and shape.softcap is None
+        and shape.group <= _MOST and shape.width <= _WIDEST and shape.width % LANES == 0
         and library("attend") is not None
     )  # fmt: skip
 

@@ -39,6 +39,13 @@ INLINE float widened(bf16 x) {
     return wide;
 }
 
+/* Numbers of a row are float32, or bfloat16 if `half` is set, which is known when code is
+   compiled. */
+typedef const void *Row;
+INLINE Row past(Row from, int64_t count, const int half) {
+    return (const char *)from + count * (half ? 2 : 4);
+}
+
 /* Numbers of bfloat16, read and written as float32. */
 INLINE vec load_half(const bf16 *from) {
     return (vec)(__builtin_convertvector(*(const hvec *)from, ivec) << 16);

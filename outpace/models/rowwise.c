@@ -5,9 +5,9 @@
 #include "lanes.h"
 
 enum { SMALL = 1 << 14 }; /* numbers that are not worth waking another thread for */
-enum { SILU, GELU_TANH };
+enum { SILU, GELU_TANH }; /* rowwise.py has the same numbers */
 
-INLINE vec read(const void *from, int64_t at, const int half) {
+INLINE vec read(Row from, int64_t at, const int half) {
     return half ? load_half((const bf16 *)from + at) : load((const float *)from + at);
 }
 INLINE void write(void *to, int64_t at, vec x, const int half) {
@@ -16,7 +16,7 @@ INLINE void write(void *to, int64_t at, vec x, const int half) {
 }
 
 /* Add `more` to x, if it is given; write x / sqrt(|x|^2 + floor^2) * weight. */
-INLINE void norm(float *x, const void *more, const float *weight, float floor, void *out,
+INLINE void norm(float *x, Row more, const float *weight, float floor, void *out,
                  int64_t width, const int half_more, const int half_out) {
     vec squares = {0};
     float total = floor * floor;
@@ -44,7 +44,7 @@ INLINE vec sigmoid(vec x) {
 }
 
 /* An activation of the first half of a row, times the second. */
-INLINE void gate(const void *from, void *out, int64_t width, const int half, const int kind) {
+INLINE void gate(Row from, void *out, int64_t width, const int half, const int kind) {
     for (int64_t i = 0; i < width; i += LANES) {
         const vec x = read(from, i, half), up = read(from, width + i, half);
         /* x / 2 * (1 + tanh y) is x * sigmoid(2 y). */
@@ -65,8 +65,8 @@ void outpace_norm(float *x, const void *more, const float *weight, float floor, 
                   int64_t half_out, int64_t threads) {
     ROWS {
         float *own = x + row * width;
-        const char *add = more ? (const char *)more + row * width * (half_more ? 2 : 4) : NULL;
-        char *to = (char *)out + row * stride * (half_out ? 2 : 4);
+        Row add = more ? past(more, row * width, half_more) : NULL;
+        void *to = (void *)past(out, row * stride, half_out);
         if (half_out && half_more) norm(own, add, weight, floor, to, width, 1, 1);
         else if (half_out) norm(own, add, weight, floor, to, width, 0, 1);
         else if (half_more) norm(own, add, weight, floor, to, width, 1, 0);
@@ -78,8 +78,8 @@ void outpace_norm(float *x, const void *more, const float *weight, float floor, 
 void outpace_gate(const void *from, void *out, int64_t rows, int64_t width, int64_t half,
                   int64_t kind, int64_t threads) {
     ROWS {
-        const char *own = (const char *)from + 2 * row * width * (half ? 2 : 4);
-        char *to = (char *)out + row * width * (half ? 2 : 4);
+        Row own = past(from, 2 * row * width, half);
+        void *to = (void *)past(out, row * width, half);
         if (kind == SILU) {
             if (half) gate(own, to, width, 1, SILU);
             else gate(own, to, width, 0, SILU);

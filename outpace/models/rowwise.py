@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.models.compiled import library
+from outpace.models.compiled import DTYPES, LANES, library
 from outpace.models.families import DecoderConfig
 
 ACTIVATION: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -27,9 +27,7 @@ ACTIVATION: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
 """By its name in ``DecoderConfig.activation``."""
-_KINDS = {"silu": 0, "gelu_tanh": 1}
-_DTYPES = (torch.float32, torch.bfloat16)
-_LANES = 16
+_KINDS = {"silu": 0, "gelu_tanh": 1}  # rowwise.c has the same numbers
 
 
 class Norm:
@@ -45,7 +43,7 @@ class Norm:
         self._weight_H = (weight_H.float() + config.norm_offset) * size**0.5
         self._least = (size * config.norm_eps) ** 0.5
         self._floor = torch.tensor(self._least, device=weight_H.device)
-        self._simple = weight_H.dim() == 1 and weight_H.is_cpu and size % _LANES == 0
+        self._simple = weight_H.dim() == 1 and weight_H.is_cpu and size % LANES == 0
 
     def __call__(
         self, x_TH: Tensor, out: Tensor | None = None, add: Tensor | None = None
@@ -86,8 +84,8 @@ def gated(activation: str, gate_up_TF: Tensor) -> Tensor:
         [T, F].
     """
     rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
-    code = _code() if gate_up_TF.is_cpu and width % _LANES == 0 else None
-    if code is None or gate_up_TF.dtype not in _DTYPES or gate_up_TF.requires_grad:
+    code = _code() if gate_up_TF.is_cpu and width % LANES == 0 else None
+    if code is None or gate_up_TF.dtype not in DTYPES or gate_up_TF.requires_grad:
         gate_TF, up_TF = gate_up_TF.chunk(2, 1)
         return ACTIVATION[activation](gate_TF).mul_(up_TF)
     out_TF = gate_up_TF.new_empty(rows, width)

@@ -210,6 +210,9 @@ def test_code_is_compiled_once_and_otherwise_left_out(tmp_path, monkeypatch, cap
     source.write_text("int two;")
     compiled._compiled(source)
     assert len(calls) == 3
+    (tmp_path / "some.h").write_text("int two;")
+    compiled._compiled(source)
+    assert len(calls) == 4, "what it includes may have changed"
 
     library = compiled.library.__wrapped__
     assert library("attend") is None, "what was written is no library"

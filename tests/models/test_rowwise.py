@@ -21,15 +21,15 @@ def rows(count, width, seed=0, dtype=torch.float32):
     return (3 * torch.randn(count, width, generator=coins)).to(dtype)
 
 
-def norm_of(width, offset=0.0, eps=1e-5):
-    return Norm(rows(1, width, 7)[0], SimpleNamespace(norm_offset=offset, norm_eps=eps))
+def norm_of(width, offset=0.0):
+    return Norm(rows(1, width, 7)[0], SimpleNamespace(norm_offset=offset, norm_eps=1e-5))
 
 
-def by_torch(monkeypatch, work):
+def by_torch(monkeypatch, work, *values):
     """What the same call gives without compiled code."""
     with monkeypatch.context() as patch:
         patch.setattr(rowwise, "_code", lambda: None)
-        return work()
+        return work(*values)
 
 
 @needs_code
@@ -46,7 +46,7 @@ def test_a_sum_and_its_norm(dtype, count, width, monkeypatch):
         return x_TH, got.clone(), norm(rows(count, width))
 
     for add in (None, more):
-        for got, want in zip(work(add), by_torch(monkeypatch, lambda: work(add)), strict=True):  # noqa: B023
+        for got, want in zip(work(add), by_torch(monkeypatch, work, add), strict=True):
             assert got.dtype is want.dtype
             torch.testing.assert_close(got, want, rtol=4 * ULP[got.dtype], atol=0.0)
     added = rows(count, width) + more.float()
@@ -67,7 +67,7 @@ def test_a_gate(dtype, activation, count, width, monkeypatch):
     ends = torch.tensor([0.0, -0.0, 1e-8, -1e-8, 20.0, -20.0, 100.0, -100.0, 1e4, -1e4])
     both_TF[0, : len(ends)] = ends
     got = gated(activation, both_TF)
-    want = by_torch(monkeypatch, lambda: gated(activation, both_TF.double()))
+    want = by_torch(monkeypatch, gated, activation, both_TF.double())
     assert got.dtype is dtype and got.shape == (count, width)
     torch.testing.assert_close(
         got.double(), want, rtol=ULP[dtype], atol=1e-6 if activation == "gelu_tanh" else 1e-7
