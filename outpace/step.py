@@ -143,7 +143,7 @@ def step(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
     _commit(machine, rows, outcomes)
     machine.policy.learn(views, [_evidence(outcome) for outcome in outcomes])
     clock.lap("commit")
-    _tell(machine, rows, outcomes, clock, plans)
+    _tell(machine, rows, outcomes, clock, plans, views)
     return outcomes
 
 
@@ -196,9 +196,11 @@ def prefill(
 
 def _plan(machine: Machine, rows: Sequence[Row]) -> tuple[list[Plan], list[PolicyRow]]:
     load = Load(len(rows), _context(rows))
-    hints = _hints(machine, rows, load) if machine.policy.reads_hints else [{}] * len(rows)
+    told = machine.policy.reads_hints
+    hints = _hints(machine, rows, load) if told else [{}] * len(rows)
     views = [
-        PolicyRow(row.policy_state, row.budgets, row.room(), row.coins(Stream.POLICY), hint)
+        PolicyRow(row.policy_state, row.budgets, row.room(), row.coins(Stream.POLICY), hint,
+                  _unread(machine, row) if told else {})
         for row, hint in zip(rows, hints, strict=True)
     ]
     plans = machine.policy.plan(views, load)
@@ -265,19 +267,26 @@ def _hints(machine: Machine, rows: Sequence[Row], load: Load) -> list[dict[str, 
     hints: list[dict[str, Sequence[float]]] = [{} for _ in rows]
     able: dict[str, list[int]] = {}
     tapped = machine.tapped(rows)
-    for i, row in enumerate(rows):
-        for name in row.states if machine.policy.asks(row.policy_state, load) else ():
+    least_B = [machine.policy.asks(row.policy_state, load) for row in rows]
+    for i, (row, least) in enumerate(zip(rows, least_B, strict=True)):
+        for name in () if least is None else row.states:
             if machine.drafters[name].hints:
                 able.setdefault(name, []).append(i)
     for name, indices in able.items():
-        budgets = [within(rows[i].budgets[name], rows[i].room()) for i in indices]
-        answers = machine.drafters[name].hint([
-            _draft_row(machine, rows[i], name, budget, tapped)
-            for i, budget in zip(indices, budgets, strict=True)
-        ])
+        budgets = [
+            within(rows[i].budgets[name], rows[i].room(), least_B[i] or 0.0) for i in indices
+        ]
+        pairs = zip(indices, budgets, strict=True)
+        asked = [_draft_row(machine, rows[i], name, budget, tapped) for i, budget in pairs]
+        answers = machine.drafters[name].hint(asked)
         for i, answer in zip(indices, answers, strict=True):
             hints[i][name] = answer
     return hints
+
+
+def _unread(machine: Machine, row: Row) -> dict[str, int]:
+    tokens, drafters = row.tokens, machine.drafters
+    return {name: drafters[name].unread(state, tokens) for name, state in row.states.items()}
 
 
 def _judge(
@@ -330,7 +339,8 @@ def _tell(
     rows: Sequence[Row],
     outcomes: Sequence[Outcome],
     clock: _Clock,
-    plans: Sequence[Plan] | None = None,
+    plans: Sequence[Plan] = (),
+    views: Sequence[PolicyRow] = (),
 ) -> None:
     """Hand listeners the step as numbers."""
     machine.steps += 1
@@ -341,7 +351,8 @@ def _tell(
         e = _evidence(outcome)
         records.append(
             RowRecord(row.number, e.drafter, e.drafted, e.accepted, outcome.verdict.emitted,
-                      e.depth, e.censored, None if plans is None else plans[i].choice)
+                      e.depth, e.censored, plans[i].choice if plans else None,
+                      views[i].unread.get(e.drafter, 0) if views else 0)
         )
     passed = sum(len(o.row_F) if o.forced else _rows_of(o.draft) for o in outcomes)
     record = StepRecord(

@@ -28,7 +28,6 @@ MAY_IMPORT = {
     "stops": "errors params",
     "records": "",
     "types": "law curve records",
-    "costs": "types",
     "coins": "types",
     "sampling": "errors params rows types",
     # The contracts: what a step is written against. A tree's row lends a slot of a cache.
@@ -37,7 +36,8 @@ MAY_IMPORT = {
     "models.base": "errors clock types cache.base",
     "drafters.base": "clock types tree models.base",
     "verifiers.base": "errors types coins",
-    "policies.base": "types coins costs",
+    "policies.costs": "types",
+    "policies.base": "types coins policies.costs",
     # The step knows contracts and no implementation, so methods may stand on it.
     "step": "errors types coins sampling tree cache.base models.base drafters.base verifiers.base"
     " policies.base",
@@ -50,10 +50,11 @@ MAY_IMPORT = {
     "drafters": "errors config files registry clock rows types coins sampling tree step cache.base"
     " models models.base drafters.base drafters.trained verifiers.base policies.base",
     "verifiers": "errors types coins verifiers.base",
-    "policies": "types coins costs policies.base",
+    "policies": "types coins policies.base policies.costs",
     # The engine finds methods through the registry and never names one.
-    "engine": "errors config registry params stops types coins costs sampling tree step cache.base"
-    " models models.base drafters.base drafters.trained verifiers.base policies.base",
+    "engine": "errors config registry params stops types coins sampling tree step cache.base"
+    " models models.base drafters.base drafters.trained verifiers.base policies.base"
+    " policies.costs",
     "analysis": "errors config files registry params types coins sampling tree step cache.base"
     " models models.base drafters drafters.base verifiers verifiers.base policies.base engine",
     "bench": "errors config files registry params types tree models models.base drafters.base"
@@ -61,7 +62,7 @@ MAY_IMPORT = {
     "train": "errors config files params rows types cache.base models models.base drafters"
     " drafters.trained engine",
     # Many requests at once, and their way in from the network.
-    "serving": "errors config registry params stops types coins costs sampling tree step cache.base"
+    "serving": "errors config registry params stops types coins sampling tree step cache.base"
     " models models.base drafters.base verifiers.base policies.base engine",
     "server": "errors config params sampling models engine serving",
     "cli": "errors config files registry params models models.base drafters drafters.trained"

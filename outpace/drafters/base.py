@@ -111,6 +111,16 @@ class Drafter(ABC, Generic[S]):
         among them: a memo says whose it is.
         """
 
+    def unread(self, state: S, tokens: Sequence[int]) -> int:
+        """Committed tokens that it reads before its next guess, for policies that price that: many
+        where others drafted for a while, or nobody. 0 for those that have nothing to read.
+
+        Args:
+            state: of the sequence.
+            tokens: its committed ids, the pending token last.
+        """
+        return 0
+
     @property
     def language_model(self) -> Target | None:
         """The model, if the drafter is a language model over the target's vocabulary and nothing

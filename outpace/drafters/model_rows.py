@@ -170,6 +170,10 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
             for feed in prompts:
                 self.cache.keep(feed.slot, range(len(feed.token_J)))
 
+    def unread(self, state: ModelState, tokens: Sequence[int]) -> int:
+        """The pending token, and what its cache lacks."""
+        return len(tokens) - self.cache.length(state.slot)
+
     def _behind(self, state: ModelState) -> int:
         """Tokens that are still to be read by portions."""
         return len(state.prompt) - self.cache.length(state.slot)

@@ -12,7 +12,6 @@ import torch
 
 from outpace import registry
 from outpace.config import DEFAULT_DRAFTER, MethodSpec
-from outpace.costs import Costs
 from outpace.drafters.base import Request
 from outpace.engine.method import Method, make
 from outpace.engine.portfolio import Portfolio
@@ -26,6 +25,7 @@ from outpace.models.base import Target
 from outpace.models.load import load_target
 from outpace.models.prompts import Prompt, as_prompts, as_reference, encode
 from outpace.params import SamplingParams
+from outpace.policies.costs import Costs
 from outpace.sampling import Warp
 from outpace.step import Machine
 from outpace.stops import StopChecker

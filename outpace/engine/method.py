@@ -7,11 +7,11 @@ from typing import Any
 
 from outpace import registry
 from outpace.config import MethodSpec, build
-from outpace.costs import Costs
 from outpace.drafters.base import Drafter
 from outpace.errors import SpecError
 from outpace.models.base import TREE, Target
 from outpace.policies.base import Policy
+from outpace.policies.costs import Costs
 from outpace.tree.mask import is_chain
 from outpace.tree.shapes import budget
 from outpace.types import Budget, StepRecord

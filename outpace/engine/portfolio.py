@@ -23,13 +23,13 @@ from typing import Any, ClassVar
 
 from outpace import registry
 from outpace.config import MethodSpec, build, split_specs
-from outpace.costs import Costs
 from outpace.drafters.base import Drafter
 from outpace.drafters.trained import candidates, read_measured
 from outpace.engine.method import Method, make
 from outpace.errors import ModelError, OutpaceError, SpecError
 from outpace.models.base import Target
 from outpace.policies.base import Policy
+from outpace.policies.costs import Costs
 from outpace.types import Budget
 from outpace.verifiers.base import Verifier
 

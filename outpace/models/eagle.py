@@ -150,10 +150,9 @@ class EagleNet:
         """An empty cache for its one layer."""
         return DenseCache(1, self._heads.kv, self._heads.width, device=self.device)
 
-    def feature(self, taps: Mapping[str, Tensor], rows: slice | list[int]) -> Tensor:
-        """Features [T, F] of some rows of a pass of the target, side by side; a copy."""
-        parts = [taps[name][rows].to(self.dtype) for name in self.shape.taps]
-        return torch.cat(parts, -1)
+    def feature(self, taps: Mapping[str, Tensor]) -> Tensor:
+        """Features [T, F] of rows of a pass of the target, side by side; a copy."""
+        return torch.cat([taps[name] for name in self.shape.taps], -1).to(self.dtype)
 
     def fuse(self, feature_TF: Tensor) -> Tensor:
         """Turn features of the target into what the layer reads, float32 [T, H]."""

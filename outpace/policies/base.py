@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from outpace.coins import Coins
-from outpace.costs import Costs
+from outpace.policies.costs import Costs
 from outpace.types import Budget, Load, Plan
 
 
@@ -28,6 +28,8 @@ class PolicyRow:
     hints: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Drafter -> what it would propose now, see ``Drafter.hint``; without those that cannot tell.
     Filled for ``plan`` alone, if the policy ``reads_hints``."""
+    unread: Mapping[str, int] = field(default_factory=dict)
+    """Drafter -> committed tokens that it reads before it guesses; likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,11 @@ class Policy(ABC):
         """State of a new sequence; None where the policy keeps none."""
         return None
 
-    def asks(self, state: Any, load: Load) -> bool:
-        """Whether hints are wanted for a sequence of such a batch."""
-        return self.reads_hints
+    def asks(self, state: Any, load: Load) -> float | None:
+        """How likely a guess must be kept, at least, to be worth a hint in such a batch; None if no
+        hints are wanted for the sequence.
+        """
+        return 0.0 if self.reads_hints else None
 
     @abstractmethod
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
@@ -79,11 +83,12 @@ class Policy(ABC):
         return
 
 
-def within(budget: Budget, limit: Budget) -> Budget:
-    """The budget, cut to what a sequence has room for."""
+def within(budget: Budget, limit: Budget, least: float = 0.0) -> Budget:
+    """The budget, cut to what a sequence has room for, and to guesses that are likely enough."""
     return replace(
         budget,
         max_nodes=min(budget.max_nodes, limit.max_nodes),
         max_depth=min(budget.max_depth, limit.max_depth),
         max_rows=min(budget.max_rows, limit.max_rows),
+        least=max(budget.least, least),
     )

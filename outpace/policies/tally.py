@@ -15,14 +15,18 @@ Shape letters: C cuts of an option, from the shortest.
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from outpace.costs import Costs
+from outpace.policies.costs import Costs
 from outpace.types import Load
 
 NONE = "none"
+SPREAD = 16
+"""Steps on which the reading of what a drafter has missed is laid, where it is to be used for
+longer: a part of it at once would forbid what pays soon after."""
 
 
 @dataclass(slots=True)
@@ -35,6 +39,8 @@ class Share:
     """Expected: a tree that finds nothing likely stays smaller than it may be."""
     levels: float = 0.0
     """Of drafting, expected as well; 1 if nothing tells levels apart."""
+    late: float = 0.0
+    """Seconds for reading what its drafter has missed, once."""
 
 
 @dataclass(slots=True)
@@ -52,6 +58,8 @@ class Option:
     """Tokens that it promises itself, if it gave a hint."""
     tree: bool = False
     """Whether its levels may have several nodes, and fewer than granted."""
+    late: float = 0.0
+    """Seconds for reading what the drafter has missed of the sequence."""
 
     @property
     def hinted(self) -> bool:
@@ -60,7 +68,9 @@ class Option:
 
     def share(self, cut: int) -> Share:
         """The part of a pass that it would take."""
-        return Share(self.drafter, self.kept_C[cut], self.nodes_C[cut], self.levels_C[cut])
+        return Share(
+            self.drafter, self.kept_C[cut], self.nodes_C[cut], self.levels_C[cut], self.late
+        )
 
 
 def told(name: str, hint: Sequence[float], depth: int, scale: float) -> Option | None:
@@ -85,20 +95,33 @@ def told(name: str, hint: Sequence[float], depth: int, scale: float) -> Option |
     return Option(name, kept_C, sizes_C, (1.0,) * len(hint), asked_C, told_C=told_C)
 
 
+def at_once(late: float) -> float:
+    """What late reading takes beyond the part that rates are charged with."""
+    return late * (1.0 - 1.0 / SPREAD)
+
+
 class Tally:
     """A pass under construction: all sequences but the one that is being settled.
 
     Args:
         costs: of passes and drafts.
         load: of the step.
-        shares: what every sequence takes, or took a step ago; may change between calls.
+        shares: what every sequence takes, or took a step ago.
     """
 
-    def __init__(self, costs: Costs, load: Load, shares: list[Share]) -> None:
-        self._costs, self._load, self.shares = costs, load, shares
-        self.batch = max(load.batch, len(shares))
+    def __init__(self, costs: Costs, load: Load, shares: Iterable[Share]) -> None:
+        self._costs, self._load = costs, load
+        self.shares: list[Share] = []
+        """What every sequence takes; changes in ``put``."""
+        # Sums over all of them, so that one is left out, or changed, without a look at the others.
+        self._logs = self._nodes = self._late = 0.0
+        self._levels: dict[str, list[float]] = {}  # drafter -> of its users, the deepest last
+        for share in shares:
+            self.shares.append(share)
+            self._add(share)
+        self.batch = max(load.batch, len(self.shares))
         self._each = 1.0 / self.batch
-        self._own = len(shares)
+        self._own = len(self.shares)
         still, self._weighing, self._more = costs.around(self._own)
         self._rest = still + self._weighing
         self._passed: dict[int, float] = {}  # rows -> seconds; the same few are asked for often
@@ -127,22 +150,42 @@ class Tally:
             found = self._prices[drafter, users] = call + self._more, level
         return found
 
+    def put(self, index: int, share: Share) -> None:
+        """Change what a sequence takes; ``leave_out`` comes next."""
+        before, self.shares[index] = self.shares[index], share
+        if before is share:
+            return
+        if before.levels:
+            self._logs -= math.log1p(before.kept)
+            self._nodes -= before.nodes
+            self._late -= before.late
+            self._levels[before.drafter].remove(before.levels)
+        self._add(share)
+
+    def _add(self, share: Share) -> None:
+        if share.levels:
+            self._logs += math.log1p(share.kept)
+            self._nodes += share.nodes
+            self._late += share.late
+            bisect.insort(self._levels.setdefault(share.drafter, []), share.levels)
+
     def leave_out(self, index: int) -> None:
         """Look at the pass without this sequence; -1 leaves out none."""
-        emitted, self._draft = 1.0, self._rest
-        self._rows: float = self._own + self._load.beside
+        gone = self.shares[index] if index >= 0 and self.shares[index].levels else Share()
+        self._draft = self._rest + (self._late - gone.late) / SPREAD
+        self._rows = self._own + self._load.beside + max(0.0, self._nodes - gone.nodes)
         self._users, self._deepest = {}, {}
-        for i, share in enumerate(self.shares):
-            if i != index and share.levels:
-                name = share.drafter
-                emitted *= 1.0 + share.kept
-                self._rows += share.nodes
-                self._draft += self._price(name, 1)[0]
-                self._users[name] = self._users.get(name, 0) + 1
-                self._deepest[name] = max(share.levels, self._deepest.get(name, 0.0))
-        for name, levels in self._deepest.items():
-            self._draft += self._price(name, self._users[name])[1] * levels
-        self._mean = self.batch * math.pow(emitted, self._each)
+        for name, levels in self._levels.items():
+            mine = name == gone.drafter
+            users = len(levels) - mine
+            if users:
+                # Only where the deepest one is left out is it the next that counts.
+                deepest = levels[-2] if mine and levels[-1] == gone.levels else levels[-1]
+                self._users[name], self._deepest[name] = users, deepest
+                self._draft += users * self._price(name, 1)[0]
+                self._draft += self._price(name, users)[1] * deepest
+        logs = self._logs - math.log1p(gone.kept)
+        self._mean = self.batch * math.exp(logs * self._each)
 
     def _joined(self, name: str) -> tuple[float, float, float]:
         """What a further user of a drafter adds: at once, per level; and what others paid."""
@@ -167,7 +210,7 @@ class Tally:
             for cut in range(len(option.kept_C) if level > 0.0 else 0):
                 share = option.share(cut)
                 seconds = self.passed(own * (1 + share.nodes) + beside) + self._rest
-                seconds += own * call + level * share.levels
+                seconds += own * (call + option.late / SPREAD) + level * share.levels
                 rate = self.batch * math.pow(1.0 + share.kept, own * self._each) / seconds
                 if rate > best:
                     best, found = rate, share
@@ -180,7 +223,8 @@ class Tally:
     def slower(self) -> float:
         """Seconds of the step as it was settled, over those of one where nothing is weighed."""
         self.leave_out(-1)
-        return (self._draft + self.passed(self._rows)) / (self.plain() - self._weighing)
+        taken = self._draft + self.passed(self._rows) + at_once(self._late)
+        return taken / (self.plain() - self._weighing)
 
     def total(self) -> float:
         """The rate, when no sequence is left out."""
@@ -191,7 +235,7 @@ class Tally:
         spent = self._draft
         if share.levels:
             call, level, paid = self._joined(share.drafter)
-            spent += call + level * max(paid, share.levels)
+            spent += call + level * max(paid, share.levels) + share.late / SPREAD
         return spent + self.passed(self._rows + share.nodes)
 
     def rate(self, share: Share) -> float:
@@ -201,7 +245,8 @@ class Tally:
     def best(self, option: Option, deepest: float = float("inf")) -> tuple[float, int]:
         """The rate of an option, and how far it is best let go; within so many levels."""
         call, level, paid = self._joined(option.drafter)
-        before, rows, mean, each = self._draft + call, self._rows, self._mean, self._each
+        before, rows = self._draft + call + option.late / SPREAD, self._rows
+        mean, each = self._mean, self._each
         found, at = 0.0, 0
         for cut, (more, nodes, levels) in enumerate(
             zip(option.kept_C, option.nodes_C, option.levels_C, strict=True)

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from outpace.policies.base import Evidence, Policy, PolicyRow
-from outpace.policies.expect import Belief, Pool, cuts, sizes
 from outpace.policies.looks import Looks
-from outpace.policies.tally import NONE, Option, Share, Tally, told
+from outpace.policies.offers import MOST_WORTH, Learned, Offers
+from outpace.policies.tally import NONE, Option, Share, Tally, at_once
 from outpace.types import NOTHING, Budget, Choice, Load, Plan
 
 PROBE_LEVELS, PROBE_GAP, LONGEST_GAP = 2, 8, 16
@@ -29,11 +29,6 @@ FIRST_ALLOWANCE, ALARM_ALLOWANCE, DEBT = 2.0, 1.5, 1.0
 """In steps: where a drafter is unknown, after a change of text, what a kept probe may borrow."""
 PROBE_LOSS = 0.4
 """Most that one probe may lose, in steps: while a lookup copies well, others wait till it stops."""
-
-DOUBT, KEEP = 6.0, 0.95
-"""Tokens that a lookup must have promised before its word is doubted, and how slowly it is
-forgotten whether it kept it: lookups learn from refusals themselves, so this is for boasters."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeighConfig:
@@ -57,9 +52,7 @@ class WeighConfig:
 class State:
     """What a policy knows of one sequence."""
 
-    beliefs: dict[str, Belief] = field(default_factory=dict)
-    promised: dict[str, list[float]] = field(default_factory=dict)
-    """Of those that give hints: tokens kept and tokens promised, lately."""
+    learned: Learned = field(default_factory=Learned)
     share: Share = field(default_factory=Share)
     usual: str = NONE
     """The drafter, probes apart."""
@@ -80,21 +73,6 @@ class State:
     """Its part of a step: what it has to answer for."""
 
 
-@dataclass(slots=True)
-class _Known:
-    """What is known of a drafter, whatever the sequence."""
-
-    budget: Budget
-    learned: int
-    """Levels that the pool had taken in."""
-    cuts: list[tuple[tuple[int, int], int, float, float]]
-    """Nodes and depth asked for, width, nodes and levels expected; for every cut."""
-    chances: dict[int, list[float]]
-    """Width -> chance of each level."""
-    deepest: int
-    largest: int
-
-
 class Weighing(Policy):
     """Base of policies that pick by expected tokens per second. They differ in whom they ask."""
 
@@ -104,13 +82,18 @@ class Weighing(Policy):
 
     def __init__(self, config: WeighConfig) -> None:
         super().__init__(config)
-        self._pools: dict[str, Pool] = {}
-        self._known: dict[str, _Known] = {}
+        self._offers = Offers()
         self._looks = Looks(config.probe / 2)
+        self._heard: tuple[Load, float] | None = None  # the latest load, and the bound for it
 
-    def asks(self, state: State, load: Load) -> bool:
-        """Unless the batch rests."""
-        return not self._looks.resting(load.batch)
+    def asks(self, state: State, load: Load) -> float | None:
+        """Those that pay for their row if they are kept as often as may be; none while it rests."""
+        if self._looks.resting(load.batch):
+            return None
+        if self._heard is None or self._heard[0] != load:
+            one, two = (self.costs.passed(n * load.batch, load.context, load.batch) for n in (1, 2))
+            self._heard = load, (two / one - 1.0) / MOST_WORTH
+        return self._heard[1]
 
     def begin(self) -> State:
         """Nothing is known of the sequence but what others taught."""
@@ -124,24 +107,19 @@ class Weighing(Policy):
         """Cost: some microseconds per sequence, drafter and level; less than one at rest."""
         if self._looks.rest(load.batch):
             return [_without(row.state, Choice("rest", {})) for row in rows]
+        options_B = [self._options(row) for row in rows]
+        for row in rows:
+            row.state.share.late = 0.0  # the last step has paid it
         before = [row.state.share for row in rows]
-        options_B = [
-            [one for pair in self.candidates(row) if (one := self._option(row, *pair)) is not None]
-            for row in rows
-        ]
-        shares = list(before)
-        tally = Tally(self.costs, load, shares)
-        if len(rows) > 1 and not any(self._levelled(one.drafter) for one in shares):
-            margin = self.config.margin
-            shares[:] = [
-                tally.alike(options, margin) or one
-                for options, one in zip(options_B, before, strict=True)
-            ]
+        tally = Tally(self.costs, load, before)
+        if len(rows) > 1 and not any(self._levelled(one.drafter) for one in before):
+            for index, options in enumerate(options_B):
+                tally.put(index, tally.alike(options, self.config.margin) or before[index])
         plans = []
         for index, (row, options) in enumerate(zip(rows, options_B, strict=True)):
             tally.leave_out(index)
             plans.append(self._settle(row, options, tally))
-            shares[index] = row.state.share
+            tally.put(index, row.state.share)
         if len(rows) > 1:
             self._together(rows, options_B, before, tally, plans)
         drafting = any(one.drafter != NONE for one in plans)
@@ -157,6 +135,13 @@ class Weighing(Policy):
                 row.state.tried[plan.drafter] = row.state.step
         self._looks.weighed(load.batch, tally.slower())
         return plans
+
+    def _options(self, row: PolicyRow) -> list[Option]:
+        found = (
+            self._offers.option(row, name, budget, row.state.learned, self.costs)
+            for name, budget in self.candidates(row)
+        )
+        return [one for one in found if one is not None]
 
     def _together(
         self,
@@ -180,13 +165,13 @@ class Weighing(Policy):
             drafting = tally.total()
             kept = [shares[i] for i in users]
             for i in users:
-                shares[i] = Share()
+                tally.put(i, Share())
             tally.leave_out(-1)
             margin = 1.0 + self.config.margin
             was = any(one.drafter == name for one in before)
             if tally.total() * (1.0 / margin if was else margin) <= drafting:
                 for i, one in zip(users, kept, strict=True):
-                    shares[i] = one
+                    tally.put(i, one)
                 continue
             tried = False
             for i in users:
@@ -200,7 +185,7 @@ class Weighing(Policy):
                     continue
                 tried = state.probing = True
                 plans[i] = self._ask(rows[i], *probe, _because("probe", plans[i]))
-                shares[i] = state.share
+                tally.put(i, state.share)
 
     def learn(self, rows: Sequence[PolicyRow], evidence: Sequence[Evidence]) -> None:
         """Take in what was kept of the drafts, and what they gained."""
@@ -208,61 +193,6 @@ class Weighing(Policy):
         for row, seen in zip(rows, evidence, strict=True):
             if row.state.asked is not None and row.state.asked.drafter == seen.drafter:
                 self._learn(row.state, row.state.asked, seen)
-
-    def _option(self, row: PolicyRow, name: str, budget: Budget) -> Option | None:
-        """What a drafter offers; None if it has nothing to propose or there is no room."""
-        depth, nodes = row.limit.max_depth, row.limit.max_nodes
-        if depth <= 0 or nodes <= 0:
-            return None
-        hint = row.hints.get(name)
-        if hint is not None:
-            kept, promised = row.state.promised.get(name, (0.0, 0.0))
-            scale = min(2.0, max(0.05, (kept + DOUBT) / (promised + DOUBT)))
-            return told(name, hint[:nodes], min(depth, budget.max_depth), scale)
-        known = self._know(name, budget)
-        belief = row.state.beliefs.get(name)
-        if belief is None:
-            belief = row.state.beliefs[name] = Belief()
-        reach = {width: belief.reach(chance_D) for width, chance_D in known.chances.items()}
-        all_C = known.cuts
-        if depth < known.deepest or nodes < known.largest:
-            all_C = [cut for cut in all_C if cut[0][0] <= nodes and cut[0][1] <= depth]
-        if not all_C:
-            return None
-        asked_C, width_C, nodes_C, levels_C = zip(*all_C, strict=True)
-        kept_C = [
-            reach[width][ask[1] - 1] for ask, width in zip(asked_C, width_C, strict=True)
-        ]
-        return Option(name, kept_C, nodes_C, levels_C, asked_C, tree=budget.shape.beam > 0)
-
-    def _know(self, name: str, budget: Budget) -> _Known:
-        """What is known of a drafter before a look at the sequence."""
-        tree = budget.shape.beam > 0
-        pool = self._pools.get(name)
-        if pool is None:
-            width = budget.max_nodes if tree else 0
-            pool = self._pools[name] = Pool(*self.costs.kept(name), width)
-        found = self._known.get(name)
-        if found is not None and found.learned == pool.learned and found.budget is budget:
-            return found
-        if tree:
-            asks = cuts(budget)
-            deepest = {nodes: depth for nodes, depth in asks}  # the last one of each
-            all_C = [(ask, ask[0], *pool.growth.expect(*ask)) for ask in asks]
-            chances = {width: pool.chances(depth, width) for width, depth in deepest.items()}
-        else:
-            size_D = sizes(budget)
-            all_C = [
-                ((nodes, depth), 0, float(nodes), float(depth))
-                for depth, nodes in enumerate(size_D, 1)
-            ]
-            chances = {0: pool.chances(len(size_D))}
-        found = self._known[name] = _Known(
-            budget, pool.learned, all_C, chances,
-            max((ask[1] for ask, *_ in all_C), default=0),
-            max((ask[0] for ask, *_ in all_C), default=0),
-        )
-        return found
 
     def _settle(self, row: PolicyRow, options: list[Option], tally: Tally) -> Plan:
         """Pick for one sequence."""
@@ -282,8 +212,7 @@ class Weighing(Policy):
         share = picked[0].share(picked[1]) if picked else nothing
         state.part = 1.0 / tally.batch
         if state.allowance is None:
-            new = any(not one.hinted and self._pools[one.drafter].young for one in options)
-            state.allowance = FIRST_ALLOWANCE * state.part * new
+            state.allowance = FIRST_ALLOWANCE * state.part * self._offers.young(options)
         state.allowance += self.config.probe * state.part
         probe = self._probe(state, options, pick, rates[pick], tally.seconds(share), tally)
         state.probing, state.again = probe is not None, None
@@ -314,7 +243,7 @@ class Weighing(Policy):
             if option.hinted or name == pick or not due:
                 continue
             worth, cut = tally.best(option, PROBE_LEVELS)
-            seconds = tally.seconds(option.share(cut))
+            seconds = tally.seconds(option.share(cut)) + at_once(option.late)
             loss = max(0.0, seconds - seconds * worth / rate) / step
             credit = state.allowance or 0.0
             if name == state.again:
@@ -353,23 +282,13 @@ class Weighing(Policy):
             max_rows=min(own.max_rows, limit.max_rows),
             shape=own.shape,
             stop=own.stop,
+            least=self._heard[1] if self._heard else 0.0,
         )
 
     def _learn(self, state: State, asked: Option, seen: Evidence) -> None:
+        refused, worse = self._offers.learn(state.learned, asked, state.grant, state.told, seen)
         if asked.hinted:
-            pair = state.promised.setdefault(seen.drafter, [0.0, 0.0])
-            if not seen.censored:
-                pair[0] = KEEP * pair[0] + seen.accepted
-                pair[1] = KEEP * pair[1] + state.told
             return
-        nodes, depth = state.grant
-        # Silence where a level was asked for is a level that was not kept.
-        refused = not seen.censored and seen.accepted < depth
-        pool, belief = self._pools[seen.drafter], state.beliefs[seen.drafter]
-        width = nodes if asked.tree else 0
-        if asked.tree:
-            pool.growth.learn(nodes, depth, seen.drafted, seen.depth)
-        worse = belief.learn(pool, seen.accepted, refused, width)
         if state.probing and not refused:
             state.again = seen.drafter
             state.gap.pop(seen.drafter, None)
@@ -378,12 +297,9 @@ class Weighing(Policy):
             state.gap[seen.drafter] = min(LONGEST_GAP, gap)
         if worse and not state.probing:
             state.gap[seen.drafter] = 2 * PROBE_GAP
-            # The text has changed: what was known of the others is void, and they are tried soon.
-            for name, other in state.beliefs.items():
-                if other is not belief:
-                    other.reopen(self._pools[name])
-                    state.tried.pop(name, None)
-                    state.gap.pop(name, None)
+            for name in state.learned.reopen(self._offers, but=seen.drafter):  # they are tried soon
+                state.tried.pop(name, None)
+                state.gap.pop(name, None)
             state.allowance = max(state.allowance or 0.0, ALARM_ALLOWANCE * state.part)
 
 

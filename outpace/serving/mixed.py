@@ -33,8 +33,8 @@ class Mixed(Policy):
     def __init__(self) -> None:
         super().__init__(None)
 
-    def asks(self, state: Own, load: Load) -> bool:
-        """If its own policy does."""
+    def asks(self, state: Own, load: Load) -> float | None:
+        """As its own policy does."""
         return state.policy.asks(state.state, load)
 
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:

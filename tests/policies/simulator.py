@@ -128,8 +128,9 @@ class Simulator:
         score = self.curve.seconds(total / batch, context, batch)
         draft = sum(self.drafters[n].level * d for n, d in levels.items() if n != "none")
         paid = sum(d for n, d in levels.items() if n != "none" and self.drafters[n].level)
-        rests = any(plan.choice and plan.choice.reason == "rest" for plan in plans)
-        trouble = 0.0 if rests else self.trouble * batch
+        trouble = self.trouble * sum(
+            not plan.choice or plan.choice.reason != "rest" for plan in plans
+        )
         self.policy.learn(rows, evidence)
         self.policy.costs.watch(StepRecord(
             self.steps, tuple(records),

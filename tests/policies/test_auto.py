@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from outpace.policies import weigh
+from outpace.policies import offers, weigh
 from outpace.policies.auto import Auto, AutoConfig
 from outpace.policies.base import PolicyRow
 from outpace.policies.tally import NONE, Share
@@ -87,7 +87,7 @@ def test_trees_are_as_wide_and_as_deep_as_pays(case):
 
 def test_the_tree_test_can_fail(monkeypatch):
     """Planted bug: a level is asked for with every node, and a node with every level."""
-    monkeypatch.setattr(weigh, "cuts", lambda budget: tuple((n, n) for n in range(1, 9)))
+    monkeypatch.setattr(offers, "cuts", lambda budget: tuple((n, n) for n in range(1, 9)))
     assert bush_share("levels cost much") < 0.95
 
 

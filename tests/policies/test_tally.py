@@ -1,6 +1,6 @@
 import pytest
 
-from outpace.costs import Costs
+from outpace.policies.costs import Costs
 from outpace.policies.tally import Option, Share, Tally
 from outpace.types import Load
 from tests.policies.simulator import CURVE, PASS

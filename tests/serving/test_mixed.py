@@ -3,9 +3,9 @@
 import pytest
 
 from outpace.coins import KeyedCoins, Stream
-from outpace.costs import Costs
 from outpace.policies.auto import Auto, AutoConfig
 from outpace.policies.base import Evidence, Policy, PolicyRow
+from outpace.policies.costs import Costs
 from outpace.policies.fixed import Fixed, FixedConfig
 from outpace.policies.goodput import Goodput, GoodputConfig
 from outpace.serving.mixed import Mixed, Own
@@ -56,8 +56,8 @@ def test_hints_are_asked_for_where_they_are_read():
     mixed = Mixed()
     auto = Auto(AutoConfig())
     load = Load(1, 100)
-    assert mixed.asks(Own(auto, auto.begin()), load)
-    assert not mixed.asks(Own(Fixed(FixedConfig()), None), load)
+    assert mixed.asks(Own(auto, auto.begin()), load) is not None
+    assert mixed.asks(Own(Fixed(FixedConfig()), None), load) is None
 
 
 @pytest.mark.parametrize("make", [lambda: Goodput(GoodputConfig()), lambda: Auto(AutoConfig())])

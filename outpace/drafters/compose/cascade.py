@@ -192,6 +192,13 @@ class Cascade(Drafter[State]):
             if prompts:
                 level.reader.read(prompts, level.cache)
 
+    def unread(self, state: State, tokens: Sequence[int]) -> int:
+        """By all models together."""
+        return sum(
+            len(tokens) - level.cache.length(slot)
+            for level, slot in zip(self.models, state.slots, strict=True)
+        )
+
     def end(self, state: State) -> None:
         """Give the slots back."""
         for level, slot in zip(self.models, state.slots, strict=True):

@@ -227,6 +227,10 @@ class CrossVocabulary(Drafter[State]):
             state.asked = state.given = None
         self.follower.follow(news)
 
+    def unread(self, state: State, tokens: Sequence[int]) -> int:
+        """In its own tokens."""
+        return self.inner.unread(state.reading.state, state.mirror.ids)
+
     def mark(self, state: State) -> tuple[Mirror, int]:
         """The text so far. Cost: that of copying it."""
         self.follower.pin(state.reading)
@@ -237,10 +241,8 @@ class CrossVocabulary(Drafter[State]):
         (mirror, told), reading = mark, state.reading
         self.follower.unpin(reading, mirror.common(state.mirror))
         if told:
-            ids = mirror.ids
-            self.follower.follow(
-                [News(reading, ids, len(ids), mirror.stable, ends=told == len(ids))]
-            )
+            ids, ends = mirror.ids, told == len(mirror.ids)
+            self.follower.follow([News(reading, ids, len(ids), mirror.stable, ends=ends)])
         return State(mirror, reading)
 
     def end(self, state: State) -> None:

@@ -203,6 +203,10 @@ class Graph(Drafter[Any]):
         """The draft model's own."""
         self.draft.observe(states, outcomes)
 
+    def unread(self, state: Any, tokens: Sequence[int]) -> int:
+        """The draft model's own."""
+        return self.draft.unread(state, tokens)
+
     def mark(self, state: Any) -> Any:
         """The draft model's own."""
         return self.draft.mark(state)

@@ -196,6 +196,10 @@ class Dflash(ExpandingDrafter[_State]):
         self.cache.drop(state.slot)
         state.lead = 0
 
+    def unread(self, state: _State, tokens: Sequence[int]) -> int:
+        """Those whose features wait."""
+        return len(state.ids)
+
     def mark(self, state: _State) -> Any:
         """Where the text began, how much of it is in the slot, and what waits."""
         return state.start, self.cache.length(state.slot), [*state.ids], [*state.waiting]

@@ -171,6 +171,10 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
         """Follow what was committed."""
         self.rows.observe(states, outcomes)
 
+    def unread(self, state: AdapterState, tokens: Sequence[int]) -> int:
+        """Those whose features wait."""
+        return len(state.ids)
+
     def mark(self, state: AdapterState) -> Any:
         """How much of the text has been read."""
         return self.rows.mark(state)

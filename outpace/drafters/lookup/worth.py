@@ -145,7 +145,7 @@ def grow(after: After[N], start: N, budget: Budget, owner: int | None = None) ->
     kids = None if template is None else children(template)
     most = min(budget.max_nodes, budget.max_rows)
     free: Iterable[int] = repeat(ROOT) if beam else [ROOT]
-    least = max(LEAST, budget.shape.least / max(1, most))
+    least = max(LEAST, budget.least, budget.shape.least / max(1, most))
     tokens: list[int] = []
     parents: list[int] = []
     own: list[float] = []
@@ -169,7 +169,7 @@ def grow(after: After[N], start: N, budget: Budget, owner: int | None = None) ->
                 own.append(chance)
                 whole.append(reached * chance)
         level = sorted(grown, key=lambda one: -one[3])[:beam] if beam else grown
-    return _best(tokens, parents, own, whole, most, owner)
+    return _best(tokens, parents, own, whole, most, owner) if tokens else Draft()
 
 
 def _best(

@@ -203,6 +203,10 @@ class EarlyExit(ExpandingDrafter[ExitState]):
         if self.rows is not None:
             self.rows.observe(states, outcomes)
 
+    def unread(self, state: ExitState, tokens: Sequence[int]) -> int:
+        """Those whose features wait."""
+        return len(state.ids)
+
     def mark(self, state: ExitState) -> Any:
         """What is known of the exits, and how much of the text a trained layer has read."""
         known = [replace(belief) for belief in state.beliefs]

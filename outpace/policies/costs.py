@@ -5,8 +5,8 @@
     costs.passed(rows=12, context=300, batch=1)
 
 A curve says how the cost of a pass grows; the steps that are watched say how this machine differs
-from it today: one factor for everything, which follows fast, and one for each power of two of
-guesses and of sequences, which follows slowly. Without a curve the shape is that of a small model
+from it today: for each power of two of sequences, one factor on what a pass without guesses takes,
+and one on what guesses add. Without a curve the shape is that of a small model
 on a CPU, and the first steps do all of the work.
 
 What was measured of drafters is handed on as well (``know``): prices, which steps then refresh, and
@@ -16,7 +16,7 @@ how much of their drafts was kept, for policies to begin with (``kept``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outpace.curve import CostCurve, KnownDrafter, assumed
@@ -30,9 +30,58 @@ COLD = 3.0
 """Most that the first draft of a drafter may be said to cost per level, in such guesses."""
 TRUST = 8
 """Steps that a price measured beforehand is worth."""
-KNOTS = 12  # powers of two of guesses, and one more; more rows count as the last
-_FAST, _SLOW, _CLIP = 0.15, 0.03, 0.5
+BORROWED = 2.0
+"""Passes that count as seen, of those of another number of sequences."""
+LATE = 8
+"""Tokens that a draft may read first, per sequence, as part of its first level: those that the last
+step brought."""
+TOKEN = 1 / 64
+"""Of a level, for one sequence: what reading one more token is thought to cost, till it is seen."""
+_FAST, _SLOW, _CLIP = 0.15, 0.03, 1.65
+_ALIKE = 0.3
+"""Passes that it counts as, that both factors of a ``_Fit`` are alike."""
 _GRAIN = 64  # tokens of context that share an entry of the table
+
+
+class BySize:
+    """Seconds that depend on how many sequences share them, by powers of two of these.
+
+    Between the numbers that were seen a straight line, beyond them the nearest: a batch that was
+    never tried is thought to cost little, so that it is.
+    """
+
+    __slots__ = ("_seconds",)
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._seconds)
+
+    def of(self, sequences: int) -> float:
+        """For so many; 0 where nothing is known."""
+        if not self._seconds:
+            return 0.0
+        place = math.log2(max(1, sequences))
+        low = max((power for power in self._seconds if power <= place), default=None)
+        high = min((power for power in self._seconds if power >= place), default=None)
+        if low is None or high is None or low == high:
+            return self._seconds[min(self._seconds) if low is None else low]
+        part = (sequences - (1 << low)) / ((1 << high) - (1 << low))
+        return self._seconds[low] + part * (self._seconds[high] - self._seconds[low])
+
+    def learn(self, sequences: int, seconds: float, rate: float, first: float) -> None:
+        """Move toward what so many took just now.
+
+        Args:
+            sequences: at least one.
+            seconds: what they took.
+            rate: weight of it.
+            first: where to begin with a new power.
+        """
+        power = _power(sequences)
+        before = self._seconds.get(power, first)
+        self._seconds[power] = before + rate * (seconds - before)
 
 
 @dataclass(slots=True)
@@ -44,46 +93,63 @@ class DraftPrice:
     """Lately, for however many sequences."""
     seen: int = 0
     """Steps behind the numbers."""
-    level_B: dict[int, float] = field(default_factory=dict)
-    """The same by powers of two of sequences, from steps with about so many."""
+    sized: BySize = field(default_factory=BySize)
+    """The same, from steps with about so many sequences."""
+    token: float = 0.0
+    """Seconds for each token that it reads late; 0 until some were."""
+
+    def late(self, tokens: int) -> float:
+        """Seconds for a draft's reading beyond what is usual, of one sequence."""
+        return max(0, tokens - LATE) * (self.token or TOKEN * self.level_for(1))
 
     def level_for(self, sequences: int) -> float:
-        """Between the numbers that were seen a straight line, beyond them the nearest: a batch
-        that was never tried is thought to cost little, so that it is.
-        """
-        if not self.level_B:
-            return self.level
-        place = math.log2(sequences)
-        low = max((power for power in self.level_B if power <= place), default=None)
-        high = min((power for power in self.level_B if power >= place), default=None)
-        if low is None or high is None or low == high:
-            return self.level_B[min(self.level_B) if low is None else low]
-        part = (sequences - (1 << low)) / ((1 << high) - (1 << low))
-        return self.level_B[low] + part * (self.level_B[high] - self.level_B[low])
+        """Seconds of a level for so many."""
+        return self.sized.of(sequences) if self.sized else self.level
 
 
-@dataclass(slots=True)
-class _Knots:
-    """How passes of so many sequences differ from the curve."""
+class _Fit:
+    """How passes of about so many sequences differ from the curve.
 
-    log_K: list[float]
-    """Logs of the factors by powers of two of rows beyond one for each sequence."""
-    factor_K: list[float]
-    """With the factor for everything."""
-    seen_K: list[int]
+        seconds = plain * on_plain + more * on_more
 
+    ``plain`` is what the curve says of a pass without guesses, ``more`` what it says that guesses
+    add. Fitted by least squares to the latest passes. Where they say nothing of one factor, because
+    all had the same number of guesses, it is like the other.
+    """
 
-def _place(rows: int, batch: int) -> float:
-    """Where a pass stands among the knots: one without guesses at the first of them."""
-    return math.log2(max(0, rows - batch) + 1)
+    __slots__ = ("_n", "_x", "_xx", "_xy", "_y", "on_more", "on_plain")
+
+    def __init__(self) -> None:
+        self._n = self._x = self._xx = self._y = self._xy = 0.0
+        self.on_plain = self.on_more = 1.0
+
+    def like(self, weight: float) -> _Fit:
+        """The same, as if it had seen so many passes."""
+        made, scale = _Fit(), weight / self._n
+        made._n, made._x, made._xx = self._n * scale, self._x * scale, self._xx * scale
+        made._y, made._xy = self._y * scale, self._xy * scale
+        made.on_plain, made.on_more = self.on_plain, self.on_more
+        return made
+
+    def learn(self, plain: float, more: float, seconds: float) -> None:
+        """Take in a pass; a stall of the machine counts as a slow one."""
+        x, y = more / plain, seconds / plain
+        if self._n:
+            thought = self.on_plain + self.on_more * x
+            y = min(thought * _CLIP, max(thought / _CLIP, y))
+        keep = 1.0 - _SLOW
+        self._n, self._x, self._y = keep * self._n + 1.0, keep * self._x + x, keep * self._y + y
+        self._xx, self._xy = keep * self._xx + x * x, keep * self._xy + x * y
+        n, cross, xx = self._n + _ALIKE, self._x - _ALIKE, self._xx + _ALIKE
+        det = n * xx - cross * cross
+        plain_ = (xx * self._y - cross * self._xy) / det
+        more_ = (n * self._xy - cross * self._y) / det
+        self.on_plain = max(plain_, 0.05 * y)
+        self.on_more = max(more_, 0.1 * self.on_plain)
 
 
 def _power(count: int) -> int:
     return round(math.log2(count))
-
-
-def _toward(new: float, old: float) -> float:
-    return old + (new - old) * (_FAST if old else 1.0)
 
 
 class Costs:
@@ -96,8 +162,7 @@ class Costs:
 
     def __init__(self, curve: CostCurve | None = None) -> None:
         self._drafts: dict[str, DraftPrice] = {}
-        self._before: dict[int, str] = {}  # sequence -> who drafted for it a step ago
-        self._still = self._planning = self._more = 0.0
+        self._still, self._planning, self._more = BySize(), BySize(), 0.0
         self._known: dict[str, KnownDrafter] = {}
         self._names: dict[str, str] = {}  # method spec -> the one that it was measured as
         self.start(curve)
@@ -107,8 +172,7 @@ class Costs:
         self._fill: Callable[[], object] | None = None
         self._curve = curve
         self._table: dict[tuple[int, int, int], float] = {}
-        self._all = 0.0  # log of the factor for everything
-        self._knots: dict[int, _Knots] = {}  # by powers of two of sequences
+        self._fits: dict[int, _Fit] = {}  # by powers of two of sequences
         self._seen = 0
 
     def later(self, fill: Callable[[], object]) -> None:
@@ -160,12 +224,10 @@ class Costs:
             context: committed tokens of each.
             batch: sequences, at least 1.
         """
-        place = _place(rows, batch)
-        low = min(int(place), KNOTS - 2)
-        part = min(1.0, place - low)
-        plain = self._plain(rows, context, batch)  # reads what was measured, if nobody did yet
-        factor_K = self._at(batch).factor_K
-        return plain * (factor_K[low] * (1.0 - part) + factor_K[low + 1] * part)
+        plain = self._plain(batch, context, batch)  # reads what was measured, if nobody did yet
+        fit = self._at(batch)
+        more = self._plain(rows, context, batch) - plain if rows > batch else 0.0
+        return plain * fit.on_plain + more * fit.on_more
 
     def price(self, drafter: str, sequences: int = 1) -> tuple[float, float]:
         """Seconds of a draft: for each sequence, and for each level, of so many together."""
@@ -174,6 +236,11 @@ class Costs:
         if price is None:
             return 0.0, GUESS * self.passed(1, 0, 1)
         return price.call, price.level_for(sequences)
+
+    def late(self, drafter: str, tokens: int) -> float:
+        """Seconds that a draft takes once because it reads so many tokens of a sequence first."""
+        price = self._drafts.get(drafter)
+        return 0.0 if price is None else price.late(tokens)
 
     @property
     def known(self) -> bool:
@@ -185,7 +252,7 @@ class Costs:
         """Seconds outside drafting and the pass: of any step, of planning drafts, and for each
         sequence that drafts.
         """
-        return self._still * sequences, self._planning * sequences, self._more
+        return self._still.of(sequences), self._planning.of(sequences), self._more
 
     def timed(self, drafter: str) -> int:
         """How many steps the price of a drafter rests on."""
@@ -202,38 +269,29 @@ class Costs:
         rest = seconds.get("judge", 0.0) + seconds.get("commit", 0.0)
         asked = {row.sequence: row.drafter for row in record.rows if row.drafter != "none"}
         if asked:  # if there was no step without drafts, all of it is laid to them
-            self._more = _toward(max(0.0, rest - self._still * count) / len(asked), self._more)
-            self._planning = _toward(plan / count, self._planning)
+            more = max(0.0, rest - self._still.of(count)) / len(asked)
+            self._more += (more - self._more) * (_FAST if self._more else 1.0)
+            self._planning.learn(count, plan, _FAST, plan)
         else:
-            self._still = _toward(rest / count, self._still)
+            self._still.learn(count, rest, _FAST, rest)
         self._learn_drafts(asked, record)
-        self._before = asked
 
     def _learn_pass(self, rows: int, context: int, batch: int, seconds: float) -> None:
-        plain = self._plain(rows, context, batch)
-        knots, knot = self._at(batch), min(KNOTS - 1, round(_place(rows, batch)))
-        self._knots[_power(batch)] = knots
-        off = math.log(seconds / plain) - self._all - knots.log_K[knot]
-        if self._seen:
-            off = max(-_CLIP, min(_CLIP, off))
+        plain = self._plain(batch, context, batch)
+        more = self._plain(rows, context, batch) - plain if rows > batch else 0.0
+        fit = self._fits[_power(batch)] = self._at(batch)
+        fit.learn(plain, more, seconds)
         self._seen += 1
-        knots.seen_K[knot] += 1
-        fast, slow = max(_FAST, 1.0 / self._seen), max(_SLOW, 1.0 / (1 + knots.seen_K[knot]))
-        self._all += fast * off
-        if self._seen > 1:
-            knots.log_K[knot] += slow * off
-        for one in self._knots.values():
-            one.factor_K = [math.exp(self._all + own) for own in one.log_K]
 
-    def _at(self, batch: int) -> _Knots:
-        """The factors for so many sequences; at first those for the nearest number."""
+    def _at(self, batch: int) -> _Fit:
+        """For so many sequences; at first that for the nearest number."""
         power = _power(batch)
-        found = self._knots.get(power)
+        found = self._fits.get(power)
         if found is None:
-            found = _Knots([0.0] * KNOTS, [math.exp(self._all)] * KNOTS, [0] * KNOTS)
-            if self._knots:
-                near = self._knots[min(self._knots, key=lambda other: abs(other - power))]
-                found.log_K, found.factor_K = list(near.log_K), list(near.factor_K)
+            if not self._fits:
+                return _Fit()
+            near = self._fits[min(self._fits, key=lambda other: abs(other - power))]
+            found = near.like(BORROWED)
         return found
 
     def _learn_drafts(self, asked: Mapping[int, str], record: StepRecord) -> None:
@@ -248,28 +306,30 @@ class Costs:
         if len(names) != 1 or spent <= 0.0:
             return
         name = names.pop()
-        mine = [number for number, who in asked.items() if who == name]
-        steady = all(self._before.get(number) == name for number in mine)
-        self._learn_draft(name, len(mine), spent, record.draft_levels, steady)
+        unread = [row.unread for row in record.rows if row.drafter == name]
+        self._learn_draft(name, unread, spent, record.draft_levels)
 
-    def _learn_draft(
-        self, name: str, sequences: int, spent: float, levels: int, steady: bool
-    ) -> None:
+    def _learn_draft(self, name: str, unread: Sequence[int], spent: float, levels: int) -> None:
         price = self._drafts.setdefault(name, DraftPrice(0.0, 0.0))
+        sequences, share = len(unread), 1.0
+        known = price.level_for(sequences)
+        reading = sum(map(price.late, unread)) if levels else 0.0
+        if reading:
+            # Levels and late reading took their parts as was expected; the one that had more to do
+            # with it learns more.
+            share -= reading / (reading + levels * known)
+            rate = _FAST * (1.0 - share) if price.token else 1.0
+            late = sum(max(0, tokens - LATE) for tokens in unread)
+            price.token += rate * ((1.0 - share) * spent / late - price.token)
+            spent *= share
         call, level = (0.0, spent / levels) if levels else (spent / sequences, 0.0)
-        # One that was silent for a while first reads what it missed, which is no level: what it
-        # took then is a bound, and corrects a price that is above it.
-        if price.seen and not steady and level >= price.level_for(sequences) and call >= price.call:
-            return
         if not price.seen:  # the first draft warms up; a price that forbids a second one stays
             level = min(level, COLD * GUESS * self.passed(1, 0, 1))
         price.seen += 1
-        rate = max(_FAST, 1.0 / price.seen)
+        rate = share * max(_FAST, 1.0 / price.seen)
         if price.seen > 3:  # a stall of the machine is no price
-            call, level = min(call, 3.0 * price.call + 1e-4), min(level, 3.0 * price.level + 1e-4)
-        power = _power(sequences)
-        before = price.level_B.get(power, level if price.level_B else price.level)
-        price.level_B[power] = before + rate * (level - before)
+            call, level = min(call, 3.0 * price.call + 1e-4), min(level, 3.0 * known + 1e-4)
+        price.sized.learn(sequences, level, rate, level if price.sized else price.level)
         price.call += rate * (call - price.call)
         price.level += rate * (level - price.level)
 
