@@ -58,6 +58,11 @@ class Ends:
     head: Linear
 
 
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits between -cap and cap; unchanged where a model has no cap."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
 class Embedding:
     """The vectors of token ids.
 

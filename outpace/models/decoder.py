@@ -25,11 +25,11 @@ from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError
 from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, TREE, Target
-from outpace.models.blocks import Block, Embedding, Ends, read_block, read_ends, release
+from outpace.models.blocks import Block, Embedding, Ends, capped, read_block, read_ends, release
 from outpace.models.families import DecoderConfig
 from outpace.models.fused import FusedAttention, attention, stored
 from outpace.models.graphs import PaddedAttention, Record, StaticPasses, cuda_recorder
-from outpace.models.packed import MIN_ROWS, Linear
+from outpace.models.packed import MIN_ROWS, Linear, Room
 from outpace.models.passes import PassRows, Rotation
 from outpace.models.quantize import check_kind, note
 from outpace.models.rowwise import gated
@@ -80,6 +80,7 @@ class Decoder(Target):
             config.attention_softcap,
         )
         self._reduced: list[tuple[VocabMap, Linear]] = []
+        self._room = Room()
         self.static: StaticPasses | None = None
         """Runs passes of common shapes as recorded launches; None: all run eagerly."""
         if self.device.type == "cuda":
@@ -202,14 +203,13 @@ class Decoder(Target):
         rows of a draft vocabulary are copied at its first use and kept.
         """
         learning = torch.is_grad_enabled() and hidden_TH.requires_grad
-        head = self._ends.head if vocab is None else self._head_of(vocab)
-        hidden_TH = hidden_TH.to(self.dtype)
-        logits = F.linear(hidden_TH, head.dense()) if learning else head(hidden_TH)
-        cap = self.config.logit_softcap
-        logits = logits.float()
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        head, x_TH = self._head_of(vocab), hidden_TH.to(self.dtype)
+        logits = F.linear(x_TH, head.dense()) if learning else head(x_TH)
+        return capped(logits.float(), self.config.logit_softcap)
 
-    def _head_of(self, vocab: VocabMap) -> Linear:
+    def _head_of(self, vocab: VocabMap | None) -> Linear:
+        if vocab is None:
+            return self._ends.head
         for known, head in self._reduced:
             if known is vocab:
                 return head
@@ -264,7 +264,8 @@ class Decoder(Target):
             headed = all_ if rows.rider_logits else fed
             logits_TV = torch.empty(0, self.vocab_size, dtype=torch.float32, device=self.device)
             if headed:
-                logits_TV = self.head(last_TH[: max(headed, MIN_ROWS)])[:headed]
+                raw_TV = self._ends.head(last_TH[: max(headed, MIN_ROWS)])[:headed]
+                logits_TV = capped(self._room.widened(raw_TV), self.config.logit_softcap)
         return Scored(
             logits_TV[:fed],
             rows.start_B,

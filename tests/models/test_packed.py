@@ -3,7 +3,7 @@ import torch
 from torch.nn import functional as F
 
 from outpace.models import packed
-from outpace.models.packed import MIN_ROWS, Linear, packing_works
+from outpace.models.packed import MIN_ROWS, ROOM, Linear, Room, packing_works
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -77,3 +77,24 @@ def test_a_packing_that_multiplies_wrong_is_not_used(monkeypatch):
         assert not packing_works(torch.float32)
     finally:
         packing_works.cache_clear()
+
+
+def test_logits_of_the_next_pass_take_the_same_memory():
+    """In use, where a result holds until the next; nowhere else."""
+    room, first, second = Room(), *torch.randn(2, 6, 9).bfloat16()
+    with torch.inference_mode():
+        a = room.widened(first)
+        assert torch.equal(a, first.float())
+        b = room.widened(second[:5])
+        assert torch.equal(b, second[:5].float()) and b.data_ptr() == a.data_ptr()
+        assert not torch.equal(a, first.float()), "which is why it holds no longer"
+        c = room.widened(torch.cat([first, second]))
+        assert torch.equal(c, torch.cat([first, second]).float()), "more rows than before"
+        large = first[:1].expand(ROOM + 1, 9)
+        d = room.widened(large)
+        assert d.data_ptr() != room.widened(large).data_ptr(), "too many to keep"
+        exact = first.float()
+        assert room.widened(exact) is exact
+    a = room.widened(first)
+    room.widened(second)
+    assert torch.equal(a, first.float()), "who trains keeps what he has"

@@ -172,7 +172,7 @@ class EarlyExit(ExpandingDrafter[ExitState]):
             scored = self.target.score(
                 feeds, rows[0].lease.cache, taps=frozenset({name}), layers=layer
             )
-            logits_FD = scored.logits_TV
+            logits_FD = scored.logits_TV.clone() if len(at) > 1 else scored.logits_TV
             if self.head is not None:
                 logits_FD = self.head.logits(asked, feeds, scored.taps[name])
             for j, (one, i) in enumerate(zip(rows, members, strict=True)):
