@@ -30,6 +30,8 @@ COLD = 3.0
 """Most that the first draft of a drafter may be said to cost per level, in such guesses."""
 TRUST = 8
 """Steps that a price measured beforehand is worth."""
+FEW = 1.0
+"""Drafts beside which nothing is done, that count as seen."""
 BORROWED = 2.0
 """Passes that count as seen, of those of another number of sequences."""
 LATE = 8
@@ -162,7 +164,8 @@ class Costs:
 
     def __init__(self, curve: CostCurve | None = None) -> None:
         self._drafts: dict[str, DraftPrice] = {}
-        self._still, self._planning, self._more = BySize(), BySize(), 0.0
+        self._still, self._planning = BySize(), BySize()
+        self._more, self._drafted = 0.0, FEW  # seconds beyond, and drafts that took them; lately
         self._known: dict[str, KnownDrafter] = {}
         self._names: dict[str, str] = {}  # method spec -> the one that it was measured as
         self.start(curve)
@@ -252,7 +255,8 @@ class Costs:
         """Seconds outside drafting and the pass: of any step, of planning drafts, and for each
         sequence that drafts.
         """
-        return self._still.of(sequences), self._planning.of(sequences), self._more
+        more = max(0.0, self._more) / self._drafted
+        return self._still.of(sequences), self._planning.of(sequences), more
 
     def timed(self, drafter: str) -> int:
         """How many steps the price of a drafter rests on."""
@@ -269,8 +273,9 @@ class Costs:
         rest = seconds.get("judge", 0.0) + seconds.get("commit", 0.0)
         asked = {row.sequence: row.drafter for row in record.rows if row.drafter != "none"}
         if asked:  # if there was no step without drafts, all of it is laid to them
-            more = max(0.0, rest - self._still.of(count)) / len(asked)
-            self._more += (more - self._more) * (_FAST if self._more else 1.0)
+            # A mean over drafts, not over steps: where few draft, a step says little of them.
+            self._more += rest - self._still.of(count) - _SLOW * self._more
+            self._drafted += len(asked) - _SLOW * (self._drafted - FEW)
             self._planning.learn(count, plan, _FAST, plan)
         else:
             self._still.learn(count, rest, _FAST, rest)

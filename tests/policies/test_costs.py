@@ -73,13 +73,13 @@ def test_what_drafts_cost_beside_drafting_is_told_apart():
     both = [record(0.01, 4, 0.001, 1, drafters=("m", "m"), rest=0.005, plan=0.003)] * 60
     for one in both:
         costs.watch(one)
-    all_of_it = (0.0, pytest.approx(0.003), pytest.approx(0.0025))
+    all_of_it = (0.0, pytest.approx(0.003), pytest.approx(0.0025, rel=0.03))
     assert costs.around(2) == all_of_it, "no step without drafts was seen"
     costs.watch(record(0.01, 2, drafters=("none", "none"), rest=0.001, plan=1.0))
     for one in both:
         costs.watch(one)
     assert costs.around(2) == (
-        pytest.approx(0.001), pytest.approx(0.003), pytest.approx(0.002, rel=1e-3)
+        pytest.approx(0.001), pytest.approx(0.003), pytest.approx(0.002, rel=0.2)
     )
     assert costs.around(4)[:2] == costs.around(2)[:2], "till it is seen"
     assert costs.price("m")[0] == 0.0
@@ -90,13 +90,25 @@ def test_what_drafts_cost_beside_drafting_is_told_apart():
     assert 0.001 < costs.around(4)[0] < 0.003, "between them"
 
 
+def test_a_step_with_few_drafts_says_little_of_what_a_draft_costs_beside_drafting():
+    """The rest of a step wavers by a millisecond; a draft adds 0.05 ms to it."""
+    costs = Costs(CURVE)
+    for step in range(200):
+        asked = 16 if step % 2 else 1
+        drafters = ("m",) * asked + ("none",) * (16 - asked)
+        noise = 0.001 * (-1) ** (step // 2)
+        costs.watch(record(0.01, 16, drafters=("none",) * 16, rest=0.003))
+        costs.watch(record(0.01, 17, 0.001, 1, drafters, rest=0.003 + 5e-5 * asked + noise))
+    assert costs.around(16)[2] == pytest.approx(5e-5, rel=0.3), "a mean of steps is off by 3e-4"
+
+
 def test_drafters_are_timed():
     costs = Costs(CURVE)
     costs.suppose("look", 0.0)
     for _ in range(10):
         costs.watch(record(0.01, 2, 0.006, 3, drafters=("m", "none"), rest=0.001))
     assert costs.price("m") == (0.0, pytest.approx(0.002)) and costs.timed("m") == 10
-    assert costs.around(2) == (0.0, 0.0, pytest.approx(0.001))
+    assert costs.around(2) == (0.0, 0.0, pytest.approx(0.001, rel=0.12))
     for _ in range(10):
         costs.watch(record(0.01, 2, 0.0004, drafters=("look", "look")))
     assert costs.price("look") == (pytest.approx(0.0002), 0.0), "no model: a price per sequence"
