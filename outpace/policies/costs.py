@@ -30,6 +30,8 @@ COLD = 3.0
 """Most that the first draft of a drafter may be said to cost per level, in such guesses."""
 TRUST = 8
 """Steps that a price measured beforehand is worth."""
+STALL = 5.0
+"""More than so many times what a step without drafts takes beside its pass is no draft's doing."""
 FEW = 1.0
 """Drafts beside which nothing is done, that count as seen."""
 BORROWED = 2.0
@@ -272,10 +274,14 @@ class Costs:
         plan = seconds.get("plan", 0.0)
         rest = seconds.get("judge", 0.0) + seconds.get("commit", 0.0)
         asked = {row.sequence: row.drafter for row in record.rows if row.drafter != "none"}
+        # What drafts add is a mean over drafts, not over steps: where few draft, a step says little
+        # of them. Where none do it is forgotten, for nothing else would correct it.
+        self._more -= _SLOW * self._more
+        self._drafted -= _SLOW * (self._drafted - FEW)
         if asked:  # if there was no step without drafts, all of it is laid to them
-            # A mean over drafts, not over steps: where few draft, a step says little of them.
-            self._more += rest - self._still.of(count) - _SLOW * self._more
-            self._drafted += len(asked) - _SLOW * (self._drafted - FEW)
+            still = self._still.of(count)
+            self._more += min(rest - still, STALL * still) if still else rest
+            self._drafted += len(asked)
             self._planning.learn(count, plan, _FAST, plan)
         else:
             self._still.learn(count, rest, _FAST, rest)

@@ -210,8 +210,10 @@ class Weighing(Policy):
         state.step += 1
         picked = (of[pick], cut_of[pick]) if pick in of else None
         share = picked[0].share(picked[1]) if picked else nothing
-        state.part = 1.0 / tally.batch
-        if state.allowance is None:
+        before, state.part = state.part, 1.0 / tally.batch
+        if state.allowance is not None:  # what was saved in a small batch is little in a large one
+            state.allowance *= state.part / before
+        else:
             state.allowance = FIRST_ALLOWANCE * state.part * self._offers.young(options)
         state.allowance += self.config.probe * state.part
         probe = self._probe(state, options, pick, rates[pick], tally.seconds(share), tally)
