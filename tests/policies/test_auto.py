@@ -330,3 +330,26 @@ def test_no_room_no_draft():
     policy = Auto(AutoConfig())
     row = PolicyRow(policy.begin(), {"m": Fake([0.5]).budget}, NOTHING, None)
     assert policy.plan([row], Load(1, 9))[0].drafter == "none"
+
+
+def test_only_guesses_that_may_pay_are_wanted():
+    """As many times as a lookup may keep its word; a single sequence has rows to spare."""
+    policy = Auto(AutoConfig())
+    policy.costs.start(DEAR_ROWS)
+    one, many = (policy.asks(policy.begin(), Load(batch, 64)) for batch in (1, 8))
+    row = DEAR_ROWS.seconds(2, 64, 8) / DEAR_ROWS.seconds(1, 64, 8) - 1
+    assert one < 0.01
+    assert many is None, "it begins with plain passes"
+    policy._looks.resting = lambda batch: False
+    assert policy.asks(policy.begin(), Load(8, 64)) == pytest.approx(row / offers.MOST_WORTH)
+
+
+def test_what_was_saved_alone_is_little_in_a_large_batch():
+    policy = Auto(AutoConfig(probe=0.015))
+    simulator = Simulator(policy, {"a": Fake([0.0], 0.03)})
+    simulator.run(40)
+    alone = simulator.states[0].allowance
+    simulator.step(batch=16)
+    policy._looks.rest = lambda batch: False
+    simulator.step(batch=16)
+    assert 0 < simulator.states[0].allowance < alone / 8

@@ -102,6 +102,19 @@ def test_a_step_with_few_drafts_says_little_of_what_a_draft_costs_beside_draftin
     assert costs.around(16)[2] == pytest.approx(5e-5, rel=0.3), "a mean of steps is off by 3e-4"
 
 
+def test_a_stall_beside_a_draft_is_forgotten():
+    """Else nobody would draft any more, and nothing would correct it."""
+    costs = Costs(CURVE)
+    for _ in range(20):
+        costs.watch(record(0.01, 16, drafters=("none",) * 16, rest=0.003))
+    costs.watch(record(0.01, 17, 0.001, 1, ("m",) + ("none",) * 15, rest=0.5))
+    stalled = costs.around(16)[2]
+    assert stalled < 0.01, "a stall of half a second is not believed"
+    for _ in range(100):
+        costs.watch(record(0.01, 16, drafters=("none",) * 16, rest=0.003))
+    assert costs.around(16)[2] < stalled / 10
+
+
 def test_drafters_are_timed():
     costs = Costs(CURVE)
     costs.suppose("look", 0.0)

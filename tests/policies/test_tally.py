@@ -1,3 +1,5 @@
+import random
+
 import pytest
 
 from outpace.policies.costs import Costs
@@ -55,3 +57,38 @@ def test_what_nobody_uses_is_weighed_for_all_together(kept, pays):
     option = Option("m", [kept], [1.0], [1.0], [(1, 1)])
     assert (tally.alike([option], margin=0.04) is not None) == pays
     assert tally.alike([Option("look", [kept], [1.0], [1.0], [(1, 1)])], margin=0.04) is None
+
+
+def test_sums_that_are_kept_up_are_those_of_a_look_at_all():
+    """The plain version is a new tally of the same shares."""
+    coins = random.Random(0)
+
+    def share():
+        name = coins.choice(["none", "look", "m"])
+        levels = 0.0 if name == "none" else coins.choice([1.0, 2.0, 2.5])
+        return Share(name, coins.random() * 3, coins.random() * 4, levels, 0.01 * coins.random())
+
+    tally = tally_of(*[share() for _ in range(7)])
+    for _ in range(60):
+        tally.put(coins.randrange(7), share())
+        plain = tally_of(*tally.shares)
+        for index in range(-1, 7):
+            tally.leave_out(index)
+            plain.leave_out(index)
+            assert tally.total() == pytest.approx(plain.total())
+            for one in (GUESS, Share()):
+                assert tally.seconds(one) == pytest.approx(plain.seconds(one))
+                assert tally.rate(one) == pytest.approx(plain.rate(one))
+
+
+def test_reading_what_was_missed_is_laid_on_many_steps_but_taken_at_once():
+    missed = Share("m", kept=0.5, nodes=1.0, levels=1.0, late=0.016)
+    tally = tally_of(Share(), Share())
+    tally.leave_out(0)
+    assert tally.seconds(missed) - tally.seconds(GUESS) == pytest.approx(0.001)
+    before = tally.slower()
+    tally.put(0, missed)
+    slower = tally.slower()
+    tally.put(0, GUESS)
+    plain = tally.plain()
+    assert slower - tally.slower() == pytest.approx(0.016 / plain) and before == pytest.approx(1.0)
