@@ -119,6 +119,10 @@ def step(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
     clock = _Clock(machine)
     plans, views = _plan(machine, rows)
     clock.lap("plan")
+    unread_B = [
+        _unread(machine, row, plan.drafter) if plan.budget.max_nodes else 0
+        for row, plan in zip(rows, plans, strict=True)
+    ]
     drafts = _draft(machine, rows, plans)
     clock.lap("draft")
     scored = machine.target.score(
@@ -143,7 +147,7 @@ def step(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
     _commit(machine, rows, outcomes)
     machine.policy.learn(views, [_evidence(outcome) for outcome in outcomes])
     clock.lap("commit")
-    _tell(machine, rows, outcomes, clock, plans, views)
+    _tell(machine, rows, outcomes, clock, plans, unread_B)
     return outcomes
 
 
@@ -196,12 +200,11 @@ def prefill(
 
 def _plan(machine: Machine, rows: Sequence[Row]) -> tuple[list[Plan], list[PolicyRow]]:
     load = Load(len(rows), _context(rows))
-    told = machine.policy.reads_hints
-    hints = _hints(machine, rows, load) if told else [{}] * len(rows)
+    least_B = [machine.policy.asks(row.policy_state, load) for row in rows]
     views = [
         PolicyRow(row.policy_state, row.budgets, row.room(), row.coins(Stream.POLICY), hint,
-                  _unread(machine, row) if told else {})
-        for row, hint in zip(rows, hints, strict=True)
+                  {} if least is None else {one: _unread(machine, row, one) for one in row.states})
+        for row, hint, least in zip(rows, _hints(machine, rows, least_B), least_B, strict=True)
     ]
     plans = machine.policy.plan(views, load)
     for view, plan in zip(views, plans, strict=True):
@@ -262,12 +265,13 @@ def _draft_row(
     )
 
 
-def _hints(machine: Machine, rows: Sequence[Row], load: Load) -> list[dict[str, Sequence[float]]]:
+def _hints(
+    machine: Machine, rows: Sequence[Row], least_B: Sequence[float | None]
+) -> list[dict[str, Sequence[float]]]:
     """What every drafter would propose to every row, of those that can tell."""
     hints: list[dict[str, Sequence[float]]] = [{} for _ in rows]
     able: dict[str, list[int]] = {}
     tapped = machine.tapped(rows)
-    least_B = [machine.policy.asks(row.policy_state, load) for row in rows]
     for i, (row, least) in enumerate(zip(rows, least_B, strict=True)):
         for name in () if least is None else row.states:
             if machine.drafters[name].hints:
@@ -284,9 +288,8 @@ def _hints(machine: Machine, rows: Sequence[Row], load: Load) -> list[dict[str, 
     return hints
 
 
-def _unread(machine: Machine, row: Row) -> dict[str, int]:
-    tokens, drafters = row.tokens, machine.drafters
-    return {name: drafters[name].unread(state, tokens) for name, state in row.states.items()}
+def _unread(machine: Machine, row: Row, name: str) -> int:
+    return machine.drafters[name].unread(row.states[name], row.tokens)
 
 
 def _judge(
@@ -340,7 +343,7 @@ def _tell(
     outcomes: Sequence[Outcome],
     clock: _Clock,
     plans: Sequence[Plan] = (),
-    views: Sequence[PolicyRow] = (),
+    unread_B: Sequence[int] = (),
 ) -> None:
     """Hand listeners the step as numbers."""
     machine.steps += 1
@@ -352,7 +355,7 @@ def _tell(
         records.append(
             RowRecord(row.number, e.drafter, e.drafted, e.accepted, outcome.verdict.emitted,
                       e.depth, e.censored, plans[i].choice if plans else None,
-                      views[i].unread.get(e.drafter, 0) if views else 0)
+                      unread_B[i] if unread_B else 0)
         )
     passed = sum(len(o.row_F) if o.forced else _rows_of(o.draft) for o in outcomes)
     record = StepRecord(

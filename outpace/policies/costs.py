@@ -6,8 +6,8 @@
 
 A curve says how the cost of a pass grows; the steps that are watched say how this machine differs
 from it today: for each power of two of sequences, one factor on what a pass without guesses takes,
-and one on what guesses add. Without a curve the shape is that of a small model
-on a CPU, and the first steps do all of the work.
+and one on what guesses add. Without a curve the shape is that of a small model on a CPU, and the
+first steps do all of the work.
 
 What was measured of drafters is handed on as well (``know``): prices, which steps then refresh, and
 how much of their drafts was kept, for policies to begin with (``kept``).
@@ -229,9 +229,8 @@ class Costs:
             context: committed tokens of each.
             batch: sequences, at least 1.
         """
-        plain = self._plain(batch, context, batch)  # reads what was measured, if nobody did yet
+        plain, more = self._parts(rows, context, batch)
         fit = self._at(batch)
-        more = self._plain(rows, context, batch) - plain if rows > batch else 0.0
         return plain * fit.on_plain + more * fit.on_more
 
     def price(self, drafter: str, sequences: int = 1) -> tuple[float, float]:
@@ -288,10 +287,8 @@ class Costs:
         self._learn_drafts(asked, record)
 
     def _learn_pass(self, rows: int, context: int, batch: int, seconds: float) -> None:
-        plain = self._plain(batch, context, batch)
-        more = self._plain(rows, context, batch) - plain if rows > batch else 0.0
         fit = self._fits[_power(batch)] = self._at(batch)
-        fit.learn(plain, more, seconds)
+        fit.learn(*self._parts(rows, context, batch), seconds)
         self._seen += 1
 
     def _at(self, batch: int) -> _Fit:
@@ -344,9 +341,13 @@ class Costs:
         price.call += rate * (call - price.call)
         price.level += rate * (level - price.level)
 
-    def _plain(self, rows: int, context: int, batch: int) -> float:
-        """By the curve alone."""
+    def _parts(self, rows: int, context: int, batch: int) -> tuple[float, float]:
+        """Of a pass without guesses, and what guesses add, by the curve alone."""
         self._begin()
+        plain = self._plain(batch, context, batch)
+        return plain, self._plain(rows, context, batch) - plain if rows > batch else 0.0
+
+    def _plain(self, rows: int, context: int, batch: int) -> float:
         if self._curve is None:
             return assumed(rows) + SEQUENCE_PRICE * (batch - 1)
         key = (rows, context // _GRAIN, batch)

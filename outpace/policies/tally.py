@@ -26,7 +26,7 @@ from outpace.types import Load
 NONE = "none"
 SPREAD = 16
 """Steps on which the reading of what a drafter has missed is laid, where it is to be used for
-longer: a part of it at once would forbid what pays soon after."""
+longer: all of it at once would forbid what pays soon after."""
 
 
 @dataclass(slots=True)

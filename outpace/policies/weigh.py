@@ -30,6 +30,7 @@ FIRST_ALLOWANCE, ALARM_ALLOWANCE, DEBT = 2.0, 1.5, 1.0
 PROBE_LOSS = 0.4
 """Most that one probe may lose, in steps: while a lookup copies well, others wait till it stops."""
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeighConfig:
     """Settings of policies that weigh drafts against costs."""

@@ -79,7 +79,7 @@ def test_what_drafts_cost_beside_drafting_is_told_apart():
     for one in both:
         costs.watch(one)
     assert costs.around(2) == (
-        pytest.approx(0.001), pytest.approx(0.003), pytest.approx(0.002, rel=0.2)
+        pytest.approx(0.001), pytest.approx(0.003), pytest.approx(0.002, rel=0.06)
     )
     assert costs.around(4)[:2] == costs.around(2)[:2], "till it is seen"
     assert costs.price("m")[0] == 0.0
@@ -134,6 +134,21 @@ def test_drafters_are_timed():
     costs.watch(record(0.01, 2, 1.0, 3, drafters=("m", "n")))
     assert costs.price("m") == (0.0, pytest.approx(0.00215)) and not costs.timed("n")
     costs.watch(record(0.01))
+
+
+def test_what_a_drafter_reads_late_moves_its_price_little_and_a_cheap_level_brings_it_down():
+    costs = Costs(CURVE)
+    for _ in range(10):
+        costs.watch(record(0.01, draft=0.002, levels=1, drafters=("m",)))
+    costs.watch(record(0.01))
+    costs.watch(record(0.01, draft=1.0, levels=1, drafters=("m",), unread=LATE + 1000))
+    assert costs.price("m")[1] == pytest.approx(0.002, rel=0.05), "no price of a level"
+    costs.watch(record(0.01, draft=0.004, levels=1, drafters=("m",)))
+    dear = costs.price("m")[1]
+    assert dear > 0.0022
+    costs.watch(record(0.01))
+    costs.watch(record(0.01, draft=0.001, levels=1, drafters=("m",)))
+    assert costs.price("m")[1] < dear, "what began too high comes down"
 
 
 def test_what_a_drafter_reads_after_a_pause_is_no_level():
