@@ -38,6 +38,8 @@ check-slow: $(STAMP)
 lint: $(STAMP)
 	@echo "ruff check"
 	@$(BIN)/ruff check --quiet .
+	@echo "ruff format --check"
+	@$(BIN)/ruff format --quiet --check .
 	@echo "mypy --strict"
 	@$(BIN)/mypy --no-error-summary
 

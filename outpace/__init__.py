@@ -14,13 +14,7 @@ if TYPE_CHECKING:
     from outpace.engine.conversation import Conversation
     from outpace.engine.engine import Engine
     from outpace.engine.results import Chunk, Counters, Result
-    from outpace.errors import (
-        ModelError,
-        OutpaceError,
-        RequestError,
-        SpecError,
-        UnknownNameError,
-    )
+    from outpace.errors import ModelError, OutpaceError, RequestError, SpecError, UnknownNameError
     from outpace.params import SamplingParams
 
 __version__ = "0.1.0"

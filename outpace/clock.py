@@ -23,10 +23,7 @@ class PassClock:
         self._began = time.perf_counter()
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.seconds += time.perf_counter() - self._began
         self.count += 1

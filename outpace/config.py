@@ -113,11 +113,15 @@ def method_of(folder: str) -> str:
     except (OSError, ValueError, TypeError, KeyError):
         method = None
     if not isinstance(method, str):
-        raise SpecError(f"{folder} is no folder of a trained drafter; give one that outpace train "
-                        "wrote, or NAME[model=FOLDER] for a head of another program")
+        raise SpecError(
+            f"{folder} is no folder of a trained drafter; give one that outpace train "
+            "wrote, or NAME[model=FOLDER] for a head of another program"
+        )
     if " " in folder or "]" in folder:
-        raise SpecError(f"a method spec cannot hold a space or a bracket, as in {folder!r}; "
-                        "rename the folder, or give a link to it")
+        raise SpecError(
+            f"a method spec cannot hold a space or a bracket, as in {folder!r}; "
+            "rename the folder, or give a link to it"
+        )
     return method
 
 
@@ -172,7 +176,8 @@ def build(config: type[C], options: Mapping[str, str], who: str) -> C:
         except ValueError:
             raise SpecError(f"{who}: {key}={text!r} is not {_kind(hints[key])}") from None
     missing = [
-        field.name for field in dataclasses.fields(config)  # type: ignore[arg-type]
+        field.name
+        for field in dataclasses.fields(config)  # type: ignore[arg-type]
         if field.name not in values and _required(field)
     ]
     if missing:

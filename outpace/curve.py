@@ -75,8 +75,9 @@ class CostCurve:
             raise ValueError(f"no pass over {batch} x {rows} rows at context {context}")
         cost_C = [_linear(self.rows_R, cost_R, rows * batch) for cost_R in self.seconds_CR]
         for c, (one_R, cost_B) in enumerate(zip(self.seconds_CR, self.seconds_CB, strict=False)):
-            extra_B = [cost - _linear(self.rows_R, one_R, b)
-                       for b, cost in zip(self.batch_B, cost_B, strict=True)]
+            extra_B = [
+                cost - _linear(self.rows_R, one_R, b) for b, cost in zip(self.batch_B, cost_B, strict=True)
+            ]
             cost_C[c] += _linear(self.batch_B, extra_B, batch)
         return _linear(self.context_C, cost_C, context)
 
@@ -91,6 +92,7 @@ class CostCurve:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostCurve:
         """Read plain data; ValueError, TypeError or KeyError if it is no curve."""
+
         def tuples(value: Any) -> Any:
             return tuple(map(tuples, value)) if isinstance(value, list | tuple) else value
 

@@ -80,6 +80,4 @@ def decoded(data: bytes, what: str) -> str:
     try:
         return data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise RequestError(
-            f"{what} is not UTF-8 text (byte {error.start}); convert it first"
-        ) from error
+        raise RequestError(f"{what} is not UTF-8 text (byte {error.start}); convert it first") from error

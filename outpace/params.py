@@ -137,8 +137,7 @@ class SamplingParams:
             _check(f"logit_bias of token {token}", bias, "a finite number", lambda b: True)
         if self.min_tokens > self.max_new_tokens:
             raise RequestError(
-                f"min_tokens must be at most max_new_tokens ({self.max_new_tokens}), "
-                f"got {self.min_tokens}"
+                f"min_tokens must be at most max_new_tokens ({self.max_new_tokens}), got {self.min_tokens}"
             )
         for name in ("min_tokens", "ignore_eos", "allowed_tokens"):
             if self.grammar is not None and getattr(self, name):
@@ -197,9 +196,7 @@ class SamplingParams:
         for name, ids in self._id_sets():
             for token in ids:
                 if token >= vocab_size:
-                    raise RequestError(
-                        f"{name} holds token {token}, but ids go from 0 to {vocab_size - 1}"
-                    )
+                    raise RequestError(f"{name} holds token {token}, but ids go from 0 to {vocab_size - 1}")
         ends = self.end_ids(eos_ids) if self.min_tokens else frozenset[int]()
         banned = self.banned_tokens | ends
         if all(token in banned for token in self.allowed_tokens or range(vocab_size)):
@@ -218,8 +215,10 @@ _IDS = (frozenset, "a list of token ids")
 _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "stop": (tuple, "a string or a list of strings"),
     "logit_bias": (dict, "a mapping of token ids to numbers"),
-    "allowed_tokens": _IDS, "banned_tokens": _IDS, "stop_token_ids": _IDS,
-}  # fmt: skip
+    "allowed_tokens": _IDS,
+    "banned_tokens": _IDS,
+    "stop_token_ids": _IDS,
+}
 _NEUTRAL = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 _OPTIONAL = {*_NEUTRAL, "seed", "logprobs"}
 _RANGES: dict[str, tuple[bool, str, Callable[[Any], bool]]] = {
@@ -238,9 +237,7 @@ _RANGES: dict[str, tuple[bool, str, Callable[[Any], bool]]] = {
 }
 
 
-def _check(
-    name: str, value: Any, allowed: str, ok: Callable[[Any], bool], whole: bool = False
-) -> None:
+def _check(name: str, value: Any, allowed: str, ok: Callable[[Any], bool], whole: bool = False) -> None:
     number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if isinstance(value, float) and not math.isfinite(value):
         number = False

@@ -77,8 +77,7 @@ def rank(
     id_RK = at_RK if ids is None else ids[at_RK]
     packed = torch.stack([t.double() for t in (-value_RK, id_RK, score_RK)], -1).tolist()
     return [
-        [(int(token), score) for value, token, score in sorted(row) if value < math.inf]
-        for row in packed
+        [(int(token), score) for value, token, score in sorted(row) if value < math.inf] for row in packed
     ]
 
 

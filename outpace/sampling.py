@@ -51,11 +51,7 @@ class Warp:
     """
 
     def __init__(
-        self,
-        params: SamplingParams,
-        prompt: Sequence[int],
-        eos_ids: frozenset[int],
-        vocab_size: int,
+        self, params: SamplingParams, prompt: Sequence[int], eos_ids: frozenset[int], vocab_size: int
     ) -> None:
         params.check_vocab(vocab_size, eos_ids)
         self.params = params
@@ -82,7 +78,10 @@ class Warp:
         )
         self._matcher = params.grammar.begin() if params.grammar is not None else None
         self._always = bool(
-            self._penalized or len(self._ban_K) or len(self._bias_K) or self._allow_K is not None
+            self._penalized
+            or len(self._ban_K)
+            or len(self._bias_K)
+            or self._allow_K is not None
             or self._matcher is not None
         )
         self._place: dict[int, int] = {}
@@ -148,11 +147,7 @@ class Warp:
         return Law((x_V / self._temperature).softmax(0), ids)
 
     def ranking(
-        self,
-        logits_FV: Tensor,
-        paths: Sequence[Sequence[int]],
-        k: int,
-        id_V: Tensor | None = None,
+        self, logits_FV: Tensor, paths: Sequence[Sequence[int]], k: int, id_V: Tensor | None = None
     ) -> tuple[list[list[int]], list[list[float]]]:
         """The k likeliest tokens of each row after the same processors, best first.
 

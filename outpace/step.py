@@ -140,9 +140,7 @@ def step(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
         kept = (0, *(node + 1 for node in verdict.kept[: len(verdict.emitted) - 1]))
         fed = (row.tokens[-1], *verdict.emitted[:-1])
         outcomes.append(
-            Outcome(
-                draft, scored.of(i), verdict, fed, kept, len(row.tokens) - 1, drafter=plan.drafter
-            )
+            Outcome(draft, scored.of(i), verdict, fed, kept, len(row.tokens) - 1, drafter=plan.drafter)
         )
     _commit(machine, rows, outcomes)
     machine.policy.learn(views, [_evidence(outcome) for outcome in outcomes])
@@ -151,9 +149,7 @@ def step(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
     return outcomes
 
 
-def prefill(
-    machine: Machine, rows: Sequence[Row], ends: Sequence[int] | None = None
-) -> list[Outcome]:
+def prefill(machine: Machine, rows: Sequence[Row], ends: Sequence[int] | None = None) -> list[Outcome]:
     """Feed every row the next chunk of its prompt; a row whose prompt ends emits one token.
 
     Args:
@@ -179,18 +175,14 @@ def prefill(
     ending = [i for i, end in enumerate(whole) if end]
     plan, draft = Plan("none", NOTHING), Draft()
     last = Scored(scored.logits_TV, tuple(range(len(ending) + 1)))  # one row per ending prompt
-    judged = _judge(
-        [rows[i] for i in ending], [plan] * len(ending), [draft] * len(ending), last, False
-    )
+    judged = _judge([rows[i] for i in ending], [plan] * len(ending), [draft] * len(ending), last, False)
     verdicts = dict(zip(ending, judged, strict=True))
     clock.lap("judge")
     outcomes = []
     for i, (row, chunk) in enumerate(zip(rows, chunks, strict=True)):
         verdict = row.cut(verdicts[i]) if i in verdicts else Verdict((), ())
         outcomes.append(
-            Outcome(
-                draft, scored.of(i), verdict, chunk, tuple(range(len(chunk))), held[i], forced=True
-            )
+            Outcome(draft, scored.of(i), verdict, chunk, tuple(range(len(chunk))), held[i], forced=True)
         )
     _commit(machine, rows, outcomes)
     clock.lap("commit")
@@ -202,16 +194,24 @@ def _plan(machine: Machine, rows: Sequence[Row]) -> tuple[list[Plan], list[Polic
     load = Load(len(rows), _context(rows))
     least_B = [machine.policy.asks(row.policy_state, load) for row in rows]
     views = [
-        PolicyRow(row.policy_state, row.budgets, row.room(), row.coins(Stream.POLICY), hint,
-                  {} if least is None else {one: _unread(machine, row, one) for one in row.states})
+        PolicyRow(
+            row.policy_state,
+            row.budgets,
+            row.room(),
+            row.coins(Stream.POLICY),
+            hint,
+            {} if least is None else {one: _unread(machine, row, one) for one in row.states},
+        )
         for row, hint, least in zip(rows, _hints(machine, rows, least_B), least_B, strict=True)
     ]
     plans = machine.policy.plan(views, load)
     for view, plan in zip(views, plans, strict=True):
         asked, limit = plan.budget, view.limit
         if asked.max_nodes > limit.max_nodes or asked.max_depth > limit.max_depth:
-            raise OutpaceError(f"policy {type(machine.policy).__name__} broke its contract: it "
-                               f"planned {asked} where {limit} was the limit")
+            raise OutpaceError(
+                f"policy {type(machine.policy).__name__} broke its contract: it "
+                f"planned {asked} where {limit} was the limit"
+            )
     return plans, views
 
 
@@ -240,8 +240,10 @@ def _check(draft: Draft, row: DraftRow[Any], name: str) -> None:
     nodes, rows, depth = len(draft), _rows_of(draft) - 1, max(draft.depth_N, default=0)
     wrong = None
     if nodes > most.max_nodes or depth > most.max_depth or rows > most.max_rows:
-        wrong = (f"{nodes} nodes, {depth} levels and {rows} rows, where {most.max_nodes}, "
-                 f"{most.max_depth} and {most.max_rows} were granted")
+        wrong = (
+            f"{nodes} nodes, {depth} levels and {rows} rows, where {most.max_nodes}, "
+            f"{most.max_depth} and {most.max_rows} were granted"
+        )
     elif row.chain and not is_chain(draft.parent_N):
         wrong = "several branches, where chains alone can be checked"
     if wrong is not None:
@@ -277,9 +279,7 @@ def _hints(
             if machine.drafters[name].hints:
                 able.setdefault(name, []).append(i)
     for name, indices in able.items():
-        budgets = [
-            within(rows[i].budgets[name], rows[i].room(), least_B[i] or 0.0) for i in indices
-        ]
+        budgets = [within(rows[i].budgets[name], rows[i].room(), least_B[i] or 0.0) for i in indices]
         pairs = zip(indices, budgets, strict=True)
         asked = [_draft_row(machine, rows[i], name, budget, tapped) for i, budget in pairs]
         answers = machine.drafters[name].hint(asked)
@@ -293,19 +293,13 @@ def _unread(machine: Machine, row: Row, name: str) -> int:
 
 
 def _judge(
-    rows: Sequence[Row],
-    plans: Sequence[Plan],
-    drafts: Sequence[Draft],
-    scored: Scored,
-    want_laws: bool,
+    rows: Sequence[Row], plans: Sequence[Plan], drafts: Sequence[Draft], scored: Scored, want_laws: bool
 ) -> list[Verdict]:
     laws = laws_of_batch(scored, [row.warp for row in rows], drafts)
     verdicts = []
     for row, plan, draft, law in zip(rows, plans, drafts, laws, strict=True):
         verifier = row.verifiers[plan.drafter]
-        verdicts.append(
-            verifier.judge(draft, law, row.coins(Stream.JUDGE), want_laws=want_laws)
-        )
+        verdicts.append(verifier.judge(draft, law, row.coins(Stream.JUDGE), want_laws=want_laws))
     return verdicts
 
 
@@ -353,14 +347,28 @@ def _tell(
     for i, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
         e = _evidence(outcome)
         records.append(
-            RowRecord(row.number, e.drafter, e.drafted, e.accepted, outcome.verdict.emitted,
-                      e.depth, e.censored, plans[i].choice if plans else None,
-                      unread_B[i] if unread_B else 0)
+            RowRecord(
+                row.number,
+                e.drafter,
+                e.drafted,
+                e.accepted,
+                outcome.verdict.emitted,
+                e.depth,
+                e.censored,
+                plans[i].choice if plans else None,
+                unread_B[i] if unread_B else 0,
+            )
         )
     passed = sum(len(o.row_F) if o.forced else _rows_of(o.draft) for o in outcomes)
     record = StepRecord(
-        machine.steps - 1, tuple(records), clock.seconds, passed, clock.passes, clock.draft_levels,
-        prompt=all(outcome.forced for outcome in outcomes), context=_context(rows),
+        machine.steps - 1,
+        tuple(records),
+        clock.seconds,
+        passed,
+        clock.passes,
+        clock.draft_levels,
+        prompt=all(outcome.forced for outcome in outcomes),
+        context=_context(rows),
     )
     for listener in machine.listeners:
         listener(record)

@@ -151,9 +151,7 @@ class Draft(Rooted):
         return len(self.token_N)
 
     @classmethod
-    def chosen(
-        cls, tokens: Sequence[int], parents: Sequence[int] | None = None, memo: Any = None
-    ) -> Draft:
+    def chosen(cls, tokens: Sequence[int], parents: Sequence[int] | None = None, memo: Any = None) -> Draft:
         """A deterministic draft: one CHOSEN group per parent, children in node order.
 
         Args:

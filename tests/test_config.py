@@ -61,8 +61,8 @@ def test_configs_are_built_from_text_by_their_types():
 
 def test_the_registry_suggests_near_names_and_its_classes_keep_the_contract():
     with pytest.raises(UnknownNameError, match="did you mean prompt_lookup"):
-        registry.row("drafter", "prompt_lokup")
-    for row in registry.rows():
+        registry.entry("drafter", "prompt_lokup")
+    for row in registry.entries():
         cls = registry.load(row.kind, row.name)
         fields = {field.name for field in dataclasses.fields(cls.Config)}
         assert not fields & set(PLAN_KEYS), f"{row.name}: these keys belong to every method"
@@ -94,25 +94,25 @@ HOME = "outpace.drafters.lookup.prompt_lookup:PromptLookupConfig"
 def test_a_plugin_adds_a_row_and_cannot_take_a_name(plug):
     plug(mine=HOME)
     assert registry.load("drafter", "mine") is PromptLookupConfig
-    row = registry.row("drafter", "mine")
+    row = registry.entry("drafter", "mine")
     assert (row.summary, row.path, row.family) == ("Settings of the drafter.", HOME, "plug-in")
     plug(none=HOME)
     with pytest.raises(OutpaceError, match="two drafters are called 'none'; rename that of a plug"):
-        registry.rows()
+        registry.entries()
 
 
 def test_a_plugin_may_be_a_row_whose_class_is_imported_later(plug, tmp_path, monkeypatch):
     (tmp_path / "strange.py").write_text(
-        "from outpace.registry import Row\n"
-        f"ROW = Row('other', 'drafter', 'lookup', '{HOME}', 'Strange.', auto=True)\n"
-        "LOST = Row('lost', 'drafter', 'lookup', 'nowhere:Lost', 'Lost.')\n"
+        "from outpace.registry import MethodEntry\n"
+        f"ROW = MethodEntry('other', 'drafter', 'lookup', '{HOME}', 'Strange.', auto=True)\n"
+        "LOST = MethodEntry('lost', 'drafter', 'lookup', 'nowhere:Lost', 'Lost.')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     plug(strange="strange:ROW", lost="strange:LOST")
-    row = registry.row("drafter", "strange")
+    row = registry.entry("drafter", "strange")
     assert (row.name, row.summary, row.auto) == ("strange", "Strange.", True)
     assert registry.load("drafter", "strange") is PromptLookupConfig
-    assert registry.row("drafter", "lost").summary == "Lost."
+    assert registry.entry("drafter", "lost").summary == "Lost."
     with pytest.raises(OutpaceError, match=r"'lost' of .* ModuleNotFoundError"):
         registry.load("drafter", "lost")
 
@@ -128,20 +128,20 @@ def test_a_broken_plugin_is_blamed_when_it_is_used_and_not_before(plug, tmp_path
     monkeypatch.syspath_prepend(tmp_path)
     registry._table.cache_clear()
     try:
-        assert registry.row("drafter", "none").name == "none"
+        assert registry.entry("drafter", "none").name == "none"
         assert registry.load("drafter", "none")
         assert "broken_one" not in sys.modules, "nothing is imported for another's sake"
-        for call in (registry.row, registry.load):
+        for call in (registry.entry, registry.load):
             with pytest.raises(OutpaceError) as error:
                 call("drafter", "broken")
             assert "'broken' of the package breaker 1.2" in str(error.value)
             assert "RuntimeError: it was written on a Friday" in str(error.value)
-        with pytest.raises(OutpaceError, match="it is no class and no Row"):
+        with pytest.raises(OutpaceError, match="it is no class and no MethodEntry"):
             registry.load("drafter", "thing")
-        listed = {row.name: row for row in registry.rows("drafter")}
+        listed = {row.name: row for row in registry.entries("drafter")}
         assert "breaker 1.2 cannot be loaded" in listed["broken"].summary
         with pytest.raises(UnknownNameError, match="did you mean broken"):
-            registry.row("drafter", "brokn")
+            registry.entry("drafter", "brokn")
     finally:
         monkeypatch.undo()
         registry._table.cache_clear()
@@ -152,9 +152,11 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name, config in (
-        ("head", {"method": "eagle3", "target_digest": "0"}), ("a b", {"method": "x"}),
-        ("model", {"model_type": "llama"}), ("list", ["method", "target_digest"]),
-    ):  # fmt: skip
+        ("head", {"method": "eagle3", "target_digest": "0"}),
+        ("a b", {"method": "x"}),
+        ("model", {"model_type": "llama"}),
+        ("list", ["method", "target_digest"]),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "a b" / "config.json").write_text('{"method": "x", "target_digest": "0"}')
@@ -172,7 +174,7 @@ def test_the_folder_of_a_trained_drafter_is_a_spec(folder):
     assert MethodSpec.parse(str(spec)) == spec
     assert MethodSpec.parse("head").name == "head", "a plain name stays a name"
     with pytest.raises(OutpaceError, match="for the folder write"):
-        registry.row("drafter", "head")
+        registry.entry("drafter", "head")
 
 
 @pytest.mark.parametrize(

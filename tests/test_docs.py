@@ -116,9 +116,7 @@ def test_the_walk_through_works(tmp_path, monkeypatch):
     (tmp_path / "test_bigram.py").write_text(test)
     monkeypatch.syspath_prepend(tmp_path)
     point = EntryPoint(name, value, "outpace.drafters")
-    monkeypatch.setattr(
-        registry, "entry_points", lambda group: [point] if group == point.group else []
-    )
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
     registry._table.cache_clear()
     try:
         spec = importlib.util.spec_from_file_location("test_bigram", tmp_path / "test_bigram.py")
@@ -147,7 +145,7 @@ def test_the_methods_page_is_up_to_date():
     check = subprocess.run([sys.executable, page, "--check"], capture_output=True, text=True)
     assert check.returncode == 0, check.stderr
     text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
-    for row in registry.rows():
+    for row in registry.entries():
         assert f"### `{row.name}`" in text
 
 
@@ -175,9 +173,17 @@ def keys_of(value, path=()):
 def test_every_key_is_in_the_glossary(enumerated_once):
     logprobs = (TokenLogprobs(token=1, logprob=-0.5, top=((1, -0.5),)),)
     result = Result(
-        text="", tokens=(1,), finish_reason="stop", prompt_tokens=1, counters=Counters(),
-        seconds=1.0, prefill_seconds=0.5, drafter="none", seed=0, logprobs=logprobs,
-    )  # fmt: skip
+        text="",
+        tokens=(1,),
+        finish_reason="stop",
+        prompt_tokens=1,
+        counters=Counters(),
+        seconds=1.0,
+        prefill_seconds=0.5,
+        drafter="none",
+        seed=0,
+        logprobs=logprobs,
+    )
     keys = set(keys_of(result.to_json()))
     keys |= set(Counters.__dataclass_fields__)
     keys |= set(StepRecord.__dataclass_fields__) | set(RowRecord.__dataclass_fields__)

@@ -52,7 +52,7 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_importing_outpace_and_its_registry_imports_no_torch():
     code = (
         "import sys, outpace, outpace.registry, outpace.config\n"
-        "print(outpace.registry.row('drafter', 'prompt_lookup').summary, outpace.OutpaceError)\n"
+        "print(outpace.registry.entry('drafter', 'prompt_lookup').summary, outpace.OutpaceError)\n"
         "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )

@@ -58,13 +58,7 @@ THEIRS = {
         [RepetitionPenaltyLogitsProcessor(0.6)],
     ),
     "all": (
-        {
-            "temperature": 1.6,
-            "top_k": 40,
-            "top_p": 0.9,
-            "min_p": 0.02,
-            "repetition_penalty": 1.3,
-        },
+        {"temperature": 1.6, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3},
         [
             RepetitionPenaltyLogitsProcessor(1.3),
             TemperatureLogitsWarper(1.6),
@@ -84,9 +78,7 @@ def test_law_is_that_of_transformers(name):
         theirs_V = LogitsProcessorList(processors)(torch.tensor([PROMPT]), row_V[None])[0]
         law = warp_of(**settings).law(row_V)
         assert error(dense(law), theirs_V.softmax(0)) < 1e-12
-        assert set(law.ids[law.prob_S > 0].tolist()) == set(
-            (theirs_V > -math.inf).nonzero()[:, 0].tolist()
-        )
+        assert set(law.ids[law.prob_S > 0].tolist()) == set((theirs_V > -math.inf).nonzero()[:, 0].tolist())
 
 
 # --- against a plain oracle, where ties, size and speed tricks matter -------------------------
@@ -369,9 +361,7 @@ def test_settings_are_stored_as_declared():
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
 
 
-@pytest.mark.parametrize(
-    "name", ["logit_bias", "allowed_tokens", "banned_tokens", "stop_token_ids"]
-)
+@pytest.mark.parametrize("name", ["logit_bias", "allowed_tokens", "banned_tokens", "stop_token_ids"])
 def test_ids_outside_the_vocabulary_are_named(name):
     value = {V: 1.0} if name == "logit_bias" else {V}
     with pytest.raises(RequestError, match=f"{name} holds token {V}, but ids go from 0 to {V - 1}"):
@@ -455,8 +445,7 @@ def test_a_row_is_warped_when_first_read():
     assert warp.asked == [(5, 6)]
     assert (
         error(
-            dense(laws.law(2)),
-            dense(warp_of(temperature=1.0, frequency_penalty=1.0).law(row_JV[3], (5, 6))),
+            dense(laws.law(2)), dense(warp_of(temperature=1.0, frequency_penalty=1.0).law(row_JV[3], (5, 6)))
         )
         == 0
     )
@@ -474,11 +463,7 @@ def test_a_batch_costs_one_argmax(monkeypatch):
     plain = [counting(), counting(), counting()]
     laws = laws_of_batch(scored, plain, drafts)
     assert calls == [6]
-    got = [
-        law.law(n).ids.item()
-        for law, d in zip(laws, drafts, strict=True)
-        for n in range(ROOT, len(d))
-    ]
+    got = [law.law(n).ids.item() for law, d in zip(laws, drafts, strict=True) for n in range(ROOT, len(d))]
     assert got == logits.argmax(-1).tolist()
     assert [warp.asked for warp in plain] == [[], [], []]
 

@@ -63,6 +63,9 @@ def test_every_file_of_the_package_is_packed():
     (line,) = re.findall(r"^outpace = (\[.*\])$", settings, re.MULTILINE)
     package = ROOT / "outpace"
     packed = {path for pattern in ast.literal_eval(line) for path in package.glob(pattern)}
-    there = {path for path in package.rglob("*") if path.is_file() and path.suffix != ".py"
-             and path.parent.name != "__pycache__"}  # fmt: skip
+    there = {
+        path
+        for path in package.rglob("*")
+        if path.is_file() and path.suffix != ".py" and path.parent.name != "__pycache__"
+    }
     assert there <= packed and {package / "py.typed", PAGE} <= there

@@ -20,7 +20,7 @@ CORE_MODELS = {"attention", "base", "blocks", "decoder", "packed", "passes"}
 
 def sizes() -> dict[str, tuple[bool, int]]:
     """File -> (is it a leaf, lines)."""
-    leaves = {row.path.partition(":")[0].replace(".", "/") + ".py" for row in registry._BUILTIN}
+    leaves = {row.path.partition(":")[0].replace(".", "/") + ".py" for row in registry.builtin()}
     out = {}
     for file in sorted((ROOT / "outpace").rglob("*.py")):
         name = file.relative_to(ROOT).as_posix()

@@ -79,13 +79,9 @@ def test_stop_strings_across_all_borders():
     found = spans = 0
     for seed in range(1500):
         rng = random.Random(seed)
-        stop = tuple(
-            "".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(rng.randint(1, 3))
-        )
+        stop = tuple("".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(rng.randint(1, 3)))
         pieces = split("".join(rng.choices("abc", [4, 4, 1], k=24)), rng, 4)
-        params = SamplingParams(
-            stop=stop, include_stop=rng.random() < 0.3, min_tokens=rng.choice([0, 0, 5])
-        )
+        params = SamplingParams(stop=stop, include_stop=rng.random() < 0.3, min_tokens=rng.choice([0, 0, 5]))
         checker = StopChecker(params, frozenset(), Pieces(pieces))
         tokens = list(range(len(pieces)))
         kept, seen = run(checker, tokens, [rng.randint(1, 4) for _ in tokens])
@@ -114,9 +110,7 @@ def test_stop_string_may_begin_within_a_token(steps):
 
 
 def test_what_turns_out_harmless_is_released():
-    checker = StopChecker(
-        SamplingParams(stop=("END", "\n\n")), frozenset(), Pieces(["xE", "N", "x"])
-    )
+    checker = StopChecker(SamplingParams(stop=("END", "\n\n")), frozenset(), Pieces(["xE", "N", "x"]))
     shown = []
     for token in (0, 1, 2):
         checker.cut([token])
@@ -131,11 +125,7 @@ def test_characters_of_several_tokens():
     data = "caf\u00e9 \u2713 end".encode()
     checker = StopChecker(SamplingParams(stop=("\u2713",)), frozenset(), Bytes())
     length, reason = checker.cut(list(data))
-    assert (length, reason, checker.text) == (
-        len("caf\u00e9 \u2713".encode()),
-        "stop",
-        "caf\u00e9 ",
-    )
+    assert (length, reason, checker.text) == (len("caf\u00e9 \u2713".encode()), "stop", "caf\u00e9 ")
     broken = StopChecker(SamplingParams(max_new_tokens=2), frozenset(), Bytes())
     assert broken.cut([65, 0xE2, 0x9C]) == (2, "length")
     assert broken.text == "A\ufffd"  # what waits in the stream is not lost

@@ -74,10 +74,12 @@ def test_our_half_of_the_comparison_with_speculators(tool, tmp_path, monkeypatch
         logits, _ = check.our_logits(tiny(layers=8), tmp_path / "export")
         rows = max(row for row, _ in logits) + 1
         save_file(
-            {f"depth{depth}": torch.stack([logits[row, depth] for row in range(rows)]) + off
-             for depth in range(check.DEPTHS)},
+            {
+                f"depth{depth}": torch.stack([logits[row, depth] for row in range(rows)]) + off
+                for depth in range(check.DEPTHS)
+            },
             tmp_path / "outputs.safetensors",
-        )  # fmt: skip
+        )
 
     monkeypatch.setattr(check.subprocess, "run", child)
     assert check.compare(tmp_path, "python") == (1 if off else 0)

@@ -8,27 +8,29 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# In pieces, so that this file does not match itself.
+# A ~ in each keeps this file from matching itself.
 BANNED = tuple(
-    re.compile(pattern, re.IGNORECASE)
+    re.compile(pattern.replace("~", ""), re.IGNORECASE)
     for pattern in (
-        r"(?<![\w.])/(wo" r"rk|tm" r"p)\b|/wo" r"rk/",  # folders of one machine
-        r"(?<![\w.])/ro" r"ot/",
-        r"(?<![\w.])/ho" r"me/\w",
-        r"/opt/" r"(wheels|pypi)",
-        r"\.\./sha" r"red\b|(?<![\w/.])sha" r"red/(data|specs|hooks)",
+        r"(?<![\w.])/(wo~rk|tm~p)\b|/wo~rk/",  # folders of one machine
+        r"(?<![\w.])/ro~ot/",
+        r"(?<![\w.])/ho~me/\w",
+        r"/opt/~(wheels|pypi)",
+        r"\.\./sha~red\b|(?<![\w/.])sha~red/(data|specs|hooks)",
         # Where packages come from is pip's business.
-        r"py" r"pi\.(org|python)|pytho" r"nhosted|np" r"mjs\.|registry\.np" r"m|deb" r"ian\.org",
-        r"ana" r"conda\.(org|com)|cra" r"tes\.io|pro" r"xy\.golang",
-        r"\bTO" r"DO\b|\bFIX" r"ME\b|\bXX" r"X\b",  # finish it, or write it into LOG.md
+        r"py~pi\.(org|python)|pytho~nhosted|np~mjs\.|registry\.np~m|deb~ian\.org",
+        r"ana~conda\.(org|com)|cra~tes\.io|pro~xy\.golang",
+        r"\bTO~DO\b|\bFIX~ME\b|\bXX~X\b",  # finish it, or write it into LOG.md
         r"\bissues? (#|no\.? ?)?\d",  # a reader cannot look them up here
-        r"(assistant|agent|coding|model) ses" r"sion",
-        r"\b(cla" r"ude|chat" r"gpt|copi" r"lot|anthro" r"pic)\b",
-        r"co-author" r"ed-by|generated (by|with) (an? )?(ai|llm|language model)\b",
+        r"(assistant|agent|coding|model) ses~sion",
+        r"\b(cla~ude|chat~gpt|copi~lot|anthro~pic)\b",
+        r"co-author~ed-by|generated (by|with) (an? )?(ai|llm|language model)\b",
     )
 )
-TEXT = {"", ".py", ".c", ".h", ".md", ".toml", ".txt", ".cfg", ".ini", ".yml", ".yaml", ".json",
-        ".jsonl", ".jinja", ".js", ".css", ".html", ".sh", ".typed"}  # fmt: skip
+TEXT = {
+    "",
+    *".py .c .h .md .toml .txt .cfg .ini .yml .yaml .json .jsonl .jinja .js .css .html .sh .typed".split(),
+}
 BINARY = {".safetensors"}
 """What no person wrote."""
 
@@ -48,8 +50,11 @@ def test_no_file_speaks_of_where_it_was_made():
         pytest.skip("not a git checkout")
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
     kinds = {Path(name).suffix for name in listed}
     assert kinds <= TEXT | BINARY, f"say here what {sorted(kinds - TEXT - BINARY)} hold"
     files = [ROOT / name for name in listed if Path(name).suffix in TEXT]
@@ -64,13 +69,21 @@ def test_no_file_speaks_of_where_it_was_made():
 
 @pytest.mark.parametrize(
     "text",
-    ["see /wo" "rk/main", "in /wo" "rk", "to /tm" "p/out", "'/tm" "p'", "# TO" "DO: later",
-     "pip index at py" "pi.org", "https://registry.np" "mjs.org", "as iss" "ue 2 says"],
+    [
+        "see /wo~rk/main",
+        "in /wo~rk",
+        "to /tm~p/out",
+        "'/tm~p'",
+        "# TO~DO: later",
+        "pip index at py~pi.org",
+        "https://registry.np~mjs.org",
+        "as iss~ue 2 says",
+    ],
 )
 def test_the_list_matches_what_it_should(text):
-    assert banned(text)
+    assert banned(text.replace("~", ""))
 
 
 def test_ordinary_words_pass():
     assert not banned("The assistant's turn; a shared prefix; works; issues an error; homework")
-    assert not banned("a draft/work ratio, {tmp_path}/out, data/tmp, /workers, np" "m install")
+    assert not banned("a draft/work ratio, {tmp_path}/out, data/tmp, /workers, npm install")

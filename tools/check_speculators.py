@@ -57,10 +57,7 @@ def compare(work: Path, python: str) -> int:
     subprocess.run([python, __file__, "--child", str(work)], check=True)
     theirs = load_file(work / "outputs.safetensors")
     again, _ = our_logits(target, work / "saved")
-    worst = max(
-        float((one - theirs[f"depth{depth}"][row]).abs().max())
-        for (row, depth), one in ours.items()
-    )
+    worst = max(float((one - theirs[f"depth{depth}"][row]).abs().max()) for (row, depth), one in ours.items())
     back = max(float((one - again[key]).abs().max()) for key, one in ours.items())
     spread = float(torch.stack(list(ours.values())).std())
     sys.stdout.write(
@@ -78,9 +75,7 @@ def write_verifier(target: Any, folder: Path) -> Path:
 
     folder.mkdir()
     names = target.config.tensor_shapes()
-    save_file(
-        {name: target.checkpoint.tensor(name) for name in names}, folder / "model.safetensors"
-    )
+    save_file({name: target.checkpoint.tensor(name) for name in names}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(hf_config(target.config)))
     return folder
 
@@ -120,9 +115,7 @@ def our_logits(target: Any, folder: Path) -> tuple[dict[tuple[int, int], Any], A
         text, after = TEXT[: row + 2], TEXT[row + 2 : row + 1 + DEPTHS]
         state = drafter.begin(Request(prompt=tuple(text)))
         rows = tuple(range(row + 1))
-        shown = Outcome(
-            Draft(), passed, Verdict((), ()), tuple(text[:-1]), rows, 0, forced=True
-        )
+        shown = Outcome(Draft(), passed, Verdict((), ()), tuple(text[:-1]), rows, 0, forced=True)
         drafter.observe([state], [shown])
         for depth in range(DEPTHS):
             nodes = (ROOT,) if depth == 0 else (depth - 1,)
@@ -157,8 +150,7 @@ def in_their_environment(work: Path) -> None:
             ttt_steps=DEPTHS,
         )
     save_file(
-        {f"depth{i}": one.float().contiguous() for i, one in enumerate(logits)},
-        work / "outputs.safetensors",
+        {f"depth{i}": one.float().contiguous() for i, one in enumerate(logits)}, work / "outputs.safetensors"
     )
     model.save_pretrained(work / "saved")
 

@@ -62,9 +62,11 @@ class Windows:
         length = self.recipe.length + 1
         token_BT = torch.stack([self.ids[start : start + length] for start in start_B.tolist()])
         return Numbered(
-            token_BT=token_BT, length_B=torch.full((len(token_BT),), length),
-            answer_BT=torch.ones(token_BT.shape, dtype=torch.bool), number=number,
-        )  # fmt: skip
+            token_BT=token_BT,
+            length_B=torch.full((len(token_BT),), length),
+            answer_BT=torch.ones(token_BT.shape, dtype=torch.bool),
+            number=number,
+        )
 
     def since(self, epoch: int = 0, index: int = 0) -> Iterator[tuple[int, int, Batch]]:
         """Batches from there on, without end."""
@@ -112,9 +114,11 @@ def trained_tokenizer(texts: Sequence[str], size: int) -> tokenizers.Tokenizer:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[END], show_progress=False,
+        vocab_size=size,
+        special_tokens=[END],
+        show_progress=False,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     backend.train_from_iterator(texts, trainer)
     return backend
 
@@ -159,15 +163,16 @@ def make(out: Path, recipe: Recipe, files: Sequence[Path], loop: LoopConfig, res
         tokenizer.save(str(out / "tokenizer.json"))
         write_whole(out / "tokenizer_config.json", json.dumps({"eos_token": END}) + "\n")
         write_prompts(texts.held_out, out / "prompts.jsonl", recipe.seed)
-    own, held = (
-        Windows(encoded(part, tokenizer), recipe) for part in (texts.train, texts.held_out)
-    )
+    own, held = (Windows(encoded(part, tokenizer), recipe) for part in (texts.train, texts.held_out))
     if len(held.ids) < 2 * recipe.length or own.count < 2:
         raise OutpaceError(f"the texts have {len(own.ids) + len(held.ids)} tokens; give more")
     model = ExitModel(recipe, tokenizer)
     size = sum(one.numel() for one in model.module.parameters())
-    print(f"{size / 1e6:.1f} million weights, {len(own.ids)} tokens to learn, {len(held.ids)} held "
-          f"out, {own.count} steps an epoch", flush=True)  # fmt: skip
+    print(
+        f"{size / 1e6:.1f} million weights, {len(own.ids)} tokens to learn, {len(held.ids)} held "
+        f"out, {own.count} steps an epoch",
+        flush=True,
+    )
 
     def report(now: Progress) -> None:
         model.share = now.seconds / max(now.seconds + now.left, 1e-9)
@@ -181,10 +186,21 @@ def make(out: Path, recipe: Recipe, files: Sequence[Path], loop: LoopConfig, res
         print(text, flush=True)
 
     train(
-        model, own, held.all(), loop, out=out, work=work, resume=resume, report=report,
-        provenance={"command": " ".join(sys.argv), "weights": size,
-                    "texts": [file.name for file in files], "tokens": len(own.ids)},
-    )  # fmt: skip
+        model,
+        own,
+        held.all(),
+        loop,
+        out=out,
+        work=work,
+        resume=resume,
+        report=report,
+        provenance={
+            "command": " ".join(sys.argv),
+            "weights": size,
+            "texts": [file.name for file in files],
+            "tokens": len(own.ids),
+        },
+    )
     for path in checkpoint.paths(work):
         path.unlink()
 
@@ -192,8 +208,19 @@ def make(out: Path, recipe: Recipe, files: Sequence[Path], loop: LoopConfig, res
 def measure(out: Path, exits: Sequence[int], extra: Sequence[str]) -> int:
     """Plain decoding against every exit, as ``outpace bench`` measures; its exit status."""
     specs = ",".join(f"early_exit[layer={layer}]" for layer in exits)
-    command = [sys.executable, "-m", "outpace", "bench", "--model", str(out), "--drafters",
-               f"none,{specs}", "--workload", str(out / "prompts.jsonl"), *extra]
+    command = [
+        sys.executable,
+        "-m",
+        "outpace",
+        "bench",
+        "--model",
+        str(out),
+        "--drafters",
+        f"none,{specs}",
+        "--workload",
+        str(out / "prompts.jsonl"),
+        *extra,
+    ]
     return subprocess.run(command, check=False).returncode
 
 
@@ -222,9 +249,15 @@ def main() -> int:
         recipe = Recipe(exits=exits, **{name: getattr(args, name) for name in names})
         if args.only != "measure":
             loop = LoopConfig(
-                minutes=args.minutes, steps=args.steps, lr=args.lr, weight_decay=0.05,
-                evaluate_every=100, evaluate_tokens=10_000, checkpoint_every=100, report_every=20,
-            )  # fmt: skip
+                minutes=args.minutes,
+                steps=args.steps,
+                lr=args.lr,
+                weight_decay=0.05,
+                evaluate_every=100,
+                evaluate_tokens=10_000,
+                checkpoint_every=100,
+                report_every=20,
+            )
             make(args.out, recipe, args.texts, loop, args.resume)
         return 0 if args.only == "train" else measure(args.out, exits, extra)
     except (OutpaceError, ValueError) as error:

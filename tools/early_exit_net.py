@@ -72,15 +72,26 @@ class Recipe:
     def config_json(self, end: int) -> dict[str, Any]:
         """The config.json of a Llama."""
         return {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama",
-            "hidden_size": self.width, "intermediate_size": self.ffn,
-            "num_hidden_layers": self.layers, "num_attention_heads": self.width // 64,
-            "num_key_value_heads": self.width // 64, "head_dim": 64, "vocab_size": self.vocab,
-            "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-            "max_position_embeddings": 1024, "tie_word_embeddings": True,
-            "attention_bias": False, "mlp_bias": False, "bos_token_id": end, "eos_token_id": end,
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.width,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.width // 64,
+            "num_key_value_heads": self.width // 64,
+            "head_dim": 64,
+            "vocab_size": self.vocab,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 1024,
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": end,
+            "eos_token_id": end,
             "torch_dtype": "bfloat16",
-        }  # fmt: skip
+        }
 
 
 class ExitNet(nn.Module):
@@ -100,9 +111,7 @@ class ExitNet(nn.Module):
                     spread = 0.02 / (2 * recipe.layers) ** 0.5 if deep else 0.02
                     one.copy_(spread * torch.randn(one.shape, generator=coins))
 
-    def forward(
-        self, token_BT: Tensor, after: Sequence[int], keep: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def forward(self, token_BT: Tensor, after: Sequence[int], keep: Sequence[Tensor]) -> list[Tensor]:
         """Normed states [B, T, H] after some layers, ascending.
 
         Args:
@@ -186,10 +195,7 @@ class ExitModel(Objective):
         coins = torch.Generator().manual_seed(recipe.seed * 1_000_003 + number)
         most = recipe.dropout * (2**self.share - 1)
         depths = [2 ** (i / max(1, recipe.layers - 1)) - 1 for i in range(recipe.layers)]
-        return [
-            (torch.rand(size, generator=coins) >= most * depth).nonzero().squeeze(1)
-            for depth in depths
-        ]
+        return [(torch.rand(size, generator=coins) >= most * depth).nonzero().squeeze(1) for depth in depths]
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
@@ -214,7 +220,8 @@ class ExitModel(Objective):
             save_file(tensors, fresh, metadata={"format": "pt"})
         generation = {"eos_token_id": self.end, "do_sample": False}
         for name, content in (
-            ("provenance.json", provenance), ("generation_config.json", generation),
+            ("provenance.json", provenance),
+            ("generation_config.json", generation),
             ("config.json", self.recipe.config_json(self.end)),
         ):
             write_whole(folder / name, json.dumps(dict(content), indent=1) + "\n")

@@ -34,16 +34,7 @@ import numpy as np
 
 from outpace.bench import provenance
 from outpace.bench.formats import read_workload
-from outpace.bench.load import (
-    Question,
-    Reply,
-    Server,
-    Settings,
-    closed_loop,
-    connected,
-    open_loop,
-    poisson,
-)
+from outpace.bench.load import Question, Reply, Server, Settings, closed_loop, connected, open_loop, poisson
 from outpace.bench.workloads import Prompt
 from outpace.cli.options import ModelOptions
 from outpace.cli.started import Running, launched
@@ -99,8 +90,7 @@ def questions(args: argparse.Namespace) -> list[Question]:
         return chats(read_workload(args.workload)[: args.requests])
     texts = functions(args.requests, args.characters, args.seed)
     return [
-        Question(id=str(i), path="/v1/completions", body={"prompt": text})
-        for i, text in enumerate(texts)
+        Question(id=str(i), path="/v1/completions", body={"prompt": text}) for i, text in enumerate(texts)
     ]
 
 
@@ -121,9 +111,15 @@ class Measurement:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file = self.folder / "blocks.jsonl"
         about = {
-            "model": args.model, "dtype": args.dtype, "drafter": args.drafter, "seed": args.seed,
-            "max_new_tokens": args.max_new_tokens, "block": args.block, "threads": args.threads,
-            "requests": len(asked), "guesses": args.guesses,
+            "model": args.model,
+            "dtype": args.dtype,
+            "drafter": args.drafter,
+            "seed": args.seed,
+            "max_new_tokens": args.max_new_tokens,
+            "block": args.block,
+            "threads": args.threads,
+            "requests": len(asked),
+            "guesses": args.guesses,
             "prompts_digest": provenance.digest([[one.path, one.body] for one in asked]),
         }
         rows = [json.loads(line) for line in _lines(self._file)]
@@ -158,9 +154,11 @@ class Measurement:
             rows = [blocks[i] for i in both]
             each = [per for row in rows for per in row["seconds_per_token"]]
             sides[name] = {
-                **{f"{what}_{when}": _share(some, what) for what in ("accepted", "checked")
-                   for when, some in (("all", rows), ("before", rows[:part]),
-                                      ("after", rows[-part:]))},
+                **{
+                    f"{what}_{when}": _share(some, what)
+                    for what in ("accepted", "checked")
+                    for when, some in (("all", rows), ("before", rows[:part]), ("after", rows[-part:]))
+                },
                 "errors": sum(row["errors"] for row in rows),
                 "seconds_per_token_p50": _percentile(each, 50),
                 "seconds_per_token_p95": _percentile(each, 95),
@@ -169,9 +167,16 @@ class Measurement:
             f"{name}_ratio": _ratio(sides["on"][name], sides["off"][name])
             for name in ("seconds_per_token_p50", "seconds_per_token_p95")
         }
-        return {**self.head, "requests_per_second": self.rate, "blocks": len(both), "edge": part,
-                "requests": sum(on[i]["requests"] for i in both), **sides, **slower,
-                "learned": self.learned()}
+        return {
+            **self.head,
+            "requests_per_second": self.rate,
+            "blocks": len(both),
+            "edge": part,
+            "requests": sum(on[i]["requests"] for i in both),
+            **sides,
+            **slower,
+            "learned": self.learned(),
+        }
 
     def learned(self) -> Json:
         """What the server that learns said of it at last."""
@@ -227,7 +232,11 @@ async def ask(
 
 
 async def capacity(
-    address: str, asked: Sequence[Question], settings: Settings, drafter: str, guesses: int | None,
+    address: str,
+    asked: Sequence[Question],
+    settings: Settings,
+    drafter: str,
+    guesses: int | None,
     count: int = 6 * CLIENTS,
 ) -> float:
     """Requests per second that a server answers to as many clients as it likes."""
@@ -262,44 +271,46 @@ async def block(
     good = [reply for reply in replies if reply.error is None]
     counts = [reply.metrics.get("speculative_decoding") or {} for reply in good]
     row = {
-        "block": number, "side": side, "requests": len(replies),
+        "block": number,
+        "side": side,
+        "requests": len(replies),
         "errors": len(replies) - len(good),
         "drafted": sum(one.get("num_draft_tokens") or 0 for one in counts),
         "accepted": sum(one.get("num_accepted_draft_tokens") or 0 for one in counts),
         "checked": sum(_checked(one) for one in counts),
         "first_token_seconds": [reply.first_seconds for reply in good],
         "seconds_per_token": [per for reply in good if (per := reply.per_token) is not None],
-    }  # fmt: skip
+    }
     learned = {
         line.partition("{")[0].removeprefix("outpace:learning_"): float(line.rpartition(" ")[2])
-        for line in figures.splitlines() if line.startswith("outpace:learning_")
-    }  # fmt: skip
+        for line in figures.splitlines()
+        if line.startswith("outpace:learning_")
+    }
     return {**row, "learned": learned} if learned else row
 
 
-def run(measured: Measurement, servers: dict[str, Running], settings: Settings, drafter: str
-        ) -> None:  # fmt: skip
+def run(measured: Measurement, servers: dict[str, Running], settings: Settings, drafter: str) -> None:
     """All blocks that are not measured yet, side by side."""
     args, total = measured.args, -(-len(measured.asked) // measured.args.block)
     short = sorted(read_workload("builtin"), key=lambda one: len(str(one.messages)))[:CLIENTS]
     for server in servers.values():  # the first requests allocate, and would count as slow
         server.go()
-        asyncio.run(capacity(
-            server.address, chats(short), settings, drafter, args.guesses, count=2 * CLIENTS
-        ))
+        asyncio.run(
+            capacity(server.address, chats(short), settings, drafter, args.guesses, count=2 * CLIENTS)
+        )
         server.hold()
     if measured.rate is None:
         servers["off"].go()
-        most = asyncio.run(capacity(
-            servers["off"].address, measured.asked, settings, drafter, args.guesses
-        ))
+        most = asyncio.run(capacity(servers["off"].address, measured.asked, settings, drafter, args.guesses))
         servers["off"].hold()
         measured.rate = args.share * most
         measured.add({"rate": measured.rate, "capacity": most})
         print(f"{most:.2f} requests per second at most; the stream has {measured.rate:.2f}")
     print("figures of each block; those of the server that does not learn in brackets")
-    print(f"{'requests':>9}  {'accepted':>14}  {'checked':>14}  {'ms per token p50':>16}  "
-          f"{'p95':>14}  learned", flush=True)
+    print(
+        f"{'requests':>9}  {'accepted':>14}  {'checked':>14}  {'ms per token p50':>16}  {'p95':>14}  learned",
+        flush=True,
+    )
     for number in range(total):
         for side in (("on", "off"), ("off", "on"))[number % 2]:
             if number in measured.of(side):
@@ -309,17 +320,24 @@ def run(measured: Measurement, servers: dict[str, Running], settings: Settings, 
             measured.add(asyncio.run(block(measured, number, side, address, settings, drafter)))
             servers[side].hold()
         on, off = measured.of("on")[number], measured.of("off")[number]
-        p50, p95 = ([1e3 * (_percentile(row["seconds_per_token"], part) or 0.0)
-                     for row in (on, off)] for part in (50, 95))
+        p50, p95 = (
+            [1e3 * (_percentile(row["seconds_per_token"], part) or 0.0) for row in (on, off)]
+            for part in (50, 95)
+        )
         told = on.get("learned", {})
-        shares = (f"{_share([on], what) or 0:6.3f} ({_share([off], what) or 0:.3f})"
-                  for what in ("accepted", "checked"))
+        shares = (
+            f"{_share([on], what) or 0:6.3f} ({_share([off], what) or 0:.3f})"
+            for what in ("accepted", "checked")
+        )
         times = (f"{one:7.1f} ({other:.1f})" for one, other in (p50, p95))
         cells = [f"{one:>14}" for one in (*shares, *times)]
         cells[2] = cells[2].rjust(16)
-        print(f"{min((number + 1) * args.block, len(measured.asked)):9d}  {'  '.join(cells)}  "
-              f"{told.get('versions_total', 0):.0f} versions, "
-              f"{told.get('updates_total', 0):.0f} updates", flush=True)
+        print(
+            f"{min((number + 1) * args.block, len(measured.asked)):9d}  {'  '.join(cells)}  "
+            f"{told.get('versions_total', 0):.0f} versions, "
+            f"{told.get('updates_total', 0):.0f} updates",
+            flush=True,
+        )
 
 
 def summary(report: Json) -> str:
@@ -327,8 +345,10 @@ def summary(report: Json) -> str:
     on, off = report["on"], report["off"]
 
     def change(side: Json, what: str) -> str:
-        return " -> ".join("-" if side[f"{what}_{when}"] is None
-                           else f"{side[f'{what}_{when}']:.3f}" for when in ("before", "after"))
+        return " -> ".join(
+            "-" if side[f"{what}_{when}"] is None else f"{side[f'{what}_{when}']:.3f}"
+            for when in ("before", "after")
+        )
 
     def slower(part: str) -> str:
         values = [side[f"seconds_per_token_{part}"] for side in (on, off)]
@@ -340,8 +360,10 @@ def summary(report: Json) -> str:
     lines = [
         f"{report['requests']} requests, {report['requests_per_second']:.2f} per second; "
         f"errors {on['errors']} and {off['errors']}",
-        *(f"{what}, first and last tenth: learning {change(on, what)}, without {change(off, what)}"
-          for what in ("accepted", "checked")),
+        *(
+            f"{what}, first and last tenth: learning {change(on, what)}, without {change(off, what)}"
+            for what in ("accepted", "checked")
+        ),
         f"ms per output token, learning and without: {slower('p50')}, {slower('p95')}",
     ]
     return "\n".join(lines)

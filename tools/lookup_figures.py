@@ -54,8 +54,10 @@ def main() -> None:
     for request in requests:
         history.add(request)
     filled = time.perf_counter() - start
-    print(f"take in   {total} tokens in {len(requests)} requests: {filled:.2f} s, "
-          f"{filled / total * 1e6:.2f} us per token")
+    print(
+        f"take in   {total} tokens in {len(requests)} requests: {filled:.2f} s, "
+        f"{filled / total * 1e6:.2f} us per token"
+    )
 
     coins = random.Random(1)
     times, matches = [], []
@@ -68,10 +70,12 @@ def main() -> None:
         times.append(time.perf_counter() - start)
         matches.append(max((match for _, match in found), default=0))
     ordered = sorted(times)
-    print(f"look up   median {statistics.median(times) * 1e6:.1f} us, "
-          f"99 of 100 below {ordered[len(ordered) * 99 // 100] * 1e6:.1f} us; "
-          f"found {sum(map(bool, matches)) / len(matches):.0%}, "
-          f"median match {statistics.median(matches)} tokens")
+    print(
+        f"look up   median {statistics.median(times) * 1e6:.1f} us, "
+        f"99 of 100 below {ordered[len(ordered) * 99 // 100] * 1e6:.1f} us; "
+        f"found {sum(map(bool, matches)) / len(matches):.0%}, "
+        f"median match {statistics.median(matches)} tokens"
+    )
 
     tracemalloc.start()
     again = History(capacity=2 * args.tokens)
@@ -79,8 +83,7 @@ def main() -> None:
         again.add(request)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    print(f"memory    {again.nbytes / total:.0f} bytes per token, "
-          f"peak while filling {peak / total:.0f}")
+    print(f"memory    {again.nbytes / total:.0f} bytes per token, peak while filling {peak / total:.0f}")
 
     text = [token for request in requests[:10] for token in request]
     tracemalloc.start()
@@ -90,8 +93,10 @@ def main() -> None:
     start = time.perf_counter()
     SuffixAutomaton(text)
     took = time.perf_counter() - start
-    print(f"automaton {took / len(text) * 1e6:.2f} us and {held / len(text):.0f} bytes per token, "
-          f"{len(automaton.next) / len(text):.2f} states")
+    print(
+        f"automaton {took / len(text) * 1e6:.2f} us and {held / len(text):.0f} bytes per token, "
+        f"{len(automaton.next) / len(text):.2f} states"
+    )
 
 
 if __name__ == "__main__":

@@ -39,8 +39,10 @@ def memory(args) -> None:
     after = peak()
     weights, cache = engine.target.weight_bytes, engine.cache.nbytes
     print(f"weights {weights / 1e6:.0f} MB in {args.dtype}, cache {cache / 1e6:.0f} MB")
-    print(f"peak after loading {(loaded - before) / 1e6:.0f} MB, "
-          f"after 512 tokens {(after - before) / 1e6:.0f} MB, imports {before / 1e6:.0f} MB")
+    print(
+        f"peak after loading {(loaded - before) / 1e6:.0f} MB, "
+        f"after 512 tokens {(after - before) / 1e6:.0f} MB, imports {before / 1e6:.0f} MB"
+    )
     print(f"ratio {(after - before) / (weights + cache):.2f}")
 
 

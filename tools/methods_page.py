@@ -1,7 +1,7 @@
 """Writes docs/methods.md from the registry and the classes of the methods.
 
-    python tools/methods_page.py           write the page
-    python tools/methods_page.py --check   exit with 1 if the page is out of date
+python tools/methods_page.py           write the page
+python tools/methods_page.py --check   exit with 1 if the page is out of date
 """
 
 import sys
@@ -51,7 +51,7 @@ SECTIONS = (
 
 def render() -> str:
     """The page. Plug-ins are left out: the page describes this package."""
-    own = [row for row in registry.rows() if row.path.startswith("outpace.")]
+    own = [row for row in registry.entries() if row.path.startswith("outpace.")]
     parts = [HEAD]
     for kind, title, intro in SECTIONS:
         parts.append(f"## {title}\n\n{intro}\n")
@@ -59,7 +59,7 @@ def render() -> str:
     return "\n".join(parts)
 
 
-def _method(row: registry.Row) -> str:
+def _method(row: registry.MethodEntry) -> str:
     cls = registry.load(row.kind, row.name)
     file = ROOT / (row.path.partition(":")[0].replace(".", "/") + ".py")
     facts = []

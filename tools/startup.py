@@ -17,8 +17,18 @@ PROMPT = "Name three rivers."
 
 def first_token(extra: list[str]) -> tuple[float, float]:
     """Seconds from exec to the first byte of text, and to the end."""
-    command = [sys.executable, "-m", "outpace.cli.main", "generate", PROMPT, "--max-new-tokens",
-               "8", "--temperature", "0", *extra]
+    command = [
+        sys.executable,
+        "-m",
+        "outpace.cli.main",
+        "generate",
+        PROMPT,
+        "--max-new-tokens",
+        "8",
+        "--temperature",
+        "0",
+        *extra,
+    ]
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
@@ -40,8 +50,10 @@ def main() -> None:
     first_token(args.extra)
     runs = [first_token(args.extra) for _ in range(args.runs)]
     print("to the first token:", " ".join(f"{first:.2f}" for first, _ in runs), "s")
-    print(f"median {statistics.median(first for first, _ in runs):.2f} s, "
-          f"to the end {statistics.median(end for _, end in runs):.2f} s")
+    print(
+        f"median {statistics.median(first for first, _ in runs):.2f} s, "
+        f"to the end {statistics.median(end for _, end in runs):.2f} s"
+    )
 
 
 if __name__ == "__main__":

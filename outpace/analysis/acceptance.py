@@ -71,17 +71,13 @@ def acceptances(
     return RULES[rule][1](as_floats(p_V), as_floats(q_V), most, coins, paths)
 
 
-def _chosen(
-    p: Floats, q: Floats, most: int, coins: Coins | None, paths: int
-) -> list[float]:
+def _chosen(p: Floats, q: Floats, most: int, coins: Coins | None, paths: int) -> list[float]:
     """The target's token is among q's best."""
     mass = np.cumsum(p[ranking(q, most)])
     return [float(mass[min(k, len(mass)) - 1]) for k in range(1, most + 1)]
 
 
-def _typical(
-    p: Floats, q: Floats, most: int, coins: Coins | None, paths: int
-) -> list[float]:
+def _typical(p: Floats, q: Floats, most: int, coins: Coins | None, paths: int) -> list[float]:
     """One of q's best is plausible: certain or impossible."""
     least = Typical(TypicalConfig()).threshold(Law(torch.from_numpy(p)))
     plausible = np.maximum.accumulate(p[ranking(q, most)] > least)
@@ -159,9 +155,7 @@ def _second(rest: Floats, q: Floats) -> Floats:
     return np.minimum(share, 1.0)
 
 
-def _path(
-    rest: Floats, gone: Floats, q: Floats, most: int, coins: Coins, number: int
-) -> list[float]:
+def _path(rest: Floats, gone: Floats, q: Floats, most: int, coins: Coins, number: int) -> list[float]:
     """Follow one sequence of refused tokens after the first refusal.
 
     Args:
@@ -196,18 +190,20 @@ def _path(
     return out
 
 
-RULES: Mapping[str, tuple[Drawn, Curve]] = MappingProxyType({
-    "match": (Drawn.CHOSEN, _chosen),
-    "typical": (Drawn.CHOSEN, _typical),
-    "chain": (Drawn.IID, _single),
-    "block": (Drawn.IID, _single),
-    "tree[replacement=true]": (Drawn.IID, _replaced),
-    "k_seq": (Drawn.IID, _k_seq),
-    "tree": (Drawn.DISTINCT, _distinct),
-    "traversal": (Drawn.DISTINCT, _distinct),
-    "greedy_plus_one": (Drawn.GREEDY_PLUS_ONE, _greedy),
-    "coupled": (Drawn.COUPLED, _coupled),
-})
+RULES: Mapping[str, tuple[Drawn, Curve]] = MappingProxyType(
+    {
+        "match": (Drawn.CHOSEN, _chosen),
+        "typical": (Drawn.CHOSEN, _typical),
+        "chain": (Drawn.IID, _single),
+        "block": (Drawn.IID, _single),
+        "tree[replacement=true]": (Drawn.IID, _replaced),
+        "k_seq": (Drawn.IID, _k_seq),
+        "tree": (Drawn.DISTINCT, _distinct),
+        "traversal": (Drawn.DISTINCT, _distinct),
+        "greedy_plus_one": (Drawn.GREEDY_PLUS_ONE, _greedy),
+        "coupled": (Drawn.COUPLED, _coupled),
+    }
+)
 """Verifier -> how its drafts are drawn, and its curve. `typical` is lossy, so no bound holds it."""
 
 
@@ -281,9 +277,7 @@ class Watcher(Verifier):
     def __init__(self, seen: Callable[[Law, Law], None]) -> None:
         self._seen = seen
 
-    def judge(
-        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
-    ) -> Verdict:
+    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         p = laws.law(ROOT)
         for group in draft.groups_of.get(ROOT, ()):
             if group.law is not None:
@@ -337,8 +331,13 @@ def measure(
         for seed, prompt in enumerate(prompts):
             tick(str(spec), 0)
             params = SamplingParams(
-                temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0,
-                max_new_tokens=max_new_tokens, seed=seed,
+                temperature=temperature,
+                top_p=1.0,
+                top_k=0,
+                min_p=0.0,
+                repetition_penalty=1.0,
+                max_new_tokens=max_new_tokens,
+                seed=seed,
             )
             engine.generate(list(prompt), params, drafter=str(single), reproducible=False)
             if report.positions == 0 and max_new_tokens > 2:

@@ -128,8 +128,7 @@ def check_oracle(
     """
     verifiers = {**RIGHT, **LOSSY}
     return {
-        name: _compare(name, verifiers[name], seed, cases)
-        for name in (verifiers if names is None else names)
+        name: _compare(name, verifiers[name], seed, cases) for name in (verifiers if names is None else names)
     }
 
 

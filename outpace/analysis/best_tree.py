@@ -115,8 +115,7 @@ class _Table:
                 f"got {list(acceptance)}"
             )
         if not 0 <= nodes <= MAX_NODES or depth < 0:
-            raise ValueError(f"need 0 to {MAX_NODES} nodes and 0 levels or more, "
-                             f"got {nodes} and {depth}")
+            raise ValueError(f"need 0 to {MAX_NODES} nodes and 0 levels or more, got {nodes} and {depth}")
         self._acceptance = acceptance
         alone_M = np.full(nodes + 2, -np.inf)
         alone_M[1] = 1.0  # a leaf
@@ -170,8 +169,7 @@ class _Table:
         return Shape(tuple(ordered))
 
     def _hang(
-        self, parent: int, value: float, levels: int, size: int,
-        parents: list[int], values: list[float],
+        self, parent: int, value: float, levels: int, size: int, parents: list[int], values: list[float]
     ) -> None:
         """Append the nodes below ``parent``, siblings in order."""
         sizes = []

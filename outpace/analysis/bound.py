@@ -128,9 +128,7 @@ class Pair:
         p, q = p[order], q[order]
         zero = np.zeros(1)
         left = np.concatenate((np.cumsum(q[::-1])[::-1], zero))
-        return cls(
-            p, q, np.concatenate((zero, np.cumsum(p))), np.concatenate((zero, np.cumsum(q))), left
-        )
+        return cls(p, q, np.concatenate((zero, np.cumsum(p))), np.concatenate((zero, np.cumsum(q))), left)
 
     def iid(self, most: int) -> list[float]:
         """Bounds for draws with replacement."""
@@ -169,9 +167,7 @@ class Pair:
             at_C, order = _merged(at_C, fresh)
             q_NC = np.concatenate((q_NC, clocks.inside(fresh)), 1)[:, order]
 
-    def _may_beat(
-        self, at_C: NDArray[np.int64], value_NC: Floats, least_N: Floats
-    ) -> NDArray[np.bool_]:
+    def _may_beat(self, at_C: NDArray[np.int64], value_NC: Floats, least_N: Floats) -> NDArray[np.bool_]:
         """Whether something smaller may lie between two neighbours, for any number of draws."""
         low, high = at_C[:-1], at_C[1:]
         tangent = self.p_S[low] / self.q_S[low]
@@ -181,9 +177,7 @@ class Pair:
         return np.asarray(under.any(0) & (high - low > 1))
 
 
-def _merged(
-    old: NDArray[np.int64], new: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _merged(old: NDArray[np.int64], new: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     both = np.concatenate((old, new))
     order = np.argsort(both)
     return both[order], order

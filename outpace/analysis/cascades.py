@@ -95,9 +95,7 @@ class Tally(Verifier):
         """As the other."""
         return self._real.lossless
 
-    def judge(
-        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
-    ) -> Verdict:
+    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         verdict = self._real.judge(draft, laws, coins, want_laws=want_laws)
         self._note(draft, verdict)
         return verdict
@@ -197,9 +195,7 @@ def measure(
     Raises:
         RequestError: nothing was drafted.
     """
-    params = SamplingParams(
-        temperature=temperature, max_new_tokens=max_new_tokens, ignore_eos=True, seed=0
-    )
+    params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, ignore_eos=True, seed=0)
     loaded = engine.method(f"cascade[levels={levels}]").drafter
     assert isinstance(loaded, Cascade)
     k = probe_k(len(loaded.models), loaded.lookup is not None)
@@ -250,9 +246,8 @@ def measure(
         tick(f"timing {model.name}", 0)
         room = model.max_positions - max(_ROWS)
         curves.append(
-            cost.measure(model, rows=_ROWS, contexts=(min(context, room),), batches=(1,),
-                         repeat=_REPEAT)
-        )  # fmt: skip
+            cost.measure(model, rows=_ROWS, contexts=(min(context, room),), batches=(1,), repeat=_REPEAT)
+        )
     ladder = Ladder(
         survival={pair: part.survival for pair, part in parts.items()},
         models=len(probe.models),
@@ -280,9 +275,7 @@ def speedup(
     All run in turn on every prompt. Prompts do not count, nor does the time in which the models
     of a cascade read them: for short answers to long prompts the gain is smaller.
     """
-    params = SamplingParams(
-        temperature=temperature, max_new_tokens=max_new_tokens, ignore_eos=True, seed=0
-    )
+    params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, ignore_eos=True, seed=0)
     spent = {spec: _Passes() for spec in ("none", *specs)}
     tokens = dict.fromkeys(spent, 0)
     for spec in spent:  # the first answers pay for what is set up on the way
@@ -292,14 +285,10 @@ def speedup(
             tokens[spec] += _run(engine, spec, prompt, params, passes) - 1
         tick("measuring", 1)
     seconds = {spec: passes.whole / tokens[spec] for spec, passes in spent.items()}
-    return [
-        (seconds["none"] / seconds[spec], tokens[spec] / spent[spec].count) for spec in specs
-    ]
+    return [(seconds["none"] / seconds[spec], tokens[spec] / spent[spec].count) for spec in specs]
 
 
-def _run(
-    engine: Engine, spec: str, prompt: Sequence[int], params: SamplingParams, passes: _Passes
-) -> int:
+def _run(engine: Engine, spec: str, prompt: Sequence[int], params: SamplingParams, passes: _Passes) -> int:
     """Answer a prompt; how many tokens that were."""
     engine.listeners.append(passes.listen)
     try:
@@ -371,8 +360,13 @@ def as_json(found: Found) -> dict[str, Any]:
         "levels": found.levels,
         "names": list(found.names),
         "acceptance": [
-            {"reviewer": found.names[r], "level": found.names[i], "drafts": part.drafts,
-             "kept": list(part.survival[1:]), "drafted": list(part.drafted[1:])}
+            {
+                "reviewer": found.names[r],
+                "level": found.names[i],
+                "drafts": part.drafts,
+                "kept": list(part.survival[1:]),
+                "drafted": list(part.drafted[1:]),
+            }
             for (r, i), part in sorted(found.parts.items())
         ],
         "milliseconds": [
@@ -380,5 +374,3 @@ def as_json(found: Found) -> dict[str, Any]:
             for r, cost_ in enumerate(found.ladder.seconds)
         ],
     }
-
-

@@ -52,8 +52,10 @@ def standard_specs(target: Target, model: str) -> list[str]:
     """
     specs = [
         row.name
-        for row in registry.rows("drafter")
-        if row.lossless and not row.trained and row.name != "none"
+        for row in registry.entries("drafter")
+        if row.lossless
+        and not row.trained
+        and row.name != "none"
         and (cls := registry.load("drafter", row.name)).needs <= target.can
         and not needs_settings(cls.Config)
     ]
@@ -144,9 +146,7 @@ def promised(target: Target) -> bool:
     return own_on_cpu or target.dtype in (torch.float32, torch.float64)
 
 
-def _count(
-    tally: Tally, target: Target, case: Case, batch: int, want: tuple[int, ...], result: Any
-) -> None:
+def _count(tally: Tally, target: Target, case: Case, batch: int, want: tuple[int, ...], result: Any) -> None:
     tally.sequences += 1
     tally.drafted += result.counters.drafted
     tally.accepted += result.counters.accepted

@@ -134,10 +134,13 @@ def curve_for(
         note: told, in one line, of a file that cannot be used or written.
     """
     return kept(
-        "passes", target, "", CostCurve.from_json,
+        "passes",
+        target,
+        "",
+        CostCurve.from_json,
         (lambda: measure(target, repeat=repeat, progress=progress)) if measure_if_missing else None,
         note,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,10 +198,14 @@ def measure_drafter(
         fed = text[:-1]
         scored = target.score([Feed.chain(slot, fed, want=())], cache, taps=drafter.taps)
         cache.keep(slot, range(len(fed)))
-        drafter.observe([state], [Outcome(
-            Draft(), scored.of(0), Verdict((), text[-1:]), fed, tuple(range(len(fed))), 0,
-            forced=True,
-        )])
+        drafter.observe(
+            [state],
+            [
+                Outcome(
+                    Draft(), scored.of(0), Verdict((), text[-1:]), fed, tuple(range(len(fed))), 0, forced=True
+                )
+            ],
+        )
         coins = KeyedCoins(0, len(fed), Stream.DRAFT)
         warp = Warp(SamplingParams(temperature=0.0), text, frozenset(), target.vocab_size)
         inside: dict[int, list[float]] = {level: [] for level in range(1, deepest + 1)}
@@ -229,22 +236,14 @@ def measure_drafter(
 
 
 def draft_cost_for(
-    method: Method,
-    target: Target,
-    *,
-    measure_if_missing: bool,
-    note: Callable[[str], None] | None = None,
+    method: Method, target: Target, *, measure_if_missing: bool, note: Callable[[str], None] | None = None
 ) -> DraftCost | None:
     """What the drafts of a method cost on this machine; as ``curve_for``."""
     make = (lambda: measure_drafter(method, target)) if measure_if_missing else None
     return kept("drafts", target, method.spec, DraftCost.from_json, make, note)
 
 
-def keep(
-    target: Target,
-    value: CostCurve | DraftCost,
-    note: Callable[[str], None] | None = None,
-) -> None:
+def keep(target: Target, value: CostCurve | DraftCost, note: Callable[[str], None] | None = None) -> None:
     """Keep what was measured just now, over the default points, for ``*_for`` to find."""
     kind = {CostCurve: "passes", DraftCost: "drafts"}[type(value)]
     spec = value.spec if isinstance(value, DraftCost) else ""
@@ -288,9 +287,7 @@ def _text(target: Target, length: int) -> tuple[int, ...]:
     return tuple((37 * (i % _PERIOD) + 11) % target.vocab_size for i in range(length))
 
 
-def _filled(
-    target: Target, length: int, size: int, rows: int
-) -> tuple[KVCache, tuple[int, ...]]:
+def _filled(target: Target, length: int, size: int, rows: int) -> tuple[KVCache, tuple[int, ...]]:
     """A cache with ``size`` slots that hold a text."""
     cache = target.new_cache(length + rows)
     slots = tuple(cache.open() for _ in range(size))
@@ -303,9 +300,7 @@ def _filled(
     return cache, slots
 
 
-def _pass(
-    target: Target, cache: KVCache, slots: Sequence[int], rows: int
-) -> Callable[[], float]:
+def _pass(target: Target, cache: KVCache, slots: Sequence[int], rows: int) -> Callable[[], float]:
     """A pass to time; it leaves the cache as it was."""
     feeds = [Feed.chain(slot, _text(target, rows)) for slot in slots]
 
@@ -375,9 +370,7 @@ def kept(
     return value
 
 
-def _write(
-    file: Path, key: Mapping[str, Any], value: Any, note: Callable[[str], None] | None
-) -> None:
+def _write(file: Path, key: Mapping[str, Any], value: Any, note: Callable[[str], None] | None) -> None:
     """Put a file in place as a whole; a folder that cannot be written is no error."""
     try:
         write_whole(file, json.dumps({"key": key, "value": asdict(value)}))

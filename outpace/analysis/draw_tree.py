@@ -18,12 +18,13 @@ from outpace.analysis.picture import Fate, Picture, Trace
 from outpace.types import ROOT
 
 Role = Literal["pending", "accepted", "added", "refused", "unreached"]
-_ROLE: dict[Fate, Role] = {
-    Fate.ACCEPTED: "accepted", Fate.REFUSED: "refused", Fate.NOT_REACHED: "unreached",
-}
+_ROLE: dict[Fate, Role] = {Fate.ACCEPTED: "accepted", Fate.REFUSED: "refused", Fate.NOT_REACHED: "unreached"}
 WORDS: dict[Role, str] = {
-    "pending": "pending", "accepted": "accepted", "added": "the target's own",
-    "refused": "refused", "unreached": "not reached",
+    "pending": "pending",
+    "accepted": "accepted",
+    "added": "the target's own",
+    "refused": "refused",
+    "unreached": "not reached",
 }
 _SIGNS = {" ": "\u00b7", "\n": "\u21b5", "\t": "\u21e5", "\r": "\u240d"}
 _PLAIN = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
@@ -32,10 +33,7 @@ _TAIL = 56  # characters of the text before a pass
 
 _WIDE, _HIGH, _ROW = 104, 46, 58  # of a box, least; from row to row
 _LETTER, _GAP, _LEFT, _HEAD = 7.9, 40, 24, 74
-_LINES = {
-    True: ("|- ", "`- ", "|  ", "   "),
-    False: ("\u251c\u2500 ", "\u2514\u2500 ", "\u2502  ", "   "),
-}
+_LINES = {True: ("|- ", "`- ", "|  ", "   "), False: ("\u251c\u2500 ", "\u2514\u2500 ", "\u2502  ", "   ")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +78,7 @@ def layout(picture: Picture) -> list[Spot]:
                 spots.append(Spot(own.text, "added", None, own.p, level, rows, at, last))
             else:
                 guess = picture.guesses[child]
-                spots.append(Spot(guess.text, _ROLE[guess.fate], guess.q, guess.p, level, rows,
-                                  at, last))
+                spots.append(Spot(guess.text, _ROLE[guess.fate], guess.q, guess.p, level, rows, at, last))
                 hang(child, len(spots) - 1)
 
     hang(ROOT, 0)
@@ -97,8 +94,12 @@ def visible(text: str, plain: bool = False) -> str:
     """
     signs = _PLAIN if plain else _SIGNS
     out = "".join(
-        signs.get(char) or (char if char.isprintable() and (char.isascii() or not plain)
-                            else char.encode("unicode_escape").decode("ascii"))
+        signs.get(char)
+        or (
+            char
+            if char.isprintable() and (char.isascii() or not plain)
+            else char.encode("unicode_escape").decode("ascii")
+        )
         for char in text
     )
     if len(out) > _WIDEST:
@@ -143,8 +144,7 @@ def lines(picture: Picture, *, plain: bool = False) -> Iterator[list[tuple[str, 
     for spot, (branch, text) in zip(spots, labels, strict=True):
         space = " " * (width - len(branch) - columns(text))
         numbers = f"{percent(spot.q):>4}  {percent(spot.p):>4}  "
-        yield [(branch, None), (text, spot.role), (space, None),
-               (numbers + WORDS[spot.role], spot.role)]
+        yield [(branch, None), (text, spot.role), (space, None), (numbers + WORDS[spot.role], spot.role)]
 
 
 def columns(text: str) -> int:
@@ -193,10 +193,17 @@ def tree(picture: Picture, number: int) -> tuple[str, float, float]:
         boxes.append(_box(spot, label, x, y, width))
         if spot.parent is not None:
             above = spots[spot.parent]
-            edges.append((spot.role, _edge(
-                left[above.level] + widths[spot.parent], _HEAD + above.row * _ROW + _HIGH / 2,
-                x, y + _HIGH / 2,
-            )))
+            edges.append(
+                (
+                    spot.role,
+                    _edge(
+                        left[above.level] + widths[spot.parent],
+                        _HEAD + above.row * _ROW + _HIGH / 2,
+                        x,
+                        y + _HIGH / 2,
+                    ),
+                )
+            )
     # The way that was taken is drawn over the others.
     edges.sort(key=lambda edge: edge[0] in ("accepted", "added"))
     drawn = "".join(f'<path class="edge {role}" d="{path}"/>' for role, path in edges)
@@ -205,8 +212,9 @@ def tree(picture: Picture, number: int) -> tuple[str, float, float]:
     roles = ["accepted"] * len(picture.kept) + ["added"]
     pieces = [flat(piece) for piece in picture.emitted]
     spans = [f'<tspan class="soft">{escape(before)}</tspan>']
-    spans += [f'<tspan class="{role}">{escape(piece)}</tspan>'
-              for piece, role in zip(pieces, roles, strict=False)]
+    spans += [
+        f'<tspan class="{role}">{escape(piece)}</tspan>' for piece, role in zip(pieces, roles, strict=False)
+    ]
     head = (
         f'<text class="title" x="{_LEFT}" y="24">Pass {number}'
         f'<tspan class="words" dx="12">{escape(caption(picture))}</tspan></text>'
@@ -227,8 +235,7 @@ def flat(text: str) -> str:
 
 def _box(spot: Spot, label: str, x: float, y: float, width: float) -> str:
     """A token with its two probabilities, as numbers and as bars."""
-    told = [f"{name} {value:.4f}" for name, value in (("q", spot.q), ("p", spot.p))
-            if value is not None]
+    told = [f"{name} {value:.4f}" for name, value in (("q", spot.q), ("p", spot.p)) if value is not None]
     hint = ", ".join([repr(spot.text), *told, WORDS[spot.role]])
     out = [
         f'<g class="node {spot.role}"><title>{escape(hint)}</title>'
@@ -275,8 +282,10 @@ def legend() -> tuple[str, float]:
         )
         x += 45 + 6.5 * len(words)
     for name, words in (("q", "the drafter's"), ("p", "the target's")):
-        out.append(f'<g class="node"><rect class="{name}" x="{x:g}" y="10" width="20" height="4" '
-                   f'rx="2"/></g><text class="words" x="{x + 27:g}" y="17">{name}, {words}</text>')
+        out.append(
+            f'<g class="node"><rect class="{name}" x="{x:g}" y="10" width="20" height="4" '
+            f'rx="2"/></g><text class="words" x="{x + 27:g}" y="17">{name}, {words}</text>'
+        )
         x += 45 + 6.5 * (len(words) + 3)
     return "".join(out), x
 
@@ -292,36 +301,55 @@ def subtitle(trace: Trace) -> str:
 
 
 _LIGHT: Sequence[tuple[str, str]] = (
-    (".ground", "fill:#fff"), (".title,.line", "fill:#1f2328"), (".words", "fill:#57606a"),
-    (".soft", "fill:#6e7781"), (".line .accepted", "fill:#116329"),
-    (".line .added", "fill:#8a5300"), (".edge", "stroke:#c4cbd3"),
-    (".edge.accepted", "stroke:#2da44e"), (".edge.added", "stroke:#d4920b"),
-    (".node .box", "fill:#f6f8fa;stroke:#c4cbd3"), (".node text", "fill:#656d76"),
-    (".pending .box", "fill:#24292f;stroke:#24292f"), (".pending text", "fill:#fff"),
+    (".ground", "fill:#fff"),
+    (".title,.line", "fill:#1f2328"),
+    (".words", "fill:#57606a"),
+    (".soft", "fill:#6e7781"),
+    (".line .accepted", "fill:#116329"),
+    (".line .added", "fill:#8a5300"),
+    (".edge", "stroke:#c4cbd3"),
+    (".edge.accepted", "stroke:#2da44e"),
+    (".edge.added", "stroke:#d4920b"),
+    (".node .box", "fill:#f6f8fa;stroke:#c4cbd3"),
+    (".node text", "fill:#656d76"),
+    (".pending .box", "fill:#24292f;stroke:#24292f"),
+    (".pending text", "fill:#fff"),
     (".accepted .box", "fill:#e6f7ea;stroke:#2da44e"),
     (".accepted text", "fill:#0f5323"),
-    (".added .box", "fill:#fff5da;stroke:#d4920b"), (".added text", "fill:#6f4400"),
+    (".added .box", "fill:#fff5da;stroke:#d4920b"),
+    (".added text", "fill:#6f4400"),
     (".unreached .box", "fill:#fff;stroke:#d0d7de"),
-    (".node .rail", "fill:#e1e5ea"), (".node .q", "fill:#8250df"), (".node .p", "fill:#0969da"),
+    (".node .rail", "fill:#e1e5ea"),
+    (".node .q", "fill:#8250df"),
+    (".node .p", "fill:#0969da"),
 )
 _DARK: Sequence[tuple[str, str]] = (
-    (".ground", "fill:#0d1117"), (".title,.line", "fill:#e6edf3"), (".words", "fill:#9ea7b3"),
-    (".soft", "fill:#8b949e"), (".line .accepted", "fill:#7ee2a0"),
-    (".line .added", "fill:#f0c674"), (".edge", "stroke:#3d444d"),
-    (".edge.accepted", "stroke:#3fb950"), (".edge.added", "stroke:#d29922"),
-    (".node .box", "fill:#161b22;stroke:#3d444d"), (".node text", "fill:#9198a1"),
+    (".ground", "fill:#0d1117"),
+    (".title,.line", "fill:#e6edf3"),
+    (".words", "fill:#9ea7b3"),
+    (".soft", "fill:#8b949e"),
+    (".line .accepted", "fill:#7ee2a0"),
+    (".line .added", "fill:#f0c674"),
+    (".edge", "stroke:#3d444d"),
+    (".edge.accepted", "stroke:#3fb950"),
+    (".edge.added", "stroke:#d29922"),
+    (".node .box", "fill:#161b22;stroke:#3d444d"),
+    (".node text", "fill:#9198a1"),
     (".pending .box", "fill:#e6edf3;stroke:#e6edf3"),
     (".pending text", "fill:#0d1117"),
     (".accepted .box", "fill:#12281b;stroke:#3fb950"),
     (".accepted text", "fill:#9be9b4"),
-    (".added .box", "fill:#2d2210;stroke:#d29922"), (".added text", "fill:#f2cc80"),
+    (".added .box", "fill:#2d2210;stroke:#d29922"),
+    (".added text", "fill:#f2cc80"),
     (".unreached .box", "fill:#0d1117;stroke:#30363d"),
-    (".node .rail", "fill:#2b323b"), (".node .q", "fill:#a371f7"), (".node .p", "fill:#58a6ff"),
+    (".node .rail", "fill:#2b323b"),
+    (".node .q", "fill:#a371f7"),
+    (".node .p", "fill:#58a6ff"),
 )
 _SHAPES = (
     'svg text{font-family:system-ui,"Segoe UI",Roboto,Helvetica,Arial,"DejaVu Sans",sans-serif}'
     ".title{font-size:17px;font-weight:600}.words{font-size:13px;font-weight:400}"
-    'svg .line,svg .token,svg .small{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'
+    "svg .line,svg .token,svg .small{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"
     '"DejaVu Sans Mono",monospace}'
     ".line{font-size:13px;white-space:pre}.line .accepted,.line .added{font-weight:700}"
     ".token{font-size:13px;font-weight:600;white-space:pre}.small{font-size:10px}"
@@ -338,6 +366,4 @@ def _rules(pairs: Sequence[tuple[str, str]]) -> str:
     return "".join(f"{names}{{{rule}}}" for names, rule in pairs)
 
 
-STYLE = (
-    _SHAPES + _rules(_LIGHT) + "@media (prefers-color-scheme:dark){" + _rules(_DARK) + "}"
-)
+STYLE = _SHAPES + _rules(_LIGHT) + "@media (prefers-color-scheme:dark){" + _rules(_DARK) + "}"

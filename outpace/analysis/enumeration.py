@@ -59,9 +59,7 @@ class Fate:
         return index
 
 
-def fates(
-    run: Callable[[Fate], T], known: Mapping[Coin, Interval] | None = None
-) -> Iterator[tuple[Fate, T]]:
+def fates(run: Callable[[Fate], T], known: Mapping[Coin, Interval] | None = None) -> Iterator[tuple[Fate, T]]:
     """Every way a program can go.
 
     Args:

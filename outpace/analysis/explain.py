@@ -118,12 +118,20 @@ class Explained:
             return
         (row,) = record.rows
         rates = row.choice.rates if row.choice is not None and self._costs.known else {}
-        self._steps.append(_Step(
-            len(self._steps) + 1, row.drafter if row.drafted else PLAIN,
-            None if row.choice is None else row.choice.reason,
-            row.drafted, row.accepted, len(row.emitted), record.passed_rows,
-            sum(record.seconds.values()), rates.get(row.drafter), rates.get(PLAIN),
-        ))  # fmt: skip
+        self._steps.append(
+            _Step(
+                len(self._steps) + 1,
+                row.drafter if row.drafted else PLAIN,
+                None if row.choice is None else row.choice.reason,
+                row.drafted,
+                row.accepted,
+                len(row.emitted),
+                record.passed_rows,
+                sum(record.seconds.values()),
+                rates.get(row.drafter),
+                rates.get(PLAIN),
+            )
+        )
 
     def stretches(self) -> list[Stretch]:
         """Runs of steps with the same drafter, in order."""

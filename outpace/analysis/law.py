@@ -100,29 +100,48 @@ tokens, disjoint supports."""
 
 _CHOSEN: tuple[Recipe, ...] = (nothing, best([1, 1, 1]), best([2, 1]), best([3]), called_chosen)
 _TREES: tuple[Recipe, ...] = (
-    *_CHOSEN, chain(Drawn.IID), fan(Drawn.IID, 3, 0), fan(Drawn.IID, 2), chain_with_tails,
-    fan(Drawn.DISTINCT, 2), fan(Drawn.DISTINCT, 3, 0), past_the_support, called_distinct,
-    fan(Drawn.GREEDY_PLUS_ONE, 1), fan(Drawn.GREEDY_PLUS_ONE, 3, 0), tail_of_the_draw,
+    *_CHOSEN,
+    chain(Drawn.IID),
+    fan(Drawn.IID, 3, 0),
+    fan(Drawn.IID, 2),
+    chain_with_tails,
+    fan(Drawn.DISTINCT, 2),
+    fan(Drawn.DISTINCT, 3, 0),
+    past_the_support,
+    called_distinct,
+    fan(Drawn.GREEDY_PLUS_ONE, 1),
+    fan(Drawn.GREEDY_PLUS_ONE, 3, 0),
+    tail_of_the_draw,
     chosen_then_drawn,
 )
 RECIPES: dict[str, tuple[Recipe, ...]] = {
     "match": _CHOSEN,
-    "chain": (
-        nothing, best([1, 1]), chain(Drawn.IID), chain(Drawn.DISTINCT), chain(Drawn.IID, 3)
-    ),
+    "chain": (nothing, best([1, 1]), chain(Drawn.IID), chain(Drawn.DISTINCT), chain(Drawn.IID, 3)),
     "tree": _TREES,
     "traversal": _TREES,
     "block": (
-        nothing, best([1, 1]), best([1, 1, 1]), chain(Drawn.IID), chain(Drawn.DISTINCT),
-        chain(Drawn.IID, 3), chain_of_both,
+        nothing,
+        best([1, 1]),
+        best([1, 1, 1]),
+        chain(Drawn.IID),
+        chain(Drawn.DISTINCT),
+        chain(Drawn.IID, 3),
+        chain_of_both,
     ),
     "k_seq": (
-        *_CHOSEN, chain(Drawn.IID), fan(Drawn.IID, 3, 0), two_and_one, chain_with_tails,
+        *_CHOSEN,
+        chain(Drawn.IID),
+        fan(Drawn.IID, 3, 0),
+        two_and_one,
+        chain_with_tails,
         tail_of_the_draw,
     ),
     "greedy_plus_one": (
-        *_CHOSEN, chain(Drawn.GREEDY_PLUS_ONE), fan(Drawn.GREEDY_PLUS_ONE, 1),
-        fan(Drawn.GREEDY_PLUS_ONE, 2), fan(Drawn.GREEDY_PLUS_ONE, 3, 0),
+        *_CHOSEN,
+        chain(Drawn.GREEDY_PLUS_ONE),
+        fan(Drawn.GREEDY_PLUS_ONE, 1),
+        fan(Drawn.GREEDY_PLUS_ONE, 2),
+        fan(Drawn.GREEDY_PLUS_ONE, 3, 0),
     ),
     "coupled": (*_CHOSEN, chain(Drawn.COUPLED, 3), fan(Drawn.COUPLED, 2)),
 }
@@ -171,8 +190,6 @@ def _report(name: str) -> LawReport:
         for bug in PLANTED
         if name in bug.verifiers
     }
-    planted |= {
-        bug: story.error(right) for bug, verifiers, story in PLANTED_STORIES if name in verifiers
-    }
+    planted |= {bug: story.error(right) for bug, verifiers, story in PLANTED_STORIES if name in verifiers}
     missed = tuple(bug for bug, error in planted.items() if error < CAUGHT)
     return LawReport(max(errors), len(errors), len(planted) - len(missed), len(planted), missed)

@@ -84,8 +84,7 @@ class Report:
     @property
     def idle(self) -> list[str]:
         """Drafters that had nothing accepted: their equal tokens show nothing."""
-        return [spec for spec, tally in self.drafters.items()
-                if tally.accepted == 0 and spec != "none"]
+        return [spec for spec, tally in self.drafters.items() if tally.accepted == 0 and spec != "none"]
 
     @property
     def broken(self) -> list[str]:
@@ -95,17 +94,20 @@ class Report:
             if not law.error < LAW_TOLERANCE:
                 lines.append(f"law: verifier {name} is off by {law.error:.1e}")
             if law.planted_bugs_caught < law.planted_bugs:
-                lines.append(f"law: planted bugs not caught under {name}: "
-                             f"{', '.join(law.missed)}")
+                lines.append(f"law: planted bugs not caught under {name}: {', '.join(law.missed)}")
         for name, oracle in self.oracles.items():
             if oracle.agreed < oracle.cases:
-                lines.append(f"code: verifier {name} differs from its oracle in "
-                             f"{oracle.cases - oracle.agreed} of {oracle.cases} cases")
+                lines.append(
+                    f"code: verifier {name} differs from its oracle in "
+                    f"{oracle.cases - oracle.agreed} of {oracle.cases} cases"
+                )
         if self.promised:
             for name, tally in self.tallies.items():
                 if tally.equal < tally.sequences:
-                    lines.append(f"tokens: {name}: {tally.sequences - tally.equal} of "
-                                 f"{tally.sequences} sequences differ from plain decoding")
+                    lines.append(
+                        f"tokens: {name}: {tally.sequences - tally.equal} of "
+                        f"{tally.sequences} sequences differ from plain decoding"
+                    )
         return lines + ([] if self.shapes is None else self.shapes.broken)
 
     def hardware(self) -> dict[str, Any]:

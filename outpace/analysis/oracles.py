@@ -41,16 +41,12 @@ def block(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdict:
         below = float(rest_V.sum()) + 1 - w
         keep.append(float(rest_V.sum()) / below if below > 0 else 1.0)
     keep.append(weight[count])
-    kept = max(
-        (i for i in range(1, count + 1) if coins.flip(keep[i], i - 1, 0)), default=0
-    )
+    kept = max((i for i in range(1, count + 1) if coins.flip(keep[i], i - 1, 0)), default=0)
     rest_V = p[count] if kept == count or left[kept].sum() == 0 else left[kept]
     if kept < count and left[kept].sum() == 0:
         rest_V = p[kept]
     extra = coins.choose(_law(rest_V, read[kept]), kept - 1, -1)
-    return Verdict(
-        tuple(range(kept)), (*draft.token_N[:kept], extra), tuple(read[: kept + 1])
-    )
+    return Verdict(tuple(range(kept)), (*draft.token_N[:kept], extra), tuple(read[: kept + 1]))
 
 
 def k_seq(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdict:
@@ -106,9 +102,7 @@ def greedy_plus_one(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> 
     return _walk(draft, laws, coins, size, attempt)
 
 
-def _walk(
-    draft: Draft, laws: TargetLaws, coins: Coins, size: int, attempt: Attempt
-) -> Verdict:
+def _walk(draft: Draft, laws: TargetLaws, coins: Coins, size: int, attempt: Attempt) -> Verdict:
     """Try what was drawn; else draw the extra token, and follow it if it is a child."""
     node = ROOT
     kept: list[int] = []

@@ -127,12 +127,7 @@ class Trace:
 
 
 def film(
-    engine: Engine,
-    spec: str,
-    ids: Sequence[int],
-    params: SamplingParams,
-    *,
-    passes: int | None = None,
+    engine: Engine, spec: str, ids: Sequence[int], params: SamplingParams, *, passes: int | None = None
 ) -> Trace:
     """Answer a prompt and keep a picture of every pass.
 
@@ -160,8 +155,11 @@ def film(
                 break
         chunks.close()  # type: ignore[attr-defined]
     return Trace(
-        model=engine.target.name, drafter=method.spec, temperature=camera.temperature,
-        prompt=camera.text(*ids), first=camera.text(*camera.first),
+        model=engine.target.name,
+        drafter=method.spec,
+        temperature=camera.temperature,
+        prompt=camera.text(*ids),
+        first=camera.text(*camera.first),
         passes=tuple(camera.pictures[:passes]),
     )
 
@@ -186,8 +184,7 @@ class _Camera:
     def text(self, *tokens: int) -> str:
         """Tokens as they stand in a text; ``#id`` where one has no bytes of its own."""
         spelled = [
-            (b"" if self._tokenizer is None else self._tokenizer.token_bytes(token))
-            or b"#%d" % token
+            (b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)) or b"#%d" % token
             for token in tokens
         ]
         return b"".join(spelled).decode("utf-8", "backslashreplace")
@@ -220,25 +217,32 @@ class _Camera:
         end = ROOT if not kept else kept[-1]
         asked = {ROOT, *kept} - ({end} if verdict.censored else set())
         p_of = {
-            parent: self._warp.law(
-                outcome.scored.logits_TV[parent + 1], draft.path_tokens(parent)
-            )
+            parent: self._warp.law(outcome.scored.logits_TV[parent + 1], draft.path_tokens(parent))
             for parent in sorted({end, *draft.parent_N})
         }
         guesses = []
         for node, (token, parent) in enumerate(zip(draft.token_N, draft.parent_N, strict=True)):
             fate = Fate.REFUSED if parent in asked else Fate.NOT_REACHED
-            guesses.append(Guess(
-                token=token, text=self.text(token), parent=parent, q=self._q(draft, node),
-                p=p_of[parent].prob(token), fate=Fate.ACCEPTED if node in kept else fate,
-            ))
+            guesses.append(
+                Guess(
+                    token=token,
+                    text=self.text(token),
+                    parent=parent,
+                    q=self._q(draft, node),
+                    p=p_of[parent].prob(token),
+                    fate=Fate.ACCEPTED if node in kept else fate,
+                )
+            )
         added = None
         if len(verdict.emitted) > len(kept):
             own = verdict.emitted[-1]
             added = Added(token=own, text=self.text(own), p=p_of[end].prob(own))
         return Picture(
-            before=self.text(*self._answer[:-1]), pending=self.text(self._answer[-1]),
-            guesses=tuple(guesses), kept=kept, added=added,
+            before=self.text(*self._answer[:-1]),
+            pending=self.text(self._answer[-1]),
+            guesses=tuple(guesses),
+            kept=kept,
+            added=added,
         )
 
     def _q(self, draft: Draft, node: int) -> float | None:
@@ -252,5 +256,3 @@ class _Camera:
             return None
         row_D, id_D = self._rows[path]
         return self._warp.law(row_D, path, id_D).prob(token)
-
-

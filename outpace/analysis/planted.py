@@ -162,18 +162,14 @@ class Wrapped(Verifier):
     def __init__(self, right: Verifier) -> None:
         self.right = right
 
-    def judge(
-        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
-    ) -> Verdict:
+    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         return self.right.judge(draft, laws, coins, want_laws=want_laws)
 
 
 class ForgetsQ(Wrapped):
     """After a refusal the extra token is drawn from p."""
 
-    def judge(
-        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
-    ) -> Verdict:
+    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         verdict = super().judge(draft, laws, coins, want_laws=want_laws)
         node = verdict.kept[-1] if verdict.kept else ROOT
         extra = coins.choose(laws.law(node), node, -2)
@@ -183,9 +179,7 @@ class ForgetsQ(Wrapped):
 class DrawsAgain(Wrapped):
     """A token of the target that no child carries is drawn once more."""
 
-    def judge(
-        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
-    ) -> Verdict:
+    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         verdict = super().judge(draft, laws, coins, want_laws=want_laws)
         node = verdict.kept[-1] if verdict.kept else ROOT
         if node not in draft.groups_of:
@@ -197,9 +191,7 @@ class DrawsAgain(Wrapped):
 class StartsOver(Tree):
     """Every sibling is tried against p, as if none had been refused before it."""
 
-    def _pick(
-        self, draft: Draft, groups: Sequence[Group], p: Law, coins: Coins
-    ) -> tuple[int | None, Law]:
+    def _pick(self, draft: Draft, groups: Sequence[Group], p: Law, coins: Coins) -> tuple[int | None, Law]:
         assert isinstance(coins, EnumeratingCoins)
         rest = p
         for group in groups:
@@ -223,52 +215,119 @@ PLANTED = (
     Planted(name="q of another temperature", verifiers=_CHAIN, recipe=other_temperature),
     Planted(name="unlikely draws dropped", verifiers=_CHAIN, recipe=dropped_if_unlikely),
     Planted(name="best of two draws", verifiers=_CHAIN, recipe=best_of_two_draws),
-    Planted(name="siblings ranked after drawing", verifiers=_SIBLINGS,
-            recipe=ranked_after_drawing),
+    Planted(name="siblings ranked after drawing", verifiers=_SIBLINGS, recipe=ranked_after_drawing),
     Planted(name="repeated draws merged", verifiers=_REPEATS, recipe=merged_repeats),
     Planted(name="distinct verified as iid", verifiers=_REPEATS, recipe=distinct_called_iid),
     Planted(name="groups share a draft coin", verifiers=_SIBLINGS, recipe=groups_share_a_coin),
     Planted(name="tail tried before its draw", verifiers=_SIBLINGS, recipe=tail_tried_first),
     Planted(name="residual forgets q", verifiers=_CHAIN, recipe=chain(Drawn.IID), wrong=ForgetsQ),
-    Planted(name="residual forgets q", verifiers=_GREEDY, recipe=_GREEDY_FAN, wrong=ForgetsQ,
-            worlds=(World(3, vocab=4),)),
+    Planted(
+        name="residual forgets q",
+        verifiers=_GREEDY,
+        recipe=_GREEDY_FAN,
+        wrong=ForgetsQ,
+        worlds=(World(3, vocab=4),),
+    ),
     Planted(name="kept with q / p", verifiers=_CHAIN, recipe=chain(Drawn.IID), coins=TurnedOver),
     Planted(name="kept with q / p", verifiers=_GREEDY, recipe=_GREEDY_FAN, coins=TurnedOver),
-    Planted(name="draft and judge share coins", verifiers=("chain", "tree", "k_seq"),
-            recipe=chain(Drawn.IID), coins=OneStream),
-    Planted(name="draft and judge share coins", verifiers=(*_BLOCK, *_TRAVERSAL),
-            recipe=chain_as_grown, coins=OneStream, worlds=(World(12),)),
-    Planted(name="draft and judge share coins", verifiers=_GREEDY,
-            recipe=chain(Drawn.GREEDY_PLUS_ONE), coins=OneStream),
-    Planted(name="one coin per node", verifiers=_CHAIN, recipe=chain(Drawn.IID),
-            coins=OneCoinPerNode),
-    Planted(name="one coin per node", verifiers=_GREEDY, recipe=_GREEDY_FAN,
-            coins=OneCoinPerNode, worlds=(World(3, vocab=4),)),
-    Planted(name="one coin per step", verifiers=("match", *_CHAIN, *_GREEDY), recipe=best([1, 1]),
-            coins=OneCoinPerStep),
-    Planted(name="one race per step", verifiers=("coupled",), recipe=best([1, 1]),
-            coins=OneRacePerStep),
-    Planted(name="drawn again where no child fits", verifiers=_PICKERS, recipe=best([2, 1]),
-            wrong=DrawsAgain),
-    Planted(name="chosen siblings not struck", verifiers=_TREE, recipe=best([2]),
-            wrong=lambda right: StartsOver(TreeConfig())),
-    Planted(name="residual not carried on", verifiers=_TREE, recipe=fan(Drawn.IID, 2, 0),
-            wrong=lambda right: StartsOver(TreeConfig())),
-    Planted(name="kept with the weight of its path", verifiers=_BLOCK, recipe=chain(Drawn.IID),
-            wrong=lambda right: rules.BLOCK_BY_WEIGHT),
-    Planted(name="residual without the weight", verifiers=_BLOCK, recipe=chain(Drawn.IID),
-            wrong=lambda right: rules.BLOCK_FULL_RESIDUAL, worlds=(World(12),)),
-    Planted(name="no discount", verifiers=_K_SEQ, recipe=fan(Drawn.IID, 2, 0),
-            wrong=lambda right: rules.UNDISCOUNTED),
-    Planted(name="discount for one draw less", verifiers=_K_SEQ, recipe=fan(Drawn.IID, 3, 0),
-            wrong=lambda right: rules.LAST_DISCOUNT),
-    Planted(name="greedy siblings left in q", verifiers=_GREEDY, recipe=_GREEDY_FAN,
-            wrong=lambda right: rules.GREEDY_IN_LAW),
-    Planted(name="weight unchanged by refusals", verifiers=_TRAVERSAL,
-            recipe=fan(Drawn.DISTINCT, 2), wrong=lambda right: rules.UNWEIGHED),
-    Planted(name="weight not handed down", verifiers=_TRAVERSAL, recipe=chain(Drawn.IID),
-            wrong=lambda right: rules.EVERY_PATH_ALONE),
-    Planted(name="residual without the weight", verifiers=_TRAVERSAL, recipe=chain(Drawn.IID),
-            wrong=lambda right: rules.LIGHT_RESIDUAL, worlds=(World(12),)),
+    Planted(
+        name="draft and judge share coins",
+        verifiers=("chain", "tree", "k_seq"),
+        recipe=chain(Drawn.IID),
+        coins=OneStream,
+    ),
+    Planted(
+        name="draft and judge share coins",
+        verifiers=(*_BLOCK, *_TRAVERSAL),
+        recipe=chain_as_grown,
+        coins=OneStream,
+        worlds=(World(12),),
+    ),
+    Planted(
+        name="draft and judge share coins",
+        verifiers=_GREEDY,
+        recipe=chain(Drawn.GREEDY_PLUS_ONE),
+        coins=OneStream,
+    ),
+    Planted(name="one coin per node", verifiers=_CHAIN, recipe=chain(Drawn.IID), coins=OneCoinPerNode),
+    Planted(
+        name="one coin per node",
+        verifiers=_GREEDY,
+        recipe=_GREEDY_FAN,
+        coins=OneCoinPerNode,
+        worlds=(World(3, vocab=4),),
+    ),
+    Planted(
+        name="one coin per step",
+        verifiers=("match", *_CHAIN, *_GREEDY),
+        recipe=best([1, 1]),
+        coins=OneCoinPerStep,
+    ),
+    Planted(name="one race per step", verifiers=("coupled",), recipe=best([1, 1]), coins=OneRacePerStep),
+    Planted(
+        name="drawn again where no child fits", verifiers=_PICKERS, recipe=best([2, 1]), wrong=DrawsAgain
+    ),
+    Planted(
+        name="chosen siblings not struck",
+        verifiers=_TREE,
+        recipe=best([2]),
+        wrong=lambda right: StartsOver(TreeConfig()),
+    ),
+    Planted(
+        name="residual not carried on",
+        verifiers=_TREE,
+        recipe=fan(Drawn.IID, 2, 0),
+        wrong=lambda right: StartsOver(TreeConfig()),
+    ),
+    Planted(
+        name="kept with the weight of its path",
+        verifiers=_BLOCK,
+        recipe=chain(Drawn.IID),
+        wrong=lambda right: rules.BLOCK_BY_WEIGHT,
+    ),
+    Planted(
+        name="residual without the weight",
+        verifiers=_BLOCK,
+        recipe=chain(Drawn.IID),
+        wrong=lambda right: rules.BLOCK_FULL_RESIDUAL,
+        worlds=(World(12),),
+    ),
+    Planted(
+        name="no discount",
+        verifiers=_K_SEQ,
+        recipe=fan(Drawn.IID, 2, 0),
+        wrong=lambda right: rules.UNDISCOUNTED,
+    ),
+    Planted(
+        name="discount for one draw less",
+        verifiers=_K_SEQ,
+        recipe=fan(Drawn.IID, 3, 0),
+        wrong=lambda right: rules.LAST_DISCOUNT,
+    ),
+    Planted(
+        name="greedy siblings left in q",
+        verifiers=_GREEDY,
+        recipe=_GREEDY_FAN,
+        wrong=lambda right: rules.GREEDY_IN_LAW,
+    ),
+    Planted(
+        name="weight unchanged by refusals",
+        verifiers=_TRAVERSAL,
+        recipe=fan(Drawn.DISTINCT, 2),
+        wrong=lambda right: rules.UNWEIGHED,
+    ),
+    Planted(
+        name="weight not handed down",
+        verifiers=_TRAVERSAL,
+        recipe=chain(Drawn.IID),
+        wrong=lambda right: rules.EVERY_PATH_ALONE,
+    ),
+    Planted(
+        name="residual without the weight",
+        verifiers=_TRAVERSAL,
+        recipe=chain(Drawn.IID),
+        wrong=lambda right: rules.LIGHT_RESIDUAL,
+        worlds=(World(12),),
+    ),
 )
 """Wrong drafts, coins and verifiers of a single step."""

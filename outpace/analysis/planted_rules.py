@@ -67,9 +67,7 @@ class LastDiscount(KSeq):
 class GreedyInLaw(GreedyPlusOne):
     """The random sibling is judged by all of q, though the greedy ones could not come."""
 
-    def _attempt(
-        self, draft: Draft, coins: Coins, groups: Sequence[Group], p: Law
-    ) -> tuple[int | None, Law]:
+    def _attempt(self, draft: Draft, coins: Coins, groups: Sequence[Group], p: Law) -> tuple[int | None, Law]:
         group = groups[0]
         assert group.law is not None
         q, child = draft.laws[group.law], group.nodes[-1]

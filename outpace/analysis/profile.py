@@ -128,7 +128,7 @@ def available(engine: Engine) -> tuple[list[str], dict[str, str]]:
     """
     specs: list[str] = []
     left_out: dict[str, str] = {}
-    for row in registry.rows("drafter"):
+    for row in registry.entries("drafter"):
         if row.name == PLAIN or row.family == "compose":
             continue
         try:
@@ -184,11 +184,13 @@ def measure(
     plain = answers[PLAIN]
     factor = median(
         step.seconds["score"] / curve.seconds(step.passed_rows, step.context)
-        for answer in plain for step in answer.steps
+        for answer in plain
+        for step in answer.steps
     )
     learned = [
         learn(engine.method(name), own, plain, curve, factor, max_new_tokens)
-        for name, own in answers.items() if name != PLAIN
+        for name, own in answers.items()
+        if name != PLAIN
     ]
     target = engine.target
     return Profile(
@@ -286,8 +288,7 @@ def learn(
         hinted=hinted,
         known=known,
         expected_D=tuple(
-            mean(expected(answer, depth) for answer in answers)
-            for depth in range(1, deepest + 1)
+            mean(expected(answer, depth) for answer in answers) for depth in range(1, deepest + 1)
         ),
     )
 
@@ -319,9 +320,7 @@ def _by_depth(
 
 def _prices(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Seconds of a draft: of the call, where no model runs, else of each level."""
-    levels = [
-        step.seconds["draft"] / step.draft_levels for step in steps if step.draft_levels
-    ]
+    levels = [step.seconds["draft"] / step.draft_levels for step in steps if step.draft_levels]
     if levels:
         return {"call": 0.0, "level": median(levels)}
     return {"call": median(step.seconds["draft"] for step in steps), "level": 0.0}
@@ -333,12 +332,7 @@ def _rest(step: StepRecord) -> float:
 
 
 def _seconds(
-    steps: Sequence[StepRecord],
-    curve: CostCurve,
-    factor: float,
-    known: KnownDrafter,
-    rest: float,
-    depth: int,
+    steps: Sequence[StepRecord], curve: CostCurve, factor: float, known: KnownDrafter, rest: float, depth: int
 ) -> float:
     """Of the steps, were drafts cut at a depth; the nodes of a tree are spread over its levels."""
     total = 0.0
@@ -351,16 +345,12 @@ def _seconds(
     return total
 
 
-def save(
-    target: Target, profile: Profile, note: Callable[[str], None] | None = None
-) -> Path:
+def save(target: Target, profile: Profile, note: Callable[[str], None] | None = None) -> Path:
     """Keep a profile for ``profile_for``. Returns its file, which a note says cannot be written."""
     return store("profile", target, "", profile, note)
 
 
-def profile_for(
-    target: Target, note: Callable[[str], None] | None = None
-) -> Profile | None:
+def profile_for(target: Target, note: Callable[[str], None] | None = None) -> Profile | None:
     """The profile of a target on this machine, with the threads that torch has now, or None.
 
     Args:

@@ -62,8 +62,7 @@ class Device:
 
     def better(self, other: Device) -> Device:
         """The higher peaks of the two, each measured at another moment."""
-        return replace(self, peak=max(self.peak, other.peak),
-                       bandwidth=max(self.bandwidth, other.bandwidth))
+        return replace(self, peak=max(self.peak, other.peak), bandwidth=max(self.bandwidth, other.bandwidth))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,12 +109,7 @@ def parameters(config: DecoderConfig) -> int:
 
 
 def op_table(
-    config: DecoderConfig,
-    widths: Widths,
-    *,
-    rows: int = 1,
-    context: int = 0,
-    batch: int = 1,
+    config: DecoderConfig, widths: Widths, *, rows: int = 1, context: int = 0, batch: int = 1
 ) -> list[Op]:
     """Every operator of a pass, in order.
 
@@ -138,37 +132,39 @@ def op_table(
         """A projection; ``out`` is the bytes that it writes per row."""
         weights = w * (inputs + bias) * outputs
         flops = 2 * total * inputs * outputs
-        return Op(name=name, count=count, flops=flops, weights=weights,
-                  moved=total * (a * inputs + out))
+        return Op(name=name, count=count, flops=flops, weights=weights, moved=total * (a * inputs + out))
 
     def rowwise(name: str, count: int, work: float, moved: float, weights: float = 0) -> Op:
         """An operator on rows: FLOPs and bytes per row."""
-        return Op(name=name, count=count, flops=total * work, weights=weights,
-                  moved=total * moved)
+        return Op(name=name, count=count, flops=total * work, weights=weights, moved=total * moved)
 
     sandwich = layers if c.sandwich_norms else 0
     ops = [
         rowwise("embed", 1, 0, c.hidden_size * (w + r)),
-        rowwise("norm", 2 * layers + 1, 7 * c.hidden_size, c.hidden_size * (r + a),
-                w * c.hidden_size),
-        rowwise("norm after", 2 * sandwich, 7 * c.hidden_size, c.hidden_size * (a + r),
-                w * c.hidden_size),
-        linear("qkv", layers, c.hidden_size, query + 2 * key, c.qkv_bias,
-               a * query + 2 * widths.cache * key),
-        rowwise("qk norm", layers if c.qk_norm else 0, 7 * (query + key), 2 * a * (query + key),
-                2 * w * c.head_dim),
+        rowwise("norm", 2 * layers + 1, 7 * c.hidden_size, c.hidden_size * (r + a), w * c.hidden_size),
+        rowwise("norm after", 2 * sandwich, 7 * c.hidden_size, c.hidden_size * (a + r), w * c.hidden_size),
+        linear("qkv", layers, c.hidden_size, query + 2 * key, c.qkv_bias, a * query + 2 * widths.cache * key),
+        rowwise(
+            "qk norm",
+            layers if c.qk_norm else 0,
+            7 * (query + key),
+            2 * a * (query + key),
+            2 * w * c.head_dim,
+        ),
         rowwise("rotate", layers, 3 * (query + key), 2 * a * (query + key)),
     ]
     for window in sorted(set(c.windows), key=lambda one: one or 0):
         seen = context + rows if window is None else min(context, window - 1) + rows
         scores = batch * c.num_heads * rows * seen
-        ops.append(Op(
-            name="attention" if window is None else f"attention in {window}",
-            count=sum(one == window for one in c.windows),
-            flops=scores * (4 * c.head_dim + 5),  # scores, values, and 5 for the softmax
-            weights=0,
-            moved=2 * total * query * a + 2 * batch * seen * key * widths.cache,
-        ))
+        ops.append(
+            Op(
+                name="attention" if window is None else f"attention in {window}",
+                count=sum(one == window for one in c.windows),
+                flops=scores * (4 * c.head_dim + 5),  # scores, values, and 5 for the softmax
+                weights=0,
+                moved=2 * total * query * a + 2 * batch * seen * key * widths.cache,
+            )
+        )
     ops += [
         linear("out", layers, query, c.hidden_size, c.out_bias, a * c.hidden_size),
         linear("gate, up", layers, c.hidden_size, 2 * c.ffn_size, c.mlp_bias, 2 * a * c.ffn_size),
@@ -259,11 +255,14 @@ def calibrate(config: DecoderConfig, device: Device, curve: CostCurve) -> Device
             overhead = max(0.0, float((slope_P @ rest_P) / (slope_P @ slope_P)))
             off = float(((rest_P - overhead * slope_P) ** 2).sum())
             if off < best[0]:
-                best = off, Device(
-                    name=device.name,
-                    peak=device.peak * of_peak,
-                    bandwidth=device.bandwidth * of_bandwidth,
-                    overhead=overhead,
+                best = (
+                    off,
+                    Device(
+                        name=device.name,
+                        peak=device.peak * of_peak,
+                        bandwidth=device.bandwidth * of_bandwidth,
+                        overhead=overhead,
+                    ),
                 )
     return best[1]
 
@@ -271,9 +270,7 @@ def calibrate(config: DecoderConfig, device: Device, curve: CostCurve) -> Device
 def measure_device(dtype: torch.dtype, device: torch.device, repeat: int = _REPEAT) -> Device:
     """The machine's two numbers, with the threads that torch has now."""
     return Device(
-        name=machine(device),
-        peak=flop_rate(dtype, device, repeat),
-        bandwidth=read_bandwidth(device, repeat),
+        name=machine(device), peak=flop_rate(dtype, device, repeat), bandwidth=read_bandwidth(device, repeat)
     )
 
 
@@ -306,9 +303,7 @@ def machine(device: torch.device) -> str:
 
 
 def medians(
-    points: Sequence[Callable[[], float]],
-    repeat: int,
-    tell: Callable[[int], None] | None = None,
+    points: Sequence[Callable[[], float]], repeat: int, tell: Callable[[int], None] | None = None
 ) -> list[float]:
     """Median seconds of measurements in turns.
 

@@ -324,9 +324,7 @@ def _branching(slot: int, text: Ids, held: int, vocab: int) -> tuple[Feed, list[
     return Feed(slot, tokens, (-1, *(parent + 1 for parent in _TREE))), paths
 
 
-def _pieces(
-    texts: Sequence[Ids], held: Sequence[int], size: int, most: int
-) -> Iterator[list[range]]:
+def _pieces(texts: Sequence[Ids], held: Sequence[int], size: int, most: int) -> Iterator[list[range]]:
     """Per pass the positions of each text that it reads: at most ``size``, together ``most``."""
     at = list(held)
     while any(n < len(text) for n, text in zip(at, texts, strict=True)):

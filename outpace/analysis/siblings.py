@@ -163,8 +163,7 @@ def find(
     Cost: two answers per prompt.
     """
     if (nodes is not None and not 1 <= nodes <= MAX_NODES) or depth < 1:
-        raise RequestError(f"need 1 to {MAX_NODES} nodes and 1 level or more, "
-                           f"got {nodes} and {depth}")
+        raise RequestError(f"need 1 to {MAX_NODES} nodes and 1 level or more, got {nodes} and {depth}")
     found = measure(engine, drafter, prompts, params, tick)
     rate: float | None = None
     if nodes is None:

@@ -93,8 +93,7 @@ class MoodyDrafter(ExpandingDrafter[Mood]):
 
     def propose(self, rows: Sequence[DraftRow[Mood]]) -> list[Draft]:
         return [
-            Draft() if row.state.refused == 2 else super(MoodyDrafter, self).propose([row])[0]
-            for row in rows
+            Draft() if row.state.refused == 2 else super(MoodyDrafter, self).propose([row])[0] for row in rows
         ]
 
     def observe(self, states: Sequence[Mood], outcomes: Sequence[Outcome]) -> None:
@@ -113,7 +112,7 @@ class WaryPolicy(Policy):
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
         plans = []
         for row in rows:
-            (name, budget), = row.drafters.items()
+            ((name, budget),) = row.drafters.items()
             if row.state[0] == 0:
                 budget = replace(budget, max_depth=1)
             plans.append(Plan(name, within(budget, row.limit)))
@@ -208,8 +207,7 @@ class _Teller:
         self.story = story
         target = story.target
         self.machine = Machine(
-            target, target.new_cache(), {"moody": story.drafter.load(None, target)},
-            WaryPolicy(None), chunk=2,
+            target, target.new_cache(), {"moody": story.drafter.load(None, target)}, WaryPolicy(None), chunk=2
         )
         self.verifiers = {"moody": verifier, "none": verifier}
         size = len(story.shape.parent_N or ()) or story.depth
@@ -238,8 +236,15 @@ class _Teller:
         warp = self.story.warp(self.story.params, _PROMPT, frozenset(), self.story.vocab)
         warp.advance(state.emitted)
         row = _Running(
-            self.story, self.verifiers, {"moody": mood}, self.budgets, trust, self.slot,
-            [*_PROMPT, *state.emitted], warp, fate,
+            self.story,
+            self.verifiers,
+            {"moody": mood},
+            self.budgets,
+            trust,
+            self.slot,
+            [*_PROMPT, *state.emitted],
+            warp,
+            fate,
         )
         if state.emitted:
             self._feed(row.tokens[:-1])
@@ -269,9 +274,7 @@ class Doubt:
         return signals.q_F >= 0.5
 
 
-_SETTINGS = SamplingParams(
-    temperature=0.7, top_k=2, repetition_penalty=1.3, frequency_penalty=0.5
-)
+_SETTINGS = SamplingParams(temperature=0.7, top_k=2, repetition_penalty=1.3, frequency_penalty=0.5)
 _NUCLEUS = SamplingParams(temperature=1.3, top_p=0.8, presence_penalty=0.4, logit_bias={1: 0.5})
 _TREE = widths((2, 1))
 CHAINS = (
@@ -294,9 +297,7 @@ TREES = (
 class RawBonus(Warp):
     """The token after a whole draft is drawn before any setting is applied."""
 
-    def law(
-        self, logits_V: Tensor, path: Sequence[int] = (), id_V: Tensor | None = None
-    ) -> Law:
+    def law(self, logits_V: Tensor, path: Sequence[int] = (), id_V: Tensor | None = None) -> Law:
         if len(path) == 2:
             return Law(logits_V.softmax(0))
         return super().law(logits_V, path, id_V)
@@ -305,9 +306,7 @@ class RawBonus(Warp):
 class Pathless(Warp):
     """Penalties do not see the drafted tokens before a node."""
 
-    def law(
-        self, logits_V: Tensor, path: Sequence[int] = (), id_V: Tensor | None = None
-    ) -> Law:
+    def law(self, logits_V: Tensor, path: Sequence[int] = (), id_V: Tensor | None = None) -> Law:
         return super().law(logits_V, (), id_V)
 
 

@@ -115,9 +115,7 @@ class Sapling:
             node = self._parents[node]
         return tuple(reversed(out))
 
-    def hang(
-        self, parent: int, drawn: Drawn, tokens: Sequence[int], law: Law | None = None
-    ) -> list[int]:
+    def hang(self, parent: int, drawn: Drawn, tokens: Sequence[int], law: Law | None = None) -> list[int]:
         """Add a group; a token that the parent has already is the same node again."""
         nodes = []
         for token in tokens:
@@ -154,9 +152,7 @@ class Sapling:
 
     def done(self) -> Draft:
         """The draft."""
-        return Draft(
-            tuple(self._tokens), tuple(self._parents), tuple(self._groups), tuple(self._laws)
-        )
+        return Draft(tuple(self._tokens), tuple(self._parents), tuple(self._groups), tuple(self._laws))
 
 
 Recipe = Callable[[Sapling], None]
@@ -299,9 +295,7 @@ def step_error(
     return distance(emitted, world.p, world.vocab, max(len(tokens) for tokens in emitted) + 1)
 
 
-def distance(
-    output: Output, p: Callable[[Context], Law], vocab: int, length: int
-) -> float:
+def distance(output: Output, p: Callable[[Context], Law], vocab: int, length: int) -> float:
     """Largest difference between two laws over sequences of ``length`` tokens.
 
     Args:
@@ -316,8 +310,6 @@ def distance(
 
     for whole in product(range(vocab), repeat=length):
         share = [after(whole[:i])[whole[i]] for i in range(length)]
-        got = sum(
-            output.get(whole[:size], 0.0) * math.prod(share[size:]) for size in range(length + 1)
-        )
+        got = sum(output.get(whole[:size], 0.0) * math.prod(share[size:]) for size in range(length + 1))
         worst = max(worst, abs(got - math.prod(share)))
     return worst

@@ -251,8 +251,7 @@ def best_k(
         changed = False
         for row in range(len(k)):
             tried = [
-                (MODEL_TOKENS if level <= ladder.models else LOOKUP_TOKENS)
-                if allowed(row, level) else (0,)
+                (MODEL_TOKENS if level <= ladder.models else LOOKUP_TOKENS) if allowed(row, level) else (0,)
                 for level in range(row + 1, ladder.levels + 1)
             ]
             for values in product(*tried):

@@ -20,9 +20,7 @@ SeenLevel = Callable[[Branch[Any], Tensor, "Tensor | None"], None]
 
 
 @contextlib.contextmanager
-def watched(
-    method: Method, outcome: SeenOutcome, level: SeenLevel | None = None
-) -> Iterator[None]:
+def watched(method: Method, outcome: SeenOutcome, level: SeenLevel | None = None) -> Iterator[None]:
     """Be told what a method's drafter is told and, of one that expands, what it answers.
 
     The method does what it did: its drafter is asked the same questions, and is as before when

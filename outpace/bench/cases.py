@@ -32,12 +32,7 @@ def turn_id(prompt: Prompt, turn: int) -> str:
 
 
 def make_cases(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    *,
-    limit: int | None,
-    max_new_tokens: int,
-    seeds: Sequence[int],
+    engine: Engine, prompts: Sequence[Prompt], *, limit: int | None, max_new_tokens: int, seeds: Sequence[int]
 ) -> Asked:
     """Turn prompts into cases, as many per category as wanted.
 
@@ -70,16 +65,20 @@ def make_cases(
             cut += 1 + len(prompt.turns) - len(turns)
             asked.prompts.append(prompt)
             asked.cases += [
-                Case(id=turn_id(prompt, turn), group=group, ids=said, seed=seed,
-                     reference=_reference(engine, prompt))
+                Case(
+                    id=turn_id(prompt, turn),
+                    group=group,
+                    ids=said,
+                    seed=seed,
+                    reference=_reference(engine, prompt),
+                )
                 for turn, said in enumerate(turns)
                 for seed in seeds
             ]
     for number, what in ((left_out, f"of {len(prompts)} prompts"), (cut, "later turns")):
         if number:
             asked.notes.append(
-                f"{number} {what} left out: too long for the context of "
-                f"{engine.target.max_positions}"
+                f"{number} {what} left out: too long for the context of {engine.target.max_positions}"
             )
     return asked
 
@@ -122,9 +121,7 @@ def _turns(
 ) -> list[tuple[int, ...]]:
     """Prompts of all turns, up to the first that has no room."""
     turns, answers = [ids], list[str]()
-    greedy = SamplingParams(
-        temperature=0.0, repetition_penalty=1.0, max_new_tokens=max_new_tokens
-    )
+    greedy = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_new_tokens=max_new_tokens)
     while len(turns) <= len(prompt.turns):
         answers.append(engine.generate(turns[-1], greedy, drafter="none").text)
         following = encode(engine, prompt.after(answers))

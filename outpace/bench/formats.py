@@ -57,8 +57,7 @@ def read_workload(name_or_path: str) -> list[Prompt]:
         found = _format_of(row, at)
         if chosen is not None and found is not chosen:
             raise RequestError(
-                f"{at}: a row of {found.name} in a file that began as {chosen.name}; "
-                "write one file for each"
+                f"{at}: a row of {found.name} in a file that began as {chosen.name}; write one file for each"
             )
         chosen = found
         try:
@@ -118,9 +117,7 @@ def _questions(row: _PromptRow) -> Prompt:
 
 def _gsm8k(row: _PromptRow) -> Prompt:
     return Prompt(
-        id=row.id(start="gsm8k"),
-        category=row.category("gsm8k"),
-        messages=_user(row.text("question")),
+        id=row.id(start="gsm8k"), category=row.category("gsm8k"), messages=_user(row.text("question"))
     )
 
 
@@ -136,9 +133,7 @@ def _mbpp(row: _PromptRow) -> Prompt:
 
 def _humaneval(row: _PromptRow) -> Prompt:
     return Prompt(
-        id=row.id("task_id"),
-        category=row.category("humaneval"),
-        messages=_user(row.text("prompt")),
+        id=row.id("task_id"), category=row.category("humaneval"), messages=_user(row.text("prompt"))
     )
 
 
@@ -210,8 +205,7 @@ def _format_of(row: Any, at: str) -> Format:
         for known in FORMATS
     )
     raise RequestError(
-        f"{at}: no known format has the fields {', '.join(sorted(fields)) or '(none)'}; "
-        f"known: {table}"
+        f"{at}: no known format has the fields {', '.join(sorted(fields)) or '(none)'}; known: {table}"
     )
 
 

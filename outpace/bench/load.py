@@ -159,9 +159,7 @@ class Server:
         except ValueError:
             found = None
         if answer.status_code != 200 or not isinstance(found, dict):
-            raise OutpaceError(
-                f"{self.url}{path} answers {answer.status_code}: {_message(found)}"
-            )
+            raise OutpaceError(f"{self.url}{path} answers {answer.status_code}: {_message(found)}")
         return found
 
     async def ask(self, path: str, body: Json, prompt: str) -> Reply:
@@ -198,15 +196,15 @@ async def connected(url: str, *, key: str | None, seconds: float) -> AsyncIterat
     try:
         import httpx
     except ImportError as error:
-        raise ModelError(
-            "load needs the package httpx; install it: pip install 'outpace[load]'"
-        ) from error
+        raise ModelError("load needs the package httpx; install it: pip install 'outpace[load]'") from error
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     if not url.startswith(("http://", "https://")):
         raise RequestError(f"--url {url!r} is no address; give one such as http://127.0.0.1:8000")
     try:
         client = httpx.AsyncClient(
-            base_url=url, headers=headers, trust_env=False,
+            base_url=url,
+            headers=headers,
+            trust_env=False,
             timeout=httpx.Timeout(seconds, connect=_CONNECT, pool=None),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )

@@ -73,7 +73,8 @@ def build(session: Session, provenance: Mapping[str, Any]) -> Report:
     kept = [one for one in session.rounds if whole[one.arrival, one.turn] == len(drafters)]
     rows = [
         _row(drafter, arrival, kept, session)
-        for arrival in dict.fromkeys(one.arrival for one in kept) for drafter in drafters
+        for arrival in dict.fromkeys(one.arrival for one in kept)
+        for drafter in drafters
     ]
     _over_one(rows)
     report: Report = {
@@ -87,9 +88,7 @@ def build(session: Session, provenance: Mapping[str, Any]) -> Report:
     return report
 
 
-def _row(
-    drafter: str, arrival: Arrival, rounds: Sequence[Round], session: Session
-) -> Report:
+def _row(drafter: str, arrival: Arrival, rounds: Sequence[Round], session: Session) -> Report:
     here = [one for one in rounds if one.arrival == arrival]
     mine = sorted((one for one in here if one.drafter == drafter), key=lambda one: one.turn)
     plain = {one.turn: one.rate for one in here if one.drafter == PLAIN}
@@ -135,8 +134,7 @@ def _row(
 def _spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
     """Median and 95th percentile; None of nothing."""
     return {
-        f"{name}_p{part}": float(np.percentile(values, part)) if len(values) else None
-        for part in (50, 95)
+        f"{name}_p{part}": float(np.percentile(values, part)) if len(values) else None for part in (50, 95)
     }
 
 
@@ -186,8 +184,10 @@ def _remarks(report: Report) -> list[str]:
     read = sum(row["prompt_tokens"] for row in report["loads"])
     cached = sum(row["cached_tokens"] for row in report["loads"])
     if cached:
-        lines.append(f"{cached / read:.0%} of the prompt tokens were stored from earlier requests, "
-                     "so first tokens came sooner than for new prompts")
+        lines.append(
+            f"{cached / read:.0%} of the prompt tokens were stored from earlier requests, "
+            "so first tokens came sooner than for new prompts"
+        )
     errors = sum(row["errors"] for row in report["loads"])
     if errors:
         kinds = Counter[str]()
@@ -218,9 +218,19 @@ def table(report: Report) -> Table:
     streams = any(row["over_one_stream"] is not None for row in rows)
     return Table(
         "Milliseconds are p50 / p95",
-        ("drafter", "load", "tok/s", *(["x one"] if streams else []), "speed-up",
-         "first token ms", "inter-token ms", "ms per token", "acceptance", "errors",
-         *(["texts differ"] if checked else [])),
+        (
+            "drafter",
+            "load",
+            "tok/s",
+            *(["x one"] if streams else []),
+            "speed-up",
+            "first token ms",
+            "inter-token ms",
+            "ms per token",
+            "acceptance",
+            "errors",
+            *(["texts differ"] if checked else []),
+        ),
         tuple(
             (
                 row["drafter"],
@@ -262,8 +272,7 @@ def write(report: Report, folder: Path) -> list[Path]:
     lead = [f"- {note}" for note in report["notes"]]
     for name, text in (
         ("report.json", json.dumps(report, indent=1, allow_nan=False) + "\n"),
-        ("report.md", page("Load", [heading(report), "", *lead], [table(report)],
-                           report["provenance"])),
+        ("report.md", page("Load", [heading(report), "", *lead], [table(report)], report["provenance"])),
     ):
         write_whole(folder / name, text)
     return [folder / "report.json", folder / "report.md"]

@@ -64,9 +64,12 @@ class Plan:
 
 
 async def measure(
-    plan: Plan, address: str, key: str | None, seconds: float,
+    plan: Plan,
+    address: str,
+    key: str | None,
+    seconds: float,
     progress: Callable[[int, str], AbstractContextManager[Tick]],
-) -> None:  # fmt: skip
+) -> None:
     """Put load on a server. What is measured goes into the plan's session, round by round.
 
     A sweep over all loads comes before the next one, so that a session that ends early has all
@@ -103,9 +106,9 @@ async def measure(
                 for arrival in plan.arrivals:
                     for drafter in session.drafters:
                         name = f"{drafter}, load {arrival.label}"
-                        session.rounds.append(await one_round(
-                            plan, server, used, arrival, turn, drafter, partial(tick, name)
-                        ))
+                        session.rounds.append(
+                            await one_round(plan, server, used, arrival, turn, drafter, partial(tick, name))
+                        )
             if plan.check_texts:
                 await _look_into(plan, server, used, tick)
 
@@ -142,9 +145,7 @@ async def _questions(plan: Plan, server: Server) -> list[Question]:
     return evenly(found, max(plan.count(arrival) for arrival in plan.arrivals))
 
 
-async def _warm(
-    plan: Plan, server: Server, questions: Sequence[Question], tick: Tick
-) -> None:
+async def _warm(plan: Plan, server: Server, questions: Sequence[Question], tick: Tick) -> None:
     """An answer by every drafter, and what the texts are to be compared with."""
     for drafter in plan.mixed or plan.session.drafters:
         tick("warming up", 0)
@@ -164,17 +165,20 @@ async def _warm(
         tick("texts alone", 1)
 
 
-async def ask(
-    server: Server, question: Question, settings: Settings, drafter: str, number: int
-) -> Reply:
+async def ask(server: Server, question: Question, settings: Settings, drafter: str, number: int) -> Reply:
     """Send one request."""
     return await server.ask(question.path, settings.body(question, drafter, number), question.id)
 
 
 async def one_round(
-    plan: Plan, server: Server, questions: Sequence[Question], arrival: Arrival, turn: int,
-    drafter: str, tick: Callable[[int], None],
-) -> Round:  # fmt: skip
+    plan: Plan,
+    server: Server,
+    questions: Sequence[Question],
+    arrival: Arrival,
+    turn: int,
+    drafter: str,
+    tick: Callable[[int], None],
+) -> Round:
     """Send all requests of a round, of which every drafter gets the same at the same times."""
 
     async def send(number: int) -> Reply:
@@ -195,9 +199,7 @@ async def one_round(
     return Round(drafter, arrival, turn, time.perf_counter() - began, replies)
 
 
-async def _look_into(
-    plan: Plan, server: Server, questions: Sequence[Question], tick: Tick
-) -> None:
+async def _look_into(plan: Plan, server: Server, questions: Sequence[Question], tick: Tick) -> None:
     """Of texts that differ: how much likelier the token is that the prompt gets alone.
 
     It is asked for alone, behind the text that both have in common.
@@ -217,16 +219,22 @@ async def _look_into(
                 )
 
 
-async def _gap(
-    server: Server, question: Question, common: list[int], right: int, other: int
-) -> float:
+async def _gap(server: Server, question: Question, common: list[int], right: int, other: int) -> float:
     """Difference of two tokens' logits behind a text; a server tells log-probabilities."""
     prompt = (await server.post("/tokenize", question.body))["tokens"]
     found = []
     for token in (right, other):
-        answer = await server.post("/v1/completions", {
-            "prompt": [*prompt, *common], "max_tokens": 1, "temperature": 0, "logprobs": 0,
-            "allowed_token_ids": [token], "ignore_eos": True, "speculation": {"drafter": PLAIN},
-        })  # fmt: skip
+        answer = await server.post(
+            "/v1/completions",
+            {
+                "prompt": [*prompt, *common],
+                "max_tokens": 1,
+                "temperature": 0,
+                "logprobs": 0,
+                "allowed_token_ids": [token],
+                "ignore_eos": True,
+                "speculation": {"drafter": PLAIN},
+            },
+        )
         found.append(answer["choices"][0]["logprobs"]["token_logprobs"][0])
     return float(found[0] - found[1])

@@ -77,14 +77,24 @@ class Ours:
         ready = []
         for index, case in enumerate(unit):
             params = SamplingParams(
-                temperature=settings.temperature, top_k=0, top_p=1.0, min_p=0.0,
-                repetition_penalty=1.0, max_new_tokens=settings.max_new_tokens,
-                ignore_eos=settings.ignore_eos, seed=case.seed,
-            )  # fmt: skip
+                temperature=settings.temperature,
+                top_k=0,
+                top_p=1.0,
+                min_p=0.0,
+                repetition_penalty=1.0,
+                max_new_tokens=settings.max_new_tokens,
+                ignore_eos=settings.ignore_eos,
+                seed=case.seed,
+            )
             engine.check(case.ids, params)
             ready.append(
-                Ready(ids=case.ids, params=params, seed=case.seed, index=index,
-                      reference=self.reference(case, settings))
+                Ready(
+                    ids=case.ids,
+                    params=params,
+                    seed=case.seed,
+                    index=index,
+                    reference=self.reference(case, settings),
+                )
             )
         rows = (engine.running(one, engine.cache.open(), method, verifier) for one in ready)
         done: dict[int, Result] = {}
@@ -147,8 +157,4 @@ def _peak(device: torch.device) -> Iterator[list[int]]:
     yield found
     if told:
         status = (_PROC / "status").read_text()
-        found += [
-            int(line.split()[1]) * 1024
-            for line in status.splitlines()
-            if line.startswith("VmHWM:")
-        ]
+        found += [int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")]

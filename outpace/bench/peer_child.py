@@ -38,9 +38,7 @@ class Absent(Exception):
 def openvino(given: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     """Load a model with OpenVINO GenAI: a folder with its own export, or a GGUF file."""
     try:
-        np, ov, genai = (
-            importlib.import_module(name) for name in ("numpy", "openvino", "openvino_genai")
-        )
+        np, ov, genai = (importlib.import_module(name) for name in ("numpy", "openvino", "openvino_genai"))
     except ImportError as error:
         raise Absent(f"{error}; pip install openvino-genai") from error
     precision = {"bfloat16": "bf16", "float32": "f32"}[given["dtype"]]

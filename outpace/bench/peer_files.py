@@ -101,8 +101,7 @@ def expand_gguf(source: Path, path: Path, dtype: torch.dtype) -> None:
             if key not in ("general.architecture", "general.quantization_version"):
                 _add(writer, key, value)
         kinds = {
-            name: torch.float32 if len(place.shape) < 2 else matrix
-            for name, place in header.places.items()
+            name: torch.float32 if len(place.shape) < 2 else matrix for name, place in header.places.items()
         }
         for name, place in header.places.items():
             empty = np.dtype(str(kinds[name]).removeprefix("torch."))

@@ -148,9 +148,7 @@ class ChildPeer:
                 line = self._lines.get(timeout=seconds)
             except queue.Empty:
                 self.close()
-                raise ModelError(
-                    f"{self.name} did not answer within {seconds:g} s and was ended"
-                ) from None
+                raise ModelError(f"{self.name} did not answer within {seconds:g} s and was ended") from None
             if line is None:
                 raise self._ended()
             told: dict[str, Any] = json.loads(line)

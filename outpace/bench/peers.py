@@ -182,11 +182,7 @@ def count(new_tokens: int, emitted: Sequence[int], drafted: Sequence[int]) -> Co
 
 
 def _inside(
-    name: str,
-    target: Target,
-    dtype: torch.dtype,
-    assistant: str | Path | None,
-    beside: Sequence[Contender],
+    name: str, target: Target, dtype: torch.dtype, assistant: str | Path | None, beside: Sequence[Contender]
 ) -> Contender:
     if name == "hf-assisted" and assistant is None:
         raise ModelError("it needs an assistant model, and none was named")

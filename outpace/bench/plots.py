@@ -62,18 +62,12 @@ def draw(report: Report, out: Path, *, note: Callable[[str], object] | None = No
     Returns:
         The files written, none without matplotlib.
     """
-    pictures = {
-        "speedup": _speedup, "acceptance": _acceptance, "verbs": _verbs, "passes": _passes
-    }  # fmt: skip
-    return paint({name: partial(one, report=report) for name, one in pictures.items()}, out,
-                 note=note)
+    pictures = {"speedup": _speedup, "acceptance": _acceptance, "verbs": _verbs, "passes": _passes}
+    return paint({name: partial(one, report=report) for name, one in pictures.items()}, out, note=note)
 
 
 def paint(
-    pictures: Mapping[str, Callable[[Any], bool]],
-    out: Path,
-    *,
-    note: Callable[[str], object] | None = None,
+    pictures: Mapping[str, Callable[[Any], bool]], out: Path, *, note: Callable[[str], object] | None = None
 ) -> list[Path]:
     """Write pictures as PNG and as SVG, in one style.
 
@@ -130,18 +124,25 @@ def _speedup(figure: Any, report: Report) -> bool:
         ]
         x = [cell["speedup"] for _, cell in points]
         y = [block - 0.4 + (index + 0.5) * step for block, _ in points]
-        reach = [
-            cell.get("speedup_interval") or [v, v] for (_, cell), v in zip(points, x, strict=True)
-        ]
+        reach = [cell.get("speedup_interval") or [v, v] for (_, cell), v in zip(points, x, strict=True)]
         errors = [
             [max(0.0, v - low) for v, (low, _) in zip(x, reach, strict=True)],
             [max(0.0, high - v) for v, (_, high) in zip(x, reach, strict=True)],
         ]
         colour = COLOURS[index % len(COLOURS)]
         axes.errorbar(
-            x, y, xerr=errors, fmt=_marker(index), ms=6, lw=1.4, capsize=2, color=colour,
-            mfc="white" if row.get("kind") == "peer" else colour, mew=1.4, label=_name(row),
-        )  # fmt: skip
+            x,
+            y,
+            xerr=errors,
+            fmt=_marker(index),
+            ms=6,
+            lw=1.4,
+            capsize=2,
+            color=colour,
+            mfc="white" if row.get("kind") == "peer" else colour,
+            mew=1.4,
+            label=_name(row),
+        )
     for border in range(1, len(blocks)):
         axes.axhline(border - 0.5, color="#BBBBBB", lw=1.2 if border == 1 else 0.5)
     axes.set_yticks(range(len(blocks)), [_text(name) for name in blocks])
@@ -169,9 +170,15 @@ def _acceptance(figure: Any, report: Report) -> bool:
         deepest = max(deepest, len(row["acceptance_by_depth"]))
         colour = COLOURS[index % len(COLOURS)]
         axes.plot(
-            *zip(*shares, strict=True), marker=_marker(index), ms=5.5, lw=1.6, color=colour,
-            mfc="white" if row.get("kind") == "peer" else colour, clip_on=False, label=_name(row),
-        )  # fmt: skip
+            *zip(*shares, strict=True),
+            marker=_marker(index),
+            ms=5.5,
+            lw=1.6,
+            color=colour,
+            mfc="white" if row.get("kind") == "peer" else colour,
+            clip_on=False,
+            label=_name(row),
+        )
     axes.set_xlim(0.7, deepest + 0.3)
     axes.set_ylim(0, 1)
     axes.set_xticks(range(1, deepest + 1, 1 + deepest // 16))
@@ -193,16 +200,27 @@ def _verbs(figure: Any, report: Report) -> bool:
     for verb in VERBS:
         shares = [max(0.0, row["verb_shares"].get(verb) or 0.0) for row in rows]
         axes.barh(
-            range(len(rows)), shares, 0.66, left, color=_VERB_COLOURS[verb], label=verb,
-            edgecolor="white", lw=0.8,
-        )  # fmt: skip
+            range(len(rows)),
+            shares,
+            0.66,
+            left,
+            color=_VERB_COLOURS[verb],
+            label=verb,
+            edgecolor="white",
+            lw=0.8,
+        )
         dark = verb in ("score_pass", "judge", "commit")
         for at, (start, share) in enumerate(zip(left, shares, strict=True)):
             if share >= _SHOWN:
                 axes.text(
-                    start + share / 2, at, f"{100 * share:.0f}", ha="center", va="center",
-                    color="white" if dark else "black", size=9,
-                )  # fmt: skip
+                    start + share / 2,
+                    at,
+                    f"{100 * share:.0f}",
+                    ha="center",
+                    va="center",
+                    color="white" if dark else "black",
+                    size=9,
+                )
         left = [start + share for start, share in zip(left, shares, strict=True)]
     axes.set_yticks(range(len(rows)), [_name(row) for row in rows])
     axes.tick_params(axis="y", length=0)
@@ -223,24 +241,30 @@ def _passes(figure: Any, report: Report) -> bool:
         return False
     figure.set_size_inches(7.5, 4.6)
     axes = figure.add_subplot()
-    for index, (context, seconds) in enumerate(
-        zip(cost["contexts"], cost["pass_seconds"], strict=True)
-    ):
+    for index, (context, seconds) in enumerate(zip(cost["contexts"], cost["pass_seconds"], strict=True)):
         axes.plot(
-            cost["rows"], [1e3 * one for one in seconds], marker=_marker(index), ms=5.5, lw=1.6,
-            color=COLOURS[index % len(COLOURS)], label=f"context {context}",
-        )  # fmt: skip
+            cost["rows"],
+            [1e3 * one for one in seconds],
+            marker=_marker(index),
+            ms=5.5,
+            lw=1.6,
+            color=COLOURS[index % len(COLOURS)],
+            label=f"context {context}",
+        )
         if cost.get("roofline"):
             guess = cost["roofline"]["fitted"]["pass_seconds"][index]
             axes.plot(
-                cost["rows"], [1e3 * one for one in guess], ls=":", lw=1.2,
-                color=COLOURS[index % len(COLOURS)], label=None if index else "fitted roofline",
-            )  # fmt: skip
+                cost["rows"],
+                [1e3 * one for one in guess],
+                ls=":",
+                lw=1.2,
+                color=COLOURS[index % len(COLOURS)],
+                label=None if index else "fitted roofline",
+            )
     if cost.get("floor_seconds"):
         axes.axhline(
-            1e3 * cost["floor_seconds"], color="#000000", lw=1.2, ls="--",
-            label="floor: reading the weights",
-        )  # fmt: skip
+            1e3 * cost["floor_seconds"], color="#000000", lw=1.2, ls="--", label="floor: reading the weights"
+        )
     axes.set_xscale("log", base=2)
     axes.set_xticks(cost["rows"], [str(count) for count in cost["rows"]])
     axes.minorticks_off()
@@ -268,10 +292,19 @@ def budgets(figure: Any, profile: Report) -> bool:
     for index, row in enumerate(rows):
         colour, speedups = COLOURS[index % len(COLOURS)], row["expected_D"]
         depths = range(1, len(speedups) + 1)
-        axes.plot(depths, speedups, lw=1.6, color=colour, marker=_marker(index), ms=4,
-                  label=_text(row["spec"]))
-        axes.plot(depths[-1:], [row["speedup"]], ls="", color=colour, marker=_marker(index), ms=9,
-                  mfc="white", mew=1.4)
+        axes.plot(
+            depths, speedups, lw=1.6, color=colour, marker=_marker(index), ms=4, label=_text(row["spec"])
+        )
+        axes.plot(
+            depths[-1:],
+            [row["speedup"]],
+            ls="",
+            color=colour,
+            marker=_marker(index),
+            ms=9,
+            mfc="white",
+            mew=1.4,
+        )
     deepest = max(len(row["expected_D"]) for row in rows)
     axes.set_xticks(range(1, deepest + 1, 1 + deepest // 16))
     axes.set_ylim(bottom=0)
@@ -300,8 +333,7 @@ def load(figure: Any, report: Report) -> bool:
         mine = [row for row in rows if row["drafter"] == name]
         look = {"color": COLOURS[index % len(COLOURS)], "marker": _marker(index), "ms": 5.5}
         places = [at.index(row[key]) for row in mine]
-        left.plot(places, [row["tokens_per_second"] for row in mine], lw=1.6, label=_text(name),
-                  **look)
+        left.plot(places, [row["tokens_per_second"] for row in mine], lw=1.6, label=_text(name), **look)
         for part, style in (("p50", "-"), ("p95", ":")):
             delays = [1e3 * row[f"first_token_seconds_{part}"] for row in mine]
             right.plot(places, delays, lw=1.6, ls=style, **look)
@@ -330,11 +362,13 @@ def _about(report: Report, what: str) -> str:
     parts = [
         str(part)
         for part in (
-            p.get("model"), p.get("dtype"), p.get("gpu"),
+            p.get("model"),
+            p.get("dtype"),
+            p.get("gpu"),
             threads and f"{threads} thread{'s' if threads != 1 else ''}",
         )
         if part
-    ]  # fmt: skip
+    ]
     return _text(f"{what}: {', '.join(parts)}" if parts else what, 80)
 
 

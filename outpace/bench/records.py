@@ -10,9 +10,7 @@ from outpace.engine.results import Counters
 
 Kind = Literal["drafter", "peer"]
 
-VERBS = (
-    "plan", "draft_host", "draft_pass", "score_host", "score_pass", "judge", "commit", "other",
-)  # fmt: skip
+VERBS = ("plan", "draft_host", "draft_pass", "score_host", "score_pass", "judge", "commit", "other")
 """Keys of ``verb_shares``; together they are the whole of a run's decoding."""
 
 

@@ -24,9 +24,7 @@ _MAY_DIFFER = ("model", "dtype", "threads", "device", "cpu", "gpu", "commit", "v
 _WANTED = 5  # sequences of a category that should be left without loops
 
 
-def build(
-    session: Session, provenance: Mapping[str, Any], end_ids: Collection[int] = ()
-) -> Report:
+def build(session: Session, provenance: Mapping[str, Any], end_ids: Collection[int] = ()) -> Report:
     """Make the report of a benchmark.
 
     Args:
@@ -65,7 +63,8 @@ def _noise_floor(session: Session) -> dict[str, Any]:
 def _rows(part: Measured, end_ids: Collection[int]) -> list[dict[str, Any]]:
     plain = part.runs[PLAIN]
     looped = {
-        unit for (unit, turn), run in plain.items()
+        unit
+        for (unit, turn), run in plain.items()
         if turn == 0 and any(stats.loops(tokens) for tokens in run.tokens)
     }
     measured = sorted({unit for runs in part.runs.values() for unit, _ in runs})
@@ -85,22 +84,25 @@ def _rows(part: Measured, end_ids: Collection[int]) -> list[dict[str, Any]]:
         }
         promised = _promised(part, contender)
 
-        def cell(units: Sequence[int], runs: Runs = runs, head: dict[str, Any] = head,
-                 promised: bool = promised) -> dict[str, Any]:
+        def cell(
+            units: Sequence[int], runs: Runs = runs, head: dict[str, Any] = head, promised: bool = promised
+        ) -> dict[str, Any]:
             kept = [unit for unit in units if unit not in looped]
             return {
                 **head,
                 **figures(compared(runs, units), plain, prompt_of, promised, end_ids),
-                "without_loops": figures(
-                    compared(runs, kept), plain, prompt_of, promised, end_ids
-                ) if kept else None,
+                "without_loops": figures(compared(runs, kept), plain, prompt_of, promised, end_ids)
+                if kept
+                else None,
             }
 
-        rows.append({
-            **cell(measured),
-            "about": dict(contender.about),
-            "groups": {name: cell(units) for name, units in groups.items()},
-        })
+        rows.append(
+            {
+                **cell(measured),
+                "about": dict(contender.about),
+                "groups": {name: cell(units) for name, units in groups.items()},
+            }
+        )
     return rows
 
 
@@ -129,9 +131,8 @@ def _promised(part: Measured, contender: Contender) -> bool:
 
 
 def figures(
-    runs: Runs, plain: Runs, prompt_of: Sequence[int], promised: bool,
-    end_ids: Collection[int] = (),
-) -> dict[str, Any]:  # fmt: skip
+    runs: Runs, plain: Runs, prompt_of: Sequence[int], promised: bool, end_ids: Collection[int] = ()
+) -> dict[str, Any]:
     """Figures of one contender over some units.
 
     Args:
@@ -147,10 +148,7 @@ def figures(
     by_round = stats.unit_ratios(runs, plain)
     ratios = list(by_round.values())
     by_unit = [sum(rounds) / len(rounds) for rounds in ratios]
-    whole = [
-        sum(rounds) / len(rounds)
-        for rounds in stats.paired_ratios(runs, plain, end_to_end=True)
-    ]
+    whole = [sum(rounds) / len(rounds) for rounds in stats.paired_ratios(runs, plain, end_to_end=True)]
     counted = [one for run in first for one in run.counters]
     sums = stats.add_up(counted) if counted else None
     seconds = sum(run.seconds for run in runs.values())
@@ -163,14 +161,10 @@ def figures(
         "tokens_per_second": _per(
             sum(len(tokens) for run in runs.values() for tokens in run.tokens), seconds
         ),
-        "decode_tokens_per_second": _per(
-            sum(run.decode_tokens for run in runs.values()), decode
-        ),
+        "decode_tokens_per_second": _per(sum(run.decode_tokens for run in runs.values()), decode),
         "prefill_seconds": stats.median([run.prefill_seconds for run in runs.values()]),
         "speedup": stats.mean(by_unit),
-        "speedup_interval": _plain(
-            stats.prompt_interval(by_unit, [prompt_of[unit] for unit in by_round])
-        ),
+        "speedup_interval": _plain(stats.prompt_interval(by_unit, [prompt_of[unit] for unit in by_round])),
         "speedup_median": stats.median(by_unit),
         "repeat_interval": _plain(stats.repeat_interval(ratios)),
         "repeat_speedups": _by_round(ratios),
@@ -241,9 +235,7 @@ def _remarks(report: Report) -> list[str]:
         )
     for row in report["rows"]:
         if row["synthetic"]:
-            lines.append(
-                f"{row['method']} is synthetic: its guesses were looked up and cost nothing"
-            )
+            lines.append(f"{row['method']} is synthetic: its guesses were looked up and cost nothing")
     return lines
 
 
@@ -315,7 +307,5 @@ def check_comparable(a: Report, b: Report) -> list[str]:
     if wrong:
         raise RequestError(f"the reports measured different things: {', '.join(wrong)}")
     return [
-        f"{key}: {mine[key]} and {theirs[key]}"
-        for key in _MAY_DIFFER
-        if mine.get(key) != theirs.get(key)
+        f"{key}: {mine[key]} and {theirs[key]}" for key in _MAY_DIFFER if mine.get(key) != theirs.get(key)
     ]

@@ -235,9 +235,7 @@ def make_units(
         key = (case.group, case.seed, batch > 1 and apart(case))
         piles.setdefault(key, []).append(case)
     return [
-        tuple(pile[start : start + batch])
-        for pile in piles.values()
-        for start in range(0, len(pile), batch)
+        tuple(pile[start : start + batch]) for pile in piles.values() for start in range(0, len(pile), batch)
     ]
 
 

@@ -86,9 +86,7 @@ def median(values: Sequence[float]) -> float | None:
     return float(np.median(values)) if len(values) else None
 
 
-def prompt_interval(
-    values: Sequence[float], prompts: Sequence[int], seed: int = 0
-) -> Interval | None:
+def prompt_interval(values: Sequence[float], prompts: Sequence[int], seed: int = 0) -> Interval | None:
     """95 % bootstrap interval of the mean over units: what other prompts of the kind may give.
 
     Prompts are resampled, each with all of its units: answers to one prompt are alike, so more
@@ -130,9 +128,7 @@ def repeat_interval(values: Sequence[Sequence[float]], seed: int = 0) -> Interva
     again = [np.asarray(rounds) for rounds in values if len(rounds) > 1]
     if not again:
         return None
-    pooled = np.concatenate(
-        [(r - r.mean()) * math.sqrt(len(r) / (len(r) - 1)) for r in again]
-    )
+    pooled = np.concatenate([(r - r.mean()) * math.sqrt(len(r) / (len(r) - 1)) for r in again])
     coins = np.random.default_rng(seed)
     noise = np.zeros(_DRAWS)
     for rounds in values:
@@ -209,9 +205,13 @@ def add_up(counters: Iterable[Counters]) -> Counters:
             for depth, count in enumerate(counts):
                 sums[depth] += count
     return Counters(
-        new_tokens=new, passes=passes, drafted=drafted, accepted=accepted,
-        drafted_at=tuple(depths[0]), accepted_at=tuple(depths[1]),
-    )  # fmt: skip
+        new_tokens=new,
+        passes=passes,
+        drafted=drafted,
+        accepted=accepted,
+        drafted_at=tuple(depths[0]),
+        accepted_at=tuple(depths[1]),
+    )
 
 
 def drafted_share(counters: Counters) -> float:

@@ -59,8 +59,18 @@ def noise_line(report: Report) -> str:
 def _main(rows: Sequence[Figures]) -> Table:
     return Table(
         "Speed-up over none: ratio of decode tokens per second, unit by unit, then the mean",
-        ("method", "decode tok/s", "speed-up", "95 % interval", "without loops", "95 % interval",
-         "end to end", "mean emitted", "acceptance", "equal to none"),
+        (
+            "method",
+            "decode tok/s",
+            "speed-up",
+            "95 % interval",
+            "without loops",
+            "95 % interval",
+            "end to end",
+            "mean emitted",
+            "acceptance",
+            "equal to none",
+        ),
         tuple(
             (
                 label(row),
@@ -83,14 +93,12 @@ def _groups(rows: Sequence[Figures]) -> Table:
     """Speed-ups by category, with and without loops."""
     names = list(rows[0]["groups"])
     plain = rows[0]["groups"]
-    counts = (
-        "sequences",
-        *(f"{plain[n]['sequences']} / {_kept(plain[n], 'sequences') or 0}" for n in names),
-    )
+    counts = ("sequences", *(f"{plain[n]['sequences']} / {_kept(plain[n], 'sequences') or 0}" for n in names))
     cells = _by_category(
-        [row for row in rows if row["method"] != "none"], names,
+        [row for row in rows if row["method"] != "none"],
+        names,
         lambda cell: f"{number(cell['speedup'])} / {number(_kept(cell, 'speedup'))}",
-    )  # fmt: skip
+    )
     return Table(
         f"Speed-up by category: all sequences / without those whose plain text loops (> {LOOPS:g})",
         ("method", *names),
@@ -102,9 +110,10 @@ def _drafts(rows: Sequence[Figures]) -> Table:
     """What a pass emits, and how often there was a guess, by category."""
     names = list(rows[0]["groups"])
     cells = _by_category(
-        [row for row in rows if row["drafted"]], names,
+        [row for row in rows if row["drafted"]],
+        names,
         lambda cell: f"{number(cell['mean_emitted'])} / {share(cell.get('drafted_share'), 0)}",
-    )  # fmt: skip
+    )
     return Table(
         "Mean emitted by category / share of the passes that checked a guess",
         ("method", *names),
@@ -117,8 +126,7 @@ def _by_category(
 ) -> list[tuple[str, ...]]:
     """A line per method: its label, and what is told of each category that it took part in."""
     return [
-        (label(row), *(tell(row["groups"][n]) if n in row["groups"] else "" for n in names))
-        for row in rows
+        (label(row), *(tell(row["groups"][n]) if n in row["groups"] else "" for n in names)) for row in rows
     ]
 
 
@@ -127,17 +135,23 @@ def _shares(rows: Sequence[Figures]) -> Table:
     return Table(
         "Where decoding spends its time",
         ("method", *VERBS),
-        tuple(
-            (label(row), *(f"{row['verb_shares'][verb]:.1%}" for verb in VERBS)) for row in told
-        ),
+        tuple((label(row), *(f"{row['verb_shares'][verb]:.1%}" for verb in VERBS)) for row in told),
     )
 
 
 def _costs(rows: Sequence[Figures]) -> Table:
     return Table(
         "Work",
-        ("method", "tok/s with prefill", "prefill s", "passes", "drafted", "draft levels",
-         "peak memory MB", "looping"),
+        (
+            "method",
+            "tok/s with prefill",
+            "prefill s",
+            "passes",
+            "drafted",
+            "draft levels",
+            "peak memory MB",
+            "looping",
+        ),
         tuple(
             (
                 label(row),
@@ -146,8 +160,7 @@ def _costs(rows: Sequence[Figures]) -> Table:
                 number(row["passes"], 0),
                 number(row["drafted"], 0),
                 number(row["draft_levels"], 0),
-                number(None if row["peak_memory_bytes"] is None
-                       else row["peak_memory_bytes"] / 1e6, 0),
+                number(None if row["peak_memory_bytes"] is None else row["peak_memory_bytes"] / 1e6, 0),
                 share(row["looping"]),
             )
             for row in rows
@@ -162,8 +175,11 @@ def _depths(rows: Sequence[Figures]) -> Table:
         "Acceptance by depth: of the passes whose draft reached it",
         ("method", *(str(depth + 1) for depth in range(most))),
         tuple(
-            (label(row), *(f"{a:.2f}" for a in row["acceptance_by_depth"]),
-             *[""] * (most - len(row["acceptance_by_depth"])))
+            (
+                label(row),
+                *(f"{a:.2f}" for a in row["acceptance_by_depth"]),
+                *[""] * (most - len(row["acceptance_by_depth"])),
+            )
             for row in deep
         ),
     )
@@ -177,12 +193,17 @@ def _repeats(rows: Sequence[Figures]) -> Table:
             continue
         for name, cell in (("all", row), *row["groups"].items()):
             width = half_width(cell["repeat_interval"])
-            out.append((
-                label(row), name, number(cell["speedup"], 3),
-                "" if cell["repeat_interval"] is None else f"{width:.3f}",
-                number(_kept(cell, "speedup"), 3), str(cell["repeats"]),
-                " ".join(f"{value:.3f}" for value in cell["repeat_speedups"]),
-            ))
+            out.append(
+                (
+                    label(row),
+                    name,
+                    number(cell["speedup"], 3),
+                    "" if cell["repeat_interval"] is None else f"{width:.3f}",
+                    number(_kept(cell, "speedup"), 3),
+                    str(cell["repeats"]),
+                    " ".join(f"{value:.3f}" for value in cell["repeat_speedups"]),
+                )
+            )
     return Table(
         "Repeats: the interval is that of measuring these very prompts again",
         ("method", "category", "speed-up", "half-width", "without loops", "rounds", "each round"),
@@ -194,7 +215,8 @@ def _keyed(rows: Sequence[Figures]) -> Table:
     """What it costs that the text of a seed is the same with any drafter."""
     free = {row["method"]: row for row in rows if not row["reproducible"]}
     pairs = [
-        (free[row["method"]], row) for row in rows
+        (free[row["method"]], row)
+        for row in rows
         if row["reproducible"] and row["method"] in free and row["drafted"]
     ]
     return Table(
@@ -229,8 +251,19 @@ def side_by_side(a: Report, b: Report) -> list[Table]:
 
     main = Table(
         "A and B",
-        ("method", "decode tok/s A", "B", "speed-up A", "B", "95 % interval A", "B",
-         "end to end A", "B", "mean emitted A", "B"),
+        (
+            "method",
+            "decode tok/s A",
+            "B",
+            "speed-up A",
+            "B",
+            "95 % interval A",
+            "B",
+            "end to end A",
+            "B",
+            "mean emitted A",
+            "B",
+        ),
         tuple(
             (
                 name,
@@ -247,16 +280,18 @@ def side_by_side(a: Report, b: Report) -> list[Table]:
     cells = []
     for name, rows in both.items():
         if name.split()[0] != "none":
-            cells.append((
-                name,
-                *(
-                    " | ".join(
-                        number(None if row is None else row["groups"].get(g, {}).get("speedup"))
-                        for row in rows
-                    )
-                    for g in groups
-                ),
-            ))
+            cells.append(
+                (
+                    name,
+                    *(
+                        " | ".join(
+                            number(None if row is None else row["groups"].get(g, {}).get("speedup"))
+                            for row in rows
+                        )
+                        for g in groups
+                    ),
+                )
+            )
     by_group = Table("Speed-up by category: A | B", ("method", *groups), tuple(cells))
     return [table for table in (main, by_group) if table.rows]
 
@@ -269,9 +304,7 @@ def markdown(report: Report) -> str:
     return page("Benchmark", lead, tables(report), {**report["provenance"], **about})
 
 
-def page(
-    title: str, lead: Sequence[str], tables: Sequence[Table], provenance: Mapping[str, Any]
-) -> str:
+def page(title: str, lead: Sequence[str], tables: Sequence[Table], provenance: Mapping[str, Any]) -> str:
     """A report as Markdown.
 
     Args:
@@ -288,7 +321,8 @@ def page(
     lines += ["", "## Again", "", f"    {provenance['command']}", "", "| | |", "|---|---|"]
     lines += [
         _line((key, value if isinstance(value, str) else json.dumps(value)))
-        for key, value in provenance.items() if key != "command"
+        for key, value in provenance.items()
+        if key != "command"
     ]
     return "\n".join(lines) + "\n"
 

@@ -120,8 +120,10 @@ class KVCache(ABC):
         state = self._slots[slot]
         for before, row in zip((-1, *rows), rows, strict=False):
             if state.tail_parents[row] != before:
-                raise ValueError(f"rows {list(rows)} are no path: {row} hangs from "
-                                 f"{state.tail_parents[row]}, not from {before}")
+                raise ValueError(
+                    f"rows {list(rows)} are no path: {row} hangs from "
+                    f"{state.tail_parents[row]}, not from {before}"
+                )
         if list(rows) != list(range(len(rows))):
             self._move(slot, [len(state.ids) + row for row in rows], len(state.ids))
         state.ids.extend(state.tail_ids[row] for row in rows)

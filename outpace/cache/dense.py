@@ -132,7 +132,8 @@ class DenseCache(KVCache):
         # Rows that are being appended are not stored yet.
         used = {
             number: min(len(state.ids) + len(state.tail_ids), self.rows)
-            for number, state in self._slots.items() if number < self.room[0]
+            for number, state in self._slots.items()
+            if number < self.room[0]
         }
         assert slots >= self.slots and rows >= max(used.values(), default=0), (slots, rows)
         self._views = {}
@@ -164,9 +165,7 @@ class DenseCache(KVCache):
             own[:, start : start + len(rows)] = own[:, torch.tensor(rows, device=own.device)]
 
 
-def _resized(
-    store: Tensor, slots: int, rows: int, used: Mapping[int, int], axis: int
-) -> Tensor:
+def _resized(store: Tensor, slots: int, rows: int, used: Mapping[int, int], axis: int) -> Tensor:
     """A copy with another number of slots, and of rows along ``axis``; ``used`` rows per slot."""
     shape = list(store.shape)
     shape[1], shape[axis] = slots, rows

@@ -11,22 +11,18 @@ import typer
 
 from outpace.cli import analyze_cascade, analyze_tree, show
 from outpace.cli.drafting import known
-from outpace.cli.options import (
-    UNDRAFTED,
-    ModelOptions,
-    WorkloadOptions,
-    at_least,
-    option,
-    spread,
-)
+from outpace.cli.options import UNDRAFTED, ModelOptions, WorkloadOptions, at_least, option, spread
 
 if TYPE_CHECKING:
     from outpace.analysis.acceptance import Acceptance
 
 _OUTPUT = "Output"
 _NAMES = {
-    "chosen": "q's best", "iid": "with replacement", "distinct": "without replacement",
-    "greedy_plus_one": "greedy and one", "coupled": "coupled",
+    "chosen": "q's best",
+    "iid": "with replacement",
+    "distinct": "without replacement",
+    "greedy_plus_one": "greedy and one",
+    "coupled": "coupled",
 }
 
 _EXAMPLES = """
@@ -65,8 +61,12 @@ def acceptance(
     texts: WorkloadOptions,
     drafter: Annotated[
         str,
-        option("--drafter", "-d", metavar="SPEC",
-               help="Who guesses; one that samples, such as draft_model[model=M]."),
+        option(
+            "--drafter",
+            "-d",
+            metavar="SPEC",
+            help="Who guesses; one that samples, such as draft_model[model=M].",
+        ),
     ],
     max_new_tokens: Annotated[
         int, option("--max-new-tokens", metavar="N", help="Longest answer, tokens.")
@@ -74,13 +74,16 @@ def acceptance(
     temperature: Annotated[
         float, option("--temperature", "-t", metavar="T", help="Of both laws, above 0.")
     ] = 1.0,
-    as_json: Annotated[
-        bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")
-    ] = False,
+    as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
     out: Annotated[
         Path | None,
-        option("--out", "-o", panel=_OUTPUT, metavar="DIR",
-               help="Write acceptance.json and a plot into this folder."),
+        option(
+            "--out",
+            "-o",
+            panel=_OUTPUT,
+            metavar="DIR",
+            help="Write acceptance.json and a plot into this folder.",
+        ),
     ] = None,
 ) -> None:
     """Compare what verifiers keep at one position with the most that any could.
@@ -97,8 +100,7 @@ def acceptance(
     cases = texts.pick(engine, prompts, max_new_tokens)
     with show.progress(len(cases), "prompts") as tick:
         report = measure(
-            engine, drafter, cases, max_new_tokens=max_new_tokens,
-            temperature=temperature, tick=tick,
+            engine, drafter, cases, max_new_tokens=max_new_tokens, temperature=temperature, tick=tick
         )
     found = {**report.to_json(), "workload": texts.workload, "prompts": len(cases)}
     if as_json:
@@ -123,8 +125,10 @@ def show_report(report: Acceptance, prompts: int) -> None:
     most = 0
     for drawn, part in found["drafts"].items():
         curves = {"at most": part["bound"]} if part["bound"] is not None else {}
-        curves |= {f"{name} (lossy)" if name == "typical" else name: curve
-                   for name, curve in part["verifiers"].items()}
+        curves |= {
+            f"{name} (lossy)" if name == "typical" else name: curve
+            for name, curve in part["verifiers"].items()
+        }
         for name, curve in curves.items():
             most = max(most, len(curve))
             rows.append((_NAMES[drawn], name, *(f"{value:.3f}" for value in curve)))
@@ -139,7 +143,8 @@ def _picture(figure: Any, found: dict[str, Any]) -> bool:
     figure.set_size_inches(9, 6.5)
     figure.suptitle(
         f"{found['model']}, {found['drafter']}, temperature {found['temperature']:g}, "
-        f"{show.count(found['positions'], 'position')}", fontsize="medium",
+        f"{show.count(found['positions'], 'position')}",
+        fontsize="medium",
     )
     parts = {name: part for name, part in found["drafts"].items() if part["bound"]}
     grid = figure.subplots(2, 2, sharex=True, sharey=True).ravel()

@@ -40,30 +40,31 @@ def cascade(
     texts: WorkloadOptions,
     levels: Annotated[
         str,
-        option("--levels", "-l", metavar="SPECS",
-               help="Drafters, strongest first, joined by +: draft_model[model=M]+max_gram."),
+        option(
+            "--levels",
+            "-l",
+            metavar="SPECS",
+            help="Drafters, strongest first, joined by +: draft_model[model=M]+max_gram.",
+        ),
     ],
     k: Annotated[
         list[str] | None,
-        option("--k", metavar="K", show_default="the best ones",
-               help="Another K to predict, such as 5,10/10; may be given several times."),
+        option(
+            "--k",
+            metavar="K",
+            show_default="the best ones",
+            help="Another K to predict, such as 5,10/10; may be given several times.",
+        ),
     ] = None,
     measure: Annotated[
         bool, option("--measure", help="Run every configuration, and plain decoding beside it.")
     ] = False,
-    max_new_tokens: Annotated[
-        int, option("--max-new-tokens", metavar="N", help="Tokens per answer.")
-    ] = 64,
-    temperature: Annotated[
-        float, option("--temperature", "-t", metavar="T", help="Of all laws.")
-    ] = 0.0,
-    as_json: Annotated[
-        bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")
-    ] = False,
+    max_new_tokens: Annotated[int, option("--max-new-tokens", metavar="N", help="Tokens per answer.")] = 64,
+    temperature: Annotated[float, option("--temperature", "-t", metavar="T", help="Of all laws.")] = 0.0,
+    as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
     out: Annotated[
         Path | None,
-        option("--out", "-o", panel=_OUTPUT, metavar="DIR",
-               help="Write cascade.json into this folder."),
+        option("--out", "-o", panel=_OUTPUT, metavar="DIR", help="Write cascade.json into this folder."),
     ] = None,
 ) -> None:
     """Measure how far every level's guesses are kept, and name the K that should gain most.
@@ -91,9 +92,7 @@ def cascade(
         {"kind": kind, "k": cascades.text_of(best), **_numbers(promise)}
         for kind, (best, promise) in found.predicted().items()
     ]
-    rows += [
-        {"kind": "given", "k": text, **_numbers(found.predict(read_k(text)))} for text in k or ()
-    ]
+    rows += [{"kind": "given", "k": text, **_numbers(found.predict(read_k(text)))} for text in k or ()]
     if measure:
         specs = [cascades.spec_of(levels, read_k(row["k"])) for row in rows]
         with show.progress(len(ids), "prompts") as tick:
@@ -103,8 +102,12 @@ def cascade(
             row["measured"], row["measured_emitted"] = by_spec[spec]
     best = max(rows, key=lambda row: row["predicted"])
     report = {
-        **cascades.as_json(found), "workload": texts.workload, "prompts": len(ids), **settings,
-        "configurations": rows, "best": cascades.spec_of(levels, read_k(best["k"])),
+        **cascades.as_json(found),
+        "workload": texts.workload,
+        "prompts": len(ids),
+        **settings,
+        "configurations": rows,
+        "best": cascades.spec_of(levels, read_k(best["k"])),
     }
     if as_json:
         show.write_json(report)
@@ -129,14 +132,10 @@ def show_report(found: Found, report: dict[str, Any], measured: bool) -> None:
     table = []
     for one in report["acceptance"]:
         kept = [1.0, *one["kept"]]
-        shares = [
-            f"{now / before:.2f}" if before else ""
-            for before, now in pairwise(kept)
-        ][:_PLACES]
-        table.append((
-            one["level"], one["reviewer"], str(one["drafts"]), *shares,
-            *[""] * (_PLACES - len(shares)),
-        ))  # fmt: skip
+        shares = [f"{now / before:.2f}" if before else "" for before, now in pairwise(kept)][:_PLACES]
+        table.append(
+            (one["level"], one["reviewer"], str(one["drafts"]), *shares, *[""] * (_PLACES - len(shares)))
+        )
     show.table(("level", "for", "drafts", *places), table, numbers=("drafts", *places))
     show.write("\nMilliseconds of a step, by rows\n")
     counts = ("1", "4", "8", "16")
@@ -144,15 +143,17 @@ def show_report(found: Found, report: dict[str, Any], measured: bool) -> None:
         ("model", *counts),
         [(one["model"], *(f"{one[n]:.2f}" for n in counts)) for one in report["milliseconds"]],
         numbers=counts,
-    )  # fmt: skip
+    )
     show.write("\nSpeed-up over plain decoding\n")
     names = {"emitted": "emitted", "predicted": "predicted"}
     if measured:
         names |= {"really emitted": "measured_emitted", "measured": "measured"}
     show.table(
         ("cascade", "k", *names),
-        [(row["kind"], row["k"], *(f"{row[name]:.2f}" for name in names.values()))
-         for row in report["configurations"]],
+        [
+            (row["kind"], row["k"], *(f"{row[name]:.2f}" for name in names.values()))
+            for row in report["configurations"]
+        ],
         numbers=tuple(names),
-    )  # fmt: skip
+    )
     show.write(f"\nbest: {report['best']}\n")

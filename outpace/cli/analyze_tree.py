@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 _PROMPT = "Prompt"
 _OUTPUT = "Output"
 _COLOURS = {
-    "pending": "bold", "accepted": "bold green", "added": "bold yellow", "refused": "bright_black",
+    "pending": "bold",
+    "accepted": "bold green",
+    "added": "bold yellow",
+    "refused": "bright_black",
     "unreached": "bright_black",
 }
 
@@ -64,38 +67,49 @@ def register(group: typer.Typer) -> None:
 
 def tree(
     prompt: Annotated[
-        str | None,
-        typer.Argument(metavar="PROMPT", help="The text to answer.", show_default=False),
+        str | None, typer.Argument(metavar="PROMPT", help="The text to answer.", show_default=False)
     ] = None,
     *,
     model: ModelOptions,
     drafting: DrafterOptions,
     prompt_file: Annotated[
         str | None,
-        option("--prompt-file", "-f", panel=_PROMPT, metavar="FILE",
-               help="Read the prompt from a UTF-8 file, less a final newline; -: standard input."),
+        option(
+            "--prompt-file",
+            "-f",
+            panel=_PROMPT,
+            metavar="FILE",
+            help="Read the prompt from a UTF-8 file, less a final newline; -: standard input.",
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int, option("--max-new-tokens", metavar="N", help="Longest answer, tokens.")
     ] = 32,
     temperature: Annotated[
         float | None,
-        option("--temperature", "-t", metavar="T", show_default="the model's, else 0",
-               help="Divides the logits; 0 always takes the likeliest token."),
+        option(
+            "--temperature",
+            "-t",
+            metavar="T",
+            show_default="the model's, else 0",
+            help="Divides the logits; 0 always takes the likeliest token.",
+        ),
     ] = None,
     seed: Annotated[int, option("--seed", metavar="S", help="Names the coins.")] = 0,
     steps: Annotated[
-        int | None,
-        option("--steps", metavar="K", show_default="all", help="Passes to show, from the first."),
+        int | None, option("--steps", metavar="K", show_default="all", help="Passes to show, from the first.")
     ] = None,
     out: Annotated[
         Path | None,
-        option("--out", "-o", panel=_OUTPUT, metavar="FILE",
-               help="Draw into FILE.svg, or FILE.html to step through the passes."),
+        option(
+            "--out",
+            "-o",
+            panel=_OUTPUT,
+            metavar="FILE",
+            help="Draw into FILE.svg, or FILE.html to step through the passes.",
+        ),
     ] = None,
-    as_json: Annotated[
-        bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")
-    ] = False,
+    as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
 ) -> None:
     """Draw the token tree of every pass: what was guessed, what was kept, and how likely it was."""
     at_least_one("--steps", steps)
@@ -157,29 +171,38 @@ def shape(
     texts: WorkloadOptions,
     drafter: Annotated[
         str,
-        option("--drafter", "-d", metavar="SPEC",
-               help="Who guesses; one that grows trees, such as draft_model[model=M]."),
+        option(
+            "--drafter",
+            "-d",
+            metavar="SPEC",
+            help="Who guesses; one that grows trees, such as draft_model[model=M].",
+        ),
     ],
     max_new_tokens: Annotated[
         int, option("--max-new-tokens", metavar="N", help="Longest answer, tokens.")
     ] = 48,
-    temperature: Annotated[
-        float, option("--temperature", "-t", metavar="T", help="Of both laws.")
-    ] = 0.0,
+    temperature: Annotated[float, option("--temperature", "-t", metavar="T", help="Of both laws.")] = 0.0,
     nodes: Annotated[
         int | None,
-        option("--nodes", metavar="N", show_default="as many as pay here, by measured costs",
-               help="Guesses per pass."),
+        option(
+            "--nodes",
+            metavar="N",
+            show_default="as many as pay here, by measured costs",
+            help="Guesses per pass.",
+        ),
     ] = None,
     depth: Annotated[int, option("--depth", metavar="D", help="Levels, at most.")] = 6,
     out: Annotated[
         Path | None,
-        option("--out", "-o", panel=_OUTPUT, metavar="FILE",
-               help="Write the tree into FILE.json, for --tree FILE.json."),
+        option(
+            "--out",
+            "-o",
+            panel=_OUTPUT,
+            metavar="FILE",
+            help="Write the tree into FILE.json, for --tree FILE.json.",
+        ),
     ] = None,
-    as_json: Annotated[
-        bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")
-    ] = False,
+    as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
 ) -> None:
     """Find the best fixed tree: which sibling is accepted how often, and what follows from it."""
     at_least_one("--nodes", nodes)
@@ -196,8 +219,7 @@ def shape(
     cases = texts.pick(engine, prompts, max_new_tokens)
     params = SamplingParams(temperature=temperature, seed=0, max_new_tokens=max_new_tokens)
     with show.progress(2 * len(cases), "prompts") as tick:
-        best = find(engine, drafter, cases, params, depth=depth, nodes=nodes, tick=tick,
-                    note=show.note)
+        best = find(engine, drafter, cases, params, depth=depth, nodes=nodes, tick=tick, note=show.note)
     report = {**best.to_json(), "workload": texts.workload, "prompts": len(cases)}
     if as_json:
         show.write_json(report)

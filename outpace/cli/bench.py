@@ -51,9 +51,7 @@ Examples:
 
 def register(app: typer.Typer) -> None:
     """Add the command and its sub-commands."""
-    group = typer.Typer(
-        invoke_without_command=True, epilog=_EXAMPLES.strip().replace("[", r"\[")
-    )
+    group = typer.Typer(invoke_without_command=True, epilog=_EXAMPLES.strip().replace("[", r"\["))
     group.callback()(spread(bench))
     group.command(epilog="Try: outpace bench compare before/report.json after")(compare)
     bench_passes.register(group)
@@ -67,80 +65,119 @@ def bench(
     model: ModelOptions,
     drafters: Annotated[
         str,
-        option("--drafters", "-d", panel=_WHO, metavar="SPECS",
-               help="Method specs with commas between them, or all: every drafter that needs no "
-               "setting. none takes part in any case."),
+        option(
+            "--drafters",
+            "-d",
+            panel=_WHO,
+            metavar="SPECS",
+            help="Method specs with commas between them, or all: every drafter that needs no "
+            "setting. none takes part in any case.",
+        ),
     ] = f"none,{DEFAULT_DRAFTER}",
     plan: PlanOptions,
     peers: Annotated[
         str,
-        option("--peers", panel=_WHO, metavar="NAMES", show_default="nobody",
-               help="Other programs: hf, hf-prompt-lookup, hf-assisted, openvino, "
-               "openvino-prompt-lookup, llamacpp. hf-assisted takes the model of the first "
-               "draft_model among the drafters."),
+        option(
+            "--peers",
+            panel=_WHO,
+            metavar="NAMES",
+            show_default="nobody",
+            help="Other programs: hf, hf-prompt-lookup, hf-assisted, openvino, "
+            "openvino-prompt-lookup, llamacpp. hf-assisted takes the model of the first "
+            "draft_model among the drafters.",
+        ),
     ] = "",
     peer_python: Annotated[
         Path | None,
-        option("--peer-python", panel=_WHO, metavar="PATH",
-               help="Python of the environment that the peers outside this process are in."),
+        option(
+            "--peer-python",
+            panel=_WHO,
+            metavar="PATH",
+            help="Python of the environment that the peers outside this process are in.",
+        ),
     ] = None,
     synthetic_acceptance: Annotated[
         str | None,
-        option("--synthetic-acceptance", panel=_WHO, metavar="A1,A2,...",
-               help="Add a drafter whose guess at depth i is right at rate Ai, at no cost: "
-               "what a drafter of that quality would give."),
+        option(
+            "--synthetic-acceptance",
+            panel=_WHO,
+            metavar="A1,A2,...",
+            help="Add a drafter whose guess at depth i is right at rate Ai, at no cost: "
+            "what a drafter of that quality would give.",
+        ),
     ] = None,
     workload: Annotated[
         str,
-        option("--workload", "-w", panel=_WHAT, metavar="NAME|FILE",
-               help="builtin, or a file: Spec-Bench, MT-bench, HumanEval, GSM8K, MBPP, or JSONL "
-               "with prompt or messages."),
+        option(
+            "--workload",
+            "-w",
+            panel=_WHAT,
+            metavar="NAME|FILE",
+            help="builtin, or a file: Spec-Bench, MT-bench, HumanEval, GSM8K, MBPP, or JSONL "
+            "with prompt or messages.",
+        ),
     ] = "builtin",
     limit: Annotated[
         int | None,
-        option("--limit", panel=_WHAT, metavar="N", show_default="all",
-               help="Prompts per category, at most."),
+        option(
+            "--limit", panel=_WHAT, metavar="N", show_default="all", help="Prompts per category, at most."
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int,
-        option("--max-new-tokens", panel=_HOW, metavar="N",
-               help="Tokens of every answer; an end of sequence does not end it."),
+        option(
+            "--max-new-tokens",
+            panel=_HOW,
+            metavar="N",
+            help="Tokens of every answer; an end of sequence does not end it.",
+        ),
     ] = 128,
     temperature: Annotated[
         float,
-        option("--temperature", "-t", panel=_HOW, metavar="T",
-               help=f"Above 0: {SEEDS} seeds per prompt, sampled independently and, in rows of "
-               "their own, reproducibly."),
+        option(
+            "--temperature",
+            "-t",
+            panel=_HOW,
+            metavar="T",
+            help=f"Above 0: {SEEDS} seeds per prompt, sampled independently and, in rows of "
+            "their own, reproducibly.",
+        ),
     ] = 0.0,
     batch: Annotated[
         int,
-        option("--batch", "-b", panel=_HOW, metavar="B",
-               help="Prompts of one category that are answered together."),
+        option(
+            "--batch",
+            "-b",
+            panel=_HOW,
+            metavar="B",
+            help="Prompts of one category that are answered together.",
+        ),
     ] = 1,
-    repeat: Annotated[
-        int, option("--repeat", panel=_HOW, metavar="R", help="Rounds over all prompts.")
-    ] = 1,
+    repeat: Annotated[int, option("--repeat", panel=_HOW, metavar="R", help="Rounds over all prompts.")] = 1,
     max_repeat: Annotated[
         int | None,
-        option("--max-repeat", panel=_HOW, metavar="R", show_default="--repeat",
-               help="Most rounds over a category where a speed-up is not settled to 0.02."),
+        option(
+            "--max-repeat",
+            panel=_HOW,
+            metavar="R",
+            show_default="--repeat",
+            help="Most rounds over a category where a speed-up is not settled to 0.02.",
+        ),
     ] = None,
     seed: Annotated[
         int, option("--seed", panel=_HOW, metavar="S", help="First seed of sampled answers.")
     ] = 0,
     out: Annotated[
         Path | None,
-        option("--out", "-o", panel=_OUTPUT, metavar="DIR",
-               help="Write report.json, report.md and plots here."),
+        option(
+            "--out", "-o", panel=_OUTPUT, metavar="DIR", help="Write report.json, report.md and plots here."
+        ),
     ] = None,
     answers: Annotated[
         Path | None,
-        option("--answers", panel=_OUTPUT, metavar="FILE",
-               help="Write the answers as Spec-Bench does."),
+        option("--answers", panel=_OUTPUT, metavar="FILE", help="Write the answers as Spec-Bench does."),
     ] = None,
-    as_json: Annotated[
-        bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")
-    ] = False,
+    as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
 ) -> None:
     """Measure methods against plain decoding, in turns, prompt by prompt.
 
@@ -149,13 +186,15 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     for name, value in (
-        ("--limit", limit), ("--batch", batch), ("--repeat", repeat), ("--max-repeat", max_repeat),
+        ("--limit", limit),
+        ("--batch", batch),
+        ("--repeat", repeat),
+        ("--max-repeat", max_repeat),
     ):
         at_least_one(name, value)
     if max_new_tokens < 2:
         raise RequestError(
-            f"--max-new-tokens must be at least 2, got {max_new_tokens}; the first token belongs "
-            "to prefill"
+            f"--max-new-tokens must be at least 2, got {max_new_tokens}; the first token belongs to prefill"
         )
     if answers is not None and batch > 1:
         raise RequestError(f"--answers needs the time of every answer, got --batch {batch}; use 1")
@@ -181,27 +220,41 @@ def bench(
 
     seeds = range(seed, seed + SEEDS) if temperature > 0 else [seed]
     with show.busy("preparing prompts"):
-        asked = make_cases(
-            engine, prompts, limit=limit, max_new_tokens=max_new_tokens, seeds=seeds
-        )
+        asked = make_cases(engine, prompts, limit=limit, max_new_tokens=max_new_tokens, seeds=seeds)
     modes = modes_of(max_new_tokens, temperature)
     texts: Texts = {}
     with taking_part(
-        engine, specs, plan, asked.notes, rates=rates, texts=texts, peers=named,
-        python=peer_python,
-    ) as contenders:  # fmt: skip
+        engine, specs, plan, asked.notes, rates=rates, texts=texts, peers=named, python=peer_python
+    ) as contenders:
         runner = Runner(
-            contenders, texts, batch=batch, repeat=repeat,
-            max_repeat=max(repeat, max_repeat or 1), need_texts=rates is not None,
-        )  # fmt: skip
+            contenders,
+            texts,
+            batch=batch,
+            repeat=repeat,
+            max_repeat=max(repeat, max_repeat or 1),
+            need_texts=rates is not None,
+        )
         runner.session.notes += asked.notes
         measure(runner, asked.cases, modes)
-    report = report_of(engine, asked, runner.session, {
-        "workload": workload, "limit": limit, "max_new_tokens": max_new_tokens,
-        "temperature": temperature, "batch": batch, "ignore_eos": modes[0].ignore_eos,
-        "repeat": repeat, "max_repeat": runner.max_repeat, "seed": seed,
-        "drafters": drafters, "peers": named, "synthetic_acceptance": rates,
-    })  # fmt: skip
+    report = report_of(
+        engine,
+        asked,
+        runner.session,
+        {
+            "workload": workload,
+            "limit": limit,
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "batch": batch,
+            "ignore_eos": modes[0].ignore_eos,
+            "repeat": repeat,
+            "max_repeat": runner.max_repeat,
+            "seed": seed,
+            "drafters": drafters,
+            "peers": named,
+            "synthetic_acceptance": rates,
+        },
+    )
     if out is not None:
         save(report, out)
     if answers is not None and tokenizer is not None:
@@ -238,9 +291,7 @@ def measure(runner: Runner, cases: list[Case], modes: list[Settings]) -> None:
         runner.run(cases, modes)
 
 
-def report_of(
-    engine: Engine, asked: Asked, session: Session, config: dict[str, Any]
-) -> Report:
+def report_of(engine: Engine, asked: Asked, session: Session, config: dict[str, Any]) -> Report:
     """The report, with where its figures come from.
 
     Args:
@@ -253,9 +304,8 @@ def report_of(
     from outpace.bench.report import build
 
     about = provenance(
-        command=shlex.join(["outpace", *sys.argv[1:]]), target=engine.target, cases=asked.cases,
-        config=config,
-    )  # fmt: skip
+        command=shlex.join(["outpace", *sys.argv[1:]]), target=engine.target, cases=asked.cases, config=config
+    )
     return build(session, about, engine.eos_ids)
 
 
@@ -313,9 +363,7 @@ def show_report(report: Report) -> None:
 
 
 def compare(
-    first: Annotated[
-        Path, typer.Argument(metavar="A", help="report.json, or the folder that holds it.")
-    ],
+    first: Annotated[Path, typer.Argument(metavar="A", help="report.json, or the folder that holds it.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
     as_json: Annotated[bool, option("--json", help="Print one JSON object.")] = False,
 ) -> None:

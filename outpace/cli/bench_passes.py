@@ -39,30 +39,44 @@ def passes(
     model: ModelOptions,
     drafters: Annotated[
         str | None,
-        option("--drafters", "-d", metavar="SPECS", show_default="nobody",
-               help="Method specs with commas between them, whose drafts are timed by level."),
+        option(
+            "--drafters",
+            "-d",
+            metavar="SPECS",
+            show_default="nobody",
+            help="Method specs with commas between them, whose drafts are timed by level.",
+        ),
     ] = None,
     rows: Annotated[
         str | None,
-        option("--rows", metavar="N,N,...", show_default="1 to 128, doubling",
-               help="Rows of one sequence: the pending token and its guesses."),
+        option(
+            "--rows",
+            metavar="N,N,...",
+            show_default="1 to 128, doubling",
+            help="Rows of one sequence: the pending token and its guesses.",
+        ),
     ] = None,
     contexts: Annotated[
         str | None,
-        option("--contexts", metavar="N,N,...", show_default="64,256,1024",
-               help="Tokens that the cache holds before a pass."),
+        option(
+            "--contexts",
+            metavar="N,N,...",
+            show_default="64,256,1024",
+            help="Tokens that the cache holds before a pass.",
+        ),
     ] = None,
     batches: Annotated[
         str | None,
-        option("--batches", metavar="N,N,...", show_default="1,2,4",
-               help="Sequences in one pass, of one row each."),
+        option(
+            "--batches",
+            metavar="N,N,...",
+            show_default="1,2,4",
+            help="Sequences in one pass, of one row each.",
+        ),
     ] = None,
-    repeat: Annotated[
-        int, option("--repeat", metavar="R", help="Timed rounds; medians are reported.")
-    ] = 11,
+    repeat: Annotated[int, option("--repeat", metavar="R", help="Timed rounds; medians are reported.")] = 11,
     out: Annotated[
-        Path | None,
-        option("--out", metavar="DIR", help="Write passes.json, passes.png and passes.svg here."),
+        Path | None, option("--out", metavar="DIR", help="Write passes.json, passes.png and passes.svg here.")
     ] = None,
     as_json: Annotated[bool, option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -113,14 +127,10 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise RequestError(
-            f"{name} {text!r} is no list of whole numbers; give some, such as 1,2,4"
-        ) from None
+        raise RequestError(f"{name} {text!r} is no list of whole numbers; give some, such as 1,2,4") from None
 
 
-def report_of(
-    engine: Engine, device: Device, curve: CostCurve, costs: list[DraftCost]
-) -> dict[str, Any]:
+def report_of(engine: Engine, device: Device, curve: CostCurve, costs: list[DraftCost]) -> dict[str, Any]:
     """Everything measured, as plain data; docs/glossary.md says what the keys mean."""
     target = engine.target
     one = curve.seconds_CR[0][0]
@@ -168,14 +178,16 @@ def _roofline(engine: Engine, device: Device, curve: CostCurve) -> dict[str, Any
     out = []
     for one in (device, fitted):
         guess = estimated_like(target.config, one, curve)
-        out.append({
-            "peak": one.peak,
-            "bandwidth": one.bandwidth,
-            "overhead": one.overhead,
-            "one_row_seconds": guess.seconds_CR[0][0],
-            "error": error(guess, curve),
-            "pass_seconds": [list(line) for line in guess.seconds_CR],
-        })
+        out.append(
+            {
+                "peak": one.peak,
+                "bandwidth": one.bandwidth,
+                "overhead": one.overhead,
+                "one_row_seconds": guess.seconds_CR[0][0],
+                "error": error(guess, curve),
+                "pass_seconds": [list(line) for line in guess.seconds_CR],
+            }
+        )
     return {"measured": out[0], "fitted": out[1]}
 
 
@@ -215,8 +227,7 @@ def show_report(report: dict[str, Any]) -> None:
         columns[0] = "batch"
         show.table(
             columns,
-            [[str(size), *_pairs(report["batch_seconds"], i)]
-             for i, size in enumerate(report["batches"])],
+            [[str(size), *_pairs(report["batch_seconds"], i)] for i, size in enumerate(report["batches"])],
             numbers=columns,
         )
     if report["drafters"]:
@@ -235,16 +246,20 @@ def _peaks(device: dict[str, float]) -> str:
 
 def _pairs(table: list[list[float]], index: int) -> list[str]:
     """For one row of a table: milliseconds and ratio, context by context."""
-    return [cell for line in table
-            for cell in (_ms(line[index]), f"{line[index] / line[0]:.2f}")]
+    return [cell for line in table for cell in (_ms(line[index]), f"{line[index] / line[0]:.2f}")]
 
 
 def _draft(cost: dict[str, Any]) -> tuple[str, ...]:
     if not cost["draft_seconds"]:
         return ("0", "", "", "", "0.000")
     whole, inside = cost["draft_seconds"][-1], cost["pass_seconds"][-1]
-    return (str(cost["depths"][-1]), _ms(whole), f"{inside / whole:.0%}",
-            _ms(cost["level_seconds"]), f"{cost['level_share']:.3f}")
+    return (
+        str(cost["depths"][-1]),
+        _ms(whole),
+        f"{inside / whole:.0%}",
+        _ms(cost["level_seconds"]),
+        f"{cost['level_share']:.3f}",
+    )
 
 
 def _ms(seconds: float) -> str:

@@ -49,87 +49,134 @@ def serve(
     model: ModelOptions,
     url: Annotated[
         str | None,
-        option("--url", panel=_WHO, metavar="URL", show_default="one that is started",
-               help="A server that runs already, with a model of its own."),
+        option(
+            "--url",
+            panel=_WHO,
+            metavar="URL",
+            show_default="one that is started",
+            help="A server that runs already, with a model of its own.",
+        ),
     ] = None,
     api_key_file: Annotated[
-        Path | None,
-        option("--api-key-file", panel=_WHO, metavar="FILE", help="Its key, in the first line."),
+        Path | None, option("--api-key-file", panel=_WHO, metavar="FILE", help="Its key, in the first line.")
     ] = None,
     drafters: Annotated[
         str,
-        option("--drafters", "-d", panel=_WHO, metavar="SPECS",
-               help="Method specs with commas between them, which take turns; none takes part in "
-               "any case."),
+        option(
+            "--drafters",
+            "-d",
+            panel=_WHO,
+            metavar="SPECS",
+            help="Method specs with commas between them, which take turns; none takes part in any case.",
+        ),
     ] = f"auto,{PLAIN}",
     workload: Annotated[
         str,
-        option("--workload", "-w", panel=_WHAT, metavar="NAME|FILE",
-               help="builtin, or a file as for outpace bench; first turns alone."),
+        option(
+            "--workload",
+            "-w",
+            panel=_WHAT,
+            metavar="NAME|FILE",
+            help="builtin, or a file as for outpace bench; first turns alone.",
+        ),
     ] = "builtin",
     concurrency: Annotated[
         str,
-        option("--concurrency", "-c", panel=_WHAT, metavar="N,N,...",
-               help="Clients of a closed loop: each asks again as soon as it is answered."),
+        option(
+            "--concurrency",
+            "-c",
+            panel=_WHAT,
+            metavar="N,N,...",
+            help="Clients of a closed loop: each asks again as soon as it is answered.",
+        ),
     ] = "1,2,4,8,16,32,64",
     rate: Annotated[
         float | None,
-        option("--rate", panel=_WHAT, metavar="R", show_default="closed loop",
-               help="Requests per second of an open loop, at random times, in place of clients."),
+        option(
+            "--rate",
+            panel=_WHAT,
+            metavar="R",
+            show_default="closed loop",
+            help="Requests per second of an open loop, at random times, in place of clients.",
+        ),
     ] = None,
     requests: Annotated[
         int | None,
-        option("--requests", "-n", panel=_WHAT, metavar="N",
-               show_default=USUAL, help="Requests per drafter, load and round."),
+        option(
+            "--requests",
+            "-n",
+            panel=_WHAT,
+            metavar="N",
+            show_default=USUAL,
+            help="Requests per drafter, load and round.",
+        ),
     ] = None,
-    rounds: Annotated[
-        int, option("--rounds", panel=_WHAT, metavar="R", help="Turns of every drafter.")
-    ] = 2,
+    rounds: Annotated[int, option("--rounds", panel=_WHAT, metavar="R", help="Turns of every drafter.")] = 2,
     max_new_tokens: Annotated[
         int,
-        option("--max-new-tokens", panel=_WHAT, metavar="N",
-               help="Tokens of every answer; an end of sequence does not end it."),
+        option(
+            "--max-new-tokens",
+            panel=_WHAT,
+            metavar="N",
+            help="Tokens of every answer; an end of sequence does not end it.",
+        ),
     ] = 128,
     temperature: Annotated[
         float, option("--temperature", "-t", panel=_WHAT, metavar="T", help="Of all requests.")
     ] = 0.0,
     seed: Annotated[
         int,
-        option("--seed", panel=_WHAT, metavar="S",
-               help="Of arrivals, and of the first sampled answer; the next ones count on."),
+        option(
+            "--seed",
+            panel=_WHAT,
+            metavar="S",
+            help="Of arrivals, and of the first sampled answer; the next ones count on.",
+        ),
     ] = 0,
     check_texts: Annotated[
         bool,
-        option("--check-texts", panel=_WHAT,
-               help="Compare every text with that of its prompt alone under none; needs "
-               "temperature 0."),
+        option(
+            "--check-texts",
+            panel=_WHAT,
+            help="Compare every text with that of its prompt alone under none; needs temperature 0.",
+        ),
     ] = False,
     mixed: Annotated[
         bool,
-        option("--mixed", panel=_WHAT,
-               help="One row for all drafters, which take turns request by request, with answers "
-               "of different lengths: a quarter of --max-new-tokens at least."),
+        option(
+            "--mixed",
+            panel=_WHAT,
+            help="One row for all drafters, which take turns request by request, with answers "
+            "of different lengths: a quarter of --max-new-tokens at least.",
+        ),
     ] = False,
     timeout: Annotated[
         int,
-        option("--timeout", panel=_WHAT, metavar="S",
-               help="Longest wait for the next piece of an answer, seconds."),
+        option(
+            "--timeout",
+            panel=_WHAT,
+            metavar="S",
+            help="Longest wait for the next piece of an answer, seconds.",
+        ),
     ] = 600,
     out: Annotated[
         Path | None,
-        option("--out", "-o", panel=_OUTPUT, metavar="DIR",
-               help="Write report.json, report.md and a plot here."),
+        option(
+            "--out", "-o", panel=_OUTPUT, metavar="DIR", help="Write report.json, report.md and a plot here."
+        ),
     ] = None,
-    as_json: Annotated[
-        bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")
-    ] = False,
+    as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
 ) -> None:
     """Put load on a server, drafter by drafter in turns, and report rates, delays and texts.
 
     Ctrl-C ends it early and keeps what is measured. docs/serve.md says what the columns mean.
     """
-    for name, value in (("--requests", requests), ("--rounds", rounds), ("--timeout", timeout),
-                        ("--max-new-tokens", max_new_tokens)):
+    for name, value in (
+        ("--requests", requests),
+        ("--rounds", rounds),
+        ("--timeout", timeout),
+        ("--max-new-tokens", max_new_tokens),
+    ):
         at_least_one(name, value)
     if rate is not None and not 0 < rate < float("inf"):
         raise RequestError(f"--rate must be above 0, got {rate:g}")
@@ -147,9 +194,11 @@ def serve(
     from outpace.params import SamplingParams
 
     SamplingParams(temperature=temperature, seed=seed)  # refuses what is out of range
-    arrivals = [Arrival(rate=rate)] if rate is not None else [
-        Arrival(concurrency=count) for count in read_counts(concurrency)
-    ]
+    arrivals = (
+        [Arrival(rate=rate)]
+        if rate is not None
+        else [Arrival(concurrency=count) for count in read_counts(concurrency)]
+    )
     prompts = read_workload(workload)
     key = None if api_key_file is None else read_keys((), api_key_file)[0]
     if out is not None:
@@ -157,10 +206,15 @@ def serve(
     most = max((one.concurrency or 0 for one in arrivals), default=0)
     session = Session([MIXED] if mixed else specs)
     plan = Plan(
-        session, arrivals, prompts, Settings(max_new_tokens=max_new_tokens,
-                                             temperature=temperature, seed=seed),
-        requests, rounds, check_texts, specs if mixed else (),
-    )  # fmt: skip
+        session,
+        arrivals,
+        prompts,
+        Settings(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed),
+        requests,
+        rounds,
+        check_texts,
+        specs if mixed else (),
+    )
     with started(url, model, specs, clients=most, seconds=timeout) as address:
         try:
             asyncio.run(measure(plan, address, key, float(timeout), show.progress))
@@ -168,12 +222,27 @@ def serve(
             session.interrupted = True
     if not session.rounds:
         raise typer.Exit(130)
-    report = build(session, provenance_of(plan.about, {
-        "url": url, "workload": workload, "concurrency": None if rate is not None else concurrency,
-        "rate": rate, "requests": requests, "rounds": rounds, "max_new_tokens": max_new_tokens,
-        "temperature": temperature, "seed": seed, "drafters": drafters, "ignore_eos": True,
-        "check_texts": check_texts, "mixed": mixed,
-    }))
+    report = build(
+        session,
+        provenance_of(
+            plan.about,
+            {
+                "url": url,
+                "workload": workload,
+                "concurrency": None if rate is not None else concurrency,
+                "rate": rate,
+                "requests": requests,
+                "rounds": rounds,
+                "max_new_tokens": max_new_tokens,
+                "temperature": temperature,
+                "seed": seed,
+                "drafters": drafters,
+                "ignore_eos": True,
+                "check_texts": check_texts,
+                "mixed": mixed,
+            },
+        ),
+    )
     if out is not None:
         save(report, out)
     if as_json:
@@ -192,9 +261,7 @@ def read_counts(text: str) -> list[int]:
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise RequestError(
-            f"--concurrency {text!r} is no list of numbers from 1; give some, such as 1,4,16"
-        )
+        raise RequestError(f"--concurrency {text!r} is no list of numbers from 1; give some, such as 1,4,16")
     return list(dict.fromkeys(map(int, parts)))
 
 

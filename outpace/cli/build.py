@@ -40,13 +40,16 @@ Example:
 """
 
 FilesArgument = Annotated[
-    list[Path],
-    typer.Argument(metavar="FILES", help="Files of text.", show_default=False),
+    list[Path], typer.Argument(metavar="FILES", help="Files of text.", show_default=False)
 ]
 ModelOption = Annotated[
     str,
-    option("--model", "-m", metavar="M",
-           help="The model whose tokens are counted: name, folder, GGUF file, or hub id."),
+    option(
+        "--model",
+        "-m",
+        metavar="M",
+        help="The model whose tokens are counted: name, folder, GGUF file, or hub id.",
+    ),
 ]
 
 JsonOption = Annotated[bool, option("--json", help="Print one JSON object.")]
@@ -69,9 +72,13 @@ def bigram(
     model: ModelOption = "smollm2-135m",
     out: Annotated[
         Path | None,
-        option("--out", "-o", metavar="FILE",
-               show_default="where max_gram looks for one of this vocabulary",
-               help="The table to write."),
+        option(
+            "--out",
+            "-o",
+            metavar="FILE",
+            show_default="where max_gram looks for one of this vocabulary",
+            help="The table to write.",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

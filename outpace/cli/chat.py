@@ -15,13 +15,7 @@ import typer
 from outpace.cli import show
 from outpace.cli.drafting import DrafterOptions
 from outpace.cli.generate import LOSSY
-from outpace.cli.options import (
-    ModelOptions,
-    SamplingOptions,
-    notes,
-    option,
-    spread,
-)
+from outpace.cli.options import ModelOptions, SamplingOptions, notes, option, spread
 from outpace.errors import OutpaceError
 
 if TYPE_CHECKING:
@@ -59,8 +53,9 @@ def chat(
     drafting: DrafterOptions,
     system: Annotated[
         str | None,
-        option("--system", panel="Prompt", metavar="TEXT",
-               help="What the model is told before the conversation."),
+        option(
+            "--system", panel="Prompt", metavar="TEXT", help="What the model is told before the conversation."
+        ),
     ] = None,
     sampling: SamplingOptions,
 ) -> None:
@@ -109,9 +104,7 @@ class Talk:
         self, engine: Engine, params: SamplingParams, system: str | None, reproducible: bool | None
     ) -> None:
         self._engine = engine
-        self._settings: dict[str, Any] = {
-            "params": params, "system": system, "reproducible": reproducible
-        }
+        self._settings: dict[str, Any] = {"params": params, "system": system, "reproducible": reproducible}
         self._dialogue = self._begin()
         self._results: list[Result] = []
         self._held = 0

@@ -44,23 +44,29 @@ def check(
     model: ModelOptions,
     drafters: Annotated[
         str,
-        option("--drafters", "-d", metavar="SPECS",
-               help="Method specs with commas between them, or all: every lossless drafter that "
-               "needs no setting, and the model drafting for itself. Chains and trees."),
+        option(
+            "--drafters",
+            "-d",
+            metavar="SPECS",
+            help="Method specs with commas between them, or all: every lossless drafter that "
+            "needs no setting, and the model drafting for itself. Chains and trees.",
+        ),
     ] = "all",
     prompts: Annotated[
-        int,
-        option("--prompts", metavar="N", help="Built-in prompts to answer, at most."),
+        int, option("--prompts", metavar="N", help="Built-in prompts to answer, at most.")
     ] = 8,
     max_new_tokens: Annotated[
-        int,
-        option("--max-new-tokens", metavar="N", help="Longest answer, tokens."),
+        int, option("--max-new-tokens", metavar="N", help="Longest answer, tokens.")
     ] = 64,
     shapes: Annotated[
         str | None,
-        option("--shapes", metavar="NAME", show_default="not checked",
-               help="serve: every row of a pass as a server runs it (batches, guesses, edges of "
-               "pages and of prompt chunks) must be bit for bit what it is alone."),
+        option(
+            "--shapes",
+            metavar="NAME",
+            show_default="not checked",
+            help="serve: every row of a pass as a server runs it (batches, guesses, edges of "
+            "pages and of prompt chunks) must be bit for bit what it is alone.",
+        ),
     ] = None,
     as_json: Annotated[bool, option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -89,9 +95,7 @@ def check(
     usable = evenly(fitting(engine, builtin(), max_new_tokens), prompts)
     cases = [Case(prompt.id, ids) for prompt, ids in usable]
     with show.progress(sequences_of(len(cases), len(specs)), "answers") as tick:
-        report = run(
-            engine, cases, specs, max_new_tokens=max_new_tokens, tick=tick, done=_tell
-        )
+        report = run(engine, cases, specs, max_new_tokens=max_new_tokens, tick=tick, done=_tell)
     if shapes is not None:
         report = replace(report, shapes=_shapes(target))
     if as_json:
@@ -126,24 +130,33 @@ def show_report(report: Report) -> None:
     show.write("1 law       emitted tokens have the target's law (enumerated)\n")
     show.table(
         ("verifier", "largest error", "cases", "planted bugs caught"),
-        [(name, f"{law.error:.1e}", str(law.cases),
-          f"{law.planted_bugs_caught} of {law.planted_bugs}")
-         for name, law in report.laws.items()],
+        [
+            (name, f"{law.error:.1e}", str(law.cases), f"{law.planted_bugs_caught} of {law.planted_bugs}")
+            for name, law in report.laws.items()
+        ],
         numbers=("largest error", "cases", "planted bugs caught"),
     )
     show.write("2 code      fast verifiers decide as their oracles do\n")
     show.table(
         ("verifier", "cases", "agreed"),
-        [(name, str(oracle.cases), str(oracle.agreed))
-         for name, oracle in report.oracles.items()],
+        [(name, str(oracle.cases), str(oracle.agreed)) for name, oracle in report.oracles.items()],
         numbers=("cases", "agreed"),
     )
     said = "promised" if report.promised else "not promised here, measured"
     show.write(f"3 tokens    greedy text equals plain decoding ({said})\n")
     show.table(
         ("drafter", "sequences", "equal", "drafted", "accepted", "first difference"),
-        [(name, str(tally.sequences), str(tally.equal), str(tally.drafted), str(tally.accepted),
-          _first(tally)) for name, tally in report.tallies.items()],
+        [
+            (
+                name,
+                str(tally.sequences),
+                str(tally.equal),
+                str(tally.drafted),
+                str(tally.accepted),
+                _first(tally),
+            )
+            for name, tally in report.tallies.items()
+        ],
         numbers=("sequences", "equal", "drafted", "accepted"),
     )
     found = report.hardware()
@@ -166,8 +179,10 @@ def show_report(report: Report) -> None:
 
 def _show_shapes(shapes: ShapeReport) -> None:
     own = shapes.serving
-    show.write(f"5 shapes    rows are what they are alone: batches of up to {own.max_batch}, pages "
-               f"of {own.page}, chunks of {own.chunk}\n")
+    show.write(
+        f"5 shapes    rows are what they are alone: batches of up to {own.max_batch}, pages "
+        f"of {own.page}, chunks of {own.chunk}\n"
+    )
     show.table(
         ("passes that", "passes", "rows", "different", "first"),
         [_shape("decode", shapes.steps), _shape("read prompts", shapes.prompts)],

@@ -21,9 +21,16 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def taking_part(
-    engine: Engine, specs: list[str] | None, plan: PlanOptions, notes: list[str], *,
-    rates: tuple[float, ...] | None, texts: Texts, peers: list[str], python: Path | None,
-) -> Iterator[list[Contender]]:  # fmt: skip
+    engine: Engine,
+    specs: list[str] | None,
+    plan: PlanOptions,
+    notes: list[str],
+    *,
+    rates: tuple[float, ...] | None,
+    texts: Texts,
+    peers: list[str],
+    python: Path | None,
+) -> Iterator[list[Contender]]:
     """Give all contenders, `none` first, and close them.
 
     Args:
@@ -50,9 +57,7 @@ def taking_part(
             contender.close()
 
 
-def gather(
-    engine: Engine, specs: list[str] | None, notes: list[str], plan: PlanOptions
-) -> list[Contender]:
+def gather(engine: Engine, specs: list[str] | None, notes: list[str], plan: PlanOptions) -> list[Contender]:
     """Drafters as contenders, `none` first.
 
     Args:
@@ -67,7 +72,7 @@ def gather(
     """
     from outpace.bench.ours import Ours
 
-    named = [row.name for row in registry.rows("drafter")] if specs is None else specs
+    named = [row.name for row in registry.entries("drafter")] if specs is None else specs
     contenders: list[Contender] = []
     for spec in dict.fromkeys(["none", *named]):
         try:
@@ -117,9 +122,8 @@ def start_peers(
     for name in names:
         with show.busy(f"starting {name}"):
             peer = make_peer(
-                name, engine.target, peer_python=python, assistant=assistant, note=notes.append,
-                beside=found,
-            )  # fmt: skip
+                name, engine.target, peer_python=python, assistant=assistant, note=notes.append, beside=found
+            )
         if peer is not None:
             found.append(peer)
     return found

@@ -20,23 +20,41 @@ class PlanOptions:
 
     tree: Annotated[
         str | None,
-        option("--tree", panel=MODEL, metavar="SHAPE", show_default="the drafter's",
-               help="chain, dynamic, children per level such as 4x2x1, or FILE.json."),
+        option(
+            "--tree",
+            panel=MODEL,
+            metavar="SHAPE",
+            show_default="the drafter's",
+            help="chain, dynamic, children per level such as 4x2x1, or FILE.json.",
+        ),
     ] = None
     tree_size: Annotated[
         int | None,
-        option("--tree-size", panel=MODEL, metavar="N", show_default="the drafter's",
-               help="Most guesses per pass."),
+        option(
+            "--tree-size",
+            panel=MODEL,
+            metavar="N",
+            show_default="the drafter's",
+            help="Most guesses per pass.",
+        ),
     ] = None
     verifier: Annotated[
         str | None,
-        option("--verifier", panel=MODEL, metavar="NAME", show_default="tree",
-               help="Who decides what is kept; see outpace methods."),
+        option(
+            "--verifier",
+            panel=MODEL,
+            metavar="NAME",
+            show_default="tree",
+            help="Who decides what is kept; see outpace methods.",
+        ),
     ] = None
     allow_lossy: Annotated[
         bool,
-        option("--allow-lossy", panel=MODEL,
-               help="Permit verifiers that change the law of the output, such as typical."),
+        option(
+            "--allow-lossy",
+            panel=MODEL,
+            help="Permit verifiers that change the law of the output, such as typical.",
+        ),
     ] = False
 
     def on(self, spec: str) -> str:
@@ -75,9 +93,15 @@ class DrafterOptions(PlanOptions):
 
     drafter: Annotated[
         str | None,
-        option("--drafter", "-d", panel=MODEL, metavar="SPEC", show_default=DEFAULT_DRAFTER,
-               help="Who guesses: NAME, NAME[key=value ...], or the folder of a trained drafter. "
-               "See outpace methods, and outpace methods NAME for its settings."),
+        option(
+            "--drafter",
+            "-d",
+            panel=MODEL,
+            metavar="SPEC",
+            show_default=DEFAULT_DRAFTER,
+            help="Who guesses: NAME, NAME[key=value ...], or the folder of a trained drafter. "
+            "See outpace methods, and outpace methods NAME for its settings.",
+        ),
     ] = None
 
     @property
@@ -96,11 +120,11 @@ def known(text: str) -> str:
         UnknownNameError: drafter, verifier or policy that nobody has.
     """
     spec = MethodSpec.parse(text)
-    registry.row("drafter", spec.name)
+    registry.entry("drafter", spec.name)
     options = dict(spec.options)
     for key in _NAMED:
         if key in options:
-            registry.row(key, MethodSpec.parse(options[key]).name)
+            registry.entry(key, MethodSpec.parse(options[key]).name)
     return str(spec)
 
 
@@ -117,6 +141,5 @@ def read_specs(name: str, text: str) -> list[str]:
     """
     specs = [known(one) for one in split_specs(text)]
     if not specs:
-        raise RequestError(f"{name} {text!r} names no drafter; give method specs, with commas "
-                           "between them")
+        raise RequestError(f"{name} {text!r} names no drafter; give method specs, with commas between them")
     return specs

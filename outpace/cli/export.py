@@ -28,25 +28,38 @@ def register(app: typer.Typer) -> None:
 def export(
     source: Annotated[
         str,
-        typer.Argument(metavar="SOURCE",
-                       help="A drafter folder, or the method whose drafter for the model it is."),
+        typer.Argument(
+            metavar="SOURCE", help="A drafter folder, or the method whose drafter for the model it is."
+        ),
     ],
     form: Annotated[
         str,
-        option("--format", "-f", metavar="FORMAT",
-               help="speculators (vLLM reads it) or eagle3 (its authors' layout) for a head; hf, a "
-               "plain folder of transformers, for a draft model."),
+        option(
+            "--format",
+            "-f",
+            metavar="FORMAT",
+            help="speculators (vLLM reads it) or eagle3 (its authors' layout) for a head; hf, a "
+            "plain folder of transformers, for a draft model.",
+        ),
     ],
     out: Annotated[Path, option("--out", "-o", metavar="DIR", help="The folder to write.")],
     model: Annotated[
         str,
-        option("--model", "-m", metavar="M",
-               help="The model it was trained for: name, folder, GGUF file, or hub id."),
+        option(
+            "--model",
+            "-m",
+            metavar="M",
+            help="The model it was trained for: name, folder, GGUF file, or hub id.",
+        ),
     ] = "smollm2-135m",
     verifier: Annotated[
         str | None,
-        option("--verifier", metavar="ID", show_default="the model's name",
-               help="What the other program calls that model, as a rule a hub id."),
+        option(
+            "--verifier",
+            metavar="ID",
+            show_default="the model's name",
+            help="What the other program calls that model, as a rule a hub id.",
+        ),
     ] = None,
     as_json: Annotated[bool, option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -56,7 +69,7 @@ def export(
     """
     folder = Path(source).expanduser()
     if not folder.is_dir():
-        registry.row("drafter", source)
+        registry.entry("drafter", source)
 
     from outpace.drafters.trained import find
     from outpace.models.load import load_target

@@ -10,13 +10,7 @@ import typer
 
 from outpace.cli import show
 from outpace.cli.drafting import DrafterOptions
-from outpace.cli.options import (
-    ModelOptions,
-    SamplingOptions,
-    notes,
-    option,
-    spread,
-)
+from outpace.cli.options import ModelOptions, SamplingOptions, notes, option, spread
 from outpace.cli.runs import REPEATS, Run, Sides
 from outpace.errors import RequestError
 from outpace.files import decoded, reading
@@ -53,26 +47,38 @@ def register(app: typer.Typer) -> None:
 
 def generate(
     prompt: Annotated[
-        str | None,
-        typer.Argument(metavar="PROMPT", help="The text to answer.", show_default=False),
+        str | None, typer.Argument(metavar="PROMPT", help="The text to answer.", show_default=False)
     ] = None,
     *,
     model: ModelOptions,
     drafting: DrafterOptions,
     prompt_file: Annotated[
         str | None,
-        option("--prompt-file", "-f", panel=_PROMPT, metavar="FILE",
-               help="Read the prompt from a UTF-8 file, less a final newline; -: standard input."),
+        option(
+            "--prompt-file",
+            "-f",
+            panel=_PROMPT,
+            metavar="FILE",
+            help="Read the prompt from a UTF-8 file, less a final newline; -: standard input.",
+        ),
     ] = None,
     chat: Annotated[
         bool | None,
-        option("--chat/--raw", panel=_PROMPT, show_default="chat, if the model has a template",
-               help="Wrap the prompt in the model's chat template, or feed it as it stands."),
+        option(
+            "--chat/--raw",
+            panel=_PROMPT,
+            show_default="chat, if the model has a template",
+            help="Wrap the prompt in the model's chat template, or feed it as it stands.",
+        ),
     ] = None,
     system: Annotated[
         str | None,
-        option("--system", panel=_PROMPT, metavar="TEXT",
-               help="What the model is told before the prompt, in chat form."),
+        option(
+            "--system",
+            panel=_PROMPT,
+            metavar="TEXT",
+            help="What the model is told before the prompt, in chat form.",
+        ),
     ] = None,
     sampling: SamplingOptions,
     n: Annotated[
@@ -80,18 +86,28 @@ def generate(
     ] = 1,
     logprobs: Annotated[
         int | None,
-        option("--logprobs", panel=_OUTPUT, metavar="N",
-               help="With --json: log-probability of every token and of N alternatives."),
+        option(
+            "--logprobs",
+            panel=_OUTPUT,
+            metavar="N",
+            help="With --json: log-probability of every token and of N alternatives.",
+        ),
     ] = None,
     compare: Annotated[
         bool,
-        option("--compare", panel=_OUTPUT,
-               help=f"Answer plainly as well, {REPEATS} times each in turns, and show the gain."),
+        option(
+            "--compare",
+            panel=_OUTPUT,
+            help=f"Answer plainly as well, {REPEATS} times each in turns, and show the gain.",
+        ),
     ] = False,
     explain: Annotated[
         bool,
-        option("--explain", panel=_OUTPUT,
-               help="Show afterwards who drafted when, what was expected and what it brought."),
+        option(
+            "--explain",
+            panel=_OUTPUT,
+            help="Show afterwards who drafted when, what was expected and what it brought.",
+        ),
     ] = False,
     as_json: Annotated[
         bool, option("--json", panel=_OUTPUT, help="Print one JSON object in place of the text.")
@@ -210,21 +226,17 @@ def show_sides(sides: Sides) -> None:
         [
             ("drafter", plain.drafter, fast.drafter),
             ("new tokens", str(len(plain.tokens)), str(len(fast.tokens))),
-            ("tokens/s (decode)", f"{plain.tokens_per_second:.1f}",
-             f"{fast.tokens_per_second:.1f}"),
+            ("tokens/s (decode)", f"{plain.tokens_per_second:.1f}", f"{fast.tokens_per_second:.1f}"),
             ("speed-up (decode)", "1.00 x", f"{sides.speedup:.2f} x"),
             ("speed-up (end to end)", "1.00 x", f"{sides.end_to_end:.2f} x"),
-            ("mean emitted", f"{plain.counters.mean_emitted:.2f}",
-             f"{fast.counters.mean_emitted:.2f}"),
+            ("mean emitted", f"{plain.counters.mean_emitted:.2f}", f"{fast.counters.mean_emitted:.2f}"),
             ("acceptance rate", "", f"{fast.counters.acceptance_rate:.0%}"),
         ],
         numbers=("plain", "speculative"),
         to_stderr=True,
     )
     same = _SAME[sides.same_tokens] if fast.lossless else f"not promised ({LOSSY})"
-    show.note(
-        f"same tokens: {same}; median of {len(sides.ratios)} runs each, in turns after a warm-up"
-    )
+    show.note(f"same tokens: {same}; median of {len(sides.ratios)} runs each, in turns after a warm-up")
 
 
 def show_explained(told: Explained) -> None:
@@ -237,8 +249,13 @@ def show_explained(told: Explained) -> None:
     rows = [_cells(one, f"{one.first}-{one.last}") for one in runs[:_STRETCHES]]
     if len(runs) > _STRETCHES:
         left = show.count(len(runs) - _STRETCHES, "more run")
-        rows.append((f"{runs[_STRETCHES].first}-{total.last}", f"({left}; --json has all)",
-                     *[""] * (len(_COLUMNS) - 2)))
+        rows.append(
+            (
+                f"{runs[_STRETCHES].first}-{total.last}",
+                f"({left}; --json has all)",
+                *[""] * (len(_COLUMNS) - 2),
+            )
+        )
     rows += [_cells(one, show.count(one.passes, "step")) for one in told.by_drafter()]
     if len(told.by_drafter()) > 1:
         rows.append(_cells(total, "all"))
@@ -246,24 +263,44 @@ def show_explained(told: Explained) -> None:
     if total.plain is None:
         show.note("x plain: unknown, since this policy expects nothing and no pass had one row")
     else:
-        show.note(f"{total.over_plain:.2f} x plain decoding as {total.plain:.1f} tokens/s: "
-                  f"{total.gained:+.2f} s gained over {show.count(total.passes, 'step')}")
+        show.note(
+            f"{total.over_plain:.2f} x plain decoding as {total.plain:.1f} tokens/s: "
+            f"{total.gained:+.2f} s gained over {show.count(total.passes, 'step')}"
+        )
 
 
 def _cells(one: Stretch, steps: str) -> tuple[str, ...]:
     """A line of the table."""
+
     def rate(value: float | None, digits: int = 1) -> str:
         return "" if value is None else f"{value:.{digits}f}"
 
     return (
-        steps, one.drafter, " ".join(one.reasons), str(one.drafted), str(one.accepted),
-        str(one.emitted), rate(one.expected), rate(one.rate), rate(one.over_plain, 2),
+        steps,
+        one.drafter,
+        " ".join(one.reasons),
+        str(one.drafted),
+        str(one.accepted),
+        str(one.emitted),
+        rate(one.expected),
+        rate(one.rate),
+        rate(one.over_plain, 2),
         rate(one.gained, 3),
-    )  # fmt: skip
+    )
 
 
-_COLUMNS = ("steps", "drafter", "why", "drafted", "accepted", "emitted", "expected tok/s",
-            "measured tok/s", "x plain", "gained s")
+_COLUMNS = (
+    "steps",
+    "drafter",
+    "why",
+    "drafted",
+    "accepted",
+    "emitted",
+    "expected tok/s",
+    "measured tok/s",
+    "x plain",
+    "gained s",
+)
 LOSSY = "lossy: not the model's own law"
 """What is said of a text that a lossy verifier let through."""
 _STRETCHES = 24  # rows that people may still read

@@ -27,14 +27,21 @@ def register(app: typer.Typer) -> None:
 def methods(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", show_default=False,
-                       help="The method whose settings to show; all are listed without."),
+        typer.Argument(
+            metavar="NAME",
+            show_default=False,
+            help="The method whose settings to show; all are listed without.",
+        ),
     ] = None,
     *,
     model: Annotated[
         str | None,
-        option("--model", "-m", metavar="M",
-               help="List the drafters that are there for this model, with their speed-ups."),
+        option(
+            "--model",
+            "-m",
+            metavar="M",
+            help="List the drafters that are there for this model, with their speed-ups.",
+        ),
     ] = None,
     as_json: Annotated[bool, option("--json", help="Print a JSON list.")] = False,
 ) -> None:
@@ -44,7 +51,7 @@ def methods(
     if name is not None:
         _one(MethodSpec.parse(name).name, as_json)
         return
-    rows = registry.rows()
+    rows = registry.entries()
     if model is not None:
         _for_model(ModelOptions(model=model).load(drafter="none").target, as_json)
         return
@@ -60,23 +67,24 @@ def methods(
         show.write(f"{title}\n")
         show.table(
             ("name", "family", "what it does", "source", ""),
-            [(row.name, row.family, row.summary, row.paper or "", _remarks(row))
-             for row in of_kind],
+            [(row.name, row.family, row.summary, row.paper or "", _remarks(row)) for row in of_kind],
         )
 
 
 def _one(name: str, as_json: bool) -> None:
     """Show all methods of a name: there may be a drafter and a policy."""
-    rows = registry.rows()
+    rows = registry.entries()
     found = [row for row in rows if row.name == name]
     if not found:
         raise UnknownNameError("method", name, [row.name for row in rows])
     classes = [registry.load(row.kind, name) for row in found]
     if as_json:
-        show.write_json([
-            {**describe(row), "settings": [asdict(one) for one in settings_of(cls.Config)]}
-            for row, cls in zip(found, classes, strict=True)
-        ])
+        show.write_json(
+            [
+                {**describe(row), "settings": [asdict(one) for one in settings_of(cls.Config)]}
+                for row, cls in zip(found, classes, strict=True)
+            ]
+        )
         return
     for row, cls in zip(found, classes, strict=True):
         shape = f" {natural_shape(cls)}" if row.kind == "drafter" else ""
@@ -86,8 +94,10 @@ def _one(name: str, as_json: bool) -> None:
         if settings:
             show.table(
                 ("setting", "type", "default", "meaning"),
-                [(one.name, one.kind, "required" if one.default is None else one.default,
-                  one.meaning) for one in settings],
+                [
+                    (one.name, one.kind, "required" if one.default is None else one.default, one.meaning)
+                    for one in settings
+                ],
             )
         else:
             show.write("It has no settings of its own.\n")
@@ -97,7 +107,7 @@ def _one(name: str, as_json: bool) -> None:
 
 def _for_model(target: Target, as_json: bool) -> None:
     """List drafters for one model."""
-    found = [available(row, target) for row in registry.rows("drafter")]
+    found = [available(row, target) for row in registry.entries("drafter")]
     if as_json:
         show.write_json(found)
         return
@@ -106,11 +116,13 @@ def _for_model(target: Target, as_json: bool) -> None:
         ("name", "for this model", "speed-up", "mean emitted", "measured"),
         [(one["name"], one["status"], *_figures(one["measured"])) for one in found],
     )
-    show.write("Speed-ups of trained drafters are those measured when they were made; "
-               "outpace bench measures them here.\n")
+    show.write(
+        "Speed-ups of trained drafters are those measured when they were made; "
+        "outpace bench measures them here.\n"
+    )
 
 
-def available(row: registry.Row, target: Target) -> dict[str, Any]:
+def available(row: registry.MethodEntry, target: Target) -> dict[str, Any]:
     """Whether a drafter can be used with a model as it is, and how fast it was found to be."""
     from outpace.drafters.trained import candidates, read_measured, shipped_folder
     from outpace.train.objectives import OBJECTIVES
@@ -142,7 +154,7 @@ def _figures(measured: Any) -> tuple[str, str, str]:
     return f"{measured['speedup']:.2f}", f"{measured['mean_emitted']:.2f}", where
 
 
-def describe(row: registry.Row) -> dict[str, Any]:
+def describe(row: registry.MethodEntry) -> dict[str, Any]:
     """A row of the registry as plain values."""
     return {
         "name": row.name,
@@ -155,7 +167,7 @@ def describe(row: registry.Row) -> dict[str, Any]:
     }
 
 
-def _remarks(row: registry.Row) -> str:
+def _remarks(row: registry.MethodEntry) -> str:
     """What sets a method apart from most."""
     remarks = [] if row.lossless else ["lossy"]
     if row.trained:

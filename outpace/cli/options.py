@@ -86,27 +86,45 @@ class ModelOptions:
 
     model: Annotated[
         str,
-        option("--model", "-m", panel=MODEL, metavar="M",
-               help="Name, folder, GGUF file, or hub id such as owner/name."),
+        option(
+            "--model",
+            "-m",
+            panel=MODEL,
+            metavar="M",
+            help="Name, folder, GGUF file, or hub id such as owner/name.",
+        ),
     ] = "smollm2-135m"
     dtype: Annotated[
         str,
-        option("--dtype", panel=MODEL, metavar="D",
-               help="float32, bfloat16, or auto: the faster of the two here."),
+        option(
+            "--dtype",
+            panel=MODEL,
+            metavar="D",
+            help="float32, bfloat16, or auto: the faster of the two here.",
+        ),
     ] = "auto"
     quantize: Annotated[
         str | None,
-        option("--quantize", panel=MODEL, metavar="K", show_default="as they are",
-               help="Round the weights to int8 or int4: another model, with less to read (CPU)."),
+        option(
+            "--quantize",
+            panel=MODEL,
+            metavar="K",
+            show_default="as they are",
+            help="Round the weights to int8 or int4: another model, with less to read (CPU).",
+        ),
     ] = None
     device: Annotated[
-        str,
-        option("--device", panel=MODEL, metavar="D", help="Where to compute: cpu, cuda, cuda:1."),
+        str, option("--device", panel=MODEL, metavar="D", help="Where to compute: cpu, cuda, cuda:1.")
     ] = "cpu"
     threads: Annotated[
         int | None,
-        option("--threads", panel=MODEL, metavar="N", show_default="all cores",
-               help="CPU threads to compute with."),
+        option(
+            "--threads",
+            panel=MODEL,
+            metavar="N",
+            show_default="all cores",
+            help="CPU threads to compute with.",
+        ),
     ] = None
 
     def load(self, **settings: Any) -> Engine:
@@ -127,13 +145,14 @@ class ModelOptions:
             if self.threads is not None:
                 torch.set_num_threads(self.threads)
             given = {key: value for key, value in settings.items() if value is not None}
-            return _tuned(Engine.load(
-                self.model, dtype=self.dtype, device=self.device, quantize=self.quantize, **given
-            ))
+            return _tuned(
+                Engine.load(self.model, dtype=self.dtype, device=self.device, quantize=self.quantize, **given)
+            )
 
 
 def _tuned(engine: Engine) -> Engine:
     """Let policies begin with what was measured here, if any of them asks."""
+
     def fill() -> None:
         from outpace.analysis.profile import tell
 
@@ -149,8 +168,12 @@ class WorkloadOptions:
 
     workload: Annotated[
         str,
-        option("--workload", "-w", metavar="NAME|FILE",
-               help="Prompts to generate from: builtin, or a file as for outpace bench."),
+        option(
+            "--workload",
+            "-w",
+            metavar="NAME|FILE",
+            help="Prompts to generate from: builtin, or a file as for outpace bench.",
+        ),
     ] = "builtin"
     limit: Annotated[int, option("--limit", metavar="N", help="Prompts, at most.")] = 8
 
@@ -165,9 +188,7 @@ class WorkloadOptions:
 
         return read_workload(self.workload)
 
-    def pick(
-        self, engine: Engine, prompts: list[Prompt], max_new_tokens: int
-    ) -> list[tuple[int, ...]]:
+    def pick(self, engine: Engine, prompts: list[Prompt], max_new_tokens: int) -> list[tuple[int, ...]]:
         """Token ids of those that fit the context, as many as wanted, evenly spread.
 
         Raises:
@@ -184,91 +205,130 @@ class SamplingOptions:
 
     temperature: Annotated[
         float | None,
-        option("--temperature", "-t", panel=_LAW, metavar="T", show_default="the model's, else 0",
-               help="Divides the logits; 0 always takes the likeliest token."),
+        option(
+            "--temperature",
+            "-t",
+            panel=_LAW,
+            metavar="T",
+            show_default="the model's, else 0",
+            help="Divides the logits; 0 always takes the likeliest token.",
+        ),
     ] = None
     top_p: Annotated[
         float | None,
-        option("--top-p", panel=_LAW, metavar="P", show_default="the model's, else 1",
-               help="Keep the likeliest tokens up to this probability, in (0, 1]."),
+        option(
+            "--top-p",
+            panel=_LAW,
+            metavar="P",
+            show_default="the model's, else 1",
+            help="Keep the likeliest tokens up to this probability, in (0, 1].",
+        ),
     ] = None
     top_k: Annotated[
         int | None,
-        option("--top-k", panel=_LAW, metavar="K", show_default="the model's, else 0",
-               help="Keep the K likeliest tokens; 0: all."),
+        option(
+            "--top-k",
+            panel=_LAW,
+            metavar="K",
+            show_default="the model's, else 0",
+            help="Keep the K likeliest tokens; 0: all.",
+        ),
     ] = None
     min_p: Annotated[
         float | None,
-        option("--min-p", panel=_LAW, metavar="P", show_default="the model's, else 0",
-               help="Keep tokens at least P times as likely as the likeliest, in [0, 1]."),
+        option(
+            "--min-p",
+            panel=_LAW,
+            metavar="P",
+            show_default="the model's, else 0",
+            help="Keep tokens at least P times as likely as the likeliest, in [0, 1].",
+        ),
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        option("--repetition-penalty", panel=_LAW, metavar="R",
-               show_default="the model's, else 1",
-               help="Above 1: make tokens of prompt and output less likely."),
+        option(
+            "--repetition-penalty",
+            panel=_LAW,
+            metavar="R",
+            show_default="the model's, else 1",
+            help="Above 1: make tokens of prompt and output less likely.",
+        ),
     ] = None
     presence_penalty: Annotated[
         float,
-        option("--presence-penalty", panel=_LAW, metavar="X",
-               help="Taken off the logit of every token that the output holds."),
+        option(
+            "--presence-penalty",
+            panel=_LAW,
+            metavar="X",
+            help="Taken off the logit of every token that the output holds.",
+        ),
     ] = 0.0
     frequency_penalty: Annotated[
         float,
-        option("--frequency-penalty", panel=_LAW, metavar="X",
-               help="The same, times how often the output holds it."),
+        option(
+            "--frequency-penalty",
+            panel=_LAW,
+            metavar="X",
+            help="The same, times how often the output holds it.",
+        ),
     ] = 0.0
     logit_bias: Annotated[
         list[str] | None,
-        option("--logit-bias", panel=_LAW, metavar="ID=X",
-               help="Add X to the logit of token ID. Repeatable."),
+        option(
+            "--logit-bias", panel=_LAW, metavar="ID=X", help="Add X to the logit of token ID. Repeatable."
+        ),
     ] = None
     ban_token_id: Annotated[
         list[int] | None,
-        option("--ban-token-id", panel=_LAW, metavar="ID",
-               help="Never generate this token. Repeatable."),
+        option("--ban-token-id", panel=_LAW, metavar="ID", help="Never generate this token. Repeatable."),
     ] = None
     allow_token_id: Annotated[
         list[int] | None,
-        option("--allow-token-id", panel=_LAW, metavar="ID",
-               help="Generate nothing but the tokens so named. Repeatable."),
+        option(
+            "--allow-token-id",
+            panel=_LAW,
+            metavar="ID",
+            help="Generate nothing but the tokens so named. Repeatable.",
+        ),
     ] = None
     seed: Annotated[
         int | None,
-        option("--seed", panel=_LAW, metavar="S", show_default="a new one each time",
-               help="Names the coins: same seed, same settings, same text."),
+        option(
+            "--seed",
+            panel=_LAW,
+            metavar="S",
+            show_default="a new one each time",
+            help="Names the coins: same seed, same settings, same text.",
+        ),
     ] = None
     reproducible: Annotated[
         bool | None,
-        option("--reproducible/--no-reproducible", panel=_LAW,
-               show_default="on with --seed, unless --verifier says who decides",
-               help="Make the text of a seed the same with any drafter, with none, in any batch."),
+        option(
+            "--reproducible/--no-reproducible",
+            panel=_LAW,
+            show_default="on with --seed, unless --verifier says who decides",
+            help="Make the text of a seed the same with any drafter, with none, in any batch.",
+        ),
     ] = None
     max_new_tokens: Annotated[
-        int,
-        option("--max-new-tokens", panel=_END, metavar="N", help="Longest answer, tokens."),
+        int, option("--max-new-tokens", panel=_END, metavar="N", help="Longest answer, tokens.")
     ] = 256
     min_tokens: Annotated[
-        int,
-        option("--min-tokens", panel=_END, metavar="N",
-               help="No stop counts within the first N tokens."),
+        int, option("--min-tokens", panel=_END, metavar="N", help="No stop counts within the first N tokens.")
     ] = 0
     stop: Annotated[
         list[str] | None,
-        option("--stop", panel=_END, metavar="TEXT",
-               help="End the text before this string. Repeatable."),
+        option("--stop", panel=_END, metavar="TEXT", help="End the text before this string. Repeatable."),
     ] = None
     stop_token_id: Annotated[
         list[int] | None,
-        option("--stop-token-id", panel=_END, metavar="ID",
-               help="End the text at this token. Repeatable."),
+        option("--stop-token-id", panel=_END, metavar="ID", help="End the text at this token. Repeatable."),
     ] = None
     include_stop: Annotated[
         bool, option("--include-stop", panel=_END, help="Leave the stop string in the text.")
     ] = False
     ignore_eos: Annotated[
-        bool,
-        option("--ignore-eos", panel=_END, help="Go on after the model's end-of-sequence tokens."),
+        bool, option("--ignore-eos", panel=_END, help="Go on after the model's end-of-sequence tokens.")
     ] = False
 
     def params(self, *, n: int = 1, logprobs: int | None = None) -> SamplingParams:

@@ -114,13 +114,8 @@ class Run:
                 (plain if side else fast).extend(timed.quiet(side))
         same = {result.tokens for result in (*plain, *fast)}
         promised = (resolved.temperature == 0 or keyed) and fast[0].lossless
-        ratios = [
-            _ratio(f.tokens_per_second, p.tokens_per_second)
-            for f, p in zip(fast, plain, strict=True)
-        ]
-        return Sides(
-            _middle(plain), _middle(fast), len(same) == 1 if promised else None, tuple(ratios)
-        )
+        ratios = [_ratio(f.tokens_per_second, p.tokens_per_second) for f, p in zip(fast, plain, strict=True)]
+        return Sides(_middle(plain), _middle(fast), len(same) == 1 if promised else None, tuple(ratios))
 
 
 def _warm(run: Run, drafter: str | None) -> None:

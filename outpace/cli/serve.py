@@ -47,66 +47,106 @@ def serve(
     model: ModelOptions,
     drafter: Annotated[
         list[str] | None,
-        option("--drafter", "-d", panel="Model", metavar="SPEC", show_default="auto",
-               help="Drafters that requests may name; the first serves those that name none. "
-                    "Repeatable. none and reference are always there."),
+        option(
+            "--drafter",
+            "-d",
+            panel="Model",
+            metavar="SPEC",
+            show_default="auto",
+            help="Drafters that requests may name; the first serves those that name none. "
+            "Repeatable. none and reference are always there.",
+        ),
     ] = None,
     name: Annotated[
         str | None,
-        option("--name", panel=_SERVER, metavar="NAME", show_default="the model's",
-               help="What clients call the model."),
+        option(
+            "--name",
+            panel=_SERVER,
+            metavar="NAME",
+            show_default="the model's",
+            help="What clients call the model.",
+        ),
     ] = None,
     host: Annotated[
         str,
-        option("--host", panel=_SERVER, metavar="HOST",
-               help="Where to listen; 0.0.0.0: reachable from other machines."),
+        option(
+            "--host",
+            panel=_SERVER,
+            metavar="HOST",
+            help="Where to listen; 0.0.0.0: reachable from other machines.",
+        ),
     ] = "127.0.0.1",
     port: Annotated[
         int, option("--port", "-p", panel=_SERVER, metavar="N", help="Likewise; 0: a free one.")
     ] = 8000,
     api_key: Annotated[
         list[str] | None,
-        option("--api-key", panel=_SERVER, metavar="KEY",
-               help="Ask for this bearer key. Repeatable. Other users of the machine can see it in "
-                    "the list of processes."),
+        option(
+            "--api-key",
+            panel=_SERVER,
+            metavar="KEY",
+            help="Ask for this bearer key. Repeatable. Other users of the machine can see it in "
+            "the list of processes.",
+        ),
     ] = None,
     api_key_file: Annotated[
-        Path | None,
-        option("--api-key-file", panel=_SERVER, metavar="FILE", help="Keys, one per line."),
+        Path | None, option("--api-key-file", panel=_SERVER, metavar="FILE", help="Keys, one per line.")
     ] = None,
     max_batch: Annotated[
         int, option("--max-batch", panel=_LIMITS, metavar="N", help="Answers at a time.")
     ] = 32,
     max_queue: Annotated[
         int,
-        option("--max-queue", panel=_LIMITS, metavar="N",
-               help="Answers that may wait; what comes then is told to try again later."),
+        option(
+            "--max-queue",
+            panel=_LIMITS,
+            metavar="N",
+            help="Answers that may wait; what comes then is told to try again later.",
+        ),
     ] = 256,
     pages: Annotated[
         int | None,
-        option("--pages", panel=_LIMITS, metavar="N", show_default="40 % of the free memory",
-               help="Most pages of 64 tokens of keys and values. Where they do not suffice, "
-                    "answers wait for memory or lend it to others."),
+        option(
+            "--pages",
+            panel=_LIMITS,
+            metavar="N",
+            show_default="40 % of the free memory",
+            help="Most pages of 64 tokens of keys and values. Where they do not suffice, "
+            "answers wait for memory or lend it to others.",
+        ),
     ] = None,
     stored_pages: Annotated[
         int | None,
-        option("--stored-pages", panel=_LIMITS, metavar="N", show_default="512 MB",
-               help="Most pages kept for prompts that begin alike; 0: none."),
+        option(
+            "--stored-pages",
+            panel=_LIMITS,
+            metavar="N",
+            show_default="512 MB",
+            help="Most pages kept for prompts that begin alike; 0: none.",
+        ),
     ] = None,
     max_prompt_tokens: Annotated[
         int | None,
-        option("--max-prompt-tokens", panel=_LIMITS, metavar="N", show_default="the context",
-               help="Longest prompt."),
+        option(
+            "--max-prompt-tokens",
+            panel=_LIMITS,
+            metavar="N",
+            show_default="the context",
+            help="Longest prompt.",
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        option("--max-new-tokens", panel=_LIMITS, metavar="N", show_default="the context",
-               help="Most tokens per answer that may be asked for."),
+        option(
+            "--max-new-tokens",
+            panel=_LIMITS,
+            metavar="N",
+            show_default="the context",
+            help="Most tokens per answer that may be asked for.",
+        ),
     ] = None,
     max_answers: Annotated[
-        int,
-        option("--max-answers", panel=_LIMITS, metavar="N",
-               help="Answers per request: prompts times n."),
+        int, option("--max-answers", panel=_LIMITS, metavar="N", help="Answers per request: prompts times n.")
     ] = 32,
     max_body_kb: Annotated[
         int, option("--max-body-kb", panel=_LIMITS, metavar="N", help="Longest body, KiB.")
@@ -119,44 +159,71 @@ def serve(
     ] = 600,
     learn: Annotated[
         bool,
-        option("--learn", panel=_LEARN,
-               help="Learn the drafter draft_model from what is asked and answered, while serving. "
-                    "Texts stay in memory, weights are kept on the disk."),
+        option(
+            "--learn",
+            panel=_LEARN,
+            help="Learn the drafter draft_model from what is asked and answered, while serving. "
+            "Texts stay in memory, weights are kept on the disk.",
+        ),
     ] = False,
     learn_topics: Annotated[
         int,
-        option("--learn-topics", panel=_LEARN, metavar="N",
-               help="Most topics per key that get a drafter of their own."),
+        option(
+            "--learn-topics",
+            panel=_LEARN,
+            metavar="N",
+            help="Most topics per key that get a drafter of their own.",
+        ),
     ] = 1,
     learn_share: Annotated[
         float,
-        option("--learn-share", panel=_LEARN, metavar="X",
-               help="Share of the time of passes that learning may take besides idle time; 0: "
-                    "idle time alone."),
+        option(
+            "--learn-share",
+            panel=_LEARN,
+            metavar="X",
+            help="Share of the time of passes that learning may take besides idle time; 0: idle time alone.",
+        ),
     ] = 0.02,
     learn_folder: Annotated[
         str | None,
-        option("--learn-folder", panel=_LEARN, metavar="DIR",
-               show_default="in the user's data folder",
-               help="Where versions of drafters are kept."),
+        option(
+            "--learn-folder",
+            panel=_LEARN,
+            metavar="DIR",
+            show_default="in the user's data folder",
+            help="Where versions of drafters are kept.",
+        ),
     ] = None,
     share_across_keys: Annotated[
         bool,
-        option("--share-across-keys", panel=_SERVER,
-               help="Use what was read or learned for one key for all of them."),
+        option(
+            "--share-across-keys",
+            panel=_SERVER,
+            help="Use what was read or learned for one key for all of them.",
+        ),
     ] = False,
     grace: Annotated[
         int,
-        option("--grace", panel=_LIMITS, metavar="S",
-               help="How long answers under way may take after Ctrl-C or SIGTERM, seconds."),
+        option(
+            "--grace",
+            panel=_LIMITS,
+            metavar="S",
+            help="How long answers under way may take after Ctrl-C or SIGTERM, seconds.",
+        ),
     ] = 30,
 ) -> None:
     """Serve the OpenAI API and a page to chat on. Ctrl-C stops it when answers have ended."""
     for option_name, value in (
-        ("--max-batch", max_batch), ("--max-queue", max_queue), ("--max-answers", max_answers),
-        ("--max-prompt-tokens", max_prompt_tokens), ("--max-new-tokens", max_new_tokens),
-        ("--max-body-kb", max_body_kb), ("--max-connections", max_connections),
-        ("--timeout", timeout), ("--grace", grace), ("--pages", pages),
+        ("--max-batch", max_batch),
+        ("--max-queue", max_queue),
+        ("--max-answers", max_answers),
+        ("--max-prompt-tokens", max_prompt_tokens),
+        ("--max-new-tokens", max_new_tokens),
+        ("--max-body-kb", max_body_kb),
+        ("--max-connections", max_connections),
+        ("--timeout", timeout),
+        ("--grace", grace),
+        ("--pages", pages),
         ("--learn-topics", learn_topics),
     ):
         at_least_one(option_name, value)
@@ -172,9 +239,7 @@ def serve(
         check_stores(specs)
     for module in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(module) is None:
-            raise ModelError(
-                f"serving needs the package {module}; install it: pip install 'outpace[server]'"
-            )
+            raise ModelError(f"serving needs the package {module}; install it: pip install 'outpace[server]'")
     engine = model.load(drafter="none")
     for line in notes(engine, SamplingParams()):
         show.note(f"outpace: {line}")
@@ -194,17 +259,29 @@ def serve(
             grace_seconds=float(grace),
         )
         learner = learner_for(engine, specs, learn_topics, learn_folder) if learn else None
-        service = Service(engine, drafters=specs, max_batch=max_batch, max_queue=max_queue,
-                          pages=pages, stored_pages=stored_pages, learner=learner,
-                          learn_share=learn_share, share_across_keys=share_across_keys)
+        service = Service(
+            engine,
+            drafters=specs,
+            max_batch=max_batch,
+            max_queue=max_queue,
+            pages=pages,
+            stored_pages=stored_pages,
+            learner=learner,
+            learn_share=learn_share,
+            share_across_keys=share_across_keys,
+        )
     if service.longest < engine.target.max_positions:
-        show.note(f"outpace: memory for keys and values holds texts of at most {service.longest} "
-                  f"tokens, of a context of {engine.target.max_positions}; --pages may give more")
+        show.note(
+            f"outpace: memory for keys and values holds texts of at most {service.longest} "
+            f"tokens, of a context of {engine.target.max_positions}; --pages may give more"
+        )
     if learner is not None:
         show.note(f"outpace: {learner.spec} learns from this traffic; versions in {learner.folder}")
     if not keys and not is_loopback(host):
-        show.note(f"outpace: anyone who reaches {host} port {port} can use this server; "
-                  "--api-key-file asks for keys")
+        show.note(
+            f"outpace: anyone who reaches {host} port {port} can use this server; "
+            "--api-key-file asks for keys"
+        )
     show.note(f"outpace: serving {name or engine.target.name} with {', '.join(service.drafters)}")
     run(service, name=name or engine.target.name, host=host, port=port, keys=keys, limits=limits)
 

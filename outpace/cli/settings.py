@@ -80,7 +80,7 @@ def plan_keys(cls: Any) -> tuple[str, ...]:
     return PLAN_KEYS if hasattr(cls, "propose") else ("policy",)
 
 
-def lacks(row: registry.Row) -> str:
+def lacks(row: registry.MethodEntry) -> str:
     """What a method needs besides the target; empty where it needs nothing."""
     if not row.trained:
         return ""

@@ -160,8 +160,7 @@ def table(
 
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in columns:
-        drawn.add_column(heading, justify="right" if heading in numbers else "left",
-                         overflow="fold")
+        drawn.add_column(heading, justify="right" if heading in numbers else "left", overflow="fold")
     for row in rows:
         drawn.add_row(*(Text(cell) for cell in row))
     stream = sys.stderr if to_stderr else sys.stdout

@@ -68,9 +68,7 @@ def started(
 
 
 @contextlib.contextmanager
-def launched(
-    model: ModelOptions, drafters: Sequence[str], more: Sequence[str] = ()
-) -> Iterator[Running]:
+def launched(model: ModelOptions, drafters: Sequence[str], more: Sequence[str] = ()) -> Iterator[Running]:
     """Start a server on a free port of loopback, and end it.
 
     Args:
@@ -82,12 +80,26 @@ def launched(
         OutpaceError: as ``started``.
     """
     command = [
-        sys.executable, "-m", "outpace", "serve", "--port", "0", "--stored-pages", "0",
-        *_options(model), *(part for spec in drafters for part in ("--drafter", spec)), *more,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "outpace",
+        "serve",
+        "--port",
+        "0",
+        "--stored-pages",
+        "0",
+        *_options(model),
+        *(part for spec in drafters for part in ("--drafter", spec)),
+        *more,
+    ]
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        text=True, errors="replace", start_new_session=True,
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
     )
     try:
         with show.busy("starting the server"):

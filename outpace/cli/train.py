@@ -51,60 +51,87 @@ def train(
     model: ModelOptions,
     prompts: Annotated[
         list[str] | None,
-        option("--prompts", panel=_DATA, metavar="FILE",
-               help="Questions to answer: JSON or JSONL rows, or a line each. FILE::LICENCE notes "
-               "its licence. Repeatable."),
+        option(
+            "--prompts",
+            panel=_DATA,
+            metavar="FILE",
+            help="Questions to answer: JSON or JSONL rows, or a line each. FILE::LICENCE notes "
+            "its licence. Repeatable.",
+        ),
     ] = None,
     texts: Annotated[
         list[str] | None,
-        option("--texts", panel=_DATA, metavar="FILE",
-               help="Texts or code; every passage becomes a task, such as to summarise it. "
-               "Repeatable."),
+        option(
+            "--texts",
+            panel=_DATA,
+            metavar="FILE",
+            help="Texts or code; every passage becomes a task, such as to summarise it. Repeatable.",
+        ),
     ] = None,
     self_prompts: Annotated[
         int | None,
-        option("--self-prompts", panel=_DATA, metavar="N",
-               help="Let the model think of so many questions itself. Needs its chat template."),
+        option(
+            "--self-prompts",
+            panel=_DATA,
+            metavar="N",
+            help="Let the model think of so many questions itself. Needs its chat template.",
+        ),
     ] = None,
     tokens: Annotated[
         int | None,
-        option("--tokens", panel=_DATA, metavar="N", show_default="1000000",
-               help="Tokens of answers to learn from."),
+        option(
+            "--tokens",
+            panel=_DATA,
+            metavar="N",
+            show_default="1000000",
+            help="Tokens of answers to learn from.",
+        ),
     ] = None,
     work: Annotated[
         Path | None,
-        option("--work", panel=_DATA, metavar="DIR", show_default="the user's data folder",
-               help="Keep answers, features and checkpoints here; all methods share them."),
+        option(
+            "--work",
+            panel=_DATA,
+            metavar="DIR",
+            show_default="the user's data folder",
+            help="Keep answers, features and checkpoints here; all methods share them.",
+        ),
     ] = None,
     start: Annotated[
         Path | None,
-        option("--start", metavar="DIR",
-               help="Begin with the weights and the vocabulary of this drafter of the method."),
+        option(
+            "--start",
+            metavar="DIR",
+            help="Begin with the weights and the vocabulary of this drafter of the method.",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        option("--out", "-o", panel=_OUTPUT, metavar="DIR",
-               show_default="where --drafter METHOD finds it", help="Write the drafter here."),
+        option(
+            "--out",
+            "-o",
+            panel=_OUTPUT,
+            metavar="DIR",
+            show_default="where --drafter METHOD finds it",
+            help="Write the drafter here.",
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        option("--set", "-s", metavar="KEY=VALUE",
-               help="An option of the method, of the data (data.KEY), of the loop (loop.KEY) or of "
-               "the kit (kit.KEY); a wrong one lists those there are. Repeatable."),
+        option(
+            "--set",
+            "-s",
+            metavar="KEY=VALUE",
+            help="An option of the method, of the data (data.KEY), of the loop (loop.KEY) or of "
+            "the kit (kit.KEY); a wrong one lists those there are. Repeatable.",
+        ),
     ] = None,
-    resume: Annotated[
-        bool, option("--resume", help="Go on with a training that was stopped.")
-    ] = False,
-    only_data: Annotated[
-        bool, option("--only-data", help="Make answers and features, and leave.")
-    ] = False,
+    resume: Annotated[bool, option("--resume", help="Go on with a training that was stopped.")] = False,
+    only_data: Annotated[bool, option("--only-data", help="Make answers and features, and leave.")] = False,
     dry_run: Annotated[
-        bool,
-        option("--dry-run", help="Say what it would take in tokens, disk, memory and time."),
+        bool, option("--dry-run", help="Say what it would take in tokens, disk, memory and time.")
     ] = False,
-    as_json: Annotated[
-        bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")
-    ] = False,
+    as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
 ) -> None:
     """Make a drafter for a model, from nothing but the model and some prompts.
 
@@ -133,17 +160,26 @@ def train(
             own = [_self_prompts(engine, there, min(self_prompts, 64) if dry_run else self_prompts)]
         corpus, sources = _corpus([*(prompts or ()), *own], texts or ())
     kit = Kit(
-        engine, options, prompts=corpus, sources=sources, work=work, out=out, resume=resume,
-        start=start, say=_say,
-    )  # fmt: skip
+        engine,
+        options,
+        prompts=corpus,
+        sources=sources,
+        work=work,
+        out=out,
+        resume=resume,
+        start=start,
+        say=_say,
+    )
     if tokens is not None and not corpus and (store := kit.stored) and store.answer_tokens < tokens:
         raise RequestError(
             f"--tokens {tokens}, but {kit.work / 'tokens'} holds {store.answer_tokens}; give the "
             "files that it was made from with --prompts and --texts"
         )
     if not corpus and (wrong := [pair for pair in settings or () if pair.startswith("data.")]):
-        raise RequestError(f"--set {wrong[0]} is about answers to be made; give the files to make "
-                           "them from with --prompts and --texts")
+        raise RequestError(
+            f"--set {wrong[0]} is about answers to be made; give the files to make "
+            "them from with --prompts and --texts"
+        )
     if dry_run:
         from outpace.train.estimate import estimate
 
@@ -173,9 +209,7 @@ def _self_prompts(engine: Engine, folder: Path, count: int) -> str:
     return f"{path}::written by {engine.target.name}"
 
 
-def _corpus(
-    prompts: Sequence[str], texts: Sequence[str]
-) -> tuple[list[CorpusPrompt], list[Source]]:
+def _corpus(prompts: Sequence[str], texts: Sequence[str]) -> tuple[list[CorpusPrompt], list[Source]]:
     """Prompts of the files, without those that benchmarks measure with."""
     if not prompts and not texts:
         return [], []
@@ -217,7 +251,8 @@ def _measure(engine: Engine, kit: Kit, folder: Path) -> dict[str, Any]:
     longest = engine.target.max_positions - MEASURED_TOKENS
     cases = [
         Case(id=f"held-out-{i}", group="held-out", ids=ids)
-        for i, ids in enumerate(prompts) if len(ids) <= longest
+        for i, ids in enumerate(prompts)
+        if len(ids) <= longest
     ]
     try:
         if not cases:
@@ -238,18 +273,21 @@ def _measure(engine: Engine, kit: Kit, folder: Path) -> dict[str, Any]:
     if session.interrupted:
         raise KeyboardInterrupt
     about = provenance(
-        command=command(), target=engine.target, cases=cases,
+        command=command(),
+        target=engine.target,
+        cases=cases,
         config={"max_new_tokens": MEASURED_TOKENS, "temperature": 0.0, "batch": 1},
-    )  # fmt: skip
+    )
     row = reports.build(session, about, engine.eos_ids)["rows"][-1]
     keys = ("speedup", "speedup_interval", "mean_emitted", "acceptance_rate", "tokens_per_second")
     where = ("cpu", "gpu", "threads", "dtype", "date")
     return {
         **{key: row.get(key) for key in keys},
         "method": _spec(kit, None if kit.out_is_home else kit.out),
-        "prompts": len(cases), "max_new_tokens": MEASURED_TOKENS,
+        "prompts": len(cases),
+        "max_new_tokens": MEASURED_TOKENS,
         **{key: about.get(key) for key in where},
-    }  # fmt: skip
+    }
 
 
 def _spec(kit: Kit, folder: Path | None) -> str:
@@ -290,10 +328,16 @@ def _show_estimate(kit: Kit, found: Estimate, as_json: bool) -> None:
     there = next(p for p in (kit.work, *kit.work.resolve().parents) if p.exists())
     free = shutil.disk_usage(there).free
     if as_json:
-        show.write_json({
-            "method": kit.options.method, "model": kit.target.name, "work": str(kit.work),
-            "out": str(kit.out), "disk_free_bytes": free, **found.to_json(),
-        })  # fmt: skip
+        show.write_json(
+            {
+                "method": kit.options.method,
+                "model": kit.target.name,
+                "work": str(kit.work),
+                "out": str(kit.out),
+                "disk_free_bytes": free,
+                **found.to_json(),
+            }
+        )
         return
     show.write(
         f"{kit.options.method} for {kit.target.name}, roughly; nothing was started\n"
@@ -310,10 +354,9 @@ def _show_estimate(kit: Kit, found: Estimate, as_json: bool) -> None:
 def _show_data(kit: Kit, as_json: bool) -> None:
     counts = dict(kit.store.manifest["counts"])
     if as_json:
-        show.write_json({
-            "work": str(kit.work), "data_digest": kit.store.digest, **counts,
-            "features": list(kit.taps),
-        })  # fmt: skip
+        show.write_json(
+            {"work": str(kit.work), "data_digest": kit.store.digest, **counts, "features": list(kit.taps)}
+        )
         return
     show.write(
         f"{counts['answer_tokens']} tokens of answers in {counts['sequences']} sequences; "
@@ -326,8 +369,9 @@ def _show_made(made: Made, measured: dict[str, Any]) -> None:
     best = made.trained.best
     if best is not None:
         depths = ", ".join(f"{one:.2f}" for one in best.acceptance)
-        show.write(f"held-out acceptance by depth {depths} (step {made.trained.best_step} of "
-                   f"{made.trained.steps})\n")
+        show.write(
+            f"held-out acceptance by depth {depths} (step {made.trained.best_step} of {made.trained.steps})\n"
+        )
     if measured["speedup"] is not None:
         show.write(
             f"measured on {measured['prompts']} held-out prompts: speed-up "

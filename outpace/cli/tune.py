@@ -50,32 +50,43 @@ def tune(
     model: ModelOptions,
     drafters: Annotated[
         str,
-        option("--drafters", "-d", panel=_WHO, metavar="SPECS",
-               help="Method specs with commas between them, or all: every drafter that this model "
-               "can run without settings."),
+        option(
+            "--drafters",
+            "-d",
+            panel=_WHO,
+            metavar="SPECS",
+            help="Method specs with commas between them, or all: every drafter that this model "
+            "can run without settings.",
+        ),
     ] = "all",
     workload: Annotated[
         str,
-        option("--workload", "-w", panel=_WHAT, metavar="NAME|FILE",
-               help="Prompts like yours: builtin, or a file as for outpace bench."),
+        option(
+            "--workload",
+            "-w",
+            panel=_WHAT,
+            metavar="NAME|FILE",
+            help="Prompts like yours: builtin, or a file as for outpace bench.",
+        ),
     ] = "builtin",
     limit: Annotated[
-        int,
-        option("--limit", panel=_WHAT, metavar="N", help="Prompts per category, at most."),
+        int, option("--limit", panel=_WHAT, metavar="N", help="Prompts per category, at most.")
     ] = 1,
     max_new_tokens: Annotated[
-        int,
-        option("--max-new-tokens", panel=_WHAT, metavar="N", help="Tokens of every answer."),
+        int, option("--max-new-tokens", panel=_WHAT, metavar="N", help="Tokens of every answer.")
     ] = 64,
     out: Annotated[
         Path | None,
-        option("--out", "-o", panel=_OUTPUT, metavar="FILE",
-               show_default="only where policies look for it",
-               help="Write the profile here as well, with the plot beside it."),
+        option(
+            "--out",
+            "-o",
+            panel=_OUTPUT,
+            metavar="FILE",
+            show_default="only where policies look for it",
+            help="Write the profile here as well, with the plot beside it.",
+        ),
     ] = None,
-    as_json: Annotated[
-        bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")
-    ] = False,
+    as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
 ) -> None:
     """Measure passes and drafters on this machine, so that auto begins with what is known.
 
@@ -104,25 +115,35 @@ def tune(
         with show.busy("loading drafters"):
             named, left_out = available(engine)
     specs = [engine.method(spec).spec for spec in named]
-    asked = make_cases(
-        engine, prompts, limit=limit, max_new_tokens=max_new_tokens, seeds=[0]
-    )
+    asked = make_cases(engine, prompts, limit=limit, max_new_tokens=max_new_tokens, seeds=[0])
     for line in asked.notes:
         show.note(f"outpace: {line}")
     curve, fresh = passes(engine)
     cases = [Asked(ids=case.ids, reference=case.reference) for case in asked.cases]
     with show.progress(len(cases) * (1 + len(specs)), "answers") as tick:
         profile = measure(
-            engine, cases, specs, curve, max_new_tokens=max_new_tokens, workload=workload,
-            left_out=left_out, tick=tick,
-        )  # fmt: skip
+            engine,
+            cases,
+            specs,
+            curve,
+            max_new_tokens=max_new_tokens,
+            workload=workload,
+            left_out=left_out,
+            tick=tick,
+        )
     kept = save(engine.target, profile, show.note)
     if out is not None:
         show.save(out, json.dumps(asdict(profile), indent=1) + "\n")
     plots = plot(profile, kept if out is None else out)
     if as_json:
-        show.write_json({**asdict(profile), "passes_measured_now": fresh, "profile": str(kept),
-                         "plots": [str(path) for path in plots]})
+        show.write_json(
+            {
+                **asdict(profile),
+                "passes_measured_now": fresh,
+                "profile": str(kept),
+                "plots": [str(path) for path in plots],
+            }
+        )
         return
     for line in lines(profile, curve, fresh):
         show.write(line + "\n")
@@ -139,7 +160,7 @@ def check_names(specs: list[str]) -> list[str]:
     """
     names = [MethodSpec.parse(spec) for spec in specs]
     for one in names:
-        registry.row("drafter", one.name)
+        registry.entry("drafter", one.name)
         if one.name == "auto":
             raise RequestError("auto starts from the profile and has none; name its members")
     found = [str(one) for one in names if one.name != "none"]
@@ -177,9 +198,7 @@ def lines(profile: Profile, curve: CostCurve, fresh: bool) -> list[str]:
         *(f"{one.spec:<21} {_learned(one)}" for one in best),
     ]
     if others:
-        out.append("further               " + ", ".join(
-            f"{one.spec} {one.speedup:.2f} x" for one in others
-        ))
+        out.append("further               " + ", ".join(f"{one.spec} {one.speedup:.2f} x" for one in others))
     if profile.left_out:
         out.append(f"not measured          {', '.join(profile.left_out)}: not there for this model")
     return out
@@ -188,8 +207,7 @@ def lines(profile: Profile, curve: CostCurve, fresh: bool) -> list[str]:
 def _learned(one: Learned) -> str:
     """A drafter in one line."""
     by_depth = [
-        f"{kept / tried:.0%}"
-        for kept, tried in zip(one.known.kept_D[:4], one.known.tried_D, strict=False)
+        f"{kept / tried:.0%}" for kept, tried in zip(one.known.kept_D[:4], one.known.tried_D, strict=False)
     ]
     price = 1e3 * (one.known.level or one.known.call)
     depth, speedup = one.best
@@ -206,8 +224,7 @@ def plot(profile: Profile, beside: Path) -> list[Path]:
 
     report: dict[str, Any] = asdict(profile)
     try:
-        return paint({beside.stem: lambda figure: budgets(figure, report)}, beside.parent,
-                     note=show.note)
+        return paint({beside.stem: lambda figure: budgets(figure, report)}, beside.parent, note=show.note)
     except OSError as error:
         show.note(f"no plots beside {beside}: {error.strerror}")
         return []

@@ -150,10 +150,7 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
         for state, outcome in zip(states, outcomes, strict=True):
             if outcome.forced:
                 end = outcome.start + len(outcome.fed)
-                if (
-                    self.cache.length(state.slot) == outcome.start
-                    and end <= self.model.max_positions
-                ):
+                if self.cache.length(state.slot) == outcome.start and end <= self.model.max_positions:
                     prompts.append(Feed.chain(state.slot, outcome.fed, want=()))
             elif state.draft is outcome.draft and state.lead:
                 committed = [row - 1 for row in outcome.row_F[1:]]

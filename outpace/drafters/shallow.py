@@ -85,9 +85,7 @@ def reordered(draft: Draft, order: Sequence[int]) -> Draft:
     assert draft.riders is None
     place = {ROOT: ROOT, **{old: new for new, old in enumerate(order)}}
     groups = tuple(
-        replace(
-            group, parent=place[group.parent], nodes=tuple(place[node] for node in group.nodes)
-        )
+        replace(group, parent=place[group.parent], nodes=tuple(place[node] for node in group.nodes))
         for group in draft.groups
     )
     return replace(

@@ -56,8 +56,7 @@ def find(method: str, target: Target, path: str | None = None) -> Path:
     for folder in candidates(method, target):
         return folder
     raise ModelError(
-        f"no trained {method} for {target.name}; make one with: "
-        f"outpace train {method} --model {target.name}"
+        f"no trained {method} for {target.name}; make one with: outpace train {method} --model {target.name}"
     )
 
 
@@ -108,9 +107,7 @@ def read_config(path: Path, target: Target, method: str | None = None) -> dict[s
     """
     config = read_json(path / CONFIG)
     missing = [
-        key
-        for key in ("method", "target", "target_digest", "hidden_size", "vocab_size")
-        if key not in config
+        key for key in ("method", "target", "target_digest", "hidden_size", "vocab_size") if key not in config
     ]
     if missing:
         raise ModelError(f"{path / CONFIG} lacks {', '.join(map(repr, missing))}")
@@ -124,9 +121,7 @@ def read_config(path: Path, target: Target, method: str | None = None) -> dict[s
         )
     for key in ("hidden_size", "vocab_size"):
         if config[key] != getattr(target, key):
-            raise ModelError(
-                f"{path} has {key} {config[key]}, but {target.name} has {getattr(target, key)}"
-            )
+            raise ModelError(f"{path} has {key} {config[key]}, but {target.name} has {getattr(target, key)}")
     return config
 
 
@@ -175,9 +170,7 @@ def decoder_from_json(data: Mapping[str, Any], source: Path) -> DecoderConfig:
         ModelError: fields that are missing, unknown or impossible.
     """
     try:
-        ropes = tuple(
-            Rope(**{**rope, "divisors": tuple(rope["divisors"])}) for rope in data["ropes"]
-        )
+        ropes = tuple(Rope(**{**rope, "divisors": tuple(rope["divisors"])}) for rope in data["ropes"])
         tuples = {key: tuple(data[key]) for key in ("windows", "rope_of_layer")}
         return DecoderConfig(**{**data, **tuples, "ropes": ropes})
     except (KeyError, TypeError) as error:

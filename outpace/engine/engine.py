@@ -39,8 +39,7 @@ class Engine:
     Not thread-safe: one call at a time.
     """
 
-    def __init__(self, target: Target, drafter: str = DEFAULT_DRAFTER, *,
-                 allow_lossy: bool = False) -> None:
+    def __init__(self, target: Target, drafter: str = DEFAULT_DRAFTER, *, allow_lossy: bool = False) -> None:
         self.target = target
         self.allow_lossy = allow_lossy
         self.drafter = str(MethodSpec.parse(drafter))
@@ -82,10 +81,8 @@ class Engine:
         Raises:
             ModelError, UnknownNameError, SpecError: with one line that says what to do.
         """
-        registry.row("drafter", MethodSpec.parse(drafter).name)
-        target = load_target(
-            model, dtype=dtype, device=device, tokenizer=tokenizer, quantize=quantize
-        )
+        registry.entry("drafter", MethodSpec.parse(drafter).name)
+        target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer, quantize=quantize)
         return cls(target, drafter, allow_lossy=allow_lossy)
 
     def method(self, spec: str | None = None) -> Method:
@@ -102,22 +99,41 @@ class Engine:
 
     @overload
     def generate(
-        self, prompt: Prompt, params: None = None, *, drafter: str | None = None,
-        reproducible: bool | None = None, chat: bool = False, reference: Any = None,
-        n: Literal[1] = 1, **settings: Any,
+        self,
+        prompt: Prompt,
+        params: None = None,
+        *,
+        drafter: str | None = None,
+        reproducible: bool | None = None,
+        chat: bool = False,
+        reference: Any = None,
+        n: Literal[1] = 1,
+        **settings: Any,
     ) -> Result: ...
 
     @overload
     def generate(
-        self, prompt: Prompt, params: Wanted = None, *, drafter: str | None = None,
-        reproducible: bool | None = None, chat: bool = False, reference: Any = None,
+        self,
+        prompt: Prompt,
+        params: Wanted = None,
+        *,
+        drafter: str | None = None,
+        reproducible: bool | None = None,
+        chat: bool = False,
+        reference: Any = None,
         **settings: Any,
     ) -> Any: ...
 
     @overload
     def generate(
-        self, prompt: Sequence[Prompt], params: Wanted = None, *, drafter: str | None = None,
-        reproducible: bool | None = None, chat: bool = False, reference: Any = None,
+        self,
+        prompt: Sequence[Prompt],
+        params: Wanted = None,
+        *,
+        drafter: str | None = None,
+        reproducible: bool | None = None,
+        chat: bool = False,
+        reference: Any = None,
         **settings: Any,
     ) -> list[Result]: ...
 
@@ -222,9 +238,7 @@ class Engine:
                 if row.finished:
                     yield row.index, row.result()
 
-    def chunks(
-        self, rows: Iterable[Running], method: Method, keep_slots: bool = False
-    ) -> Iterator[Chunk]:
+    def chunks(self, rows: Iterable[Running], method: Method, keep_slots: bool = False) -> Iterator[Chunk]:
         """Run sequences to their ends and hand out what becomes readable."""
         for part in self._run(rows, method, keep_slots=keep_slots):
             for row in part:
@@ -254,12 +268,7 @@ class Engine:
                 count += 1
 
     def ready(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        chat: bool = False,
-        reference: Any = None,
+        self, prompt: Prompt, params: SamplingParams, *, chat: bool = False, reference: Any = None
     ) -> Ready:
         """Encode and check one prompt with its settings, ``params.n`` answers of it together.
 
@@ -278,9 +287,7 @@ class Engine:
             reference=as_reference(reference, self.target),
         )
 
-    def _open(
-        self, ready: Iterable[Ready], method: Method, reproducible: bool | None
-    ) -> Iterator[Running]:
+    def _open(self, ready: Iterable[Ready], method: Method, reproducible: bool | None) -> Iterator[Running]:
         """Sequences in slots of their own, each opened when it is asked for."""
         self.verifier(method, reproducible)  # two wishes that contradict are said at once
 
@@ -299,9 +306,7 @@ class Engine:
         """A sequence whose slot may hold a prefix of its prompt already."""
         self._count += 1
         ids, params = ready.ids, ready.params
-        request = Request(
-            prompt=ids, held=self.cache.length(slot), reference=ready.reference, key=ready.key
-        )
+        request = Request(prompt=ids, held=self.cache.length(slot), reference=ready.reference, key=ready.key)
         tokenizer = self.target.tokenizer
         text = None if tokenizer is None else tokenizer.text_stream(continues=ready.continues)
         members, verifiers = method.members, method.verifiers(verifier)
@@ -345,12 +350,7 @@ class Engine:
         check(ids, params, self.target, self.eos_ids)
 
     def _run(
-        self,
-        rows: Iterable[Running],
-        method: Method,
-        *,
-        batch: int | None = None,
-        keep_slots: bool = False,
+        self, rows: Iterable[Running], method: Method, *, batch: int | None = None, keep_slots: bool = False
     ) -> Iterator[list[Running]]:
         """Run sequences; slots and drafter states are given back however it ends."""
         machine = Machine(

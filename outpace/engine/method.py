@@ -29,11 +29,7 @@ class Method:
     """
 
     def __init__(
-        self,
-        spec: MethodSpec,
-        target: Target,
-        allow_lossy: bool = False,
-        costs: Costs | None = None,
+        self, spec: MethodSpec, target: Target, allow_lossy: bool = False, costs: Costs | None = None
     ) -> None:
         own, plan = spec.split()
         who = f"drafter {spec.name!r}"
@@ -67,9 +63,7 @@ class Method:
                 "use verifier=tree, or tree=chain"
             )
         if chain and branches:
-            raise SpecError(
-                f"{who}: {target.name} checks chains only, not tree={tree}; use tree=chain"
-            )
+            raise SpecError(f"{who}: {target.name} checks chains only, not tree={tree}; use tree=chain")
         self.drafter = cls.load(build(cls.Config, own, who), target)
         if self.policy.reads_estimates and not self.drafter.estimates:
             raise SpecError(
@@ -105,8 +99,9 @@ class Method:
         if reproducible is None:
             return seeded and not self.names_verifier
         if reproducible and self.names_verifier and self.verifier_spec.name != "coupled":
-            raise SpecError(f"reproducible text needs verifier=coupled, not {self.verifier_spec}; "
-                            "drop one of the two")
+            raise SpecError(
+                f"reproducible text needs verifier=coupled, not {self.verifier_spec}; drop one of the two"
+            )
         return reproducible
 
     @property

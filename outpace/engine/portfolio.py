@@ -94,9 +94,7 @@ class Portfolio(Method):
         """Drafters that take no part, and why: not trained for this target, or not the fastest."""
         self._costs = own_costs = self.policy.costs = costs or Costs()
         self._target = target
-        self._find = find or (
-            lambda one: Method(MethodSpec.parse(one), target, allow_lossy, own_costs)
-        )
+        self._find = find or (lambda one: Method(MethodSpec.parse(one), target, allow_lossy, own_costs))
         self._named = [*self._specs(self.config.drafters), *self._specs(self.config.add)]
         named = [p["verifier"] for one in self._named if "verifier" in (p := one.split()[1])]
         self.names_verifier = bool(named)
@@ -121,23 +119,23 @@ class Portfolio(Method):
         made = {str(spec): self._find(str(spec)) for spec in self._named}
         if not self.config.drafters:
             named = {spec.name for spec in self._named}
-            rows = [row for row in registry.rows("drafter") if row.name not in named]
+            rows = [row for row in registry.entries("drafter") if row.name not in named]
             trained = self._loaded(
                 MethodSpec(row.name) for row in rows if row.trained and row.family == "lookup"
             )
-            trained |= self._fastest([
-                row.name for row in rows
-                if row.trained and row.family not in ("lookup", "compose")
-            ])
+            trained |= self._fastest(
+                [row.name for row in rows if row.trained and row.family not in ("lookup", "compose")]
+            )
             stood_in = any(not one.drafter.hints for one in (*made.values(), *trained.values()))
             made |= self._loaded(
                 MethodSpec(row.name, (("tree_size", str(LONGEST)),) if hints else ())
-                for row in rows if row.auto
+                for row in rows
+                if row.auto
                 if (hints := _tells(row.name)) or not stood_in
             )
             made |= trained
         for name in made:
-            if registry.row("drafter", MethodSpec.parse(name).name).family == "lookup":
+            if registry.entry("drafter", MethodSpec.parse(name).name).family == "lookup":
                 self._costs.suppose(name, 0.0)
         if not made:
             raise ModelError(f"{self.spec}: no drafter can run with {self._target.name}")
@@ -163,7 +161,8 @@ class Portfolio(Method):
         for name in sorted(names, key=lambda name: -speed[name]):
             if made and speed[name] >= 0.0:
                 self.left_out[name] = (
-                    f"{', '.join(made)} was measured faster" if speed[name] > 0.0
+                    f"{', '.join(made)} was measured faster"
+                    if speed[name] > 0.0
                     else f"nobody measured it; name it with {self.spec}[add={name}]"
                 )
             else:  # one without a folder of its own says itself what it lacks

@@ -52,9 +52,7 @@ class Ready:
             yield replace(self, index=turn, seed=seed)
 
 
-def check(
-    ids: tuple[int, ...], params: SamplingParams, target: Target, eos_ids: frozenset[int]
-) -> None:
+def check(ids: tuple[int, ...], params: SamplingParams, target: Target, eos_ids: frozenset[int]) -> None:
     """Raise RequestError unless the target can serve this prompt with these settings."""
     if not ids:
         raise RequestError("the prompt has no tokens; give some text or token ids")
@@ -68,8 +66,7 @@ def check(
     params.check_vocab(target.vocab_size, eos_ids)
     if params.stop and target.tokenizer is None:
         raise RequestError(
-            f"stop strings {params.stop!r} need a tokenizer, and this model has none; "
-            "use stop_token_ids"
+            f"stop strings {params.stop!r} need a tokenizer, and this model has none; use stop_token_ids"
         )
 
 
@@ -125,7 +122,5 @@ def each(reference: Any, count: int) -> list[Reference | None]:
     if all(isinstance(token, int) for token in reference):
         return [tuple(reference)] * count
     if len(reference) != count:
-        raise RequestError(
-            f"{len(reference)} references for {count} prompts; give one each, or one for all"
-        )
+        raise RequestError(f"{len(reference)} references for {count} prompts; give one each, or one for all")
     return list(reference)

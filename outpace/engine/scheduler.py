@@ -130,9 +130,7 @@ class Scheduler:
         return part
 
 
-def run(
-    machine: Machine, sequences: Iterable[Running], batch: int | None = None
-) -> Iterator[list[Running]]:
+def run(machine: Machine, sequences: Iterable[Running], batch: int | None = None) -> Iterator[list[Running]]:
     """Run sequences to their ends.
 
     Args:

@@ -181,9 +181,7 @@ class Sequence:
         if self.params.logprobs is not None:
             # Token i was judged at the row of the token before it.
             rows = (0, *(node + 1 for node in verdict.kept))[: len(verdict.emitted)]
-            found = logprobs(
-                outcome.scored.logits_TV[list(rows)], verdict.emitted, self.params.logprobs
-            )
+            found = logprobs(outcome.scored.logits_TV[list(rows)], verdict.emitted, self.params.logprobs)
             self._logprobs += found
         self.tokens.extend(verdict.emitted)
         self.warp.advance(verdict.emitted)
@@ -197,8 +195,15 @@ class Sequence:
         self._text += text
         result = self.result() if self.finished else None
         self.chunks.append(
-            Chunk(self.index, text, verdict.emitted, len(verdict.kept), result, tuple(found),
-                  None if self.watch is None else self.watch(outcome))
+            Chunk(
+                self.index,
+                text,
+                verdict.emitted,
+                len(verdict.kept),
+                result,
+                tuple(found),
+                None if self.watch is None else self.watch(outcome),
+            )
         )
 
     def _count(self, outcome: Outcome) -> None:

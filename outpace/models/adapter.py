@@ -66,14 +66,16 @@ class Adapter:
     """
 
     def __init__(
-        self, config: DecoderConfig, tensors: Mapping[str, Tensor], target: Target,
-        packed: bool = True,
-    ) -> None:  # fmt: skip
+        self, config: DecoderConfig, tensors: Mapping[str, Tensor], target: Target, packed: bool = True
+    ) -> None:
         self.config, self.dtype, self.device = config, target.dtype, target.device
         self._heads = HeadShape(
-            config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim,
-            config.attention_scale, config.attention_softcap,
-        )  # fmt: skip
+            config.num_kv_heads,
+            config.num_heads // config.num_kv_heads,
+            config.head_dim,
+            config.attention_scale,
+            config.attention_softcap,
+        )
         self._rotation = Rotation(config.ropes[0], self.device)
 
         def read(kind: str, names: Sequence[str]) -> Tensor:
@@ -107,9 +109,7 @@ class Adapter:
         """An empty cache for its keys and values."""
         return DenseCache(1, self._heads.kv, self._heads.width, device=self.device)
 
-    def run(
-        self, rows: PassRows, cache: DenseCache, offsets: Sequence[int], x_TH: Tensor
-    ) -> Tensor:
+    def run(self, rows: PassRows, cache: DenseCache, offsets: Sequence[int], x_TH: Tensor) -> Tensor:
         """One pass; keys and values are written for all rows.
 
         Args:

@@ -134,9 +134,7 @@ class Attention:
     ) -> None:
         self.shape, self.windows, self.device = shape, windows, cache.key_store.device
         kv, width, queries = shape.kv, shape.width, shape.queries
-        self.head_TXD = torch.zeros(
-            rows, queries + 2 * kv, width, dtype=torch.float32, device=self.device
-        )
+        self.head_TXD = torch.zeros(rows, queries + 2 * kv, width, dtype=torch.float32, device=self.device)
         """float32 queries, keys and values of the layer at hand; the decoder fills them in."""
         self.turned_TXE = torch.view_as_complex(
             self.head_TXD[:, : queries + kv].view(rows, queries + kv, width // 2, 2)
@@ -159,8 +157,7 @@ class Attention:
         self._places = list(zip(*(store.unbind(0) for store in stores), strict=True))
         groups = list(_grouped([piece for span in spans for piece in span.pieces()]))
         largest = max(
-            len(group) * kv * _height(group, shape) * max(span.reach for span in group)
-            for group in groups
+            len(group) * kv * _height(group, shape) * max(span.reach for span in group) for group in groups
         )
         self.scratch = self.head_TXD.new_empty(largest)
         """Scores of one group; the next one overwrites them."""
@@ -280,12 +277,7 @@ class _Sight:
     """What the rows of a group see through one window."""
 
     def __init__(
-        self,
-        whole: Attention,
-        cache: DenseCache,
-        spans: list[Span],
-        count: int,
-        window: int | None,
+        self, whole: Attention, cache: DenseCache, spans: list[Span], count: int, window: int | None
     ) -> None:
         shape = whole.shape
         stop, start = max(span.reach for span in spans), 0
@@ -331,9 +323,7 @@ def _mask(span: Span, columns: range, count: int, window: int | None) -> Tensor:
         for row, parent in enumerate(span.parents):
             seen.append([*(seen[parent] if parent >= 0 else []), row])
         offset = span.base - columns.start
-        pairs = [
-            (i, offset + other) for i, row in enumerate(filled) for other in seen[row - span.base]
-        ]
+        pairs = [(i, offset + other) for i, row in enumerate(filled) for other in seen[row - span.base]]
         index = torch.tensor([pair for pair in pairs if pair[1] >= 0]).T
         unseen[index[0], index[1]] = False
     if window is not None:

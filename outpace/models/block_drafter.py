@@ -71,9 +71,12 @@ class BlockShape:
             if name.startswith("model.layers.")
         }
         return {
-            "fc.weight": (hidden, len(self.taps) * hidden), "token.weight": (hidden, hidden),
-            "slots.weight": (self.slots, hidden), "norm.weight": (hidden,), **layers,
-        }  # fmt: skip
+            "fc.weight": (hidden, len(self.taps) * hidden),
+            "token.weight": (hidden, hidden),
+            "slots.weight": (self.slots, hidden),
+            "norm.weight": (hidden,),
+            **layers,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -112,12 +115,9 @@ class BlockNet:
         config, dtype, device = shape.decoder, target.dtype, target.device
         self.shape, self.dtype, self.device, self._target = shape, dtype, device, target
         layers = _Layers(config, {f"model.{name}": one for name, one in tensors.items()})
-        self._blocks = [
-            read_block(layers, i, dtype, device, packed) for i in range(config.num_layers)
-        ]
+        self._blocks = [read_block(layers, i, dtype, device, packed) for i in range(config.num_layers)]
         self._fc, self._token = (
-            Linear(tensors[f"{name}.weight"].to(device, dtype), None, packed)
-            for name in ("fc", "token")
+            Linear(tensors[f"{name}.weight"].to(device, dtype), None, packed) for name in ("fc", "token")
         )
         self._slot_SH = tensors["slots.weight"].to(device).float()
         self._norm = Norm(tensors["norm.weight"].to(device), config)
@@ -126,9 +126,7 @@ class BlockNet:
     def new_cache(self) -> DenseCache:
         """An empty cache for the context's keys and values."""
         config = self.shape.decoder
-        return DenseCache(
-            config.num_layers, config.num_kv_heads, config.head_dim, device=self.device
-        )
+        return DenseCache(config.num_layers, config.num_kv_heads, config.head_dim, device=self.device)
 
     def feature(self, taps: Mapping[str, Tensor], rows: slice | list[int]) -> Tensor:
         """Features [T, F] of some rows of a pass of the target, side by side; a copy."""
@@ -148,9 +146,7 @@ class BlockNet:
         """
         with torch.inference_mode():
             context_TH = self._fc(torch.cat([part.feature_TF for part in parts])).float()
-            positions = [
-                part.offset + row for part in parts for row in range(part.first, part.end)
-            ]
+            positions = [part.offset + row for part in parts for row in range(part.first, part.end)]
             pending = [part.pending for part in parts if part.pending is not None]
             x_YH = context_TH[:0]
             if pending:
@@ -164,9 +160,7 @@ class BlockNet:
         with torch.no_grad():  # made outside of inference mode it is an ordinary tensor
             return y_YH.clone()
 
-    def _start(
-        self, parts: Sequence[Part], pending: Sequence[int], context_TH: Tensor
-    ) -> Tensor:
+    def _start(self, parts: Sequence[Part], pending: Sequence[int], context_TH: Tensor) -> Tensor:
         """The rows of all blocks as they enter the first layer, float32 [B * S, H]."""
         last = [stop - 1 for stop in accumulate(len(part.feature_TF) for part in parts)]
         embed_BH = unit(self._target.embed(pending)).to(self.dtype)
@@ -174,9 +168,14 @@ class BlockNet:
         return (seed_BH[:, None] + self._slot_SH).flatten(0, 1)
 
     def _layer(
-        self, layer: int, parts: Sequence[Part], cache: DenseCache, context_TH: Tensor,
-        x_YH: Tensor, turn: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self,
+        layer: int,
+        parts: Sequence[Part],
+        cache: DenseCache,
+        context_TH: Tensor,
+        x_YH: Tensor,
+        turn: Tensor,
+    ) -> Tensor:
         block, config, rows = self._blocks[layer], self.shape.decoder, len(context_TH)
         normed_TH = block.attn_norm(torch.cat([context_TH, x_YH])).to(self.dtype)
         head_TXW = block.qkv(normed_TH).float().view(len(normed_TH), -1, config.head_dim)
@@ -198,9 +197,7 @@ class BlockNet:
         gate_up_YF = block.gate_up(block.mlp_norm(x_YH).to(self.dtype))
         return x_YH.add_(block.down(gated(config.activation, gate_up_YF)))
 
-    def _store(
-        self, layer: int, slot: int, first: int, cache: DenseCache, head_TXW: Tensor
-    ) -> None:
+    def _store(self, layer: int, slot: int, first: int, cache: DenseCache, head_TXW: Tensor) -> None:
         count = self.shape.decoder.num_kv_heads
         both = head_TXW[:, -2 * count : -count], head_TXW[:, -count:]
         for store, part in zip(cache.by_row, both, strict=True):
@@ -211,9 +208,12 @@ class BlockNet:
         config, end = self.shape.decoder, part.end + self.shape.slots
         kv, width = config.num_kv_heads, config.head_dim
         query_KMW = (
-            head_SXW[:, : config.num_heads].mul(config.attention_scale)
-            .view(len(head_SXW), kv, -1, width).transpose(0, 1).reshape(kv, -1, width)
-        )  # fmt: skip
+            head_SXW[:, : config.num_heads]
+            .mul(config.attention_scale)
+            .view(len(head_SXW), kv, -1, width)
+            .transpose(0, 1)
+            .reshape(kv, -1, width)
+        )
         score_KMN = torch.bmm(query_KMW, cache.key_store[layer, part.slot, :, :, :end])
         mixed_KMW = torch.bmm(score_KMN.softmax(-1), cache.value_store[layer, part.slot, :, :end])
         return mixed_KMW.view(kv, len(head_SXW), -1).transpose(0, 1).flatten(1).to(self.dtype)

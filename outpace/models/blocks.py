@@ -76,9 +76,7 @@ class Embedding:
         keep: hold the matrix in memory.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, keep: bool
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, keep: bool) -> None:
         name = "model.embed_tokens.weight"
         self.dtype, self.device = dtype, device
         self.matrix_VH = checkpoint.tensor(name, dtype).to(device) if keep else None
@@ -165,8 +163,7 @@ class _Reader:
         """One norm for all query and key heads."""
         config = self.checkpoint.config
         query_D, key_D = (
-            _paired(self.checkpoint.tensor(f"{attn}{one}_norm.weight"), config.head_dim)
-            for one in "qk"
+            _paired(self.checkpoint.tensor(f"{attn}{one}_norm.weight"), config.head_dim) for one in "qk"
         )
         weight_XD = torch.stack([query_D] * config.num_heads + [key_D] * config.num_kv_heads)
         return Norm(weight_XD.to(self.device), config)

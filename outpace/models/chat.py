@@ -51,11 +51,7 @@ def compile_template(source: str) -> "Template":
     ) -> str:
         # The filter of jinja2 escapes for HTML, which no model was trained on.
         return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
 
     environment = ImmutableSandboxedEnvironment(
@@ -82,8 +78,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError(
-            'messages must be a list of {"role": ..., "content": ...}, '
-            f"got {type(messages).__name__}"
+            f'messages must be a list of {{"role": ..., "content": ...}}, got {type(messages).__name__}'
         )
     if not messages:
         raise RequestError("messages is empty; give at least one user message")
@@ -91,14 +86,11 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, Mapping):
             raise RequestError(
-                f"message {number} must be an object with role and content, "
-                f"got {type(message).__name__}"
+                f"message {number} must be an object with role and content, got {type(message).__name__}"
             )
         role = message.get("role")
         if role not in ROLES:
-            raise RequestError(
-                f"message {number} has role {role!r}; known roles: {', '.join(ROLES)}"
-            )
+            raise RequestError(f"message {number} has role {role!r}; known roles: {', '.join(ROLES)}")
         content = message.get("content")
         if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
             content = "".join(_text_of(part, number) for part in content)
@@ -124,9 +116,7 @@ def render(template: "Template", messages: list[dict[str, Any]], /, **variables:
     except RequestError:
         raise
     except Exception as error:  # a template is foreign code and may raise anything
-        raise RequestError(
-            f"the model's chat template refuses these messages: {brief(error)}"
-        ) from error
+        raise RequestError(f"the model's chat template refuses these messages: {brief(error)}") from error
 
 
 def _text_of(part: Any, number: int) -> str:

@@ -26,9 +26,7 @@ from outpace.config import cache_folder, may_compile
 
 LOG = logging.getLogger("outpace.compiled")
 _COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = (
-    "-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC",
-)  # fmt: skip
+_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
 _THREADS = "libgomp.so.1"
 LANES = 16
 """Numbers of the widest vector; of code that works on whole vectors, widths are multiples of it."""
@@ -52,8 +50,7 @@ def library(name: str) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(_compiled(source)))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        LOG.info("%s is not compiled (%s); torch computes instead", source.name,
-                 " ".join(said.split())[:200])
+        LOG.info("%s is not compiled (%s); torch computes instead", source.name, " ".join(said.split())[:200])
         return None
 
 
@@ -68,8 +65,7 @@ def _compiled(source: Path) -> Path:
     if compiler is None:
         raise OSError("there is no C compiler")
     headers = [file.read_bytes() for file in sorted(source.parent.glob("*.h"))]
-    known = (source.read_bytes(), *headers, compiler.encode(), " ".join(_FLAGS).encode(),
-             _processor())
+    known = (source.read_bytes(), *headers, compiler.encode(), " ".join(_FLAGS).encode(), _processor())
     digest = hashlib.sha256(b"\0".join(known)).hexdigest()[:16]
     folder = cache_folder() / "compiled"
     whole = folder / f"{source.stem}-{digest}.so"
@@ -80,8 +76,11 @@ def _compiled(source: Path) -> Path:
         part = Path(work) / whole.name
         subprocess.run(
             [compiler, *_FLAGS, "-o", str(part), str(source), "-lm"],
-            check=True, capture_output=True, text=True, timeout=_SECONDS,
-        )  # fmt: skip
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+        )
         part.replace(whole)
     return whole
 

@@ -243,9 +243,7 @@ class Decoder(Target):
         with self.clock:
             return self._pass(rows, cache, depth, taps)
 
-    def _pass(
-        self, rows: PassRows, cache: DenseCache, depth: int, taps: frozenset[str]
-    ) -> Scored:
+    def _pass(self, rows: PassRows, cache: DenseCache, depth: int, taps: frozenset[str]) -> Scored:
         picked = [*rows.wanted, *rows.riders]
         with torch.inference_mode():
             x_TH, seen = self._body(rows, cache, depth, taps)

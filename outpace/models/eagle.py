@@ -74,9 +74,7 @@ class EagleShape:
             shapes["fc.bias"] = (hidden,)
         for name, shape in config.tensor_shapes().items():
             if name.startswith(LAYER):
-                reads_both = self.fused and name.endswith(
-                    ("q_proj.weight", "k_proj.weight", "v_proj.weight")
-                )
+                reads_both = self.fused and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
                 doubled = (shape[0], 2 * shape[1]) if reads_both else shape
                 shapes[name.removeprefix("model.")] = doubled
         if not self.fused:
@@ -107,9 +105,14 @@ class EagleNet:
     """
 
     def __init__(
-        self, shape: EagleShape, tensors: Mapping[str, Tensor], target: Target,
-        embed_VH: Tensor | None = None, id_D: Tensor | None = None, packed: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        shape: EagleShape,
+        tensors: Mapping[str, Tensor],
+        target: Target,
+        embed_VH: Tensor | None = None,
+        id_D: Tensor | None = None,
+        packed: bool = True,
+    ) -> None:
         config, dtype, device = shape.decoder, target.dtype, target.device
         self.shape, self.dtype, self.device = shape, dtype, device
         self.hidden_size = config.hidden_size
@@ -117,9 +120,12 @@ class EagleNet:
         layer.setdefault(f"{LAYER}input_layernorm.weight", torch.ones(config.hidden_size))
         self._block = read_block(_OneLayer(config, layer), 0, dtype, device, packed)
         self._heads = HeadShape(
-            config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim,
-            config.attention_scale, config.attention_softcap,
-        )  # fmt: skip
+            config.num_kv_heads,
+            config.num_heads // config.num_kv_heads,
+            config.head_dim,
+            config.attention_scale,
+            config.attention_softcap,
+        )
         self._rotation = Rotation(config.ropes[config.rope_of_layer[0]], device)
         self._activation = config.activation
 
@@ -231,9 +237,7 @@ class EagleNet:
         if alone:
             head_TXW = block.qkv(u_TI).float().view(len(x_TH), -1, heads.width)
         else:
-            attend = attention(
-                cache, spans, len(x_TH), heads, frozenset({block.window}), self.dtype
-            )
+            attend = attention(cache, spans, len(x_TH), heads, frozenset({block.window}), self.dtype)
             head_TXW = attend.head_TXD
             head_TXW.flatten(1).copy_(block.qkv(u_TI))
         turned_TYW = head_TXW[:, : heads.queries + heads.kv]
@@ -258,16 +262,10 @@ class EagleNet:
 
 def is_few(spans: Sequence[Span]) -> bool:
     """Whether ``attend_few`` serves: few rows of one sequence, none outside its block."""
-    return (
-        len(spans) == 1
-        and len(spans[0].stored) <= _FEW
-        and (spans[0].chain or not any(spans[0].strays()))
-    )
+    return len(spans) == 1 and len(spans[0].stored) <= _FEW and (spans[0].chain or not any(spans[0].strays()))
 
 
-def few_is_best(
-    cache: DenseCache, spans: Sequence[Span], heads: HeadShape, dtype: torch.dtype
-) -> bool:
+def few_is_best(cache: DenseCache, spans: Sequence[Span], heads: HeadShape, dtype: torch.dtype) -> bool:
     """Whether ``attend_few`` serves, and nothing faster does here."""
     device = cache.key_store.device
     return heads.softcap is None and is_few(spans) and not fits(heads, dtype, device)
@@ -293,9 +291,7 @@ def attend_few(
     slots, stop, own = range(span.slot, span.slot + 1), span.reach, len(span.stored)
     rows = slice(span.stored.start, span.stored.stop)
     new_TYW = head_TXW[:own, heads.queries :]
-    for store, new_TKW in zip(
-        cache.by_row, (new_TYW[:, : heads.kv], new_TYW[:, heads.kv :]), strict=True
-    ):
+    for store, new_TKW in zip(cache.by_row, (new_TYW[:, : heads.kv], new_TYW[:, heads.kv :]), strict=True):
         store[0, span.slot, rows].copy_(new_TKW)
     asked, shape = own * heads.group, (heads.kv, own, heads.group, -1)
     query_KMW = head_TXW.new_zeros(heads.kv, max(asked, LEAST), heads.width)

@@ -45,8 +45,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _COMMON | {"max_position_embeddings": 2048},
     "mistral": _COMMON | {"max_position_embeddings": 131_072, "num_key_value_heads": 8},
     "qwen2": _COMMON | {"max_position_embeddings": 32_768, "max_window_layers": 28},
-    "qwen3": _COMMON
-    | {"max_position_embeddings": 32_768, "max_window_layers": 28, "head_dim": 128},
+    "qwen3": _COMMON | {"max_position_embeddings": 32_768, "max_window_layers": 28, "head_dim": 128},
     "gemma3": _COMMON
     | {
         "vocab_size": 262_208,
@@ -264,9 +263,7 @@ def _layer_types(family: str, read: Fields, layers: int) -> list[str]:
         else:
             types = [FULL] * layers
     if len(types) != layers or not set(types) <= {WINDOWED, FULL}:
-        raise ModelError(
-            f"layer_types must name {layers} layers as {FULL} or {WINDOWED}, got {types}"
-        )
+        raise ModelError(f"layer_types must name {layers} layers as {FULL} or {WINDOWED}, got {types}")
     # Gemma 3 picks a layer's rotary table by its type, so the type stays even without a window.
     if window is None and family != "gemma3":
         return [FULL] * layers
@@ -287,10 +284,7 @@ def _hf_ropes(family: str, read: Fields, head_dim: int) -> dict[str, Rope]:
         nested = {FULL: said, WINDOWED: said}
     return {
         kind: Rope.from_hf(
-            outer | dict(nested.get(kind) or {}),
-            theta=thetas[kind],
-            dim=head_dim,
-            max_positions=positions,
+            outer | dict(nested.get(kind) or {}), theta=thetas[kind], dim=head_dim, max_positions=positions
         )
         for kind in (FULL, WINDOWED)
     }

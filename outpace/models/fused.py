@@ -37,9 +37,13 @@ _ROWS = 24
 
 
 def attention(
-    cache: DenseCache, spans: Sequence[Span], rows: int, shape: HeadShape,
-    windows: frozenset[int | None], dtype: torch.dtype,
-) -> Attention | FusedAttention:  # fmt: skip
+    cache: DenseCache,
+    spans: Sequence[Span],
+    rows: int,
+    shape: HeadShape,
+    windows: frozenset[int | None],
+    dtype: torch.dtype,
+) -> Attention | FusedAttention:
     """The fastest attention that this machine has, for a pass; arguments as of `Attention`."""
     fused = fits(shape, dtype, cache.key_store.device)
     one = FusedAttention if fused else Attention
@@ -59,19 +63,28 @@ def stored(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> torch.
 def fits(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether compiled code attends to these heads there."""
     return (
-        device.type == "cpu" and dtype in DTYPES and shape.softcap is None
-        and shape.group <= _MOST and shape.width <= _WIDEST and shape.width % LANES == 0
+        device.type == "cpu"
+        and dtype in DTYPES
+        and shape.softcap is None
+        and shape.group <= _MOST
+        and shape.width <= _WIDEST
+        and shape.width % LANES == 0
         and library("attend") is not None
-    )  # fmt: skip
+    )
 
 
 class FusedAttention:
     """What `Attention` is, with the same arguments, effects and results but for rounding."""
 
     def __init__(
-        self, cache: DenseCache, spans: Sequence[Span], rows: int, shape: HeadShape,
-        windows: frozenset[int | None], dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+        self,
+        cache: DenseCache,
+        spans: Sequence[Span],
+        rows: int,
+        shape: HeadShape,
+        windows: frozenset[int | None],
+        dtype: torch.dtype,
+    ) -> None:
         code = library("attend")
         assert code is not None
         self._attend = code.outpace_attend
@@ -105,15 +118,29 @@ class _Told(ctypes.Structure):
     """``Pass`` of attend.c."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in (
-            "kv", "group", "width", "capacity", "key_stride", "value_stride", "bfloat16",
-            "half", "threads", "news", "units", "chunks",
-        )),
-        *((name, ctypes.c_void_p) for name in (
-            "head", "out", "place", "unit", "chunk", "sight", "path", "part", "tops",
-        )),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "kv",
+                "group",
+                "width",
+                "capacity",
+                "key_stride",
+                "value_stride",
+                "bfloat16",
+                "half",
+                "threads",
+                "news",
+                "units",
+                "chunks",
+            )
+        ),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("head", "out", "place", "unit", "chunk", "sight", "path", "part", "tops")
+        ),
         ("scale", ctypes.c_float),
-    ]  # fmt: skip
+    ]
 
 
 class _Pass:
@@ -123,9 +150,15 @@ class _Pass:
     """
 
     def __init__(
-        self, head_TXD: Tensor, out: Tensor, stores: tuple[Tensor, Tensor], place: array[int],
-        spans: Sequence[Span], shape: HeadShape, window: int | None,
-    ) -> None:  # fmt: skip
+        self,
+        head_TXD: Tensor,
+        out: Tensor,
+        stores: tuple[Tensor, Tensor],
+        place: array[int],
+        spans: Sequence[Span],
+        shape: HeadShape,
+        window: int | None,
+    ) -> None:
         self._place = place
         self._sight, self._path = array("q"), array("q")
         for span in spans:
@@ -138,16 +171,29 @@ class _Pass:
         self._tops = torch.empty(parts, 2)
         keys, values = stores
         self.told = _Told(
-            kv=shape.kv, group=shape.group, width=shape.width, capacity=keys.shape[4],
-            key_stride=keys.stride(1), value_stride=values.stride(1),
-            bfloat16=out.dtype == torch.bfloat16, half=keys.dtype == torch.bfloat16,
+            kv=shape.kv,
+            group=shape.group,
+            width=shape.width,
+            capacity=keys.shape[4],
+            key_stride=keys.stride(1),
+            value_stride=values.stride(1),
+            bfloat16=out.dtype == torch.bfloat16,
+            half=keys.dtype == torch.bfloat16,
             threads=torch.get_num_threads(),
-            news=len(place) // 2, units=len(self._unit) // 2, chunks=len(self._chunk) // 6,
-            head=head_TXD.data_ptr(), out=out.data_ptr(), place=_address(place),
-            unit=_address(self._unit), chunk=_address(self._chunk), sight=_address(self._sight),
-            path=_address(self._path), part=self._part.data_ptr(), tops=self._tops.data_ptr(),
+            news=len(place) // 2,
+            units=len(self._unit) // 2,
+            chunks=len(self._chunk) // 6,
+            head=head_TXD.data_ptr(),
+            out=out.data_ptr(),
+            place=_address(place),
+            unit=_address(self._unit),
+            chunk=_address(self._chunk),
+            sight=_address(self._sight),
+            path=_address(self._path),
+            part=self._part.data_ptr(),
+            tops=self._tops.data_ptr(),
             scale=shape.scale / math.log(2),
-        )  # fmt: skip
+        )
 
     def _look(self, span: Span, window: int | None) -> None:
         """Note of every row the first position that it sees, up to where positions lie in order,

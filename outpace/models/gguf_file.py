@@ -30,19 +30,7 @@ QUANTIZED = (
 )
 """Types that are expanded to float32."""
 
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
 
@@ -198,8 +186,7 @@ def _parse(path: Path, content: mmap.mmap, total: int) -> GGUFFile:
         place = _place(path, name, shape, kind, data + offset)
         if place.start + place.size > total:
             raise ModelError(
-                f"{path} is truncated: {name!r} ends at byte {place.start + place.size}, "
-                f"the file at {total}"
+                f"{path} is truncated: {name!r} ends at byte {place.start + place.size}, the file at {total}"
             )
         places[name] = place
     return GGUFFile(path=path, metadata=metadata, places=places)

@@ -81,8 +81,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     named = {
         role: vocabulary[id]
         for role, key in _NAMED.items()
-        if isinstance(id := metadata.get(f"tokenizer.ggml.{key}_token_id"), int)
-        and id < len(vocabulary)
+        if isinstance(id := metadata.get(f"tokenizer.ggml.{key}_token_id"), int) and id < len(vocabulary)
     }
     prefixed = not byte_level and bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     try:
@@ -94,30 +93,19 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     except ModelError:
         raise
     except Exception as error:  # the library raises bare Exception
-        raise ModelError(
-            f"the tokenizer in the GGUF metadata is corrupt: {brief(error)}"
-        ) from error
+        raise ModelError(f"the tokenizer in the GGUF metadata is corrupt: {brief(error)}") from error
     before = named.get("bos_token") if metadata.get(_ADD_BOS, begins) else None
     after = named.get("eos_token") if metadata.get(_ADD_EOS, False) else None
     if before or after:
         surround(backend, before, after)
     controls = [t for t, kind in zip(vocabulary, types, strict=True) if kind == _CONTROL]
     return Tokenizer(
-        backend,
-        named=named,
-        special=controls,
-        eos_ids=end_ids(metadata),
-        templates=_templates(metadata),
+        backend, named=named, special=controls, eos_ids=end_ids(metadata), templates=_templates(metadata)
     )
 
 
 _ADD_BOS, _ADD_EOS = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token"
-_NAMED = {
-    "bos_token": "bos",
-    "eos_token": "eos",
-    "unk_token": "unknown",
-    "pad_token": "padding",
-}
+_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 def _vocabulary(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
@@ -130,9 +118,7 @@ def _vocabulary(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     return vocabulary, types
 
 
-def _byte_level(
-    metadata: Mapping[str, Any], vocabulary: Sequence[str]
-) -> tuple[tokenizers.Tokenizer, bool]:
+def _byte_level(metadata: Mapping[str, Any], vocabulary: Sequence[str]) -> tuple[tokenizers.Tokenizer, bool]:
     """Build byte-level BPE; also say whether a text begins with bos if the file does not say."""
     said = metadata.get("tokenizer.ggml.pre", "default")
     pre = _SAME_AS.get(said, said)
@@ -151,9 +137,7 @@ def _byte_level(
     )
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
-    splits = [
-        pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in _PATTERNS[pre]
-    ]
+    splits = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in _PATTERNS[pre]]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )

@@ -188,9 +188,7 @@ class _Recorded:
         for mine, given in zip(self.turn, turn, strict=True):
             mine.copy_(given)
 
-    def record(
-        self, record: Record, layers: range, taps: frozenset[str], run_layers: RunLayers
-    ) -> None:
+    def record(self, record: Record, layers: range, taps: frozenset[str], run_layers: RunLayers) -> None:
         """Make ``replay``, whose results are ``last_TH`` and ``seen``, written anew each time."""
 
         def launch() -> None:
@@ -219,9 +217,7 @@ class PaddedAttention:
     ) -> None:
         self._shape, self._slots, self._keys = shape, slots, keys
         store, self._dims = cache.key_store, (len(slots), rows, shape.kv, shape.group, shape.width)
-        self.head_TXD = store.new_zeros(
-            len(slots) * rows, shape.queries + 2 * shape.kv, shape.width
-        )
+        self.head_TXD = store.new_zeros(len(slots) * rows, shape.queries + 2 * shape.kv, shape.width)
         """float32 queries, keys and values of the layer at hand; the decoder fills them in."""
         turning = self.head_TXD[:, : shape.queries + shape.kv]
         self.turned_TXE = torch.view_as_complex(turning.view(*turning.shape[:2], -1, 2))
@@ -233,13 +229,9 @@ class PaddedAttention:
         self._row_T = torch.zeros_like(self._slot_T)
         """Where each row writes; input."""
         masks = (len(slots), 1, rows, 1, keys)
-        self._seen = {
-            window: torch.zeros(masks, dtype=torch.bool, device=store.device) for window in windows
-        }
+        self._seen = {window: torch.zeros(masks, dtype=torch.bool, device=store.device) for window in windows}
         """Per window what each row sees; input."""
-        self._read = list(
-            zip(cache.keys(slots, range(keys)), cache.values(slots, range(keys)), strict=True)
-        )
+        self._read = list(zip(cache.keys(slots, range(keys)), cache.values(slots, range(keys)), strict=True))
         self._mask: dict[int | None, Tensor] = {}
 
     def fill(self, stored: Sequence[int], spans: Sequence[Span]) -> None:
@@ -255,9 +247,7 @@ class PaddedAttention:
             made = torch.zeros(len(self._slots), count, self._keys, dtype=torch.bool)
             made[:, :, 0] = True
             for span in spans:
-                made[span.slot - self._slots.start, : len(span.stored)] = _seen(
-                    span, self._keys, window
-                )
+                made[span.slot - self._slots.start, : len(span.stored)] = _seen(span, self._keys, window)
             seen.copy_(made[:, None, :, None])
 
     def begin(self) -> None:
@@ -270,9 +260,7 @@ class PaddedAttention:
         """Store keys and values, attend; see ``Attention``."""
         shape, (slots, rows, kv, group, width) = self._shape, self._dims
         new_TXD = self.head_TXD[:, shape.queries :]
-        for place, new_TKD in zip(
-            self._places[layer], (new_TXD[:, :kv], new_TXD[:, kv:]), strict=True
-        ):
+        for place, new_TKD in zip(self._places[layer], (new_TXD[:, :kv], new_TXD[:, kv:]), strict=True):
             place.index_put_((self._slot_T, self._row_T), new_TKD)
         keys, values = self._read[layer]
         query = self.head_TXD[:, : shape.queries].reshape(self._dims).permute(0, 2, 1, 3, 4)

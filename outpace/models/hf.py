@@ -64,12 +64,7 @@ class HFTarget(Target):
     """A model of transformers, used as it is: weights, configuration and modes stay the user's."""
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any = None,
-        *,
-        name: str | None = None,
-        note: str | None = None,
+        self, model: Any, tokenizer: Any = None, *, name: str | None = None, note: str | None = None
     ) -> None:
         """Wrap a model that is in memory.
 
@@ -170,15 +165,9 @@ class HFTarget(Target):
         spot = cache.spot([feed.slot for feed in feeds], rows)
         position_BJ, masks = cache.mask(spot, counts, self._kinds or {}, self.dtype)
         id_BJ = torch.tensor(
-            [
-                (*feed.token_J, *[0] * (max(counts) - n))
-                for feed, n in zip(feeds, counts, strict=True)
-            ]
+            [(*feed.token_J, *[0] * (max(counts) - n)) for feed, n in zip(feeds, counts, strict=True)]
         )
-        wanted = [
-            range(n) if feed.want is None else feed.want
-            for feed, n in zip(feeds, counts, strict=True)
-        ]
+        wanted = [range(n) if feed.want is None else feed.want for feed, n in zip(feeds, counts, strict=True)]
         heads = sorted({row for want in wanted for row in want}) or [0]
         whole = len(heads) == max(counts) or "logits_to_keep" not in self._takes
         extra = {} if whole else {"logits_to_keep": torch.tensor(heads, device=self.device)}
@@ -245,9 +234,7 @@ class HFTarget(Target):
             if self.way != "whole":
                 track.state = result[self._state_name]
         track.ids = (*track.ids, *tokens)
-        return torch.cat(logits)[-last:], {
-            tap: torch.cat([part[tap] for part in features]) for tap in depths
-        }
+        return torch.cat(logits)[-last:], {tap: torch.cat([part[tap] for part in features]) for tap in depths}
 
     def _forward(self, id_BJ: Tensor, **given: Any) -> Any:
         """Call the model with those of the arguments that it takes."""
@@ -311,9 +298,7 @@ class HFTarget(Target):
             off = (tried_V - wanted_V).abs().mean() / wanted_V.std()
             if float(off) <= _ROUNDING[self.dtype.itemsize]:
                 return way, int(width)
-        raise ModelError(
-            f"{self.name} cannot be a target: its logits of a token depend on later tokens"
-        )
+        raise ModelError(f"{self.name} cannot be a target: its logits of a token depend on later tokens")
 
     def _try(self, ids: Sequence[int], other: int) -> Tensor:
         """Score ``other`` after five ids, six ids, and all, in passes that hold other rows too."""
@@ -334,9 +319,7 @@ class HFTarget(Target):
         return logits_TV[[3, 6, 7]]
 
 
-def load_hf(
-    name: str, dtype: torch.dtype, device: torch.device, reason: str | None = None
-) -> HFTarget:
+def load_hf(name: str, dtype: torch.dtype, device: torch.device, reason: str | None = None) -> HFTarget:
     """Load a folder or a hub id with transformers, and its tokenizer where it has a usable one.
 
     ``reason`` says why it is not the own decoder; the target's note repeats it.

@@ -55,9 +55,7 @@ def generation_defaults(model: Any) -> GenerationDefaults:
     """Read what the model says about sampling; only settings that somebody chose count."""
     text, said = text_config(model), model.generation_config
     return GenerationDefaults.from_hf(
-        said.to_diff_dict() if said is not None else {},
-        model.config.to_dict(),
-        text.to_dict(),
+        said.to_diff_dict() if said is not None else {}, model.config.to_dict(), text.to_dict()
     )
 
 

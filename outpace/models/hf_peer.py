@@ -123,9 +123,7 @@ def _from_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         )
     for what in ("missing", "unexpected", "mismatched"):
         if names := sorted(str(name) for name in told[f"{what}_keys"]):
-            raise ModelError(
-                f"{checkpoint.name} has no twin in transformers: {what} {', '.join(names[:3])}"
-            )
+            raise ModelError(f"{checkpoint.name} has no twin in transformers: {what} {', '.join(names[:3])}")
     for rope in config.ropes:
         if rope.kind == "divided":
             inverse, _ = rope.frequencies(1)
@@ -141,9 +139,7 @@ def _from_folder(name: str, dtype: torch.dtype) -> Any:
     path = Path(name).expanduser()
     try:
         with quiet():
-            model = AutoModelForCausalLM.from_pretrained(
-                str(path) if path.exists() else name, dtype=dtype
-            )
+            model = AutoModelForCausalLM.from_pretrained(str(path) if path.exists() else name, dtype=dtype)
     except Exception as error:  # every architecture has its own kinds
         raise ModelError(f"transformers cannot load {name}: {brief(error)}") from error
     return model.requires_grad_(False)

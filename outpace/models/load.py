@@ -138,9 +138,7 @@ def _by_name(
     return _hf(name, dtype, device, None, quantize)
 
 
-def _tiny(
-    name: str, dtype: torch.dtype, device: torch.device, backend: str, quantize: str | None
-) -> Target:
+def _tiny(name: str, dtype: torch.dtype, device: torch.device, backend: str, quantize: str | None) -> Target:
     from outpace.models.tiny import tiny
 
     seed = name.partition(":")[2] or "0"
@@ -150,20 +148,14 @@ def _tiny(
     return target if quantize is None else target.quantized(quantize)
 
 
-def _own(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantize: str | None
-) -> Target:
+def _own(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantize: str | None) -> Target:
     from outpace.models.decoder import Decoder
 
     return Decoder.load(checkpoint, dtype=dtype, device=device, quantize=quantize)
 
 
 def _hf(
-    name: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    reason: str | None,
-    quantize: str | None,
+    name: str, dtype: torch.dtype, device: torch.device, reason: str | None, quantize: str | None
 ) -> Target:
     from outpace.models.hf import load_hf
 
@@ -218,10 +210,7 @@ def _in_memory(
 
 
 def _as_asked(
-    target: Target,
-    dtype: torch.dtype | None,
-    device: torch.device | None,
-    quantize: str | None,
+    target: Target, dtype: torch.dtype | None, device: torch.device | None, quantize: str | None
 ) -> Target:
     """Refuse a loaded model that is not of the dtype or on the device that was asked for."""
     if quantize not in (None, getattr(target, "quantize", None)):

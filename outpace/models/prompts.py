@@ -89,16 +89,17 @@ def check_ids(ids: Sequence[int], target: Target, what: str) -> None:
     wrong = next((t for t in ids if not 0 <= t < target.vocab_size), None)
     if wrong is not None:
         raise RequestError(
-            f"{what}: token {wrong} is outside the vocabulary of {target.name} "
-            f"(0 to {target.vocab_size - 1})"
+            f"{what}: token {wrong} is outside the vocabulary of {target.name} (0 to {target.vocab_size - 1})"
         )
 
 
 def tokenizer_of(target: Target, what: str) -> Tokenizer:
     """The target's tokenizer; RequestError, saying what needs it, if there is none."""
     if target.tokenizer is None:
-        raise RequestError(f"{what} needs a tokenizer, and {target.name} has none; "
-                           "give token ids, or Engine.load(..., tokenizer=...)")
+        raise RequestError(
+            f"{what} needs a tokenizer, and {target.name} has none; "
+            "give token ids, or Engine.load(..., tokenizer=...)"
+        )
     return target.tokenizer
 
 

@@ -117,9 +117,7 @@ class Rope:
         return scale(1.0)
 
     @classmethod
-    def from_hf(
-        cls, parameters: Mapping[str, Any], *, theta: float, dim: int, max_positions: int
-    ) -> "Rope":
+    def from_hf(cls, parameters: Mapping[str, Any], *, theta: float, dim: int, max_positions: int) -> "Rope":
         """Read ``rope_scaling`` or one entry of ``rope_parameters`` of a config.json.
 
         Args:
@@ -136,9 +134,7 @@ class Rope:
         if said.get("mrope_section"):
             kind = "mrope"
         if kind not in KINDS[:-1]:
-            raise ModelError(
-                f"rope scaling {kind!r} is not supported; supported: {', '.join(KINDS[:-1])}"
-            )
+            raise ModelError(f"rope scaling {kind!r} is not supported; supported: {', '.join(KINDS[:-1])}")
         if (part := said.number("partial_rotary_factor", 1.0)) != 1.0:
             raise ModelError(f"partial_rotary_factor {part} is not supported, only 1.0")
         original = said.count("original_max_position_embeddings", max_positions)

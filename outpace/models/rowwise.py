@@ -45,9 +45,7 @@ class Norm:
         self._floor = torch.tensor(self._least, device=weight_H.device)
         self._simple = weight_H.dim() == 1 and weight_H.is_cpu and size % LANES == 0
 
-    def __call__(
-        self, x_TH: Tensor, out: Tensor | None = None, add: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, x_TH: Tensor, out: Tensor | None = None, add: Tensor | None = None) -> Tensor:
         """Norm rows.
 
         Args:
@@ -65,11 +63,18 @@ class Norm:
         out = torch.empty_like(x_TH) if out is None else out
         rows, width = x_TH.shape
         code.outpace_norm(
-            x_TH.data_ptr(), None if add is None else add.data_ptr(), self._weight_H.data_ptr(),
-            self._least, out.data_ptr(), out.stride(0), rows, width,
-            add is not None and add.dtype is torch.bfloat16, out.dtype is torch.bfloat16,
+            x_TH.data_ptr(),
+            None if add is None else add.data_ptr(),
+            self._weight_H.data_ptr(),
+            self._least,
+            out.data_ptr(),
+            out.stride(0),
+            rows,
+            width,
+            add is not None and add.dtype is torch.bfloat16,
+            out.dtype is torch.bfloat16,
             torch.get_num_threads(),
-        )  # fmt: skip
+        )
         return out
 
 
@@ -90,9 +95,14 @@ def gated(activation: str, gate_up_TF: Tensor) -> Tensor:
         return ACTIVATION[activation](gate_TF).mul_(up_TF)
     out_TF = gate_up_TF.new_empty(rows, width)
     code.outpace_gate(
-        gate_up_TF.data_ptr(), out_TF.data_ptr(), rows, width,
-        gate_up_TF.dtype is torch.bfloat16, _KINDS[activation], torch.get_num_threads(),
-    )  # fmt: skip
+        gate_up_TF.data_ptr(),
+        out_TF.data_ptr(),
+        rows,
+        width,
+        gate_up_TF.dtype is torch.bfloat16,
+        _KINDS[activation],
+        torch.get_num_threads(),
+    )
     return out_TF
 
 
@@ -101,9 +111,7 @@ def _code() -> ctypes.CDLL | None:
     code = library("rowwise")
     if code is not None:
         whole, address = ctypes.c_int64, ctypes.c_void_p
-        code.outpace_norm.argtypes = [
-            address, address, address, ctypes.c_float, address, *[whole] * 6,
-        ]  # fmt: skip
+        code.outpace_norm.argtypes = [address, address, address, ctypes.c_float, address, *[whole] * 6]
         code.outpace_gate.argtypes = [address, address, *[whole] * 5]
         code.outpace_norm.restype = code.outpace_gate.restype = None
     return code

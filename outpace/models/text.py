@@ -15,13 +15,7 @@ import tokenizers
 from outpace.errors import ModelError, RequestError
 from outpace.models.chat import check_messages, compile_template, render
 from outpace.models.fields import brief, read_json, token_ids
-from outpace.models.text_files import (
-    ROLES,
-    chat_templates,
-    more_special,
-    named_tokens,
-    surround_as_said,
-)
+from outpace.models.text_files import ROLES, chat_templates, more_special, named_tokens, surround_as_said
 
 SPACE_MARK = "\u2581"
 """What SentencePiece writes for a space."""
@@ -67,9 +61,7 @@ class Tokenizer:
         backend.no_truncation()
         self._backend = backend
         self._named = {
-            role: token
-            for role, token in (named or {}).items()
-            if backend.token_to_id(token) is not None
+            role: token for role, token in (named or {}).items() if backend.token_to_id(token) is not None
         }
         added = backend.get_added_tokens_decoder()
         known = {token.content for token in added.values() if token.special}
@@ -108,16 +100,12 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ModelError(f"cannot read {path}: {brief(error)}") from error
-        config = read_json(folder / "special_tokens_map.json") | read_json(
-            folder / "tokenizer_config.json"
-        )
+        config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
         try:
             named = named_tokens(config)
             special, templates = more_special(config), chat_templates(folder, config)
         except (KeyError, TypeError, AttributeError, OSError, UnicodeDecodeError) as error:
-            raise ModelError(
-                f"the tokenizer files of {folder} are corrupt: {brief(error)}"
-            ) from error
+            raise ModelError(f"the tokenizer files of {folder} are corrupt: {brief(error)}") from error
         surround_as_said(backend, config, named)
         files = (read_json(folder / "generation_config.json"), read_json(folder / "config.json"))
         return cls(
@@ -172,9 +160,7 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
         return ids
 
-    def decode(
-        self, ids: Iterable[int], *, skip_special: bool = True, continues: bool = False
-    ) -> str:
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True, continues: bool = False) -> str:
         """Turn token ids into text.
 
         Bytes that are not UTF-8 become one U+FFFD per malformed stretch.
@@ -222,9 +208,7 @@ class Tokenizer:
         source = self._templates.get("tool_use") if tools else None
         source = source or self.chat_template
         if source is None:
-            raise RequestError(
-                "this model has no chat template; give a raw prompt instead of messages"
-            )
+            raise RequestError("this model has no chat template; give a raw prompt instead of messages")
         if source not in self._compiled:
             self._compiled[source] = compile_template(source)
         values = {
@@ -245,9 +229,7 @@ class Tokenizer:
         **variables: Any,
     ) -> list[int]:
         """Turn a conversation into token ids; as ``chat_text``, then encoded as it stands."""
-        text = self.chat_text(
-            messages, generation_prompt=generation_prompt, tools=tools, **variables
-        )
+        text = self.chat_text(messages, generation_prompt=generation_prompt, tools=tools, **variables)
         return self.encode(text, special=False)
 
     def _id_of(self, role: str) -> int | None:
@@ -269,9 +251,7 @@ class Tokenizer:
 class TextStream:
     """Decodes one text from tokens that arrive in portions; cost is linear in the text."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False) -> None:
         """Begin a text; arguments as in ``Tokenizer.decode``."""
         self._spell = tokenizer.token_bytes
         self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()

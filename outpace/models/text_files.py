@@ -63,9 +63,7 @@ def surround(backend: tokenizers.Tokenizer, before: str | None, after: str | Non
 
 def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Collect chat templates: those in files win over those in tokenizer_config.json."""
-    said = config.get("chat_template") or read_json(folder / "chat_template.json").get(
-        "chat_template"
-    )
+    said = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(said, str):
         templates["default"] = said

@@ -56,12 +56,7 @@ class TableTarget(Target):
     """A language model given by a rule from contexts to laws; logits are log p, in float64."""
 
     def __init__(
-        self,
-        rule: Rule,
-        vocab_size: int,
-        *,
-        name: str = "table",
-        eos_ids: Sequence[int] = (),
+        self, rule: Rule, vocab_size: int, *, name: str = "table", eos_ids: Sequence[int] = ()
     ) -> None:
         """Wrap a rule.
 
@@ -86,9 +81,7 @@ class TableTarget(Target):
         self.digest = hashlib.sha256(laws.encode()).hexdigest()[:16]
 
     @classmethod
-    def of(
-        cls, laws: Mapping[tuple[int, ...], Sequence[float]], name: str = "table"
-    ) -> TableTarget:
+    def of(cls, laws: Mapping[tuple[int, ...], Sequence[float]], name: str = "table") -> TableTarget:
         """Give every context the law of its longest suffix in ``laws``, which must hold ``()``."""
         if () not in laws:
             raise ValueError("laws need an entry for the empty context, ()")
@@ -150,9 +143,11 @@ class TableTarget(Target):
             return (1 - share) * self.law_after(context) + share * other.law_after(context)
 
         return TableTarget(
-            rule, self.vocab_size, name=f"{self.name}+{share}*{other.name}",
+            rule,
+            self.vocab_size,
+            name=f"{self.name}+{share}*{other.name}",
             eos_ids=self.defaults.eos_ids if self.defaults else (),
-        )  # fmt: skip
+        )
 
     def law_after(self, tokens: Sequence[int]) -> Tensor:
         """Law of the next token, float64 [V]; the oracle of ``score``. Do not write to it."""
@@ -221,11 +216,7 @@ def tiny_tokenizer() -> Tokenizer:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens([BEGIN, END])
-    return Tokenizer(
-        backend,
-        named={"bos_token": BEGIN, "eos_token": END},
-        templates={"default": _TEMPLATE},
-    )
+    return Tokenizer(backend, named={"bos_token": BEGIN, "eos_token": END}, templates={"default": _TEMPLATE})
 
 
 def tiny(

@@ -17,12 +17,7 @@ from outpace.models.fields import read_json
 from outpace.models.places import Place, RowFile, read_bytes, read_plain
 from outpace.models.text import Tokenizer
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Element types of safetensors files that can be read."""
 
 
@@ -110,8 +105,7 @@ class Checkpoint(ABC):
                 raise ModelError(f"{self.name} has no tensor {name!r}, which its config needs")
             if place.shape != shape:
                 raise ModelError(
-                    f"{place.path}: {name!r} has shape {list(place.shape)}, "
-                    f"its config needs {list(shape)}"
+                    f"{place.path}: {name!r} has shape {list(place.shape)}, its config needs {list(shape)}"
                 )
 
 
@@ -210,8 +204,7 @@ def _read_header(path: Path) -> dict[str, Place]:
                 raise ModelError(f"{path} has a corrupt header: {name!r} needs {needed} bytes")
         if place.start + place.size > total:
             raise ModelError(
-                f"{path} is truncated: {name!r} ends at byte {place.start + place.size}, "
-                f"the file at {total}"
+                f"{path} is truncated: {name!r} ends at byte {place.start + place.size}, the file at {total}"
             )
     return places
 

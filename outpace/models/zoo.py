@@ -78,8 +78,7 @@ def _open_path(path: Path) -> Checkpoint:
             return SafetensorsCheckpoint(path)
         if len(files) > 1:
             raise ModelError(
-                f"{path} holds {len(files)} GGUF files; name one of them, "
-                f"for example {files[0].name}"
+                f"{path} holds {len(files)} GGUF files; name one of them, for example {files[0].name}"
             )
         return _open_gguf(files[0], None)
     if path.suffix == ".safetensors":
@@ -108,9 +107,7 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        folder = Path(
-            snapshot_download(name, allow_patterns=list(_HUB_FILES), local_files_only=True)
-        )
+        folder = Path(snapshot_download(name, allow_patterns=list(_HUB_FILES), local_files_only=True))
         if any(folder.glob("*.safetensors")):
             return folder
     except LocalEntryNotFoundError:

@@ -71,12 +71,14 @@ class Bandit(Policy):
             budget = within(budget, row.limit)
             nodes_D = sizes(budget)
             prior = self._prior(drafter)
-            depth = self._depth(draw(row.state, prior, row.coins), drafter, nodes_D,
-                                load) if nodes_D else 0
+            depth = self._depth(draw(row.state, prior, row.coins), drafter, nodes_D, load) if nodes_D else 0
             nodes = nodes_D[depth - 1] if depth else 0
-            plans.append(Plan(drafter, Budget(
-                nodes, depth, max_rows=budget.max_rows, shape=budget.shape, stop=budget.stop
-            )))
+            plans.append(
+                Plan(
+                    drafter,
+                    Budget(nodes, depth, max_rows=budget.max_rows, shape=budget.shape, stop=budget.stop),
+                )
+            )
         return plans
 
     def _prior(self, drafter: str) -> float:

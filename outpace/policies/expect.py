@@ -124,9 +124,7 @@ class Pool:
 
     __slots__ = ("_hits", "_tries", "growth", "learned")
 
-    def __init__(
-        self, kept: Sequence[float] = (), tried: Sequence[float] = (), width: int = 0
-    ) -> None:
+    def __init__(self, kept: Sequence[float] = (), tried: Sequence[float] = (), width: int = 0) -> None:
         scale_D = [min(1.0, BEFORE / count) if count else 0.0 for count in tried]
         self._hits = {width: [hits * scale for hits, scale in zip(kept, scale_D, strict=True)]}
         self._tries = {width: [count * scale for count, scale in zip(tried, scale_D, strict=True)]}

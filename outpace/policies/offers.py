@@ -102,13 +102,9 @@ class Offers:
         if not all_C:
             return None
         asked_C, width_C, nodes_C, levels_C = zip(*all_C, strict=True)
-        kept_C = [
-            reach[width][ask[1] - 1] for ask, width in zip(asked_C, width_C, strict=True)
-        ]
+        kept_C = [reach[width][ask[1] - 1] for ask, width in zip(asked_C, width_C, strict=True)]
         late = costs.late(name, row.unread.get(name, 0))
-        return Option(
-            name, kept_C, nodes_C, levels_C, asked_C, tree=budget.shape.beam > 0, late=late
-        )
+        return Option(name, kept_C, nodes_C, levels_C, asked_C, tree=budget.shape.beam > 0, late=late)
 
     def _know(self, name: str, budget: Budget, costs: Costs) -> _Known:
         """What is known of a drafter before a look at the sequence."""
@@ -127,13 +123,13 @@ class Offers:
             chances = {width: pool.chances(depth, width) for width, depth in deepest.items()}
         else:
             size_D = sizes(budget)
-            all_C = [
-                ((nodes, depth), 0, float(nodes), float(depth))
-                for depth, nodes in enumerate(size_D, 1)
-            ]
+            all_C = [((nodes, depth), 0, float(nodes), float(depth)) for depth, nodes in enumerate(size_D, 1)]
             chances = {0: pool.chances(len(size_D))}
         found = self._known[name] = _Known(
-            budget, pool.learned, all_C, chances,
+            budget,
+            pool.learned,
+            all_C,
+            chances,
             max((ask[1] for ask, *_ in all_C), default=0),
             max((ask[0] for ask, *_ in all_C), default=0),
         )

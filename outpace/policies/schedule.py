@@ -58,9 +58,7 @@ class Schedule(Policy):
             drafter, budget = next(iter(row.drafters.items()))
             row.state.now = max(1, min(row.state.now, budget.max_depth))
             whole = within(budget, row.limit)
-            plans.append(
-                Plan(drafter, replace(whole, max_depth=min(whole.max_depth, row.state.now)))
-            )
+            plans.append(Plan(drafter, replace(whole, max_depth=min(whole.max_depth, row.state.now))))
         return plans
 
     def learn(self, rows: Sequence[PolicyRow], evidence: Sequence[Evidence]) -> None:

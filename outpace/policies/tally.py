@@ -68,9 +68,7 @@ class Option:
 
     def share(self, cut: int) -> Share:
         """The part of a pass that it would take."""
-        return Share(
-            self.drafter, self.kept_C[cut], self.nodes_C[cut], self.levels_C[cut], self.late
-        )
+        return Share(self.drafter, self.kept_C[cut], self.nodes_C[cut], self.levels_C[cut], self.late)
 
 
 def told(name: str, hint: Sequence[float], depth: int, scale: float) -> Option | None:

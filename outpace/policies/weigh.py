@@ -124,12 +124,13 @@ class Weighing(Policy):
         if len(rows) > 1:
             self._together(rows, options_B, before, tally, plans)
         drafting = any(one.drafter != NONE for one in plans)
-        if self.config.probe and not any(row.state.probing for row in rows) and (
-            self._looks.due(tally, drafting)
+        if (
+            self.config.probe
+            and not any(row.state.probing for row in rows)
+            and (self._looks.due(tally, drafting))
         ):
             return [
-                _without(row.state, _because("look", plan))
-                for row, plan in zip(rows, plans, strict=True)
+                _without(row.state, _because("look", plan)) for row, plan in zip(rows, plans, strict=True)
             ]
         for row, plan in zip(rows, plans, strict=True):
             if plan.drafter != NONE:
@@ -158,10 +159,7 @@ class Weighing(Policy):
         """
         shares = tally.shares
         for name in {one.drafter for one in shares if self._levelled(one.drafter)}:
-            users = [
-                i for i, row in enumerate(rows)
-                if shares[i].drafter == name and not row.state.probing
-            ]
+            users = [i for i, row in enumerate(rows) if shares[i].drafter == name and not row.state.probing]
             tally.leave_out(-1)
             drafting = tally.total()
             kept = [shares[i] for i in users]

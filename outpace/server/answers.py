@@ -40,9 +40,7 @@ class Writer(ABC):
     def __init__(self, ask: Ask, model: str, fingerprint: str, tokenizer: Any) -> None:
         self.ask, self._tokenizer = ask, tokenizer
         self._id = f"{self.prefix}-{secrets.token_hex(12)}"
-        self._about = {
-            "created": int(time.time()), "model": model, "system_fingerprint": fingerprint
-        }
+        self._about = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
         self._written = [0] * ask.answers
         each = [one for one in ask.ready for _ in range(ask.n)]
         self._tracer = Tracer(each, tokenizer) if ask.traced else None
@@ -83,8 +81,7 @@ class Writer(ABC):
             choice: Json = {
                 "index": index,
                 **self._message(index, result),
-                "logprobs": None if result.logprobs is None
-                else self._logprobs(index, result.logprobs),
+                "logprobs": None if result.logprobs is None else self._logprobs(index, result.logprobs),
                 "finish_reason": self._reason(index, result),
             }
             if self.ask.token_ids:
@@ -142,7 +139,9 @@ class Writer(ABC):
         details: Json = {"reasoning_tokens": 0}
         if ask.predicted:
             followed = [
-                counts for result in results for spec, counts in result.by_drafter.items()
+                counts
+                for result in results
+                for spec, counts in result.by_drafter.items()
                 if spec.partition("[")[0] == "reference"
             ]
             kept = sum(counts.accepted for counts in followed)
@@ -162,8 +161,11 @@ class Writer(ABC):
         chunk: Json = {"id": self._id, "object": self.part, **self._about, "choices": choices}
         if self.ask.running_usage:
             read, written = sum(len(r.ids) for r in self.ask.ready), sum(self._written)
-            chunk["usage"] = {"prompt_tokens": read, "completion_tokens": written,
-                              "total_tokens": read + written}
+            chunk["usage"] = {
+                "prompt_tokens": read,
+                "completion_tokens": written,
+                "total_tokens": read + written,
+            }
         elif self.ask.include_usage:
             chunk["usage"] = None
         return chunk
@@ -206,8 +208,12 @@ class CompletionWriter(Writer):
         """The prompt, if it is to be echoed."""
         if self.ask.echo is None:
             return []
-        choice = {"index": index, "text": self.ask.echo[index // self.ask.n], "logprobs": None,
-                  "finish_reason": None}
+        choice = {
+            "index": index,
+            "text": self.ask.echo[index // self.ask.n],
+            "logprobs": None,
+            "finish_reason": None,
+        }
         return [self._chunk([choice])]
 
     def _message(self, index: int, result: Result) -> Json:
@@ -249,9 +255,11 @@ class ChatWriter(Writer):
     def __init__(self, ask: Ask, model: str, fingerprint: str, tokenizer: Any) -> None:
         super().__init__(ask, model, fingerprint, tokenizer)
         offer = ask.offer
-        self._readers = [] if offer is None else [
-            CallReader(offer.form, offer.names, tokenizer) for _ in range(ask.answers)
-        ]
+        self._readers = (
+            []
+            if offer is None
+            else [CallReader(offer.form, offer.names, tokenizer) for _ in range(ask.answers)]
+        )
 
     def opening(self, index: int) -> list[Json]:
         """Who speaks."""
@@ -289,16 +297,21 @@ class ChatWriter(Writer):
     def _logprobs(self, index: int, found: Sequence[TokenLogprobs]) -> Json:
         return {
             "content": [
-                {**self._entry(one.token, one.logprob),
-                 "top_logprobs": [self._entry(token, logprob) for token, logprob in one.top]}
+                {
+                    **self._entry(one.token, one.logprob),
+                    "top_logprobs": [self._entry(token, logprob) for token, logprob in one.top],
+                }
                 for one in found
             ],
             "refusal": None,
         }
 
     def _entry(self, token: int, logprob: float) -> Json:
-        return {"token": self._token_text(token), "logprob": _finite(logprob),
-                "bytes": list(self._bytes(token))}
+        return {
+            "token": self._token_text(token),
+            "logprob": _finite(logprob),
+            "bytes": list(self._bytes(token)),
+        }
 
 
 def _said(found: Found) -> Json:

@@ -23,14 +23,7 @@ from outpace.server.asks import Ask, Reader
 from outpace.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from outpace.server.bridge import Call
 from outpace.server.encoding import JsonResponse, to_json
-from outpace.server.errors import (
-    MISTAKES,
-    ApiError,
-    error_body,
-    from_defect,
-    from_mistake,
-    from_validation,
-)
+from outpace.server.errors import MISTAKES, ApiError, error_body, from_defect, from_mistake, from_validation
 from outpace.server.grammar import open_grammars
 from outpace.server.guard import Guard
 from outpace.server.limits import Limits
@@ -68,9 +61,7 @@ class Server:
         grammars = open_grammars(target.tokenizer, target.vocab_size, service.engine.eos_ids)
         self.reader = Reader(service, name, limits, grammars)
 
-    async def generate(
-        self, request: Request, read: Callable[[], Ask], writer: type[Writer]
-    ) -> Response:
+    async def generate(self, request: Request, read: Callable[[], Ask], writer: type[Writer]) -> Response:
         """Answer a completion or a chat."""
         began = time.perf_counter()
         ask = await off_loop(read)
@@ -218,9 +209,7 @@ def _tools(app: FastAPI, server: Server) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Response:
         tokens = await off_loop(lambda: reader.tokenize(body))
-        answer: Json = {
-            "count": len(tokens), "max_model_len": target.max_positions, "tokens": tokens
-        }
+        answer: Json = {"count": len(tokens), "max_model_len": target.max_positions, "tokens": tokens}
         if body.return_token_strs:
             spelled = [reader.tokenizer.token_bytes(token) for token in tokens]
             answer["token_strs"] = [text.decode("utf-8", "replace") for text in spelled]
@@ -231,8 +220,9 @@ def _tools(app: FastAPI, server: Server) -> None:
         reader.check_model(body.model)
         wrong = next((t for t in body.tokens if t >= target.vocab_size), None)
         if wrong is not None:
-            raise ApiError(400, f"tokens holds {wrong}, but ids go from 0 to "
-                                f"{target.vocab_size - 1}", "tokens")
+            raise ApiError(
+                400, f"tokens holds {wrong}, but ids go from 0 to {target.vocab_size - 1}", "tokens"
+            )
         text = await off_loop(
             lambda: reader.tokenizer.decode(body.tokens, skip_special=body.skip_special_tokens)
         )
@@ -242,8 +232,12 @@ def _tools(app: FastAPI, server: Server) -> None:
     async def health() -> Response:
         if server.service.closing:
             broken = server.service.broken is not None
-            raise ApiError(503, "the service has broken down; start the server anew" if broken
-                           else "the server is stopping; try again elsewhere")
+            raise ApiError(
+                503,
+                "the service has broken down; start the server anew"
+                if broken
+                else "the server is stopping; try again elsewhere",
+            )
         return JsonResponse({"status": "ok"})
 
     @app.get("/version")
@@ -294,5 +288,4 @@ def _errors(app: FastAPI) -> None:
             404: f"there is no {path} here",
             405: f"{path} does not take {method}",
         }.get(error.status_code, str(error.detail))
-        return JsonResponse(error_body(error.status_code, message), error.status_code,
-                            error.headers)
+        return JsonResponse(error_body(error.status_code, message), error.status_code, error.headers)

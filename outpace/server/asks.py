@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any
 from outpace.config import MethodSpec
 from outpace.engine.requests import Ready
 from outpace.params import SamplingParams
-from outpace.server.bodies import (
-    ChatBody,
-    CompletionBody,
-    Generation,
-    Speculation,
-    TokenizeBody,
-    Tool,
-)
+from outpace.server.bodies import ChatBody, CompletionBody, Generation, Speculation, TokenizeBody, Tool
 from outpace.server.errors import ApiError
 from outpace.server.limits import Limits
 from outpace.server.tools import Offer, Toolbox, check_calls
@@ -85,9 +78,7 @@ class Reader:
         grammars: compiles what ``response_format`` asks for; None where that is not installed.
     """
 
-    def __init__(
-        self, service: Service, name: str, limits: Limits, grammars: Grammars | None = None
-    ) -> None:
+    def __init__(self, service: Service, name: str, limits: Limits, grammars: Grammars | None = None) -> None:
         self.service, self.name, self.limits, self.grammars = service, name, limits, grammars
         self.target = service.engine.target
 
@@ -99,11 +90,19 @@ class Reader:
         """
         self.check_model(body.model)
         if body.best_of not in (None, body.n or 1):
-            raise ApiError(400, f"best_of must be n ({body.n or 1}), got {body.best_of}; answers "
-                                "are not ranked, ask for n of them", "best_of")
+            raise ApiError(
+                400,
+                f"best_of must be n ({body.n or 1}), got {body.best_of}; answers "
+                "are not ranked, ask for n of them",
+                "best_of",
+            )
         if body.echo and body.logprobs is not None:
-            raise ApiError(400, "echo and logprobs exclude each other: prompts have no "
-                                "log-probabilities here; drop one of the two", "echo")
+            raise ApiError(
+                400,
+                "echo and logprobs exclude each other: prompts have no "
+                "log-probabilities here; drop one of the two",
+                "echo",
+            )
         prompts = _prompts(body.prompt)
         self._check_count(len(prompts), body.n or 1)
         encoded = [self.service.engine.encode(prompt) for prompt in prompts]
@@ -118,17 +117,18 @@ class Reader:
         self._check_count(1, body.n or 1)
         longest = body.max_completion_tokens or body.max_tokens
         if None not in (body.max_tokens, body.max_completion_tokens) and longest != body.max_tokens:
-            raise ApiError(400, f"max_tokens is {body.max_tokens} and max_completion_tokens "
-                                f"{longest}; give one of them", "max_tokens")
+            raise ApiError(
+                400,
+                f"max_tokens is {body.max_tokens} and max_completion_tokens {longest}; give one of them",
+                "max_tokens",
+            )
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs; set it to true", "top_logprobs")
         tools = None if body.tool_choice == "none" else body.tools
         parallel = body.parallel_tool_calls is not False
         calls = bool(tools) or body.tool_choice not in (None, "none", "auto")
         form = self._toolbox.wish(tools, body.tool_choice, parallel) if calls else None
-        ids = self._messages(
-            body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt
-        )
+        ids = self._messages(body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         ask = self._ask(body, [ids], longest, logprobs, continues=False, form=form)
         return replace(ask, offer=self._toolbox.offer(tools) if tools else None)
@@ -149,8 +149,7 @@ class Reader:
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if a request names another model than the one that is served."""
         if name is not None and name != self.name:
-            raise ApiError(404, f"the model {name!r} is not served here; use {self.name!r}",
-                           "model")
+            raise ApiError(404, f"the model {name!r} is not served here; use {self.name!r}", "model")
 
     @property
     def tokenizer(self) -> Any:
@@ -173,8 +172,11 @@ class Reader:
     ) -> list[int]:
         wrong = sorted(_TAKEN.keys() & (variables or {}).keys())
         if wrong:
-            raise ApiError(400, f"chat_template_kwargs may not hold {wrong[0]!r}; "
-                                f"{_TAKEN[wrong[0]]}", "chat_template_kwargs")
+            raise ApiError(
+                400,
+                f"chat_template_kwargs may not hold {wrong[0]!r}; {_TAKEN[wrong[0]]}",
+                "chat_template_kwargs",
+            )
         kept: list[dict[str, Any]] = [_message(i, one) for i, one in enumerate(messages)]
         plain: list[dict[str, Any]] | None = None
         if tools or any(one.get("tool_calls") or one.get("role") == "tool" for one in kept):
@@ -193,8 +195,12 @@ class Reader:
             raise ApiError(400, "prompt holds no prompt; give one", "prompt")
         most = min(self.limits.answers, self.service.max_queue)
         if prompts * n > most:
-            raise ApiError(400, f"{prompts * n} answers are asked for, and at most {most} per "
-                                "request are made; ask for fewer", "n")
+            raise ApiError(
+                400,
+                f"{prompts * n} answers are asked for, and at most {most} per "
+                "request are made; ask for fewer",
+                "n",
+            )
 
     def _ask(
         self,
@@ -209,8 +215,12 @@ class Reader:
     ) -> Ask:
         limits = self.limits
         if logprobs is not None and logprobs > limits.logprobs:
-            raise ApiError(400, f"at most {limits.logprobs} alternatives per token are reported, "
-                                f"got {logprobs}; ask for fewer", "logprobs")
+            raise ApiError(
+                400,
+                f"at most {limits.logprobs} alternatives per token are reported, "
+                f"got {logprobs}; ask for fewer",
+                "logprobs",
+            )
         self._check_lengths(prompts, longest)
         speculation = body.speculation or Speculation()
         settings = self._settings(body, logprobs, form)
@@ -250,21 +260,29 @@ class Reader:
         limits = self.limits
         over = max(len(ids) for ids in prompts)
         if limits.prompt_tokens is not None and over > limits.prompt_tokens:
-            raise ApiError(400, f"a prompt has {over} tokens, and at most {limits.prompt_tokens} "
-                                "are read; shorten it", "prompt")
+            raise ApiError(
+                400,
+                f"a prompt has {over} tokens, and at most {limits.prompt_tokens} are read; shorten it",
+                "prompt",
+            )
         if longest is not None and limits.new_tokens is not None and longest > limits.new_tokens:
-            raise ApiError(400, f"answers have at most {limits.new_tokens} tokens, got max_tokens="
-                                f"{longest}; ask for fewer", "max_tokens")
+            raise ApiError(
+                400,
+                f"answers have at most {limits.new_tokens} tokens, got max_tokens={longest}; ask for fewer",
+                "max_tokens",
+            )
 
-    def _settings(
-        self, body: Generation, logprobs: int | None, form: Wish | None
-    ) -> dict[str, Any]:
+    def _settings(self, body: Generation, logprobs: int | None, form: Wish | None) -> dict[str, Any]:
         """Arguments of SamplingParams; what the body leaves out stays out."""
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         for name, entries in (("stop", stop), ("stop_token_ids", body.stop_token_ids or [])):
             if len(entries) > self.limits.stops:
-                raise ApiError(400, f"{name} holds {len(entries)} entries, and at most "
-                                    f"{self.limits.stops} are looked for; give fewer", name)
+                raise ApiError(
+                    400,
+                    f"{name} holds {len(entries)} entries, and at most "
+                    f"{self.limits.stops} are looked for; give fewer",
+                    name,
+                )
         given = {
             "temperature": self._temperature(body.temperature),
             "top_p": body.top_p,
@@ -292,9 +310,7 @@ class Reader:
     def _temperature(self, asked: float | None) -> float | None:
         """What the client says, else the model's authors, else the API."""
         defaults = self.target.defaults
-        said = defaults is not None and not (
-            defaults.temperature is None and defaults.do_sample is None
-        )
+        said = defaults is not None and not (defaults.temperature is None and defaults.do_sample is None)
         return _TEMPERATURE if asked is None and not said else asked
 
     def _drafter(self, body: Generation, speculation: Speculation) -> str | None:
@@ -303,8 +319,9 @@ class Reader:
         for spec in self.service.drafters:
             if MethodSpec.parse(spec).name == "reference":
                 return spec
-        raise ApiError(400, "prediction needs the drafter reference, which was not started; leave "
-                            "it out", "prediction")
+        raise ApiError(
+            400, "prediction needs the drafter reference, which was not started; leave it out", "prediction"
+        )
 
     def _grammar(self, body: Generation, form: Wish | None) -> Any:
         """The compiled grammar that the body asks for, if any; ``form`` is that of its tools."""
@@ -312,15 +329,21 @@ class Reader:
         if wanted is None:
             return None
         if self.grammars is None:
-            raise ApiError(400, f"{wanted.field} needs the package llguidance: pip install "
-                                "'outpace[grammar]' where the server runs", wanted.field)
+            raise ApiError(
+                400,
+                f"{wanted.field} needs the package llguidance: pip install "
+                "'outpace[grammar]' where the server runs",
+                wanted.field,
+            )
         for name, value in (
-            ("min_tokens", body.min_tokens), ("ignore_eos", body.ignore_eos),
+            ("min_tokens", body.min_tokens),
+            ("ignore_eos", body.ignore_eos),
             ("allowed_token_ids", body.allowed_token_ids),
         ):
             if value:
-                raise ApiError(400, f"{name} and {wanted.field} exclude each other; drop one of "
-                                    "the two", name)
+                raise ApiError(
+                    400, f"{name} and {wanted.field} exclude each other; drop one of the two", name
+                )
         return self.grammars.compile(wanted)
 
 
@@ -346,6 +369,7 @@ def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
 def _bias(given: Mapping[str, float]) -> dict[int, float]:
     for token in given:
         if not (token.isascii() and token.isdigit() and len(token) < 19):
-            raise ApiError(400, f"logit_bias: {token[:40]!r} is no token id; give whole numbers "
-                                "from 0", "logit_bias")
+            raise ApiError(
+                400, f"logit_bias: {token[:40]!r} is no token id; give whole numbers from 0", "logit_bias"
+            )
     return {int(token): bias for token, bias in given.items()}

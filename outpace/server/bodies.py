@@ -18,8 +18,9 @@ def too_deep(value: Any) -> bool:
     """Whether plain data has more than ``DEEPEST`` levels, on which who reads it could founder."""
     level = [value]
     for _ in range(DEEPEST + 1):
-        inner = (one.values() if isinstance(one, dict) else one
-                 for one in level if isinstance(one, dict | list))
+        inner = (
+            one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)
+        )
         level = [value for values in inner for value in values]
         if not level:
             return False

@@ -27,9 +27,7 @@ class Call:
         seconds: how long it may take from then on.
     """
 
-    def __init__(
-        self, service: Service, ask: Ask, meters: Meters, began: float, seconds: float
-    ) -> None:
+    def __init__(self, service: Service, ask: Ask, meters: Meters, began: float, seconds: float) -> None:
         self.ask = ask
         self._service, self._meters = service, meters
         self._began, self._seconds = began, seconds
@@ -105,7 +103,8 @@ class Call:
         event = await self._queue.get()
         if event is None:
             raise ApiError(
-                504, f"the answer takes longer than {self._seconds:g} seconds; ask for less",
+                504,
+                f"the answer takes longer than {self._seconds:g} seconds; ask for less",
                 headers={"x-should-retry": "false"},
             )
         return event

@@ -348,10 +348,14 @@ class CallReader:
     def _begin(self, name: str, arguments: str) -> None:
         """A call, with as much of its arguments as is known."""
         self._held, self._open = None, True
-        self._found.calls.append({
-            "index": self.begun, "id": self._form.new_id(), "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        })
+        self._found.calls.append(
+            {
+                "index": self.begun,
+                "id": self._form.new_id(),
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+        )
         self.begun += 1
         self._after_call = True
 

@@ -42,11 +42,7 @@ class ApiError(HTTPException):
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(status, message, dict(headers or {}))
         self.message, self.param = message, param
@@ -99,9 +95,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if not place and first["type"] not in ("missing", "dict_type", "model_attributes_type"):
         return ApiError(400, f"the body cannot be read: {_reason(first['msg'])}")
     if not place:
-        return ApiError(
-            400, "the body is no JSON object; send one, with Content-Type: application/json"
-        )
+        return ApiError(400, "the body is no JSON object; send one, with Content-Type: application/json")
     name = str(place[0])
     if first["type"] == "extra_forbidden":
         name = ".".join(str(part) for part in place)

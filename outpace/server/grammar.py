@@ -76,9 +76,7 @@ class Grammars:
             options = json.loads(wish.text)
             if not options:
                 raise ValueError("choice is empty; name an answer")
-            made = matcher.grammar_from_lark(
-                "start: " + " | ".join(json.dumps(option) for option in options)
-            )
+            made = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(option) for option in options))
         else:
             made = matcher.grammar_from_lark(wish.text)
         return str(made)
@@ -159,8 +157,7 @@ class _Vocabulary:
         special = set(self.special_token_ids)
         # The library wants special tokens marked by a byte that no text holds.
         self.tokens = [
-            (b"\xff" if i in special else b"") + tokenizer.token_bytes(i)
-            for i in range(tokenizer.vocab_size)
+            (b"\xff" if i in special else b"") + tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)
         ]
 
     def __call__(self, text: Any) -> list[int]:

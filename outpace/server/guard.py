@@ -71,12 +71,17 @@ class Guard:
         if self._hosts is not None:
             name = _host(headers.get(b"host", b"").decode("latin-1"))
             if name not in self._hosts:
-                raise ApiError(403, f"this server does not answer as {name!r}; call it by "
-                                    f"{' or '.join(sorted(self._hosts))}")
+                raise ApiError(
+                    403,
+                    f"this server does not answer as {name!r}; call it by {' or '.join(sorted(self._hosts))}",
+                )
         caller = self._caller(headers.get(b"authorization", b""))
         if caller is None and scope["path"] not in OPEN:
-            raise ApiError(401, "this server needs a key; send Authorization: Bearer KEY",
-                           headers={"WWW-Authenticate": "Bearer"})
+            raise ApiError(
+                401,
+                "this server needs a key; send Authorization: Bearer KEY",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
         scope["caller"] = caller or ""
         length = headers.get(b"content-length", b"0")
         # A body without a length is counted as it comes.
@@ -94,8 +99,11 @@ class Guard:
         return digest.hex() if any(right) and scheme.lower() == b"bearer" else None
 
     def _too_long(self) -> ApiError:
-        return ApiError(413, f"the body is longer than {self._limits.body_bytes} bytes; send less",
-                        headers={"Connection": "close"})
+        return ApiError(
+            413,
+            f"the body is longer than {self._limits.body_bytes} bytes; send less",
+            headers={"Connection": "close"},
+        )
 
     def _patient(self, receive: Receive) -> Receive:
         """Read a body that is neither too long nor too slow; afterwards wait for ever."""
@@ -108,8 +116,7 @@ class Guard:
             try:
                 message = await asyncio.wait_for(receive(), self._limits.read_seconds)
             except asyncio.TimeoutError as error:
-                raise ApiError(408, "the body came too slowly", headers={"Connection": "close"}
-                               ) from error
+                raise ApiError(408, "the body came too slowly", headers={"Connection": "close"}) from error
             taken += len(message.get("body", b""))
             whole = message["type"] != "http.request" or not message.get("more_body", False)
             if taken > self._limits.body_bytes:

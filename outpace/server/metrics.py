@@ -32,8 +32,7 @@ class Meters:
         self._registry.register(_FromService(model, stats))
 
         def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(PREFIX + name, what, ["model_name"], buckets=buckets,
-                             registry=self._registry)
+            made = Histogram(PREFIX + name, what, ["model_name"], buckets=buckets, registry=self._registry)
             return made.labels(model)
 
         self._first = histogram(
@@ -46,14 +45,17 @@ class Meters:
         )
         self._per_token = histogram(
             "request_time_per_output_token_seconds",
-            "Of an answer: seconds after its first token / tokens after its first.", _PER_TOKEN,
+            "Of an answer: seconds after its first token / tokens after its first.",
+            _PER_TOKEN,
         )
         self._whole = histogram(
             "e2e_request_latency_seconds", "From the request to the last token.", _SECONDS
         )
         self._http = Counter(
-            PREFIX + "http_responses", "Responses by path and status.",
-            ["model_name", "path", "status"], registry=self._registry,
+            PREFIX + "http_responses",
+            "Responses by path and status.",
+            ["model_name", "path", "status"],
+            registry=self._registry,
         )
         self._model, self._seconds, self._answers = model, 0.0, 0
 
@@ -70,9 +72,7 @@ class Meters:
         self._whole.observe(seconds)
         self._seconds, self._answers = self._seconds + result.seconds, self._answers + 1
         if len(result.tokens) > 1:
-            self._per_token.observe(
-                (result.seconds - result.prefill_seconds) / (len(result.tokens) - 1)
-            )
+            self._per_token.observe((result.seconds - result.prefill_seconds) / (len(result.tokens) - 1))
 
     def responded(self, path: str, status: int) -> None:
         """A response went out."""
@@ -130,8 +130,11 @@ class _FromService(Collector):
         for name, what, value in (
             ("num_requests_running", "Answers that are being made.", stats.running),
             ("num_requests_waiting", "Answers that wait for room.", stats.waiting),
-            ("kv_cache_usage_perc", "Share of the pages of keys and values in use; 1 is all.",
-             held / stats.pages if stats.pages else 0.0),
+            (
+                "kv_cache_usage_perc",
+                "Share of the pages of keys and values in use; 1 is all.",
+                held / stats.pages if stats.pages else 0.0,
+            ),
         ):
             made = GaugeMetricFamily(PREFIX + name, what, labels=["model_name"])
             made.add_metric([self._model], value)
@@ -149,7 +152,8 @@ class _FromService(Collector):
             made.add_metric([self._model], value)
             yield made
         ended = CounterMetricFamily(
-            PREFIX + "request_success", "Answers, by the reason why they ended.",
+            PREFIX + "request_success",
+            "Answers, by the reason why they ended.",
             labels=["model_name", "finished_reason"],
         )
         for reason, count in stats.finished.items():

@@ -67,9 +67,7 @@ def serve(
     """
     limits = limits or Limits()
     try:
-        app = create_app(
-            service, name=name, keys=keys, hosts=host_names(host, keys), limits=limits
-        )
+        app = create_app(service, name=name, keys=keys, hosts=host_names(host, keys), limits=limits)
         server = make_server(app, host=host, port=port, limits=limits, quiet=quiet)
         # uvicorn hands the signals on to whoever had them before when it is done; a server that
         # was told to stop and did has not failed.
@@ -87,9 +85,7 @@ def serve(
         service.close(drain=False)
 
 
-def make_server(
-    app: FastAPI, *, host: str, port: int, limits: Limits, quiet: bool = False
-) -> uvicorn.Server:
+def make_server(app: FastAPI, *, host: str, port: int, limits: Limits, quiet: bool = False) -> uvicorn.Server:
     """A server that does not run yet."""
     return uvicorn.Server(
         uvicorn.Config(

@@ -29,9 +29,7 @@ class EventStream(Response):
         end: called when it is over, also if no chunk was ever asked for.
     """
 
-    def __init__(
-        self, chunks: AsyncIterator[bytes], seconds: float, end: Callable[[], None]
-    ) -> None:
+    def __init__(self, chunks: AsyncIterator[bytes], seconds: float, end: Callable[[], None]) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._chunks, self._seconds, self._end = chunks, seconds, end
@@ -39,9 +37,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(
-                    until_left(self._send(send), receive), self._seconds + _SLACK
-                )
+                await asyncio.wait_for(until_left(self._send(send), receive), self._seconds + _SLACK)
         finally:
             self._end()
             close = getattr(self._chunks, "aclose", None)

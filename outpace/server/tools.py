@@ -22,17 +22,26 @@ from outpace.server.wishes import Wish
 Json = dict[str, Any]
 
 _NAME = "probe_function"
-_PROBE: Json = {"type": "function", "function": {
-    "name": _NAME, "description": "Probe.", "parameters": {
-        "type": "object", "required": ["probe_key"],
-        "properties": {"probe_key": {"type": "integer", "description": "Probe."}},
+_PROBE: Json = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "Probe.",
+        "parameters": {
+            "type": "object",
+            "required": ["probe_key"],
+            "properties": {"probe_key": {"type": "integer", "description": "Probe."}},
+        },
     },
-}}  # fmt: skip
+}
 _ASKS: Json = {"role": "user", "content": "Probe."}
-_CALLS: Json = {"role": "assistant", "content": "", "tool_calls": [{
-    "id": "probe0123", "type": "function",
-    "function": {"name": _NAME, "arguments": {"probe_key": 1}},
-}]}  # fmt: skip
+_CALLS: Json = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "probe0123", "type": "function", "function": {"name": _NAME, "arguments": {"probe_key": 1}}}
+    ],
+}
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TEXT = "TEXT: /(.|\\n)*/"
 _NO_BRACE = "FREE: /([ \\n]*[^{ \\n](.|\\n)*)?/"
@@ -119,19 +128,29 @@ class Toolbox:
             raise ApiError(400, "tools holds two functions of one name; rename one", "tools")
         if isinstance(choice, NamedTool):
             if choice.function.name not in names:
-                raise ApiError(400, f"tool_choice names {choice.function.name!r}, which is not "
-                                    "among tools; name one that is", "tool_choice")
+                raise ApiError(
+                    400,
+                    f"tool_choice names {choice.function.name!r}, which is not among tools; name one that is",
+                    "tool_choice",
+                )
             tools, parallel = [tools[names.index(choice.function.name)]], False
         strict = any(tool.function.strict for tool in tools)
         if not parallel and not must:
-            raise ApiError(400, "parallel_tool_calls: false needs a tool_choice that asks for a "
-                                "call; leave it out", "parallel_tool_calls")
+            raise ApiError(
+                400,
+                "parallel_tool_calls: false needs a tool_choice that asks for a call; leave it out",
+                "parallel_tool_calls",
+            )
         if not (must or strict):
             return None
         field = "tool_choice" if must else "tools"
         if self.form is None:
-            raise ApiError(400, f"{field}: this model writes calls in a form that is not known "
-                                "here, so none can be asked for; leave it out", field)
+            raise ApiError(
+                400,
+                f"{field}: this model writes calls in a form that is not known "
+                "here, so none can be asked for; leave it out",
+                field,
+            )
         return Wish("grammar", self._grammar(self.form, tools, must, parallel), field)
 
     def _grammar(self, form: Format, tools: Sequence[Tool], must: bool, parallel: bool) -> str:
@@ -152,7 +171,7 @@ class Toolbox:
             listed["x-guidance"], listed["$defs"] = _COMPACT, listed["items"].pop("$defs")
             if not parallel:
                 listed["maxItems"] = 1
-            body = f"call: \" \"? %json {json.dumps(listed)}\n"
+            body = f'call: " "? %json {json.dumps(listed)}\n'
             after = ""
         else:
             after = f' "\\n" {spelled(form.closes)}'
@@ -165,8 +184,9 @@ class Toolbox:
         opening = f"opening: TEXT {spelled(form.opens)}"
         if form.opens not in special:  # text ends where the mark does
             opening = f"opening[lazy]: TEXT {spelled(form.opens)}"
-        return (f"start: block* rest\nrest: TEXT\n{_TEXT}\n{opening}\n"
-                f"block: opening{begin} call{after}\n{body}")
+        return (
+            f"start: block* rest\nrest: TEXT\n{_TEXT}\n{opening}\nblock: opening{begin} call{after}\n{body}"
+        )
 
 
 def _schema(form: Format, tools: Sequence[Tool], *, strict: bool) -> Json:
@@ -182,12 +202,17 @@ def _schema(form: Format, tools: Sequence[Tool], *, strict: bool) -> Json:
         place = f"tool{number}"
         given = tool.function.parameters if tool.function.strict or not strict else None
         inner[place] = _moved(given or {"type": "object"}, f"#/$defs/{place}")
-        options.append({
-            "type": "object", "additionalProperties": False,
-            "properties": {"name": {"const": tool.function.name},
-                           form.arguments: {"$ref": f"#/$defs/{place}"}},
-            "required": ["name", form.arguments],
-        })
+        options.append(
+            {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {
+                    "name": {"const": tool.function.name},
+                    form.arguments: {"$ref": f"#/$defs/{place}"},
+                },
+                "required": ["name", form.arguments],
+            }
+        )
     return {"x-guidance": _COMPACT, "$defs": inner, "anyOf": options}
 
 
@@ -242,8 +267,12 @@ def check_calls(number: int, message: Mapping[str, Any]) -> None:
         function = call.get("function") if isinstance(call, Mapping) else None
         good = isinstance(function, Mapping) and isinstance(function.get("name"), str)
         if not good or call.get("type", "function") != "function":
-            raise ApiError(400, f'{field} must hold objects such as {{"id": ..., "type": '
-                                '"function", "function": {"name": ..., "arguments": ...}}', field)
+            raise ApiError(
+                400,
+                f'{field} must hold objects such as {{"id": ..., "type": '
+                '"function", "function": {"name": ..., "arguments": ...}}',
+                field,
+            )
 
 
 def _spelled(messages: Sequence[Json]) -> list[Json]:
@@ -279,8 +308,7 @@ def _text_of(message: Json) -> str:
     content = message.get("content")
     if isinstance(content, list):
         return "".join(
-            str(part.get("text", "")) if isinstance(part, Mapping) else str(part)
-            for part in content
+            str(part.get("text", "")) if isinstance(part, Mapping) else str(part) for part in content
         )
     return content if isinstance(content, str) else ""
 

@@ -24,8 +24,7 @@ class Tracer:
     def __init__(self, ready: Sequence[Ready], tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._streams = [
-            None if tokenizer is None else tokenizer.text_stream(continues=one.continues)
-            for one in ready
+            None if tokenizer is None else tokenizer.text_stream(continues=one.continues) for one in ready
         ]
         self._owed = [""] * len(ready)
 
@@ -60,9 +59,7 @@ class Tracer:
         return out
 
     def _draft(self, done: Pass) -> dict[str, Any]:
-        added = None if done.added is None else {
-            "text": self._spell(done.added), "p": _short(done.added_p)
-        }
+        added = None if done.added is None else {"text": self._spell(done.added), "p": _short(done.added_p)}
         return {
             "by": done.by,
             "drafted": done.drafted,

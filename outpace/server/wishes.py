@@ -37,17 +37,24 @@ def wish(body: Generation, longest: int, calls: Wish | None = None) -> Wish | No
     found = _format(body)
     if body.structured_outputs is not None:
         if found is not None:
-            raise ApiError(400, "response_format and structured_outputs exclude each other; drop "
-                                "one of the two", "structured_outputs")
+            raise ApiError(
+                400,
+                "response_format and structured_outputs exclude each other; drop one of the two",
+                "structured_outputs",
+            )
         found = _structured(body)
     if calls is not None:
         if found is not None:
-            raise ApiError(400, f"{calls.field} and {found.field} exclude each other; drop one of "
-                                "the two", calls.field)
+            raise ApiError(
+                400, f"{calls.field} and {found.field} exclude each other; drop one of the two", calls.field
+            )
         found = calls
     if found is not None and len(found.text) > longest:
-        raise ApiError(400, f"{found.field} has {len(found.text)} characters, and at most "
-                            f"{longest} are read; shorten it", found.field)
+        raise ApiError(
+            400,
+            f"{found.field} has {len(found.text)} characters, and at most {longest} are read; shorten it",
+            found.field,
+        )
     return found
 
 
@@ -56,8 +63,11 @@ def _format(body: Generation) -> Wish | None:
     if form is None:
         return None
     if (form.type == "json_schema") != (form.json_schema is not None):
-        raise ApiError(400, "response_format: json_schema belongs to the type json_schema, and "
-                            f"the type is {form.type}", "response_format")
+        raise ApiError(
+            400,
+            f"response_format: json_schema belongs to the type json_schema, and the type is {form.type}",
+            "response_format",
+        )
     if form.type == "text":
         return None
     schema = None if form.json_schema is None else form.json_schema.schema_
@@ -79,8 +89,9 @@ def _structured(body: Generation) -> Wish:
     if form.grammar is not None:
         given.append(Wish("grammar", form.grammar, field))
     if len(given) != 1:
-        raise ApiError(400, f"structured_outputs takes one of json, regex, choice and grammar, got "
-                            f"{len(given)}", field)
+        raise ApiError(
+            400, f"structured_outputs takes one of json, regex, choice and grammar, got {len(given)}", field
+        )
     return given[0]
 
 

@@ -73,9 +73,7 @@ class Batch:
         chunk: prompt tokens read between two plain steps of the others.
     """
 
-    def __init__(
-        self, engine: Engine, methods: Mapping[str, Method], memory: Memory, chunk: int
-    ) -> None:
+    def __init__(self, engine: Engine, methods: Mapping[str, Method], memory: Memory, chunk: int) -> None:
         self.engine, self.memory = engine, memory
         self.running: dict[Running, Answer] = {}
         """In the order in which they entered."""
@@ -85,10 +83,16 @@ class Batch:
             name: one.drafter for m in methods.values() for name, one in m.members.items()
         }
         watchers = dict.fromkeys(watch for m in methods.values() for watch in m.watchers)
-        self._scheduler = Scheduler(Machine(
-            engine.target, engine.cache, members, Mixed(), chunk=chunk,
-            listeners=(*engine.listeners, *watchers),
-        ))
+        self._scheduler = Scheduler(
+            Machine(
+                engine.target,
+                engine.cache,
+                members,
+                Mixed(),
+                chunk=chunk,
+                listeners=(*engine.listeners, *watchers),
+            )
+        )
         self._events: list[tuple[Answer, Event]] = []
         self._drafters: dict[str, DrafterCounts] = {}
         self._finished: dict[str, int] = {}
@@ -137,9 +141,7 @@ class Batch:
         ids, key, store = answer.tokens, answer.ready.key, self.memory.store
         if not reading or not store.most:
             return False
-        same = max(
-            (shared_prefix(row.tokens, ids) for row in reading if row.key == key), default=0
-        )
+        same = max((shared_prefix(row.tokens, ids) for row in reading if row.key == key), default=0)
         return same // PAGE * PAGE > store.known(key, ids)
 
     def drop_cancelled(self) -> None:
@@ -164,9 +166,16 @@ class Batch:
             result = row.result()
         else:
             result = Result(
-                text="", tokens=(), finish_reason="cancelled", prompt_tokens=len(ready.ids),
-                counters=Counters(), seconds=0.0, prefill_seconds=0.0, seed=ready.seed,
-                drafter=answer.method.spec, queue_seconds=time.perf_counter() - answer.asked,
+                text="",
+                tokens=(),
+                finish_reason="cancelled",
+                prompt_tokens=len(ready.ids),
+                counters=Counters(),
+                seconds=0.0,
+                prefill_seconds=0.0,
+                seed=ready.seed,
+                drafter=answer.method.spec,
+                queue_seconds=time.perf_counter() - answer.asked,
             )
         self._say(answer, Done(index=ready.index, result=result))
 
@@ -231,10 +240,17 @@ class Batch:
         answer = self.running[row]
         for chunk in row.chunks:
             self._new += len(chunk.tokens)
-            self._say(answer, Tokens(
-                index=chunk.index, ids=chunk.tokens, text=chunk.text, accepted=chunk.accepted,
-                logprobs=chunk.logprobs, seen=chunk.seen,
-            ))
+            self._say(
+                answer,
+                Tokens(
+                    index=chunk.index,
+                    ids=chunk.tokens,
+                    text=chunk.text,
+                    accepted=chunk.accepted,
+                    logprobs=chunk.logprobs,
+                    seen=chunk.seen,
+                ),
+            )
         row.chunks.clear()
         if not row.finished:
             return

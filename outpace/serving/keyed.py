@@ -31,7 +31,6 @@ def _stores(spec: MethodSpec) -> bool:
     """Whether it, or a part of it, names a store."""
     return any(
         (spec.name == "suffix" and key == "store")
-        or ("[" in value and any(_stores(MethodSpec.parse(part)) for part in
-                                 split_specs(value, "+")))
+        or ("[" in value and any(_stores(MethodSpec.parse(part)) for part in split_specs(value, "+")))
         for key, value in spec.options
     )

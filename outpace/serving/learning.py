@@ -184,9 +184,7 @@ class Watched(Drafter[_State]):
         """Pass it on to the versions, and to the learner."""
         for drafter, indices in self._by_drafter(states):
             with _Timed(self, drafter):
-                drafter.observe(
-                    [states[i].inner for i in indices], [outcomes[i] for i in indices]
-                )
+                drafter.observe([states[i].inner for i in indices], [outcomes[i] for i in indices])
         for state, outcome in zip(states, outcomes, strict=True):
             emitted = outcome.verdict.emitted
             state.tokens.extend(emitted)
@@ -382,8 +380,7 @@ def learning_spec(methods: Mapping[str, Method]) -> str:
     found = [name for name in members(methods) if MethodSpec.parse(name).name == LEARNS]
     if not found:
         raise RequestError(
-            f"--learn is for {LEARNS}, and {', '.join(methods)} do not learn; add --drafter "
-            f"{LEARNS}"
+            f"--learn is for {LEARNS}, and {', '.join(methods)} do not learn; add --drafter {LEARNS}"
         )
     return found[0]
 

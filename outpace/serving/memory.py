@@ -70,9 +70,7 @@ class Memory:
         device: torch.device | None = None,
     ) -> None:
         if pages is not None and not cache.copies:
-            raise RequestError(
-                f"pages={pages}: the cache of this model cannot be limited; leave pages out"
-            )
+            raise RequestError(f"pages={pages}: the cache of this model cannot be limited; leave pages out")
         self._slots = slots
         if pages is None and cache.page_bytes and device is not None:
             free = free_bytes(device)

@@ -53,9 +53,7 @@ def restart(
     """
     if held is None:
         held = cache.length(row.slot) if row.reading else len(row.tokens)
-    request = Request(
-        prompt=tuple(row.tokens), held=held, reference=row.reference, key=row.key
-    )
+    request = Request(prompt=tuple(row.tokens), held=held, reference=row.reference, key=row.key)
     for name, one in method.members.items():
         if names is None or name in names:
             one.drafter.end(row.all_states[name])

@@ -114,10 +114,13 @@ class Service:
         self.share_across_keys = share_across_keys
         """Whether all requests are treated as of one key."""
         self._learning: Learning | None = None
-        tail = max(one.budget.max_nodes for m in self._methods.values() for one in
-                   m.members.values())
+        tail = max(one.budget.max_nodes for m in self._methods.values() for one in m.members.values())
         self._memory = Memory(
-            engine.cache, max_batch, pages=pages, stored=stored_pages, tail=max(TAIL, tail),
+            engine.cache,
+            max_batch,
+            pages=pages,
+            stored=stored_pages,
+            tail=max(TAIL, tail),
             device=engine.target.device,
         )
         if learner is not None:
@@ -161,9 +164,7 @@ class Service:
         """
         (own,) = settle(params, settings, 1)
         ready = self.engine.ready(prompt, own, chat=chat, reference=reference)
-        ready = replace(
-            ready, drafter=drafter, draft_tokens=draft_tokens, reproducible=reproducible
-        )
+        ready = replace(ready, drafter=drafter, draft_tokens=draft_tokens, reproducible=reproducible)
         self._check(ready)
         return ready
 
@@ -207,9 +208,7 @@ class Service:
         # A path from outside is not even looked at.
         name = "" if names_folder(spec) else str(MethodSpec.parse(spec))
         if name not in self._methods:
-            raise RequestError(
-                f"drafter {spec!r} was not started; choose from {', '.join(self.drafters)}"
-            )
+            raise RequestError(f"drafter {spec!r} was not started; choose from {', '.join(self.drafters)}")
         if request.draft_tokens is not None and request.draft_tokens < 0:
             raise RequestError(f"draft_tokens must be at least 0, got {request.draft_tokens}")
         params = request.params
@@ -217,9 +216,7 @@ class Service:
             raise RequestError("the request's params are not resolved; make it with request()")
         self.engine.check(request.ids, params)
         self.engine.verifier(self._methods[name], request.reproducible, params)
-        self._memory.check(min(
-            len(request.ids) + params.max_new_tokens, self.engine.target.max_positions
-        ))
+        self._memory.check(min(len(request.ids) + params.max_new_tokens, self.engine.target.max_positions))
         return self._methods[name]
 
     @property

@@ -87,8 +87,11 @@ class Batches:
         Raises:
             RequestError: no sequence in the split, a size below 1, or taps without features.
         """
-        for name, value in (("tokens_per_batch", tokens_per_batch), ("max_length", max_length),
-                            ("world", world)):
+        for name, value in (
+            ("tokens_per_batch", tokens_per_batch),
+            ("max_length", max_length),
+            ("world", world),
+        ):
             if value < 1:
                 raise RequestError(f"{name} must be at least 1, got {value}")
         if not 0 <= rank < world:
@@ -178,13 +181,9 @@ class Batches:
                 assert self.features is not None
                 rows_TH = self.features.read(one.number, length, tap)
                 if tap not in feature:
-                    feature[tap] = torch.zeros(
-                        len(rows), longest, rows_TH.shape[1], dtype=torch.bfloat16
-                    )
+                    feature[tap] = torch.zeros(len(rows), longest, rows_TH.shape[1], dtype=torch.bfloat16)
                 feature[tap][i, :length] = rows_TH
-        return Batch(
-            token_BT=token_BT, length_B=torch.tensor(lengths), answer_BT=answer_BT, feature=feature
-        )
+        return Batch(token_BT=token_BT, length_B=torch.tensor(lengths), answer_BT=answer_BT, feature=feature)
 
 
 def _entropy(seed: int, epoch: int) -> int:

@@ -85,11 +85,11 @@ class FeatureStore:
         except FileNotFoundError:
             raise RequestError(f"{folder} holds no features; capture them first") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise OutpaceError(f"{path} is corrupt ({error}); delete {folder}, and its features "
-                               "are captured anew") from None
+            raise OutpaceError(
+                f"{path} is corrupt ({error}); delete {folder}, and its features are captured anew"
+            ) from None
         if version != VERSION:
-            raise OutpaceError(f"{path} has version {version!r}, and {VERSION} is read here; "
-                               f"delete {folder}")
+            raise OutpaceError(f"{path} has version {version!r}, and {VERSION} is read here; delete {folder}")
         return cls(folder, manifest)
 
     def __contains__(self, number: int) -> bool:
@@ -176,9 +176,7 @@ class FeatureStore:
                 with path.open("rb") as file:
                     head = int.from_bytes(file.read(8), "little")
                     header = json.loads(file.read(min(head, size)))
-                self._begins[name] = {
-                    tap: 8 + head + header[tap]["data_offsets"][0] for tap in self.taps
-                }
+                self._begins[name] = {tap: 8 + head + header[tap]["data_offsets"][0] for tap in self.taps}
             except (ValueError, KeyError, TypeError) as error:
                 raise _corrupt(path, str(error)) from None
         return self._begins[name][tap]
@@ -243,11 +241,16 @@ def capture(
         features = FeatureStore.open(folder)
         features.check(target)
     else:
-        features = FeatureStore(folder, {
-            "version": VERSION,
-            "target": {"name": target.name, "digest": target.digest},
-            "taps": sorted(taps), "hidden_size": target.hidden_size, "shards": [],
-        })
+        features = FeatureStore(
+            folder,
+            {
+                "version": VERSION,
+                "target": {"name": target.name, "digest": target.digest},
+                "taps": sorted(taps),
+                "hidden_size": target.hidden_size,
+                "shards": [],
+            },
+        )
     taps = features.taps  # more than are wanted, where another method wanted more
     missing = [one for one in store if one.number not in features]
     total = sum(len(one.ids) for one in missing)

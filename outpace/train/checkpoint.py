@@ -90,9 +90,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ModelError(f"checkpoint {path} is corrupt: {brief(error)}; {way}") from error
 
 
-def training_tensors(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, Tensor]:
+def training_tensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Weights and moments by parameter name; buffers are not trained and not kept."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -104,9 +102,8 @@ def training_tensors(
 
 @torch.no_grad()
 def restore(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor],
-    path: Path,
-) -> None:  # fmt: skip
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], path: Path
+) -> None:
     """Put weights and moments back where ``training_tensors`` took them.
 
     Raises:

@@ -62,8 +62,7 @@ class Source:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {"name": self.name, "sha256": self.sha256, "prompts": self.prompts,
-                "licence": self.licence}
+        return {"name": self.name, "sha256": self.sha256, "prompts": self.prompts, "licence": self.licence}
 
 
 def read_corpus(
@@ -101,9 +100,7 @@ def read_corpus(
         if not kept:
             raise RequestError(f"{path} gives no prompt that is not there already; leave it out")
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        sources.append(
-            Source(name=path.name, sha256=digest, prompts=len(kept), licence=licence or None)
-        )
+        sources.append(Source(name=path.name, sha256=digest, prompts=len(kept), licence=licence or None))
         files.append(_shuffled(kept))
     return _interleaved(files), sources
 
@@ -211,8 +208,10 @@ def _program(text: str, code: str, tests: Any, number: int) -> str:
     if kind == 2:
         return f"How does this Python code work?\n\n```python\n{solution}\n```"
     if kind == 3:
-        return ("Add a docstring and comments to this Python code and show all of it.\n\n"
-                f"```python\n{solution}\n```")
+        return (
+            "Add a docstring and comments to this Python code and show all of it.\n\n"
+            f"```python\n{solution}\n```"
+        )
     return text
 
 
@@ -245,9 +244,7 @@ def _texts(path: Path) -> Iterator[str]:
     if path.suffix in (".json", ".jsonl"):
         for number, row in enumerate(_rows(path), 1):
             if not isinstance(row.get("text"), str):
-                raise RequestError(
-                    f"{path} row {number} has keys {', '.join(map(str, row))}; need text"
-                )
+                raise RequestError(f"{path} row {number} has keys {', '.join(map(str, row))}; need text")
             yield row["text"]
         return
     yield from read_text(path).split(_SEPARATOR)
@@ -289,9 +286,7 @@ def _plain(text: str) -> str:
 
 def _shuffled(prompts: list[CorpusPrompt]) -> list[CorpusPrompt]:
     """In the order of their hashes."""
-    return sorted(
-        prompts, key=lambda p: hashlib.sha256(p.question.encode("utf-8", "replace")).digest()
-    )
+    return sorted(prompts, key=lambda p: hashlib.sha256(p.question.encode("utf-8", "replace")).digest())
 
 
 def _interleaved(files: Sequence[Sequence[CorpusPrompt]]) -> list[CorpusPrompt]:

@@ -96,10 +96,9 @@ def estimate(kit: Kit) -> Estimate:
         memory_bytes=_peak_memory() + cache_bytes * rows * data.batch,
         steps=steps,
         generate_seconds=missing * (answer * decode / data.batch + prompt * per_row),
-        capture_seconds=max(0, features - kit.captured_bytes()) / max(features, 1)
-        * tokens * per_row,
+        capture_seconds=max(0, features - kit.captured_bytes()) / max(features, 1) * tokens * per_row,
         train_seconds=train_seconds,
-    )  # fmt: skip
+    )
 
 
 def _decode(target: Target, batch: int, context: int) -> tuple[float, int]:
@@ -125,9 +124,7 @@ def _row_seconds(target: Target, taps: frozenset[str]) -> float:
 
     def one() -> None:
         cache = target.new_cache(capacity=length)
-        target.score(
-            [Feed.chain(cache.open(), [0] * length, want=()) for _ in range(4)], cache, taps=taps
-        )
+        target.score([Feed.chain(cache.open(), [0] * length, want=()) for _ in range(4)], cache, taps=taps)
 
     return _seconds(one) / (4 * length)
 
@@ -152,8 +149,7 @@ def _step(kit: Kit) -> tuple[float, int]:
         length_B=torch.full((count,), length, device=target.device),
         answer_BT=answer.to(target.device),
         feature={
-            tap: torch.randn(shape, generator=coins).to(target.device, torch.bfloat16)
-            for tap in kit.taps
+            tap: torch.randn(shape, generator=coins).to(target.device, torch.bfloat16) for tap in kit.taps
         },
     )
     native = target.dtype is torch.bfloat16

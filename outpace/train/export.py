@@ -46,14 +46,11 @@ from outpace.models.rope import Rope
 
 FORMATS = ("speculators", "eagle3", "hf")
 _DTYPE = torch.bfloat16
-_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
-            "gemma3": "Gemma3"}  # fmt: skip
+_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma3"}
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def export(
-    source: Path, form: str, out: Path, target: Target, verifier: str | None = None
-) -> list[Path]:
+def export(source: Path, form: str, out: Path, target: Target, verifier: str | None = None) -> list[Path]:
     """Write a drafter in another program's format.
 
     Args:
@@ -171,9 +168,7 @@ def _head_tensors(head: Head, target: Target) -> dict[str, Tensor]:
     return tensors
 
 
-def _speculators(
-    head: Head, target: Target, verifier: str
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _speculators(head: Head, target: Target, verifier: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     shape = head.shape
     config = {
         "architectures": ["Eagle3Speculator"],
@@ -183,8 +178,12 @@ def _speculators(
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": 4, "verifier_accept_k": 1,
-                 "accept_tolerance": 0.0}
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": 4,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
             ],
             "verifier": {"name_or_path": verifier, "architectures": [_class_of(target)]},
         },
@@ -201,7 +200,7 @@ def _speculators(
         "tie_word_embeddings": False,
         "torch_dtype": str(_DTYPE).removeprefix("torch."),
         VERIFIER_DIGEST: target.digest,
-    }  # fmt: skip
+    }
     return config, _head_tensors(head, target)
 
 
@@ -225,8 +224,7 @@ def _authors(head: Head, target: Target) -> tuple[dict[str, Any], dict[str, Tens
             f"{config['model_type']}; write speculators"
         )
     tensors = {
-        name.replace("layers.0.", "midlayer."): one
-        for name, one in _head_tensors(head, target).items()
+        name.replace("layers.0.", "midlayer."): one for name, one in _head_tensors(head, target).items()
     }
     return config, tensors
 
@@ -282,7 +280,8 @@ def _write(out: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     with replaced(out / WEIGHTS) as fresh:
         save_file(
             {name: one.detach().contiguous() for name, one in sorted(tensors.items())},
-            fresh, metadata={"format": "pt"},
-        )  # fmt: skip
+            fresh,
+            metadata={"format": "pt"},
+        )
     write_whole(out / CONFIG, json.dumps(dict(config), indent=2) + "\n")
     return [out / CONFIG, out / WEIGHTS]

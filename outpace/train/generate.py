@@ -66,9 +66,7 @@ class GenerateConfig:
         if not 0 <= self.greedy <= 1:
             raise ValueError(f"greedy must be in [0, 1], got {self.greedy}")
         if not 0 < self.coolest <= self.hottest:
-            raise ValueError(
-                f"need 0 < coolest <= hottest, got {self.coolest} and {self.hottest}"
-            )
+            raise ValueError(f"need 0 < coolest <= hottest, got {self.coolest} and {self.hottest}")
 
     def to_json(self) -> dict[str, Any]:
         """What decides about the answers, for the manifest."""
@@ -100,9 +98,7 @@ def ask_of(number: int, prompts: int, config: GenerateConfig) -> Ask:
         return Ask(number, prompt, 0.0, 0)
     heat = _uniform(config.seed, "heat", number)
     temperature = config.coolest + heat * (config.hottest - config.coolest)
-    return Ask(
-        number, prompt, round(temperature, 3), int(_uniform(config.seed, "coins", number) * 2**48)
-    )
+    return Ask(number, prompt, round(temperature, 3), int(_uniform(config.seed, "coins", number) * 2**48))
 
 
 def without_loop(tokens: Sequence[int]) -> int:
@@ -239,9 +235,7 @@ class _Work:
         self.told = time.perf_counter()
         rate = self.emitted / max(self.told - self.began, 1e-9)
         done = self.kept + self.emitted - self.finished  # those under way count as well
-        self.say(
-            Tick("generating", min(done, self.config.tokens), self.config.tokens, "tokens", rate)
-        )
+        self.say(Tick("generating", min(done, self.config.tokens), self.config.tokens, "tokens", rate))
 
     def _prompts(self) -> Iterator[tuple[int, ...]]:
         """Token ids of the prompts wanted, until there are answers enough."""
@@ -269,8 +263,13 @@ class _Work:
         while True:
             ask, _ = self.asked[-1]
             yield SamplingParams(
-                temperature=ask.temperature, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
-                max_new_tokens=self.config.max_new_tokens, seed=ask.seed,
+                temperature=ask.temperature,
+                top_k=0,
+                top_p=1.0,
+                min_p=0.0,
+                repetition_penalty=1.0,
+                max_new_tokens=self.config.max_new_tokens,
+                seed=ask.seed,
             )
 
 

@@ -30,15 +30,7 @@ import torch
 
 from outpace import __version__
 from outpace.config import data_folder, world
-from outpace.drafters.trained import (
-    PROVENANCE,
-    WEIGHTS,
-    find,
-    home,
-    read_config,
-    read_tensors,
-    vocab_map,
-)
+from outpace.drafters.trained import PROVENANCE, WEIGHTS, find, home, read_config, read_tensors, vocab_map
 from outpace.engine.engine import Engine
 from outpace.errors import ModelError, RequestError
 from outpace.files import write_whole
@@ -154,12 +146,11 @@ class Kit:
         check_device(self.target.device)
         check_place(self.out)
         if self.best.resolve().is_relative_to(self.out.resolve()):
-            raise RequestError(
-                f"{self.out} holds the work folder {self.work}; name another one with --out"
-            )
+            raise RequestError(f"{self.out} holds the work folder {self.work}; name another one with --out")
         if self.start is not None:
-            read_config(find(self.options.method, self.target, str(self.start)), self.target,
-                        self.options.method)  # fmt: skip
+            read_config(
+                find(self.options.method, self.target, str(self.start)), self.target, self.options.method
+            )
         if not self.prompts and self.stored is None:
             raise RequestError(
                 f"no prompts, and {self.work / 'tokens'} holds no answers yet; give files with "
@@ -182,14 +173,15 @@ class Kit:
         if not self.prompts or self.world > 1:
             store = self.stored
             if store is None:
-                raise RequestError("several processes train on data that are there; make them "
-                                   "first, in one process, with --only-data")
+                raise RequestError(
+                    "several processes train on data that are there; make them "
+                    "first, in one process, with --only-data"
+                )
             return store
         about = {"command": command(), "sources": [one.to_json() for one in self.sources]}
         return generate_answers(
-            self.engine, self.prompts, self.work / "tokens", self.options.data,
-            about=about, say=self.say,
-        )  # fmt: skip
+            self.engine, self.prompts, self.work / "tokens", self.options.data, about=about, say=self.say
+        )
 
     @cached_property
     def features(self) -> FeatureStore | None:
@@ -218,10 +210,16 @@ class Kit:
         kit = self.options.kit
         features: Features | None = self.features
         return Batches(
-            self.store, kit.tokens_per_batch, int(dict(self.options.loop).get("seed", 0)),
-            split=split, features=features, taps=self.taps, max_length=kit.max_length,
-            rank=self.rank, world=self.world,
-        )  # fmt: skip
+            self.store,
+            kit.tokens_per_batch,
+            int(dict(self.options.loop).get("seed", 0)),
+            split=split,
+            features=features,
+            taps=self.taps,
+            max_length=kit.max_length,
+            rank=self.rank,
+            world=self.world,
+        )
 
     def data(self) -> None:
         """Make answers and features; what is there is not made again.
@@ -246,9 +244,7 @@ class Kit:
         """Keys and values of generation are not needed any more, and are much."""
         self.engine.cache = self.target.new_cache()
 
-    def run(
-        self, report: Callable[[Progress], None] = print, measure: Measure | None = None
-    ) -> Made:
+    def run(self, report: Callable[[Progress], None] = print, measure: Measure | None = None) -> Made:
         """Do all that is left to do. ``out`` is replaced at the very end, in one step.
 
         Args:
@@ -277,10 +273,17 @@ class Kit:
         if self.start is not None:
             begin_from(objective, self.start)
         trained = train(
-            objective, source, held_out, loop,
-            out=self.best, work=self.folder, device=self.target.device, provenance=provenance,
-            resume=self.resume, report=report,
-        )  # fmt: skip
+            objective,
+            source,
+            held_out,
+            loop,
+            out=self.best,
+            work=self.folder,
+            device=self.target.device,
+            provenance=provenance,
+            resume=self.resume,
+            report=report,
+        )
         measured = None
         if self.rank == 0:
             if measure is not None:
@@ -306,8 +309,7 @@ class Kit:
                 "digest": self.store.digest,
                 **self.store.manifest["counts"],
                 "plans": [
-                    {key: one.get(key) for key in ("plan", "sources")}
-                    for one in about.get("plans", [])
+                    {key: one.get(key) for key in ("plan", "sources")} for one in about.get("plans", [])
                 ],
             },
             "vocab": {
@@ -329,9 +331,13 @@ class Kit:
 
     def _guard(self, provenance: Mapping[str, Any]) -> None:
         """Refuse to go on with other settings or data than a training began with."""
-        plan = {"target": provenance["target"]["digest"], "data": provenance["data"]["digest"],
-                "world": self.world, **provenance["settings"],
-                "start": provenance.get("start", {}).get("sha256")}  # fmt: skip
+        plan = {
+            "target": provenance["target"]["digest"],
+            "data": provenance["data"]["digest"],
+            "world": self.world,
+            **provenance["settings"],
+            "start": provenance.get("start", {}).get("sha256"),
+        }
         path = self.folder / "run.json"
         if self.resume and path.is_file():
             began = json.loads(path.read_text(encoding="utf-8"))
@@ -369,8 +375,10 @@ def begin_from(objective: Objective, folder: Path) -> None:
     for name, tensor in objective.named().items():
         if name not in stored or stored[name].shape != tensor.shape:
             shape = list(stored[name].shape) if name in stored else "missing"
-            raise ModelError(f"{folder}: {name} is {shape}, and {list(tensor.shape)} is wanted; "
-                             "give the settings that it was trained with, or leave --start out")
+            raise ModelError(
+                f"{folder}: {name} is {shape}, and {list(tensor.shape)} is wanted; "
+                "give the settings that it was trained with, or leave --start out"
+            )
         tensor.copy_(stored[name])
 
 

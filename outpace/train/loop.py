@@ -227,16 +227,25 @@ def train(
 
 class _Run:
     def __init__(
-        self, objective: Objective, config: LoopConfig, crew: Crew, out: Path, work: Path,
-        device: torch.device, provenance: dict[str, Any],
-    ) -> None:  # fmt: skip
+        self,
+        objective: Objective,
+        config: LoopConfig,
+        crew: Crew,
+        out: Path,
+        work: Path,
+        device: torch.device,
+        provenance: dict[str, Any],
+    ) -> None:
         self.objective, self.config, self.crew = objective, config, crew
         self.out, self.work, self.device, self.provenance = out, work, device, provenance
         self.parameters = [p for p in objective.module.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=config.lr, betas=(config.beta1, config.beta2),
-            weight_decay=config.weight_decay, fused=device.type in ("cpu", "cuda"),
-        )  # fmt: skip
+            self.parameters,
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            weight_decay=config.weight_decay,
+            fused=device.type in ("cpu", "cuda"),
+        )
         native = fast_dtype(device) is torch.bfloat16
         self.bf16 = native if config.bf16 is None else config.bf16
         self.state = _State()
@@ -259,9 +268,7 @@ class _Run:
             state = {"run": asdict(self.state), "best": best, "provenance": self.provenance}
             checkpoint.save(self.work, self.state.step, tensors, state)
 
-    def go(
-        self, source: Source, held_out: Iterable[Batch], report: Callable[[Progress], None]
-    ) -> Trained:
+    def go(self, source: Source, held_out: Iterable[Batch], report: Callable[[Progress], None]) -> Trained:
         config, state = self.config, self.state
         begin = time.monotonic() - state.seconds
         self.crew.agree(self.parameters)
@@ -281,10 +288,14 @@ class _Run:
                 if measures or state.step % config.report_every == 0:
                     busy = max(time.monotonic() - since, 1e-9)
                     now = Progress(
-                        step=state.step, epoch=epoch, loss=sum(losses) / len(losses),
-                        rate=config.rate(done), tokens_per_second=tokens / busy,
-                        seconds=state.seconds, left=state.seconds * (1 - done) / max(done, 1e-9),
-                    )  # fmt: skip
+                        step=state.step,
+                        epoch=epoch,
+                        loss=sum(losses) / len(losses),
+                        rate=config.rate(done),
+                        tokens_per_second=tokens / busy,
+                        seconds=state.seconds,
+                        left=state.seconds * (1 - done) / max(done, 1e-9),
+                    )
                     now = self.measure(held_out, now) if measures else now
                     if self.crew.leads:
                         report(now)
@@ -298,9 +309,12 @@ class _Run:
                 self.objective.save(self.out, {**self.provenance, "steps": state.step})
             curves.draw(state.history, self.work / "training.png")
         return Trained(
-            steps=state.step, best_step=state.best_step, best=self.best,
-            history=tuple(state.history), stopped_early=state.early,
-        )  # fmt: skip
+            steps=state.step,
+            best_step=state.best_step,
+            best=self.best,
+            history=tuple(state.history),
+            stopped_early=state.early,
+        )
 
     def step(self, batch: Batch, rate: float) -> tuple[float, int]:
         """One update; gives the mean loss and the tokens, of all processes together."""
@@ -312,8 +326,12 @@ class _Run:
         self.objective.module.train()
         with self.autocast():
             step = self.objective.loss(batch)
-        sums = torch.stack([step.loss.detach().double() * step.tokens,
-                            step.loss.new_tensor(float(step.tokens), dtype=torch.float64)])
+        sums = torch.stack(
+            [
+                step.loss.detach().double() * step.tokens,
+                step.loss.new_tensor(float(step.tokens), dtype=torch.float64),
+            ]
+        )
         loss, tokens = self.crew.sum(sums).tolist()
         loss /= max(tokens, 1.0)
         if not math.isfinite(loss):
@@ -362,9 +380,7 @@ class _Run:
         if value > state.best:
             state.best, state.best_step, state.since_best, self.best = value, state.step, 0, now
             if self.crew.leads:
-                self.objective.save(
-                    self.out, {**self.provenance, "steps": state.step, "held_out": note}
-                )
+                self.objective.save(self.out, {**self.provenance, "steps": state.step, "held_out": note})
         else:
             state.since_best += 1
             patience = self.config.patience

@@ -113,9 +113,7 @@ def acceptance(z_RD: Tensor, p_RD: Tensor) -> Tensor:
     return torch.minimum(z_RD.softmax(-1), p_RD).sum(-1)
 
 
-ORACLES: Mapping[str, Oracle] = {
-    "kl": kl, "rkl": rkl, "jsd": jsd, "tv": tv, "lk": lk, "lk_mix": lk_mix,
-}  # fmt: skip
+ORACLES: Mapping[str, Oracle] = {"kl": kl, "rkl": rkl, "jsd": jsd, "tv": tv, "lk": lk, "lk_mix": lk_mix}
 """Plain versions of the losses on laws."""
 
 
@@ -191,9 +189,13 @@ def _fast_cross_entropy(z_RD: Tensor, label_R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 LAWS: Mapping[str, Fast] = {
-    "kl": _fast_kl, "rkl": _fast_rkl, "jsd": _fast_jsd, "tv": _fast_tv, "lk": _fast_lk,
+    "kl": _fast_kl,
+    "rkl": _fast_rkl,
+    "jsd": _fast_jsd,
+    "tv": _fast_tv,
+    "lk": _fast_lk,
     "lk_mix": _fast_lk_mix,
-}  # fmt: skip
+}
 """Fast versions of the losses on laws."""
 LOSSES = ("ce", *LAWS)
 """Names of the losses that an objective can be asked for."""

@@ -23,9 +23,16 @@ from outpace.types import Feed
 
 @torch.no_grad()
 def student_answers(
-    net: DraftNet, embed_VW: Tensor, head_DW: Tensor, vocab: VocabMap | None, target: Target,
-    batch: Batch, *, temperature: float, seed: int,
-) -> Batch:  # fmt: skip
+    net: DraftNet,
+    embed_VW: Tensor,
+    head_DW: Tensor,
+    vocab: VocabMap | None,
+    target: Target,
+    batch: Batch,
+    *,
+    temperature: float,
+    seed: int,
+) -> Batch:
     """Write the answers of a batch anew.
 
     Args:
@@ -57,9 +64,7 @@ def student_answers(
         hidden_BTW = net(embed_VW[text_BT], places(batch)[:, :at], None)
         z_BD = (hidden_BTW[:, -1] @ head_DW.T).float() / temperature
         picked_B = torch.multinomial(z_BD.softmax(-1), 1, generator=coins).squeeze(1)
-        token_BT[rows_B, at] = (
-            picked_B if vocab is None else vocab.to_target_D.to(device)[picked_B]
-        )
+        token_BT[rows_B, at] = picked_B if vocab is None else vocab.to_target_D.to(device)[picked_B]
     lengths = batch.length_B.tolist()
     return Batch(
         token_BT=token_BT,
@@ -79,9 +84,7 @@ def features(
     cache = target.new_cache()
     for number, (tokens, length) in enumerate(zip(token_BT.tolist(), lengths, strict=True)):
         slot = cache.open()
-        scored = target.score(
-            [Feed.chain(slot, tokens[:length], want=())], cache, taps=frozenset(taps)
-        )
+        scored = target.score([Feed.chain(slot, tokens[:length], want=())], cache, taps=frozenset(taps))
         for tap in taps:
             rows_TH = scored.taps[tap]
             if tap not in out:

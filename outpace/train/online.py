@@ -85,15 +85,25 @@ class OnlineLearner:
     """
 
     def __init__(
-        self, target: Target, base: Path, folder: Path, config: OnlineConfig, *,
-        spec: str = "draft_model", now: Callable[[], float] = time.perf_counter,
-    ) -> None:  # fmt: skip
+        self,
+        target: Target,
+        base: Path,
+        folder: Path,
+        config: OnlineConfig,
+        *,
+        spec: str = "draft_model",
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.target, self.base, self.config, self.spec = target, base, config, spec
         self.folder, self._now = folder, now
         self.desk = Desk(base, target, config)
         self.tally = Tally()
-        self._about = {"method": "draft_model", "target": target.name,
-                       "target_digest": target.digest, "base": digest_of(base / WEIGHTS)}
+        self._about = {
+            "method": "draft_model",
+            "target": target.name,
+            "target_digest": target.digest,
+            "base": digest_of(base / WEIGHTS),
+        }
         self._coins = np.random.default_rng(config.seed)
         self._branches: dict[str, Branch] = {}
         """Least lately used first."""
@@ -176,10 +186,7 @@ class OnlineLearner:
         judged = range(len(verdict.kept) + refused)[: len(verdict.emitted)]
         if text.held:
             return list(judged)
-        return [
-            i for i in judged
-            if i == len(verdict.kept) or self._coins.random() < self.config.anchor
-        ]  # fmt: skip
+        return [i for i in judged if i == len(verdict.kept) or self._coins.random() < self.config.anchor]
 
     def end(self, text: Text) -> None:
         """A sequence has ended, or is begun anew; what it said is kept."""
@@ -290,9 +297,7 @@ class OnlineLearner:
         while learned < config.round_rows:
             rows = 0
             for _ in range(config.update_units):
-                rows += desk.learn(
-                    branch.train.pick(config.unit_tokens, self._coins, config.replay)
-                )
+                rows += desk.learn(branch.train.pick(config.unit_tokens, self._coins, config.replay))
                 yield None
             learned += rows
             if not desk.update(rows):
@@ -313,17 +318,20 @@ class OnlineLearner:
                 branch.training, branch.failures = None, 0
             return
         desk.put(candidate)
-        note = {"acceptance": new.mean, "before": old.mean, "held_rows": sum(new.rows),
-                "seen_rows": branch.train.added}  # fmt: skip
+        note = {
+            "acceptance": new.mean,
+            "before": old.mean,
+            "held_rows": sum(new.rows),
+            "seen_rows": branch.train.added,
+        }
         # Before the version: a branch never lacks its topic.
         write_topics(self.folder / TOPICS, self._routers, config.topics)
         number = versions.add(lambda folder: desk.objective.save(folder, note), note)
         self._change(branch)
         self.tally.versions += 1
         yield Version(
-            branch=branch.name, number=number, drafter=branch.drafter, acceptance=new.mean,
-            before=old.mean,
-        )  # fmt: skip
+            branch=branch.name, number=number, drafter=branch.drafter, acceptance=new.mean, before=old.mean
+        )
 
     def _review(self, branch: Branch) -> Iterator[Version | None]:
         """Compare the version that drafts with its parent on what came since; maybe go back."""
@@ -342,9 +350,13 @@ class OnlineLearner:
         self.tally.rolled_back += 1
         self.tally.acceptance = parent.mean
         yield Version(
-            branch=branch.name, number=number, drafter=branch.drafter, acceptance=parent.mean,
-            before=own.mean, back=True,
-        )  # fmt: skip
+            branch=branch.name,
+            number=number,
+            drafter=branch.drafter,
+            acceptance=parent.mean,
+            before=own.mean,
+            back=True,
+        )
 
     def _change(self, branch: Branch) -> None:
         """Let the current version draft."""

@@ -78,13 +78,27 @@ class OnlineConfig:
     """Of which requests are held out, and what is replayed."""
 
     def __post_init__(self) -> None:
-        for name in ("topics", "branches", "rows", "held_rows", "top", "piece", "unit_tokens",
-                     "update_units", "round_rows", "least_held", "patience", "kept"):
+        for name in (
+            "topics",
+            "branches",
+            "rows",
+            "held_rows",
+            "top",
+            "piece",
+            "unit_tokens",
+            "update_units",
+            "round_rows",
+            "least_held",
+            "patience",
+            "kept",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not (0 < self.held_out < 1 and 0 <= self.anchor <= 1 and 0 <= self.replay < 1):
-            raise ValueError("held_out must be in (0, 1), anchor in [0, 1], replay in [0, 1), got "
-                             f"{self.held_out}, {self.anchor}, {self.replay}")
+            raise ValueError(
+                "held_out must be in (0, 1), anchor in [0, 1], replay in [0, 1), got "
+                f"{self.held_out}, {self.anchor}, {self.replay}"
+            )
 
 
 @dataclass(slots=True, eq=False)
@@ -288,13 +302,12 @@ class Lesson:
         greedy_B = torch.tensor([piece.greedy for piece in pieces])
         ids = np.concatenate([piece.id_RK for piece in pieces]).astype(np.int64)
         return cls(
-            Batch(token_BT=token_BT.to(device), length_B=lengths.to(device),
-                  answer_BT=answer_BT.to(device)),
+            Batch(token_BT=token_BT.to(device), length_B=lengths.to(device), answer_BT=answer_BT.to(device)),
             torch.from_numpy(ids).to(device),
             torch.from_numpy(np.concatenate([piece.p_RK for piece in pieces])).to(device),
             greedy_B.repeat_interleave(count_B).to(device),
             torch.arange(len(pieces)).repeat_interleave(count_B).to(device),
-        )  # fmt: skip
+        )
 
 
 @torch.no_grad()

@@ -105,8 +105,13 @@ class Versions:
         folder = self.path(number)
         try:
             save(folder)
-            entry = {"number": number, "parent": self.current, "rolled_back": False,
-                     "sha256": digest_of(folder / WEIGHTS), **note}  # fmt: skip
+            entry = {
+                "number": number,
+                "parent": self.current,
+                "rolled_back": False,
+                "sha256": digest_of(folder / WEIGHTS),
+                **note,
+            }
             self._commit({**self.entries, number: entry}, number, number + 1)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -121,8 +126,13 @@ class Versions:
         return self.current
 
     def _commit(self, entries: Mapping[int, Entry], current: int, following: int) -> None:
-        said = {"format": FORMAT, "about": self.about, "current": current, "next": following,
-                "versions": [entries[number] for number in sorted(entries)]}  # fmt: skip
+        said = {
+            "format": FORMAT,
+            "about": self.about,
+            "current": current,
+            "next": following,
+            "versions": [entries[number] for number in sorted(entries)],
+        }
         write_whole(self.folder / MANIFEST, json.dumps(said, indent=1) + "\n")
         self.entries, self.current, self._next = dict(entries), current, following
 
@@ -132,8 +142,9 @@ class Versions:
         stay = {
             # Where a parent has gone, the way back leads to the beginning.
             n: entry if entry["parent"] in needed else {**entry, "parent": BASE}
-            for n, entry in self.entries.items() if n in needed
-        }  # fmt: skip
+            for n, entry in self.entries.items()
+            if n in needed
+        }
         if len(stay) < len(self.entries):
             self._commit(stay, self.current, self._next)
             self._tidy()

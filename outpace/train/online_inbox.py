@@ -45,9 +45,7 @@ class Inbox:
         collect: is told of every text that has got laws, and whether it has ended.
     """
 
-    def __init__(
-        self, top: int, dtype: torch.dtype, collect: Callable[[Text, bool], None]
-    ) -> None:
+    def __init__(self, top: int, dtype: torch.dtype, collect: Callable[[Text, bool], None]) -> None:
         self._top, self._dtype, self._collect = top, dtype, collect
         self._shown: deque[_Shown] = deque()
         self._rows = 0

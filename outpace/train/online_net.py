@@ -18,14 +18,7 @@ import torch
 from torch import Tensor
 
 from outpace.drafters.lm.trained_model import EMBED, HEAD
-from outpace.drafters.trained import (
-    CONFIG,
-    decoder_from_json,
-    lender,
-    read_config,
-    read_tensors,
-    vocab_map,
-)
+from outpace.drafters.trained import CONFIG, decoder_from_json, lender, read_config, read_tensors, vocab_map
 from outpace.models.base import Target
 from outpace.models.load import fast_dtype
 from outpace.train import checkpoint
@@ -75,9 +68,12 @@ class Desk:
         self._config = config
         self._parameters = list(self.objective.module.parameters())
         self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0,
+            self._parameters,
+            lr=config.lr,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
             fused=self.device.type in ("cpu", "cuda"),
-        )  # fmt: skip
+        )
         self._bf16 = fast_dtype(self.device) is torch.bfloat16
 
     def seat(self, folder: Path, training: Mapping[str, Tensor] | None) -> None:
@@ -100,10 +96,7 @@ class Desk:
 
     def stored(self) -> dict[str, Tensor]:
         """The weights as a drafter folder would hold them; a copy."""
-        return {
-            name: one.detach().to(torch.bfloat16) for name, one in self.objective.module.stored()
-            .items()
-        }  # fmt: skip
+        return {name: one.detach().to(torch.bfloat16) for name, one in self.objective.module.stored().items()}
 
     @torch.no_grad()
     def put(self, weights: Mapping[str, Tensor]) -> None:
@@ -138,9 +131,7 @@ class Desk:
         self._optimizer.zero_grad(set_to_none=True)
         return finite
 
-    def judge(
-        self, weights: Mapping[str, Tensor], pieces: Sequence[Piece]
-    ) -> Generator[None, None, Score]:
+    def judge(self, weights: Mapping[str, Tensor], pieces: Sequence[Piece]) -> Generator[None, None, Score]:
         """Put weights in and score them, a unit of pieces per turn."""
         self.put(weights)
         score, waiting = Score(), list(pieces)

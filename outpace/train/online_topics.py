@@ -158,9 +158,11 @@ def _likeness(count_N: Vector, sum_N: Vector, weight_N: Vector) -> float:
 
 def _plain(topic: _Topic) -> dict[str, Any]:
     return {
-        "sum": [round(float(x), 6) for x in topic.sum_N], "texts": topic.texts,
-        "mean": topic.mean, "square": topic.square,
-    }  # fmt: skip
+        "sum": [round(float(x), 6) for x in topic.sum_N],
+        "texts": topic.texts,
+        "mean": topic.mean,
+        "square": topic.square,
+    }
 
 
 def _topic(data: Mapping[str, Any]) -> _Topic:

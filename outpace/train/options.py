@@ -1,9 +1,9 @@
 """Settings of ``outpace train``: of the method, of its data, of the loop, as one list of pairs.
 
-    layers=2          an option of the method
-    data.greedy=0.3   see GenerateConfig
-    loop.lr=0.001     see LoopConfig
-    kit.vocab=4096    see KitConfig
+layers=2          an option of the method
+data.greedy=0.3   see GenerateConfig
+loop.lr=0.001     see LoopConfig
+kit.vocab=4096    see KitConfig
 """
 
 from __future__ import annotations

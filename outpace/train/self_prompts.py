@@ -63,8 +63,10 @@ def user_turn(engine: Engine) -> tuple[tuple[int, ...], str]:
     text = tokenizer.chat_text([{"role": "user", "content": _MARK}], generation_prompt=False)
     before, found, after = text.partition(_MARK)
     if not found or not after.strip():
-        raise ModelError(f"the chat template of {engine.target.name} shows no end of a user's "
-                         "turn; give files with --prompts")
+        raise ModelError(
+            f"the chat template of {engine.target.name} shows no end of a user's "
+            "turn; give files with --prompts"
+        )
     return tuple(tokenizer.encode(before, special=False)), after.strip().split("\n")[0]
 
 
@@ -104,10 +106,11 @@ def write_prompts(engine: Engine, path: Path, config: SelfPromptConfig, *, say: 
         number += _ROUND
         idle = idle + 1 if len(rows) == before else 0
         if idle == _HOPELESS:
-            raise OutpaceError(f"{engine.target.name} wrote {len(rows)} different prompts and "
-                               f"then none in {_HOPELESS * _ROUND}; ask for fewer")
-        lines = (json.dumps({"number": n, "prompt": t}, ensure_ascii=False) + "\n"
-                 for n, t in rows.items())
+            raise OutpaceError(
+                f"{engine.target.name} wrote {len(rows)} different prompts and "
+                f"then none in {_HOPELESS * _ROUND}; ask for fewer"
+            )
+        lines = (json.dumps({"number": n, "prompt": t}, ensure_ascii=False) + "\n" for n, t in rows.items())
         write_whole(path, "".join(lines))
         rate = (len(rows) - first) / (time.perf_counter() - began)
         say(Tick("prompts", min(len(rows), config.count), config.count, "prompts", rate))
@@ -120,12 +123,17 @@ def _written(
     """A round of turns that came to an end by themselves, as (number, text)."""
     params = (
         SamplingParams(
-            temperature=config.temperature, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
-            max_new_tokens=config.max_new_tokens, stop=(end,),
+            temperature=config.temperature,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            max_new_tokens=config.max_new_tokens,
+            stop=(end,),
             seed=(config.seed << 32) + number + i,
         )
         for i in range(_ROUND)
-    )  # fmt: skip
+    )
     prompts: Any = (prefix for _ in range(_ROUND))
     for index, result in engine.map(prompts, params, batch=config.batch, drafter="none"):
         if result.finish_reason == "stop":
@@ -140,5 +148,6 @@ def _rows(path: Path) -> Iterator[tuple[int, str]]:
             row = json.loads(text)
             yield int(row["number"]), str(row["prompt"])
         except (ValueError, KeyError, TypeError) as error:
-            raise OutpaceError(f"{path} line {line} is no prompt ({error}); delete the file to "
-                               "begin anew") from None
+            raise OutpaceError(
+                f"{path} line {line} is no prompt ({error}); delete the file to begin anew"
+            ) from None

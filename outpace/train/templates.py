@@ -19,8 +19,7 @@ _TEXT = (
     "Name all persons, places and dates of this text, one per line.\n\n{text}",
     "Turn the facts of this text into JSON with the keys who, what, where and when.\n\n{text}",
     "Say the same in simpler words.\n\n{text}",
-    "Put {other} in the place of {word} everywhere in this text, and show the full text."
-    "\n\n{text}",
+    "Put {other} in the place of {word} everywhere in this text, and show the full text.\n\n{text}",
     "Correct all mistakes in this text and show the corrected version.\n\n{broken}",
     "Translate this text to {language}.\n\n{text}",
     "Think of three questions that this text answers, and answer them.\n\n{text}",
@@ -53,8 +52,10 @@ def passage_prompts(text: str, number: int, code: str | None) -> Iterator[str]:
     """
     templates = _TEXT if code is None else _CODE
     coin = hashlib.sha256(text.encode("utf-8", "replace")).digest()
-    for template in (templates[number % len(templates)],
-                     templates[(number + len(templates) // 2) % len(templates)]):
+    for template in (
+        templates[number % len(templates)],
+        templates[(number + len(templates) // 2) % len(templates)],
+    ):
         if code is None:
             yield template.format(
                 text=text,
@@ -66,8 +67,10 @@ def passage_prompts(text: str, number: int, code: str | None) -> Iterator[str]:
             )
         else:
             yield template.format(
-                text=text, kind={"py": "python"}.get(code, code),
-                word=_word(text, coin[0]), other=_PREFIXES[coin[1] % len(_PREFIXES)],
+                text=text,
+                kind={"py": "python"}.get(code, code),
+                word=_word(text, coin[0]),
+                other=_PREFIXES[coin[1] % len(_PREFIXES)],
             )
 
 

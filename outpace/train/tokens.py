@@ -108,9 +108,7 @@ class TokenStore:
         except (ValueError, KeyError, TypeError) as error:
             raise OutpaceError(f"{path} is corrupt ({error}); generate its tokens anew") from None
         if version != VERSION:
-            raise OutpaceError(
-                f"{path} has version {version!r}, and {VERSION} is read here; generate anew"
-            )
+            raise OutpaceError(f"{path} has version {version!r}, and {VERSION} is read here; generate anew")
         return cls(folder, manifest)
 
     def check(self, target: str, digest: str) -> None:
@@ -140,22 +138,26 @@ class TokenStore:
             raise OutpaceError(f"{self.folder} would hold a sequence twice: {sorted(numbers)[:9]}")
         name = f"tokens-{len(self._manifest['shards']):05d}.safetensors"
         ends = np.cumsum([0, *(len(one.ids) for one in sequences)])
-        data = save({
-            "token_T": torch.from_numpy(np.concatenate([one.ids for one in sequences])),
-            "start_N": torch.from_numpy(ends),
-            "prompt_S": torch.tensor([one.prompt for one in sequences], dtype=torch.int32),
-            "number_S": torch.tensor(numbers),
-            "temperature_S": torch.tensor([one.temperature for one in sequences]),
-        })
+        data = save(
+            {
+                "token_T": torch.from_numpy(np.concatenate([one.ids for one in sequences])),
+                "start_N": torch.from_numpy(ends),
+                "prompt_S": torch.tensor([one.prompt for one in sequences], dtype=torch.int32),
+                "number_S": torch.tensor(numbers),
+                "temperature_S": torch.tensor([one.temperature for one in sequences]),
+            }
+        )
         write_whole(self.folder / name, data)
         answer = int(ends[-1]) - sum(one.prompt for one in sequences)
         counts = self._manifest["counts"]
-        for key, more in (("sequences", len(sequences)), ("tokens", int(ends[-1])),
-                          ("answer_tokens", answer), *about.items()):
+        for key, more in (
+            ("sequences", len(sequences)),
+            ("tokens", int(ends[-1])),
+            ("answer_tokens", answer),
+            *about.items(),
+        ):
             counts[key] = counts.get(key, 0) + more
-        self._manifest["shards"].append(
-            {"file": name, "sequences": len(sequences), "sha256": _digest(data)}
-        )
+        self._manifest["shards"].append({"file": name, "sequences": len(sequences), "sha256": _digest(data)})
         self._write_manifest()
         self._load(since=len(self._manifest["shards"]) - 1)
 

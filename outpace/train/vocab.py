@@ -20,9 +20,7 @@ from outpace.train.tokens import TokenStore
 from outpace.types import VocabMap
 
 
-def count_tokens(
-    store: TokenStore, vocab_size: int, *, held_out: bool = False
-) -> NDArray[np.int64]:
+def count_tokens(store: TokenStore, vocab_size: int, *, held_out: bool = False) -> NDArray[np.int64]:
     """How often each token [V] stands in the answers of a split."""
     counts = np.zeros(vocab_size, np.int64)
     for index in np.flatnonzero(store.held_out_S == held_out):

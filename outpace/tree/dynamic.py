@@ -88,8 +88,7 @@ class Dynamic:
         """
         if not self._chosen:
             return (
-                Draft(tuple(self.tokens), tuple(self.parents), tuple(self._groups),
-                      tuple(self._laws)),
+                Draft(tuple(self.tokens), tuple(self.parents), tuple(self._groups), tuple(self._laws)),
                 None,
             )
         kept = sorted(node for node, _ in self._best())
@@ -119,9 +118,7 @@ class Dynamic:
                     fresh.append(self._add(node, token, prob, value * prob))
         return fresh
 
-    def _sample(
-        self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths, last: bool
-    ) -> list[int]:
+    def _sample(self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths, last: bool) -> list[int]:
         """Draw slots of all open nodes, most valuable first, while they are worth their place.
 
         A slot has to leave room for the children of what was drawn already and is worth more.
@@ -160,9 +157,7 @@ class Dynamic:
             self._group(node, picks, whole[node])
         return fresh
 
-    def _sample_at_once(
-        self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths, depth: int
-    ) -> list[int]:
+    def _sample_at_once(self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths, depth: int) -> list[int]:
         """For rules that draw all siblings together: their number follows from the law alone."""
         row, fresh = self.row, []
         least = max(self._least, LEAST / self._budget.max_nodes)
@@ -201,10 +196,8 @@ class Dynamic:
     def _group(self, parent: int, picks: Sequence[int], law: Law) -> None:
         if not picks:
             return
-        at = {self.tokens[node]: node for node in range(len(self.tokens))
-              if self.parents[node] == parent}
+        at = {self.tokens[node]: node for node in range(len(self.tokens)) if self.parents[node] == parent}
         self._laws.append(law)
         self._groups.append(
             Group(parent, self.row.drawn, tuple(at[token] for token in picks), len(self._laws) - 1)
         )
-

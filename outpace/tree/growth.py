@@ -127,11 +127,11 @@ class _Tree:
             wanted = len(self.kids.get(ROOT if node == ROOT else self.place[node], ()))
         return min(wanted, self.row.budget.max_nodes - len(self.tokens))
 
-    def add(self, parent: int, picked: Sequence[int], probs: Sequence[float], law: Law | None,
-            drawn: Drawn) -> list[int]:
+    def add(
+        self, parent: int, picked: Sequence[int], probs: Sequence[float], law: Law | None, drawn: Drawn
+    ) -> list[int]:
         """Hang the drawn tokens below ``parent``; a repeated draw names its node again."""
-        places = None if self.kids is None else self.kids[
-            ROOT if parent == ROOT else self.place[parent]]
+        places = None if self.kids is None else self.kids[ROOT if parent == ROOT else self.place[parent]]
         at: dict[int, int] = {}
         for token, prob in zip(picked, probs, strict=True):
             if token not in at:
@@ -172,9 +172,7 @@ class _Tree:
         self.open = grown
 
     def finish(self) -> tuple[Draft, None]:
-        return Draft(
-            tuple(self.tokens), tuple(self.parents), tuple(self.groups), tuple(self.laws)
-        ), None
+        return Draft(tuple(self.tokens), tuple(self.parents), tuple(self.groups), tuple(self.laws)), None
 
 
 def grow(
@@ -191,18 +189,13 @@ def grow(
         Drafts whose groups are CHOSEN at temperature 0 and otherwise drawn as asked; with each,
         for every node the number that ``expand`` knew it by, or None if all kept theirs.
     """
-    trees: list[Growing] = [
-        Dynamic(row, draw) if row.budget.shape.beam else _Tree.of(row) for row in rows
-    ]
+    trees: list[Growing] = [Dynamic(row, draw) if row.budget.shape.beam else _Tree.of(row) for row in rows]
     depth = 0
     while True:
         growing = _ask_stop_rules([tree for tree in trees if tree.may_grow(depth)], depth)
         if not growing:
             return [tree.finish() for tree in trees]
-        branches = [
-            Branch(t.row.state, t.row.tokens, tuple(t.open), t.tokens, t.parents)
-            for t in growing
-        ]
+        branches = [Branch(t.row.state, t.row.tokens, tuple(t.open), t.tokens, t.parents) for t in growing]
         logits_FD, id_D = expand(branches)
         if estimate is not None:
             _estimate(growing, branches, estimate, depth)
@@ -215,9 +208,7 @@ def grow(
         depth += 1
 
 
-def _estimate(
-    trees: list[Growing], branches: Sequence[Branch[Any]], estimate: Estimate, depth: int
-) -> None:
+def _estimate(trees: list[Growing], branches: Sequence[Branch[Any]], estimate: Estimate, depth: int) -> None:
     """Note how likely verification gets through the open nodes, where a rule will read that."""
     asking = [t.row.budget.estimate and depth + 1 < t.row.budget.max_depth for t in trees]
     # The pending token is committed: nobody judges it.
@@ -246,9 +237,7 @@ def _ask_stop_rules(trees: list[Growing], depth: int) -> list[Growing]:
     return [tree for tree in trees if tree.open]
 
 
-def draw(
-    law: Law, count: int, drawn: Drawn, coins: Coins, node: int, depth: int
-) -> list[int]:
+def draw(law: Law, count: int, drawn: Drawn, coins: Coins, node: int, depth: int) -> list[int]:
     """Draw siblings from a law, in order.
 
     Args:

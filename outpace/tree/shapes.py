@@ -1,10 +1,10 @@
 """Tree templates: who hangs from whom, decided before anything is drawn.
 
-    chain      2x1        [-1,-1,0,0]
+chain      2x1        [-1,-1,0,0]
 
-    *-o-o-o    *-o-o      *-o-o
-                +o-o       | +o
-                           +o
+*-o-o-o    *-o-o      *-o-o
+            +o-o       | +o
+                       +o
 """
 
 from __future__ import annotations

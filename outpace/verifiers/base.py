@@ -62,9 +62,7 @@ class Verifier(ABC):
                     )
 
     @abstractmethod
-    def judge(
-        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
-    ) -> Verdict:
+    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         """Keep a path of ``draft`` and add one token, so that what is emitted has the law p.
 
         Args:

@@ -67,9 +67,7 @@ class Block(Verifier):
     def __init__(self, config: BlockConfig) -> None:
         self.config = config
 
-    def judge(
-        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
-    ) -> Verdict:
+    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)
         places: list[Place] = []
         weight = [1.0]
@@ -93,9 +91,7 @@ class Block(Verifier):
                     break
             kept -= 1
         emitted = (*draft.token_N[:kept], coins.choose(rest, kept - 1, -1))
-        return Verdict(
-            tuple(range(kept)), emitted, tuple(read[: kept + 1]) if want_laws else None
-        )
+        return Verdict(tuple(range(kept)), emitted, tuple(read[: kept + 1]) if want_laws else None)
 
     def _read(self, draft: Draft, node: int, p: Law) -> Place:
         """The position after ``node`` (ROOT, which is -1, for the first)."""

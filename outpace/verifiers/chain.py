@@ -43,9 +43,7 @@ class Chain(Verifier):
     def __init__(self, config: ChainConfig) -> None:
         self.config = config
 
-    def judge(
-        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
-    ) -> Verdict:
+    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)
         node = ROOT
         read: list[Law] = []

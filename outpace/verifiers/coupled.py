@@ -40,9 +40,7 @@ class Coupled(Verifier):
     def __init__(self, config: CoupledConfig) -> None:
         self.config = config
 
-    def judge(
-        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
-    ) -> Verdict:
+    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)
 
         def winner(law: Law, node: int) -> int:

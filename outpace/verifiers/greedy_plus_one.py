@@ -48,15 +48,11 @@ class GreedyPlusOne(Verifier):
     def __init__(self, config: GreedyPlusOneConfig) -> None:
         self.config = config
 
-    def judge(
-        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
-    ) -> Verdict:
+    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)
         return walk(draft, laws, coins, partial(self._attempt, draft, coins), want_laws)
 
-    def _attempt(
-        self, draft: Draft, coins: Coins, groups: Sequence[Group], p: Law
-    ) -> tuple[int | None, Law]:
+    def _attempt(self, draft: Draft, coins: Coins, groups: Sequence[Group], p: Law) -> tuple[int | None, Law]:
         """The random sibling, or None and what its refusal left of p."""
         group = next((group for group in groups if group.law is not None), None)
         if group is None:

@@ -42,8 +42,6 @@ class Match(Verifier):
     def __init__(self, config: MatchConfig) -> None:
         self.config = config
 
-    def judge(
-        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
-    ) -> Verdict:
+    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)
         return follow(draft, laws, lambda law, node: coins.choose(law, node, -1), want_laws)

@@ -68,9 +68,7 @@ def draws_of(draft: Draft, group: Group, size: int) -> Iterator[tuple[int, Tenso
     for number, child in enumerate(nodes):
         x = draft.token_N[child]
         law_V = q_V
-        chosen = group.drawn is Drawn.CHOSEN or (
-            group.drawn is Drawn.GREEDY_PLUS_ONE and number > 0
-        )
+        chosen = group.drawn is Drawn.CHOSEN or (group.drawn is Drawn.GREEDY_PLUS_ONE and number > 0)
         if chosen or q_V[x] == 0:
             law_V = torch.zeros(size, dtype=torch.float64)
             law_V[x] = 1
@@ -81,9 +79,7 @@ def draws_of(draft: Draft, group: Group, size: int) -> Iterator[tuple[int, Tenso
 
 def matching(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdict:
     """Oracle of `match`."""
-    return _walk(
-        draft, laws, size, lambda law, node, depth: coins.choose(law, node, -1)
-    )
+    return _walk(draft, laws, size, lambda law, node, depth: coins.choose(law, node, -1))
 
 
 def racing(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdict:
@@ -91,9 +87,7 @@ def racing(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdict:
     return _walk(draft, laws, size, lambda law, node, depth: coins.race(law, depth)[0])
 
 
-def _walk(
-    draft: Draft, laws: TargetLaws, size: int, pick: Callable[[Law, int, int], int]
-) -> Verdict:
+def _walk(draft: Draft, laws: TargetLaws, size: int, pick: Callable[[Law, int, int], int]) -> Verdict:
     node = ROOT
     kept: list[int] = []
     emitted: list[int] = []
@@ -103,10 +97,7 @@ def _walk(
         read.append(law)
         token = pick(Law(vector(law, size)[law.ids], law.ids), node, len(kept) + 1)
         emitted.append(token)
-        below = [
-            i for i in range(len(draft))
-            if draft.parent_N[i] == node and draft.token_N[i] == token
-        ]
+        below = [i for i in range(len(draft)) if draft.parent_N[i] == node and draft.token_N[i] == token]
         if not below:
             return Verdict(tuple(kept), tuple(emitted), tuple(read))
         node = below[0]
@@ -120,10 +111,5 @@ def vector(law: Law, size: int) -> Tensor:
     return out_V
 
 
-ORACLES: dict[str, Oracle] = {
-    "match": matching,
-    "chain": rejection,
-    "tree": rejection,
-    "coupled": racing,
-}
+ORACLES: dict[str, Oracle] = {"match": matching, "chain": rejection, "tree": rejection, "coupled": racing}
 """Verifier name -> its oracle."""

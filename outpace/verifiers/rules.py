@@ -34,10 +34,7 @@ def follow(draft: Draft, laws: TargetLaws, pick: Pick, want_laws: bool) -> Verdi
         pick: called once per visited node.
         want_laws: whether the verdict carries the laws read.
     """
-    child_of = {
-        branch: node
-        for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))
-    }
+    child_of = {branch: node for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))}
     kept: list[int] = []
     emitted: list[int] = []
     read: list[Law] = []
@@ -53,9 +50,7 @@ def follow(draft: Draft, laws: TargetLaws, pick: Pick, want_laws: bool) -> Verdi
     return Verdict(tuple(kept), tuple(emitted), tuple(read) if want_laws else None)
 
 
-def walk(
-    draft: Draft, laws: TargetLaws, coins: Coins, attempt: Attempt, want_laws: bool
-) -> Verdict:
+def walk(draft: Draft, laws: TargetLaws, coins: Coins, attempt: Attempt, want_laws: bool) -> Verdict:
     """Walk down: try what was drawn, then draw what is left of p and follow its child, if any.
 
     The token drawn is emitted whether a child carries it or not, so following that child costs
@@ -68,10 +63,7 @@ def walk(
         attempt: called once per visited node that has groups.
         want_laws: whether the verdict carries the laws read.
     """
-    child_of = {
-        branch: node
-        for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))
-    }
+    child_of = {branch: node for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))}
     kept: list[int] = []
     read: list[Law] = []
     node = ROOT

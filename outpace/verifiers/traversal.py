@@ -124,9 +124,7 @@ class Traversal(Verifier):
     def __init__(self, config: TraversalConfig) -> None:
         self.config = config
 
-    def judge(
-        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
-    ) -> Verdict:
+    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)
         read: dict[int, Law] = {}
         visits: dict[int, int] = {}

@@ -68,9 +68,7 @@ class Tree(Verifier):
         if config.replacement:
             self.draws = Drawn.IID
 
-    def judge(
-        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
-    ) -> Verdict:
+    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)
         kept: list[int] = []
         read: list[Law] = []
@@ -90,9 +88,7 @@ class Tree(Verifier):
         emitted = (*(draft.token_N[i] for i in kept), coins.choose(rest, node, -1))
         return Verdict(tuple(kept), emitted, tuple(read) if want_laws else None)
 
-    def _pick(
-        self, draft: Draft, groups: Sequence[Group], p: Law, coins: Coins
-    ) -> tuple[int | None, Law]:
+    def _pick(self, draft: Draft, groups: Sequence[Group], p: Law, coins: Coins) -> tuple[int | None, Law]:
         """The child kept, or None and what the refusals left of p."""
         parent = groups[0].parent
         rest = _Rest(p, [draft.token_N[i] for group in groups for i in group.nodes])

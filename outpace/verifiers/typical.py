@@ -58,9 +58,7 @@ class Typical(Verifier):
     def __init__(self, config: TypicalConfig) -> None:
         self.config = config
 
-    def judge(
-        self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False
-    ) -> Verdict:
+    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(draft.parent_N):

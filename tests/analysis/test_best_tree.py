@@ -74,8 +74,7 @@ def test_a_prefix_is_the_best_smaller_template():
 
 @pytest.mark.parametrize(
     ("acceptance", "nodes", "levels"),
-    [((), 3, 3), ((0.7, 0.4), 3, 3), ((-0.1,), 3, 3), ((0.5,), -1, 3), ((0.5,), 3, -1),
-     ((0.5,), 1025, 3)],
+    [((), 3, 3), ((0.7, 0.4), 3, 3), ((-0.1,), 3, 3), ((0.5,), -1, 3), ((0.5,), 3, -1), ((0.5,), 1025, 3)],
 )
 def test_wrong_sizes_and_laws_are_refused(acceptance, nodes, levels):
     with pytest.raises(ValueError, match=r"need 0 to|must be probabilities"):
@@ -85,7 +84,12 @@ def test_wrong_sizes_and_laws_are_refused(acceptance, nodes, levels):
 def curve(per_row, base=10.0):
     rows = (1, 64)
     return CostCurve(
-        model="m", dtype="float32", threads=1, device="cpu", rows_R=rows, context_C=(100,),
+        model="m",
+        dtype="float32",
+        threads=1,
+        device="cpu",
+        rows_R=rows,
+        context_C=(100,),
         seconds_CR=(tuple(base + per_row * (count - 1) for count in rows),),
     )
 
@@ -99,8 +103,7 @@ def test_the_size_is_the_one_that_pays_best(per_row, per_level):
         parents: expected(Shape(parents), FALLING)
         / (cost.seconds(1 + len(parents), 100) + per_level * depth(parents))
         for parents in trees(6)
-        if depth(parents) <= 3
-        and all(len(kids) <= len(FALLING) for kids in children(parents).values())
+        if depth(parents) <= 3 and all(len(kids) <= len(FALLING) for kids in children(parents).values())
     }
     assert rate == pytest.approx(max(found.values()))
     assert rate == pytest.approx(found[shape.parent_N])

@@ -208,6 +208,7 @@ def test_time_and_memory_of_one_bound(vocab, capsys):
             _, peak = tracemalloc.get_traced_memory()
             tracemalloc.stop()
             with capsys.disabled():
-                print(f"\nV={vocab} {drawn.value} k={k}: {1e3 * min(times):.1f} ms, "
-                      f"{peak / 1e6:.0f} MB", end="")
+                print(
+                    f"\nV={vocab} {drawn.value} k={k}: {1e3 * min(times):.1f} ms, {peak / 1e6:.0f} MB", end=""
+                )
             assert peak < 100e6

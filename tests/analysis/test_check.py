@@ -7,13 +7,7 @@ import pytest
 from outpace import Engine
 from outpace.analysis import check as module
 from outpace.analysis.agreement import OracleReport
-from outpace.analysis.check import (
-    Case,
-    check,
-    sequences_of,
-    standard_specs,
-    with_trees,
-)
+from outpace.analysis.check import Case, check, sequences_of, standard_specs, with_trees
 from outpace.analysis.law import LawReport
 
 SELF = "draft_model[model=tiny]"
@@ -57,8 +51,9 @@ def no_laws(monkeypatch):
 
 def test_an_honest_engine_passes(engine, cases, no_laws):
     ticks = []
-    report = check(engine, cases, ["none", SELF], max_new_tokens=6,
-                   tick=lambda part, step: ticks.append(step))
+    report = check(
+        engine, cases, ["none", SELF], max_new_tokens=6, tick=lambda part, step: ticks.append(step)
+    )
     assert report.broken == [] and report.idle == []
     tally = report.drafters[SELF]
     assert (tally.sequences, tally.equal) == (6, 6) and 0 < tally.accepted <= tally.drafted
@@ -74,9 +69,7 @@ def test_a_wrong_token_breaks_the_promise_and_its_gap_is_measured(engine, cases,
     assert first["token"] == (first["plain"] + 1) % engine.target.vocab_size
     assert first["gap"] > 0  # greedy: no other token has a larger logit
     assert report.hardware()["different"] == 6 and report.hardware()["share"] == 6 / 9
-    assert report.broken == [
-        f"tokens: {SELF}: 6 of 6 sequences differ from plain decoding"
-    ]
+    assert report.broken == [f"tokens: {SELF}: 6 of 6 sequences differ from plain decoding"]
 
 
 def test_a_text_that_ends_early_is_a_difference(engine, cases, no_laws):
@@ -97,12 +90,10 @@ def test_plain_batches_are_checked_as_well(engine, cases, no_laws):
             return results if len(prompts) == 1 else [self.lie(result) for result in results]
 
     report = check(Mixes(engine, at=0), cases, [], max_new_tokens=4)
-    assert report.broken == ["tokens: none, in batches: 3 of 3 sequences differ from plain "
-                             "decoding"]
+    assert report.broken == ["tokens: none, in batches: 3 of 3 sequences differ from plain decoding"]
 
 
-def test_where_nothing_is_promised_differences_are_only_measured(engine, cases, no_laws,
-                                                                 monkeypatch):
+def test_where_nothing_is_promised_differences_are_only_measured(engine, cases, no_laws, monkeypatch):
     monkeypatch.setattr(module, "promised", lambda target: False)
     report = check(Liar(engine, at=0), cases, [SELF], max_new_tokens=4)
     assert report.broken == [] and report.hardware()["different"] == 6
@@ -119,10 +110,8 @@ def test_wrong_laws_and_wrong_code_are_broken_promises(engine, cases, no_laws):
         report,
         laws={
             "a": LawReport(error=1e-9, cases=1, planted_bugs_caught=1, planted_bugs=1, missed=()),
-            "b": LawReport(error=0.0, cases=1, planted_bugs_caught=0, planted_bugs=1,
-                           missed=("bug",)),
-            "c": LawReport(error=float("nan"), cases=1, planted_bugs_caught=1, planted_bugs=1,
-                           missed=()),
+            "b": LawReport(error=0.0, cases=1, planted_bugs_caught=0, planted_bugs=1, missed=("bug",)),
+            "c": LawReport(error=float("nan"), cases=1, planted_bugs_caught=1, planted_bugs=1, missed=()),
         },
         oracles={"d": OracleReport(cases=5, agreed=4)},
     )
@@ -136,5 +125,6 @@ def test_the_standard_specs(engine):
     assert SELF in specs and "draft_model[model=tiny tree=4x2x1]" in specs
     assert "draft_model[layers=1 model=tiny]" in specs
     assert with_trees(["draft_model[tree=2x1 model=tiny]", "prompt_lookup"], engine.target) == [
-        "draft_model[model=tiny tree=2x1]", "prompt_lookup"
+        "draft_model[model=tiny tree=2x1]",
+        "prompt_lookup",
     ]

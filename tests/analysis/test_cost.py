@@ -16,10 +16,16 @@ from outpace.models.tiny import TableCache, tiny
 from outpace.types import CostCurve, Scored
 
 CURVE = CostCurve(
-    model="m", dtype="float32", threads=1, device="d",
-    rows_R=(1, 4, 8), context_C=(100, 300), seconds_CR=((10.0, 16.0, 40.0), (20.0, 26.0, 50.0)),
-    batch_B=(1, 2, 4), seconds_CB=((10.0, 14.0, 22.0), (20.0, 24.0, 40.0)),
-)  # fmt: skip
+    model="m",
+    dtype="float32",
+    threads=1,
+    device="d",
+    rows_R=(1, 4, 8),
+    context_C=(100, 300),
+    seconds_CR=((10.0, 16.0, 40.0), (20.0, 26.0, 50.0)),
+    batch_B=(1, 2, 4),
+    seconds_CB=((10.0, 14.0, 22.0), (20.0, 24.0, 40.0)),
+)
 
 
 class Paced(Target):
@@ -159,9 +165,7 @@ def test_contexts_that_do_not_fit_are_left_out_or_refused(paced):
         cost.measure(paced, repeat=0)
 
 
-def test_a_curve_is_measured_once_per_model_dtype_threads_machine_and_version(
-    paced, own_folder, monkeypatch
-):
+def test_a_curve_is_measured_once_per_model_dtype_threads_machine_and_version(paced, own_folder, monkeypatch):
     assert cost.curve_for(paced, measure_if_missing=False) is None and paced.passes == 0
     curve = cost.curve_for(paced, measure_if_missing=True, repeat=1)
     assert paced.passes > 0 and len(list(own_folder.iterdir())) == 1
@@ -186,8 +190,10 @@ def test_a_corrupt_or_old_file_is_measured_again_with_one_note(paced, own_folder
     curve = cost.curve_for(paced, measure_if_missing=True, repeat=1)
     (file,) = own_folder.iterdir()
     good = file.read_text()
-    bad = {"cost": good.replace('"seconds_CR": [[', '"seconds_CR": [[-'),
-           "format": good.replace('"format": 1', '"format": 0')}.get(harm, harm)
+    bad = {
+        "cost": good.replace('"seconds_CR": [[', '"seconds_CR": [[-'),
+        "format": good.replace('"format": 1', '"format": 0'),
+    }.get(harm, harm)
     assert bad != good
     file.write_text(bad)
     notes = []
@@ -227,9 +233,7 @@ def test_drafters_are_timed_level_by_level():
 
 
 def test_drafts_are_kept_apart_from_curves(paced, own_folder):
-    found = cost.DraftCost(
-        spec="x", seconds_L=(1.0,), pass_seconds_L=(0.5,), passes_L=(1,), depth_L=(1,)
-    )
+    found = cost.DraftCost(spec="x", seconds_L=(1.0,), pass_seconds_L=(0.5,), passes_L=(1,), depth_L=(1,))
     for value in (CURVE, found):
         cost.keep(paced, value)
     assert len(list(own_folder.iterdir())) == 2

@@ -35,7 +35,11 @@ STEPS = (
 def test_runs_of_steps_are_added_up():
     runs = told(*STEPS).stretches()
     assert [(r.drafter, r.first, r.last) for r in runs] == [
-        ("a", 1, 2), ("b", 3, 3), ("a", 4, 4), ("none", 5, 5)]
+        ("a", 1, 2),
+        ("b", 3, 3),
+        ("a", 4, 4),
+        ("none", 5, 5),
+    ]
     first = runs[0]
     assert (first.passes, first.drafted, first.accepted, first.emitted) == (2, 6, 3, 5)
     assert first.reasons == ("best", "stay") and runs[1].reasons == ("probe",)
@@ -52,8 +56,9 @@ def test_sums_by_drafter_and_of_all_add_up():
     assert total.passes == 5 == sum(one.passes for one in by)
     assert total.emitted == 10 == sum(one.emitted for one in by)
     assert total.gained == pytest.approx(sum(one.gained for one in by))
-    assert total.expected == pytest.approx(
-        (100 * 0.12 + 80 * 0.02 + 50 * 0.02) / 0.16), "over the time, not the steps"
+    assert total.expected == pytest.approx((100 * 0.12 + 80 * 0.02 + 50 * 0.02) / 0.16), (
+        "over the time, not the steps"
+    )
 
 
 def test_silence_is_nobodys_draft():
@@ -85,9 +90,12 @@ def test_it_tells_of_a_real_answer():
     found = Explained(engine.costs)
     engine.listeners.append(found)
     result = engine.generate(
-        [5, 9, 11] * 4, drafter="auto", max_new_tokens=40, ignore_eos=True,
+        [5, 9, 11] * 4,
+        drafter="auto",
+        max_new_tokens=40,
+        ignore_eos=True,
         allowed_tokens=frozenset({3, 1, 4}),
-    )  # fmt: skip
+    )
     total = found.total()
     assert total.passes == result.counters.passes and total.emitted == 39
     assert (total.drafted, total.accepted) == (result.counters.drafted, result.counters.accepted)

@@ -8,15 +8,7 @@ import pytest
 
 from outpace import Engine, RequestError
 from outpace.analysis.draw_page import html as page
-from outpace.analysis.draw_tree import (
-    caption,
-    columns,
-    layout,
-    lines,
-    percent,
-    svg,
-    visible,
-)
+from outpace.analysis.draw_tree import caption, columns, layout, lines, percent, svg, visible
 from outpace.analysis.picture import Added, Fate, Guess, Picture, Trace, film
 from outpace.analysis.siblings import MOST, Siblings, measure
 from outpace.analysis.watch import watched
@@ -34,8 +26,9 @@ def engine():
 
 
 def params(temperature=0.0, **more):
-    return SamplingParams(**{"temperature": temperature, "seed": 3, "max_new_tokens": 14,
-                             "ignore_eos": True, **more})
+    return SamplingParams(
+        **{"temperature": temperature, "seed": 3, "max_new_tokens": 14, "ignore_eos": True, **more}
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -70,8 +63,8 @@ def test_p_is_the_targets_law_after_the_path(temperature):
 
 
 @pytest.mark.parametrize(
-    ("tree", "temperature"), [("3x2", 0.0), ("dynamic tree_size=9", 0.0), ("3x2", 0.8),
-                              ("dynamic tree_size=9", 0.8)],
+    ("tree", "temperature"),
+    [("3x2", 0.0), ("dynamic tree_size=9", 0.0), ("3x2", 0.8), ("dynamic tree_size=9", 0.8)],
 )
 def test_a_model_that_drafts_for_itself_has_q_equal_to_p(engine, tree, temperature):
     trace = film(engine, f"{ITSELF} tree={tree}]", PROMPT, params(temperature))
@@ -123,11 +116,9 @@ def test_a_stop_inside_a_draft_ends_the_picture(engine):
     end = whole.tokens[2]  # the first pass keeps four guesses, and this is its second
     trace = film(engine, spec, PROMPT, params(stop_token_ids=frozenset({end})))
     last = trace.passes[-1]
-    assert last.added is None and last.emitted == tuple(
-        last.guesses[node].text for node in last.kept
-    )
+    assert last.added is None and last.emitted == tuple(last.guesses[node].text for node in last.kept)
     assert last.guesses[last.kept[-1]].token == end
-    assert {guess.fate for guess in last.guesses[len(last.kept):]} == {Fate.NOT_REACHED}
+    assert {guess.fate for guess in last.guesses[len(last.kept) :]} == {Fate.NOT_REACHED}
 
 
 def test_the_drafter_is_left_as_it_was(engine):
@@ -136,10 +127,7 @@ def test_the_drafter_is_left_as_it_was(engine):
     before = set(vars(drafter))
     film(engine, spec, PROMPT, params(), passes=2)
     assert set(vars(drafter)) >= before and not {"observe", "expand"} & set(vars(drafter))
-    with (
-        pytest.raises(ZeroDivisionError),
-        watched(engine.method(spec), lambda outcome: 1 / 0),
-    ):
+    with pytest.raises(ZeroDivisionError), watched(engine.method(spec), lambda outcome: 1 / 0):
         engine.generate(PROMPT, params(), drafter=spec)
     assert not {"observe", "expand"} & set(vars(drafter))
 
@@ -155,13 +143,16 @@ def test_as_many_passes_as_asked_for(engine):
 
 def a_picture():
     """One guess kept, one sibling refused with a child nobody asked for, the target's own."""
+
     def guess(text, parent, q, p, fate):
         return Guess(token=1, text=text, parent=parent, q=q, p=p, fate=fate)
 
     return Picture(
-        before="the ", pending="cat", kept=(1,),
+        before="the ",
+        pending="cat",
+        kept=(1,),
         guesses=(
-            guess("<&\">", ROOT, 0.5, 0.25, Fate.REFUSED),
+            guess('<&">', ROOT, 0.5, 0.25, Fate.REFUSED),
             guess(" sat", ROOT, 0.25, 0.625, Fate.ACCEPTED),
             guess("\n", 0, None, 0.001, Fate.NOT_REACHED),
             guess("\u6f22\x00", 1, 1.0, 0.0, Fate.REFUSED),
@@ -171,8 +162,14 @@ def a_picture():
 
 
 def a_trace():
-    return Trace(model="m<1>", drafter="d[a=1]", temperature=0.0, prompt="<script>", first="cat",
-                 passes=(a_picture(), a_picture()))
+    return Trace(
+        model="m<1>",
+        drafter="d[a=1]",
+        temperature=0.0,
+        prompt="<script>",
+        first="cat",
+        passes=(a_picture(), a_picture()),
+    )
 
 
 def test_a_tree_in_ascii():
@@ -210,27 +207,24 @@ def test_texts_for_people():
     assert visible(" a\tb\n") == "\u00b7a\u21e5b\u21b5"
     assert visible("\u00e4", plain=True) == "'\\xe4'"
     assert columns(visible("x" * 50)) < 20 and visible("x" * 50, plain=True).endswith("..'")
-    assert [percent(value) for value in (None, 0.0, 0.001, 0.344, 1.0)] == [
-        "", "0%", "<1%", "34%", "100%"
-    ]
+    assert [percent(value) for value in (None, 0.0, 0.001, 0.344, 1.0)] == ["", "0%", "<1%", "34%", "100%"]
     assert caption(a_picture()) == "1 of 4 guesses accepted, 2 tokens emitted"
-    empty = Picture(before="", pending="a", guesses=(), kept=(),
-                    added=Added(token=1, text="b", p=1.0))
+    empty = Picture(before="", pending="a", guesses=(), kept=(), added=Added(token=1, text="b", p=1.0))
     assert caption(empty) == "nothing was guessed, 1 token emitted"
 
 
 def test_the_svg_is_one_document_that_needs_nothing_else():
     text = svg(a_trace())
     root = ET.fromstring(text)
-    assert not re.findall(r"(?:src|href|url|import|http)\b", text.replace(
-        'xmlns="http://www.w3.org/2000/svg"', ""))
+    assert not re.findall(
+        r"(?:src|href|url|import|http)\b", text.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    )
     name = "{http://www.w3.org/2000/svg}"
     boxes = [node.get("class") for node in root.iter(f"{name}g") if node.get("class")]
-    for role, count in (("pending", 1), ("accepted", 1), ("added", 1), ("refused", 2),
-                        ("unreached", 1)):
+    for role, count in (("pending", 1), ("accepted", 1), ("added", 1), ("refused", 2), ("unreached", 1)):
         assert boxes.count(f"node {role}") == 1 + 2 * count, "in the legend, and twice"
     words = [node.text for node in root.iter(f"{name}text")]
-    assert "<&\">" in words and "\u00b7sat" in words and "q 25%" in words and "p 100%" in words
+    assert '<&">' in words and "\u00b7sat" in words and "q 25%" in words and "p 100%" in words
     assert "prefers-color-scheme:dark" in text
     width = float(root.get("width"))
     for node in root.iter(f"{name}rect"):
@@ -267,7 +261,7 @@ def test_the_page_holds_every_pass_and_needs_nothing_else():
     assert read.open == []
     assert [tag for tag, _ in read.seen].count("section") == 2
     assert [tag for tag, _ in read.seen].count("script") == 1, "the prompt's own is only text"
-    assert "<script>" in read.words and "<&\">" in read.words
+    assert "<script>" in read.words and '<&">' in read.words
     for tag, attributes in read.seen:
         assert tag not in ("link", "img", "iframe") and "src" not in attributes
         assert attributes.get("href", "#").startswith("#")

@@ -11,19 +11,39 @@ from outpace.cli import tune
 from outpace.types import Budget, CostCurve, KnownDrafter, RowRecord, StepRecord
 
 CURVE = CostCurve(
-    model="m", dtype="float32", threads=1, device="d", rows_R=(1, 5, 9), context_C=(0,),
+    model="m",
+    dtype="float32",
+    threads=1,
+    device="d",
+    rows_R=(1, 5, 9),
+    context_C=(0,),
     seconds_CR=((0.010, 0.010, 0.018),),
-)  # fmt: skip
+)
 KNOWN = KnownDrafter(call=0.0, level=0.002, kept_D=(90.0, 60.0), tried_D=(100.0, 90.0))
 LEARNED = Learned(
-    spec="draft_model[model=tiny]", speedup=1.5, mean_emitted=2.0, drafted=200, accepted=150,
-    hinted=False, known=KNOWN, expected_D=(1.2, 1.4, 1.3),
-)  # fmt: skip
+    spec="draft_model[model=tiny]",
+    speedup=1.5,
+    mean_emitted=2.0,
+    drafted=200,
+    accepted=150,
+    hinted=False,
+    known=KNOWN,
+    expected_D=(1.2, 1.4, 1.3),
+)
 PROFILE = Profile(
-    model="tiny", digest="d", dtype="float32", threads=1, device="a machine", workload="builtin",
-    prompts=8, max_new_tokens=64, plain_tokens_per_second=50.0, pass_factor=1.1,
-    drafters=(LEARNED,), left_out={"eagle3": "not trained"},
-)  # fmt: skip
+    model="tiny",
+    digest="d",
+    dtype="float32",
+    threads=1,
+    device="a machine",
+    workload="builtin",
+    prompts=8,
+    max_new_tokens=64,
+    plain_tokens_per_second=50.0,
+    pass_factor=1.1,
+    drafters=(LEARNED,),
+    left_out={"eagle3": "not trained"},
+)
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +62,18 @@ def step(drafted, accepted, depth=None, levels=0, draft=0.0, rest=0.001, riders=
     depth = drafted if depth is None else depth
     row = RowRecord(1, "m", drafted, accepted, (0,) * (accepted + 1), depth, censored)
     passed = 1 + drafted + riders
-    seconds = {"plan": 0.0, "draft": draft, "score": 2.0 * CURVE.seconds(passed, 0),
-               "judge": 0.0, "commit": rest}
+    seconds = {
+        "plan": 0.0,
+        "draft": draft,
+        "score": 2.0 * CURVE.seconds(passed, 0),
+        "judge": 0.0,
+        "commit": rest,
+    }
     return StepRecord(0, (row,), seconds, passed, draft_levels=levels)
 
 
 def method(depth, hints=False):
-    return SimpleNamespace(
-        spec="m", budget=Budget(depth, depth), drafter=SimpleNamespace(hints=hints)
-    )
+    return SimpleNamespace(spec="m", budget=Budget(depth, depth), drafter=SimpleNamespace(hints=hints))
 
 
 PLAIN = [_Answer([step(0, 0)] * 10, 40.0)]
@@ -85,9 +108,7 @@ def test_depth_is_worth_less_where_rows_are_dear():
 
 def test_a_lookup_has_a_price_per_call_and_its_silence_is_known_beforehand():
     steps = [step(3, 1, draft=2e-4), step(0, 0, draft=4e-4), step(0, 0, draft=4e-4)]
-    assert learn(steps, hints=True).known == KnownDrafter(
-        call=4e-4, level=0.0, kept_D=(1, 0), tried_D=(1, 1)
-    )
+    assert learn(steps, hints=True).known == KnownDrafter(call=4e-4, level=0.0, kept_D=(1, 0), tried_D=(1, 1))
     # Of one that gives no hint, silence where a level was asked for is a level not kept.
     assert learn(steps).known.tried_D == (3, 1)
 
@@ -105,7 +126,8 @@ def test_riders_are_paid_for_and_trees_spread_over_their_levels():
     assert paid.expected_D[3] < free.expected_D[3]
     tree = learn([step(8, 2, depth=2)] * 3)
     assert len(tree.expected_D) == 2 and tree.expected_D[0] == pytest.approx(
-        2 / (2.0 * CURVE.seconds(5, 0) + 0.001) * (2.0 * 0.010 + 0.001))
+        2 / (2.0 * CURVE.seconds(5, 0) + 0.001) * (2.0 * 0.010 + 0.001)
+    )
 
 
 def test_who_never_drafts_is_best_left_out():
@@ -117,26 +139,41 @@ def test_measuring_takes_turns_and_gives_every_drafter_a_line(engine):
     told = []
     asked = [Asked(ids=(5, 9, 11) * 4), Asked(ids=(40, 41, 42, 40, 41), reference=(40, 41, 42))]
     found = profile.measure(
-        engine, asked, ["prompt_lookup", "draft_model[model=tiny layers=1]"], CURVE,
-        max_new_tokens=16, workload="w", left_out={"x": "why"}, tick=lambda *a: told.append(a),
-    )  # fmt: skip
+        engine,
+        asked,
+        ["prompt_lookup", "draft_model[model=tiny layers=1]"],
+        CURVE,
+        max_new_tokens=16,
+        workload="w",
+        left_out={"x": "why"},
+        tick=lambda *a: told.append(a),
+    )
     answered = [who for who, done in told if done]
-    assert answered == ["none", "prompt_lookup", "draft_model[model=tiny layers=1]",
-                        "prompt_lookup", "draft_model[model=tiny layers=1]", "none"]
-    assert {one.spec for one in found.drafters} == {
-        "prompt_lookup", "draft_model[layers=1 model=tiny]"}
+    assert answered == [
+        "none",
+        "prompt_lookup",
+        "draft_model[model=tiny layers=1]",
+        "prompt_lookup",
+        "draft_model[model=tiny layers=1]",
+        "none",
+    ]
+    assert {one.spec for one in found.drafters} == {"prompt_lookup", "draft_model[layers=1 model=tiny]"}
     model = next(one for one in found.drafters if one.spec.startswith("draft_model"))
     assert model.drafted > 0 and model.known.level > 0 and not model.hinted
     assert (found.prompts, found.workload, found.left_out) == (2, "w", {"x": "why"})
     assert found.plain_tokens_per_second > 0 and found.pass_factor > 0
     assert [one.speedup for one in found.drafters] == sorted(
-        (one.speedup for one in found.drafters), reverse=True)
+        (one.speedup for one in found.drafters), reverse=True
+    )
     assert not engine.listeners
 
 
 def test_nothing_to_measure_is_refused(engine):
-    for asked, specs, length in (([], ["suffix"], 16), ([Asked(ids=(1,))], [], 16),
-                                 ([Asked(ids=(1,))], ["suffix"], 7)):
+    for asked, specs, length in (
+        ([], ["suffix"], 16),
+        ([Asked(ids=(1,))], [], 16),
+        ([Asked(ids=(1,))], ["suffix"], 7),
+    ):
         with pytest.raises(RequestError, match=r"need a prompt and a drafter|at least 8, got 7"):
             profile.measure(engine, asked, specs, CURVE, max_new_tokens=length)
     assert tune.SHORTEST == profile.SHORTEST
@@ -156,9 +193,9 @@ def test_a_profile_survives_its_file(engine, own_folder):
     assert profile.profile_for(engine.target) == PROFILE
 
 
-@pytest.mark.parametrize("harm", [
-    "", "[]", "{", '{"key": 1}', '"drafters": [{', '"kept_D": [900', '"level": NaN', '"format": 0',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "harm", ["", "[]", "{", '{"key": 1}', '"drafters": [{', '"kept_D": [900', '"level": NaN', '"format": 0']
+)
 def test_a_bad_file_is_as_none(engine, harm):
     file = profile.save(engine.target, PROFILE)
     good = file.read_text()

@@ -17,25 +17,49 @@ CPU = Device(name="2 cores", peak=100e9, bandwidth=20e9)
 
 
 def llama(hidden, ffn, layers, heads, kv, vocab, **more):
-    return DecoderConfig.from_hf({
-        "model_type": "llama", "hidden_size": hidden, "intermediate_size": ffn,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
-        "vocab_size": vocab, **more,
-    })  # fmt: skip
+    return DecoderConfig.from_hf(
+        {
+            "model_type": "llama",
+            "hidden_size": hidden,
+            "intermediate_size": ffn,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv,
+            "vocab_size": vocab,
+            **more,
+        }
+    )
 
 
 LLAMA_7B = llama(4096, 11008, 32, 32, 32, 32000)
 SMALL = llama(576, 1536, 30, 9, 3, 49152, tie_word_embeddings=True)
-GEMMA = DecoderConfig.from_hf({
-    "model_type": "gemma3_text", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "sliding_window": 16, "sliding_window_pattern": 6,
-})  # fmt: skip
-QWEN = DecoderConfig.from_hf({
-    "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "attention_bias": True,
-})  # fmt: skip
+GEMMA = DecoderConfig.from_hf(
+    {
+        "model_type": "gemma3_text",
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "sliding_window": 16,
+        "sliding_window_pattern": 6,
+    }
+)
+QWEN = DecoderConfig.from_hf(
+    {
+        "model_type": "qwen3",
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "attention_bias": True,
+    }
+)
 
 
 def ops(config, **sizes):
@@ -103,9 +127,7 @@ def test_a_window_bounds_what_its_layers_read():
         (SMALL, CPU, SINGLE, 1, 256, {8: 1.05, 16: 1.68, 64: 6.80}),
     ],
 )
-def test_verification_costs_what_was_predicted_before(
-    config, device, widths, batch, context, want
-):
+def test_verification_costs_what_was_predicted_before(config, device, widths, batch, context, want):
     """Against a table made by other code, which leaves rotary and residual traffic out: 6 %."""
 
     def cost(rows):
@@ -125,19 +147,25 @@ def test_a_pass_is_bound_by_reading_below_the_ridge_and_by_arithmetic_above():
 
 def curve_of(config, device):
     flat = CostCurve(
-        model="m", dtype="float32", threads=1, device="d", rows_R=(1, 4, 16, 64),
-        context_C=(64, 1024), seconds_CR=((1.0,) * 4,) * 2, batch_B=(1, 8),
+        model="m",
+        dtype="float32",
+        threads=1,
+        device="d",
+        rows_R=(1, 4, 16, 64),
+        context_C=(64, 1024),
+        seconds_CR=((1.0,) * 4,) * 2,
+        batch_B=(1, 8),
         seconds_CB=((1.0,) * 2,) * 2,
-    )  # fmt: skip
+    )
     return roofline.estimated_like(config, device, flat)
 
 
 def test_an_estimated_curve_holds_the_estimates():
     curve = curve_of(SMALL, CPU)
     for rows, context, batch in ((1, 64, 1), (64, 1024, 1), (1, 1024, 8)):
-        assert curve.seconds(rows, context, batch) == pytest.approx(roofline.estimate(
-            SMALL, CPU, rows=rows, context=context, batch=batch, dtype=torch.float32
-        ))
+        assert curve.seconds(rows, context, batch) == pytest.approx(
+            roofline.estimate(SMALL, CPU, rows=rows, context=context, batch=batch, dtype=torch.float32)
+        )
     assert curve.source == "roofline"
     half = roofline.estimate(SMALL, CPU, context=64, dtype=torch.bfloat16)
     assert curve.seconds(1, 64) == pytest.approx(2 * half, rel=0.03)
@@ -156,9 +184,7 @@ def test_calibration_finds_what_a_machine_reaches_of_its_peaks():
 
 def test_error_is_the_mean_relative_distance():
     truth = replace(curve_of(SMALL, CPU), batch_B=(1,), seconds_CB=())
-    double = replace(truth, seconds_CR=tuple(
-        tuple(2 * cost for cost in line) for line in truth.seconds_CR
-    ))
+    double = replace(truth, seconds_CR=tuple(tuple(2 * cost for cost in line) for line in truth.seconds_CR))
     assert roofline.error(double, truth) == 1 and roofline.error(truth, truth) == 0
 
 
@@ -166,8 +192,7 @@ def test_the_device_is_measured_by_work_of_known_size(monkeypatch):
     sizes = []
     monkeypatch.setattr(roofline, "_cache_bytes", lambda: 0)
     monkeypatch.setattr(
-        roofline, "_seconds_of",
-        lambda work, device, repeat: sizes.append(math.prod(work().shape)) or 0.5,
+        roofline, "_seconds_of", lambda work, device, repeat: sizes.append(math.prod(work().shape)) or 0.5
     )
     found = roofline.measure_device(torch.float32, torch.device("cpu"))
     assert found.peak == 2 * 512 * 2048 * 2048 / 0.5 and found.bandwidth == (1 << 28) / 0.5

@@ -75,19 +75,33 @@ def test_the_tiny_decoder_is_what_it_promises(target):
 @pytest.mark.parametrize(
     ("when", "what", "part", "shape"),
     [
-        (lambda feeds, held: rows_of(feeds) == 31 and len(feeds) == 1, "logits", "steps",
-         "31 rows"),
+        (lambda feeds, held: rows_of(feeds) == 31 and len(feeds) == 1, "logits", "steps", "31 rows"),
         (lambda feeds, held: len(feeds) == 5, "logits", "steps", "5 sequences, plain"),
-        (lambda feeds, held: len(feeds) > 1 and any(
-            feed.parent_J.count(0) > 1 for feed in feeds), "hidden", "steps", "trees"),
+        (
+            lambda feeds, held: len(feeds) > 1 and any(feed.parent_J.count(0) > 1 for feed in feeds),
+            "hidden",
+            "steps",
+            "trees",
+        ),
         (lambda feeds, held: held == [33] and rows_of(feeds) == 32, "logits", "steps", "32 rows"),
-        (lambda feeds, held: held == [0] and rows_of(feeds) == 60, "hidden", "prompts",
-         "chunks of 60, alone"),
-        (lambda feeds, held: len(feeds) == 2 and max(map(
-            lambda feed: len(feed.token_J), feeds)) == 19, "hidden", "prompts",
-         "chunks of 19, beside another"),
-        (lambda feeds, held: held == [16] and rows_of(feeds) == 20, "hidden", "prompts",
-         "chunks of 20, behind a copied page"),
+        (
+            lambda feeds, held: held == [0] and rows_of(feeds) == 60,
+            "hidden",
+            "prompts",
+            "chunks of 60, alone",
+        ),
+        (
+            lambda feeds, held: len(feeds) == 2 and max(map(lambda feed: len(feed.token_J), feeds)) == 19,
+            "hidden",
+            "prompts",
+            "chunks of 19, beside another",
+        ),
+        (
+            lambda feeds, held: held == [16] and rows_of(feeds) == 20,
+            "hidden",
+            "prompts",
+            "chunks of 20, behind a copied page",
+        ),
     ],
     ids=["rows", "batch", "tree", "page", "chunks", "beside", "copied"],
 )

@@ -23,8 +23,10 @@ LONG = 40
 
 def ladder(a, costs, models=1, lookup=True, seconds=None, drafted=None):
     return Ladder(
-        survival={pair: curve(value, LONG) for pair, value in a.items()}, models=models,
-        lookup=lookup, drafted=drafted or {r: [1.0] * LONG for r in range(models + 1)},
+        survival={pair: curve(value, LONG) for pair, value in a.items()},
+        models=models,
+        lookup=lookup,
+        drafted=drafted or {r: [1.0] * LONG for r in range(models + 1)},
         seconds=seconds or [lambda rows, c=c: c for c in (1.0, *costs)],
     )
 
@@ -104,13 +106,19 @@ CASES = {
     "both": (ladder({(0, 1): 0.8, (0, 2): 0.3, (1, 2): 0.5}, [0.15]), [[4, 3], [5]]),
     "vertical": (ladder({(0, 1): 0.7, (0, 2): 0.2, (1, 2): 0.4}, [0.2]), [[5], [4]]),
     "three levels": (
-        ladder({(0, 1): 0.85, (0, 2): 0.6, (0, 3): 0.3, (1, 2): 0.7, (1, 3): 0.35, (2, 3): 0.4},
-               [0.3, 0.1], models=2),
+        ladder(
+            {(0, 1): 0.85, (0, 2): 0.6, (0, 3): 0.3, (1, 2): 0.7, (1, 3): 0.35, (2, 3): 0.4},
+            [0.3, 0.1],
+            models=2,
+        ),
         [[5, 3, 4], [2, 3], [4]],
     ),
     "rows cost": (
-        ladder({(0, 1): 0.8, (0, 2): 0.3, (1, 2): 0.5}, [],
-               seconds=[lambda rows: 1 + 0.05 * rows, lambda rows: 0.1 + 0.01 * rows]),
+        ladder(
+            {(0, 1): 0.8, (0, 2): 0.3, (1, 2): 0.5},
+            [],
+            seconds=[lambda rows: 1 + 0.05 * rows, lambda rows: 0.1 + 0.01 * rows],
+        ),
         [[4, 3], [5]],
     ),
 }
@@ -141,15 +149,17 @@ def test_a_silent_lookup_costs_no_rows():
     per_row = [lambda rows: 1 + 0.1 * rows, lambda rows: 0.2]
     loud = predict(ladder(a, [], seconds=per_row), [[2, 6], [4]])
     quiet = predict(
-        ladder(a, [], seconds=per_row, drafted={0: [1.0, 0.2, 0.1, 0.0], 1: [1.0]}),
-        [[2, 6], [4]],
+        ladder(a, [], seconds=per_row, drafted={0: [1.0, 0.2, 0.1, 0.0], 1: [1.0]}), [[2, 6], [4]]
     )
     assert quiet.emitted == loud.emitted and quiet.seconds < loud.seconds
 
 
 def test_the_best_k_beats_its_neighbours():
-    one = ladder({(0, 1): 0.8, (0, 2): 0.4, (1, 2): 0.5}, [],
-                 seconds=[lambda rows: 1 + 0.03 * rows, lambda rows: 0.12 + 0.004 * rows])
+    one = ladder(
+        {(0, 1): 0.8, (0, 2): 0.4, (1, 2): 0.5},
+        [],
+        seconds=[lambda rows: 1 + 0.03 * rows, lambda rows: 0.12 + 0.004 * rows],
+    )
     k, best = best_k(one)
     assert best == predict(one, k) and best.speedup > 1.5
     for other in ([[5], []], [[4], [4]], [[1, 2], [2]], [[8, 16], [16]], [[2, 4], [0]]):

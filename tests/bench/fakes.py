@@ -14,8 +14,17 @@ class Fake:
         fails: the settings under which it refuses to run.
     """
 
-    def __init__(self, name, pace=lambda case, turn: 1.0, *, kind="drafter", text=None,
-                 fails=lambda settings: False, log=None, **about):
+    def __init__(
+        self,
+        name,
+        pace=lambda case, turn: 1.0,
+        *,
+        kind="drafter",
+        text=None,
+        fails=lambda settings: False,
+        log=None,
+        **about,
+    ):
         self.name, self.kind, self.about = name, kind, about
         self.pace, self.fails = pace, fails
         self.text = text or (lambda case: [(7 * i + ord(case.id[0])) % 997 for i in range(200)])
@@ -36,9 +45,9 @@ class Fake:
             tokens=tuple(tuple(self.text(case)[:count]) for case in unit),
             seconds=1.0 + decode,
             prefill_seconds=1.0,
-            counters=() if self.kind == "peer" else tuple(
-                Counters(new_tokens=count, passes=count - 1) for _ in unit
-            ),
+            counters=()
+            if self.kind == "peer"
+            else tuple(Counters(new_tokens=count, passes=count - 1) for _ in unit),
             verb_seconds={} if self.kind == "peer" else {"score_pass": decode / 2},
         )
 

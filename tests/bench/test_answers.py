@@ -14,9 +14,7 @@ from outpace.errors import RequestError
 
 
 def prompt(id, category="writing", turns=()):
-    return Prompt(
-        id=id, category=category, messages=({"role": "user", "content": "x"},), turns=turns
-    )
+    return Prompt(id=id, category=category, messages=({"role": "user", "content": "x"},), turns=turns)
 
 
 def run(tokens, seconds, **counters):
@@ -41,10 +39,7 @@ def speed(rows):
 def test_fields_and_what_their_readers_make_of_them(tmp_path):
     prompts = [prompt("81", turns=("more",)), prompt("q2", "qa")]
     runs = [
-        [
-            run([5, 6, 7, 8], 2.0, passes=2, accepted=1, accepted_at=(1,)),
-            run([5], 1.0, passes=0),
-        ],
+        [run([5, 6, 7, 8], 2.0, passes=2, accepted=1, accepted_at=(1,)), run([5], 1.0, passes=0)],
         [run([9, 8, 7], 1.5, passes=2, accepted=0)],
     ]
     path = tmp_path / "new" / "answers.jsonl"

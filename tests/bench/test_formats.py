@@ -9,22 +9,35 @@ from outpace.bench.workloads import builtin
 from outpace.errors import RequestError
 
 SPEC_BENCH = {
-    "question_id": "81", "category": "writing", "turns": ["Write a post.", "Now shorter."],
+    "question_id": "81",
+    "category": "writing",
+    "turns": ["Write a post.", "Now shorter."],
     "reference": ["the right answer"],
-}  # fmt: skip
+}
 MT_BENCH = {"question_id": 101, "category": "reasoning", "turns": ["Who is second?", "And last?"]}
 HUMANEVAL = {
-    "task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f",
-    "canonical_solution": "    return 1", "test": "assert f() == 1",
-}  # fmt: skip
+    "task_id": "HumanEval/0",
+    "prompt": "def f():\n",
+    "entry_point": "f",
+    "canonical_solution": "    return 1",
+    "test": "assert f() == 1",
+}
 MBPP = {
-    "text": "Write a function that adds.", "code": "SECRET", "task_id": 11,
-    "test_setup_code": "", "test_list": ["assert add(1, 2) == 3"], "challenge_test_list": [],
-}  # fmt: skip
+    "text": "Write a function that adds.",
+    "code": "SECRET",
+    "task_id": 11,
+    "test_setup_code": "",
+    "test_list": ["assert add(1, 2) == 3"],
+    "challenge_test_list": [],
+}
 SANITIZED = {
-    "source_file": "x", "task_id": 12, "prompt": "Write a function that sorts.",
-    "code": "SECRET", "test_imports": [], "test_list": [],
-}  # fmt: skip
+    "source_file": "x",
+    "task_id": 12,
+    "prompt": "Write a function that sorts.",
+    "code": "SECRET",
+    "test_imports": [],
+    "test_list": [],
+}
 GSM8K = {"question": "How many apples?", "answer": "SECRET #### 3"}
 
 
@@ -87,10 +100,7 @@ def test_a_second_turn_follows_the_plain_answer_to_the_first(tmp_path):
 
 
 def test_messages_keep_role_and_content_and_a_plain_row_its_reference(tmp_path):
-    talk = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi", "name": "Ann"},
-    ]
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi", "name": "Ann"}]
     prompt = one(tmp_path, {"messages": talk, "reference": "Hello"})
     assert prompt.messages == (talk[0], {"role": "user", "content": "Hi"})
     assert prompt.reference == "Hello"
@@ -128,12 +138,14 @@ def test_a_json_list_reads_like_lines(tmp_path):
         ('{"messages": []}', "must end with what the user says"),
         ('{"messages": [{"role": "bot", "content": "a"}]}', "roles system, user, assistant"),
         ('{"messages": [{"role": "user", "content": ["a"]}]}', "text as content, got {"),
-        ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
-         "must end with what the user says"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+            "must end with what the user says",
+        ),
         ('[{"prompt": "a"},\n{"id": 2}]', "line 2: no known format"),
         ('[{"prompt": "a"}', "not JSON"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said_in_one_line(tmp_path, text, told):
     path = tmp_path / "bad.jsonl"
     path.write_text(text, encoding="utf-8")

@@ -16,8 +16,13 @@ from outpace.bench.load_terms import USUAL
 from outpace.errors import OutpaceError, RequestError
 
 PROVENANCE = {
-    "command": "outpace bench serve", "model": "m", "dtype": "float32", "device": "cpu",
-    "cpu": "a machine", "threads": 1, "prompts": 2,
+    "command": "outpace bench serve",
+    "model": "m",
+    "dtype": "float32",
+    "device": "cpu",
+    "cpu": "a machine",
+    "threads": 1,
+    "prompts": 2,
     "config": {"workload": "builtin", "max_new_tokens": 3, "temperature": 0.0},
 }
 
@@ -98,8 +103,9 @@ def test_a_round_begins_with_its_first_request(simulated, monkeypatch):
 
     plan = Plan(Session(["none"]), [], [], Settings(), requests=2)
     question = Question(id="a", path="/v1/completions", body={"prompt": "a"})
-    made = simulated(load_run.one_round(
-        plan, Answers(), [question], Arrival(rate=0.2), 0, "none", lambda count: None))
+    made = simulated(
+        load_run.one_round(plan, Answers(), [question], Arrival(rate=0.2), 0, "none", lambda count: None)
+    )
     assert made.seconds == pytest.approx(10.0)
 
 
@@ -127,12 +133,16 @@ def test_arrivals_are_seeded_and_have_their_rate():
 
 def served(lines, status=200):
     """What is made of a stream of these lines."""
+
     async def go():
         async with load.connected("http://x", key="k", seconds=5) as server:
             await server._client.aclose()
             server._client = httpx.AsyncClient(
-                base_url="http://x", transport=httpx.MockTransport(lambda request: httpx.Response(
-                    status, content="".join(f"{line}\n\n" for line in lines))))
+                base_url="http://x",
+                transport=httpx.MockTransport(
+                    lambda request: httpx.Response(status, content="".join(f"{line}\n\n" for line in lines))
+                ),
+            )
             try:
                 return await server.ask("/v1/completions", {}, "p")
             finally:
@@ -149,8 +159,17 @@ def chunk(ids=(), text="", **more):
 
 def test_a_stream_is_taken_apart():
     last = chunk(usage={"prompt_tokens": 7}, metrics={"drafter": "none"})
-    reply = served([": a remark", chunk([1, 2], "ab"), chunk(), chunk([3], "c"),
-                    chunk([4, 5], "d\u2028\x85e"), last, "data: [DONE]"])
+    reply = served(
+        [
+            ": a remark",
+            chunk([1, 2], "ab"),
+            chunk(),
+            chunk([3], "c"),
+            chunk([4, 5], "d\u2028\x85e"),
+            last,
+            "data: [DONE]",
+        ]
+    )
     assert reply.error is None and reply.tokens == [1, 2, 3, 4, 5]
     assert reply.text == "abcd\u2028\x85e"  # characters that some take for the end of a line
     assert [count for _, count in reply.portions] == [2, 1, 2] and len(reply.gaps) == 2
@@ -163,8 +182,11 @@ def test_a_stream_is_taken_apart():
     [
         ([chunk([1])], 200, "the stream ended before the answer did"),
         (["data: [DONE]"], 200, "the stream ended before the answer did"),
-        ([chunk([1]), 'data: {"error": {"message": "too\\nlate"}}', "data: [DONE]"], 200,
-         "in the stream: too late"),
+        (
+            [chunk([1]), 'data: {"error": {"message": "too\\nlate"}}', "data: [DONE]"],
+            200,
+            "in the stream: too late",
+        ),
         (["data: {", "data: [DONE]"], 200, "in the stream: no reason given"),
         (['{"error": {"message": "full"}}'], 429, "429: full"),
         (["gone"], 502, "502: no reason given"),
@@ -204,22 +226,33 @@ def reply(prompt, began, *portions, error=None, drafted=0, accepted=0):
         out.portions.append((at, len(ids)))
         out.tokens += ids
     out.usage = {"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}}
-    out.metrics = {"speculative_decoding": {
-        "num_spec_steps": 2, "num_draft_tokens": drafted, "num_accepted_draft_tokens": accepted}}
+    out.metrics = {
+        "speculative_decoding": {
+            "num_spec_steps": 2,
+            "num_draft_tokens": drafted,
+            "num_accepted_draft_tokens": accepted,
+        }
+    }
     return out
 
 
 def session():
     four = Arrival(concurrency=4)
-    fast = [reply("a", 0.0, (0.1, [1]), (0.3, [2, 3]), drafted=4, accepted=1),
-            reply("b", 0.0, (0.3, [1]), (0.4, [9]), (0.8, [3]), drafted=6, accepted=4)]
-    plain = [reply("a", 0.0, (0.2, [1]), (0.4, [2, 3])),
-             reply("b", 0.0, error="429: full")]
+    fast = [
+        reply("a", 0.0, (0.1, [1]), (0.3, [2, 3]), drafted=4, accepted=1),
+        reply("b", 0.0, (0.3, [1]), (0.4, [9]), (0.8, [3]), drafted=6, accepted=4),
+    ]
+    plain = [reply("a", 0.0, (0.2, [1]), (0.4, [2, 3])), reply("b", 0.0, error="429: full")]
     return Session(
         ["fast", "none"],
-        [Round("fast", four, 0, 1.0, fast), Round("none", four, 0, 2.0, plain),
-         Round("fast", four, 1, 2.0, fast), Round("none", four, 1, 2.0, plain)],
-        alone={"a": (1, 2, 3), "b": (1, 2, 3)}, gaps={("b", 1): 0.25},
+        [
+            Round("fast", four, 0, 1.0, fast),
+            Round("none", four, 0, 2.0, plain),
+            Round("fast", four, 1, 2.0, fast),
+            Round("none", four, 1, 2.0, plain),
+        ],
+        alone={"a": (1, 2, 3), "b": (1, 2, 3)},
+        gaps={("b", 1): 0.25},
     )
 
 
@@ -238,7 +271,9 @@ def test_figures_of_known_replies():
     assert plain["acceptance_rate"] is None
     assert plain["errors"] == 2 and plain["error_kinds"] == {"429: full": 2}
     assert fast["texts"] == {
-        "compared": 4, "different": 2, "share": 0.5,
+        "compared": 4,
+        "different": 2,
+        "share": 0.5,
         "differences": [{"prompt": "b", "index": 1, "logit_gap": 0.25}] * 2,
     }
     assert plain["texts"]["share"] == 0.0 and not report["partial"]
@@ -246,8 +281,10 @@ def test_figures_of_known_replies():
 
 
 def test_rates_over_that_of_one_client():
-    rounds = [Round("none", Arrival(concurrency=count), 0, 1.0, [
-        reply("a", 0.0, (0.1, [1] * count))]) for count in (1, 8)]  # fmt: skip
+    rounds = [
+        Round("none", Arrival(concurrency=count), 0, 1.0, [reply("a", 0.0, (0.1, [1] * count))])
+        for count in (1, 8)
+    ]
     report = build(Session(["none"], rounds), PROVENANCE)
     assert [row["over_one_stream"] for row in report["loads"]] == [1.0, 8.0]
     assert table(report).columns[3] == "x one" and table(report).rows[1][3] == "8.00"
@@ -274,8 +311,18 @@ def test_rounds_that_not_all_have_ended_are_left_out():
 def test_tables_and_files(tmp_path):
     report = build(session(), PROVENANCE)
     made = table(report)
-    assert made.rows[0] == ("fast", "4", "4.0", "3.00", "200.0 / 300.0", "200.0 / 400.0",
-                            "175.0 / 250.0", "50.0%", "0", "50.0%, from 1, gap 0.25")
+    assert made.rows[0] == (
+        "fast",
+        "4",
+        "4.0",
+        "3.00",
+        "200.0 / 300.0",
+        "200.0 / 400.0",
+        "175.0 / 250.0",
+        "50.0%",
+        "0",
+        "50.0%, from 1, gap 0.25",
+    )
     assert made.rows[1][7:] == ("-", "2", "0 of 2")
     assert heading(report).startswith("m, float32, cpu, 1 thread: 2 prompts of builtin, 3 new")
     json_file, page = write(report, tmp_path / "new")

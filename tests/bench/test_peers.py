@@ -154,9 +154,8 @@ def test_counters_of_a_peer_that_drafts_nothing_are_those_of_plain_decoding(hf):
 def test_the_prompts_own_pass_counts_if_it_drafted():
     counted = count(6, emitted=(3, 1, 2), drafted=(2, 0, 4))
     assert counted == Counters(
-        new_tokens=6, passes=3, drafted=6, accepted=3,
-        drafted_at=(2, 2, 1, 1), accepted_at=(2, 1),
-    )  # fmt: skip
+        new_tokens=6, passes=3, drafted=6, accepted=3, drafted_at=(2, 2, 1, 1), accepted_at=(2, 1)
+    )
     assert count(3, emitted=(1, 2), drafted=(0, 1)).passes == 1
 
 
@@ -206,15 +205,17 @@ def rope(kind, **more):
         ("llama", rope("linear")),
         ("llama", rope("dynamic")),
         ("llama", rope("yarn", original_max_position_embeddings=128)),
-        ("llama", rope("llama3", original_max_position_embeddings=16, low_freq_factor=1.0,
-                       high_freq_factor=4.0)),
+        (
+            "llama",
+            rope("llama3", original_max_position_embeddings=16, low_freq_factor=1.0, high_freq_factor=4.0),
+        ),
         ("mistral", {"sliding_window": 5}),
         ("qwen2", {}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
         ("qwen3", {}),
         ("gemma3", {"sliding_window": 5, "sliding_window_pattern": 2}),
     ],
-)  # fmt: skip
+)
 def test_every_family_has_a_twin(family, changes):
     target = own(family, **changes)
     twin = hf_peer.transformers_twin(target)
@@ -243,8 +244,7 @@ def test_divisors_of_gguf_files_reach_the_twin():
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, {"rms_norm_eps": 0.5}],
+    "wrong", [{"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, {"rms_norm_eps": 0.5}]
 )
 def test_a_twin_that_computes_something_else_is_refused(monkeypatch, wrong):
     target = own("llama")
@@ -309,14 +309,19 @@ def gguf_file(tmp_path_factory):
     """A small quantized GGUF file."""
     path = tmp_path_factory.mktemp("gguf") / "small.gguf"
     config = DecoderConfig.from_hf(
-        {"model_type": "llama", "vocab_size": 261, "hidden_size": 32, "intermediate_size": 64,
-         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    )  # fmt: skip
+        {
+            "model_type": "llama",
+            "vocab_size": 261,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        }
+    )
     coins = torch.Generator().manual_seed(0)
     shapes = config.tensor_shapes().items()
-    tensors = {
-        gguf_name(n, "llama"): torch.randn(s, generator=coins).numpy() for n, s in shapes
-    }
+    tensors = {gguf_name(n, "llama"): torch.randn(s, generator=coins).numpy() for n, s in shapes}
     kinds = {"blk.0.attn_q.weight": "Q4_1", "blk.0.ffn_up.weight": "Q8_0"}
     metadata = gguf_metadata(config, "llama") | {"general.file_type": 3}
     write_gguf(path, tensors, metadata, arch="llama", kinds=kinds)
@@ -344,9 +349,10 @@ def test_peers_read_as_wide_as_we_multiply_and_reports_say_so(gguf_file, tmp_pat
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
     target = load_target(str(gguf_file), dtype="float32")
     for engine, dtype, width in (
-        ("llamacpp", torch.bfloat16, "float16"), ("llamacpp", torch.float32, "float32"),
+        ("llamacpp", torch.bfloat16, "float16"),
+        ("llamacpp", torch.float32, "float32"),
         ("openvino", torch.float32, "float16"),
-    ):  # fmt: skip
+    ):
         path, about = peer_model(engine, target, dtype)
         assert path.name.endswith(f"-{width}.gguf")
         assert about["weights"] == f"{width}, expanded from Q4_1 and Q8_0"
@@ -423,9 +429,14 @@ def environment(path, variables=""):
 
 def child(python, engine="openvino", **changes):
     given = {
-        "engine": engine, "model": "m", "dtype": "bfloat16", "threads": 3, "context": 64,
-        "prompt_lookup": False, **changes.pop("given", {}),
-    }  # fmt: skip
+        "engine": engine,
+        "model": "m",
+        "dtype": "bfloat16",
+        "threads": 3,
+        "context": 64,
+        "prompt_lookup": False,
+        **changes.pop("given", {}),
+    }
     settings = {"about": {"dtype": "bfloat16"}, "eos_ids": frozenset({7}), "one_row": False}
     return ChildPeer(engine, python, given, **settings | changes)
 
@@ -540,5 +551,10 @@ def test_the_child_needs_nothing_of_this_package():
     assert "from outpace" not in source
     assert "import outpace" not in source
     assert set(PEERS) == {
-        "hf", "hf-prompt-lookup", "hf-assisted", "openvino", "openvino-prompt-lookup", "llamacpp",
-    }  # fmt: skip
+        "hf",
+        "hf-prompt-lookup",
+        "hf-assisted",
+        "openvino",
+        "openvino-prompt-lookup",
+        "llamacpp",
+    }

@@ -14,18 +14,24 @@ from outpace.bench.records import VERBS
 
 LONG = "draft_model[model=/a/very/long/path/to/some/model/in/a/folder tree=dynamic tree_size=64]"
 PASSES = {
-    "rows": [1, 2, 4], "contexts": [100, 500], "floor_seconds": 0.012,
+    "rows": [1, 2, 4],
+    "contexts": [100, 500],
+    "floor_seconds": 0.012,
     "pass_seconds": [[0.02, 0.021, 0.022], [0.022, 0.024, 0.027]],
-}  # fmt: skip
+}
 
 
 def row(method, kind="drafter", speedup=1.5, **more):
     cell = {"speedup": speedup, "speedup_interval": [speedup - 0.1, speedup + 0.2]}
     return {
-        "method": method, "kind": kind, **cell,
+        "method": method,
+        "kind": kind,
+        **cell,
         "groups": {"code": dict(cell), "edit": dict(cell)},
-        "acceptance_by_depth": None, "verb_shares": None, **more,
-    }  # fmt: skip
+        "acceptance_by_depth": None,
+        "verb_shares": None,
+        **more,
+    }
 
 
 def shares(**some):
@@ -36,10 +42,12 @@ def report(**more):
     return {
         "rows": [
             row("none", speedup=1.0, verb_shares=shares(score_pass=0.95, other=0.05)),
-            row("prompt_lookup", acceptance_by_depth=[0.7, 0.4, 0.0],
-                verb_shares=shares(draft_host=0.2, score_pass=0.8)),
-            row("eagle3[tree=dynamic tree_size=32]", acceptance_by_depth=[0.9, 0.5],
-                reproducible=True),
+            row(
+                "prompt_lookup",
+                acceptance_by_depth=[0.7, 0.4, 0.0],
+                verb_shares=shares(draft_host=0.2, score_pass=0.8),
+            ),
+            row("eagle3[tree=dynamic tree_size=32]", acceptance_by_depth=[0.9, 0.5], reproducible=True),
             row("openvino", "peer", 1.1),
             row("cost$of$x", synthetic=True, speedup_interval=None),
             row("hf", "peer") | {"speedup": None, "groups": {}},
@@ -48,7 +56,7 @@ def report(**more):
         "noise_floor": {"speedup_interval": [0.99, 1.02]},
         "provenance": {"model": "tiny", "dtype": "float32", "threads": 2},
         **more,
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +81,18 @@ def test_every_picture_is_written_as_png_and_svg(drawn):
 def test_speedup_names_methods_categories_and_the_reference(drawn):
     text = svg(drawn, "speedup")
     for words in (
-        "prompt_lookup", "eagle3[tree=dynamic", "reproducible", "openvino (peer)",
-        "cost$of$x (synthetic)", "all", "code", "edit", "none = 1.0", "none against none",
+        "prompt_lookup",
+        "eagle3[tree=dynamic",
+        "reproducible",
+        "openvino (peer)",
+        "cost$of$x (synthetic)",
+        "all",
+        "code",
+        "edit",
+        "none = 1.0",
+        "none against none",
         "tiny, float32, 2 threads",
-    ):  # fmt: skip
+    ):
         assert words in text, words
     assert ">hf (peer)<" not in text  # it has no speed-up
 

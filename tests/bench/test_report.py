@@ -15,8 +15,7 @@ from outpace.models.tiny import tiny
 from tests.bench.fakes import CASES, LONG, Fake, case, session
 
 GLOSSARY = Path(__file__).parents[2] / "docs" / "glossary.md"
-CONFIG = {"workload": "w", "max_new_tokens": 40, "temperature": 0.0, "batch": 1,
-          "ignore_eos": True}
+CONFIG = {"workload": "w", "max_new_tokens": 40, "temperature": 0.0, "batch": 1, "ignore_eos": True}
 
 
 def built(*contenders, settings=(LONG,), end_ids=(), **more):
@@ -114,17 +113,31 @@ def test_equality_is_null_where_it_is_not_promised(report):
     keyed = Settings(max_new_tokens=40, temperature=0.8, reproducible=True)
     found = built(Fake("none"), Fake("one"), settings=(free, keyed))
     assert [(r["method"], r["reproducible"], r["equal_to_none"]) for r in found["rows"]] == [
-        ("none", False, None), ("one", False, None), ("none", True, 1.0), ("one", True, 1.0)
+        ("none", False, None),
+        ("one", False, None),
+        ("none", True, 1.0),
+        ("one", True, 1.0),
     ]
 
 
 def test_the_price_of_reproducible_text_stands_beside_independent_samples():
     def of(method, reproducible, accepted, mean_emitted):
-        return {"method": method, "reproducible": reproducible, "drafted": 100 if accepted else 0,
-                "acceptance_rate": accepted, "mean_emitted": mean_emitted, "speedup": 1.5}
+        return {
+            "method": method,
+            "reproducible": reproducible,
+            "drafted": 100 if accepted else 0,
+            "acceptance_rate": accepted,
+            "mean_emitted": mean_emitted,
+            "speedup": 1.5,
+        }
 
-    rows = [of("none", False, 0.0, 1.0), of("a", False, 0.5, 3.0), of("b", False, 0.5, 3.0),
-            of("none", True, 0.0, 1.0), of("a", True, 0.4, 2.4)]
+    rows = [
+        of("none", False, 0.0, 1.0),
+        of("a", False, 0.5, 3.0),
+        of("b", False, 0.5, 3.0),
+        of("none", True, 0.0, 1.0),
+        of("a", True, 0.4, 2.4),
+    ]
     table = tables._keyed(rows)
     assert table.rows == (("a", "50.0% / 40.0%", "3.00 / 2.40", "1.50 / 1.50", "0.800"),)
     assert not tables._keyed(rows[:3]).rows, "greedy answers have one kind of row"
@@ -132,8 +145,14 @@ def test_the_price_of_reproducible_text_stands_beside_independent_samples():
 
 def test_a_peer_does_not_tell_about_passes(report):
     hf = row(report, "hf")
-    for key in ("mean_emitted", "acceptance_rate", "acceptance_by_depth", "passes", "verb_shares",
-                "draft_levels"):
+    for key in (
+        "mean_emitted",
+        "acceptance_rate",
+        "acceptance_by_depth",
+        "passes",
+        "verb_shares",
+        "draft_levels",
+    ):
         assert hf[key] is None
     assert hf["speedup"] == 1.0
     assert row(report, "fast")["verb_shares"]["score_pass"] == pytest.approx(0.5)
@@ -187,12 +206,35 @@ def test_every_key_is_in_the_glossary(report):
     known = set(re.findall(r"`([a-z_]+)`", GLOSSARY.read_text(encoding="utf-8")))
     assert not set(keys_of(report)) - known
     wanted = {
-        "rows", "method", "kind", "drafted_share",
-        "tokens_per_second", "decode_tokens_per_second", "speedup",
-        "speedup_interval", "mean_emitted", "acceptance_rate", "acceptance_by_depth", "passes",
-        "verb_shares", "draft_levels", "peak_memory_bytes", "equal_to_none", "looping",
-        "end_to_end_speedup", "groups", "provenance", "command", "commit", "versions", "cpu",
-        "threads", "dtype", "config_digest", "prompts_digest", "seeds",
+        "rows",
+        "method",
+        "kind",
+        "drafted_share",
+        "tokens_per_second",
+        "decode_tokens_per_second",
+        "speedup",
+        "speedup_interval",
+        "mean_emitted",
+        "acceptance_rate",
+        "acceptance_by_depth",
+        "passes",
+        "verb_shares",
+        "draft_levels",
+        "peak_memory_bytes",
+        "equal_to_none",
+        "looping",
+        "end_to_end_speedup",
+        "groups",
+        "provenance",
+        "command",
+        "commit",
+        "versions",
+        "cpu",
+        "threads",
+        "dtype",
+        "config_digest",
+        "prompts_digest",
+        "seeds",
     }
     assert wanted <= set(keys_of(report))
     fast = row(report, "fast")
@@ -207,8 +249,17 @@ def test_it_is_written_whole_and_read_back(report, tmp_path):
     same = json.loads(json.dumps(report))
     assert module.read(folder) == module.read(folder / "report.json") == same
     page = (folder / "report.md").read_text(encoding="utf-8")
-    for words in ("4.25", "[", "fast (synthetic)", "hf (peer)", "without loops", "outpace bench",
-                  "noise floor", report["provenance"]["prompts_digest"], "about it"):
+    for words in (
+        "4.25",
+        "[",
+        "fast (synthetic)",
+        "hf (peer)",
+        "without loops",
+        "outpace bench",
+        "noise floor",
+        report["provenance"]["prompts_digest"],
+        "about it",
+    ):
         assert words in page
     assert page.index("easy prey") < page.index("Speed-up over none")
 
@@ -264,8 +315,7 @@ def test_a_partial_report_says_so(report):
 def test_digests_are_of_content():
     assert digest({"a": 1, "b": [2]}) == digest({"b": [2], "a": 1}) != digest({"a": 1})
     origins = [
-        provenance(command="", target=tiny(), config=CONFIG, cases=cases)
-        for cases in (CASES, CASES[1:])
+        provenance(command="", target=tiny(), config=CONFIG, cases=cases) for cases in (CASES, CASES[1:])
     ]
     assert origins[0]["prompts_digest"] != origins[1]["prompts_digest"]
     assert origins[0]["config_digest"] == origins[1]["config_digest"]

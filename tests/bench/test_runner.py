@@ -17,12 +17,24 @@ def test_turns_rotate_unit_by_unit_after_noise_floor_and_warm_up():
     fakes = [Fake(name, log=log) for name in ("none", "one", "two")]
     found = session(*fakes)
     names = [(name, unit[0]) for name, unit, _ in log]
-    assert names[:9] == [("none", "bb"), *[("none", unit) for unit in ("a", "bb", "c", "dd")
-                                          for _ in range(2)]]
+    assert names[:9] == [
+        ("none", "bb"),
+        *[("none", unit) for unit in ("a", "bb", "c", "dd") for _ in range(2)],
+    ]
     assert log[9:12] == [(name, ("bb",), 16) for name in ("none", "one", "two")]
     assert names[12:] == [
-        ("none", "a"), ("one", "a"), ("two", "a"), ("one", "bb"), ("two", "bb"), ("none", "bb"),
-        ("two", "c"), ("none", "c"), ("one", "c"), ("none", "dd"), ("one", "dd"), ("two", "dd"),
+        ("none", "a"),
+        ("one", "a"),
+        ("two", "a"),
+        ("one", "bb"),
+        ("two", "bb"),
+        ("none", "bb"),
+        ("two", "c"),
+        ("none", "c"),
+        ("one", "c"),
+        ("none", "dd"),
+        ("one", "dd"),
+        ("two", "dd"),
     ]
     (part,) = found.parts
     keys = {(unit, 0) for unit in range(4)}
@@ -63,11 +75,14 @@ def test_only_wide_cells_are_repeated_and_not_for_ever():
     def noisy(case, turn):
         return 0.5 + 0.2 * (turn % 2) * (case.group == "y")
 
-    found = session(Fake("none"), Fake("steady", lambda case, turn: 0.5), Fake("noisy", noisy),
-                    repeat=2, max_repeat=5)
+    found = session(
+        Fake("none"), Fake("steady", lambda case, turn: 0.5), Fake("noisy", noisy), repeat=2, max_repeat=5
+    )
     (part,) = found.parts
-    rounds = {name: {unit: sum(key[0] == unit for key in runs) for unit in range(4)}
-              for name, runs in part.runs.items()}
+    rounds = {
+        name: {unit: sum(key[0] == unit for key in runs) for unit in range(4)}
+        for name, runs in part.runs.items()
+    }
     assert rounds["steady"] == {0: 2, 1: 2, 2: 2, 3: 2}
     assert rounds["noisy"] == rounds["none"] == {0: 2, 1: 2, 2: 5, 3: 5}
 
@@ -81,7 +96,9 @@ def test_who_cannot_serve_the_settings_stays_out():
     keyed = Settings(max_new_tokens=40, temperature=0.5, reproducible=True)
     free = Settings(max_new_tokens=40, temperature=0.5)
     found = session(
-        Fake("none"), Fake("one", fails=lambda s: not s.reproducible), Fake("hf", kind="peer"),
+        Fake("none"),
+        Fake("one", fails=lambda s: not s.reproducible),
+        Fake("hf", kind="peer"),
         settings=(free, keyed),
     )
     assert [list(part.runs) for part in found.parts] == [["none", "hf"], ["none", "one"]]
@@ -104,8 +121,7 @@ def test_a_peer_that_dies_leaves_no_unpaired_runs():
 
 
 def test_units_hold_one_category_one_seed_and_no_loops_among_others():
-    cases = [case(f"{group}{i}", group, seed)
-             for group in "xy" for i in range(5) for seed in (0, 1)]
+    cases = [case(f"{group}{i}", group, seed) for group in "xy" for i in range(5) for seed in (0, 1)]
     units = make_units(cases, 2, lambda case: case.id in ("x0", "x3"))
     assert sorted(case.id + str(case.seed) for unit in units for case in unit) == sorted(
         case.id + str(case.seed) for case in cases
@@ -124,15 +140,17 @@ def test_plain_texts_are_known_before_batches_are_made():
     more = [*CASES, case("e"), case("f", "y")]
     found = session(Fake("none", text=text), cases=more, batch=2, texts=texts)
     assert {tuple(c.id for c in unit) for unit in found.parts[0].units} == {
-        ("a",), ("bb", "e"), ("c",), ("dd", "f")
+        ("a",),
+        ("bb", "e"),
+        ("c",),
+        ("dd", "f"),
     }
     assert texts["e", 0, False] == tuple(range(40))
 
 
 def test_progress_counts_every_run():
     ticks = []
-    runner = Runner([Fake("none"), Fake("one")], {}, repeat=2,
-                    tick=lambda part, units: ticks.append(units))
+    runner = Runner([Fake("none"), Fake("one")], {}, repeat=2, tick=lambda part, units: ticks.append(units))
     steps = runner.steps(CASES, [LONG])
     runner.run(CASES, [LONG])
     assert sum(ticks) == steps == 2 * 4 + 2 * 2 * 4
@@ -145,22 +163,28 @@ def engine():
 
 def made(engine, *texts, seed=3):
     return tuple(
-        Case(id=text, group="x", ids=engine.encode(text), seed=seed + i)
-        for i, text in enumerate(texts)
+        Case(id=text, group="x", ids=engine.encode(text), seed=seed + i) for i, text in enumerate(texts)
     )
 
 
 @pytest.mark.parametrize("spec", ["none", "prompt_lookup", "draft_model[model=tiny]"])
-@pytest.mark.parametrize("settings", [
-    Settings(max_new_tokens=24), Settings(max_new_tokens=24, temperature=0.8, reproducible=True)
-], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "settings",
+    [Settings(max_new_tokens=24), Settings(max_new_tokens=24, temperature=0.8, reproducible=True)],
+    ids=["greedy", "sampled"],
+)
 def test_a_run_is_what_generate_gives(engine, spec, settings):
     unit = made(engine, "a b a b a b a", "one two one two one")
     run = Ours(engine, engine.method(spec)).run(unit, settings)
     for one, tokens, counters in zip(unit, run.tokens, run.counters, strict=True):
         alone = engine.generate(
-            one.ids, drafter=spec, temperature=settings.temperature, seed=one.seed,
-            reproducible=settings.reproducible, max_new_tokens=24, ignore_eos=True,
+            one.ids,
+            drafter=spec,
+            temperature=settings.temperature,
+            seed=one.seed,
+            reproducible=settings.reproducible,
+            max_new_tokens=24,
+            ignore_eos=True,
         )
         assert tokens == alone.tokens and counters == alone.counters
     assert run.decode_tokens == 2 * 23
@@ -179,16 +203,17 @@ def test_prefill_is_no_part_of_the_shares(engine):
 
 
 def prompts(*texts, **more):
-    return [Prompt(id=f"p{i}", category="x", messages=({"role": "user", "content": text},), **more)
-            for i, text in enumerate(texts)]
+    return [
+        Prompt(id=f"p{i}", category="x", messages=({"role": "user", "content": text},), **more)
+        for i, text in enumerate(texts)
+    ]
 
 
 def test_cases_are_spread_and_fit(engine):
-    asked = make_cases(engine, prompts("a", "b", "word " * 900, "c", "d"), limit=2,
-                       max_new_tokens=8, seeds=(5, 6))
-    assert [(case.id, case.seed) for case in asked.cases] == [
-        ("p0", 5), ("p0", 6), ("p3", 5), ("p3", 6)
-    ]
+    asked = make_cases(
+        engine, prompts("a", "b", "word " * 900, "c", "d"), limit=2, max_new_tokens=8, seeds=(5, 6)
+    )
+    assert [(case.id, case.seed) for case in asked.cases] == [("p0", 5), ("p0", 6), ("p3", 5), ("p3", 6)]
     assert asked.notes == ["1 of 5 prompts left out: too long for the context of 1024"]
     with pytest.raises(RequestError, match="no prompt leaves room"):
         make_cases(engine, prompts("word " * 900), limit=None, max_new_tokens=8, seeds=(0,))

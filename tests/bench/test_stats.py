@@ -12,8 +12,7 @@ from outpace.errors import RequestError
 
 
 def run(seconds, tokens=11, prefill=1.0, **more):
-    return Run(tokens=(tuple(range(tokens)),), seconds=prefill + seconds, prefill_seconds=prefill,
-               **more)
+    return Run(tokens=(tuple(range(tokens)),), seconds=prefill + seconds, prefill_seconds=prefill, **more)
 
 
 def slow_loops(tokens):
@@ -113,8 +112,7 @@ def test_the_interval_over_repeats_knows_noise_alone():
 
 
 def test_counters_add_up_to_one_sequence():
-    one = Counters(new_tokens=5, passes=2, drafted=6, accepted=2, drafted_at=(2, 2),
-                   accepted_at=(1, 1))
+    one = Counters(new_tokens=5, passes=2, drafted=6, accepted=2, drafted_at=(2, 2), accepted_at=(1, 1))
     two = Counters(new_tokens=4, passes=3, drafted=3, drafted_at=(3,))
     both = stats.add_up([one, two])
     assert both.mean_emitted == (4 + 3) / 5 and both.acceptance_rate == 2 / 9
@@ -127,8 +125,10 @@ def test_counters_add_up_to_one_sequence():
 
 
 def test_shares_are_of_decoding_and_sum_to_one():
-    runs = [run(8.0, verb_seconds={"score_pass": 4.0, "judge": 2.0}),
-            run(2.0, verb_seconds={"score_pass": 1.0})]
+    runs = [
+        run(8.0, verb_seconds={"score_pass": 4.0, "judge": 2.0}),
+        run(2.0, verb_seconds={"score_pass": 1.0}),
+    ]
     shares = stats.verb_shares(runs)
     assert set(shares) == set(VERBS)
     assert shares["score_pass"] == 0.5 and shares["judge"] == 0.2 and shares["plan"] == 0.0

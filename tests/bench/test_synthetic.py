@@ -18,8 +18,7 @@ def drafts(rates, count, budget=ROOMY, answer=ANSWER):
     drafter = SyntheticDrafter(SyntheticConfig(acceptance=rates), 50)
     state = drafter.begin(Request(prompt=(1, 2), reference=answer))
     rows = [
-        DraftRow(state, [1, 2, answer[0]], budget, KeyedCoins(seed, 2, Stream.DRAFT), None,
-                 Drawn.CHOSEN)
+        DraftRow(state, [1, 2, answer[0]], budget, KeyedCoins(seed, 2, Stream.DRAFT), None, Drawn.CHOSEN)
         for seed in range(count)
     ]
     return drafter.propose(rows)
@@ -50,9 +49,11 @@ def engine():
     return Engine.load("tiny", dtype="float32", drafter="none")
 
 
-@pytest.mark.parametrize("settings", [
-    Settings(max_new_tokens=31), Settings(max_new_tokens=31, temperature=0.8, reproducible=True)
-], ids=["greedy", "reproducible"])
+@pytest.mark.parametrize(
+    "settings",
+    [Settings(max_new_tokens=31), Settings(max_new_tokens=31, temperature=0.8, reproducible=True)],
+    ids=["greedy", "reproducible"],
+)
 def test_perfect_and_hopeless_guesses(engine, settings):
     unit = tuple(
         Case(id=text, group="x", ids=engine.encode(text), seed=i)

@@ -5,9 +5,14 @@ import json
 from outpace.cli import train
 
 SETTINGS = (
-    "exit_layer=1", "kit.vocab=64", "kit.tokens_per_batch=256", "loop.steps=4",
-    "loop.evaluate_every=4", "data.batch=32", "data.max_new_tokens=16",
-)  # fmt: skip
+    "exit_layer=1",
+    "kit.vocab=64",
+    "kit.tokens_per_batch=256",
+    "loop.steps=4",
+    "loop.evaluate_every=4",
+    "data.batch=32",
+    "data.max_new_tokens=16",
+)
 
 
 def trained_by_command(outpace, monkeypatch, folder, method, model):
@@ -20,8 +25,19 @@ def trained_by_command(outpace, monkeypatch, folder, method, model):
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"tell {i}"}) + "\n" for i in range(120)))
     settings = [word for pair in SETTINGS for word in ("--set", pair)]
-    ran = outpace("train", method, *model, *settings, "--prompts", f"{prompts}::CC0",
-                  "--tokens", "1500", "--work", str(folder / "work"), "--json")  # fmt: skip
+    ran = outpace(
+        "train",
+        method,
+        *model,
+        *settings,
+        "--prompts",
+        f"{prompts}::CC0",
+        "--tokens",
+        "1500",
+        "--work",
+        str(folder / "work"),
+        "--json",
+    )
     assert ran.code == 0, ran.err
     made = json.loads(ran.out)
     assert len(made["held_out"]["acceptance"]) == 5 and made["steps"] == 4

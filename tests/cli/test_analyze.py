@@ -7,11 +7,22 @@ from outpace.analysis.acceptance import MOST, RULES, measure
 from outpace.bench import formats, workloads
 
 DRAFTER = "draft_model[model=tiny layers=1]"
-FEW = ("analyze", "acceptance", "--model", "tiny", "--dtype", "float32", "--limit", "2",
-       "--max-new-tokens", "6")
+FEW = (
+    "analyze",
+    "acceptance",
+    "--model",
+    "tiny",
+    "--dtype",
+    "float32",
+    "--limit",
+    "2",
+    "--max-new-tokens",
+    "6",
+)
 PROMPTS = [
-    workloads.Prompt(id=f"p{i}", category="edit",
-                     messages=({"role": "user", "content": "abc abd abe " + "xyz"[:i]},))
+    workloads.Prompt(
+        id=f"p{i}", category="edit", messages=({"role": "user", "content": "abc abd abe " + "xyz"[:i]},)
+    )
     for i in range(4)
 ]
 
@@ -28,9 +39,7 @@ def test_json_holds_every_verifier_below_its_bound(outpace, tmp_path):
     assert json.loads((tmp_path / "new/report/acceptance.json").read_text()) == got
     assert got["drafter"] == "draft_model[layers=1 model=tiny]" and got["model"] == "tiny"
     assert (got["positions"], got["prompts"], got["temperature"]) == (2 * (6 - 2), 2, 1.0)
-    assert sorted(rule for part in got["drafts"].values() for rule in part["verifiers"]) == sorted(
-        RULES
-    )
+    assert sorted(rule for part in got["drafts"].values() for rule in part["verifiers"]) == sorted(RULES)
     for drawn, part in got["drafts"].items():
         for rule, curve in part["verifiers"].items():
             assert all(0 <= value <= 1 + 1e-9 for value in curve)
@@ -54,7 +63,9 @@ def test_the_table_and_the_plot(outpace, tmp_path):
     for words in ("at most", "typical (lossy)", "greedy_plus_one", "k_seq", "without replacement"):
         assert words in ran.out
     assert {file.name for file in tmp_path.iterdir()} == {
-        "acceptance.json", "acceptance.png", "acceptance.svg"
+        "acceptance.json",
+        "acceptance.png",
+        "acceptance.svg",
     }
     assert (tmp_path / "acceptance.png").read_bytes().startswith(b"\x89PNG")
 
@@ -98,8 +109,7 @@ def test_the_text_is_the_plain_one_and_the_method_is_left_as_it_was():
     engine.generate = listening
     report = measure(engine, DRAFTER, [prompt], max_new_tokens=8, temperature=0.8)
     assert report.positions == 6
-    plain = generate(prompt, drafter="none", temperature=0.8, seed=0, max_new_tokens=8,
-                     reproducible=False)
+    plain = generate(prompt, drafter="none", temperature=0.8, seed=0, max_new_tokens=8, reproducible=False)
     assert said[0].tokens == plain.tokens
     assert engine.method(single).verifier is usual
     with pytest.raises(RequestError, match="name one that samples"):

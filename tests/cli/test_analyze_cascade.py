@@ -7,11 +7,24 @@ from outpace.analysis.cascades import Part, measure, probe_k, speedup, text_of
 from outpace.bench import formats, workloads
 
 LEVELS = "draft_model[model=tiny layers=1]+max_gram"
-FEW = ("analyze", "cascade", "--model", "tiny", "--dtype", "float32", "--limit", "2",
-       "--max-new-tokens", "24", "--levels", LEVELS)
+FEW = (
+    "analyze",
+    "cascade",
+    "--model",
+    "tiny",
+    "--dtype",
+    "float32",
+    "--limit",
+    "2",
+    "--max-new-tokens",
+    "24",
+    "--levels",
+    LEVELS,
+)
 PROMPTS = [
-    workloads.Prompt(id=f"p{i}", category="edit",
-                     messages=({"role": "user", "content": "abc abd abe " * 3 + "xyz"[:i]},))
+    workloads.Prompt(
+        id=f"p{i}", category="edit", messages=({"role": "user", "content": "abc abd abe " * 3 + "xyz"[:i]},)
+    )
     for i in range(4)
 ]
 
@@ -93,8 +106,13 @@ def test_wrong_levels_are_refused_before_a_model_is_loaded(outpace, levels, says
 
 @pytest.mark.parametrize(
     "levels",
-    ["draft_model", "layer_skip+recycling", "draft_model+select[members=suffix+max_gram]",
-     "draft_model+quantized_self", "draft_model+cross_vocabulary[model=x by=text]"],
+    [
+        "draft_model",
+        "layer_skip+recycling",
+        "draft_model+select[members=suffix+max_gram]",
+        "draft_model+quantized_self",
+        "draft_model+cross_vocabulary[model=x by=text]",
+    ],
 )
 def test_levels_that_may_do_are_left_to_the_drafter(outpace, levels):
     ran = outpace("analyze", "cascade", "--model", "./nowhere", "--levels", levels)
@@ -125,8 +143,7 @@ def test_the_tally_counts_what_the_engine_counts_and_leaves_no_trace():
     found = measure(engine, levels, prompts, max_new_tokens=30)
     method = engine.method(f"cascade[levels={levels} k=5]")
     results = [
-        engine.generate(list(p), drafter=method.spec, max_new_tokens=30, ignore_eos=True,
-                        temperature=0.0)
+        engine.generate(list(p), drafter=method.spec, max_new_tokens=30, ignore_eos=True, temperature=0.0)
         for p in prompts
     ]
     drafted = [sum(r.counters.drafted_at[i] for r in results) for i in range(2)]

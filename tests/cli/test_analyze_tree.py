@@ -12,11 +12,11 @@ from outpace.types import CostCurve
 DRAFTER = "draft_model[model=tiny layers=1]"
 MODEL = ("--model", "tiny", "--dtype", "float32")
 TREE = ("analyze", "tree", *MODEL, "-d", DRAFTER, "--tree", "3x2", "--max-new-tokens", "12")
-SHAPE = ("analyze", "shape", *MODEL, "-d", DRAFTER, "--limit", "2", "--max-new-tokens", "12",
-         "-t", "0.8")
+SHAPE = ("analyze", "shape", *MODEL, "-d", DRAFTER, "--limit", "2", "--max-new-tokens", "12", "-t", "0.8")
 PROMPTS = [
-    workloads.Prompt(id=f"p{i}", category="edit",
-                     messages=({"role": "user", "content": "abc abd abe " + "xyz"[:i]},))
+    workloads.Prompt(
+        id=f"p{i}", category="edit", messages=({"role": "user", "content": "abc abd abe " + "xyz"[:i]},)
+    )
     for i in range(4)
 ]
 
@@ -71,8 +71,7 @@ class Stream(io.TextIOWrapper):
 def test_streams(monkeypatch, encoding, terminal):
     from outpace.analysis.picture import Added, Picture, Trace
 
-    picture = Picture(before="", pending="a", guesses=(), kept=(),
-                      added=Added(token=1, text=" [b]", p=0.5))
+    picture = Picture(before="", pending="a", guesses=(), kept=(), added=Added(token=1, text=" [b]", p=0.5))
     trace = Trace(model="m", drafter="d", temperature=1.0, prompt="", first="a", passes=(picture,))
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -87,8 +86,13 @@ def test_streams(monkeypatch, encoding, terminal):
 
 def curve(target, **_):
     return CostCurve(
-        model=target.name, dtype="float32", threads=1, device="cpu", rows_R=(1, 128),
-        context_C=(64,), seconds_CR=((1.0, 1.0),),
+        model=target.name,
+        dtype="float32",
+        threads=1,
+        device="cpu",
+        rows_R=(1, 128),
+        context_C=(64,),
+        seconds_CR=((1.0, 1.0),),
     )
 
 
@@ -101,8 +105,9 @@ def test_shape_writes_a_tree_that_other_commands_take(outpace, tmp_path):
     assert got["mean_emitted"] > 1 and 1 < got["expected_emitted"] <= 4
     assert f"{got['expected_emitted']:.2f} tokens per pass" in ran.out
     assert f"measured {got['mean_emitted']:.2f}" in ran.out
-    ran = outpace("generate", *MODEL, "-d", DRAFTER, "--tree", str(file), "--max-new-tokens", "8",
-                  "--json", "abc abc")
+    ran = outpace(
+        "generate", *MODEL, "-d", DRAFTER, "--tree", str(file), "--max-new-tokens", "8", "--json", "abc abc"
+    )
     assert ran.code == 0, ran.err
     assert json.loads(ran.out)["drafted"] > len(got["parents"])
     ran = outpace("generate", *MODEL, "-d", DRAFTER, "--tree", "none.json", "abc")
@@ -113,8 +118,9 @@ def test_shape_takes_the_size_that_pays(outpace, monkeypatch):
     monkeypatch.setattr(siblings, "curve_for", curve)
 
     def report(per_level):
-        draft = cost.DraftCost(spec="d", seconds_L=(per_level,), pass_seconds_L=(0.0,),
-                               passes_L=(1,), depth_L=(1,))
+        draft = cost.DraftCost(
+            spec="d", seconds_L=(per_level,), pass_seconds_L=(0.0,), passes_L=(1,), depth_L=(1,)
+        )
         monkeypatch.setattr(siblings, "draft_cost_for", lambda *_, **__: draft)
         ran = outpace(*SHAPE, "--json")
         assert ran.code == 0, ran.err

@@ -27,13 +27,18 @@ def few(*arguments):
 
 
 def test_json_has_a_row_per_method_and_its_baseline(outpace):
-    ran = outpace(*few("--drafters", "prompt_lookup[min_ngram=1 max_ngram=4]", "--json",
-                       "--synthetic-acceptance", "1,0"))
+    ran = outpace(
+        *few(
+            "--drafters", "prompt_lookup[min_ngram=1 max_ngram=4]", "--json", "--synthetic-acceptance", "1,0"
+        )
+    )
     assert ran.code == 0, ran.err
     report = json.loads(ran.out)
     plain, lookup, synthetic = report["rows"]
     assert [row["method"] for row in report["rows"]] == [
-        "none", "prompt_lookup[max_ngram=4 min_ngram=1]", "synthetic[acceptance=1,0]"
+        "none",
+        "prompt_lookup[max_ngram=4 min_ngram=1]",
+        "synthetic[acceptance=1,0]",
     ]
     assert {row["kind"] for row in report["rows"]} == {"drafter"}
     assert [row["synthetic"] for row in report["rows"]] == [False, False, True]
@@ -58,18 +63,30 @@ def test_the_text_has_figures_and_caveats(outpace):
     lines = ran.out.splitlines()
     assert lines[0].startswith("tiny, float32, ") and "2 prompts of w.jsonl" in lines[0]
     assert lines[1].startswith("noise floor: none against none")
-    for words in ("Speed-up over none", "without loops", "auto", "score_pass",
-                  "each round"):
+    for words in ("Speed-up over none", "without loops", "auto", "score_pass", "each round"):
         assert words in ran.out
 
 
 def test_trees_and_verifiers_are_put_into_every_method(outpace):
-    ran = outpace(*few("--drafters", "none,suffix,draft_model[model=tiny layers=1 tree=chain]",
-                       "--tree", "2x1", "--tree-size", "4", "--verifier", "match", "--limit", "1",
-                       "--json"))
+    ran = outpace(
+        *few(
+            "--drafters",
+            "none,suffix,draft_model[model=tiny layers=1 tree=chain]",
+            "--tree",
+            "2x1",
+            "--tree-size",
+            "4",
+            "--verifier",
+            "match",
+            "--limit",
+            "1",
+            "--json",
+        )
+    )
     assert ran.code == 0, ran.err
     assert [row["method"] for row in json.loads(ran.out)["rows"]] == [
-        "none", "suffix[tree=2x1 tree_size=4 verifier=match]",
+        "none",
+        "suffix[tree=2x1 tree_size=4 verifier=match]",
         "draft_model[layers=1 model=tiny tree=2x1 tree_size=4 verifier=match]",
     ]
 
@@ -83,7 +100,7 @@ def test_trees_and_verifiers_need_a_drafter_that_is_named(outpace):
 
 def test_all_drafters_with_a_tree_are_all_but_those_that_pick(monkeypatch):
     names = ("none", "suffix", "auto")
-    monkeypatch.setattr(registry, "rows", lambda kind: [registry.row(kind, name) for name in names])
+    monkeypatch.setattr(registry, "rows", lambda kind: [registry.entry(kind, name) for name in names])
     notes = []
     engine = Engine.load("tiny", drafter="none", dtype="float32")
     found = gather(engine, None, notes, PlanOptions(tree_size=2))
@@ -107,10 +124,13 @@ def test_sampling_has_rows_of_both_kinds(outpace):
     ran = outpace(*few("--temperature", "0.8", "--batch", "2", "--seed", "7", "--json"))
     assert ran.code == 0, ran.err
     report = json.loads(ran.out)
-    assert [(row["method"], row["reproducible"], row["equal_to_none"], row["sequences"])
-            for row in report["rows"]] == [
-        ("none", False, None, 12), ("auto", False, None, 12),
-        ("none", True, 1.0, 12), ("auto", True, 1.0, 12),
+    assert [
+        (row["method"], row["reproducible"], row["equal_to_none"], row["sequences"]) for row in report["rows"]
+    ] == [
+        ("none", False, None, 12),
+        ("auto", False, None, 12),
+        ("none", True, 1.0, 12),
+        ("auto", True, 1.0, 12),
     ]
     assert report["provenance"]["seeds"] == [7, 8, 9, 10]
 
@@ -184,8 +204,7 @@ def test_out_writes_report_and_plots(outpace, tmp_path):
 
 
 def test_the_builtin_prompts_are_the_default(outpace, monkeypatch):
-    prompt = workloads.Prompt(id="p", category="edit",
-                              messages=({"role": "user", "content": "a b a b"},))
+    prompt = workloads.Prompt(id="p", category="edit", messages=({"role": "user", "content": "a b a b"},))
     monkeypatch.setattr("outpace.bench.formats.builtin", lambda: [prompt])
     ran = outpace(*TINY, "--json", "--max-new-tokens", "3", "--drafters", "none")
     assert json.loads(ran.out)["rows"][0]["groups"]["edit"]["sequences"] == 1
@@ -226,8 +245,7 @@ def test_an_unknown_peer_is_said_at_once(outpace):
 
 
 def test_a_peer_that_is_not_there_is_left_out_with_a_line(outpace):
-    ran = outpace(*few("--peers", "llamacpp,hf-assisted", "--drafters", "none", "--limit", "1",
-                       "--json"))
+    ran = outpace(*few("--peers", "llamacpp,hf-assisted", "--drafters", "none", "--limit", "1", "--json"))
     assert ran.code == 0, ran.err
     report = json.loads(ran.out)
     assert [row["method"] for row in report["rows"]] == ["none"]

@@ -12,13 +12,40 @@ from outpace.cli.main import main
 from outpace.models.tiny import tiny
 from outpace.types import CostCurve
 
-FEW = ("--model", "tiny", "--dtype", "float32", "--repeat", "1", "--rows", "1,4",
-       "--contexts", "10,60", "--batches", "2")
+FEW = (
+    "--model",
+    "tiny",
+    "--dtype",
+    "float32",
+    "--repeat",
+    "1",
+    "--rows",
+    "1,4",
+    "--contexts",
+    "10,60",
+    "--batches",
+    "2",
+)
 KEYS = {
-    "model", "digest", "dtype", "device", "threads", "weight_bytes", "bandwidth", "floor_seconds",
-    "one_row_seconds", "floor_ratio", "rows", "contexts", "pass_seconds", "batches",
-    "batch_seconds", "drafters", "roofline", "repeats",
-}  # fmt: skip
+    "model",
+    "digest",
+    "dtype",
+    "device",
+    "threads",
+    "weight_bytes",
+    "bandwidth",
+    "floor_seconds",
+    "one_row_seconds",
+    "floor_ratio",
+    "rows",
+    "contexts",
+    "pass_seconds",
+    "batches",
+    "batch_seconds",
+    "drafters",
+    "roofline",
+    "repeats",
+}
 
 
 @pytest.fixture
@@ -49,8 +76,7 @@ def test_json_holds_all_that_was_measured(passes):
     assert got["rows"] == [1, 4] and got["contexts"] == [10, 60] and got["batches"] == [1, 2]
     assert [len(line) for line in got["pass_seconds"] + got["batch_seconds"]] == [2] * 4
     assert got["weight_bytes"] == tiny(dtype=torch.float32).weight_bytes
-    assert got["floor_seconds"] == got["weight_bytes"] / got["bandwidth"] == (
-        got["weight_bytes"] / 1e9)
+    assert got["floor_seconds"] == got["weight_bytes"] / got["bandwidth"] == (got["weight_bytes"] / 1e9)
     assert got["one_row_seconds"] == got["pass_seconds"][0][0]
     assert got["floor_ratio"] == got["one_row_seconds"] / got["floor_seconds"]
     drafts = got["drafters"]["draft_model[layers=1 model=tiny tree=chain]"]
@@ -63,18 +89,26 @@ def test_json_holds_all_that_was_measured(passes):
 
 
 def curve(**changes):
-    return CostCurve(**{
-        "model": "tiny", "dtype": "float32", "threads": 1, "device": "a machine",
-        "rows_R": (1, 4), "context_C": (10, 60), "seconds_CR": ((0.01, 0.015), (0.02, 0.05)),
-        "batch_B": (1, 2), "seconds_CB": ((0.01, 0.0125), (0.02, 0.03)), **changes,
-    })  # fmt: skip
+    return CostCurve(
+        **{
+            "model": "tiny",
+            "dtype": "float32",
+            "threads": 1,
+            "device": "a machine",
+            "rows_R": (1, 4),
+            "context_C": (10, 60),
+            "seconds_CR": ((0.01, 0.015), (0.02, 0.05)),
+            "batch_B": (1, 2),
+            "seconds_CB": ((0.01, 0.0125), (0.02, 0.03)),
+            **changes,
+        }
+    )
 
 
 def test_the_text_says_floor_ratios_and_shares(passes, monkeypatch):
     drafts = cost.DraftCost(
-        spec="x", seconds_L=(0.001, 0.002), pass_seconds_L=(0.0005, 0.0015), passes_L=(1, 2),
-        depth_L=(1, 2),
-    )  # fmt: skip
+        spec="x", seconds_L=(0.001, 0.002), pass_seconds_L=(0.0005, 0.0015), passes_L=(1, 2), depth_L=(1, 2)
+    )
     monkeypatch.setattr(cost, "measure", lambda target, **settings: curve())
     monkeypatch.setattr(cost, "measure_drafter", lambda method, target, repeat: drafts)
     code, out, _ = passes(*FEW, "--drafters", "none")
@@ -84,8 +118,12 @@ def test_the_text_says_floor_ratios_and_shares(passes, monkeypatch):
     floor = tiny(dtype=torch.float32).weight_bytes / 1e9
     assert f"one row 10.00 ms at context 10: {0.01 / floor:.2f} x the floor" in lines
     assert any(line.startswith("roofline 2 GFLOP/s, 1.0 GB/s: one row") for line in lines)
-    for row in ("1 10.00 1.00 20.00 1.00", "4 15.00 1.50 50.00 2.50", "2 12.50 1.25 30.00 1.50",
-                "x 2 2.00 75% 1.00 0.100"):
+    for row in (
+        "1 10.00 1.00 20.00 1.00",
+        "4 15.00 1.50 50.00 2.50",
+        "2 12.50 1.25 30.00 1.50",
+        "x 2 2.00 75% 1.00 0.100",
+    ):
         assert row in lines
 
 
@@ -133,5 +171,6 @@ def test_without_matplotlib_there_is_a_line_and_no_plot(passes, tmp_path, monkey
     monkeypatch.setattr(cost, "measure", lambda target, **settings: curve())
     code, _, err = passes(*FEW, "--out", str(tmp_path / "o"))
     assert code == 0 and err.splitlines()[-1] == (
-        "no plots: matplotlib is not installed; try pip install 'outpace[plots]'")
+        "no plots: matplotlib is not installed; try pip install 'outpace[plots]'"
+    )
     assert [file.name for file in (tmp_path / "o").iterdir()] == ["passes.json"]

@@ -37,16 +37,19 @@ def url(target):
 @pytest.fixture
 def workload(tmp_path):
     file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(
-        json.dumps({"id": f"p{n}", "prompt": f"ab {n} " * (200 if n == 3 else 6)}) + "\n"
-        for n in range(4)
-    ))
+    file.write_text(
+        "".join(
+            json.dumps({"id": f"p{n}", "prompt": f"ab {n} " * (200 if n == 3 else 6)}) + "\n"
+            for n in range(4)
+        )
+    )
     return str(file)
 
 
 def load(outpace, url, workload, *arguments):
-    return outpace("bench", "serve", "--url", url, "--workload", workload, "-d", "prompt_lookup",
-                   *FEW, *arguments)
+    return outpace(
+        "bench", "serve", "--url", url, "--workload", workload, "-d", "prompt_lookup", *FEW, *arguments
+    )
 
 
 def test_drafters_take_turns_and_texts_are_those_of_single_requests(outpace, url, workload):
@@ -55,7 +58,11 @@ def test_drafters_take_turns_and_texts_are_those_of_single_requests(outpace, url
     report = json.loads(ran.out)
     rows = report["loads"]
     assert [(row["drafter"], row["concurrency"]) for row in rows] == [
-        ("prompt_lookup", 1), ("none", 1), ("prompt_lookup", 3), ("none", 3)]
+        ("prompt_lookup", 1),
+        ("none", 1),
+        ("prompt_lookup", 3),
+        ("none", 3),
+    ]
     for row in rows:
         assert (row["rounds"], row["requests"], row["errors"]) == (2, 8, 0)
         assert row["new_tokens"] == 8 * 12 and row["tokens_per_second"] > 0
@@ -112,8 +119,23 @@ def test_requests_of_all_kinds_at_once(outpace, url, workload):
 def test_requests_that_are_turned_away_are_errors(outpace, target, workload):
     service = Service(Engine(target, "none"), drafters=("none",), max_batch=1, max_queue=1)
     with service, listening(create_app(service, name="tiny"), Limits(grace_seconds=1)) as url:
-        ran = outpace("bench", "serve", "--url", url, "--workload", workload, "-d", "none",
-                      "-c", "8", "--requests", "8", "--rounds", "1", "--json")
+        ran = outpace(
+            "bench",
+            "serve",
+            "--url",
+            url,
+            "--workload",
+            workload,
+            "-d",
+            "none",
+            "-c",
+            "8",
+            "--requests",
+            "8",
+            "--rounds",
+            "1",
+            "--json",
+        )
     (row,) = json.loads(ran.out)["loads"]
     assert ran.code == 0 and 1 <= row["errors"] < 8
     assert all(kind.startswith("429: ") for kind in row["error_kinds"])
@@ -168,12 +190,14 @@ def test_without_httpx_there_is_a_line(outpace, url, workload, monkeypatch):
 @pytest.fixture
 def program(tmp_path, monkeypatch):
     """Puts a script in the place of the Python that runs servers."""
+
     def put(script):
         file = tmp_path / "python"
-        file.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/arguments\n{script}\n")
+        file.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\n{script}\n')
         file.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(file))
         return tmp_path / "arguments"
+
     return put
 
 
@@ -189,8 +213,16 @@ def test_a_server_is_started_on_loopback_and_ended(program, tmp_path):
         os.kill(pid, 0)
     words = arguments.read_text().split()
     assert words[:5] == ["-m", "outpace", "serve", "--port", "0"] and "--host" not in words
-    for pair in ("--model m", "--dtype float32", "--threads 2", "--drafter auto", "--drafter none",
-                 "--max-batch 64", "--stored-pages 0", "--timeout 7"):
+    for pair in (
+        "--model m",
+        "--dtype float32",
+        "--threads 2",
+        "--drafter auto",
+        "--drafter none",
+        "--max-batch 64",
+        "--stored-pages 0",
+        "--timeout 7",
+    ):
         assert pair in " ".join(words)
     assert "--quantize" not in words
 

@@ -52,8 +52,9 @@ def test_pieces_of_a_file_are_counted_as_one_text(folder, monkeypatch):
     told = []
 
     def build(name):
-        return module.build_bigram([folder / "a.txt"], tokenizer, folder / name,
-                                   progress=lambda part, step: told.append(step))
+        return module.build_bigram(
+            [folder / "a.txt"], tokenizer, folder / name, progress=lambda part, step: told.append(step)
+        )
 
     whole, tokens = build("whole")
     assert sum(told) == len(TEXT)
@@ -104,8 +105,9 @@ def test_bad_input_is_one_line_and_exit_code_2(outpace, folder, arguments, says)
 
 def test_a_table_of_another_vocabulary_is_refused(outpace, folder):
     outpace("build", "bigram", "a.txt", "-m", "smollm2-135m", "--out", "big.bigram")
-    ran = outpace("generate", "--model", "tiny", "--max-new-tokens", "2", "--drafter",
-                  "max_gram[table=big.bigram]", "a")
+    ran = outpace(
+        "generate", "--model", "tiny", "--max-new-tokens", "2", "--drafter", "max_gram[table=big.bigram]", "a"
+    )
     assert ran.code == 2 and "another vocabulary" in ran.err and ran.err.count("\n") == 1
 
 

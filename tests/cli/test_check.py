@@ -9,11 +9,11 @@ from outpace.bench import workloads
 from outpace.cli import check as command
 from outpace.models.decoder import Decoder
 
-FEW = ("check", "--model", "tiny", "--dtype", "float32", "--prompts", "5",
-       "--max-new-tokens", "12")
+FEW = ("check", "--model", "tiny", "--dtype", "float32", "--prompts", "5", "--max-new-tokens", "12")
 PROMPTS = [
     workloads.Prompt(
-        id=f"p{i}", category="edit",
+        id=f"p{i}",
+        category="edit",
         messages=({"role": "user", "content": "abc abd abe " * 3 + "xyz"[: i % 4]},),
     )
     for i in range(8)
@@ -48,9 +48,16 @@ def test_json_and_exit_code_of_a_model_that_keeps_its_promises(outpace, enumerat
 def test_the_text_says_it_level_by_level(outpace, enumerated_once):
     ran = outpace(*FEW, "--drafters", "none,draft_model[model=tiny]")
     assert ran.code == 0
-    for words in ("1 law", "2 code", "3 tokens", "4 hardware", "planted bugs caught",
-                  "draft_model[model=tiny tree=4x2x1]", "0 of 25 sequences differ",
-                  "All promises are kept."):
+    for words in (
+        "1 law",
+        "2 code",
+        "3 tokens",
+        "4 hardware",
+        "planted bugs caught",
+        "draft_model[model=tiny tree=4x2x1]",
+        "0 of 25 sequences differ",
+        "All promises are kept.",
+    ):
         assert words in ran.out
     assert "25/25 answers" not in ran.out and "answers: draft_model[model=tiny]" in ran.err
 

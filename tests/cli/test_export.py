@@ -21,15 +21,24 @@ def test_a_head_by_folder_and_by_method(outpace, tmp_path, by_name):
     Eagle3.build(Eagle3Config(), target, None).save(folder, {})
     source = "eagle3" if by_name else str(folder)
     ran = outpace(
-        "export", source, "--model", "tiny", "--format", "speculators", "--out",
-        str(tmp_path / "out"), "--verifier", "owner/model",
-    )  # fmt: skip
+        "export",
+        source,
+        "--model",
+        "tiny",
+        "--format",
+        "speculators",
+        "--out",
+        str(tmp_path / "out"),
+        "--verifier",
+        "owner/model",
+    )
     assert ran.code == 0, ran.err
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == "owner/model"
     assert "model.safetensors: " in ran.out and " bytes" in ran.out
-    again = outpace("export", source, "--model", "tiny", "-f", "speculators", "-o",
-                    str(tmp_path / "again"), "--json")
+    again = outpace(
+        "export", source, "--model", "tiny", "-f", "speculators", "-o", str(tmp_path / "again"), "--json"
+    )
     found = json.loads(again.out)
     assert found["format"] == "speculators" and found["written"] == {
         str(path): path.stat().st_size for path in (tmp_path / "again").iterdir()

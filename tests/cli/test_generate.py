@@ -6,8 +6,18 @@ RUN = ("generate", "--ignore-eos", "--model")
 TINY = (*RUN, "tiny", "--dtype", "float32", "--raw", "--max-new-tokens", "24")
 PROMPT = "one two three, one two three, one two three,"
 KEYS = {
-    "text", "tokens", "finish_reason", "new_tokens", "seconds", "prefill_seconds",
-    "tokens_per_second", "drafter", "passes", "drafted", "accepted", "mean_emitted",
+    "text",
+    "tokens",
+    "finish_reason",
+    "new_tokens",
+    "seconds",
+    "prefill_seconds",
+    "tokens_per_second",
+    "drafter",
+    "passes",
+    "drafted",
+    "accepted",
+    "mean_emitted",
 }
 
 
@@ -70,8 +80,16 @@ def test_compare_streams_the_text_once_and_draws_a_table(outpace):
     text = answer(outpace(*TINY, "--json", PROMPT))["text"]
     ran = outpace(*TINY, "--compare", PROMPT)
     assert ran.code == 0 and ran.out == text + "\n"
-    for words in ("plain", "speculative", "speed-up (decode)", "speed-up (end to end)",
-                  "mean emitted", "acceptance rate", "same tokens: yes", "median of 3 runs"):
+    for words in (
+        "plain",
+        "speculative",
+        "speed-up (decode)",
+        "speed-up (end to end)",
+        "mean emitted",
+        "acceptance rate",
+        "same tokens: yes",
+        "median of 3 runs",
+    ):
         assert words in ran.err
 
 
@@ -99,9 +117,7 @@ def test_several_answers_in_one_batch(outpace):
     texts = [choice["text"] for choice in got["choices"]]
     assert got["text"] == texts[0] and len(set(texts)) == 3
     ran = outpace(*TINY, *settings, PROMPT)
-    assert ran.out == (
-        f"{texts[0]}\n\n--- 2 of 3 ---\n{texts[1]}\n\n--- 3 of 3 ---\n{texts[2]}\n"
-    )
+    assert ran.out == (f"{texts[0]}\n\n--- 2 of 3 ---\n{texts[1]}\n\n--- 3 of 3 ---\n{texts[2]}\n")
     assert "72 tokens" in ran.err
 
 
@@ -110,8 +126,9 @@ def test_settings_reach_the_sampler(outpace):
     first, second = plain["tokens"][:2]
     banned = answer(outpace(*TINY, "--json", "--ban-token-id", str(first), PROMPT))
     assert first not in banned["tokens"]
-    only = answer(outpace(*TINY, "--json", "--allow-token-id", str(first),
-                          "--allow-token-id", str(second), PROMPT))
+    only = answer(
+        outpace(*TINY, "--json", "--allow-token-id", str(first), "--allow-token-id", str(second), PROMPT)
+    )
     assert set(only["tokens"]) <= {first, second}
     forced = answer(outpace(*TINY, "--json", "--logit-bias", "7=10000", PROMPT))
     assert set(forced["tokens"]) == {7}
@@ -122,8 +139,10 @@ def test_settings_reach_the_sampler(outpace):
     assert cut["text"] == plain["text"][: plain["text"].index(piece)]
     with_stop = answer(outpace(*TINY, "--json", "--stop", piece, "--include-stop", PROMPT))
     assert with_stop["text"] == cut["text"] + piece
-    seeded = [answer(outpace(*TINY, "--json", "-t", "1", "--seed", seed, PROMPT))["tokens"]
-              for seed in ("1", "1", "2")]
+    seeded = [
+        answer(outpace(*TINY, "--json", "-t", "1", "--seed", seed, PROMPT))["tokens"]
+        for seed in ("1", "1", "2")
+    ]
     assert seeded[0] == seeded[1] != seeded[2]
     logprobs = answer(outpace(*TINY, "--json", "--logprobs", "2", PROMPT))["logprobs"]
     assert [lp["token"] for lp in logprobs] == plain["tokens"]
@@ -144,8 +163,17 @@ def test_explain_tells_who_drafted_when_and_what_it_brought(outpace, drafter):
     ran = outpace(*TINY, "--explain", "--drafter", drafter, PROMPT)
     text = answer(outpace(*TINY, "--json", "--drafter", "none", PROMPT))["text"]
     assert ran.code == 0 and ran.out == text + "\n"
-    for words in ("steps", "why", "drafted", "accepted", "emitted", "expected tok/s",
-                  "measured tok/s", "x plain", "gained s"):
+    for words in (
+        "steps",
+        "why",
+        "drafted",
+        "accepted",
+        "emitted",
+        "expected tok/s",
+        "measured tok/s",
+        "x plain",
+        "gained s",
+    ):
         assert words in ran.err
     got = answer(outpace(*TINY, "--explain", "--json", "--drafter", drafter, PROMPT))
     told = got["explain"]

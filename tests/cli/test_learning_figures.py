@@ -29,9 +29,22 @@ def tool():
 
 
 def options(out, **more):
-    given = {"model": "tiny", "dtype": "float32", "threads": 1, "drafter": DRAFTER, "out": out,
-             "workload": None, "requests": 6, "characters": 60, "max_new_tokens": 16, "block": 4,
-             "guesses": None, "rate": None, "share": 0.5, "seed": 0}
+    given = {
+        "model": "tiny",
+        "dtype": "float32",
+        "threads": 1,
+        "drafter": DRAFTER,
+        "out": out,
+        "workload": None,
+        "requests": 6,
+        "characters": 60,
+        "max_new_tokens": 16,
+        "block": 4,
+        "guesses": None,
+        "rate": None,
+        "share": 0.5,
+        "seed": 0,
+    }
     return argparse.Namespace(**given | more)
 
 
@@ -95,8 +108,7 @@ def test_blocks_take_turns_and_are_kept(tool, url, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("histogram", "checked"),
-    [([], 0), ([3], 3), ([4, 0], 4), ([2, 1, 5], 2 + 2 * 1 + 2 * 5), ([0, 0, 1], 2)],
+    ("histogram", "checked"), [([], 0), ([3], 3), ([4, 0], 4), ([2, 1, 5], 2 + 2 * 1 + 2 * 5), ([0, 0, 1], 2)]
 )
 def test_a_chain_is_checked_up_to_its_first_refusal(tool, histogram, checked):
     assert tool._checked({"acceptance_histogram": histogram}) == checked

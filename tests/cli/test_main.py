@@ -196,27 +196,32 @@ def bad_files(tmp_path, monkeypatch):
         (["generate", "--model", "junk.gguf", "a"], "junk.gguf"),
         (["chat", *TINY, "--top-p", "2"], "top_p must be"),
         (["check", "--model", "tiny", "--prompts", "0"], "--prompts must be at least 1, got 0"),
-        (["check", "--model", "./nowhere", "--drafters", "none,lookup"],
-         "unknown drafter 'lookup'"),
+        (["check", "--model", "./nowhere", "--drafters", "none,lookup"], "unknown drafter 'lookup'"),
         (["check", "--model", "./nowhere", "--drafters", ",,"], "names no drafter"),
         (["bench", "--model", "./nowhere", "--drafters", ""], "names no drafter"),
         (["bench", "--model", "./nowhere", "--drafters", "lookup"], "unknown drafter 'lookup'"),
         (["bench", "--model", "./nowhere", "--verifier", "tre"], "unknown verifier 'tre'"),
         (["bench", "passes", "--model", "./nowhere", "--drafters", ",,"], "names no drafter"),
         (["generate", "--model", "./nowhere", "--drafter", "", "a"], "cannot read method spec ''"),
-        (["generate", "--model", "./nowhere", "--verifier", "nope", "a"],
-         "unknown verifier 'nope'; known: block, "),
-        (["generate", "--model", "./nowhere", "--tree", "4x2x1", "--verifier", "match", "a"],
-         "auto picks among several; name one, as in -d eagle3 --tree 4x2x1 --verifier match"),
-        (["generate", "--model", "./nowhere", "-d", "auto", "--tree-size", "8", "a"],
-         "--tree-size 8 is for one drafter, and auto picks"),
+        (
+            ["generate", "--model", "./nowhere", "--verifier", "nope", "a"],
+            "unknown verifier 'nope'; known: block, ",
+        ),
+        (
+            ["generate", "--model", "./nowhere", "--tree", "4x2x1", "--verifier", "match", "a"],
+            "auto picks among several; name one, as in -d eagle3 --tree 4x2x1 --verifier match",
+        ),
+        (
+            ["generate", "--model", "./nowhere", "-d", "auto", "--tree-size", "8", "a"],
+            "--tree-size 8 is for one drafter, and auto picks",
+        ),
         (["chat", "--model", "./nowhere", "--tree", "chain"], "as in -d eagle3 --tree chain"),
-        (["analyze", "tree", "--model", "./nowhere", "--tree", "chain", "a"],
-         "as in -d eagle3 --tree chain"),
-        (["generate", *TINY, "-d", "suffix", "--verifier", "typical", "a"],
-         "say --allow-lossy, or engine.load"),
-        (["analyze", "acceptance", "--model", "./nowhere", "-d", "lookup"],
-         "unknown drafter 'lookup'"),
+        (["analyze", "tree", "--model", "./nowhere", "--tree", "chain", "a"], "as in -d eagle3 --tree chain"),
+        (
+            ["generate", *TINY, "-d", "suffix", "--verifier", "typical", "a"],
+            "say --allow-lossy, or engine.load",
+        ),
+        (["analyze", "acceptance", "--model", "./nowhere", "-d", "lookup"], "unknown drafter 'lookup'"),
         (["methods", "all", "none"], "extra argument"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
@@ -252,8 +257,7 @@ def run_python(code):
     [
         (["--help"], ("torch", "numpy", "transformers", "tokenizers")),
         (["methods"], ("torch", "numpy", "transformers", "tokenizers")),
-        (["generate", *TINY, "-d", "suffix", "hello"],
-         ("transformers", "rich.table", "outpace.analysis")),
+        (["generate", *TINY, "-d", "suffix", "hello"], ("transformers", "rich.table", "outpace.analysis")),
         (["generate", *TINY, "hello"], ("transformers", "rich.table", "matplotlib")),
     ],
     ids=lambda value: value[0],
@@ -270,9 +274,7 @@ def test_start_up_imports_only_what_is_needed(arguments, heavy):
 
 def test_output_that_cannot_be_written():
     with open("/dev/full", "w") as full:
-        ran = subprocess.run(
-            [*COMMAND, "methods", "--json"], stdout=full, stderr=subprocess.PIPE, text=True
-        )
+        ran = subprocess.run([*COMMAND, "methods", "--json"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert ran.returncode == 2
     assert ran.stderr.startswith("outpace: error: cannot write to standard output: ")
     assert ran.stderr.count("\n") == 1
@@ -282,8 +284,7 @@ def test_output_that_cannot_be_written():
 def endless():
     """A process in the middle of a long answer, and the first characters of it."""
     process = subprocess.Popen(
-        [*COMMAND, "generate", "--threads", "1", "--max-new-tokens", "2000", "--ignore-eos",
-         "Count."],
+        [*COMMAND, "generate", "--threads", "1", "--max-new-tokens", "2000", "--ignore-eos", "Count."],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -15,7 +15,7 @@ def test_the_list_is_the_registry(outpace):
     ran = outpace("methods", "--json")
     listed = json.loads(ran.out)
     assert ran.code == 0 and ran.err == ""
-    assert [(m["kind"], m["name"]) for m in listed] == [(r.kind, r.name) for r in registry.rows()]
+    assert [(m["kind"], m["name"]) for m in listed] == [(r.kind, r.name) for r in registry.entries()]
     assert all(set(method) == KEYS for method in listed)
     draft_model = next(m for m in listed if m["name"] == "draft_model")
     assert draft_model["trained"] and draft_model["lossless"]
@@ -25,7 +25,7 @@ def test_the_list_is_the_registry(outpace):
 def test_the_table_names_every_method(outpace):
     ran = outpace("methods")
     assert ran.code == 0
-    for row in registry.rows():
+    for row in registry.entries():
         assert row.name in ran.out and row.summary.split()[0] in ran.out
 
 
@@ -34,7 +34,7 @@ def test_a_name_shows_its_settings(outpace, name):
     ran = outpace("methods", name)
     listed = json.loads(outpace("methods", name, "--json").out)
     assert ran.code == 0 and ran.err == ""
-    assert [row["kind"] for row in listed] == [r.kind for r in registry.rows() if r.name == name]
+    assert [row["kind"] for row in listed] == [r.kind for r in registry.entries() if r.name == name]
     for row in listed:
         config = registry.load(row["kind"], name).Config
         fields = {field.name: field for field in dataclasses.fields(config)}
@@ -48,7 +48,9 @@ def test_a_name_shows_its_settings(outpace, name):
 def test_settings_are_those_of_the_source(outpace):
     (row,) = json.loads(outpace("methods", "prompt_lookup", "--json").out)
     assert row["settings"][0] == {
-        "name": "max_ngram", "kind": "int", "default": "4",
+        "name": "max_ngram",
+        "kind": "int",
+        "default": "4",
         "meaning": "Longest suffix to search for, in tokens. Longer ones are tried first.",
     }
     assert "Chains of 16 unless told otherwise" in outpace("methods", "prompt_lookup").out
@@ -65,13 +67,16 @@ def test_an_unknown_name_and_a_name_with_a_model_are_refused(outpace):
 
 
 def test_what_a_drafter_lacks_is_said_rightly(outpace):
-    found = {one["name"]: one["status"]
-             for one in json.loads(outpace("methods", "--model", "tiny", "--json").out)}
+    found = {
+        one["name"]: one["status"] for one in json.loads(outpace("methods", "--model", "tiny", "--json").out)
+    }
     for name in ("cascade", "ouroboros", "graph", "cross_vocabulary"):
         assert found[name] == "needs a draft model"
     assert found["retrieval"] == "needs a file of its own" and found["suffix"] == "ready"
-    with_one = {one["name"]: one["status"]
-                for one in json.loads(outpace("methods", "--model", "smollm2-135m", "--json").out)}
+    with_one = {
+        one["name"]: one["status"]
+        for one in json.loads(outpace("methods", "--model", "smollm2-135m", "--json").out)
+    }
     assert with_one["draft_model"] == "shipped" and with_one["cascade"] == "ready"
     assert with_one["cross_vocabulary"] == "needs a draft model"
 

@@ -11,8 +11,9 @@ def settings(*pairs):
     return [arg for pair in pairs for arg in ("--set", pair)]
 
 
-TRAINING = settings("layers=1", "kit.vocab=64", "kit.tokens_per_batch=256", "loop.steps=4",
-                    "loop.evaluate_every=4")
+TRAINING = settings(
+    "layers=1", "kit.vocab=64", "kit.tokens_per_batch=256", "loop.steps=4", "loop.evaluate_every=4"
+)
 FAST = [*TRAINING, *settings("data.batch=32", "data.max_new_tokens=16")]
 MODEL = ("--model", "tiny:7", "--dtype", "float32", "--threads", "1")
 
@@ -53,9 +54,7 @@ def test_a_dry_run_says_what_it_would_take(outpace, prompts, data_folder):
         assert word in plain.out
 
 
-def test_from_prompts_to_a_measured_drafter_that_methods_lists(
-    outpace, prompts, data_folder, work
-):
+def test_from_prompts_to_a_measured_drafter_that_methods_lists(outpace, prompts, data_folder, work):
     given = ("--prompts", f"{prompts}::CC0", "--tokens", "1500", "--work", str(work))
     before = outpace("methods", "--model", "tiny:7", "--json")
     listed = {m["name"]: m for m in json.loads(before.out)}
@@ -79,17 +78,18 @@ def test_from_prompts_to_a_measured_drafter_that_methods_lists(
     assert listed["draft_model"]["measured"] == made["measured"]
     table = outpace("methods", "--model", "tiny:7")
     assert "trained here" in table.out and f"{made['measured']['speedup']:.2f}" in table.out
-    drafted = outpace("generate", "--model", "tiny:7", "--drafter", "draft_model", "--json",
-                      "--max-new-tokens", "8", "a")
+    drafted = outpace(
+        "generate", "--model", "tiny:7", "--drafter", "draft_model", "--json", "--max-new-tokens", "8", "a"
+    )
     assert drafted.code == 0, drafted.err
     assert json.loads(drafted.out)["drafter"] == "draft_model"
 
 
 def test_a_folder_of_ones_own_is_measured_too(outpace, prompts, work, data_folder, tmp_path):
-    train(outpace, "--prompts", f"{prompts}::CC0", "--tokens", "1500", "--work", str(work),
-          "--only-data")
-    ran = outpace("train", "draft_model", *MODEL, *TRAINING, "--work", str(work),
-                  "--out", str(tmp_path / "mine"))
+    train(outpace, "--prompts", f"{prompts}::CC0", "--tokens", "1500", "--work", str(work), "--only-data")
+    ran = outpace(
+        "train", "draft_model", *MODEL, *TRAINING, "--work", str(work), "--out", str(tmp_path / "mine")
+    )
     assert ran.code == 0, ran.err
     assert f"wrote {tmp_path / 'mine'}" in ran.out and "speed-up" in ran.out
     told = json.loads((tmp_path / "mine" / "provenance.json").read_text())

@@ -6,9 +6,15 @@ from outpace.train.objectives.acceptance import Acceptance, AcceptanceTraining
 
 MODEL = ("--model", "tiny:7", "--dtype", "float32", "--threads", "1")
 SETTINGS = (
-    "draft=tiny:7", "draft_layers=1", "kit.vocab=none", "kit.tokens_per_batch=256",
-    "loop.steps=4", "loop.evaluate_every=2", "data.batch=32", "data.max_new_tokens=16",
-)  # fmt: skip
+    "draft=tiny:7",
+    "draft_layers=1",
+    "kit.vocab=none",
+    "kit.tokens_per_batch=256",
+    "loop.steps=4",
+    "loop.evaluate_every=2",
+    "data.batch=32",
+    "data.max_new_tokens=16",
+)
 
 
 def test_from_prompts_to_drafts_that_end_by_a_head(outpace, tmp_path, monkeypatch):
@@ -18,8 +24,19 @@ def test_from_prompts_to_drafts_that_end_by_a_head(outpace, tmp_path, monkeypatc
     prompts, work = tmp_path / "prompts.jsonl", tmp_path / "work"
     prompts.write_text("".join(json.dumps({"prompt": f"tell {i}"}) + "\n" for i in range(50)))
     settings = [word for pair in SETTINGS for word in ("--set", pair)]
-    ran = outpace("train", "acceptance", *MODEL, *settings, "--prompts", f"{prompts}::CC0",
-                  "--tokens", "600", "--work", str(work), "--json")  # fmt: skip
+    ran = outpace(
+        "train",
+        "acceptance",
+        *MODEL,
+        *settings,
+        "--prompts",
+        f"{prompts}::CC0",
+        "--tokens",
+        "600",
+        "--work",
+        str(work),
+        "--json",
+    )
     assert ran.code == 0, ran.err
     made, own = json.loads(ran.out), "model=tiny:7 layers=1"
     assert made["steps"] == 4 and 0.75 <= made["held_out"]["acceptance"][0] < 1

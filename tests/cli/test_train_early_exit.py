@@ -11,15 +11,16 @@ def test_what_was_trained_is_found_by_its_name(outpace, tmp_path, monkeypatch):
     made = trained_by_command(outpace, monkeypatch, tmp_path, "early_exit", MODEL)
     assert made["provenance"]["vocab"]["size"] == 64
     runs = {
-        spec: outpace("generate", *MODEL, "--drafter", spec, "--max-new-tokens", "9",
-                      "--ignore-eos", "--json", "a")
+        spec: outpace(
+            "generate", *MODEL, "--drafter", spec, "--max-new-tokens", "9", "--ignore-eos", "--json", "a"
+        )
         for spec in ("early_exit", "early_exit[layer=1]", "none")
-    }  # fmt: skip
+    }
     said = {spec: json.loads(ran.out) for spec, ran in runs.items()}
     assert len({str(one["tokens"]) for one in said.values()}) == 1
     target = load_target("tiny:8", dtype="float32")
-    by_name, by_layer = (EarlyExit.load(config, target) for config in (
-        EarlyExitConfig(), EarlyExitConfig(layer=1)
-    ))  # fmt: skip
+    by_name, by_layer = (
+        EarlyExit.load(config, target) for config in (EarlyExitConfig(), EarlyExitConfig(layer=1))
+    )
     assert by_name.rows is not None and by_name.layers == (1,)
     assert by_layer.rows is None, "a layer that is named is the target's own exit"

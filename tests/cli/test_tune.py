@@ -15,17 +15,45 @@ ROWS = [
     {"prompt": "the cat sat on the mat, the cat", "category": "x"},
     {"prompt": "one two one two", "category": "y", "reference": "one two"},
 ]
-FEW = ("tune", "--model", "tiny", "--dtype", "float32", "--threads", "1", "--workload", "w.jsonl",
-       "--max-new-tokens", "12")
+FEW = (
+    "tune",
+    "--model",
+    "tiny",
+    "--dtype",
+    "float32",
+    "--threads",
+    "1",
+    "--workload",
+    "w.jsonl",
+    "--max-new-tokens",
+    "12",
+)
 CURVE = CostCurve(
-    model="tiny", dtype="float32", threads=1, device="a machine", rows_R=(1, 4, 8, 16),
-    context_C=(64,), seconds_CR=((0.010, 0.010, 0.014, 0.020),),
-)  # fmt: skip
+    model="tiny",
+    dtype="float32",
+    threads=1,
+    device="a machine",
+    rows_R=(1, 4, 8, 16),
+    context_C=(64,),
+    seconds_CR=((0.010, 0.010, 0.014, 0.020),),
+)
 KEYS = {
-    "model", "digest", "dtype", "threads", "device", "workload", "prompts", "max_new_tokens",
-    "plain_tokens_per_second", "pass_factor", "drafters", "left_out", "passes_measured_now",
-    "profile", "plots",
-}  # fmt: skip
+    "model",
+    "digest",
+    "dtype",
+    "threads",
+    "device",
+    "workload",
+    "prompts",
+    "max_new_tokens",
+    "plain_tokens_per_second",
+    "pass_factor",
+    "drafters",
+    "left_out",
+    "passes_measured_now",
+    "profile",
+    "plots",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +83,7 @@ def test_it_learns_once_and_says_what(outpace, timed, tmp_path):
     assert {line.split()[0] for line in lines[3:5]} == {"prompt_lookup", "draft_model[layers=1"}
     assert "kept by depth" in lines[3] and "mean emitted" in lines[3]
     found = profile.profile_for(tiny(dtype=torch.float32))
-    assert {one.spec for one in found.drafters} == {
-        "prompt_lookup", "draft_model[layers=1 model=tiny]"}
+    assert {one.spec for one in found.drafters} == {"prompt_lookup", "draft_model[layers=1 model=tiny]"}
     kept = next((tmp_path / "cache" / "costs").glob("profile-*.json"))
     for path in (kept, kept.with_suffix(".png"), kept.with_suffix(".svg")):
         assert str(path) in lines[-1] and path.stat().st_size > 100
@@ -90,9 +117,24 @@ def test_all_takes_what_is_there_and_names_the_rest(outpace, timed, monkeypatch)
 
 
 def test_auto_starts_from_it(outpace, timed):
-    auto = ("generate", "--model", "tiny", "--dtype", "float32", "--threads", "1", "--raw",
-            "--ignore-eos", "--max-new-tokens", "8", "--drafter", "auto", "--explain", "--json",
-            "a b")
+    auto = (
+        "generate",
+        "--model",
+        "tiny",
+        "--dtype",
+        "float32",
+        "--threads",
+        "1",
+        "--raw",
+        "--ignore-eos",
+        "--max-new-tokens",
+        "8",
+        "--drafter",
+        "auto",
+        "--explain",
+        "--json",
+        "a b",
+    )
     before = json.loads(outpace(*auto).out)
     assert outpace(*FEW, "--drafters", "suffix", "--limit", "1").code == 0
     after = json.loads(outpace(*auto).out)

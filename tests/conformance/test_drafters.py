@@ -52,8 +52,7 @@ SPECS = {
         "draft_model[model=tiny layers=1 tree=3x2x1 verifier=traversal]",
         "draft_model[model=tiny layers=1 policy=schedule]",
         "draft_model[model=tiny layers=1 policy=bandit]",
-        "draft_model[model=tiny layers=1 acceptance=small.acceptance tree=2x2x1x1x1"
-        " policy=specdecpp]",
+        "draft_model[model=tiny layers=1 acceptance=small.acceptance tree=2x2x1x1x1 policy=specdecpp]",
         "draft_model[model=tiny policy=goodput]",
         "draft_model[model=tiny layers=1 tree=dynamic tree_size=6 policy=goodput]",
     ],
@@ -115,9 +114,7 @@ SPECS = {
     ],
     "prompt_lookup": ["prompt_lookup", "prompt_lookup[min_ngram=1 tree=dynamic]"],
     "max_gram": ["max_gram", "max_gram[min_match=2 tree=2x2x1]"],
-    "suffix": [
-        "suffix", "suffix[tree=3x2x1]", "suffix[tree=dynamic]", "suffix[factor=1.5 verifier=chain]",
-    ],
+    "suffix": ["suffix", "suffix[tree=3x2x1]", "suffix[tree=dynamic]", "suffix[factor=1.5 verifier=chain]"],
     "adaptive_ngram": ["adaptive_ngram", "adaptive_ngram[max_order=3 tree=dynamic]"],
     "reference": ["reference", "reference[tree=[-1,-1,0,1,2,4,5]]", "reference[tree=dynamic]"],
     "retrieval": [
@@ -156,11 +153,9 @@ SPECS = {
     "graph": [
         "graph[draft=draft_model[model=tiny layers=1]]",
         "graph[draft=draft_model[model=tiny] agree=0 tree=3x3x2x1 policy=confidence]",
-        "graph[draft=draft_model[model=tiny layers=1] agree=0"
-        " verifier=tree[replacement=true]]",
+        "graph[draft=draft_model[model=tiny layers=1] agree=0 verifier=tree[replacement=true]]",
         "graph[draft=draft_model[model=tiny layers=1] agree=0 tree=3x2x2 verifier=traversal]",
-        "graph[draft=draft_model[model=tiny layers=1] agree=0 tree=3x2x2"
-        " verifier=greedy_plus_one]",
+        "graph[draft=draft_model[model=tiny layers=1] agree=0 tree=3x2x2 verifier=greedy_plus_one]",
         "graph[draft=eagle3[model=small.head] agree=0 tree=3x3x2]",
         "graph[draft=quantized_self agree=0 tree=dynamic tree_size=10]",
     ],
@@ -186,9 +181,7 @@ SPECS = {
         " tree=3x2x1]",
     ],
 }
-METHODS = [
-    spec for row in registry.rows("drafter") for spec in SPECS.get(row.name, [row.name])
-]
+METHODS = [spec for row in registry.entries("drafter") for spec in SPECS.get(row.name, [row.name])]
 PROMPTS = [
     [5, 9, 11, 5, 9, 11, 5, 9],
     [40, 41, 42, 43, 44, 40, 41, 42],
@@ -278,9 +271,9 @@ def test_greedy_text_is_plain_text_in_any_batch(engine, plain, plainly, spec):
         assert 22 <= counters.passes + counters.accepted <= 24, "accepted + 1 per pass"
 
 
-@pytest.mark.parametrize("draft", [
-    "kangaroo[model=small.adapter]", "early_exit[model=small.exit]", "early_exit",
-])
+@pytest.mark.parametrize(
+    "draft", ["kangaroo[model=small.adapter]", "early_exit[model=small.exit]", "early_exit"]
+)
 def test_what_drafts_in_the_targets_slots_is_refused_where_none_is_lent(engine, draft):
     for spec in (f"graph[draft={draft}]", f"graph[draft=ouroboros[draft={draft}]]"):
         with pytest.raises(SpecError, match="draft must be one drafter with a model and a cache"):
@@ -306,11 +299,14 @@ def chains():
     return engine
 
 
-@pytest.mark.parametrize("spec", [
-    *(s for s in METHODS if "tree=" not in s and TREE not in needs(s)),
-    # The draft model takes chains alone, too.
-    "ouroboros[draft=draft_model[model=tiny] length=3 phrases=3 faster=true]",
-])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(s for s in METHODS if "tree=" not in s and TREE not in needs(s)),
+        # The draft model takes chains alone, too.
+        "ouroboros[draft=draft_model[model=tiny] length=3 phrases=3 faster=true]",
+    ],
+)
 def test_a_target_that_checks_chains_alone_is_given_chains(chains, plain, spec):
     assert tokens(chains.generate(PROMPTS, drafter=spec, **GREEDY)) == plain
 
@@ -383,8 +379,7 @@ def test_end_of_sequence_inside_a_draft(engine, plain, spec):
 @pytest.mark.parametrize("spec", METHODS)
 def test_length_and_context_end_the_text(engine, plainly, spec):
     for length in (1, 2, 3, 7):
-        result = engine.generate(PROMPTS[0], drafter=spec, max_new_tokens=length,
-                                 ignore_eos=True)
+        result = engine.generate(PROMPTS[0], drafter=spec, max_new_tokens=length, ignore_eos=True)
         assert len(result.tokens) == length and result.finish_reason == "length"
     context = engine.target.max_positions
     prompt = (PROMPTS[0] * context)[: context - 9]
@@ -510,13 +505,27 @@ def proposal_rows(target, drafter, drawn, budget, temperature, texts):
         lease = Lease(cache, cache.open())
         feed = Feed.chain(lease.slot, text[:-1], want=())
         shown = target.score([feed], cache, taps=drafter.taps).of(0)
-        forced = Outcome(Draft(), shown, Verdict((), (text[-1],)),
-                         tuple(text[:-1]), tuple(range(len(text) - 1)), 0, forced=True)
+        forced = Outcome(
+            Draft(),
+            shown,
+            Verdict((), (text[-1],)),
+            tuple(text[:-1]),
+            tuple(range(len(text) - 1)),
+            0,
+            forced=True,
+        )
         drafter.observe([state], [forced])
         cache.keep(lease.slot, range(len(text) - 1))
         rows.append(
-            DraftRow(state, text, budget, KeyedCoins(1, len(text) - 1, Stream.DRAFT),
-                     Warp(params, text, frozenset(), 10**6), drawn, lease)
+            DraftRow(
+                state,
+                text,
+                budget,
+                KeyedCoins(1, len(text) - 1, Stream.DRAFT),
+                Warp(params, text, frozenset(), 10**6),
+                drawn,
+                lease,
+            )
         )
     return rows
 
@@ -532,9 +541,7 @@ def test_budgets_are_kept_and_dropped_drafts_forgotten(engine, spec, drawn):
         asked = method.budget
         budget = Budget(min(nodes, asked.max_nodes), depth, shape=asked.shape)
         with torch.no_grad():
-            rows = proposal_rows(
-                engine.target, method.drafter, drawn, budget, temperature, texts
-            )
+            rows = proposal_rows(engine.target, method.drafter, drawn, budget, temperature, texts)
             first = method.drafter.propose(rows)
             again = method.drafter.propose(rows)
         for draft, twin in zip(first, again, strict=True):
@@ -585,9 +592,7 @@ def test_a_drafter_that_needs_a_slot_lent_says_so(engine, spec):
     method = engine.method(spec)
     budget = Budget(min(4, method.budget.max_nodes), 3, shape=method.budget.shape)
     with torch.no_grad():
-        rows = proposal_rows(
-            engine.target, method.drafter, Drawn.CHOSEN, budget, 0.0, [PROMPTS[0]]
-        )
+        rows = proposal_rows(engine.target, method.drafter, Drawn.CHOSEN, budget, 0.0, [PROMPTS[0]])
         lent = method.drafter.propose(rows)[0].token_N
         alone = method.drafter.propose([replace(row, lease=None) for row in rows])[0].token_N
     assert (alone != lent) == method.drafter.leased

@@ -25,9 +25,12 @@ def random_file(target, layers=2, tree=None):
     """A network on which every part matters."""
     coins = torch.Generator().manual_seed(3)
     decoder = replace(
-        target.config, num_layers=layers, windows=(None,) * layers, rope_of_layer=(0,) * layers,
+        target.config,
+        num_layers=layers,
+        windows=(None,) * layers,
+        rope_of_layer=(0,) * layers,
         tied_head=False,
-    )  # fmt: skip
+    )
     shape = BlockShape(decoder=decoder, taps=TAPS, slots=SLOTS)
     tensors = {}
     for name, size in shape.tensor_shapes().items():

@@ -11,9 +11,7 @@ from outpace.train.objectives.networks import turned
 
 def shape_for(target, *, taps=("hidden.2", "hidden.1", "hidden.0"), draft_vocab=200, **flags):
     """A head for the tiny model."""
-    decoder = replace(
-        target.config, num_layers=1, windows=(None,), rope_of_layer=(0,), tied_head=False
-    )
+    decoder = replace(target.config, num_layers=1, windows=(None,), rope_of_layer=(0,), tied_head=False)
     return EagleShape(decoder=decoder, taps=taps, draft_vocab=draft_vocab, **flags)
 
 
@@ -65,11 +63,10 @@ class Oracle:
         else:
             u = stream = self.linear(torch.cat([embed, stream]), "fc")
         factor = self.angles.at([position])[0]
-        q, k, v = (
-            self.linear(u, f"{at}self_attn.{one}_proj").view(-1, config.head_dim) for one in "qkv"
+        q, k, v = (self.linear(u, f"{at}self_attn.{one}_proj").view(-1, config.head_dim) for one in "qkv")
+        q, k = (
+            turned(x[None, None], (factor.real[None, None], factor.imag[None, None]))[0, 0] for x in (q, k)
         )
-        q, k = (turned(x[None, None], (factor.real[None, None], factor.imag[None, None]))[0, 0]
-                for x in (q, k))  # fmt: skip
         self.keys.append(k)
         self.values.append(v)
         last = len(self.keys) - 1

@@ -32,8 +32,7 @@ def write_stranger(target, folder):
     backend, pieces = stranger_tokenizer()
     ours = [BEGIN, END, *byte_alphabet(), *_MERGES.split()]
     names = {"<s>": BEGIN, "</s>": END}
-    at = [ours.index(names.get(piece, piece)) if names.get(piece, piece) in ours else -1
-          for piece in pieces]
+    at = [ours.index(names.get(piece, piece)) if names.get(piece, piece) in ours else -1 for piece in pieces]
     checkpoint = target.checkpoint
     tensors = {}
     for name in checkpoint.config.tensor_shapes():
@@ -51,13 +50,23 @@ def write_stranger(target, folder):
     said = {"bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(said))
     config = checkpoint.config
-    (folder / "config.json").write_text(json.dumps({
-        "model_type": "llama", "vocab_size": len(pieces), "hidden_size": config.hidden_size,
-        "intermediate_size": tensors["model.layers.0.mlp.up_proj.weight"].shape[0],
-        "num_hidden_layers": config.num_layers, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": False,
-        "eos_token_id": pieces.index("</s>"), "bos_token_id": pieces.index("<s>"),
-    }))  # fmt: skip
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "vocab_size": len(pieces),
+                "hidden_size": config.hidden_size,
+                "intermediate_size": tensors["model.layers.0.mlp.up_proj.weight"].shape[0],
+                "num_hidden_layers": config.num_layers,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 1024,
+                "tie_word_embeddings": False,
+                "eos_token_id": pieces.index("</s>"),
+                "bos_token_id": pieces.index("<s>"),
+            }
+        )
+    )
 
 
 def letters(*pieces, special=(), byte_level=True):

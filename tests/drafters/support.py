@@ -83,10 +83,20 @@ class Telling:
         cache = self.machine.cache
         scored = self.target.score([Feed.chain(row.slot, fed, want=())], cache)
         cache.keep(row.slot, range(len(fed)))
-        self.drafter.observe([row.states["d"]], [Outcome(
-            Draft(), scored.of(0), Verdict((), (pending,)), tuple(fed), tuple(range(len(fed))), 0,
-            forced=True,
-        )])  # fmt: skip
+        self.drafter.observe(
+            [row.states["d"]],
+            [
+                Outcome(
+                    Draft(),
+                    scored.of(0),
+                    Verdict((), (pending,)),
+                    tuple(fed),
+                    tuple(range(len(fed))),
+                    0,
+                    forced=True,
+                )
+            ],
+        )
 
     def prefill(self, row):
         while len(row.tokens) == len(self.prompt):

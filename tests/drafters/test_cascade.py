@@ -57,8 +57,7 @@ class Echo(Drafter[Mood]):
     def observe(self, states, outcomes):
         for state, outcome in zip(states, outcomes, strict=True):
             if outcome.draft.token_N:
-                gone = [t for n, t in enumerate(outcome.draft.token_N)
-                        if n not in outcome.verdict.kept]
+                gone = [t for n, t in enumerate(outcome.draft.token_N) if n not in outcome.verdict.kept]
                 state.refused = gone[-1] + 1 if gone else 0
 
 
@@ -84,8 +83,13 @@ class Case:
         self.edit(self.cascade)
         size = len(self.shape.parent_N or ()) or 8
         self.told = Telling(
-            self.target, self.cascade, PROMPT, self.length, RIGHT[self.verifier],
-            Budget(size, size, shape=self.shape), self.params,
+            self.target,
+            self.cascade,
+            PROMPT,
+            self.length,
+            RIGHT[self.verifier],
+            Budget(size, size, shape=self.shape),
+            self.params,
         )
         self.drafted = self.accepted = 0.0
 
@@ -136,13 +140,12 @@ CASES = {
     "coupled": Case("2,1/2", verifier="coupled"),
     "coupled, three levels": Case("2/1,1/1", models=2, verifier="coupled"),
     "leaders": Case("2,1/1", shape=widths((2, 1)), vocab=3, length=2),
-    "leaders, drawn again": Case("1,1/1", shape=widths((2, 1)), vocab=3, length=2,
-                                 verifier="k_seq"),
+    "leaders, drawn again": Case("1,1/1", shape=widths((2, 1)), vocab=3, length=2, verifier="k_seq"),
     "leaders, coupled": Case("2,1/1", shape=widths((2, 1)), verifier="coupled"),
-    "greedy": Case("2,1/2", vocab=3, length=6,
-                   params=SamplingParams(temperature=0.0, repetition_penalty=1.5)),
-    "inner block": Case("1/2", models=2, lookup=False, length=4,
-                        edit=with_verifier(RIGHT["block"])),
+    "greedy": Case(
+        "2,1/2", vocab=3, length=6, params=SamplingParams(temperature=0.0, repetition_penalty=1.5)
+    ),
+    "inner block": Case("1/2", models=2, lookup=False, length=4, edit=with_verifier(RIGHT["block"])),
     "inner traversal": Case("1,1/2", edit=with_verifier(RIGHT["traversal"])),
 }
 
@@ -225,7 +228,9 @@ class OfThePlace(CoinsAhead):
 PLANTED = {
     "law of the lookup": (Case("2/2"), ("extend", handed_up_by_the_lookup), None),
     "law of the model below": (
-        Case("2/2", models=2, lookup=False), ("extend", handed_up_by_the_model_below), None
+        Case("2/2", models=2, lookup=False),
+        ("extend", handed_up_by_the_model_below),
+        None,
     ),
     "no residual": (Case("2/2", edit=with_verifier(Unresidual(ChainConfig()))), None, None),
     "dropped by what it is": (Case("2/1"), ("draft", unlikely_ones_dropped), None),
@@ -305,8 +310,10 @@ def test_a_batch_is_drafted_together(engine):
     spec = f"cascade[levels={DRAFT}+max_gram k=4/6]"
     together = run(engine, spec, PROMPTS * 2)
     apart = [run(engine, spec, [prompt]) for prompt in PROMPTS]
-    assert together[0] == [tokens for tokens, *_ in (*apart, *apart)] or together[0] == [
-        apart[0][0][0], apart[1][0][0]] * 2
+    assert (
+        together[0] == [tokens for tokens, *_ in (*apart, *apart)]
+        or together[0] == [apart[0][0][0], apart[1][0][0]] * 2
+    )
     assert together[2] < apart[0][2] + apart[1][2]
 
 
@@ -356,8 +363,15 @@ def test_leaders_are_the_models_best_and_each_has_a_tail(engine):
 
 def test_tokens_are_taken_back_without_trace():
     def everything(a):
-        return [list(a.tokens), [dict(d) for d in a.next], list(a.link), list(a.length),
-                list(a.newest), list(a.count), a.last]
+        return [
+            list(a.tokens),
+            [dict(d) for d in a.next],
+            list(a.link),
+            list(a.length),
+            list(a.newest),
+            list(a.count),
+            a.last,
+        ]
 
     parted = 0
     for seed in range(60):

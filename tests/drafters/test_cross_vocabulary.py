@@ -29,15 +29,7 @@ from outpace.params import SamplingParams
 from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import CHAIN, widths
-from outpace.types import (
-    Budget,
-    Draft,
-    Drawn,
-    Group,
-    Outcome,
-    Scored,
-    Verdict,
-)
+from outpace.types import Budget, Draft, Drawn, Group, Outcome, Scored, Verdict
 from tests.drafters.strangers import letters, stranger_tokenizer, table, write_stranger
 from tests.drafters.support import Telling
 
@@ -60,20 +52,22 @@ def pieces(bytes_too=True, extra=()):
     backend = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=bytes_too)
     )
-    backend.normalizer = tokenizers.normalizers.Sequence([
-        tokenizers.normalizers.Prepend(SPACE_MARK), tokenizers.normalizers.Replace(" ", SPACE_MARK)
-    ])
-    backend.decoder = tokenizers.decoders.Sequence([
-        tokenizers.decoders.Replace(SPACE_MARK, " "), tokenizers.decoders.ByteFallback(),
-        tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0),
-    ])
+    backend.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend(SPACE_MARK), tokenizers.normalizers.Replace(" ", SPACE_MARK)]
+    )
+    backend.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace(SPACE_MARK, " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
     backend.post_processor = tokenizers.processors.TemplateProcessing(
         single=["<s>", "$A"], special_tokens=[("<s>", 1)]
     )
-    return Tokenizer(
-        backend, named={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    )
+    return Tokenizer(backend, named={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
 
 
 def stranger():
@@ -87,14 +81,25 @@ def smol():
 
 @pytest.fixture(scope="module")
 def spellings(smol):
-    made = {"smol": smol, "tiny": tiny_tokenizer(), "stranger": stranger(), "pieces": pieces(),
-            "characters": pieces(bytes_too=False)}  # fmt: skip
+    made = {
+        "smol": smol,
+        "tiny": tiny_tokenizer(),
+        "stranger": stranger(),
+        "pieces": pieces(),
+        "characters": pieces(bytes_too=False),
+    }
     return {name: Spelling(one, one.vocab_size) for name, one in made.items()}
 
 
 ALL = ("smol", "tiny", "stranger", "pieces", "characters")
-PAIRS = [("tiny", "stranger"), ("stranger", "pieces"), ("pieces", "tiny"), ("tiny", "characters"),
-         ("tiny", "smol"), ("smol", "pieces")]
+PAIRS = [
+    ("tiny", "stranger"),
+    ("stranger", "pieces"),
+    ("pieces", "tiny"),
+    ("tiny", "characters"),
+    ("tiny", "smol"),
+    ("smol", "pieces"),
+]
 
 
 def said(spelling, ids):
@@ -109,8 +114,12 @@ def test_bytes_come_back_as_they_were(spellings, name):
             found = spelling.encode(data, first)
             assert sum(piece.size for piece in found) == len(data)
             if name != "characters":
-                assert said(spelling, [piece.id for piece in found]).removeprefix(
-                    b" " if first and name == "pieces" else b"") == data
+                assert (
+                    said(spelling, [piece.id for piece in found]).removeprefix(
+                        b" " if first and name == "pieces" else b""
+                    )
+                    == data
+                )
                 assert all(piece.id not in spelling.special for piece in found)
 
 
@@ -178,8 +187,9 @@ def test_work_per_step_is_bounded(spellings):
     tokens = spellings["tiny"].tokenizer.encode(SAMPLE * 40)
     mirror.extend(tokens)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Spelling, "encode",
-                      lambda self, data, first=False: asked.append(data) or real(self, data, first))
+        patch.setattr(
+            Spelling, "encode", lambda self, data, first=False: asked.append(data) or real(self, data, first)
+        )
         for token in tokens[:200]:
             mirror.extend([token])
     assert len(asked) == 200 and max(len(data) for data in asked) < 8 * 2 * TAIL
@@ -224,7 +234,9 @@ def test_special_tokens_part_a_text_and_have_counterparts(spellings):
     mirror = across.mirror()
     mirror.extend([begin, *tiny_.tokenizer.encode("he"), end, *tiny_.tokenizer.encode("an")])
     assert mirror.ids == [
-        other.tokenizer.bos_id, *other.tokenizer.encode("he"), max(other.tokenizer.eos_ids),
+        other.tokenizer.bos_id,
+        *other.tokenizer.encode("he"),
+        max(other.tokenizer.eos_ids),
         *other.tokenizer.encode("an"),
     ]
     # A beginning is not doubled, and a mark that the other vocabulary lacks leaves nothing.
@@ -272,10 +284,8 @@ def test_of_two_tokens_of_the_same_bytes_the_used_one_is_shared(spellings):
 
 def turned(spellings, source, target, before, path, held=0, budget=None, parents=None):
     a, b, both = spellings[source], spellings[target], common(spellings, source, target)
-    draft = Draft.chosen([piece if isinstance(piece, int) else a.known[piece] for piece in path],
-                         parents)
-    return retokenized(draft, before, held, budget or Budget(20, 20),
-                       source=a, target=b, common=both)
+    draft = Draft.chosen([piece if isinstance(piece, int) else a.known[piece] for piece in path], parents)
+    return retokenized(draft, before, held, budget or Budget(20, 20), source=a, target=b, common=both)
 
 
 def test_a_draft_becomes_tokens_of_the_target(spellings):
@@ -296,12 +306,19 @@ def test_tokens_do_not_reach_across_the_committed_text(spellings):
 
 def test_a_tree_becomes_a_tree(spellings):
     smol = spellings["smol"]
-    draft = turned(spellings, "tiny", "smol", smol.tokenizer.encode("The"),
-                   [b" ", b"c", b"a", b"t", b"d", b"o", b"g"], parents=[-1, 0, 1, 2, 0, 4, 5])
+    draft = turned(
+        spellings,
+        "tiny",
+        "smol",
+        smol.tokenizer.encode("The"),
+        [b" ", b"c", b"a", b"t", b"d", b"o", b"g"],
+        parents=[-1, 0, 1, 2, 0, 4, 5],
+    )
     words = [smol.known[b" cat"], smol.known[b" dog"]]
     assert list(draft.token_N) == words and draft.parent_N == (-1, -1)
-    least = turned(spellings, "tiny", "smol", smol.tokenizer.encode("The"),
-                   [b" ", b"c", b"a", b"t"], budget=Budget(1, 1))
+    least = turned(
+        spellings, "tiny", "smol", smol.tokenizer.encode("The"), [b" ", b"c", b"a", b"t"], budget=Budget(1, 1)
+    )
     assert least.token_N == (words[0],)
     none = turned(spellings, "tiny", "smol", [1], [b"c"], budget=Budget(0, 0))
     assert not len(none)
@@ -383,8 +400,13 @@ class Case:
         self.cross = CrossVocabulary(inner, self.model, self.target, self.by)
         size = len(self.shape.parent_N or ()) or self.depth
         self.told = Telling(
-            self.target, self.cross, PROMPT, self.length, RIGHT[self.verifier],
-            Budget(size, size, shape=self.shape), self.params,
+            self.target,
+            self.cross,
+            PROMPT,
+            self.length,
+            RIGHT[self.verifier],
+            Budget(size, size, shape=self.shape),
+            self.params,
         )
 
     def error(self):
@@ -505,10 +527,15 @@ def other(engine, tmp_path_factory):
 
 
 INNER = [
-    "by=text", "by=tokens", "by=text drafter=cascade[levels=draft_model[model=M]+suffix]",
-    "by=text drafter=suffix", "by=text drafter=prompt_lookup", "by=tokens drafter=recycling",
-    "by=tokens drafter=lookahead", "by=text drafter=reference",
-]  # fmt: skip
+    "by=text",
+    "by=tokens",
+    "by=text drafter=cascade[levels=draft_model[model=M]+suffix]",
+    "by=text drafter=suffix",
+    "by=text drafter=prompt_lookup",
+    "by=tokens drafter=recycling",
+    "by=tokens drafter=lookahead",
+    "by=text drafter=reference",
+]
 
 
 @pytest.mark.parametrize("inner", INNER)
@@ -532,9 +559,10 @@ def test_the_draft_model_reads_every_token_once(engine, other):
         drafter = engine.method(f"cross_vocabulary[model={other} by={by}]").drafter
         rows, real = [], drafter.model.score
         drafter.model.score = lambda feeds, cache, real=real, rows=rows, **more: (
-            rows.extend(len(feed.token_J) for feed in feeds), real(feeds, cache, **more))[1]
-        result = engine.generate(TEXTS[1], drafter=f"cross_vocabulary[model={other} by={by}]",
-                                 **GREEDY)
+            rows.extend(len(feed.token_J) for feed in feeds),
+            real(feeds, cache, **more),
+        )[1]
+        result = engine.generate(TEXTS[1], drafter=f"cross_vocabulary[model={other} by={by}]", **GREEDY)
         del drafter.model.score
         assert result.counters.accepted > 5
         prompt = rows.pop(0)
@@ -555,8 +583,9 @@ def test_members_of_other_drafters_can_take_it_back(engine, other):
 
 
 def news_of(drafter, state, tokens, draft=None):
-    outcome = Outcome(draft or Draft(), Scored(torch.zeros(0, 1), (0, 0)),
-                      Verdict((), tuple(tokens)), (0,), (), 0)
+    outcome = Outcome(
+        draft or Draft(), Scored(torch.zeros(0, 1), (0, 0)), Verdict((), tuple(tokens)), (0,), (), 0
+    )
     drafter.observe([state], [outcome])
 
 
@@ -586,8 +615,15 @@ def test_a_model_is_rewound_to_the_first_token_that_changed(engine, other):
     cross = CrossVocabulary(DraftModel(model, model.vocab_size), model, target, "text")
     encode, inner = target.tokenizer.encode, cross.inner
     state = cross.begin(Request(prompt=()))
-    forced = Outcome(Draft(), Scored(torch.zeros(0, 1), (0, 0)), Verdict((), encode("h")[:1]),
-                     tuple(encode("x the other")), (), 0, forced=True)
+    forced = Outcome(
+        Draft(),
+        Scored(torch.zeros(0, 1), (0, 0)),
+        Verdict((), encode("h")[:1]),
+        tuple(encode("x the other")),
+        (),
+        0,
+        forced=True,
+    )
     cross.observe([state], [forced])
     slot = state.reading.state.slot
     assert inner.cache.ids(slot) == state.mirror.ids[:-1]
@@ -672,15 +708,23 @@ def test_a_real_model_and_a_drafter_of_another_tokenizer(tmp_path):
 def test_lookups_over_draft_tokens_follow_the_text():
     """A text that repeats itself is drafted by a lookup that reads the other vocabulary."""
     target, model = table(1, tiny_tokenizer()), table(5, stranger())
-    cross = CrossVocabulary(
-        PromptLookup(PromptLookupConfig()), model, target, "text"
-    )
+    cross = CrossVocabulary(PromptLookup(PromptLookupConfig()), model, target, "text")
     text = target.tokenizer.encode("the other one ran, the other")
     state = cross.begin(Request(prompt=tuple(text)))
-    cross.observe([state], [Outcome(
-        Draft(), Scored(torch.zeros(0, 1), (0, 0)), Verdict((), tuple(text[-1:])),
-        tuple(text[:-1]), (), 0, forced=True,
-    )])  # fmt: skip
+    cross.observe(
+        [state],
+        [
+            Outcome(
+                Draft(),
+                Scored(torch.zeros(0, 1), (0, 0)),
+                Verdict((), tuple(text[-1:])),
+                tuple(text[:-1]),
+                (),
+                0,
+                forced=True,
+            )
+        ],
+    )
     warp = Warp(SamplingParams(temperature=0.0), (), frozenset(), target.vocab_size)
     row = DraftRow(state, text, Budget(5, 5), KeyedCoins(0, 3, Stream.DRAFT), warp, Drawn.CHOSEN)
     (draft,) = cross.propose([row])

@@ -75,10 +75,16 @@ def said(drafter, target, text, **planted):
 def proposed(drafter, states, texts, budget, drawn=Drawn.CHOSEN, temperature=0.0, seed=3):
     params = SamplingParams(temperature=temperature, seed=seed).resolved(None)
     rows = [
-        DraftRow(state, text, budget, KeyedCoins(seed, len(text) - 1, Stream.DRAFT),
-                 Warp(params, text, frozenset(), 10**6), drawn)
+        DraftRow(
+            state,
+            text,
+            budget,
+            KeyedCoins(seed, len(text) - 1, Stream.DRAFT),
+            Warp(params, text, frozenset(), 10**6),
+            drawn,
+        )
         for state, text in zip(states, texts, strict=True)
-    ]  # fmt: skip
+    ]
     with torch.no_grad():
         return drafter.propose(rows)
 
@@ -200,9 +206,12 @@ def test_the_calibrated_tree_stands_in_for_the_stock_one(target):
     drafter = Dflash(random_file(target, tree=tree), target)
     state = begun(drafter, target, TEXT)
     for shape, size, paths in (
-        (STOCK, None, [1, 1, 2, 2, 3]), (STOCK, 3, [1, 2, 3]), (STOCK, 4, [1, 1, 2, 3]),
-        ("2x1", None, [1, 1, 2, 2]), ("chain", 3, [1, 2, 3]),
-    ):  # fmt: skip
+        (STOCK, None, [1, 1, 2, 2, 3]),
+        (STOCK, 3, [1, 2, 3]),
+        (STOCK, 4, [1, 1, 2, 3]),
+        ("2x1", None, [1, 1, 2, 2]),
+        ("chain", 3, [1, 2, 3]),
+    ):
         (draft,) = proposed(drafter, [state], [TEXT], budget(shape, size, 4))
         assert sorted(draft.depth_N) == paths, (shape, size)
 
@@ -235,17 +244,19 @@ def test_greedy_text_is_plain_text_in_any_dtype(dtype, folder):
 def test_what_cannot_be_read_is_said(target, folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     weights = (folder / "model.safetensors").read_bytes()
-    for number, (wrong, message) in enumerate((
-        ({"slots": 0}, "slots of at least 1"),
-        ({"taps": []}, "need taps"),
-        ({"slots": 4}, r"'slots.weight' has shape \[3, 64\], its config needs \[4, 64\]"),
-        ({"taps": ["hidden.1"]}, "'fc.weight' has shape"),
-        ({"draft_vocab_size": 5}, "draft_vocab_size is 5"),
-        ({"tree": [-1, 5]}, "need an earlier node"),
-        ({"decoder": {}}, "the decoder's fields are not right"),
-        ({"target_digest": "0"}, r"was trained for tiny \(0\)"),
-        ({"method": "medusa"}, "method 'medusa', not 'dflash'"),
-    )):  # fmt: skip
+    for number, (wrong, message) in enumerate(
+        (
+            ({"slots": 0}, "slots of at least 1"),
+            ({"taps": []}, "need taps"),
+            ({"slots": 4}, r"'slots.weight' has shape \[3, 64\], its config needs \[4, 64\]"),
+            ({"taps": ["hidden.1"]}, "'fc.weight' has shape"),
+            ({"draft_vocab_size": 5}, "draft_vocab_size is 5"),
+            ({"tree": [-1, 5]}, "need an earlier node"),
+            ({"decoder": {}}, "the decoder's fields are not right"),
+            ({"target_digest": "0"}, r"was trained for tiny \(0\)"),
+            ({"method": "medusa"}, "method 'medusa', not 'dflash'"),
+        )
+    ):
         path = tmp_path / str(number)
         path.mkdir()
         (path / "config.json").write_text(json.dumps({**config, **wrong}))

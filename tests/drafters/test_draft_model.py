@@ -41,9 +41,12 @@ def write(target, folder, **options):
 
 
 SHAPES = [
-    "", " tree=3x2x1", " verifier=chain", " tree=2x2 verifier=tree[replacement=true]",
+    "",
+    " tree=3x2x1",
+    " verifier=chain",
+    " tree=2x2 verifier=tree[replacement=true]",
     " tree=2x2 policy=confidence",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -95,9 +98,13 @@ def test_only_tokens_of_its_vocabulary_are_drafted(target, tmp_path):
     real = method.propose
     method.propose = lambda rows: records.append(real(rows)) or records[-1]
     engine.generate(
-        PROMPTS, drafter=f"draft_model[model={tmp_path / 'd'}]", max_new_tokens=30,
-        temperature=1.0, seed=1, ignore_eos=True,
-    )  # fmt: skip
+        PROMPTS,
+        drafter=f"draft_model[model={tmp_path / 'd'}]",
+        max_new_tokens=30,
+        temperature=1.0,
+        seed=1,
+        ignore_eos=True,
+    )
     drafted = {token for drafts in records for draft in drafts for token in draft.token_N}
     assert len(drafted) > 10 and drafted <= set(vocab.to_target_D.tolist())
     laws = [law for drafts in records for draft in drafts for law in draft.laws]
@@ -107,9 +114,10 @@ def test_only_tokens_of_its_vocabulary_are_drafted(target, tmp_path):
 def test_all_layers_and_half_the_vocabulary_fail_only_outside_it(target, tmp_path):
     """The draft law is the target's own, given that the token is one that it knows."""
     vocab = write(target, tmp_path / "d", layers=2)
-    model, id_D = DraftModel.load(
-        DraftModelConfig(model=str(tmp_path / "d")), target
-    ).model, vocab.to_target_D
+    model, id_D = (
+        DraftModel.load(DraftModelConfig(model=str(tmp_path / "d")), target).model,
+        vocab.to_target_D,
+    )
     from outpace.types import Feed
 
     caches = [one.new_cache() for one in (model, target)]
@@ -122,8 +130,10 @@ def test_all_layers_and_half_the_vocabulary_fail_only_outside_it(target, tmp_pat
 
 
 def test_without_a_name_the_one_of_this_target_is_found(target, tmp_path):
-    with pytest.raises(ModelError, match="no trained draft_model for tiny; make one with: "
-                       "outpace train draft_model --model tiny"):
+    with pytest.raises(
+        ModelError,
+        match="no trained draft_model for tiny; make one with: outpace train draft_model --model tiny",
+    ):
         DraftModel.load(DraftModelConfig(), target)
     home = trained.home("draft_model", target)
     assert home == tmp_path / "data" / "drafters" / target.digest / "draft_model"
@@ -185,9 +195,8 @@ def test_what_does_not_fit_is_said(target, tmp_path):
     with pytest.raises(ModelError, match="has its dtype, float32; leave dtype=bfloat16 out"):
         DraftModel.load(DraftModelConfig(model=str(tmp_path / "d"), dtype="bfloat16"), target)
     assert (
-        DraftModel.load(DraftModelConfig(model=str(tmp_path / "d"), layers=1), target)
-        .model.num_layers == 1
-    )  # fmt: skip
+        DraftModel.load(DraftModelConfig(model=str(tmp_path / "d"), layers=1), target).model.num_layers == 1
+    )
     with pytest.raises(ModelError, match="layers=3"):
         DraftModel.load(DraftModelConfig(model=str(tmp_path / "d"), layers=3), target)
     with pytest.raises(ModelError, match="is a TableTarget; load it with backend='own'"):

@@ -63,9 +63,8 @@ def show(drafter, state, target, text, start=0, stop=None):
     rows = tuple(range(start, stop))
     drafter.observe(
         [state],
-        [Outcome(Draft(), passed.of(0), Verdict((), ()), tuple(text[start:stop]), rows, start,
-                 forced=True)],
-    )  # fmt: skip
+        [Outcome(Draft(), passed.of(0), Verdict((), ()), tuple(text[start:stop]), rows, start, forced=True)],
+    )
 
 
 def begun(drafter, target, text, cuts=()):
@@ -103,10 +102,14 @@ def chain_logits(drafter, state, text, guesses):
 
 
 FLAGS = [
-    {}, {"residual_normed": True}, {"output_normed": True}, {"joint_norm": True},
-    {"each_norm": True}, {"fused": False, "taps": ("hidden.-1",)},
+    {},
+    {"residual_normed": True},
+    {"output_normed": True},
+    {"joint_norm": True},
+    {"each_norm": True},
+    {"fused": False, "taps": ("hidden.-1",)},
     {"fused": False, "fc_bias": True, "taps": ("hidden.-1",)},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "-".join(flags) or "plain")
@@ -166,9 +169,7 @@ CUTS = [(), (3,), (1, 2, 5), tuple(range(1, len(TEXT) - 1))]
 
 def test_one_go_and_token_by_token_are_the_same_bits(target):
     drafter, _ = made(target)
-    logits = [
-        chain_logits(drafter, begun(drafter, target, TEXT, cuts), TEXT, [4, 8]) for cuts in CUTS
-    ]
+    logits = [chain_logits(drafter, begun(drafter, target, TEXT, cuts), TEXT, [4, 8]) for cuts in CUTS]
     for other in logits[1:]:
         assert torch.equal(other, logits[0])
     # With a draft after every token the rows go through the head one by one.
@@ -227,19 +228,23 @@ def test_branches_of_a_tree_do_not_see_each_other(target):
     expected(oracle, target, TEXT, [4, 6])
     oracle.keys, oracle.values = oracle.keys[:length], oracle.values[:length]
     a = torch.zeros(target.hidden_size)
-    blind, seeing = (
-        oracle.row(10, a, length + 1, sees)[1] for sees in (range(length), range(length + 1))
-    )
+    blind, seeing = (oracle.row(10, a, length + 1, sees)[1] for sees in (range(length), range(length + 1)))
     assert float((blind - seeing).abs().max()) > 1e-3
 
 
 def rows_for(drafter, states, texts, budget, drawn, temperature, seed=3):
     params = SamplingParams(temperature=temperature, seed=seed).resolved(None)
     return [
-        DraftRow(state, text, budget, KeyedCoins(seed, len(text) - 1, Stream.DRAFT),
-                 Warp(params, text, frozenset(), 10**6), drawn)
+        DraftRow(
+            state,
+            text,
+            budget,
+            KeyedCoins(seed, len(text) - 1, Stream.DRAFT),
+            Warp(params, text, frozenset(), 10**6),
+            drawn,
+        )
         for state, text in zip(states, texts, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("drawn", [Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT])
@@ -299,9 +304,7 @@ def test_a_draft_of_depth_d_costs_d_passes(target):
     states = [begun(drafter, target, TEXT), begun(drafter, target, TEXT[:4])]
     before = drafter.clock.count
     with torch.no_grad():
-        drafts = drafter.propose(
-            rows_for(drafter, states, [TEXT, TEXT[:4]], Budget(4, 4), Drawn.CHOSEN, 0.0)
-        )
+        drafts = drafter.propose(rows_for(drafter, states, [TEXT, TEXT[:4]], Budget(4, 4), Drawn.CHOSEN, 0.0))
     assert [len(d) for d in drafts] == [4, 4] and drafter.clock.count == before + 4
 
 
@@ -313,9 +316,7 @@ def test_without_features_there_is_no_draft(target):
     full = begun(drafter, target, TEXT)
     budget, states = Budget(3, 3), [empty, gap, full]
     with torch.no_grad():
-        drafts = drafter.propose(
-            rows_for(drafter, states, [TEXT] * 3, budget, Drawn.CHOSEN, 0.0)
-        )
+        drafts = drafter.propose(rows_for(drafter, states, [TEXT] * 3, budget, Drawn.CHOSEN, 0.0))
     assert [len(d) for d in drafts] == [0, 0, 3]
     # What comes after a gap is a new start, not a continuation.
     show(drafter, gap, target, TEXT, 5, len(TEXT) - 1)
@@ -334,9 +335,13 @@ def test_tokens_that_the_head_cannot_say(target, temperature, tmp_path):
     Objective.build(Training(), target, VocabMap(ids, feed_V)).save(tmp_path / "head", {})
     engine = Engine(target, drafter="none")
     settings = {
-        "max_new_tokens": 12, "ignore_eos": True, "temperature": temperature, "seed": 4,
-        "allowed_tokens": frozenset({1, 3, 5, 7}), "reproducible": True,
-    }  # fmt: skip
+        "max_new_tokens": 12,
+        "ignore_eos": True,
+        "temperature": temperature,
+        "seed": 4,
+        "allowed_tokens": frozenset({1, 3, 5, 7}),
+        "reproducible": True,
+    }
     for tree in ("", " tree=2x2", " tree=dynamic"):
         spec = f"eagle3[model={tmp_path / 'head'}{tree}]"
         fast = engine.generate(TEXT, drafter=spec, **settings)
@@ -345,9 +350,14 @@ def test_tokens_that_the_head_cannot_say(target, temperature, tmp_path):
 
 CASES = [
     # base, parents of the tail (0 follows the text), first row of the pass
-    (5, [-1], 0), (64, [-1, 0, 1], 0), (300, [-1, 0, 1, 2, 3], 3), (127, [-1], 0),
-    (130, [-1, 0, 0, 0, 1, 1, 3], 4), (61, [-1, 0, 0, 1, 2], 1), (250, [-1, 0, 0, 1, 1], 3),
-]  # fmt: skip
+    (5, [-1], 0),
+    (64, [-1, 0, 1], 0),
+    (300, [-1, 0, 1, 2, 3], 3),
+    (127, [-1], 0),
+    (130, [-1, 0, 0, 0, 1, 1, 3], 4),
+    (61, [-1, 0, 0, 1, 2], 1),
+    (250, [-1, 0, 0, 1, 1], 3),
+]
 
 
 @pytest.mark.parametrize("base,parents,first", CASES)
@@ -369,9 +379,7 @@ def test_attention_of_few_rows_is_that_of_many_bit_for_bit(target, base, parents
     assert eagle.is_few([span])
     rows = max(len(span.stored), 4)
     head = torch.zeros(rows, heads.queries + 2 * heads.kv, heads.width)
-    head[: len(span.stored)] = torch.randn(
-        len(span.stored), *head.shape[1:], generator=coins
-    )
+    head[: len(span.stored)] = torch.randn(len(span.stored), *head.shape[1:], generator=coins)
     attend = Attention(many, [span], rows, heads, frozenset({None}), torch.float32)
     attend.head_TXD.copy_(head)
     wanted = attend(0, None)[: len(span.stored)]

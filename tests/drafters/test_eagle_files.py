@@ -18,10 +18,17 @@ from outpace.train.objectives.eagle3 import Eagle3Config as Training
 from tests.drafters.eagle_oracle import random_tensors, shape_for
 
 LAYER = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 16,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 1024, "rope_theta": 10000.0, "model_type": "llama",
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 1024,
+    "rope_theta": 10000.0,
+    "model_type": "llama",
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +58,27 @@ def write(folder, config, tensors, pickled=False):
 
 def speculators(target, **changes):
     return {
-        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
         "speculators_config": {"verifier": {"name_or_path": "some/model"}},
         "transformer_layer_config": LAYER | {"vocab_size": target.vocab_size},
-        "draft_vocab_size": len(ids(target)), "norm_before_residual": False,
+        "draft_vocab_size": len(ids(target)),
+        "norm_before_residual": False,
         "eagle_aux_hidden_state_layer_ids": [2, 1, 0],
-    } | changes  # fmt: skip
+    } | changes
 
 
 def plain(target, **changes):
-    return LAYER | {"vocab_size": target.vocab_size, "architectures": ["LlamaForCausalLMEagle3"],
-                    "draft_vocab_size": len(ids(target)), "bias": False} | changes  # fmt: skip
+    return (
+        LAYER
+        | {
+            "vocab_size": target.vocab_size,
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": len(ids(target)),
+            "bias": False,
+        }
+        | changes
+    )
 
 
 def same(head, shape, tensors, target):
@@ -118,9 +135,7 @@ def test_eagle_3_of_its_authors(target, tmp_path, pickled):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_eagle_1_and_2(target, tmp_path, bias):
-    shape = shape_for(
-        target, taps=("hidden.-1",), draft_vocab=target.vocab_size, fused=False, fc_bias=bias
-    )
+    shape = shape_for(target, taps=("hidden.-1",), draft_vocab=target.vocab_size, fused=False, fc_bias=bias)
     tensors = random_tensors(shape)
     embed = {"embed_tokens.weight": read_embedding(target)}
     config = plain(target, architectures=["LlamaForCausalLM"])
@@ -141,15 +156,10 @@ def test_an_embedding_of_its_own(target, tmp_path):
     shape = shape_for(target, draft_vocab=len(ids(target)))
     tensors = random_tensors(shape)
     own = read_embedding(target).flip(0).contiguous()
-    write(
-        tmp_path, speculators(target), tensors | offsets(target) | {"embed_tokens.weight": own}
-    )
+    write(tmp_path, speculators(target), tensors | offsets(target) | {"embed_tokens.weight": own})
     drafter = Eagle3.load(Eagle3Config(model=str(tmp_path)), target)
     assert torch.equal(drafter.net._embed([3, 4]), own[[3, 4]].float())
-    write(
-        tmp_path, speculators(target),
-        tensors | offsets(target) | {"embed_tokens.weight": own[:9]},
-    )  # fmt: skip
+    write(tmp_path, speculators(target), tensors | offsets(target) | {"embed_tokens.weight": own[:9]})
     with pytest.raises(ModelError, match=r"'embed_tokens.weight' has shape \[9, 64\]"):
         read_head(tmp_path, target)
 
@@ -168,8 +178,10 @@ def layer(config, **changes):
 
 FAULTS = [
     (lambda c, t: t.pop("fc.weight"), "no tensor 'fc.weight', which its config needs"),
-    (lambda c, t: t.update({"norm.weight": torch.ones(9)}),
-     r"'norm.weight' has shape \[9\], its config needs \[64\]"),
+    (
+        lambda c, t: t.update({"norm.weight": torch.ones(9)}),
+        r"'norm.weight' has shape \[9\], its config needs \[64\]",
+    ),
     (lambda c, t: layer(c, hidden_size=32), "made for some/model with hidden size 32, but tiny"),
     (lambda c, t: c.update(target_hidden_size=128), "with hidden size 128, but tiny has 64"),
     (lambda c, t: layer(c, vocab_size=999), "with vocabulary size 999, but tiny has 286"),
@@ -181,7 +193,7 @@ FAULTS = [
     (lambda c, t: t.pop("d2t"), "143 draft tokens, but no 'd2t' to 286"),
     (lambda c, t: t.update(d2t=t["d2t"] + 900), "d2t does not map 143 draft ids"),
     (lambda c, t: t.update(d2t=t["d2t"][:9]), "143 draft tokens, but 'd2t' of 9"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change,message", FAULTS)

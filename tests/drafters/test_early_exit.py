@@ -72,9 +72,13 @@ def test_the_text_is_plain_text(engine, spec):
 
 @pytest.mark.parametrize(
     "spec",
-    ["early_exit[layer=4]", "early_exit[layer=5 tree=3x2x1]", "early_exit[model=FOLDER]",
-     "early_exit[model=FOLDER tree=3x2x1]"],
-)  # fmt: skip
+    [
+        "early_exit[layer=4]",
+        "early_exit[layer=5 tree=3x2x1]",
+        "early_exit[model=FOLDER]",
+        "early_exit[model=FOLDER tree=3x2x1]",
+    ],
+)
 def test_every_layer_runs_once_per_drafted_token(engine, target, layer_exit, monkeypatch, spec):
     spec = spec.replace("FOLDER", str(layer_exit.folder))
     rows = count_rows(monkeypatch, target)
@@ -161,9 +165,7 @@ def test_nodes_left_out_leave_the_tail(target):
 
 def test_the_laws_are_those_of_the_exit(target):
     drafter = EarlyExit(target, [3])
-    _, (draft,) = proposed(
-        drafter, leased(target, [TEXT], budget("2x2x1", None, 4), Drawn.DISTINCT, 0.9)
-    )
+    _, (draft,) = proposed(drafter, leased(target, [TEXT], budget("2x2x1", None, 4), Drawn.DISTINCT, 0.9))
     first = target.variant(layers=range(3))
     seen = 0
     for group in draft.groups:
@@ -204,11 +206,19 @@ def test_no_slot_is_lent_while_somebody_else_reads_features(engine, target, monk
     both = {"early_exit": method.drafter, "none": reader}
     states = {name: drafter.begin(Request(prompt=())) for name, drafter in both.items()}
     running = SimpleNamespace(
-        number=0, tokens=list(TEXT), slot=row.lease.slot, warp=row.warp, policy_state=None,
-        budgets={"early_exit": Budget(3, 3)}, states=states, coins=lambda stream: row.coins,
-        verifiers=dict.fromkeys(both, method.verifier), room=lambda: Budget(3, 3),
-        cut=lambda verdict: verdict, extend=lambda outcome: None,
-    )  # fmt: skip
+        number=0,
+        tokens=list(TEXT),
+        slot=row.lease.slot,
+        warp=row.warp,
+        policy_state=None,
+        budgets={"early_exit": Budget(3, 3)},
+        states=states,
+        coins=lambda stream: row.coins,
+        verifiers=dict.fromkeys(both, method.verifier),
+        room=lambda: Budget(3, 3),
+        cut=lambda verdict: verdict,
+        extend=lambda outcome: None,
+    )
     (outcome,) = step(Machine(target, cache, both, method.policy), [running])
     assert (len(outcome.draft) == 0) == bool(taps) == (outcome.draft.resume is None)
     assert outcome.scored.taps.keys() == taps
@@ -258,15 +268,18 @@ def test_sequences_learn_for_themselves(engine):
 
 
 def write_exit(target, folder, layer=4, d2t=None, **tensors):
-    tensors = {"norm.weight": target.checkpoint.tensor("model.norm.weight", torch.float32),
-               **tensors}
+    tensors = {"norm.weight": target.checkpoint.tensor("model.norm.weight", torch.float32), **tensors}
     if d2t is not None:
         tensors["d2t"] = d2t
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     config = {
-        "method": "early_exit", "target": target.name, "target_digest": target.digest,
-        "hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "layer": layer,
+        "method": "early_exit",
+        "target": target.name,
+        "target_digest": target.digest,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "layer": layer,
     }
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -280,7 +293,9 @@ def test_a_trained_exit_is_used(engine, target, tmp_path):
     # A matrix changes the guesses and not the text; a part of the vocabulary is all it drafts.
     known = torch.tensor([i for i in range(target.vocab_size) if i % 2])
     write_exit(
-        target, trained.home("early_exit", target), d2t=known - torch.arange(len(known)),
+        target,
+        trained.home("early_exit", target),
+        d2t=known - torch.arange(len(known)),
         **{"linear.weight": torch.randn(size, size, generator=torch.Generator().manual_seed(0))},
     )
     found = EarlyExit.load(EarlyExitConfig(), target)
@@ -295,8 +310,10 @@ def test_what_does_not_fit_is_said(engine, target, tmp_path):
     with pytest.raises(ModelError, match="6 layers of 6 are not the first few"):
         EarlyExit.load(EarlyExitConfig(layer=6), target)
     for spec, words in (
-        ("layer=2 exits=2+3", "exclude each other"), ("layer=0", "at least 1"),
-        ("exits=3", "two numbers or more"), ("exits=3+x", "two numbers or more"),
+        ("layer=2 exits=2+3", "exclude each other"),
+        ("layer=0", "at least 1"),
+        ("exits=3", "two numbers or more"),
+        ("exits=3+x", "two numbers or more"),
     ):
         with pytest.raises(SpecError, match=words):
             engine.generate([1, 2], drafter=f"early_exit[{spec}]")
@@ -343,9 +360,11 @@ def learned_law(objective, text, temperature):
     fed = [*text, 0]  # the last row learns nothing, so a token more is needed
     feature = target.score([Feed.chain(cache.open(), fed)], cache, taps=frozenset({tap})).taps
     batch = Batch(
-        token_BT=torch.tensor([fed]), length_B=torch.tensor([size]),
-        answer_BT=torch.ones(1, size, dtype=torch.bool), feature={tap: feature[tap][None]},
-    )  # fmt: skip
+        token_BT=torch.tensor([fed]),
+        length_B=torch.tensor([size]),
+        answer_BT=torch.ones(1, size, dtype=torch.bool),
+        feature={tap: feature[tap][None]},
+    )
     with torch.no_grad():
         y_H = objective.outputs(batch, Aligned(batch, DRAFT_MODEL))[0, -1]
         return (objective.head() @ y_H / temperature).softmax(0)
@@ -365,9 +384,7 @@ def laws_apart(engine, objective, monkeypatch, spec):
     monkeypatch.setattr(drafter, "propose", watching)
     settings = {"temperature": 0.9, "seed": 3, "max_new_tokens": 10, "ignore_eos": True}
     results = engine.generate(PROMPTS, drafter=spec, reproducible=False, **settings)
-    assert 0 < sum(one.counters.accepted for one in results) < sum(
-        one.counters.drafted for one in results
-    )
+    assert 0 < sum(one.counters.accepted for one in results) < sum(one.counters.drafted for one in results)
     apart, columns = 0.0, objective.vocab.to_target_D
     for text, draft in seen:
         for group in draft.groups:
@@ -379,9 +396,7 @@ def laws_apart(engine, objective, monkeypatch, spec):
 
 
 @pytest.mark.parametrize("shape", ["", "tree=2x2x1"])
-def test_laws_are_those_that_were_trained_after_every_commit(
-    engine, layer_exit, monkeypatch, shape
-):
+def test_laws_are_those_that_were_trained_after_every_commit(engine, layer_exit, monkeypatch, shape):
     """Its keys are those of the committed text and of the path, whatever was accepted before."""
     spec = f"early_exit[model={layer_exit.folder} {shape}]"
     assert laws_apart(engine, layer_exit, monkeypatch, spec) < 1e-5
@@ -398,13 +413,10 @@ def test_laws_are_those_that_were_trained_after_every_commit(
 def show(drafter, state, text):
     """Let a drafter see all but the last token of a text, forced."""
     cache, count = drafter.target.new_cache(), len(text) - 1
-    passed = drafter.target.score(
-        [Feed.chain(cache.open(), text[:-1])], cache, taps=drafter.taps
-    )
+    passed = drafter.target.score([Feed.chain(cache.open(), text[:-1])], cache, taps=drafter.taps)
     forced = Outcome(
-        Draft(), passed.of(0), Verdict((), ()), tuple(text[:-1]), tuple(range(count)), 0,
-        forced=True,
-    )  # fmt: skip
+        Draft(), passed.of(0), Verdict((), ()), tuple(text[:-1]), tuple(range(count)), 0, forced=True
+    )
     drafter.observe([state], [forced])
 
 

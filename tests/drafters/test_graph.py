@@ -61,9 +61,7 @@ def test_where_laws_look_no_further_back_the_tree_is_the_same_and_cheaper(drawn,
     expected = drafted(plain, drawn, budget)
     draft = drafted(Graph(GraphConfig(), base), drawn, budget)
     assert (draft.token_N, draft.parent_N) == (expected.token_N, expected.parent_N)
-    assert [law.prob_S.tolist() for law in draft.laws] == [
-        law.prob_S.tolist() for law in expected.laws
-    ]
+    assert [law.prob_S.tolist() for law in draft.laws] == [law.prob_S.tolist() for law in expected.laws]
     assert rows.count < all_rows.count and rows.passes <= all_rows.passes
     # It can fail: where fewer tokens have to agree than decide, the tree is another one.
     other = drafted(Graph(GraphConfig(agree=0), counting(table(order=2))[0]), drawn, budget)
@@ -91,9 +89,7 @@ def test_hypotheses_meet_by_their_last_tokens_but_never_with_their_own_past():
 
     def expand(asked):
         seen.append([(b.nodes, list(b.parent_N)) for b in asked])
-        return torch.stack([
-            torch.full((5,), float(node)) for b in asked for node in b.nodes
-        ]), None
+        return torch.stack([torch.full((5,), float(node)) for b in asked for node in b.nodes]), None
 
     graph.draft.expand = expand
     graph._graphs = {id(state): _Graph(tuple(TEXT[-2:]))}
@@ -167,9 +163,10 @@ def texts(graph):
         while node in draft.groups_of:
             node = draft.groups_of[node][-1].nodes[-1]
             path.append(node)
-        graph.observe([state], [SimpleNamespace(
-            draft=draft, forced=False, row_F=(0, *(n + 1 for n in path)), start=start
-        )])  # fmt: skip
+        graph.observe(
+            [state],
+            [SimpleNamespace(draft=draft, forced=False, row_F=(0, *(n + 1 for n in path)), start=start)],
+        )
         text = [*text, *(draft.token_N[n] for n in path), 1]
         held = graph.draft.cache.ids(state.slot)
         assert held == text[: len(held)]
@@ -223,8 +220,13 @@ def test_it_emits_as_much_per_pass_as_its_draft_model(engine):
 
 
 @pytest.mark.parametrize(
-    "draft", ["suffix", "early_exit", "cascade[levels=draft_model[model=tiny layers=1]]",
-              "draft_model[model=tiny]+suffix"],
+    "draft",
+    [
+        "suffix",
+        "early_exit",
+        "cascade[levels=draft_model[model=tiny layers=1]]",
+        "draft_model[model=tiny]+suffix",
+    ],
 )
 def test_what_cannot_share_is_refused(engine, draft):
     with pytest.raises(SpecError, match="draft must be one drafter with a model and a"):
@@ -236,10 +238,7 @@ def test_bad_settings_are_refused(engine):
         ("graph[agree=-2]", SpecError, "agree must be at least -1, got -2"),
         ("graph[draft=draft_model[model=tiny tree=2x2]]", SpecError, "says tree"),
         ("graph", ModelError, "no trained draft_model for tiny"),
-        (
-            "graph[draft=draft_model[model=tiny] tree=dynamic verifier=chain]", SpecError,
-            "takes chains only",
-        ),
+        ("graph[draft=draft_model[model=tiny] tree=dynamic verifier=chain]", SpecError, "takes chains only"),
     ):
         with pytest.raises(error, match=words):
             engine.generate([1, 2], drafter=spec)

@@ -93,12 +93,9 @@ def test_the_text_is_plain_text_in_bfloat16_too(known, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spec", "temperature"),
-    [("threshold=0", 0.9), ("threshold=0 tree=3x2x1", 0.0), ("tree=dynamic", 0.9)],
+    ("spec", "temperature"), [("threshold=0", 0.9), ("threshold=0 tree=3x2x1", 0.0), ("tree=dynamic", 0.9)]
 )
-def test_every_layer_runs_once_per_drafted_token(
-    engine, target, objective, monkeypatch, spec, temperature
-):
+def test_every_layer_runs_once_per_drafted_token(engine, target, objective, monkeypatch, spec, temperature):
     rows = count_rows(monkeypatch, target)
     spec = f"kangaroo[model={objective.folder} {spec}]"
     settings = {**LONG, "temperature": temperature, "reproducible": False}
@@ -154,12 +151,9 @@ def watch(drafter, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("spec", "temperature"),
-    [("", 0.9), ("tree=dynamic tree_size=6", 0.0), ("tree=2x2x1", 0.9)],
+    ("spec", "temperature"), [("", 0.9), ("tree=dynamic tree_size=6", 0.0), ("tree=2x2x1", 0.9)]
 )
-def test_the_adapter_cache_is_in_step_after_every_commit(
-    engine, objective, monkeypatch, spec, temperature
-):
+def test_the_adapter_cache_is_in_step_after_every_commit(engine, objective, monkeypatch, spec, temperature):
     spec = f"kangaroo[model={objective.folder} threshold=0 {spec}]"
     settings = {**LONG, "temperature": temperature}
     seen = watch(engine.method(spec).drafter, monkeypatch)
@@ -186,9 +180,7 @@ def test_the_adapter_cache_is_in_step_after_every_commit(
 def show(drafter, state, text, start, stop):
     """Let a drafter see the rows of ``text[start:stop]``, forced."""
     cache = drafter.target.new_cache()
-    passed = drafter.target.score(
-        [Feed.chain(cache.open(), text[:stop])], cache, taps=drafter.taps
-    )
+    passed = drafter.target.score([Feed.chain(cache.open(), text[:stop])], cache, taps=drafter.taps)
     rows = tuple(range(start, stop))
     forced = Outcome(
         Draft(), passed.of(0), Verdict((), ()), tuple(text[start:stop]), rows, start, forced=True
@@ -239,9 +231,11 @@ def learned_logits(objective, text):
     cache = target.new_cache()
     feature = target.score([Feed.chain(cache.open(), text)], cache, taps=frozenset({tap})).taps
     batch = Batch(
-        token_BT=torch.tensor([text]), length_B=torch.tensor([size]),
-        answer_BT=torch.ones(1, size, dtype=torch.bool), feature={tap: feature[tap][None]},
-    )  # fmt: skip
+        token_BT=torch.tensor([text]),
+        length_B=torch.tensor([size]),
+        answer_BT=torch.ones(1, size, dtype=torch.bool),
+        feature={tap: feature[tap][None]},
+    )
     with torch.no_grad():
         return (objective.outputs(batch, Aligned(batch, DRAFT_MODEL)) @ objective.head().T)[0]
 
@@ -281,9 +275,14 @@ def test_rows_that_were_never_shown_are_left_out_and_positions_stay(objective):
 
 @pytest.mark.parametrize(
     ("tree", "drawn"),
-    [("chain", Drawn.IID), ("3x2x1", Drawn.DISTINCT), ("[-1,-1,0,0,2,2,5]", Drawn.CHOSEN),
-     ("dynamic:2", Drawn.CHOSEN), ("dynamic:2", Drawn.IID)],
-)  # fmt: skip
+    [
+        ("chain", Drawn.IID),
+        ("3x2x1", Drawn.DISTINCT),
+        ("[-1,-1,0,0,2,2,5]", Drawn.CHOSEN),
+        ("dynamic:2", Drawn.CHOSEN),
+        ("dynamic:2", Drawn.IID),
+    ],
+)
 def test_verification_goes_on_where_the_draft_stopped(target, objective, tree, drawn):
     """Logits are, bit for bit, those of a pass that knows of no draft; so are the states."""
     drafter = loaded(objective)

@@ -27,8 +27,7 @@ IDLE = (3, 6)
 def idle_target():
     """A decoder of 8 layers, two of which add nothing to the residual stream."""
     whole = tiny(layers=8)
-    tensors = {name: whole.checkpoint.tensor(name, torch.float32) for name in
-               whole.config.tensor_shapes()}
+    tensors = {name: whole.checkpoint.tensor(name, torch.float32) for name in whole.config.tensor_shapes()}
     for layer in IDLE:
         for part in ("self_attn.o_proj", "mlp.down_proj"):
             tensors[f"model.layers.{layer}.{part}.weight"].zero_()
@@ -54,9 +53,15 @@ def tokens(results):
 
 @pytest.mark.parametrize(
     "settings",
-    ["skip=3+6", "", "find=cosine share=0.3", "skip=1+3+6 tree=3x2x1", "skip=5 tree=dynamic",
-     "skip=2+4 tree_size=12 policy=confidence"],
-)  # fmt: skip
+    [
+        "skip=3+6",
+        "",
+        "find=cosine share=0.3",
+        "skip=1+3+6 tree=3x2x1",
+        "skip=5 tree=dynamic",
+        "skip=2+4 tree_size=12 policy=confidence",
+    ],
+)
 def test_the_text_is_plain_text(target, settings):
     engine, spec = Engine(target, drafter="none"), f"layer_skip[{settings}]".replace("[]", "")
     for more in ({}, {"temperature": 0.8, "seed": 5, "reproducible": True}):
@@ -162,8 +167,11 @@ def test_even_sets():
 def test_what_does_not_fit_is_said(target, tmp_path):
     engine = Engine(target, drafter="none")
     for settings, words in (
-        ("find=luck", "must be search or cosine"), ("share=1", "between 0 and 1"),
-        ("skip=a", "numbers of layers"), ("kind=../x", "letters, digits"), ("trials=0", "at least"),
+        ("find=luck", "must be search or cosine"),
+        ("share=1", "between 0 and 1"),
+        ("skip=a", "numbers of layers"),
+        ("kind=../x", "letters, digits"),
+        ("trials=0", "at least"),
     ):
         with pytest.raises(SpecError, match=words):
             engine.generate([1, 2], drafter=f"layer_skip[{settings}]")

@@ -17,8 +17,14 @@ TREE_BUDGET = Budget(6, 2, shape=parse_shape("3x1"))
 
 
 def row(state, text, budget):
-    return DraftRow(state, text, budget, KeyedCoins(0, 0, Stream.DRAFT),
-                    Warp(PARAMS, text, frozenset(), 100), Drawn.CHOSEN)
+    return DraftRow(
+        state,
+        text,
+        budget,
+        KeyedCoins(0, 0, Stream.DRAFT),
+        Warp(PARAMS, text, frozenset(), 100),
+        Drawn.CHOSEN,
+    )
 
 
 def test_the_pool_keeps_the_newest_and_is_bounded():
@@ -66,8 +72,7 @@ def test_a_rider_sees_level_0_up_to_its_column_and_its_own_column():
     assert torch.equal(scored.logits_TV, alone), "nobody sees a rider"
     fresh = target.new_cache()
     paths = [
-        Feed.chain(fresh.open(), [*text, *tokens], want=(len(text) + len(tokens) - 1,))
-        for tokens in by_hand
+        Feed.chain(fresh.open(), [*text, *tokens], want=(len(text) + len(tokens) - 1,)) for tokens in by_hand
     ]
     expected = target.score(paths, fresh).logits_TV
     torch.testing.assert_close(scored.rider_logits_RV, expected, atol=2e-4, rtol=2e-4)
@@ -91,22 +96,41 @@ def test_the_window_is_harvested_and_moves_with_the_text():
         state.columns = [[0, 11], [20, 21], [30, 31]]
         state.tail.clear()
         kept = tuple(range(len(emitted) - 1))
-        drafter.observe([state], [
-            Outcome(draft, Scored(torch.zeros(1, 50), (0, 1), rider_logits_RV=scored),
-                    Verdict(kept, emitted), (2, *emitted[:-1]), (0,), 1)
-        ])
+        drafter.observe(
+            [state],
+            [
+                Outcome(
+                    draft,
+                    Scored(torch.zeros(1, 50), (0, 1), rider_logits_RV=scored),
+                    Verdict(kept, emitted),
+                    (2, *emitted[:-1]),
+                    (0,),
+                    1,
+                )
+            ],
+        )
         assert state.columns == want
     assert state.pool.after(2) == [(11, 12)] and state.pool.after(30) == [(31, 32)]
-    drafter.observe([state], [Outcome(Draft(), Scored(torch.zeros(1, 50), (0, 1)),
-                                      Verdict((), (8,)), (7,), (0,), 6)])
+    drafter.observe(
+        [state], [Outcome(Draft(), Scored(torch.zeros(1, 50), (0, 1)), Verdict((), (8,)), (7,), (0,), 6)]
+    )
     assert state.columns == want, "no riders, no news"
     other = Lookahead(LookaheadConfig(window=5))
     (draft,) = other.propose([row(other.begin(Request(prompt=(1, 2))), [1, 2], Budget(4, 4))])
     assert draft.memo.width == 5
-    drafter.observe([state], [
-        Outcome(draft, Scored(torch.zeros(1, 50), (0, 1), rider_logits_RV=torch.zeros(9, 50)),
-                Verdict((), (8,)), (7,), (0,), 6)
-    ])
+    drafter.observe(
+        [state],
+        [
+            Outcome(
+                draft,
+                Scored(torch.zeros(1, 50), (0, 1), rider_logits_RV=torch.zeros(9, 50)),
+                Verdict((), (8,)),
+                (7,),
+                (0,),
+                6,
+            )
+        ],
+    )
     assert state.columns == want, "another one's window is none of its own"
 
 
@@ -123,9 +147,20 @@ def test_drafts_are_the_ngrams_of_the_pending_token_as_a_tree():
 
 @pytest.mark.parametrize(
     ("max_rows", "positions", "width"),
-    [(1 << 30, 1000, 4), (2, 1000, 0), (3, 1000, 1), (6, 1000, 2), (9, 1000, 3), (11, 1000, 3),
-     (12, 1000, 4), (99, 11, 4), (99, 9, 3), (99, 7, 1), (99, 6, 0)],
-)  # fmt: skip
+    [
+        (1 << 30, 1000, 4),
+        (2, 1000, 0),
+        (3, 1000, 1),
+        (6, 1000, 2),
+        (9, 1000, 3),
+        (11, 1000, 3),
+        (12, 1000, 4),
+        (99, 11, 4),
+        (99, 9, 3),
+        (99, 7, 1),
+        (99, 6, 0),
+    ],
+)
 def test_riders_keep_to_the_rows_and_the_context_that_are_left(max_rows, positions, width):
     drafter = Lookahead(LookaheadConfig(window=4, ngram=4), max_positions=positions)
     text = [1, 2, 3, 1, 2]

@@ -200,9 +200,7 @@ def test_the_automaton_finds_what_trying_everything_finds(alphabet):
             assert automaton.count[state] == want[2]
             tail = text[-length:]
             got = {token: count for token, count, _ in automaton.after(state)}
-            assert got == {
-                token: n for token in range(alphabet) if (n := occurrences(text, [*tail, token]))
-            }
+            assert got == {token: n for token in range(alphabet) if (n := occurrences(text, [*tail, token]))}
         lengths = [n for _, n in automaton.suffixes()]
         assert lengths == sorted(lengths, reverse=True)
     assert len(automaton.next) <= 2 * len(text)

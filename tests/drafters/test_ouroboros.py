@@ -62,24 +62,33 @@ def test_refused_rows_give_phrases_where_they_agree_with_each_other():
     best_J = [rows[node] for node in range(ROOT, len(draft))]
     found = list(discarded(draft, best_J, (1,), pending=7, most=3))
     assert found == [
-        (7, 10, (11, 12, 13)), (10, 11, (12, 13)), (20, 21, (22, 23)),
+        (7, 10, (11, 12, 13)),
+        (10, 11, (12, 13)),
+        (20, 21, (22, 23)),
     ]  # behind 12 and 22 there is one prediction alone
     assert next(discarded(draft, best_J, (1,), 7, most=2)) == (7, 10, (11, 12))
     best_J[1] = 99  # behind 10 the target wanted something else: nothing to go on from
-    assert [phrase for _, token, phrase in discarded(draft, best_J, (1,), 7, 3)
-            if token == 10] == []
+    assert [phrase for _, token, phrase in discarded(draft, best_J, (1,), 7, 3) if token == 10] == []
 
 
 def test_phrases_hang_behind_a_leaf_and_share_their_beginnings():
     phrases, pool = Phrases(tokens=3, per_token=8, most=3), Pool(tokens=3, per_token=8)
     for phrase in ([1, 2, 3], [1, 2, 4], [5, 1, 1], [1, 9, 9]):
         pool.add(0, 7, phrase)
-    start = Draft((6, 7), (ROOT, ROOT), (Group(ROOT, Drawn.DISTINCT, (0, 1), 0),),
-                  (Law.one_hot(6),), memo="mine")  # fmt: skip
+    start = Draft(
+        (6, 7), (ROOT, ROOT), (Group(ROOT, Drawn.DISTINCT, (0, 1), 0),), (Law.one_hot(6),), memo="mine"
+    )
     draft = phrases.lengthened(start, 1, [0, 7], pool, room=20, depth=9)
     assert [draft.path_tokens(node)[1:] for node in range(2, len(draft))] == [
-        (1,), (1, 9), (1, 9, 9), (5,), (5, 1), (5, 1, 1), (1, 2), (1, 2, 4)
-    ]  # fmt: skip
+        (1,),
+        (1, 9),
+        (1, 9, 9),
+        (5,),
+        (5, 1),
+        (5, 1, 1),
+        (1, 2),
+        (1, 2, 4),
+    ]
     assert draft.groups[:1] == start.groups and draft.memo == "mine"
     assert all(group.drawn is Drawn.CHOSEN for group in draft.groups[1:])
     for room, depth, most in ((4, 9, 4), (20, 1, 2), (0, 9, 0), (20, 0, 0)):
@@ -151,7 +160,12 @@ def law_error(verifier, faster, plant=lambda state, draft: draft, length=4, temp
         plant(row.state, draft) for row, draft in zip(rows, real(rows), strict=True)
     ]
     told = Telling(
-        target, drafter, PROMPT, length, RIGHT[verifier], Budget(5, 5),
+        target,
+        drafter,
+        PROMPT,
+        length,
+        RIGHT[verifier],
+        Budget(5, 5),
         SamplingParams(temperature=temperature),
     )
     hung = []
@@ -183,8 +197,7 @@ def said_to_be_drawn(state, draft):
     """A phrase that says it was drawn from the law of the draft model."""
     if len(draft) < 2 or not draft.laws:
         return draft
-    groups = [replace(g, drawn=Drawn.DISTINCT, law=0) if g.law is None else g
-              for g in draft.groups]
+    groups = [replace(g, drawn=Drawn.DISTINCT, law=0) if g.law is None else g for g in draft.groups]
     return replace(draft, groups=tuple(groups))
 
 
@@ -249,9 +262,7 @@ def test_shared_phrases_serve_the_next_request(engine):
 
 def test_phrases_are_shared_within_a_key():
     phrases = Phrases(3, 16, 3, shared=True)
-    first, same, other = (
-        phrases.begin(Request(prompt=(1,), key=key)) for key in ("a", "a", "b")
-    )
+    first, same, other = (phrases.begin(Request(prompt=(1,), key=key)) for key in ("a", "a", "b"))
     assert first is same and first is not other
 
 
@@ -281,6 +292,4 @@ def test_bad_settings_are_refused(engine):
         ("ouroboros", ModelError, "no trained draft_model for tiny"),
     ):
         with pytest.raises(error, match=words):
-            engine.generate(
-                [9, 2, 3, 9, 4, 5, 9, 6, 7, 9, 8, 4], drafter=spec, allowed_tokens=frozenset({9})
-            )
+            engine.generate([9, 2, 3, 9, 4, 5, 9, 6, 7, 9, 8, 4], drafter=spec, allowed_tokens=frozenset({9}))

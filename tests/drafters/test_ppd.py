@@ -109,9 +109,7 @@ def test_guesses_do_not_feel_riders(target):
     target.score([Feed.chain(slot, TEXT[:-1], want=())], cache)
     cache.keep(slot, range(len(TEXT) - 1))
     bare = replace(draft, riders=None)
-    assert torch.equal(
-        target.score([Feed.tree(slot, TEXT[-1], bare)], cache).logits_TV, scored.logits_TV
-    )
+    assert torch.equal(target.score([Feed.tree(slot, TEXT[-1], bare)], cache).logits_TV, scored.logits_TV)
 
 
 def committed(drafter, state, draft, scored, kept, text=TEXT, emitted=None):
@@ -126,8 +124,14 @@ def committed(drafter, state, draft, scored, kept, text=TEXT, emitted=None):
 
 def proposed(drafter, state, text, asked, drawn=Drawn.CHOSEN, temperature=0.0, seed=3):
     params = SamplingParams(temperature=temperature, seed=seed).resolved(None)
-    row = DraftRow(state, text, asked, KeyedCoins(seed, len(text) - 1, Stream.DRAFT),
-                   Warp(params, text, frozenset(), 10**6), drawn)  # fmt: skip
+    row = DraftRow(
+        state,
+        text,
+        asked,
+        KeyedCoins(seed, len(text) - 1, Stream.DRAFT),
+        Warp(params, text, frozenset(), 10**6),
+        drawn,
+    )
     with torch.no_grad():
         return drafter.propose([row])[0]
 
@@ -167,9 +171,13 @@ def test_every_state_has_its_tree_and_riders(target):
     drafter = made(target)
     stock = budget(STOCK, None, 4)
     for kept, emitted, levels in (
-        ((1,), None, 0), ((0, 2), None, 1), ((0,), None, 2), ((), None, 3),
-        ((0, 2, 4), None, 2), ((0, 2), (20, 22), 2),
-    ):  # fmt: skip
+        ((1,), None, 0),
+        ((0, 2), None, 1),
+        ((0,), None, 2),
+        ((), None, 3),
+        ((0, 2, 4), None, 2),
+        ((0, 2), (20, 22), 2),
+    ):
         state = drafter.begin(Request(prompt=tuple(TEXT)))
         draft, scored = ridden(drafter, target)
         text = committed(drafter, state, draft, scored, kept, emitted=emitted)
@@ -256,15 +264,15 @@ def test_the_choice_is_the_best_of_all():
     for state in range(3):
         trees = [(), (-1,), (-1, -1)] if state else [()]
         trees += [(-1, 0), (-1, -1, 0)] if state == 2 else []
-        choices.append([
-            (tree, riders)
-            for tree in trees
-            for riders in itertools.product(range(3), repeat=len(tree) + 1)
-            if 1 + len(tree) + sum(riders) <= len(seconds)
-        ])  # fmt: skip
-    best = max(
-        evaluate(chosen, rates, seconds, 1)[0] for chosen in itertools.product(*choices)
-    )
+        choices.append(
+            [
+                (tree, riders)
+                for tree in trees
+                for riders in itertools.product(range(3), repeat=len(tree) + 1)
+                if 1 + len(tree) + sum(riders) <= len(seconds)
+            ]
+        )
+    best = max(evaluate(chosen, rates, seconds, 1)[0] for chosen in itertools.product(*choices))
     machine = solve(rates, seconds)
     assert machine.rate == pytest.approx(best, rel=1e-9)
     chosen = [(tree, machine.riders(tree)) for tree in machine.tree_S]
@@ -347,10 +355,12 @@ def test_what_is_read(target, folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     weights = (folder / "model.safetensors").read_bytes()
     for change, said in (
-        ({"riders": 4}, "'prompts' has shape"), ({"ensemble": None}, "'prompts' has shape"),
-        ({"draft_vocab_size": 7}, "draft_vocab_size is 7"), ({"method": "medusa"}, "medusa"),
+        ({"riders": 4}, "'prompts' has shape"),
+        ({"ensemble": None}, "'prompts' has shape"),
+        ({"draft_vocab_size": 7}, "draft_vocab_size is 7"),
+        ({"method": "medusa"}, "medusa"),
         ({"acceptance": [[0.5]]}, "acceptance of 1 of 3 riders"),
-    ):  # fmt: skip
+    ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         (tmp_path / "model.safetensors").write_bytes(weights)
         with pytest.raises(ModelError, match=said):

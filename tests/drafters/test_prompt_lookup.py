@@ -17,8 +17,14 @@ BUDGET = Budget(3, 3)
 
 def propose(text, budget=BUDGET, lookup=LOOKUP):
     state = lookup.begin(Request(prompt=tuple(text), held=len(text)))
-    row = DraftRow(state, text, budget, KeyedCoins(0, 0, Stream.DRAFT),
-                   Warp(PARAMS, text, frozenset(), 100), Drawn.CHOSEN)
+    row = DraftRow(
+        state,
+        text,
+        budget,
+        KeyedCoins(0, 0, Stream.DRAFT),
+        Warp(PARAMS, text, frozenset(), 100),
+        Drawn.CHOSEN,
+    )
     return lookup.propose([row])[0].token_N
 
 

@@ -23,8 +23,9 @@ WIDE = Budget(6, 2, shape=parse_shape("2x2"))
 
 def row(state, pending, budget):
     text = [pending]
-    return DraftRow(state, text, budget, KeyedCoins(0, 0, Stream.DRAFT),
-                    Warp(PARAMS, text, frozenset(), 10), Drawn.CHOSEN)
+    return DraftRow(
+        state, text, budget, KeyedCoins(0, 0, Stream.DRAFT), Warp(PARAMS, text, frozenset(), 10), Drawn.CHOSEN
+    )
 
 
 def ask(drafter, state, pending, budget=CHAIN):
@@ -44,8 +45,14 @@ def logits(*best):
 def judged(draft, pending, rows, kept):
     path = [draft.token_N[i] for i in kept]
     emitted = (*path, int(rows[kept[-1] + 1 if kept else 0].argmax()))
-    return Outcome(draft, Scored(rows, (0, len(rows))), Verdict(tuple(kept), emitted),
-                   (pending, *path), (0, *(i + 1 for i in kept)), 0)
+    return Outcome(
+        draft,
+        Scored(rows, (0, len(rows))),
+        Verdict(tuple(kept), emitted),
+        (pending, *path),
+        (0, *(i + 1 for i in kept)),
+        0,
+    )
 
 
 def test_every_row_of_a_pass_is_remembered_the_refused_ones_too():
@@ -72,15 +79,25 @@ def test_a_prompt_seeds_the_lists_and_its_pieces_belong_together():
     drafter = Recycling(RecyclingConfig(successors=2))
     state = drafter.begin(Request(prompt=(1, 2, 3, 1, 4, 5), held=2))
     for fed, start in (((3, 1), 2), ((4,), 4)):
-        drafter.observe([state], [
-            Outcome(Draft(), Scored(torch.zeros(0, 10), (0, 0)), Verdict((), ()), fed,
-                    tuple(range(len(fed))), start, forced=True)
-        ])
+        drafter.observe(
+            [state],
+            [
+                Outcome(
+                    Draft(),
+                    Scored(torch.zeros(0, 10), (0, 0)),
+                    Verdict((), ()),
+                    fed,
+                    tuple(range(len(fed))),
+                    start,
+                    forced=True,
+                )
+            ],
+        )
     assert state.after == {1: (4, 2), 2: (3,), 3: (1,)}
-    drafter.observe([state], [
-        Outcome(Draft(), Scored(logits([7, 8]), (0, 1)), Verdict((), (7,)), (5,), (0,), 5,
-                forced=True)
-    ])
+    drafter.observe(
+        [state],
+        [Outcome(Draft(), Scored(logits([7, 8]), (0, 1)), Verdict((), (7,)), (5,), (0,), 5, forced=True)],
+    )
     assert state.after[5] == (7, 8), "the row after the prompt is ranked like any other"
 
 

@@ -39,8 +39,8 @@ class Running:
         while at < len(text):
             draft = self.propose()
             kept = 0
-            while kept < len(draft) and at + kept < len(text) - 1 and (
-                draft.token_N[kept] == text[at + kept]
+            while (
+                kept < len(draft) and at + kept < len(text) - 1 and (draft.token_N[kept] == text[at + kept])
             ):
                 kept += 1
             emitted = tuple(text[at : at + kept + 1])

@@ -47,13 +47,8 @@ def half(target):
 def made(method, target, tree=None):
     """A drafter with random heads of two blocks."""
     coins = torch.Generator().manual_seed(5)
-    shape = HeadsShape(
-        heads=HEADS, layers=2, hidden_size=target.hidden_size, conditioned=method is Hydra
-    )
-    tensors = {
-        name: 0.3 * torch.randn(size, generator=coins)
-        for name, size in shape.tensor_shapes().items()
-    }
+    shape = HeadsShape(heads=HEADS, layers=2, hidden_size=target.hidden_size, conditioned=method is Hydra)
+    tensors = {name: 0.3 * torch.randn(size, generator=coins) for name, size in shape.tensor_shapes().items()}
     return method(Heads(shape=shape, tensors=tensors, vocab=half(target), tree=tree), target)
 
 
@@ -90,11 +85,19 @@ def begun(drafter, target, text):
 
 def proposed(drafter, states, texts, budget, drawn=Drawn.CHOSEN, temperature=0.0):
     params = SamplingParams(temperature=temperature, seed=3).resolved(None)
-    return drafter.propose([
-        DraftRow(state, text, budget, KeyedCoins(3, len(text) - 1, Stream.DRAFT),
-                 Warp(params, text, frozenset(), 10**6), drawn)
-        for state, text in zip(states, texts, strict=True)
-    ])  # fmt: skip
+    return drafter.propose(
+        [
+            DraftRow(
+                state,
+                text,
+                budget,
+                KeyedCoins(3, len(text) - 1, Stream.DRAFT),
+                Warp(params, text, frozenset(), 10**6),
+                drawn,
+            )
+            for state, text in zip(states, texts, strict=True)
+        ]
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -253,14 +256,16 @@ def test_what_cannot_be_read_is_said(target, folders, tmp_path):
         Hydra.load(HydraConfig(model=str(folders / "medusa")), target)
     config = json.loads((folders / "medusa" / "config.json").read_text())
     weights = (folders / "medusa" / "model.safetensors").read_bytes()
-    for number, (wrong, message) in enumerate((
-        ({"heads": 0}, "heads and layers must be above 0"),
-        ({"heads": 4}, r"'heads.3.blocks.0.bias' has shape None"),
-        ({"heads": 2}, r"'heads.2.blocks.0.bias' has shape \(64,\), its config needs None"),
-        ({"draft_vocab_size": 5}, "draft_vocab_size is 5"),
-        ({"tree": [-1, 5]}, "need an earlier node"),
-        ({"target_digest": "0"}, r"was trained for tiny \(0\)"),
-    )):  # fmt: skip
+    for number, (wrong, message) in enumerate(
+        (
+            ({"heads": 0}, "heads and layers must be above 0"),
+            ({"heads": 4}, r"'heads.3.blocks.0.bias' has shape None"),
+            ({"heads": 2}, r"'heads.2.blocks.0.bias' has shape \(64,\), its config needs None"),
+            ({"draft_vocab_size": 5}, "draft_vocab_size is 5"),
+            ({"tree": [-1, 5]}, "need an earlier node"),
+            ({"target_digest": "0"}, r"was trained for tiny \(0\)"),
+        )
+    ):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({**config, **wrong}))

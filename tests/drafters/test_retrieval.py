@@ -6,12 +6,7 @@ import pytest
 
 from outpace import Engine, ModelError, RequestError, SpecError
 from outpace.coins import KeyedCoins, Stream
-from outpace.drafters.lookup.datastore import (
-    Datastore,
-    build_datastore,
-    suffix_array,
-    write_datastore,
-)
+from outpace.drafters.lookup.datastore import Datastore, build_datastore, suffix_array, write_datastore
 from outpace.drafters.lookup.retrieval import Retrieval, RetrievalConfig
 from outpace.models.tiny import TableTarget, tiny, tiny_tokenizer
 from outpace.sampling import SamplingParams, Warp
@@ -31,8 +26,14 @@ def store_of(folder, documents):
 
 def propose(store, text, budget, **settings):
     drafter = Retrieval(RetrievalConfig(store="", **settings), store)
-    row = DraftRow(None, text, budget, KeyedCoins(0, 0, Stream.DRAFT),
-                   Warp(PARAMS, text, frozenset(), 1000), Drawn.CHOSEN)
+    row = DraftRow(
+        None,
+        text,
+        budget,
+        KeyedCoins(0, 0, Stream.DRAFT),
+        Warp(PARAMS, text, frozenset(), 1000),
+        Drawn.CHOSEN,
+    )
     draft = drafter.propose([row])[0]
     return draft.token_N, draft.parent_N
 
@@ -94,12 +95,8 @@ def test_a_chain_is_the_commonest_continuation(tmp_path, text, want):
 def test_a_tree_takes_the_commonest_child_of_each_place(tmp_path):
     store = store_of(tmp_path, CORPUS)
     budget = Budget(6, 3, shape=parse_shape("2x2x1"))
-    assert propose(store, [7, 2], budget, min_ngram=1) == (
-        (3, 8, 4, 6, 5), (-1, -1, 0, 0, 2)
-    )  # fmt: skip
-    assert propose(store, [7, 2], Budget(3, 2, shape=budget.shape), min_ngram=1) == (
-        (3, 8, 4), (-1, -1, 0)
-    )  # fmt: skip
+    assert propose(store, [7, 2], budget, min_ngram=1) == ((3, 8, 4, 6, 5), (-1, -1, 0, 0, 2))
+    assert propose(store, [7, 2], Budget(3, 2, shape=budget.shape), min_ngram=1) == ((3, 8, 4), (-1, -1, 0))
     dynamic = Budget(3, 3, shape=Shape(beam=8))
     # 3 with 3/4, 8 with 1/4; after 3 come 4, 6 and 7, a third of it each.
     assert propose(store, [7, 2], dynamic, min_ngram=1) == ((3, 8, 4), (-1, -1, 0))
@@ -125,8 +122,12 @@ def test_files_become_documents(tmp_path):
     (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
     seen = []
     out = tmp_path / "new" / "c.store"
-    build_datastore([tmp_path / "a.txt", tmp_path / "b.jsonl"], TOKENIZER, out,
-                    progress=lambda part, tokens: seen.append((part, tokens)))
+    build_datastore(
+        [tmp_path / "a.txt", tmp_path / "b.jsonl"],
+        TOKENIZER,
+        out,
+        progress=lambda part, tokens: seen.append((part, tokens)),
+    )
     store = Datastore.open(out)
     text = [token for token in store.token_M.tolist() if token != TOKENIZER.vocab_size]
     assert TOKENIZER.decode(text) == "the rest is nothing\nin the endto be\nor not"
@@ -140,8 +141,12 @@ def test_what_cannot_be_built_is_refused_and_leaves_nothing(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
     (tmp_path / "c.txt").write_text("")
     out = tmp_path / "out.store"
-    for name, fault in (("a.jsonl", "line 2 is not JSON"), ("b.txt", r"not UTF-8 text \(byte 3\)"),
-                        ("c.txt", "hold no text"), ("d.txt", "cannot read")):
+    for name, fault in (
+        ("a.jsonl", "line 2 is not JSON"),
+        ("b.txt", r"not UTF-8 text \(byte 3\)"),
+        ("c.txt", "hold no text"),
+        ("d.txt", "cannot read"),
+    ):
         with pytest.raises(RequestError, match=fault):
             build_datastore([tmp_path / name], TOKENIZER, out)
     assert not list(tmp_path.glob("out.store*"))

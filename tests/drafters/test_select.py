@@ -116,8 +116,9 @@ def error(cost, after=lambda draft: draft):
 
     def run(fate):
         state = drafter.begin(Request(prompt=TEXT, held=len(TEXT)))
-        row = DraftRow(state, list(TEXT), Budget(2, 2),
-                       EnumeratingCoins(fate, 0, 3, Stream.DRAFT), warp, Drawn.DISTINCT)
+        row = DraftRow(
+            state, list(TEXT), Budget(2, 2), EnumeratingCoins(fate, 0, 3, Stream.DRAFT), warp, Drawn.DISTINCT
+        )
         (draft,) = drafter.propose([row])
         drafter.end(state)
         drawn[bool(draft.laws)] += 1
@@ -130,9 +131,7 @@ def error(cost, after=lambda draft: draft):
             found[first, more[0]] += fate.weight
         else:
             found[first] += fate.weight * law
-    truth = torch.stack([
-        TARGET.law_after(TEXT)[a] * TARGET.law_after((*TEXT, a)) for a in range(V)
-    ])
+    truth = torch.stack([TARGET.law_after(TEXT)[a] * TARGET.law_after((*TEXT, a)) for a in range(V)])
     return float((found - truth).abs().max()), drawn
 
 
@@ -173,7 +172,8 @@ def watched(engine, spec, prompt, **settings):
     reals = [member.observe for member in method.members]
     for log, member, real in zip(told, method.members, reals, strict=True):
         member.observe = lambda states, outcomes, log=log, real=real: (
-            log.extend(outcomes), real(states, outcomes)
+            log.extend(outcomes),
+            real(states, outcomes),
         )
     try:
         return engine.generate(prompt, drafter=spec, **settings), told
@@ -192,8 +192,7 @@ def test_members_learn_from_their_own_guesses(engine):
         own = [o for o in outcomes if isinstance(o.draft.memo, Chances)]
         assert own
         for outcome in own:
-            kept = outcome.draft.path_tokens(outcome.verdict.kept[-1]) if (
-                outcome.verdict.kept) else ()
+            kept = outcome.draft.path_tokens(outcome.verdict.kept[-1]) if (outcome.verdict.kept) else ()
             assert kept == outcome.verdict.emitted[: len(kept)]
 
 

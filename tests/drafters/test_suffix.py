@@ -83,7 +83,8 @@ def oracle(tokens, query):
 
     for level in LEVELS:
         found = [
-            (place, match(place)) for place in range(len(tokens) - 2, -1, -1)
+            (place, match(place))
+            for place in range(len(tokens) - 2, -1, -1)
             if tokens[place + 1] >= 0 and match(place) >= level
         ]
         if found:
@@ -162,8 +163,9 @@ def test_a_history_survives_the_disk(tmp_path):
 def run(drafter, prompt, answer):
     """One request from its prompt to its end, in passes that are cut after their first token."""
     state = drafter.begin(Request(prompt=tuple(prompt)))
-    drafter.observe([state], [Outcome(Draft(), None, Verdict((), tuple(answer[:1])), tuple(prompt),
-                                      (), 0, forced=True)])
+    drafter.observe(
+        [state], [Outcome(Draft(), None, Verdict((), tuple(answer[:1])), tuple(prompt), (), 0, forced=True)]
+    )
     drafts = []
     for i in range(1, len(answer)):
         row = DraftRow(state, [*prompt, *answer[:i]], Budget(8, 8), None, None, Drawn.CHOSEN)
@@ -227,9 +229,9 @@ def test_the_end_of_a_drafter_is_the_end_of_its_keeper(tmp_path):
         run(drafter, [1, 2, 3], [number, 5, 6])
     whole = drafter.history.packed()
     del drafter
-    assert Suffix.load(
-        SuffixConfig(store=str(tmp_path / "past")), load_target("tiny")
-    ).history.packed() == whole
+    assert (
+        Suffix.load(SuffixConfig(store=str(tmp_path / "past")), load_target("tiny")).history.packed() == whole
+    )
 
 
 def test_a_store_that_cannot_be_written_fails_nobody_and_is_said_once(tmp_path, caplog):

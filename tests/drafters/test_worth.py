@@ -93,13 +93,17 @@ class Pairs:
 TEXT = [1, 2, 3, 7, 8, 1, 2, 3, 8, 8, 2, 4, 9, 9, 1, 2, 4, 7, 3, 5, 2, 6, 6, 1, 2]
 
 
-@pytest.mark.parametrize("drafter", [
-    Suffix(SuffixConfig()),
-    MaxGram(MaxGramConfig(), Pairs()),
-    AdaptiveNgram(AdaptiveNgramConfig()),
-    Reference(ReferenceConfig()),
-    PromptLookup(PromptLookupConfig()),
-], ids=lambda drafter: type(drafter).__name__)
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        Suffix(SuffixConfig()),
+        MaxGram(MaxGramConfig(), Pairs()),
+        AdaptiveNgram(AdaptiveNgramConfig()),
+        Reference(ReferenceConfig()),
+        PromptLookup(PromptLookupConfig()),
+    ],
+    ids=lambda drafter: type(drafter).__name__,
+)
 def test_lookups_honour_a_dynamic_tree(drafter):
     """They offer all that they think likely, not the first of it alone; a chain stays a chain."""
     state = drafter.begin(Request(prompt=tuple(TEXT), held=len(TEXT)))

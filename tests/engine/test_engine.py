@@ -63,7 +63,8 @@ def test_a_seed_asks_for_the_same_text_whoever_drafts(engine):
     """In any batch: beside a request without a seed, and with one that is greedy."""
     prompts = ["abc abc", "ab ab ab", "cd cd"]
     params = [
-        SamplingParams(seed=5, **SAMPLED), SamplingParams(**SAMPLED),
+        SamplingParams(seed=5, **SAMPLED),
+        SamplingParams(**SAMPLED),
         SamplingParams(seed=6, **{**SAMPLED, "temperature": 0.0}),
     ]
     plain = engine.generate(prompts, params, drafter="none")
@@ -81,8 +82,12 @@ def test_without_a_seed_or_if_declined_coins_are_independent(engine):
     names = [
         engine.verifier(*asked).name
         for asked in (
-            (method, None, free), (method, None, seeded), (method, False, seeded),
-            (method, True, free), (named, None, seeded), (named, False, seeded),
+            (method, None, free),
+            (method, None, seeded),
+            (method, False, seeded),
+            (method, True, free),
+            (named, None, seeded),
+            (named, False, seeded),
         )
     ]
     assert names == ["tree", "coupled", "tree", "coupled", "match", "match"]
@@ -111,9 +116,7 @@ def test_logprobs_are_the_models_own(engine):
 
     cache = engine.target.new_cache()
     with torch.no_grad():
-        logits = engine.target.score(
-            [Feed.chain(cache.open(), [*ids, *result.tokens])], cache
-        ).logits_TV
+        logits = engine.target.score([Feed.chain(cache.open(), [*ids, *result.tokens])], cache).logits_TV
     want = logits.float().log_softmax(-1)
     assert len(result.logprobs) == len(result.tokens)
     for i, lp in enumerate(result.logprobs):
@@ -191,8 +194,11 @@ def test_stop_strings_need_a_tokenizer_and_what_cannot_begin_leaves_nothing(monk
 
 @pytest.mark.parametrize(
     "spec",
-    ["none[policy=goodput]", "recycling[tree_size=0 policy=goodput]",
-     "auto[drafters=recycling[tree_size=0]+draft_model[model=tiny layers=1 tree_size=0]]"],
+    [
+        "none[policy=goodput]",
+        "recycling[tree_size=0 policy=goodput]",
+        "auto[drafters=recycling[tree_size=0]+draft_model[model=tiny layers=1 tree_size=0]]",
+    ],
 )
 def test_who_has_no_budget_drafts_nothing(engine, spec):
     answer = engine.generate("abc abc", drafter=spec, **SHORT)
@@ -234,9 +240,7 @@ def test_bad_methods_are_refused_by_name(engine):
     with pytest.raises(SpecError, match="drop one of the two"):
         engine.generate([1, 2], drafter="prompt_lookup[verifier=tree]", reproducible=True)
     with pytest.raises(SpecError, match="chains only"):
-        engine.generate(
-            [1, 2], drafter="draft_model[model=tiny tree=2x2 verifier=chain]", temperature=1.0
-        )
+        engine.generate([1, 2], drafter="draft_model[model=tiny tree=2x2 verifier=chain]", temperature=1.0)
     assert not engine.cache._slots
 
 
@@ -311,9 +315,7 @@ def greedy_drafter(engine, monkeypatch):
 
     def make(draft, spec="prompt_lookup[tree_size=3]"):
         method = engine.method(spec)
-        monkeypatch.setattr(
-            method.drafter, "propose", lambda rows: [draft for _ in rows], raising=False
-        )
+        monkeypatch.setattr(method.drafter, "propose", lambda rows: [draft for _ in rows], raising=False)
         return method.spec
 
     return make
@@ -324,12 +326,14 @@ def greedy_drafter(engine, monkeypatch):
     [
         (Draft.chosen([5] * 4), 9, "4 nodes, 4 levels and 4 rows, where 3, 3"),
         (Draft.chosen([5, 6, 7]), 3, "3 nodes, 3 levels and 3 rows, where 3, 1"),
-        (replace(Draft.chosen([5, 6]), riders=Riders((-1,) * 2, (-1,) * 2, (1, 2))), 9,
-         "2 nodes, 2 levels and 4 rows, where 3, 3 and 3"),
+        (
+            replace(Draft.chosen([5, 6]), riders=Riders((-1,) * 2, (-1,) * 2, (1, 2))),
+            9,
+            "2 nodes, 2 levels and 4 rows, where 3, 3 and 3",
+        ),
     ],
 )
-def test_a_drafter_that_exceeds_its_budget_is_named(engine, greedy_drafter, monkeypatch, draft,
-                                                    room, says):
+def test_a_drafter_that_exceeds_its_budget_is_named(engine, greedy_drafter, monkeypatch, draft, room, says):
     spec = greedy_drafter(draft)
     method = engine.method(spec)
     monkeypatch.setattr(method, "budget", replace(method.budget, max_rows=3))

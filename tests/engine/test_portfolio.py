@@ -42,9 +42,11 @@ def test_lookups_take_part_unasked_and_untrained_methods_do_not(engine):
 
 def test_of_trained_models_the_one_measured_fastest_takes_part(engine, monkeypatch, tmp_path):
     monkeypatch.setenv("OUTPACE_DATA", str(tmp_path))
-    trained = {"medusa": (Medusa, MedusaTraining(heads=2), 1.2),
-               "hydra": (Hydra, HydraTraining(heads=2), 1.4),
-               "draft_model": (DraftModelObjective, DraftModelTraining(layers=1), "2.0 x")}
+    trained = {
+        "medusa": (Medusa, MedusaTraining(heads=2), 1.2),
+        "hydra": (Hydra, HydraTraining(heads=2), 1.4),
+        "draft_model": (DraftModelObjective, DraftModelTraining(layers=1), "2.0 x"),
+    }
     for name, (objective, config, speedup) in trained.items():
         measured = {} if speedup is None else {"measured": {"speedup": speedup}}
         built = objective.build(config, engine.target, None)
@@ -63,9 +65,11 @@ def test_of_trained_models_the_one_measured_fastest_takes_part(engine, monkeypat
 def test_members_are_loaded_with_the_first_request(monkeypatch):
     loaded = []
     load = Suffix.load.__func__
-    monkeypatch.setattr(Suffix, "load", classmethod(
-        lambda cls, config, target: (loaded.append(1), load(cls, config, target))[1]
-    ))
+    monkeypatch.setattr(
+        Suffix,
+        "load",
+        classmethod(lambda cls, config, target: (loaded.append(1), load(cls, config, target))[1]),
+    )
     engine = Engine.load("tiny", drafter="auto", dtype="float32")
     assert not loaded
     engine.generate([PROMPTS[0]] * 2, max_new_tokens=3)
@@ -85,10 +89,17 @@ def test_choices_reach_listeners_and_say_what_was_expected(engine):
 
 def test_dear_drafters_are_left_alone(engine):
     """Where a pass costs nothing, but a level of the draft model does, only lookups are asked."""
-    engine.costs.start(CostCurve(
-        model="tiny", dtype="float32", threads=1, device="d", rows_R=(1, 64), context_C=(0,),
-        seconds_CR=((1e-3, 1.01e-3),),
-    ))
+    engine.costs.start(
+        CostCurve(
+            model="tiny",
+            dtype="float32",
+            threads=1,
+            device="d",
+            rows_R=(1, 64),
+            context_C=(0,),
+            seconds_CR=((1e-3, 1.01e-3),),
+        )
+    )
     engine.costs.watch = lambda record: None
     engine.costs.suppose("draft_model[model=tiny]", 1.0)
     rows, _ = watch(engine, PROMPTS[1], drafter=WITH_MODEL)

@@ -73,9 +73,9 @@ def test_short_answers_leave_before_long_ones(engine):
     assert [len(r.rows) for r in rows if not r.prompt] == [3, 2, 2, 2, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("drafter", "most"), [
-    ("none", 256), ("draft_model[model=tiny tree=chain tree_size=2]", 3 * 256),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("drafter", "most"), [("none", 256), ("draft_model[model=tiny tree=chain tree_size=2]", 3 * 256)]
+)
 def test_prompts_are_read_faster_where_a_step_brings_more(engine, drafter, most):
     """A drafter that is always right brings three tokens per step, and three chunks are read."""
     prompts = [[5, 9], [7], [3 + i % 50 for i in range(1000)]]
@@ -121,8 +121,7 @@ def test_a_reference_reaches_the_drafter(monkeypatch, engine, given):
     seen = []
     begin = PromptLookup.begin
     monkeypatch.setattr(
-        PromptLookup, "begin",
-        lambda self, request: (seen.append(request.reference), begin(self, request))[1],
+        PromptLookup, "begin", lambda self, request: (seen.append(request.reference), begin(self, request))[1]
     )
     ids = engine.target.tokenizer.encode("abcabc", special=False)
     reference = "abcabc" if given == "text" else torch.tensor(ids).tolist()

@@ -47,9 +47,7 @@ def trace(spec, settings):
         )
     )
     # Whatever verifier the spec has, as it is: not the one that a seed asks for.
-    engine.generate(
-        PROMPTS, drafter=spec, seed=5, max_new_tokens=16, reproducible=False, **settings
-    )
+    engine.generate(PROMPTS, drafter=spec, seed=5, max_new_tokens=16, reproducible=False, **settings)
     return steps
 
 
@@ -59,7 +57,5 @@ def test_runs_are_what_they_were(name):
 
 
 if __name__ == "__main__":
-    lines = ",\n".join(
-        f" {json.dumps(name)}: {json.dumps(trace(*case))}" for name, case in CASES.items()
-    )
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(trace(*case))}" for name, case in CASES.items())
     FILE.write_text("{\n" + lines + "\n}\n")

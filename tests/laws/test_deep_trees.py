@@ -10,10 +10,10 @@ BLOCK, CHAIN, TREE, TRAVERSAL = (RIGHT[n] for n in ("block", "chain", "tree", "t
 
 
 def left_heavy(s):
-    """        root
-          a      b        two draws, without replacement
-        c   d             two more
-        e                 and one
+    """root
+      a      b        two draws, without replacement
+    c   d             two more
+    e                 and one
     """
     a, *_ = s.sample(ROOT, Drawn.DISTINCT, 2)
     c, *_ = s.sample(a, Drawn.DISTINCT, 2)

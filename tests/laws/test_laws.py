@@ -24,8 +24,14 @@ def test_the_output_has_the_targets_law(laws, name):
 @pytest.mark.parametrize(
     ("name", "bugs"),
     [
-        ("match", 5), ("chain", 13), ("tree", 20), ("block", 15), ("k_seq", 18),
-        ("greedy_plus_one", 10), ("traversal", 22), ("coupled", 5),
+        ("match", 5),
+        ("chain", 13),
+        ("tree", 20),
+        ("block", 15),
+        ("k_seq", 18),
+        ("greedy_plus_one", 10),
+        ("traversal", 22),
+        ("coupled", 5),
     ],
 )
 def test_known_wrong_rules_are_caught(laws, name, bugs):
@@ -49,8 +55,11 @@ def test_a_coin_used_twice_is_the_same_uniform():
     def run(fate):
         first = coins(fate).flip(0.3, 1)
         same = coins(fate).choose(law, 1)
-        other = [coins(fate).choose(law, 2), coins(fate, 4).choose(law, 1),
-                 coins(fate, 3, Stream.DRAFT).choose(law, 1)]
+        other = [
+            coins(fate).choose(law, 2),
+            coins(fate, 4).choose(law, 1),
+            coins(fate, 3, Stream.DRAFT).choose(law, 1),
+        ]
         return first, same, *other
 
     found = [(value, fate.weight) for fate, value in fates(run)]

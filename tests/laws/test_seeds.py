@@ -62,8 +62,13 @@ def test_who_drafts_from_the_text_alone_is_known():
     engine = Engine(TARGET, drafter="none")
     alone = ["none", "suffix", "recycling", "prompt_lookup", "select[members=suffix+recycling]"]
     others = [
-        SHARED, "recycling[shared=true]", f"select[members={SHARED}+recycling]", "auto",
-        "suffix[policy=goodput]", "suffix[policy=bandit]", f"auto[drafters={SHARED} policy=fixed]",
+        SHARED,
+        "recycling[shared=true]",
+        f"select[members={SHARED}+recycling]",
+        "auto",
+        "suffix[policy=goodput]",
+        "suffix[policy=bandit]",
+        f"auto[drafters={SHARED} policy=fixed]",
     ]
     assert [engine.method(spec).steady for spec in alone] == [True] * len(alone)
     assert [engine.method(spec).steady for spec in others] == [False] * len(others)
@@ -71,8 +76,11 @@ def test_who_drafts_from_the_text_alone_is_known():
 
 def test_who_is_made_of_drafters_asks_them():
     engine, part = Engine.load("tiny", dtype="float32", drafter="none"), "draft_model[model=tiny]"
-    for spec in (f"ouroboros[draft={part}", f"cascade[levels={part}+recycling",
-                 "cross_vocabulary[model=tiny drafter=recycling"):
+    for spec in (
+        f"ouroboros[draft={part}",
+        f"cascade[levels={part}+recycling",
+        "cross_vocabulary[model=tiny drafter=recycling",
+    ):
         shared = spec + " shared=true]" if "recycling" not in spec else spec + "[shared=true]]"
         assert engine.method(spec + "]").steady and not engine.method(shared).steady
 

@@ -85,10 +85,7 @@ def byte_level(merges: Sequence[tuple[str, str]] = ()) -> tokenizers.Tokenizer:
         models.BPE(vocab={t: i for i, t in enumerate(vocabulary)}, merges=list(merges))
     )
     made.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(["<|end|>", "<|start|>"])

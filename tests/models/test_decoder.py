@@ -271,9 +271,7 @@ def test_riders_see_their_path_and_their_chain_and_are_forgotten(decoder, embedd
     plain = decoder.score([Feed.chain(1, [4, 5])], cache)
     cache.drop(1)
     tree = Feed.tree(0, 7, draft)
-    scored = decoder.score(
-        [Feed.chain(1, [4, 5]), tree], cache, taps=frozenset({"hidden.-1", "hidden.1"})
-    )
+    scored = decoder.score([Feed.chain(1, [4, 5]), tree], cache, taps=frozenset({"hidden.-1", "hidden.1"}))
     close(scored.of(0).logits_TV, plain.logits_TV)
     assert len(scored.of(0).rider_logits_RV) == 0
     mine = scored.of(1)

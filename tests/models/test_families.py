@@ -44,12 +44,8 @@ SCALINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("legacy", [False, True])
 def test_scaled_frequencies_are_those_of_transformers(name: str, length: int, legacy: bool) -> None:
     scaling = {"rope_type": name} | SCALINGS[name]
-    theirs = LlamaConfig(
-        **HF_SIZES | {"head_dim": 32}, rope_parameters=dict(scaling) | {"rope_theta": 5e5}
-    )
-    want, want_factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](
-        theirs, torch.device("cpu"), seq_len=length
-    )
+    theirs = LlamaConfig(**HF_SIZES | {"head_dim": 32}, rope_parameters=dict(scaling) | {"rope_theta": 5e5})
+    want, want_factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, torch.device("cpu"), seq_len=length)
     said = LLAMA | {"head_dim": 32}
     if legacy:
         # transformers 4 wrote two keys, and for a while called the kind "type".
@@ -71,9 +67,7 @@ def test_plain_and_divided_frequencies() -> None:
     plain = Rope(kind="default", theta=10_000.0, dim=8).frequencies(5)[0]
     torch.testing.assert_close(plain, torch.tensor([1.0, 0.1, 0.01, 0.001]))
     divided = Rope(kind="divided", theta=10_000.0, dim=8, divisors=(1.0, 2.0, 4.0, 8.0))
-    torch.testing.assert_close(
-        divided.frequencies(5)[0], torch.tensor([1.0, 0.05, 0.0025, 0.000125])
-    )
+    torch.testing.assert_close(divided.frequencies(5)[0], torch.tensor([1.0, 0.05, 0.0025, 0.000125]))
     with pytest.raises(ModelError, match=r"'longrope'.*" + ", ".join(KINDS[:-1])):
         DecoderConfig.from_hf(LLAMA | {"rope_scaling": {"type": "longrope", "factor": 2}})
 
@@ -156,18 +150,12 @@ def test_what_stretching_does_to_the_context() -> None:
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         (LLAMA | {"quantization_config": {"quant_method": "awq"}}, "'awq'"),
         (LLAMA | {"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
-        (
-            LLAMA | {"hidden_size": "big"},
-            "'hidden_size' must be a positive whole number, got 'big'",
-        ),
+        (LLAMA | {"hidden_size": "big"}, "'hidden_size' must be a positive whole number, got 'big'"),
         (LLAMA | {"vocab_size": None}, "lacks 'vocab_size'"),
         (LLAMA | {"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),
         (LLAMA | {"rope_scaling": {"type": "yarn", "factor": "x"}}, "'factor' must be"),
         (LLAMA | {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
-        (
-            {"model_type": "gemma3_text", **HF_SIZES, "use_bidirectional_attention": True},
-            "not causal",
-        ),
+        ({"model_type": "gemma3_text", **HF_SIZES, "use_bidirectional_attention": True}, "not causal"),
     ],
 )
 def test_bad_configs_are_one_line(config: dict[str, Any], words: str) -> None:

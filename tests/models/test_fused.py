@@ -101,9 +101,7 @@ def test_it_gives_what_products_of_matrices_give(shape, windows, kept, flat):
 def test_new_keys_and_values_are_rounded_to_what_the_cache_keeps():
     shape = heads(*GROUPED)
     cache = cache_of(shape, 1, kept=torch.bfloat16)
-    attend = FusedAttention(
-        cache, [span(0, 0, 130, [-1, 0, 1])], 4, shape, frozenset({None}), torch.bfloat16
-    )
+    attend = FusedAttention(cache, [span(0, 0, 130, [-1, 0, 1])], 4, shape, frozenset({None}), torch.bfloat16)
     fill(attend)
     ties = torch.tensor([1.00390625, 1.01171875, -1.00390625, 0.0])  # halfway: to even
     attend.head_TXD[0, shape.queries, :4] = ties
@@ -123,9 +121,7 @@ def test_a_row_gets_the_same_bits_whatever_is_beside_it(dtype):
 
     def run(spans, rows, threads=1):
         cache = cache_of(shape, 3, kept=dtype)
-        attend = FusedAttention(
-            cache, spans, max(4, len(rows)), shape, frozenset({None}), dtype
-        )
+        attend = FusedAttention(cache, spans, max(4, len(rows)), shape, frozenset({None}), dtype)
         attend.head_TXD[: len(rows)] = head[rows]
         attend._passes[None].told.threads = threads
         return attend(0, None)[: len(rows)].clone()
@@ -155,9 +151,7 @@ def test_equal_bits_say_something():
         cache = cache_of(shape, 1)
         for store in cache.by_row:
             store[:, 0, :300] = store[:, 0, list(order)]
-        attend = FusedAttention(
-            cache, [span(0, 0, 300, [-1])], 4, shape, frozenset({None}), torch.float32
-        )
+        attend = FusedAttention(cache, [span(0, 0, 300, [-1])], 4, shape, frozenset({None}), torch.float32)
         fill(attend)
         outs.append(attend(0, None)[0].clone())
     assert not torch.equal(*outs)

@@ -20,8 +20,13 @@ CONFIGS = {
     "windows": lambda: hf_config("mistral", sliding_window=3),
     "mixed windows": lambda: hf_config("gemma3", sliding_window=3, layer_types=MIXED),
     "chunks": lambda: transformers.Llama4TextConfig(
-        **SMALL, **HEADS, head_dim=8, num_local_experts=2, intermediate_size_mlp=48,
-        attention_chunk_size=3, layer_types=["chunked_attention", "full_attention"],
+        **SMALL,
+        **HEADS,
+        head_dim=8,
+        num_local_experts=2,
+        intermediate_size_mlp=48,
+        attention_chunk_size=3,
+        layer_types=["chunked_attention", "full_attention"],
     ),
     "learned positions": lambda: transformers.GPT2Config(
         vocab_size=61, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
@@ -29,15 +34,11 @@ CONFIGS = {
     "experts": lambda: transformers.Qwen3MoeConfig(
         **SMALL, **HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     ),
-    "alibi": lambda: transformers.BloomConfig(
-        vocab_size=61, hidden_size=32, n_layer=2, n_head=4
-    ),
+    "alibi": lambda: transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4),
     "recurrent": lambda: transformers.MambaConfig(**SMALL, state_size=4),
     "recurrent, list of states": lambda: transformers.RwkvConfig(**SMALL),
-    "convolutions": lambda: transformers.Lfm2Config(
-        **SMALL, **HEADS, layer_types=["conv", "full_attention"]
-    ),
-}  # fmt: skip
+    "convolutions": lambda: transformers.Lfm2Config(**SMALL, **HEADS, layer_types=["conv", "full_attention"]),
+}
 WAY = {"alibi": "resume", "recurrent": "single", "convolutions": "resume"}
 WAY["recurrent, list of states"] = "resume"
 
@@ -319,13 +320,19 @@ def test_it_says_what_the_model_says(models, tmp_path):
 
 def test_frequencies_that_jump_end_the_context(models):
     config = transformers.Phi3Config(
-        **SMALL, **HEADS, pad_token_id=0, max_position_embeddings=64,
+        **SMALL,
+        **HEADS,
+        pad_token_id=0,
+        max_position_embeddings=64,
         original_max_position_embeddings=16,
         rope_parameters={
-            "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
-            "rope_theta": 1e4, "original_max_position_embeddings": 16,
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 16,
         },
-    )  # fmt: skip
+    )
     assert HFTarget(build(config)).max_positions == 16
 
 
@@ -343,10 +350,7 @@ def test_what_cannot_be_a_target_is_refused(models):
     slot = cache.open()
     riders = Riders((-1,), (-1,), (0,))
     resume = Resume(1, (0,), torch.zeros(1, 32))
-    for feed in (
-        Feed(slot, (0,), (-1,), riders=riders),
-        Feed(slot, (0,), (-1,), resume=resume),
-    ):
+    for feed in (Feed(slot, (0,), (-1,), riders=riders), Feed(slot, (0,), (-1,), resume=resume)):
         with pytest.raises(ModelError, match="own decoder"):
             target.score([feed], cache)
     with pytest.raises(ModelError, match="after 1 layers"):

@@ -21,7 +21,10 @@ DTYPES = [torch.float32, torch.bfloat16]
 STEPS = {"int8": 127, "int4": 7.5}
 """Half the whole numbers between the smallest and the largest weight of a scale."""
 WIDE = {
-    "hidden_size": 96, "num_attention_heads": 6, "head_dim": 16, "intermediate_size": 64,
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "head_dim": 16,
+    "intermediate_size": 64,
     "initializer_range": 0.3,
 }
 
@@ -130,8 +133,7 @@ def test_rows_of_a_decoder_are_bit_equal_however_they_are_fed(folder, dtype, kin
             whole = decoder.score([Feed.chain(0, [*chain, *tokens(16 - len(chain))])], cache)
             cache.drop(0)
             assert torch.equal(whole.logits_TV[: len(chain)], torch.cat(ones))
-            assert torch.equal(tree.logits_TV[[0, *(i + 1 for i in draft.path(node))]],
-                               torch.cat(ones))
+            assert torch.equal(tree.logits_TV[[0, *(i + 1 for i in draft.path(node))]], torch.cat(ones))
 
 
 @pytest.mark.parametrize("kind", quantize.KINDS)
@@ -172,8 +174,7 @@ def test_the_head_learns_and_unembeds_a_part_of_the_vocabulary(folder, kind):
     feed_V[keep] = torch.arange(3)
     # The same rounded matrix, in another product.
     close = {"rtol": 1e-4, "atol": 1e-4}
-    torch.testing.assert_close(decoder.head(hidden, VocabMap(keep, feed_V)), whole[:, keep],
-                               **close)
+    torch.testing.assert_close(decoder.head(hidden, VocabMap(keep, feed_V)), whole[:, keep], **close)
     learner = hidden.clone().requires_grad_()
     logits = decoder.head(learner)
     torch.testing.assert_close(logits.detach(), whole, **close)

@@ -8,9 +8,7 @@ import torch
 from outpace.models import rowwise
 from outpace.models.rowwise import Norm, gated
 
-needs_code = pytest.mark.skipif(
-    rowwise._code() is None, reason="C cannot be compiled for this machine"
-)
+needs_code = pytest.mark.skipif(rowwise._code() is None, reason="C cannot be compiled for this machine")
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 ULP = {torch.float32: 3e-7, torch.bfloat16: 2.0**-8}
 """Relative; torch rounds a gate to bfloat16 once more, see below."""

@@ -97,9 +97,7 @@ def test_chat_as_transformers(pair: tuple[Any, Tokenizer, Path]) -> None:
         ([{"role": "user", "content": "x", "extra": {1, 2}}], "plain JSON data"),
     ],
 )
-def test_bad_messages_are_one_line(
-    messages: Any, words: str, pair: tuple[Any, Tokenizer, Path]
-) -> None:
+def test_bad_messages_are_one_line(messages: Any, words: str, pair: tuple[Any, Tokenizer, Path]) -> None:
     with pytest.raises(RequestError) as caught:
         pair[1].chat(messages)
     assert words in str(caught.value)
@@ -131,10 +129,7 @@ def test_folders_in_other_layouts(pair: tuple[Any, Tokenizer, Path], tmp_path: P
         "add_bos_token": False,
         "add_eos_token": True,
         "additional_special_tokens": ["he"],
-        "chat_template": [
-            {"name": "default", "template": "D"},
-            {"name": "tool_use", "template": "T"},
-        ],
+        "chat_template": [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}],
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
     hf_config("llama", eos_token_id=7).save_pretrained(tmp_path)
@@ -241,9 +236,7 @@ def test_embedded_tokenizer(smol: Tokenizer) -> None:
     assert smol.eos_ids == {0, 2}
     assert (smol.bos_id, smol.vocab_size) == (1, 49152)
     assert smol.encode("<|im_start|>user<|im_end|>") == [1, *smol.encode("user"), 2]
-    assert [smol.token_bytes(id) for id in smol.encode("x 2024")] == [
-        *(b"x", b" ", b"2", b"0", b"2", b"4"),
-    ]
+    assert [smol.token_bytes(id) for id in smol.encode("x 2024")] == [*(b"x", b" ", b"2", b"0", b"2", b"4")]
     assert smol.decode(smol.encode(SAMPLE)) == SAMPLE
     assert smol.encode("") == []
     ids = smol.chat([{"role": "user", "content": "Hi"}])
@@ -273,13 +266,16 @@ def test_pre_tokenizers_are_the_models_own(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "want"),
     [
-        ("llama-bpe", "I'LL pay 12345 \u20ac!!\n\n  ok", "I|'LL|\u0120pay|\u0120|123|45|"
-         "\u0120\u00e2\u0124\u00ac!!\u010a\u010a|\u0120|\u0120ok"),
+        (
+            "llama-bpe",
+            "I'LL pay 12345 \u20ac!!\n\n  ok",
+            "I|'LL|\u0120pay|\u0120|123|45|\u0120\u00e2\u0124\u00ac!!\u010a\u010a|\u0120|\u0120ok",
+        ),
         ("qwen2", "a1 23\tb", "a|1|\u0120|2|3|\u0109b"),
         ("tekken", "helloWorld 42/\n", "hello|World|\u0120|4|2|/\u010a"),
         ("default", "a+b=1234 c", "a|+|b|=|123|4|\u0120c"),
     ],
-)  # fmt: skip
+)
 def test_pre_tokenizers_by_example(name: str, text: str, want: str) -> None:
     made = build_tokenizer(gguf_metadata(_any_config(), "llama") | {"tokenizer.ggml.pre": name})
     split = made._backend.pre_tokenizer.pre_tokenize_str(text)

@@ -194,8 +194,7 @@ def make_gguf(
     config = DecoderConfig.from_hf(hf_config(arch, **(SIZES | changes)).to_dict())
     rng = np.random.default_rng(1)
     tensors = {
-        name: rng.standard_normal(shape).astype(np.float32)
-        for name, shape in config.tensor_shapes().items()
+        name: rng.standard_normal(shape).astype(np.float32) for name, shape in config.tensor_shapes().items()
     }
     stored = {}
     for name, tensor in tensors.items():

@@ -16,10 +16,14 @@ from outpace.types import Budget, CostCurve, Load, RowRecord, StepRecord
 ROOMY = Budget(max_nodes=1 << 20, max_depth=1 << 20)
 PASS = 0.015
 CURVE = CostCurve(
-    model="simulated", dtype="float32", threads=1, device="none",
-    rows_R=(1, 4, 8, 16, 32, 64, 128, 256), context_C=(64,),
+    model="simulated",
+    dtype="float32",
+    threads=1,
+    device="none",
+    rows_R=(1, 4, 8, 16, 32, 64, 128, 256),
+    context_C=(64,),
     seconds_CR=(tuple(PASS * (1 + 0.05 * max(0, r - 4)) for r in (1, 4, 8, 16, 32, 64, 128, 256)),),
-)  # fmt: skip
+)
 
 
 @dataclass
@@ -95,7 +99,8 @@ class Simulator:
         """One step of the first ``batch`` sequences. Returns what each took."""
         drawn = {
             (i, name): fake.chances(self.random, part)
-            for i in range(batch) for name, fake in self.drafters.items()
+            for i in range(batch)
+            for name, fake in self.drafters.items()
         }
         rows = [
             PolicyRow(
@@ -103,8 +108,11 @@ class Simulator:
                 {name: fake.budget for name, fake in self.drafters.items()},
                 ROOMY,
                 KeyedCoins(i, self.steps, Stream.POLICY),
-                {n: reach(self.drafters[n].says(c))
-                 for (j, n), (c, told) in drawn.items() if j == i and told},
+                {
+                    n: reach(self.drafters[n].says(c))
+                    for (j, n), (c, told) in drawn.items()
+                    if j == i and told
+                },
             )
             for i in range(batch)
         ]
@@ -123,20 +131,24 @@ class Simulator:
             levels[plan.drafter] = max(levels.get(plan.drafter, 0), len(chances))
             expected_B.append(1 + sum(reach(chances)))
             evidence.append(Evidence(plan.drafter, nodes, len(chances), kept, censor))
-            records.append(RowRecord(i, plan.drafter, nodes, kept, (0,) * (kept + 1),
-                                     len(chances), censor, plan.choice))
+            records.append(
+                RowRecord(i, plan.drafter, nodes, kept, (0,) * (kept + 1), len(chances), censor, plan.choice)
+            )
         score = self.curve.seconds(total / batch, context, batch)
         draft = sum(self.drafters[n].level * d for n, d in levels.items() if n != "none")
         paid = sum(d for n, d in levels.items() if n != "none" and self.drafters[n].level)
-        trouble = self.trouble * sum(
-            not plan.choice or plan.choice.reason != "rest" for plan in plans
-        )
+        trouble = self.trouble * sum(not plan.choice or plan.choice.reason != "rest" for plan in plans)
         self.policy.learn(rows, evidence)
-        self.policy.costs.watch(StepRecord(
-            self.steps, tuple(records),
-            {"plan": trouble, "draft": draft, "score": score, "judge": 1e-6 * batch}, total,
-            draft_levels=paid, context=context,
-        ))
+        self.policy.costs.watch(
+            StepRecord(
+                self.steps,
+                tuple(records),
+                {"plan": trouble, "draft": draft, "score": score, "judge": 1e-6 * batch},
+                total,
+                draft_levels=paid,
+                context=context,
+            )
+        )
         self.steps += 1
         seconds = score + draft + trouble
         return [

@@ -7,16 +7,7 @@ from outpace.policies.auto import Auto, AutoConfig
 from outpace.policies.base import PolicyRow
 from outpace.policies.tally import NONE, Share
 from outpace.types import NOTHING, CostCurve, KnownDrafter, Load
-from tests.policies.simulator import (
-    CURVE,
-    PASS,
-    Bush,
-    Fake,
-    Simulator,
-    best_bush,
-    best_fixed,
-    rate,
-)
+from tests.policies.simulator import CURVE, PASS, Bush, Fake, Simulator, best_bush, best_fixed, rate
 
 
 class Faithful(Auto):
@@ -35,8 +26,7 @@ def says(chance, often, nodes=8):
 def best_of(drafters, part=0):
     """The best fixed choice of drafter and depth."""
     return max(
-        best_fixed(fake.parts[min(part, len(fake.parts) - 1)], fake.level)[0]
-        for fake in drafters.values()
+        best_fixed(fake.parts[min(part, len(fake.parts) - 1)], fake.level)[0] for fake in drafters.values()
     )
 
 
@@ -134,8 +124,9 @@ def test_a_lookup_is_taken_where_it_has_something_to_say():
     steps = Simulator(Auto(AutoConfig()), drafters).run(200)
     later = [s for s in steps[20:] if s.plan.choice.reason not in ("probe", "look")]
     assert all((s.drafter == "look") == ("look" in s.plan.choice.rates) for s in later)
-    alone = {name: rate(Simulator(Auto(AutoConfig()), {name: fake}).run(200))
-             for name, fake in drafters.items()}
+    alone = {
+        name: rate(Simulator(Auto(AutoConfig()), {name: fake}).run(200)) for name, fake in drafters.items()
+    }
     assert rate(steps) > 1.05 * max(alone.values())
 
 
@@ -166,10 +157,16 @@ def test_every_choice_is_explained():
 
 
 DEAR_ROWS = CostCurve(
-    model="simulated", dtype="float32", threads=1, device="none",
-    rows_R=(1, 4, 256), context_C=(64,), seconds_CR=((PASS, PASS, PASS * (1 + 0.16 * 252)),),
-    batch_B=(1, 8), seconds_CB=((PASS, PASS * (1 + 0.16 * 4)),),
-)  # fmt: skip
+    model="simulated",
+    dtype="float32",
+    threads=1,
+    device="none",
+    rows_R=(1, 4, 256),
+    context_C=(64,),
+    seconds_CR=((PASS, PASS, PASS * (1 + 0.16 * 252)),),
+    batch_B=(1, 8),
+    seconds_CB=((PASS, PASS * (1 + 0.16 * 4)),),
+)
 
 
 class Blind(Auto):
@@ -286,14 +283,22 @@ def begin(drafters, know):
     simulator = Simulator(Auto(AutoConfig()), drafters, know=False)
     if know:
         costs = simulator.policy.costs
-        costs.later(lambda: (costs.start(CURVE), costs.know({
-            name: KnownDrafter(
-                call=0.0, level=fake.level,
-                kept_D=tuple(100 * fake.parts[0] ** (d + 1) for d in range(8)),
-                tried_D=tuple(100 * fake.parts[0] ** d for d in range(8)),
+        costs.later(
+            lambda: (
+                costs.start(CURVE),
+                costs.know(
+                    {
+                        name: KnownDrafter(
+                            call=0.0,
+                            level=fake.level,
+                            kept_D=tuple(100 * fake.parts[0] ** (d + 1) for d in range(8)),
+                            tried_D=tuple(100 * fake.parts[0] ** d for d in range(8)),
+                        )
+                        for name, fake in drafters.items()
+                    }
+                ),
             )
-            for name, fake in drafters.items()
-        })))
+        )
     return rate(simulator.run(12)) / best_of(drafters)
 
 
@@ -307,10 +312,12 @@ def test_what_was_measured_is_not_believed_forever():
     """On a text where the measured favourite fails, another is found as before."""
     drafters = {"a": Fake([0.1], 0.002), "b": Fake([0.85], 0.002)}
     simulator = Simulator(Auto(AutoConfig()), drafters)
-    simulator.policy.costs.know({
-        "a": KnownDrafter(call=0.0, level=0.002, kept_D=(900.0,) * 8, tried_D=(1000.0,) * 8),
-        "b": KnownDrafter(call=0.0, level=0.002, kept_D=(100.0,), tried_D=(1000.0,)),
-    })
+    simulator.policy.costs.know(
+        {
+            "a": KnownDrafter(call=0.0, level=0.002, kept_D=(900.0,) * 8, tried_D=(1000.0,) * 8),
+            "b": KnownDrafter(call=0.0, level=0.002, kept_D=(100.0,), tried_D=(1000.0,)),
+        }
+    )
     simulator.run(40)
     assert rate(simulator.run(100)) > 0.9 * best_of(drafters)
 

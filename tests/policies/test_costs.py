@@ -4,23 +4,28 @@ from outpace.policies.costs import LATE, Costs
 from outpace.types import CostCurve, KnownDrafter, RowRecord, StepRecord
 
 CURVE = CostCurve(
-    model="m", dtype="float32", threads=1, device="d", rows_R=(1, 4, 16, 64), context_C=(0, 512),
+    model="m",
+    dtype="float32",
+    threads=1,
+    device="d",
+    rows_R=(1, 4, 16, 64),
+    context_C=(0, 512),
     seconds_CR=((0.01, 0.01, 0.02, 0.06), (0.02, 0.02, 0.03, 0.07)),
-)  # fmt: skip
+)
 
 
 def record(
-    score, rows=1, draft=0.0, levels=0, drafters=("none",), prompt=False, rest=0.0, plan=0.0,
-    unread=1,
+    score, rows=1, draft=0.0, levels=0, drafters=("none",), prompt=False, rest=0.0, plan=0.0, unread=1
 ):
-    rows_B = [
-        RowRecord(i, name, 0, 0, (1,), 0, False, unread=unread) for i, name in enumerate(drafters)
-    ]
+    rows_B = [RowRecord(i, name, 0, 0, (1,), 0, False, unread=unread) for i, name in enumerate(drafters)]
     return StepRecord(
-        0, tuple(rows_B),
-        {"plan": plan, "draft": draft, "score": score, "judge": rest / 2, "commit": rest / 2}, rows,
-        draft_levels=levels, prompt=prompt,
-    )  # fmt: skip
+        0,
+        tuple(rows_B),
+        {"plan": plan, "draft": draft, "score": score, "judge": rest / 2, "commit": rest / 2},
+        rows,
+        draft_levels=levels,
+        prompt=prompt,
+    )
 
 
 def test_the_curve_is_the_start():
@@ -78,9 +83,7 @@ def test_what_drafts_cost_beside_drafting_is_told_apart():
     costs.watch(record(0.01, 2, drafters=("none", "none"), rest=0.001, plan=1.0))
     for one in both:
         costs.watch(one)
-    assert costs.around(2) == (
-        pytest.approx(0.001), pytest.approx(0.003), pytest.approx(0.002, rel=0.06)
-    )
+    assert costs.around(2) == (pytest.approx(0.001), pytest.approx(0.003), pytest.approx(0.002, rel=0.06))
     assert costs.around(4)[:2] == costs.around(2)[:2], "till it is seen"
     assert costs.price("m")[0] == 0.0
     for _ in range(2):
@@ -264,10 +267,16 @@ def test_a_spec_may_be_known_under_another_name():
         assert costs.price(name) == (0.0, 0.004) and costs.kept(name)[0] == KNOWN.kept_D
 
 
-@pytest.mark.parametrize("wrong", [
-    {"level": -1.0}, {"call": float("nan")}, {"kept_D": (2.0,), "tried_D": (1.0,)},
-    {"kept_D": (1.0,), "tried_D": ()}, {"kept_D": (1.0,), "tried_D": (float("nan"),)},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"level": -1.0},
+        {"call": float("nan")},
+        {"kept_D": (2.0,), "tried_D": (1.0,)},
+        {"kept_D": (1.0,), "tried_D": ()},
+        {"kept_D": (1.0,), "tried_D": (float("nan"),)},
+    ],
+)
 def test_what_cannot_have_been_measured_is_refused(wrong):
     with pytest.raises(ValueError):
         KnownDrafter(**{"call": 0.0, "level": 0.0, **wrong})

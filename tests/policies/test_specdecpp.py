@@ -103,8 +103,9 @@ def expand(branches, vocab=6):
 
 def row(asked, drawn, seed=0):
     params = SamplingParams(temperature=0.0 if drawn is Drawn.CHOSEN else 1.0).resolved(None)
-    return DraftRow(None, [1], asked, KeyedCoins(seed, 0, Stream.DRAFT),
-                    Warp(params, [1], frozenset(), 6), drawn)
+    return DraftRow(
+        None, [1], asked, KeyedCoins(seed, 0, Stream.DRAFT), Warp(params, [1], frozenset(), 6), drawn
+    )
 
 
 @pytest.mark.parametrize("drawn", [Drawn.CHOSEN, Drawn.IID])
@@ -112,8 +113,11 @@ def test_the_rule_is_told_the_product_of_all_levels_but_the_last(drawn):
     rules = [Watching(), Watching(), Watching()]
     asked = Budget(5, 5, stop=rules[0], estimate=True)
     silent = replace(asked, stop=rules[2], estimate=False, max_nodes=7, max_depth=7)
-    rows = [row(asked, drawn), row(replace(asked, stop=rules[1], max_depth=3), drawn, 1),
-            row(silent, drawn, 2)]
+    rows = [
+        row(asked, drawn),
+        row(replace(asked, stop=rules[1], max_depth=3), drawn, 1),
+        row(silent, drawn, 2),
+    ]
     first, second, _ = (draft for draft, _ in grow(rows, expand, estimate))
     for draft, rule, depth in ((first, rules[0], 5), (second, rules[1], 3)):
         a = [chance(draft.token_N[:k]) for k in range(1, depth)]
@@ -121,8 +125,11 @@ def test_the_rule_is_told_the_product_of_all_levels_but_the_last(drawn):
         assert told == pytest.approx([prod(a[:k]) for k in range(depth - 1)])
         assert told[0] == 1.0, "the newest token has no estimate yet"
         if depth == 5:  # planted: a level forgotten, the last level alone, one level too many
-            for wrong in ([prod(a[1:k]) for k in range(4)], [1.0, *a[:3]], [prod(a[:k])
-                          for k in range(1, 5)]):  # fmt: skip
+            for wrong in (
+                [prod(a[1:k]) for k in range(4)],
+                [1.0, *a[:3]],
+                [prod(a[:k]) for k in range(1, 5)],
+            ):
                 assert told != pytest.approx(wrong)
     assert rules[2].told == [None] * 6, "it was not asked for"
 
@@ -176,8 +183,7 @@ def emitted_law(verifier, world, asked, after=lambda draft: draft):
 
 def first(draft, count):
     """A chain cut after so many nodes."""
-    return Draft(draft.token_N[:count], draft.parent_N[:count], draft.groups[:count],
-                 draft.laws[:count])
+    return Draft(draft.token_N[:count], draft.parent_N[:count], draft.groups[:count], draft.laws[:count])
 
 
 def without_doubted(draft):
@@ -192,8 +198,9 @@ def foreseeing(draft):
     return first(draft, next(low, len(draft)))
 
 
-@pytest.mark.parametrize(("name", "tree"), [("chain", "chain"), ("block", "chain"),
-                                            ("tree", "2x1x1"), ("traversal", "2x1x1")])
+@pytest.mark.parametrize(
+    ("name", "tree"), [("chain", "chain"), ("block", "chain"), ("tree", "2x1x1"), ("traversal", "2x1x1")]
+)
 def test_ending_by_estimates_keeps_the_law(name, tree):
     """Estimates that swing with every token drawn, so that the rule ends drafts by their tokens."""
     shape = parse_shape(tree)
@@ -264,14 +271,18 @@ def test_estimates_are_the_heads_of_the_tokens_drafted(engine, head, tree):
     drafter.estimate = watching
     passes = drafter.clock.count
     try:
-        asked = replace(engine.method(f"draft_model[{DRAFT} {tree}]").budget,
-                        stop=LikelyRefused(1.0, 1), estimate=True)  # fmt: skip
+        asked = replace(
+            engine.method(f"draft_model[{DRAFT} {tree}]").budget, stop=LikelyRefused(1.0, 1), estimate=True
+        )
         rows = [
-            replace(row(asked, Drawn.CHOSEN), state=drafter.begin(Request(prompt=tuple(text))),
-                    tokens=text, warp=Warp(SamplingParams().resolved(None), text, frozenset(),
-                                           engine.target.vocab_size))
+            replace(
+                row(asked, Drawn.CHOSEN),
+                state=drafter.begin(Request(prompt=tuple(text))),
+                tokens=text,
+                warp=Warp(SamplingParams().resolved(None), text, frozenset(), engine.target.vocab_size),
+            )
             for text in PROMPTS
-        ]  # fmt: skip
+        ]
         drafts = drafter.propose(rows)
     finally:
         del drafter.estimate
@@ -287,8 +298,9 @@ def test_estimates_are_the_heads_of_the_tokens_drafted(engine, head, tree):
     assert max(shifted) > 0.05, "planted: the state of the token before says something else"
 
 
-@pytest.mark.parametrize("spec", ["tree=chain tree_size=8", "tree=3x2x1",
-                                  "tree=dynamic tree_size=8", "tree_size=8 verifier=block"])
+@pytest.mark.parametrize(
+    "spec", ["tree=chain tree_size=8", "tree=3x2x1", "tree=dynamic tree_size=8", "tree_size=8 verifier=block"]
+)
 def test_the_text_is_plain_text(engine, head, spec):
     spec = f"draft_model[{DRAFT} acceptance={head} {spec} policy=specdecpp[threshold=0.6]]"
     for more in ({}, {"temperature": 0.9, "seed": 5, "reproducible": "block" not in spec}):
@@ -339,9 +351,7 @@ def test_the_head_runs_for_this_policy_alone(engine, head, monkeypatch):
     assert set(runs) == {"specdecpp"}
 
 
-def test_a_head_is_found_by_its_digests_and_others_are_refused(
-    engine, target, head, tmp_path, monkeypatch
-):
+def test_a_head_is_found_by_its_digests_and_others_are_refused(engine, target, head, tmp_path, monkeypatch):
     monkeypatch.setenv("OUTPACE_DATA", str(tmp_path / "data"))
     spec = f"draft_model[{DRAFT} policy=specdecpp]"
     with pytest.raises(SpecError, match=r"specdecpp needs estimates.*outpace train acceptance"):

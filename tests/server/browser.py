@@ -14,9 +14,17 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 FOUND = next((path for path in map(shutil.which, NAMES) if path), None)
 """The browser of this machine, or None."""
 FLAGS = (
-    "--headless=new", "--remote-debugging-pipe", "--no-first-run", "--no-default-browser-check",
-    "--disable-gpu", "--disable-dev-shm-usage", "--disable-extensions", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--mute-audio",
+    "--headless=new",
+    "--remote-debugging-pipe",
+    "--no-first-run",
+    "--no-default-browser-check",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-extensions",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--mute-audio",
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
 )
 # The browser reads commands from 3 and writes to 4; both ends may have these numbers already.
@@ -38,16 +46,20 @@ class Browser:
         command = [FOUND, *FLAGS, *root, f"--user-data-dir={folder}", "about:blank"]
         self._process = subprocess.Popen(
             [sys.executable, "-c", HAND_OVER, str(theirs), str(out), *command],
-            pass_fds=(theirs, out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, start_new_session=True,
+            pass_fds=(theirs, out),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         os.close(theirs), os.close(out)
         self._count, self._rest, self._session = 0, b"", None
         self.events = []
         """(method, params) of everything that the page told."""
         (page,) = [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
-        self._session = self.call("Target.attachToTarget", targetId=page["targetId"],
-                                  flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.size(width, height)
@@ -78,8 +90,9 @@ class Browser:
 
     def run(self, script):
         """The value of an expression in the page."""
-        result = self.call("Runtime.evaluate", expression=script, returnByValue=True,
-                           awaitPromise=True, userGesture=True)
+        result = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True, userGesture=True
+        )
         assert "exceptionDetails" not in result, (script, result["exceptionDetails"])
         return result["result"].get("value")
 
@@ -124,14 +137,18 @@ class Browser:
 
     def size(self, width, height):
         """Show so much of the page, in pixels."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height,
-                  deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
     def dark(self, on):
         """Prefer dark colours, or light ones."""
         value = "dark" if on else "light"
-        self.call("Emulation.setEmulatedMedia",
-                  features=[{"name": "prefers-color-scheme", "value": value}])
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": value}])
 
     def shoot(self, path):
         """Save what is seen as a picture."""
@@ -152,8 +169,11 @@ class Browser:
 
     def requests(self):
         """Addresses that the page asked for."""
-        return [params["request"]["url"] for method, params in self.events
-                if method == "Network.requestWillBeSent"]
+        return [
+            params["request"]["url"]
+            for method, params in self.events
+            if method == "Network.requestWillBeSent"
+        ]
 
     def close(self):
         """End the browser."""

@@ -145,8 +145,13 @@ def test_a_chat_is_its_template_and_has_no_length_of_its_own(client, engine):
     answer = client.chat("ab", max_completion_tokens=3, **forced)
     assert answer["choices"][0]["message"]["content"] == "aaa"
     echoed = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}
-    body = {"messages": [{"role": "user", "content": "ab"}, echoed,
-                         {"role": "user", "content": [{"type": "text", "text": "more"}]}]}
+    body = {
+        "messages": [
+            {"role": "user", "content": "ab"},
+            echoed,
+            {"role": "user", "content": [{"type": "text", "text": "more"}]},
+        ]
+    }
     assert client.post("/v1/chat/completions", {**body, "max_tokens": 2}).status_code == 200
 
 
@@ -161,8 +166,9 @@ def test_log_probabilities(client, service):
     content = client.chat("ab", logprobs=True, top_logprobs=1, **settings)["choices"][0]["logprobs"]
     for one in content["content"]:
         assert one["top_logprobs"][0]["logprob"] == one["logprob"]
-    streamed = events(client.post("/v1/completions", {
-        "prompt": "ab ab", "logprobs": 2, "stream": True, **settings}))
+    streamed = events(
+        client.post("/v1/completions", {"prompt": "ab ab", "logprobs": 2, "stream": True, **settings})
+    )
     parts = [c["logprobs"] for e in streamed for c in e["choices"] if c["logprobs"]]
     for key, whole in found.items():
         assert [x for part in parts for x in part[key]] == whole
@@ -177,13 +183,18 @@ def test_stop_echo_and_token_ids(client, engine):
     stop = choice["text"][1]
     cut = client.complete("ab ab", temperature=0, max_tokens=12, stop=stop)["choices"][0]
     assert cut["text"] == choice["text"][:1] and cut["finish_reason"] == "stop"
-    kept = client.complete("ab ab", temperature=0, max_tokens=12, stop=[stop],
-                           include_stop_str_in_output=True)["choices"][0]
+    kept = client.complete(
+        "ab ab", temperature=0, max_tokens=12, stop=[stop], include_stop_str_in_output=True
+    )["choices"][0]
     assert kept["text"] == choice["text"][:2]
     echoed = client.complete("ab ab", temperature=0, max_tokens=12, echo=True)["choices"][0]
     assert echoed["text"] == "ab ab" + choice["text"]
-    chunks = events(client.post("/v1/completions", {
-        "prompt": "ab ab", "temperature": 0, "max_tokens": 12, "echo": True, "stream": True}))
+    chunks = events(
+        client.post(
+            "/v1/completions",
+            {"prompt": "ab ab", "temperature": 0, "max_tokens": 12, "echo": True, "stream": True},
+        )
+    )
     assert text_of(chunks) == echoed["text"]
 
 
@@ -197,13 +208,12 @@ def test_the_drafter_changes_figures_and_not_the_text(client):
     spec = seen["prompt_lookup"][1]["speculative_decoding"]
     assert spec["num_accepted_draft_tokens"] > 0
     assert sum(spec["acceptance_histogram"]) == spec["num_spec_steps"]
-    assert sum(n * count for n, count in enumerate(spec["acceptance_histogram"])) == (
-        spec["num_accepted_draft_tokens"]
+    assert (
+        sum(n * count for n, count in enumerate(spec["acceptance_histogram"]))
+        == (spec["num_accepted_draft_tokens"])
     )
     assert len(spec["acceptance_histogram"]) == spec["num_spec_tokens"] + 1
-    assert spec["mean_acceptance_length"] == (
-        1 + spec["num_accepted_draft_tokens"] / spec["num_spec_steps"]
-    )
+    assert spec["mean_acceptance_length"] == (1 + spec["num_accepted_draft_tokens"] / spec["num_spec_steps"])
     plain = seen["none"][1]
     assert plain["passes"] == 63 and plain["by_drafter"] == {}
     assert plain["speculative_decoding"]["mean_acceptance_length"] is None
@@ -216,16 +226,22 @@ def test_the_drafter_changes_figures_and_not_the_text(client):
 def test_a_seed_gives_the_same_text_with_any_drafter(client):
     settings = {**SAMPLED, "max_tokens": 40, "temperature": 1.0}
     texts = {
-        client.complete("ab ab", speculation={"drafter": drafter, "reproducible": True},
-                        **settings)["choices"][0]["text"]
+        client.complete("ab ab", speculation={"drafter": drafter, "reproducible": True}, **settings)[
+            "choices"
+        ][0]["text"]
         for drafter in ("prompt_lookup", "suffix", "none")
     }
     assert len(texts) == 1
 
 
 def test_who_wrote_which_token(client):
-    settings = {"temperature": 0, "max_tokens": 64, "ignore_eos": True, "return_token_ids": True,
-                "speculation": {"detailed": True}}
+    settings = {
+        "temperature": 0,
+        "max_tokens": 64,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "speculation": {"detailed": True},
+    }
     answer = client.complete("ab ab", **settings)
     authors = answer["choices"][0]["speculation"]
     assert [one["id"] for one in authors] == answer["choices"][0]["token_ids"]
@@ -233,19 +249,20 @@ def test_who_wrote_which_token(client):
     assert accepted == answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
     spelled = bytes(byte for one in authors for byte in one["bytes"])
     assert spelled.decode("utf-8", "replace") == answer["choices"][0]["text"]
-    chunks = events(client.post("/v1/completions", {
-        "prompt": "ab ab", "stream": True, **settings}))
-    assert [one for e in chunks for c in e["choices"] for one in c.get("speculation", [])] == (
-        authors
-    )
+    chunks = events(client.post("/v1/completions", {"prompt": "ab ab", "stream": True, **settings}))
+    assert [one for e in chunks for c in e["choices"] for one in c.get("speculation", [])] == (authors)
 
 
 def test_a_prediction_is_drafted_from(client):
     settings = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     text = client.complete("ab ab", allowed_token_ids=[66, 67, 68], **settings)
     expected = text["choices"][0]["text"]
-    answer = client.complete("ab ab", allowed_token_ids=[66, 67, 68], **settings,
-                             prediction={"type": "content", "content": expected})
+    answer = client.complete(
+        "ab ab",
+        allowed_token_ids=[66, 67, 68],
+        **settings,
+        prediction={"type": "content", "content": expected},
+    )
     assert answer["choices"][0]["text"] == expected
     details = answer["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] > 25
@@ -279,8 +296,11 @@ def test_tools_reach_the_template(service):
     reader = Reader(service, "tiny", Limits())
     reader.__class__ = type("Told", (Reader,), {"tokenizer": tokenizer})
     tool = {"type": "function", "function": {"name": "f"}}
-    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool],
-            "chat_template_kwargs": {"mood": "calm"}}
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [tool],
+        "chat_template_kwargs": {"mood": "calm"},
+    }
     ids = reader.chat(ChatBody(**body)).ready[0].ids
     assert tokenizer.decode(ids) == f"{json.dumps([tool])} calm hi"
     ids = reader.chat(ChatBody(**body, tool_choice="none")).ready[0].ids

@@ -55,8 +55,7 @@ def leaves(kind, first):
         for _ in range(3):
             await asyncio.sleep(0)
         event = Tokens(index=0, ids=(1,), text="a", accepted=0)
-        steps = [lambda: service.listen(event),
-                 lambda: asyncio.get_running_loop().call_soon(reader.cancel)]
+        steps = [lambda: service.listen(event), lambda: asyncio.get_running_loop().call_soon(reader.cancel)]
         for step in steps if first == "event" else reversed(steps):
             step()
         await asyncio.wait({reader}, timeout=0.3)

@@ -35,14 +35,33 @@ TAME = {
     "/detokenize": {},
 }
 """Put into bodies that are allowed, so that not all of them are refused for what they mean."""
-LONELY = {"model", "n", "best_of", "logprobs", "top_logprobs", "allowed_token_ids", "min_tokens",
-          "speculation", "response_format", "structured_outputs", "prediction", "tools",
-          "chat_template_kwargs", "max_completion_tokens", "logit_bias", "stream_options"}
+LONELY = {
+    "model",
+    "n",
+    "best_of",
+    "logprobs",
+    "top_logprobs",
+    "allowed_token_ids",
+    "min_tokens",
+    "speculation",
+    "response_format",
+    "structured_outputs",
+    "prediction",
+    "tools",
+    "chat_template_kwargs",
+    "max_completion_tokens",
+    "logit_bias",
+    "stream_options",
+}
 """Fields whose values rarely mean anything; left out of tame bodies."""
 MARK = "~"
 """A prompt that begins so makes the drafter crash."""
 QUIET = settings(
-    max_examples=12, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+    max_examples=12,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
 
@@ -51,8 +70,9 @@ QUIET = settings(
 def service(engine, brake):
     own = Engine(engine.target, "none")
     own.listeners.append(brake)
-    with Service(own, drafters=("prompt_lookup", "reference"), max_batch=4, max_queue=12,
-                 pages=10, stored_pages=2) as made:
+    with Service(
+        own, drafters=("prompt_lookup", "reference"), max_batch=4, max_queue=12, pages=10, stored_pages=2
+    ) as made:
         yield made
 
 
@@ -69,8 +89,7 @@ def address(app):
 
 @pytest.fixture(scope="module")
 def alone(app):
-    return {prompt: Client(app).complete(prompt, **LONG)["choices"][0]["text"]
-            for prompt in PROMPTS}
+    return {prompt: Client(app).complete(prompt, **LONG)["choices"][0]["text"] for prompt in PROMPTS}
 
 
 @pytest.fixture(autouse=True)
@@ -110,8 +129,7 @@ def left(service):
 
 def operations():
     paths = (COMPLETION, "/v1/chat/completions", "/tokenize", "/detokenize")
-    return [(path, mode) for path in paths
-            for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)]
+    return [(path, mode) for path in paths for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)]
 
 
 @pytest.mark.parametrize(("path", "mode"), operations(), ids=str)
@@ -130,8 +148,7 @@ def test_bodies_made_from_the_description(app, path, mode):
 
     def send(body):
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        answer = client.request("POST", path, content=content,
-                                headers={"Content-Type": "application/json"})
+        answer = client.request("POST", path, content=content, headers={"Content-Type": "application/json"})
         seen.add(answer.status_code)
         if answer.status_code == 200:
             stream = answer.headers["content-type"].startswith("text/event-stream")
@@ -150,8 +167,10 @@ def test_bodies_made_from_the_description(app, path, mode):
 def request_of(body, cut=None):
     """The bytes of a request, whole or cut."""
     content = json.dumps(body).encode()
-    head = (f"POST {COMPLETION} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(content)}\r\n\r\n").encode()
+    head = (
+        f"POST {COMPLETION} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    ).encode()
     return (head + content)[:cut]
 
 
@@ -190,6 +209,7 @@ def test_clients_that_vanish_touch_nobody_else(service, address, alone):
                     taken += len(got)
                     if not got:
                         break
+
         return work
 
     def honest(prompt):
@@ -197,10 +217,14 @@ def test_clients_that_vanish_touch_nobody_else(service, address, alone):
             answer = httpx.post(address + COMPLETION, json={"prompt": prompt, **LONG}, timeout=20)
             if answer.status_code != 429:
                 assert answer.json()["choices"][0]["text"] == alone[prompt]
+
         return work
 
-    works = [vanish(cut, read, stream) for stream in (True, False)
-             for cut, read in ((0, 0), (20, 0), (-5, 0), (None, 0), (None, 1), (None, 700))]
+    works = [
+        vanish(cut, read, stream)
+        for stream in (True, False)
+        for cut, read in ((0, 0), (20, 0), (-5, 0), (None, 0), (None, 1), (None, 700))
+    ]
     works += [honest(prompt) for prompt in PROMPTS[:4]]
     for _ in range(2):
         coins.shuffle(works)
@@ -209,6 +233,7 @@ def test_clients_that_vanish_touch_nobody_else(service, address, alone):
 
 def test_a_full_queue_turns_away_and_answers_the_others(service, app, brake, alone):
     """Of 40 that come at once while nothing moves, those that find room get the right text."""
+
     async def burst():
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
@@ -253,9 +278,9 @@ def test_a_crash_ends_its_own_request_alone(app, alone, monkeypatch, caplog, whe
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             prompts = [*PROMPTS[:3], MARK + PROMPTS[0], *PROMPTS[3:6], MARK + PROMPTS[1]]
-            return prompts, await asyncio.gather(*(
-                client.post(COMPLETION, json={"prompt": prompt, **LONG}) for prompt in prompts
-            ))
+            return prompts, await asyncio.gather(
+                *(client.post(COMPLETION, json={"prompt": prompt, **LONG}) for prompt in prompts)
+            )
 
     prompts, answers = asyncio.run(asyncio.wait_for(go(), 20))
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -271,8 +296,9 @@ def test_a_planted_leak_is_caught(engine, monkeypatch):
     own = Engine(engine.target, "none")
     release = own.release
     with Service(own, drafters=("none",)) as service:
-        monkeypatch.setattr(own, "release", lambda row, method, keep_slot=False: release(
-            row, method, keep_slot=True))
+        monkeypatch.setattr(
+            own, "release", lambda row, method, keep_slot=False: release(row, method, keep_slot=True)
+        )
         client = Client(create_app(service, name="tiny", limits=LIMITS))
         assert left(service) == []
         client.complete("ab", max_tokens=2)

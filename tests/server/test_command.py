@@ -48,15 +48,18 @@ def test_the_drafters_that_are_started():
     assert with_reference(named) == named
 
 
-@pytest.mark.parametrize(("spec", "refused"), [
-    ("suffix[store=past]", True),
-    ("suffix[policy=goodput store=past]", True),
-    ("auto[drafters=prompt_lookup+suffix[min_match=2 store=past]]", True),
-    ("cascade[levels=draft_model[model=tiny]+suffix[store=past]]", True),
-    ("suffix[shared=true]", False),
-    ("retrieval[store=texts]", False),
-    ("auto[drafters=prompt_lookup+suffix]", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spec", "refused"),
+    [
+        ("suffix[store=past]", True),
+        ("suffix[policy=goodput store=past]", True),
+        ("auto[drafters=prompt_lookup+suffix[min_match=2 store=past]]", True),
+        ("cascade[levels=draft_model[model=tiny]+suffix[store=past]]", True),
+        ("suffix[shared=true]", False),
+        ("retrieval[store=texts]", False),
+        ("auto[drafters=prompt_lookup+suffix]", False),
+    ],
+)
 def test_a_store_that_no_key_would_use_is_refused(spec, refused):
     if not refused:
         check_stores([spec])
@@ -84,8 +87,10 @@ COMMANDS = (("serve", "--model", "./nowhere"), ("bench", "serve", "--url", "http
         ("a folder", "cannot read --api-key-file {file}: Is a directory"),
         (b"caf\xe9", "--api-key-file {file} is not UTF-8 text (byte 3); convert it first"),
         (b" \n\n", "--api-key-file {file} holds no key; write one per line"),
-        ("good\ns\u00e9cret\n".encode(),
-         "--api-key-file {file}: key 2 must be printable ASCII characters, one at least"),
+        (
+            "good\ns\u00e9cret\n".encode(),
+            "--api-key-file {file}: key 2 must be printable ASCII characters, one at least",
+        ),
     ],
     ids=("missing", "folder", "latin", "empty", "letters"),
 )

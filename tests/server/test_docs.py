@@ -14,8 +14,13 @@ NAMED = set(re.findall(r"`([a-z_]+)`", PAGE))
 
 @pytest.mark.parametrize(
     "body",
-    [bodies.CompletionBody, bodies.ChatBody, bodies.Speculation, bodies.StreamOptions,
-     bodies.StructuredOutputs],
+    [
+        bodies.CompletionBody,
+        bodies.ChatBody,
+        bodies.Speculation,
+        bodies.StreamOptions,
+        bodies.StructuredOutputs,
+    ],
     ids=lambda body: body.__name__,
 )
 def test_every_field_is_there(body):

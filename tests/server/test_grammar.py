@@ -111,42 +111,56 @@ def test_answers_obey_a_schema(client, temperature):
 def test_the_other_forms(client):
     settings = {"temperature": 1.0, "max_tokens": 40}
     for seed in range(3):
-        text = client.complete("ab", structured_outputs={"regex": "(ab|cd){2,4}!"}, seed=seed,
-                               **settings)["choices"][0]["text"]
+        text = client.complete("ab", structured_outputs={"regex": "(ab|cd){2,4}!"}, seed=seed, **settings)[
+            "choices"
+        ][0]["text"]
         assert re.fullmatch("(ab|cd){2,4}!", text)
-        text = client.complete("ab", structured_outputs={"choice": ["the \"one\"", "other"]},
-                               seed=seed, **settings)["choices"][0]["text"]
-        assert text in ("the \"one\"", "other")
-    text = client.complete("ab", structured_outputs={"grammar": 'start: "x" ("y" | "z") "x"'},
-                           **settings)["choices"][0]["text"]
+        text = client.complete(
+            "ab", structured_outputs={"choice": ['the "one"', "other"]}, seed=seed, **settings
+        )["choices"][0]["text"]
+        assert text in ('the "one"', "other")
+    text = client.complete("ab", structured_outputs={"grammar": 'start: "x" ("y" | "z") "x"'}, **settings)[
+        "choices"
+    ][0]["text"]
     assert text in ("xyx", "xzx")
     text = client.complete("ab", structured_outputs={"json": json.dumps(SCHEMA)}, **settings)
     assert json.loads(text["choices"][0]["text"])["ok"] in (True, False)
-    whole = client.complete("ab", response_format={"type": "json_object"}, temperature=0,
-                            max_tokens=20, logit_bias={"94": 20})
+    whole = client.complete(
+        "ab", response_format={"type": "json_object"}, temperature=0, max_tokens=20, logit_bias={"94": 20}
+    )
     assert json.loads(whole["choices"][0]["text"]) == {}
     plain = {"temperature": 0, "max_tokens": 9}
-    assert client.complete("ab", response_format={"type": "text"}, **plain)["choices"] == (
-        client.complete("ab", **plain)["choices"]
+    assert (
+        client.complete("ab", response_format={"type": "text"}, **plain)["choices"]
+        == (client.complete("ab", **plain)["choices"])
     )
 
 
 def test_the_drafter_does_not_change_the_text(client):
-    settings = {"temperature": 0, "max_tokens": 80,
-                "structured_outputs": {"regex": "((the|other) (st|at), ){20}"}}
+    settings = {
+        "temperature": 0,
+        "max_tokens": 80,
+        "structured_outputs": {"regex": "((the|other) (st|at), ){20}"},
+    }
     answers = {
         drafter: client.complete("ab", speculation={"drafter": drafter}, **settings)
         for drafter in ("none", "prompt_lookup", "suffix")
     }
     assert len({answer["choices"][0]["text"] for answer in answers.values()}) == 1
-    kept = {d: a["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
-            for d, a in answers.items()}
+    kept = {d: a["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] for d, a in answers.items()}
     assert kept["none"] == 0 < kept["suffix"], kept
     seeded = {**settings, "temperature": 1.0, "seed": 2}
-    assert len({
-        client.complete("ab", speculation={"drafter": drafter, "reproducible": True}, **seeded)
-        ["choices"][0]["text"] for drafter in answers
-    }) == 1
+    assert (
+        len(
+            {
+                client.complete("ab", speculation={"drafter": drafter, "reproducible": True}, **seeded)[
+                    "choices"
+                ][0]["text"]
+                for drafter in answers
+            }
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,8 +170,11 @@ def test_the_drafter_does_not_change_the_text(client):
         ({"response_format": {"type": "xml"}}, "response_format.type", "got 'xml'"),
         ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens", "exclude"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "exclude"),
-        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
-         "structured_outputs", "exclude each other"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "exclude each other",
+        ),
         ({"structured_outputs": {}}, "structured_outputs", "got 0"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "got 2"),
         ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs", "at most 65536"),

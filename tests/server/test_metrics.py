@@ -14,8 +14,10 @@ def samples(client):
     """(name, labels that vary) -> value."""
     text = client.get("/metrics").text
     return {
-        (sample.name, tuple(sorted((k, v) for k, v in sample.labels.items() if k != "model_name"))):
-            sample.value
+        (
+            sample.name,
+            tuple(sorted((k, v) for k, v in sample.labels.items() if k != "model_name")),
+        ): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -36,14 +38,15 @@ def test_counters_are_those_of_the_answers(engine):
         spec = answer["metrics"]["speculative_decoding"]
         label = (("drafter", name),)
         assert found["outpace:spec_decode_num_drafts_total", label] == spec["num_spec_steps"] > 0
-        assert found["outpace:spec_decode_num_draft_tokens_total", label] == (
-            spec["num_draft_tokens"]
-        )
+        assert found["outpace:spec_decode_num_draft_tokens_total", label] == (spec["num_draft_tokens"])
         accepted = found["outpace:spec_decode_num_accepted_tokens_total", label]
         assert accepted == spec["num_accepted_draft_tokens"] > 0
-        places = [v for (n, labels), v in found.items()
-                  if n == "outpace:spec_decode_num_accepted_tokens_per_pos_total"
-                  and dict(labels)["drafter"] == name]
+        places = [
+            v
+            for (n, labels), v in found.items()
+            if n == "outpace:spec_decode_num_accepted_tokens_per_pos_total"
+            and dict(labels)["drafter"] == name
+        ]
         assert sum(places) == accepted and places == sorted(places, reverse=True)
     new = sum(answer["usage"]["completion_tokens"] for answer in answers)
     read = sum(answer["usage"]["prompt_tokens"] for answer in answers)
@@ -53,8 +56,11 @@ def test_counters_are_those_of_the_answers(engine):
     assert found["outpace:num_requests_waiting", ()] == 0
     assert found["outpace:request_success_total", (("finished_reason", "length"),)] == 2
     assert found["outpace:request_success_total", (("finished_reason", "stop"),)] == 1
-    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds",
-                 "request_time_per_output_token_seconds"):
+    for name in (
+        "time_to_first_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_time_per_output_token_seconds",
+    ):
         assert found[f"outpace:{name}_count", ()] == 3
     portions = found["outpace:inter_token_latency_seconds_count", ()]
     assert portions == sum(answer["metrics"]["passes"] for answer in answers)
@@ -79,8 +85,12 @@ def test_refusals_and_defects_are_counted(engine, monkeypatch):
 
         monkeypatch.setattr(app.state.server.reader, "completion", broken)
         long = "a" * (LIMITS.body_bytes + 1)
-        found = [Client(app).post(path, {}), client.post(path, {"prompt": long}),
-                 client.post(path, {"prompt": "a"}), Client(app).get("/some/path")]
+        found = [
+            Client(app).post(path, {}),
+            client.post(path, {"prompt": long}),
+            client.post(path, {"prompt": "a"}),
+            Client(app).get("/some/path"),
+        ]
         assert [answer.status_code for answer in found] == [401, 413, 500, 401]
         assert all(answer.headers["x-content-type-options"] == "nosniff" for answer in found)
         assert "secret" not in found[2].text

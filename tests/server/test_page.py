@@ -15,8 +15,9 @@ from tests.server.browser import FOUND, Browser
 from tests.server.test_wire import listening
 
 FOLDER = resources.files("outpace.server").joinpath("static")
-FILES = {name: FOLDER.joinpath(name).read_text(encoding="utf-8")
-         for name in ("chat.html", "chat.js", "chat.css")}
+FILES = {
+    name: FOLDER.joinpath(name).read_text(encoding="utf-8") for name in ("chat.html", "chat.js", "chat.css")
+}
 DRAFTER = "early_exit[layer=1 tree=3x2x1]"
 MARKUP = "<img src=x onerror=alert(1)><b>ab</b>"
 needs_browser = pytest.mark.skipif(
@@ -45,8 +46,17 @@ def test_it_comes_with_everything_it_names(client):
 def test_nothing_comes_from_elsewhere(name):
     text = FILES[name].replace("http://www.w3.org/2000/svg", "")  # a name, fetched by nobody
     assert "//" not in re.sub(r"(^|\s)// .*", "", text) and "@import" not in text
-    for danger in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(",
-                   "Storage", "document.cookie", " style=", " onclick="):
+    for danger in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "Storage",
+        "document.cookie",
+        " style=",
+        " onclick=",
+    ):
         assert danger not in text  # texts of models are no markup, and keys are not kept
     assert text.isascii()
 
@@ -58,10 +68,15 @@ def test_script_and_page_agree():
 
 
 def test_the_script_reads_what_the_server_writes(client):
-    body = {"messages": [{"role": "user", "content": "ab"}], "stream": True,
-            "max_tokens": 64, "ignore_eos": True,
-            "stream_options": {"include_usage": True}, "temperature": 0,
-            "speculation": {"drafter": "suffix", "trace": True}}
+    body = {
+        "messages": [{"role": "user", "content": "ab"}],
+        "stream": True,
+        "max_tokens": 64,
+        "ignore_eos": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0,
+        "speculation": {"drafter": "suffix", "trace": True},
+    }
     text = client.post("/v1/chat/completions", body).text
     read = set(re.findall(r"\b(?:metrics|usage|trace|draft|chunk)\.(\w+)", FILES["chat.js"]))
     assert len(read) > 15
@@ -105,10 +120,16 @@ def browser(address, tmp_path_factory):
 
 def traced(address):
     """The trace of the answer that the page got."""
-    body = {"messages": [{"role": "user", "content": MARKUP}], "max_tokens": 40, "temperature": 0,
-            "stream": True, "speculation": {"drafter": DRAFTER, "trace": True}}
-    answer = httpx.post(f"{address}v1/chat/completions", json=body,
-                        headers={"Authorization": "Bearer let me in"})
+    body = {
+        "messages": [{"role": "user", "content": MARKUP}],
+        "max_tokens": 40,
+        "temperature": 0,
+        "stream": True,
+        "speculation": {"drafter": DRAFTER, "trace": True},
+    }
+    answer = httpx.post(
+        f"{address}v1/chat/completions", json=body, headers={"Authorization": "Bearer let me in"}
+    )
     chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line[:7] == "data: {"]
     return [chunk["outpace"] for chunk in chunks if "outpace" in chunk]
 
@@ -116,25 +137,34 @@ def traced(address):
 @needs_browser
 def test_tokens_are_marked_by_who_wrote_them(browser, address):
     traces = traced(address)
-    shown = browser.run("[...document.querySelectorAll('.pass')].map((pass) => "
-                        "[...pass.children].map((one) => [one.textContent, one.dataset.by]))")
+    shown = browser.run(
+        "[...document.querySelectorAll('.pass')].map((pass) => "
+        "[...pass.children].map((one) => [one.textContent, one.dataset.by]))"
+    )
     assert shown == [[[t["text"], t["by"]] for t in one["tokens"]] for one in traces]
-    looks = browser.run("[...document.querySelectorAll('.token[data-by]')].map((one) => {"
-                        "const s = getComputedStyle(one); return [one.dataset.by, "
-                        "s.backgroundColor, s.textDecorationStyle]; })")
-    by = {name: {(colour, line) for who, colour, line in looks if who == name}
-          for name in (DRAFTER, "target")}
+    looks = browser.run(
+        "[...document.querySelectorAll('.token[data-by]')].map((one) => {"
+        "const s = getComputedStyle(one); return [one.dataset.by, "
+        "s.backgroundColor, s.textDecorationStyle]; })"
+    )
+    by = {
+        name: {(colour, line) for who, colour, line in looks if who == name} for name in (DRAFTER, "target")
+    }
     ((accepted, solid),), ((emitted, dotted),) = by.values()
     assert accepted != emitted and (solid, dotted) == ("solid", "dotted")
     assert browser.run("[...document.querySelectorAll('#legend li')].map((one) => one.title)") == [
-        DRAFTER, ""]
+        DRAFTER,
+        "",
+    ]
     # What was said is text, whatever it looks like.
     assert browser.run("document.querySelector('.turn.user').textContent") == MARKUP
-    browser.run("(() => { const a = new Answer({ speculation: { drafter: '<i>' } }); a.take({"
-                "choices: [{ delta: { content: '<b>' } }], outpace: { tokens: [{ text: '<b>', "
-                "by: '<i>' }], draft: { by: '<i>', drafted: 1, pending: '<u>', tokens: ['<b>'], "
-                "parents: [-1], kept: [0], q: [1], p: [0.5], added: null } } });"
-                "show(a.words.firstChild); hide(true); a.box.remove(); writers.delete('<i>'); })()")
+    browser.run(
+        "(() => { const a = new Answer({ speculation: { drafter: '<i>' } }); a.take({"
+        "choices: [{ delta: { content: '<b>' } }], outpace: { tokens: [{ text: '<b>', "
+        "by: '<i>' }], draft: { by: '<i>', drafted: 1, pending: '<u>', tokens: ['<b>'], "
+        "parents: [-1], kept: [0], q: [1], p: [0.5], added: null } } });"
+        "show(a.words.firstChild); hide(true); a.box.remove(); writers.delete('<i>'); })()"
+    )
     assert browser.run("document.querySelectorAll('img, #talk b, #legend i, #tree b').length") == 0
 
 
@@ -149,15 +179,21 @@ def test_the_tree_of_a_pass_appears_on_hover_and_on_focus(browser, address, tmp_
     assert browser.run(hidden)
     browser.point(*browser.at(f"[...{element}.children].find((one) => one.textContent)"))
     browser.until(f"!{hidden}")
-    for role, wanted in (("accepted", len(draft["kept"])), ("added", draft["added"] is not None),
-                         ("pending", 1), ("node", len(draft["tokens"]) + 2)):
+    for role, wanted in (
+        ("accepted", len(draft["kept"])),
+        ("added", draft["added"] is not None),
+        ("pending", 1),
+        ("node", len(draft["tokens"]) + 2),
+    ):
         assert browser.run(f"document.querySelectorAll('#tree svg .{role}:is(g)').length") == wanted
     said = browser.run("document.querySelector('#what').textContent")
     assert f"{len(draft['kept'])} of {draft['drafted']} guesses accepted" in said
     browser.shoot(tmp_path / "tree.png")
     assert (tmp_path / "tree.png").stat().st_size > 10_000
-    inside = browser.run("(({ left, top, right, bottom }) => [left, top, right, bottom])("
-                         "document.querySelector('#tree').getBoundingClientRect())")
+    inside = browser.run(
+        "(({ left, top, right, bottom }) => [left, top, right, bottom])("
+        "document.querySelector('#tree').getBoundingClientRect())"
+    )
     assert min(inside) >= 0 and inside[2] <= 1200 and inside[3] <= 800
     browser.point(5, 5)
     browser.until(hidden)
@@ -182,8 +218,7 @@ def test_a_plain_run_is_compared_and_figures_are_shown(browser):
     said = browser.run("document.querySelector('.compared').textContent")
     assert "the texts are equal (40 tokens)" in said and said.count("tokens/s") == 2
     assert "measured" in browser.run("document.querySelector('#plain').textContent")
-    rows = ("[...document.querySelector('{}').tBodies[0].rows]"
-            ".map((row) => row.cells[0].firstChild.title)")
+    rows = "[...document.querySelector('{}').tBodies[0].rows].map((row) => row.cells[0].firstChild.title)"
     assert browser.run(rows.format("#mine")) == [DRAFTER, "none"]
     browser.until(f"{rows.format('#all')}.length")
     assert browser.run(rows.format("#all")) == [DRAFTER]

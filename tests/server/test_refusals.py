@@ -45,8 +45,11 @@ DEEP = json.loads('{"a": ' * 600 + "1" + "}" * 600)
         ({"prompt": "a", "speculation": {"drafter": "evil"}}, None, "'evil' was not started"),
         ({"prompt": "a", "speculation": {"drafter": "/etc"}}, None, "'/etc' was not started"),
         ({"prompt": "a", "speculation": {"drafter": "x["}}, "speculation.drafter", "cannot read"),
-        ({"prompt": "a", "speculation": {"num_speculative_tokens": -1}},
-         "speculation.num_speculative_tokens", "got -1"),
+        (
+            {"prompt": "a", "speculation": {"num_speculative_tokens": -1}},
+            "speculation.num_speculative_tokens",
+            "got -1",
+        ),
         ({"prompt": "a", "model": "other"}, "model", "'other' is not served here; use 'tiny'"),
         ({"prompt": "a", "store": True}, "store", "got True"),
         ({"prompt": "a", "service_tier": "flex"}, "service_tier", "'auto' or 'default'"),
@@ -81,8 +84,7 @@ DEEP = json.loads('{"a": ' * 600 + "1" + "}" * 600)
 )
 def test_bad_completions(client, body, param, says):
     text = json.dumps(body).encode()
-    answer = client.request("POST", COMPLETION, content=text,
-                            headers={"Content-Type": "application/json"})
+    answer = client.request("POST", COMPLETION, content=text, headers={"Content-Type": "application/json"})
     error = answer.json()["error"]
     assert answer.status_code == error["code"] == (404 if param == "model" else 400)
     assert says in error["message"] and "\n" not in error["message"]
@@ -105,11 +107,15 @@ def test_bad_completions(client, body, param, says):
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages'"),
         ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "'self'; leave it out"),
         ({"chat_template_kwargs": DEEP}, "chat_template_kwargs", "at most 100 levels"),
-        ({"messages": [{"role": "user", "content": "a", "name": DEEP}]}, "messages.0",
-         "at most 100 levels"),
-        ({"tool_choice": "required", "tools": [{"type": "function", "function": {
-            "name": "f", "parameters": DEEP}}]}, "tools.0.function.parameters",
-         "at most 100 levels"),
+        ({"messages": [{"role": "user", "content": "a", "name": DEEP}]}, "messages.0", "at most 100 levels"),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}],
+            },
+            "tools.0.function.parameters",
+            "at most 100 levels",
+        ),
         ({"prompt": "a"}, "prompt", "unknown field 'prompt'"),
         ({"functions": []}, "functions", "unknown field"),
     ],
@@ -121,13 +127,32 @@ def test_bad_chats(client, fields, param, says):
 
 
 def test_fields_that_change_nothing_are_taken(client):
-    unread = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto",
-              "safety_identifier": "x", "prompt_cache_key": "y"}
+    unread = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "safety_identifier": "x",
+        "prompt_cache_key": "y",
+    }
     drawn = {"max_tokens": 12, "temperature": 0.9, "seed": 3, "ignore_eos": True}
     plain = client.complete("ab", **drawn)["choices"]
     assert client.complete("ab", **drawn, **unread)["choices"] == plain
-    nothing = dict.fromkeys(("stop", "n", "logprobs", "seed", "stream", "logit_bias", "suffix",
-                             "best_of", "top_p", "stream_options", "response_format"))
+    nothing = dict.fromkeys(
+        (
+            "stop",
+            "n",
+            "logprobs",
+            "seed",
+            "stream",
+            "logit_bias",
+            "suffix",
+            "best_of",
+            "top_p",
+            "stream_options",
+            "response_format",
+        )
+    )
     best = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
     plain = client.complete("ab", **best)["choices"]
     assert client.complete("ab", **best, **nothing)["choices"] == plain
@@ -160,8 +185,9 @@ def test_a_body_without_a_length_is_counted_as_it_comes(client):
         for _ in range(200):
             yield b" " * 1000
 
-    answer = client.request("POST", COMPLETION, content=endless(),
-                            headers={"Content-Type": "application/json"})
+    answer = client.request(
+        "POST", COMPLETION, content=endless(), headers={"Content-Type": "application/json"}
+    )
     assert answer.status_code == 413 and "100000 bytes" in answer.json()["error"]["message"]
 
 
@@ -224,9 +250,13 @@ def test_a_stream_that_nobody_reads_is_ended():
 
 def test_paths_and_methods_that_do_not_exist(client):
     for method, path, status in (
-        ("GET", "/v1/nothing", 404), ("GET", COMPLETION, 405), ("POST", "/health", 405),
-        ("GET", "/static/..%2fapp.py", 404), ("GET", "/static/chat.html", 404),
-        ("POST", "/v1/embeddings", 404), ("GET", "/docs", 404),
+        ("GET", "/v1/nothing", 404),
+        ("GET", COMPLETION, 405),
+        ("POST", "/health", 405),
+        ("GET", "/static/..%2fapp.py", 404),
+        ("GET", "/static/chat.html", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/docs", 404),
     ):
         answer = client.request(method, path)
         assert answer.status_code == status, path
@@ -237,23 +267,40 @@ def test_keys(service):
     app = create_app(service, name="tiny", keys=["first", "second"], limits=LIMITS)
     body = {"prompt": "ab", "max_tokens": 1}
     for given, status in (
-        (None, 401), ("Bearer third", 401), ("Bearer ", 401), ("first", 401), ("Basic first", 401),
-        ("Bearer first", 200), ("bearer second", 200), ("Bearer firs", 401),
+        (None, 401),
+        ("Bearer third", 401),
+        ("Bearer ", 401),
+        ("first", 401),
+        ("Basic first", 401),
+        ("Bearer first", 200),
+        ("bearer second", 200),
+        ("Bearer firs", 401),
         ("Bearer fir\xdft", 401),
     ):
         headers = {} if given is None else {"Authorization": given.encode("latin-1")}
         answer = Client(app, **headers).post(COMPLETION, body)
         assert answer.status_code == status, given
         assert ("WWW-Authenticate" in answer.headers) == (status == 401)
-    for path, status in (("/", 200), ("/health", 200), ("/metrics", 401), ("/v1/models", 401),
-                         ("/openapi.json", 401), ("/static/chat.js", 200)):
+    for path, status in (
+        ("/", 200),
+        ("/health", 200),
+        ("/metrics", 401),
+        ("/v1/models", 401),
+        ("/openapi.json", 401),
+        ("/static/chat.js", 200),
+    ):
         assert Client(app).get(path).status_code == status, path
 
 
 def test_host_names(service):
     app = create_app(service, name="tiny", hosts=host_names("127.0.0.1", ()), limits=LIMITS)
-    for host, status in (("127.0.0.1:80", 200), ("localhost", 200), ("[::1]:8000", 200),
-                         ("evil.example", 403), ("", 403)):
+    for host, status in (
+        ("127.0.0.1:80", 200),
+        ("localhost", 200),
+        ("[::1]:8000", 200),
+        ("evil.example", 403),
+        ("", 403),
+    ):
         assert Client(app, Host=host).get("/v1/models").status_code == status, host
     assert host_names("127.0.0.1", ["key"]) is None and host_names("0.0.0.0", ()) is None
     assert all(is_loopback(host) for host in ("::1", "127.8.8.8", "localhost"))
@@ -328,8 +375,9 @@ def test_an_answer_that_fails_by_a_defect_tells_nothing_of_it(service, monkeypat
     client.complete("ab", max_tokens=2)
 
 
-@pytest.mark.parametrize(("kind", "status"), [(RequestError, 400), (OutpaceError, 500),
-                                              (ModelError, 500), (SpecError, 500)])
+@pytest.mark.parametrize(
+    ("kind", "status"), [(RequestError, 400), (OutpaceError, 500), (ModelError, 500), (SpecError, 500)]
+)
 def test_the_client_is_told_what_it_can_mend(service, monkeypatch, caplog, kind, status):
     """A drafter that breaks its contract is no mistake of the client, and the log has it."""
     client = Client(create_app(service, name="tiny", limits=LIMITS))

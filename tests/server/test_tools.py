@@ -39,7 +39,7 @@ TEMPLATES = {
         "</tool_call>"
     ),
     "llama3": template(
-        "{{ '{\"name\": \"' + c.function.name + '\", \"parameters\": ' }}"
+        '{{ \'{"name": "\' + c.function.name + \'", "parameters": \' }}'
         "{{ c.function.arguments | tojson }}{{ '}' }}"
     ),
     "mistral": template(
@@ -55,10 +55,17 @@ CALL = {
     "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]',
     "silent": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
 }
-CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"],
-        "additionalProperties": False, "$defs": {"City": {"enum": ["Rome", "Oslo"]}}}
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of a city.",
-                                            "parameters": CITY}}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/City"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"City": {"enum": ["Rome", "Oslo"]}},
+}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Of a city.", "parameters": CITY},
+}
 TIME = {"type": "function", "function": {"name": "time"}}
 TOOLS = [WEATHER, TIME]
 LATE = {"messages": [{"role": "user", "content": "late"}], "tools": TOOLS, "temperature": 0}
@@ -67,14 +74,13 @@ LATE = {"messages": [{"role": "user", "content": "late"}], "tools": TOOLS, "temp
 def tokenizer_of(kind):
     """Bytes, a few special tokens, and a template."""
     pieces = [BEGIN, END, GO, *MARKS, *byte_alphabet()]
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, [])
-    )
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens([BEGIN, END, GO, *MARKS])
-    return Tokenizer(backend, named={"bos_token": BEGIN, "eos_token": END},
-                     templates={"default": TEMPLATES[kind]})
+    return Tokenizer(
+        backend, named={"bos_token": BEGIN, "eos_token": END}, templates={"default": TEMPLATES[kind]}
+    )
 
 
 def saying(kind):
@@ -82,12 +88,17 @@ def saying(kind):
     tokenizer = tokenizer_of(kind)
     call = CALL[kind]
     answers = {
-        "[user]call": call, "[user]plain": "It is \u2028 {warm}.", "[user]late": "no",
+        "[user]call": call,
+        "[user]plain": "It is \u2028 {warm}.",
+        "[user]late": "no",
         "[user]odd": "<tool_call>no</tool_call>",
-        "[user]both": {"hermes": f"Well.\n{call}\n{call}", "silent": f"Well.\n{call}\n{call}",
-                       "llama3": f"{call};{call}",
-                       "mistral": "Well." + call[:-1] + ", " + call[13:]}[kind],
-    }  # fmt: skip
+        "[user]both": {
+            "hermes": f"Well.\n{call}\n{call}",
+            "silent": f"Well.\n{call}\n{call}",
+            "llama3": f"{call};{call}",
+            "mistral": "Well." + call[:-1] + ", " + call[13:],
+        }[kind],
+    }
     scripts = {key: (*tokenizer.encode(text, special=False), 1) for key, text in answers.items()}
     size = tokenizer.vocab_size
     brackets = tokenizer.encode("]}", special=False)
@@ -134,8 +145,9 @@ def talk(app):
 
 
 def calls_of(message):
-    return [(c["function"]["name"], json.loads(c["function"]["arguments"]))
-            for c in message.get("tool_calls", ())]
+    return [
+        (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message.get("tool_calls", ())
+    ]
 
 
 OSLO = ("weather", {"city": "Oslo"})
@@ -235,9 +247,12 @@ def test_the_official_client_reads_calls(app, kind):
         assert final.finish_reason == "tool_calls" and final.message.content is None
         assert final.message.tool_calls[0].function.parsed_arguments == {"city": "Oslo"}
         # What it said, and what came of it, goes back as it came.
-        back = [*talk, whole.choices[0].message.model_dump(exclude_none=True), *(
-            {"role": "tool", "tool_call_id": call.id, "content": "cold"} for call in calls
-        ), {"role": "user", "content": "plain"}]
+        back = [
+            *talk,
+            whole.choices[0].message.model_dump(exclude_none=True),
+            *({"role": "tool", "tool_call_id": call.id, "content": "cold"} for call in calls),
+            {"role": "user", "content": "plain"},
+        ]
         again = client.chat.completions.create(messages=back, **asked)
         assert again.choices[0].message.content == "It is \u2028 {warm}."
 
@@ -250,8 +265,7 @@ def prompt_of(app, messages, tools=None):
 
 
 def test_what_the_model_reads(app, kind):
-    call = {"id": "c1", "type": "function",
-            "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "call"},
@@ -281,16 +295,24 @@ def test_what_the_model_reads(app, kind):
         ({"tools": [TIME, TIME]}, "tools", "two functions of one name"),
         ({"tools": [{"type": "browser"}]}, "tools", "should be 'function'"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name", "missing"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "mood": 1}}]},
-         "tools.0.function.mood", "unknown field"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "mood": 1}}]},
+            "tools.0.function.mood",
+            "unknown field",
+        ),
         ({"parallel_tool_calls": False}, "parallel_tool_calls", "leave it out"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice",
-         "exclude each other"),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice",
+            "exclude each other",
+        ),
         ({"tool_choice": "required", "min_tokens": 3}, "min_tokens", "tool_choice exclude"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "a"}]}]},
-         "messages.0.tool_calls", "must hold objects"),
-        ({"messages": [{"role": "assistant", "tool_calls": "a"}]}, "messages.0.tool_calls",
-         "must be a list"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "a"}]}]},
+            "messages.0.tool_calls",
+            "must hold objects",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": "a"}]}, "messages.0.tool_calls", "must be a list"),
     ],
     ids=lambda value: str(value)[:50] if isinstance(value, dict) else "",
 )

@@ -25,9 +25,16 @@ def client(engine):
 def stream(client, **fields):
     """The chunks of a streamed chat."""
     speculation = {"trace": True, **fields.pop("speculation", {})}
-    body = {"messages": [{"role": "user", "content": "ab ab ab"}], "stream": True,
-            "stream_options": {"include_usage": True}, "max_tokens": 48, "ignore_eos": True,
-            "temperature": 0, "speculation": speculation, **fields}
+    body = {
+        "messages": [{"role": "user", "content": "ab ab ab"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 48,
+        "ignore_eos": True,
+        "temperature": 0,
+        "speculation": speculation,
+        **fields,
+    }
     text = client.post("/v1/chat/completions", body).text
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
@@ -37,9 +44,11 @@ def text_of(chunks):
 
 
 @pytest.mark.parametrize("drafter", [DEEP, "suffix", "none"])
-@pytest.mark.parametrize("fields", [
-    {}, {"temperature": 0.8, "seed": 3}, {"temperature": 0.8}, {"stop": ["se", "\x17zzz"]},
-], ids=["greedy", "seeded", "sampled", "stopped"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"temperature": 0.8, "seed": 3}, {"temperature": 0.8}, {"stop": ["se", "\x17zzz"]}],
+    ids=["greedy", "seeded", "sampled", "stopped"],
+)
 def test_a_trace_tells_the_answer(client, drafter, fields):
     chunks = stream(client, speculation={"drafter": drafter}, **fields)
     traces = [chunk["outpace"] for chunk in chunks if "outpace" in chunk]
@@ -57,8 +66,9 @@ def test_a_trace_tells_the_answer(client, drafter, fields):
     for one, draft in zip(traces[1:], drafts[1:], strict=True):
         check(draft, one["tokens"])
     if drafter == DEEP:
-        assert by.count(DEEP) > 0 and any(len(set(d["parents"])) < d["drafted"]
-                                          for d in drafts[1:] if d["drafted"])
+        assert by.count(DEEP) > 0 and any(
+            len(set(d["parents"])) < d["drafted"] for d in drafts[1:] if d["drafted"]
+        )
         known = [q for draft in drafts[1:] for q in draft["q"]]
         assert {q is None for q in known} == {"temperature" not in fields}
 
@@ -89,7 +99,7 @@ def test_the_probabilities_are_those_of_logprobs(client):
         draft = chunk["outpace"]["draft"]
         p = [draft["p"][node] for node in draft["kept"]]
         p += [] if draft["added"] is None else [draft["added"]["p"]]
-        assert p == pytest.approx([2.718281828 ** one for one in said], abs=1e-4)
+        assert p == pytest.approx([2.718281828**one for one in said], abs=1e-4)
 
 
 def test_without_the_field_the_wire_is_as_before(client):
@@ -99,8 +109,11 @@ def test_without_the_field_the_wire_is_as_before(client):
 
     def shown(chunks):
         kept = [{k: v for k, v in chunk.items() if k not in strip} for chunk in chunks]
-        return [c for c in kept if not c["choices"] or c["choices"][0]["delta"]
-                or c["choices"][0]["finish_reason"]]
+        return [
+            c
+            for c in kept
+            if not c["choices"] or c["choices"][0]["delta"] or c["choices"][0]["finish_reason"]
+        ]
 
     assert shown(plain) == shown(told_)
 
@@ -126,8 +139,13 @@ def test_large_drafts_are_cut_and_stay_trees():
     logits[0, 199] = 100.0  # after the pending token
     logits[200, 7] = 100.0  # after node 199
     outcome = Outcome(
-        draft, Scored(logits, (0, 202)), Verdict((199, 200), (199, 7, 5)), (3, 199, 7),
-        (0, 200, 201), 9, drafter="wide",
+        draft,
+        Scored(logits, (0, 202)),
+        Verdict((199, 200), (199, 7, 5)),
+        (3, 199, 7),
+        (0, 200, 201),
+        9,
+        drafter="wide",
     )
     done = told(outcome)
     assert done.drafted == 201 and len(done.tokens) == trace.MOST

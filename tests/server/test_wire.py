@@ -80,16 +80,29 @@ def official(address):
 
 def test_the_official_client_chats(official):
     plain = official.chat.completions.create(
-        model="tiny", messages=HI, max_tokens=12, temperature=0.9, seed=3, logprobs=True,
-        top_logprobs=2, n=2, extra_body={"top_k": 20, "speculation": {"drafter": "none"}},
+        model="tiny",
+        messages=HI,
+        max_tokens=12,
+        temperature=0.9,
+        seed=3,
+        logprobs=True,
+        top_logprobs=2,
+        n=2,
+        extra_body={"top_k": 20, "speculation": {"drafter": "none"}},
     )
     assert [choice.index for choice in plain.choices] == [0, 1]
     assert plain.choices[0].message.role == "assistant"
     assert len(plain.choices[0].logprobs.content[0].top_logprobs) == 2
     assert plain.usage.total_tokens == plain.usage.prompt_tokens + plain.usage.completion_tokens
     stream = official.chat.completions.create(
-        model="tiny", messages=HI, max_tokens=12, temperature=0.9, seed=3, stream=True,
-        stream_options={"include_usage": True}, extra_body={"top_k": 20},
+        model="tiny",
+        messages=HI,
+        max_tokens=12,
+        temperature=0.9,
+        seed=3,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"top_k": 20},
     )
     chunks = list(stream)
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
@@ -119,12 +132,12 @@ def test_a_reader_who_leaves_a_stream_ends_the_answer(service, address, brake, t
     before = service.stats()
     body = {"prompt": "ab", "stream": True, **LONG}
     with brake.on():  # so that the answer cannot end before anybody has looked
-        with httpx.stream("POST", f"{address}/v1/completions", json=body,
-                          headers={"Authorization": "Bearer key"}) as response:
+        with httpx.stream(
+            "POST", f"{address}/v1/completions", json=body, headers={"Authorization": "Bearer key"}
+        ) as response:
             assert response.status_code == 200 and brake.held.wait(20)
         until(lambda: tickets[-1].fate.cancelled)
-    until(lambda: service.stats().finished.get("cancelled", 0)
-          == before.finished.get("cancelled", 0) + 1)
+    until(lambda: service.stats().finished.get("cancelled", 0) == before.finished.get("cancelled", 0) + 1)
     assert service.stats().new_tokens - before.new_tokens < 20
 
 
@@ -132,22 +145,27 @@ def test_a_client_who_leaves_before_the_answer_ends_it(service, address, brake, 
     before = service.stats()
     port = int(address.rpartition(":")[2])
     body = json.dumps({"prompt": "ab", **LONG}).encode()
-    head = (f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n").encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    ).encode()
     with brake.on():
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(head + body)
             assert brake.held.wait(20)
         until(lambda: tickets[-1].fate.cancelled)
-    until(lambda: service.stats().finished.get("cancelled", 0)
-          == before.finished.get("cancelled", 0) + 1)
+    until(lambda: service.stats().finished.get("cancelled", 0) == before.finished.get("cancelled", 0) + 1)
     assert service.stats().new_tokens - before.new_tokens < 20
 
 
 def test_many_at_once_get_the_text_they_get_alone(address):
     def ask(prompt):
-        answer = httpx.post(f"{address}/v1/completions", headers={"Authorization": "Bearer key"},
-                            json={"prompt": prompt, "max_tokens": 16, "temperature": 0}, timeout=30)
+        answer = httpx.post(
+            f"{address}/v1/completions",
+            headers={"Authorization": "Bearer key"},
+            json={"prompt": prompt, "max_tokens": 16, "temperature": 0},
+            timeout=30,
+        )
         return answer.json()["choices"][0]["text"]
 
     prompts = [f"{letter} {letter}" for letter in "abcdefgh"]
@@ -166,8 +184,22 @@ def test_many_at_once_get_the_text_they_get_alone(address):
 
 
 def test_the_command_serves_and_ends_in_good_order():
-    command = [sys.executable, "-m", "outpace.cli.main", "serve", "--model", "tiny", "--port", "0",
-               "--drafter", "prompt_lookup", "--threads", "1", "--grace", "5"]
+    command = [
+        sys.executable,
+        "-m",
+        "outpace.cli.main",
+        "serve",
+        "--model",
+        "tiny",
+        "--port",
+        "0",
+        "--drafter",
+        "prompt_lookup",
+        "--threads",
+        "1",
+        "--grace",
+        "5",
+    ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
     try:
         port = None
@@ -177,8 +209,7 @@ def test_the_command_serves_and_ends_in_good_order():
                 break
         assert port
         url = f"http://127.0.0.1:{port}"
-        body = {"prompt": "ab", "stream": True, "max_tokens": 300, "temperature": 0,
-                "ignore_eos": True}
+        body = {"prompt": "ab", "stream": True, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)

@@ -9,7 +9,7 @@ from tests.serving.test_service import LONG, ask
 
 __all__ = ["engine", "plain", "small_store"]  # fixtures
 
-ONE_EACH = [SPECS.get(row.name, [row.name])[0] for row in registry.rows("drafter")]
+ONE_EACH = [SPECS.get(row.name, [row.name])[0] for row in registry.entries("drafter")]
 TEXTS = [LONG[: 61 + i] for i in range(2)]
 SETTINGS = {"max_new_tokens": 70, "ignore_eos": True}
 

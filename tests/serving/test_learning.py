@@ -26,9 +26,19 @@ from tests.support import until
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 QUICK = OnlineConfig(
-    held_out=0.25, least_held=64, held_rows=160, round_rows=384, unit_tokens=512, update_units=1,
-    lr=5e-3, piece=24, context=8, top=16, repeats=5.0, seed=3,
-)  # fmt: skip
+    held_out=0.25,
+    least_held=64,
+    held_rows=160,
+    round_rows=384,
+    unit_tokens=512,
+    update_units=1,
+    lr=5e-3,
+    piece=24,
+    context=8,
+    top=16,
+    repeats=5.0,
+    seed=3,
+)
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +108,7 @@ def test_a_service_learns_and_its_text_stays(target, base, tmp_path):
     assert stats.learned["versions"] >= 1 and stats.learned["broken"] == 0
     assert 'outpace:learning_versions_total{model_name="tiny"}' in figures
     assert rate(final) > rate(first) + 0.05, stats.learned
-    plain = [one.tokens for one in engine.generate(last, drafter="none", max_new_tokens=20,
-                                                   **GREEDY)]
+    plain = [one.tokens for one in engine.generate(last, drafter="none", max_new_tokens=20, **GREEDY)]
     for results in (first, final, mixed):
         assert [one.tokens for one in results] == plain[: len(results)]
     assert isinstance(engine.method(spec).drafter, DraftModel), "as it was before"
@@ -211,10 +220,17 @@ def mixed_up(kind):
         names.append({draft.memo for draft in drafts})
         try_it()
         outcomes = [
-            Outcome(d, Scored(torch.zeros(2, 9), (0, 2)), Verdict((0,), (5, 6)), (2, 5), (0, 1),
-                    len(s.tokens) - 1, drafter="toy")
+            Outcome(
+                d,
+                Scored(torch.zeros(2, 9), (0, 2)),
+                Verdict((0,), (5, 6)),
+                (2, 5),
+                (0, 1),
+                len(s.tokens) - 1,
+                drafter="toy",
+            )
             for d, s in zip(drafts, states, strict=True)
-        ]  # fmt: skip
+        ]
         watched.observe(states, outcomes)
         try_it()
     for state in states:
@@ -234,14 +250,12 @@ def test_a_moved_sequence_begins_anew_with_its_whole_text():
     watched = Watched(old, Script())
     mine = watched.begin(Request(prompt=(1, 2, 3), held=1, key="a"))
     other = watched.begin(Request(prompt=(1, 2, 3), key="b"))
-    reading = Outcome(Draft(), Scored(torch.zeros(0, 9), (0, 0)), Verdict((), ()), (2,), (0,), 1,
-                      forced=True)  # fmt: skip
+    reading = Outcome(Draft(), Scored(torch.zeros(0, 9), (0, 0)), Verdict((), ()), (2,), (0,), 1, forced=True)
     watched.observe([mine], [reading])
     assert watched.adopt(types.SimpleNamespace(branch="a", drafter=new))
     (request,) = mine.inner
     assert (request.prompt, request.held, request.key) == ((1, 2, 3), 2, "a")
-    ended = Outcome(Draft(), Scored(torch.zeros(1, 9), (0, 1)), Verdict((), (7,)), (3,), (0,), 2,
-                    forced=True)  # fmt: skip
+    ended = Outcome(Draft(), Scored(torch.zeros(1, 9), (0, 1)), Verdict((), (7,)), (3,), (0,), 2, forced=True)
     watched.observe([mine], [ended])
     assert watched.adopt(types.SimpleNamespace(branch="a", drafter=None))
     (request,) = mine.inner
@@ -255,9 +269,7 @@ def test_a_moved_sequence_begins_anew_with_its_whole_text():
 def learning(share, cost):
     learner = Script()
     learner.cost, learner.busy = cost, True
-    method = types.SimpleNamespace(
-        drafter=Toy("old"), policy=types.SimpleNamespace(reads_estimates=False)
-    )
+    method = types.SimpleNamespace(drafter=Toy("old"), policy=types.SimpleNamespace(reads_estimates=False))
     method.members = {"toy": method}
     return learner, Learning(learner, {"toy": method}, share, now=lambda: learner.now)
 

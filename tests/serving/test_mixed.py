@@ -33,9 +33,7 @@ class Spy(Policy):
 
 
 def row(policy, state=None):
-    return PolicyRow(
-        Own(policy, state), {"d": OWN}, ROOMY, KeyedCoins(0, 0, Stream.POLICY)
-    )
+    return PolicyRow(Own(policy, state), {"d": OWN}, ROOMY, KeyedCoins(0, 0, Stream.POLICY))
 
 
 def test_every_policy_gets_its_own_sequences_and_hears_of_the_others():

@@ -89,9 +89,11 @@ def many(count=64):
     for i in range(count):
         prompt = [*LONG[: (37 * i) % 130], *PROMPT, i]
         heat = {"temperature": 0.8 * (i % 2), "seed": i, "ignore_eos": True}
-        yield prompt, ("prompt_lookup", "suffix", "auto", "none")[i % 4], {
-            **heat, "max_new_tokens": 3 + i % 11
-        }
+        yield (
+            prompt,
+            ("prompt_lookup", "suffix", "auto", "none")[i % 4],
+            {**heat, "max_new_tokens": 3 + i % 11},
+        )
 
 
 @pytest.fixture(scope="module")
@@ -278,6 +280,7 @@ def test_a_long_prompt_holds_nobody_up_for_more_than_a_chunk(engine):
     engine.listeners.append(records.append)
     try:
         with Service(engine, chunk=32, max_batch=4, **PLAIN) as service:
+
             def join(heard):
                 if len(heard.events) == 2:
                     heard.late = ask(service, LONG, max_new_tokens=2, **GREEDY)
@@ -389,10 +392,7 @@ def test_drafters_that_read_features_are_shown_them_again(engine, monkeypatch):
 def test_drafters_remember_within_one_key_only(engine):
     own = {"max_new_tokens": 40, "temperature": 0.9, "seed": 3, "ignore_eos": True}
     with Service(engine, drafters=("suffix[shared=true]",)) as service:
-        accepted = [
-            ask(service, PROMPT, key=key, **own).result.counters.accepted
-            for key in ("a", "b", "a")
-        ]
+        accepted = [ask(service, PROMPT, key=key, **own).result.counters.accepted for key in ("a", "b", "a")]
     assert accepted[0] == accepted[1] < accepted[2], accepted
 
 
@@ -442,8 +442,10 @@ def test_a_text_that_was_stored_is_read_by_portions_by_drafters_too(engine, monk
     def counted(self, verb, *arguments):
         before = {slot: self.cache.length(slot) for slot in self.cache._slots}
         found = score[verb](self, *arguments)
-        rows.extend(len(self.cache.slot(slot).tail_ids) + self.cache.length(slot) - was
-                    for slot, was in before.items())
+        rows.extend(
+            len(self.cache.slot(slot).tail_ids) + self.cache.length(slot) - was
+            for slot, was in before.items()
+        )
         return found
 
     monkeypatch.setattr(ModelDrafter, "expand", lambda self, *more: counted(self, 0, *more))

@@ -66,9 +66,7 @@ def plain_labels(objective, target, model, id_D, text, drawn, place, context=Non
 
 @pytest.mark.parametrize("label", ["token", "overlap"])
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_labels_are_of_the_answer_and_states_of_the_mixture(
-    target, batches, draft, label, temperature
-):
+def test_labels_are_of_the_answer_and_states_of_the_mixture(target, batches, draft, label, temperature):
     objective = built(target, draft, label=label, temperature=temperature, mix=0.3)
     model, id_D = load_trained(draft, target)
     batch, mixed = batches[0], objective.on_policy(batches[0], 7)
@@ -142,8 +140,7 @@ def test_the_loss_is_the_formula(target, batches, draft):
         assert abs(wrong / step.loss.item() - 1) > 0.02, "planted: no weight; hard labels"
     measured = objective.evaluate(batch)
     weights = [(6.0 * (1 - one), one) for one in a]
-    score = sum(no * (1 - g * g) + yes * (1 - (1 - g) ** 2)
-                for (no, yes), g in zip(weights, s, strict=True))  # fmt: skip
+    score = sum(no * (1 - g * g) + yes * (1 - (1 - g) ** 2) for (no, yes), g in zip(weights, s, strict=True))
     assert measured.accepted_by_depth.item() == pytest.approx(score, rel=1e-5)
     assert measured.counted_by_depth.item() == pytest.approx(sum(map(sum, weights)), rel=1e-5)
     step.loss.backward()
@@ -199,8 +196,15 @@ def test_a_short_training_tells_refusals_from_acceptances(target, tmp_path):
     objective = built(target, tmp_path / "draft", weight=1.0)
     start, seen = objective.evaluate(held_out), []
     config = LoopConfig(steps=30, lr=1e-2, evaluate_every=100, bf16=False)
-    train(objective, Listed(rows), [held_out], config, out=tmp_path / "head",
-          work=tmp_path / "work", report=seen.append)
+    train(
+        objective,
+        Listed(rows),
+        [held_out],
+        config,
+        out=tmp_path / "head",
+        work=tmp_path / "work",
+        report=seen.append,
+    )
     state_RW, a_R = objective.rows(held_out)
     with torch.no_grad():
         s_R = objective.module(state_RW).sigmoid()

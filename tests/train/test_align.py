@@ -17,8 +17,7 @@ def batch():
     answer_BT[2, 1:4] = True
     row_BT1 = token_BT[..., None].to(torch.bfloat16)
     return Batch(
-        token_BT=token_BT * inside_BT, length_B=length_B, answer_BT=answer_BT,
-        feature={"hidden.-1": row_BT1},
+        token_BT=token_BT * inside_BT, length_B=length_B, answer_BT=answer_BT, feature={"hidden.-1": row_BT1}
     )
 
 
@@ -95,8 +94,10 @@ def test_next_tokens_and_places():
 def test_a_batch_from_which_nothing_is_learned():
     one = batch()
     empty = Batch(
-        token_BT=one.token_BT, length_B=one.length_B,
-        answer_BT=torch.zeros_like(one.answer_BT), feature=one.feature,
+        token_BT=one.token_BT,
+        length_B=one.length_B,
+        answer_BT=torch.zeros_like(one.answer_BT),
+        feature=one.feature,
     )
     aligned = Aligned(empty, EAGLE)
     assert not aligned.real_BA.any() and not len(aligned.law_N)

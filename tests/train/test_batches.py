@@ -14,9 +14,7 @@ def store(tmp_path_factory):
     for number in range(300):
         length = int(coins.integers(4, 60))
         ids = coins.integers(1, 90, length).astype(np.int32)
-        sequences.append(
-            TokenSequence(number=2 * number, ids=ids, prompt=int(length // 3), temperature=0.0)
-        )
+        sequences.append(TokenSequence(number=2 * number, ids=ids, prompt=int(length // 3), temperature=0.0))
     store = TokenStore.create(
         tmp_path_factory.mktemp("store"), target="t", digest="d", vocab_size=90, about={}
     )
@@ -68,8 +66,9 @@ def test_a_batch_says_what_to_learn(store):
     for batch in Batches(store, 300):
         for i, length in enumerate(batch.length_B.tolist()):
             prompt = length // 3
-            assert batch.answer_BT[i].tolist() == [prompt <= t < length
-                                                   for t in range(batch.answer_BT.shape[1])]
+            assert batch.answer_BT[i].tolist() == [
+                prompt <= t < length for t in range(batch.answer_BT.shape[1])
+            ]
             assert batch.token_BT[i, length:].sum() == 0
         assert batch.token_BT.dtype == batch.length_B.dtype == torch.int64
         assert batch.feature == {}

@@ -24,11 +24,18 @@ def fill(folder, target, lengths=(5, 30, 12, 41, 7), first=0):
         folder, target=target.name, digest=target.digest, vocab_size=target.vocab_size, about={}
     )
     coins = np.random.default_rng(first)
-    store.append([
-        TokenSequence(number=3 * (first + i), prompt=2, temperature=0.0,
-                      ids=coins.integers(3, 90, n).astype(np.int32))
-        for i, n in enumerate(lengths)
-    ], {})  # fmt: skip
+    store.append(
+        [
+            TokenSequence(
+                number=3 * (first + i),
+                prompt=2,
+                temperature=0.0,
+                ids=coins.integers(3, 90, n).astype(np.int32),
+            )
+            for i, n in enumerate(lengths)
+        ],
+        {},
+    )
     return store
 
 
@@ -173,7 +180,5 @@ def test_features_that_another_method_wanted_are_used(target, tmp_path):
 
 
 def test_sizes_in_words():
-    assert [size_text(n) for n in (999, 1500, 2.5e6, 14.2e9)] == [
-        "999 bytes", "1.5 kB", "2.5 MB", "14.2 GB",
-    ]  # fmt: skip
+    assert [size_text(n) for n in (999, 1500, 2.5e6, 14.2e9)] == ["999 bytes", "1.5 kB", "2.5 MB", "14.2 GB"]
     assert folder_for(module.Path("a"), ("b", "a")).as_posix() == "a/features/a+b"

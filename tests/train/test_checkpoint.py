@@ -25,8 +25,9 @@ def test_the_newest_two_stay(tmp_path):
     for step in (5, 20, 100):
         save(tmp_path, step)
     assert [path.name for path in checkpoint.paths(tmp_path)] == [
-        "step-00000020.safetensors", "step-00000100.safetensors",
-    ]  # fmt: skip
+        "step-00000020.safetensors",
+        "step-00000100.safetensors",
+    ]
     assert checkpoint.latest(tmp_path).name == "step-00000100.safetensors"
     assert len(list(tmp_path.iterdir())) == 2, "no temporary files"
 
@@ -73,9 +74,7 @@ def trained(seed):
 def test_weights_and_moments_go_back(tmp_path):
     module, optimizer = trained(0)
     other, fresh = trained(1)
-    path = checkpoint.save(
-        tmp_path, 3, checkpoint.training_tensors(module, optimizer), {}
-    )
+    path = checkpoint.save(tmp_path, 3, checkpoint.training_tensors(module, optimizer), {})
     checkpoint.restore(other, fresh, checkpoint.load(path)[0], path)
     for one, twin in zip(module.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, twin)
@@ -83,6 +82,4 @@ def test_weights_and_moments_go_back(tmp_path):
             assert torch.equal(optimizer.state[one][key], fresh.state[twin][key]), key
     wrong = torch.nn.Linear(4, 2)
     with pytest.raises(ModelError, match=r"weight has shape \[2, 4\].*shape \[2, 3\]"):
-        checkpoint.restore(
-            wrong, torch.optim.AdamW(wrong.parameters()), checkpoint.load(path)[0], path
-        )
+        checkpoint.restore(wrong, torch.optim.AdamW(wrong.parameters()), checkpoint.load(path)[0], path)

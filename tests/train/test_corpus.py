@@ -26,16 +26,20 @@ def questions(path):
         ({"instruction": "Sing.", "input": "", "output": "la"}, "Sing."),
         ({"question": "How many?", "answer": "4"}, "How many?"),
         ({"prompt": "Why?"}, "Why?"),
-        ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "A"}]},
-         "Hi"),
-        ({"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "B"}]},
-         "Hello"),
-        ({"query": "### Instruction:\nshorten\n\n### Input:\nlong\n\n### Response:", "docs": ["s"]},
-         "shorten\n\nlong"),
-        ({"query": "who?", "docs": ["one", "two"]},
-         "[1] one\n\n[2] two\n\nUse these passages to answer: who?"),
-        ({"text": "Write f.", "code": "def f(): pass", "test_list": ["assert f"]},
-         "Write f.\n\nThe following must hold:\n\n```python\nassert f\n```"),
+        ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "A"}]}, "Hi"),
+        ({"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "B"}]}, "Hello"),
+        (
+            {"query": "### Instruction:\nshorten\n\n### Input:\nlong\n\n### Response:", "docs": ["s"]},
+            "shorten\n\nlong",
+        ),
+        (
+            {"query": "who?", "docs": ["one", "two"]},
+            "[1] one\n\n[2] two\n\nUse these passages to answer: who?",
+        ),
+        (
+            {"text": "Write f.", "code": "def f(): pass", "test_list": ["assert f"]},
+            "Write f.\n\nThe following must hold:\n\n```python\nassert f\n```",
+        ),
     ],
 )
 def test_every_kind_of_row_becomes_its_question(tmp_path, row, question):

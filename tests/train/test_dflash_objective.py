@@ -37,9 +37,7 @@ def batches(target):
 
 
 def built(target, vocab=None, moved=True, **options):
-    objective = DflashObjective.build(
-        DflashTraining(slots=SLOTS, taps=LAYERS, **options), target, vocab
-    )
+    objective = DflashObjective.build(DflashTraining(slots=SLOTS, taps=LAYERS, **options), target, vocab)
     coins = torch.Generator().manual_seed(0)
     with torch.no_grad():  # away from the start, where rows are alike
         for parameter in objective.module.parameters() if moved else ():
@@ -77,9 +75,7 @@ def test_blocks_are_learned_as_they_are_drafted(target, batches, layers):
     aligned, got = Aligned(batch, EAGLE), outputs(objective, batch)
     for b, a in ((0, 0), (1, 4), (3, 7)):
         row = int(aligned.place_BA[b, a])
-        torch.testing.assert_close(
-            got[b, a], by_hand(objective, batch, b, row), atol=2e-4, rtol=2e-4
-        )
+        torch.testing.assert_close(got[b, a], by_hand(objective, batch, b, row), atol=2e-4, rtol=2e-4)
         for planted in ({"later": 1}, {"late": 1}, {"causal": True}):
             other = by_hand(objective, batch, b, row, **planted)
             assert float((other - got[b, a]).abs().max()) > 2e-3, planted
@@ -105,9 +101,11 @@ def leaks(objective, batch):
     """Pairs (anchor, later row) where a block knows of its own future."""
     rows, table = touched(objective, batch)
     return [
-        (row, at) for at, changed in table.items()
-        for row, one in zip(rows, changed, strict=True) if one and at > row
-    ]  # fmt: skip
+        (row, at)
+        for at, changed in table.items()
+        for row, one in zip(rows, changed, strict=True)
+        if one and at > row
+    ]
 
 
 def test_no_block_sees_features_of_its_own_future(target, batches, monkeypatch):
@@ -117,9 +115,7 @@ def test_no_block_sees_features_of_its_own_future(target, batches, monkeypatch):
     assert all(table[at][i] for i, row in enumerate(rows) for at in range(row + 1)), "it sees all"
     real = dflash_net.unseen
     for planted in (1, 2):
-        monkeypatch.setattr(
-            dflash_net, "unseen", lambda place, tokens, n=planted: real(place + n, tokens)
-        )
+        monkeypatch.setattr(dflash_net, "unseen", lambda place, tokens, n=planted: real(place + n, tokens))
         found = leaks(objective, batch)
         assert {at - row for row, at in found} == set(range(1, planted + 1)), "planted"
 
@@ -163,8 +159,11 @@ def test_the_loss_is_that_of_plain_logits_and_no_row_off(target, batches, name):
         for late in (0, 1):  # planted: the target's law of the token before
             last = batch.feature["hidden.-1"][b, place - 1 - late][None]
             p = target.head(last)[:, vocab.to_target_D].softmax(-1)
-            one = (losses.cross_entropy(z[None], torch.tensor([label])) if name == "ce"
-                   else losses.ORACLES[name](z[None], p))  # fmt: skip
+            one = (
+                losses.cross_entropy(z[None], torch.tensor([label]))
+                if name == "ce"
+                else losses.ORACLES[name](z[None], p)
+            )
             totals[late] += one.item()
         first += i == 0
     assert step.tokens == first > 10
@@ -205,9 +204,9 @@ def test_training_and_drafting_give_the_same_logits(target, batches, tmp_path):
         cache = target.new_cache()
         passed = target.score([Feed.chain(cache.open(), text[:-1])], cache, taps=drafter.taps)
         state, rows = drafter.begin(None), tuple(range(row + 1))
-        drafter.observe([state], [
-            Outcome(Draft(), passed.of(0), Verdict((), ()), tuple(text[:-1]), rows, 0, forced=True)
-        ])  # fmt: skip
+        drafter.observe(
+            [state], [Outcome(Draft(), passed.of(0), Verdict((), ()), tuple(text[:-1]), rows, 0, forced=True)]
+        )
         got = drafter.logits([Branch(state, text, (ROOT,), [], [])])[0]
         theirs = target.head(wanted[b, a])[:, vocab.to_target_D]
         torch.testing.assert_close(got, theirs, atol=0.02, rtol=0.02)  # features in bfloat16
@@ -223,9 +222,7 @@ def test_what_is_saved_and_measured(target, batches, tmp_path):
     assert config["tree"] == config["acceptance"] == []
     step = objective.evaluate(batches[0])
     rates = objective.ranks.acceptance()
-    assert rates[0][0] == pytest.approx(
-        float(step.accepted_by_depth[0] / step.counted_by_depth[0])
-    )
+    assert rates[0][0] == pytest.approx(float(step.accepted_by_depth[0] / step.counted_by_depth[0]))
     assert len(step.counted_by_depth) == SLOTS
     objective.save(tmp_path, {"command": "test"})
     config = json.loads((tmp_path / "config.json").read_text())
@@ -248,8 +245,15 @@ def test_a_short_training_raises_acceptance(target, tmp_path):
     objective, seen = built(target, most_used(rows, 200, target), moved=False), []
     before = objective.evaluate(held_out)
     config = LoopConfig(steps=30, lr=1e-2, evaluate_every=100, bf16=False)
-    train(objective, Listed(rows), [held_out], config, out=tmp_path / "net",
-          work=tmp_path / "work", report=seen.append)  # fmt: skip
+    train(
+        objective,
+        Listed(rows),
+        [held_out],
+        config,
+        out=tmp_path / "net",
+        work=tmp_path / "work",
+        report=seen.append,
+    )
     print(before.accepted_by_depth / before.counted_by_depth, seen[-1].line())
     first = float(before.accepted_by_depth[0] / before.counted_by_depth[0])
     assert seen[-1].acceptance[0] > first + 0.1

@@ -56,22 +56,23 @@ def test_acceptance_is_counted_along_chains(target, batches):
     for b, length in enumerate(batch.length_B.tolist()):
         first = int(batch.answer_BT[b].nonzero()[0])
         only = Batch(
-            token_BT=batch.token_BT[b : b + 1, :length], length_B=torch.tensor([length]),
+            token_BT=batch.token_BT[b : b + 1, :length],
+            length_B=torch.tensor([length]),
             answer_BT=batch.answer_BT[b : b + 1, :length],
         )
         with torch.no_grad():
-            hidden_TW = trainee.module(
-                trainee.embedding()[only.token_BT], places(only), None
-            )[0]
+            hidden_TW = trainee.module(trainee.embedding()[only.token_BT], places(only), None)[0]
             guess_T = vocab.to_target_D[(hidden_TW @ trainee.head().T).argmax(-1)]
             law_TV = target.head(batch.feature["hidden.-1"][b, :length])
         right.append(
             [
-                (int(guess_T[t]) == int(law_TV[t].argmax()),
-                 int(law_TV[t].argmax()) == int(batch.token_BT[b, t + 1]))
+                (
+                    int(guess_T[t]) == int(law_TV[t].argmax()),
+                    int(law_TV[t].argmax()) == int(batch.token_BT[b, t + 1]),
+                )
                 for t in range(first - 1, length - 1)
             ]
-        )  # fmt: skip
+        )
     accepted, counted = [0] * 5, [0] * 5
     for line in right:
         for begin in range(len(line)):
@@ -86,8 +87,7 @@ def test_acceptance_is_counted_along_chains(target, batches):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"layers": 1}, {"layers": 2, "take": "1,0", "train_head": True}, {"layers": 2, "width": 32}],
+    "options", [{"layers": 1}, {"layers": 2, "take": "1,0", "train_head": True}, {"layers": 2, "width": 32}]
 )
 @pytest.mark.parametrize("reduced", [True, False])
 def test_what_was_trained_is_what_drafts(target, batches, tmp_path, options, reduced):
@@ -106,9 +106,7 @@ def test_what_was_trained_is_what_drafts(target, batches, tmp_path, options, red
     logits_TD = model.score([Feed.chain(cache.open(), tokens)], cache).logits_TV
     token_BT = torch.tensor([tokens])
     with torch.no_grad():
-        hidden_BTW = trainee.module(
-            trainee.embedding()[token_BT], torch.arange(len(tokens))[None], None
-        )
+        hidden_BTW = trainee.module(trainee.embedding()[token_BT], torch.arange(len(tokens))[None], None)
         expected = hidden_BTW[0] @ trainee.head().T
     torch.testing.assert_close(logits_TD, expected, atol=2e-3, rtol=2e-3)
     stored = (tmp_path / "drafter" / "model.safetensors").read_bytes()
@@ -121,8 +119,15 @@ def learned(trainee, rows, held_out, folder, **settings):
     seen = []
     config = LoopConfig(steps=40, lr=2e-3, evaluate_every=100, bf16=False, **settings)
     before = trainee.evaluate(held_out)
-    train(trainee, Listed(rows), [held_out], config, out=folder / "out", work=folder / "work",
-          report=seen.append)
+    train(
+        trainee,
+        Listed(rows),
+        [held_out],
+        config,
+        out=folder / "out",
+        work=folder / "work",
+        report=seen.append,
+    )
     return float(before.accepted_by_depth[0] / before.counted_by_depth[0]), seen[-1]
 
 
@@ -158,9 +163,7 @@ def test_answers_on_policy_are_the_students_and_their_laws_the_targets(target, b
     inside = own.answer_BT[:, 1:]
     assert torch.equal(own.token_BT[:, 1:][inside], guess_BT[:, :-1][inside]), "cold: its argmax"
     tokens, cache = own.token_BT[2, : int(own.length_B[2])].tolist(), target.new_cache()
-    scored = target.score(
-        [Feed.chain(cache.open(), tokens)], cache, taps=frozenset({"hidden.-1"})
-    )
+    scored = target.score([Feed.chain(cache.open(), tokens)], cache, taps=frozenset({"hidden.-1"}))
     stored = own.feature["hidden.-1"][2, : len(tokens)]
     assert torch.equal(stored, scored.taps["hidden.-1"].bfloat16())
     warm = Trainee.build(Options(layers=1, on_policy=1.0), target, vocab)
@@ -174,8 +177,15 @@ def test_the_loop_asks_for_its_own_answers(target, batches, tmp_path, monkeypatc
     real = trainee.on_policy
     monkeypatch.setattr(trainee, "on_policy", lambda b, s: asked.append(s) or real(b, s))
     config = LoopConfig(steps=8, bf16=False)
-    few = [Batch(token_BT=b.token_BT[:1], length_B=b.length_B[:1], answer_BT=b.answer_BT[:1],
-                 feature={k: v[:1] for k, v in b.feature.items()}) for b in batches]
+    few = [
+        Batch(
+            token_BT=b.token_BT[:1],
+            length_B=b.length_B[:1],
+            answer_BT=b.answer_BT[:1],
+            feature={k: v[:1] for k, v in b.feature.items()},
+        )
+        for b in batches
+    ]
     train(trainee, Listed(few), [], config, out=tmp_path / "o", work=tmp_path / "w")
     assert 0 < len(asked) < 8 and len(set(asked)) == len(asked)
 

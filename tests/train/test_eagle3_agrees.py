@@ -42,9 +42,7 @@ def test_drafts_are_the_guesses_that_training_counts(trained):
         return out
 
     drafter.propose = watched
-    prompts = [
-        batch.token_BT[b, : int(batch.answer_BT[b].nonzero()[0])].tolist() for b in range(12)
-    ]
+    prompts = [batch.token_BT[b, : int(batch.answer_BT[b].nonzero()[0])].tolist() for b in range(12)]
     engine.generate(prompts, drafter=spec, max_new_tokens=24, ignore_eos=True)
     aligned = Aligned(batch, EAGLE)
     with torch.no_grad():
@@ -52,16 +50,14 @@ def test_drafts_are_the_guesses_that_training_counts(trained):
             objective.vocab.to_target_D[objective.module.lm_head(out).argmax(-1)]
             for out in objective.unroll(batch, aligned, 2)
         ]
-    row_of = {
-        (b, int(aligned.place_BA[b, a])): (b, a) for b, a in aligned.real_BA.nonzero().tolist()
-    }
+    row_of = {(b, int(aligned.place_BA[b, a])): (b, a) for b, a in aligned.real_BA.nonzero().tolist()}
     texts = [batch.token_BT[b, :n].tolist() for b, n in enumerate(batch.length_B.tolist())]
     same, shifted, checked = 0, 0, [0, 0]
     for tokens, _, drafted in drafts:
         b = next(b for b, text in enumerate(texts) if text[: len(tokens)] == tokens)
         place, text = len(tokens) - 2, texts[b]
         for depth in range(min(2, len(drafted))):
-            if (b, place) not in row_of or list(drafted[:depth]) != text[len(tokens):][:depth]:
+            if (b, place) not in row_of or list(drafted[:depth]) != text[len(tokens) :][:depth]:
                 break
             at, a = row_of[b, place]
             checked[depth] += 1

@@ -48,10 +48,7 @@ def drafted(objective, batch, b, row, depths):
 
     def put(u, position):
         turn = objective._turns.at(torch.tensor([[position]]), 64)
-        q, k, v = (
-            getattr(layer.self_attn, f"{one}_proj")(u).view(1, 1, -1, shape.head_dim)
-            for one in "qkv"
-        )
+        q, k, v = (getattr(layer.self_attn, f"{one}_proj")(u).view(1, 1, -1, shape.head_dim) for one in "qkv")
         keys.append(turned(k, turn)[0, 0])
         values.append(v[0, 0])
         return turned(q, turn)[0, 0]
@@ -151,8 +148,9 @@ def test_the_loss_is_that_of_plain_logits(target, batches, name):
                     p = target.head(last)[:, vocab.to_target_D].softmax(-1)
                     one = (
                         losses.cross_entropy(z, torch.tensor([label]))
-                        if name == "ce" else losses.ORACLES[name](z, p)
-                    )  # fmt: skip
+                        if name == "ce"
+                        else losses.ORACLES[name](z, p)
+                    )
                     total += 0.5**i * one.item()
                     first += i == 0
     assert step.tokens == first > 20
@@ -206,14 +204,22 @@ def test_what_is_saved(target, batches, tmp_path):
     tensors = load_file(tmp_path / "head" / "model.safetensors")
     attn, mlp = "layers.0.self_attn.", "layers.0.mlp."
     assert {name: list(one.shape) for name, one in tensors.items()} == {
-        "fc.weight": [64, 192], "layers.0.input_layernorm.weight": [64],
-        "layers.0.hidden_norm.weight": [64], "layers.0.post_attention_layernorm.weight": [64],
-        f"{attn}q_proj.weight": [64, 128], f"{attn}k_proj.weight": [32, 128],
-        f"{attn}v_proj.weight": [32, 128], f"{attn}o_proj.weight": [64, 64],
-        f"{mlp}gate_proj.weight": [128, 64], f"{mlp}up_proj.weight": [128, 64],
-        f"{mlp}down_proj.weight": [64, 128], "norm.weight": [64], "lm_head.weight": [40, 64],
-        "d2t": [40], "t2d": [target.vocab_size],
-    }  # fmt: skip
+        "fc.weight": [64, 192],
+        "layers.0.input_layernorm.weight": [64],
+        "layers.0.hidden_norm.weight": [64],
+        "layers.0.post_attention_layernorm.weight": [64],
+        f"{attn}q_proj.weight": [64, 128],
+        f"{attn}k_proj.weight": [32, 128],
+        f"{attn}v_proj.weight": [32, 128],
+        f"{attn}o_proj.weight": [64, 64],
+        f"{mlp}gate_proj.weight": [128, 64],
+        f"{mlp}up_proj.weight": [128, 64],
+        f"{mlp}down_proj.weight": [64, 128],
+        "norm.weight": [64],
+        "lm_head.weight": [40, 64],
+        "d2t": [40],
+        "t2d": [target.vocab_size],
+    }
     assert (tensors["d2t"] + torch.arange(40)).tolist() == vocab.to_target_D.tolist()
     assert tensors["t2d"].nonzero().squeeze(1).tolist() == vocab.to_target_D.tolist()
     assert tensors["fc.weight"].dtype is torch.bfloat16
@@ -231,8 +237,15 @@ def test_a_short_training_raises_acceptance(target, tmp_path):
     seen = []
     config = LoopConfig(steps=40, lr=4e-3, evaluate_every=100, bf16=False)
     before = objective.evaluate(held_out[0])
-    train(objective, Listed(rows), held_out, config, out=tmp_path / "out", work=tmp_path / "work",
-          report=seen.append)
+    train(
+        objective,
+        Listed(rows),
+        held_out,
+        config,
+        out=tmp_path / "out",
+        work=tmp_path / "work",
+        report=seen.append,
+    )
     first = float(before.accepted_by_depth[0] / before.counted_by_depth[0])
     print(first, seen[-1].line())
     assert seen[-1].acceptance[0] > first + 0.1

@@ -34,10 +34,11 @@ def texts(tmp_path_factory):
     stories = [
         f"Once {who} saw a {what}. " * 3 + f"The {what} and {who} were friends, number {i}. " * 6
         for i, (who, what) in enumerate(
-            (who, what) for who in ("Ann", "Bob", "Cid", "Dan", "Eve") * 4
+            (who, what)
+            for who in ("Ann", "Bob", "Cid", "Dan", "Eve") * 4
             for what in ("cat", "dog", "hen", "fox", "owl")
         )
-    ]  # fmt: skip
+    ]
     file.write_text("<|endoftext|>".join(stories))
     return file
 
@@ -112,9 +113,7 @@ def test_every_exit_has_its_turn(tool, made):
     model = tool.ExitModel(tool.Recipe(**SMALL), tokenizer)
     windows = tool.Windows(torch.arange(400) % 300, model.recipe)
     seen, real = [], model.module.forward
-    model.module.forward = lambda token_BT, after, keep: seen.append(after) or real(
-        token_BT, after, keep
-    )
+    model.module.forward = lambda token_BT, after, keep: seen.append(after) or real(token_BT, after, keep)
     for number in range(3):
         model.loss(windows.batch(torch.tensor([0, 50]), number))
     assert seen == [(1, 3), (2, 3), (1, 3)]
@@ -166,7 +165,10 @@ def test_what_cannot_be_is_said(tool, texts, tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="exits must be layers 1 to 2, got"):
         tool.Recipe(**{**SMALL, "exits": (3,)})
     (tmp_path / "short.txt").write_text("A few words.")
-    monkeypatch.setattr(sys, "argv", ["tool", str(tmp_path / "out"), "--texts",
-                                      str(tmp_path / "short.txt"), "--only", "train"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["tool", str(tmp_path / "out"), "--texts", str(tmp_path / "short.txt"), "--only", "train"],
+    )
     assert tool.main() == 1
     assert "give more" in capsys.readouterr().err

@@ -73,10 +73,14 @@ def test_every_weight_learns_and_is_saved_by_its_name(target, batch, tmp_path):
     )
     tensors = load_file(tmp_path / "exit" / "model.safetensors")
     assert set(tensors) == {
-        "input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight",
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        "norm.weight",
         *(f"self_attn.{one}_proj.weight" for one in "qkvo"),
-        *(f"mlp.{one}_proj.weight" for one in ("gate", "up", "down")), "d2t", "t2d",
-    }, "a layer, and no head"  # fmt: skip
+        *(f"mlp.{one}_proj.weight" for one in ("gate", "up", "down")),
+        "d2t",
+        "t2d",
+    }, "a layer, and no head"
     for name in ("mlp.gate_proj.weight", "self_attn.o_proj.weight"):
         theirs = target.checkpoint.tensor(f"model.layers.2.{name}", torch.bfloat16)
         assert torch.equal(tensors[name], theirs)

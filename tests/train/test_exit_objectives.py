@@ -34,8 +34,15 @@ def test_a_short_training_raises_acceptance(kind, target, rows, tmp_path):
     with torch.no_grad():
         before = objective.evaluate(unseen)
     config = LoopConfig(steps=40, lr=4e-3, evaluate_every=100, bf16=False)
-    train(objective, Listed(rows), [unseen], config, out=tmp_path / "drafter",
-          work=tmp_path / "work", report=seen.append)
+    train(
+        objective,
+        Listed(rows),
+        [unseen],
+        config,
+        out=tmp_path / "drafter",
+        work=tmp_path / "work",
+        report=seen.append,
+    )
     first, overlap = (
         float(sums[0] / before.counted_by_depth[0])
         for sums in (before.accepted_by_depth, before.overlap_by_depth)

@@ -24,13 +24,25 @@ from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
 from outpace.types import Feed
 
 LAYER = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 286,
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "max_position_embeddings": 1024, "rope_theta": 10000.0,
-    "rope_scaling": None, "attention_bias": False, "mlp_bias": False,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 286,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 1024,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +75,12 @@ def test_speculators_field_by_field(target, tmp_path):
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": 4, "verifier_accept_k": 1,
-                 "accept_tolerance": 0.0}
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": 4,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
             ],
             "verifier": {"name_or_path": "owner/model", "architectures": ["LlamaForCausalLM"]},
         },
@@ -80,7 +96,7 @@ def test_speculators_field_by_field(target, tmp_path):
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "verifier_digest": target.digest,
-    }  # fmt: skip
+    }
     stored, mine = load_file(files[1]), load_file(source / "model.safetensors")
     assert stored.keys() == mine.keys()
     for name, one in mine.items():
@@ -108,15 +124,19 @@ def test_the_layout_of_the_authors(target, tmp_path):
     source = head(target, tmp_path / "head")
     files = export(source, "eagle3", tmp_path / "out", target)
     assert json.loads(files[0].read_text()) == LAYER | {
-        "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 191
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": 191,
+    }
     stored = load_file(files[1])
     assert {name for name in stored if name.startswith("midlayer.")} == {
-        "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight",
-        "midlayer.post_attention_layernorm.weight", "midlayer.mlp.gate_proj.weight",
-        "midlayer.mlp.up_proj.weight", "midlayer.mlp.down_proj.weight",
+        "midlayer.input_layernorm.weight",
+        "midlayer.hidden_norm.weight",
+        "midlayer.post_attention_layernorm.weight",
+        "midlayer.mlp.gate_proj.weight",
+        "midlayer.mlp.up_proj.weight",
+        "midlayer.mlp.down_proj.weight",
         *(f"midlayer.self_attn.{one}_proj.weight" for one in "qkvo"),
-    }  # fmt: skip
+    }
     others = {name for name in stored if not name.startswith("midlayer.")}
     assert others == {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
     again, first = read_head(tmp_path / "out", target), read_head(source, target)
@@ -175,14 +195,22 @@ def test_a_head_over_all_tokens_never_prefers_those_it_lacked():
 
 def test_what_a_config_cannot_say_is_named(target, tmp_path):
     rope = Rope(
-        kind="llama3", theta=5e5, dim=16, factor=8.0, original_max_positions=512,
-        low_freq_factor=1.0, high_freq_factor=4.0,
-    )  # fmt: skip
+        kind="llama3",
+        theta=5e5,
+        dim=16,
+        factor=8.0,
+        original_max_positions=512,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    )
     said = hf_config(replace(target.config, ropes=(rope,)))
     assert said["rope_scaling"] == {
-        "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512,
-        "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    }  # fmt: skip
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "original_max_position_embeddings": 512,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     linear = Rope(kind="linear", theta=1e4, dim=16, factor=2.0)
     assert hf_config(replace(target.config, ropes=(linear,)))["max_position_embeddings"] == 512
     assert hf_config(replace(target.config, qk_norm=True))["model_type"] == "qwen3"
@@ -199,9 +227,7 @@ def test_what_a_config_cannot_say_is_named(target, tmp_path):
 
 def test_wrong_formats_and_places(target, tmp_path):
     source = head(target, tmp_path / "head")
-    DraftModelObjective.build(DraftModelTraining(layers=1), target, None).save(
-        tmp_path / "draft", {}
-    )
+    DraftModelObjective.build(DraftModelTraining(layers=1), target, None).save(tmp_path / "draft", {})
     for folder, form, message in (
         (source, "onnx", "format 'onnx' is not one of speculators, eagle3, hf"),
         (source, "hf", "method 'eagle3'; write it as speculators or eagle3"),
@@ -224,7 +250,11 @@ def test_the_speculators_library_computes_the_same():
         pytest.skip("SPECULATORS_PYTHON names no interpreter")
     tool = Path(__file__).parents[2] / "tools" / "check_speculators.py"
     done = subprocess.run(
-        [sys.executable, str(tool), "--python", python], capture_output=True, text=True,
-        timeout=300, env={**os.environ, "PYTHONPATH": str(tool.parents[1])}, check=False,
-    )  # fmt: skip
+        [sys.executable, str(tool), "--python", python],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(tool.parents[1])},
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr

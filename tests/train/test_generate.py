@@ -10,19 +10,12 @@ import pytest
 from outpace import Engine, ModelError, RequestError
 from outpace.train import generate
 from outpace.train.corpus import CorpusPrompt
-from outpace.train.generate import (
-    PLAN,
-    GenerateConfig,
-    ask_of,
-    generate_answers,
-    without_loop,
-)
+from outpace.train.generate import PLAN, GenerateConfig, ask_of, generate_answers, without_loop
 from outpace.train.progress import Tick
 from outpace.train.tokens import TokenStore
 from tests.support import until
 
-PROMPTS = [CorpusPrompt(messages=({"role": "user", "content": f"tell {i}"},), source=0)
-           for i in range(7)]  # fmt: skip
+PROMPTS = [CorpusPrompt(messages=({"role": "user", "content": f"tell {i}"},), source=0) for i in range(7)]
 SMALL = GenerateConfig(tokens=400, max_new_tokens=24, batch=4, shard_tokens=150)
 
 
@@ -135,16 +128,16 @@ def test_a_killed_process_loses_no_shard(tmp_path, engine):
     """)
     child = subprocess.Popen([sys.executable, "-c", code])
     try:
-        until(lambda: child.poll() is not None
-              or len(list(tmp_path.glob("tokens-*.safetensors"))) >= 3, 60)
+        until(lambda: child.poll() is not None or len(list(tmp_path.glob("tokens-*.safetensors"))) >= 3, 60)
         assert child.poll() is None
     finally:
         child.kill()
         child.wait()
     left = contents(TokenStore.open(tmp_path))
     assert len(left) > 5
-    more = GenerateConfig(tokens=sum(len(ids) - p for ids, p, _ in left.values()) + 50,
-                          max_new_tokens=24, batch=4)
+    more = GenerateConfig(
+        tokens=sum(len(ids) - p for ids, p, _ in left.values()) + 50, max_new_tokens=24, batch=4
+    )
     again = contents(generate_answers(engine, PROMPTS, tmp_path, more, say=quiet))
     assert left.items() <= again.items() and len(again) > len(left)
 

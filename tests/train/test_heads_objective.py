@@ -82,8 +82,9 @@ def plain_loss(objective, batch, vocab, name, decay, shift=0, late=0):
             p = objective.target.head(last)[:, vocab.to_target_D].softmax(-1)
             one = (
                 losses.cross_entropy(z[None], torch.tensor([label]))
-                if name == "ce" else losses.ORACLES[name](z[None], p)
-            )  # fmt: skip
+                if name == "ce"
+                else losses.ORACLES[name](z[None], p)
+            )
             total += decay**k * one.item()
             first += k == 0
     return total / first, first
@@ -182,19 +183,28 @@ def made(request, tmp_path_factory):
     """What one command makes of prompts: answers, features, heads with their calibrated tree."""
     work = tmp_path_factory.mktemp(request.param)
     prompts = [
-        CorpusPrompt(messages=({"role": "user", "content": f"tell {i}"},), source=0)
-        for i in range(60)
+        CorpusPrompt(messages=({"role": "user", "content": f"tell {i}"},), source=0) for i in range(60)
     ]
     settings = [
-        f"heads={HEADS}", "kit.vocab=200", "kit.tokens_per_batch=512", "loop.steps=40",
-        "loop.evaluate_every=40", "loop.lr=0.01", "loop.bf16=false", "data.batch=32",
-        "data.max_new_tokens=24", "data.greedy=1.0",
-    ]  # fmt: skip
+        f"heads={HEADS}",
+        "kit.vocab=200",
+        "kit.tokens_per_batch=512",
+        "loop.steps=40",
+        "loop.evaluate_every=40",
+        "loop.lr=0.01",
+        "loop.bf16=false",
+        "data.batch=32",
+        "data.max_new_tokens=24",
+        "data.greedy=1.0",
+    ]
     kit = Kit(
         Engine.load("tiny", dtype="float32", drafter="none"),
-        read_options(request.param, settings, 1200), prompts=prompts, work=work,
-        out=work / "out", say=lambda tick: None,
-    )  # fmt: skip
+        read_options(request.param, settings, 1200),
+        prompts=prompts,
+        work=work,
+        out=work / "out",
+        say=lambda tick: None,
+    )
     return kit, kit.run(report=lambda progress: None)
 
 
@@ -209,10 +219,8 @@ def test_one_command_makes_heads_that_draft(made):
         steps = [start.evaluate(batch) for batch in kit.batches("held_out")]
     right, counted = (
         sum(float(one[0]) for one in ones)
-        for ones in (
-            [s.accepted_by_depth for s in steps], [s.counted_by_depth for s in steps],
-        )
-    )  # fmt: skip
+        for ones in ([s.accepted_by_depth for s in steps], [s.counted_by_depth for s in steps])
+    )
     assert told["held_out"]["acceptance"][0] > right / counted + 0.1, "training raises it"
 
 
@@ -240,10 +248,12 @@ def test_drafts_are_the_guesses_that_training_counts(made):
         prompts = [text[:start] for text, start in zip(texts, starts, strict=True)]
         kit.engine.generate(prompts, drafter=spec, max_new_tokens=24, ignore_eos=True)
         with torch.no_grad():
-            guess_KBA = torch.stack([
-                kit.vocab.to_target_D[kit.target.head(x.flatten(0, 1), kit.vocab).argmax(-1)]
-                for x in objective.states(batch, aligned)
-            ]).unflatten(1, aligned.real_BA.shape)  # fmt: skip
+            guess_KBA = torch.stack(
+                [
+                    kit.vocab.to_target_D[kit.target.head(x.flatten(0, 1), kit.vocab).argmax(-1)]
+                    for x in objective.states(batch, aligned)
+                ]
+            ).unflatten(1, aligned.real_BA.shape)
         for b, a in aligned.real_BA.nonzero().tolist():
             end = int(aligned.place_BA[b, a]) + 2
             drafted = drafts.get(tuple(texts[b][:end]), ())

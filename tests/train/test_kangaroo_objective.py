@@ -39,9 +39,7 @@ def rotated(x_TD, base):
     half, place_T1 = x_TD.shape[1] // 2, torch.arange(len(x_TD))[:, None]
     angle = place_T1 * base ** (-torch.arange(half) / half)
     low, high = x_TD.chunk(2, 1)
-    return torch.cat([
-        low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()
-    ], 1)  # fmt: skip
+    return torch.cat([low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()], 1)
 
 
 def plain_outputs(objective, x_TH):
@@ -146,11 +144,15 @@ def test_what_is_saved(target, batches, tmp_path):
     objective.save(tmp_path / "adapter", {"command": "test"})
     tensors = load_file(tmp_path / "adapter" / "model.safetensors")
     assert {name: list(one.shape) for name, one in tensors.items()} == {
-        "input_layernorm.weight": [64], "norm.weight": [64],
-        "self_attn.q_proj.weight": [64, 64], "self_attn.k_proj.weight": [32, 64],
-        "self_attn.v_proj.weight": [32, 64], "self_attn.o_proj.weight": [64, 64],
-        "d2t": [40], "t2d": [target.vocab_size],
-    }, "an adapter, and no head"  # fmt: skip
+        "input_layernorm.weight": [64],
+        "norm.weight": [64],
+        "self_attn.q_proj.weight": [64, 64],
+        "self_attn.k_proj.weight": [32, 64],
+        "self_attn.v_proj.weight": [32, 64],
+        "self_attn.o_proj.weight": [64, 64],
+        "d2t": [40],
+        "t2d": [target.vocab_size],
+    }, "an adapter, and no head"
     theirs = target.checkpoint.tensor("model.layers.2.self_attn.q_proj.weight", torch.bfloat16)
     assert torch.equal(tensors["self_attn.q_proj.weight"], theirs), "starts as the layer after"
     config = json.loads((tmp_path / "adapter" / "config.json").read_text())

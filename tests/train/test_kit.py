@@ -6,14 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outpace import (
-    Engine,
-    ModelError,
-    OutpaceError,
-    RequestError,
-    SpecError,
-    UnknownNameError,
-)
+from outpace import Engine, ModelError, OutpaceError, RequestError, SpecError, UnknownNameError
 from outpace.drafters.trained import read_measured, read_tensors
 from outpace.train import capture as capturing
 from outpace.train import checkpoint
@@ -22,13 +15,18 @@ from outpace.train.estimate import estimate
 from outpace.train.kit import Kit, made_to_json, note_measured
 from outpace.train.options import read_options
 
-PROMPTS = [CorpusPrompt(messages=({"role": "user", "content": f"tell {i}"},), source=0)
-           for i in range(120)]  # fmt: skip
+PROMPTS = [CorpusPrompt(messages=({"role": "user", "content": f"tell {i}"},), source=0) for i in range(120)]
 SETTINGS = [
-    "layers=1", "kit.vocab=64", "kit.tokens_per_batch=256", "loop.steps=6",
-    "loop.evaluate_every=3", "loop.checkpoint_every=2", "loop.bf16=false", "data.batch=32",
+    "layers=1",
+    "kit.vocab=64",
+    "kit.tokens_per_batch=256",
+    "loop.steps=6",
+    "loop.evaluate_every=3",
+    "loop.checkpoint_every=2",
+    "loop.bf16=false",
+    "data.batch=32",
     "data.max_new_tokens=16",
-]  # fmt: skip
+]
 OPTIONS = read_options("draft_model", SETTINGS, 1500)
 
 
@@ -201,8 +199,11 @@ def test_data_are_made_once(engine, made, monkeypatch, tmp_path):
 def test_held_out_prompts_were_not_learned_from(made):
     kit, _ = made
     prompts = kit.held_out_prompts(5)
-    learned = {tuple(one.ids[: one.prompt].tolist()) for one, held in
-               zip(kit.store, kit.store.held_out_S, strict=True) if not held}
+    learned = {
+        tuple(one.ids[: one.prompt].tolist())
+        for one, held in zip(kit.store, kit.store.held_out_S, strict=True)
+        if not held
+    }
     assert prompts and not learned & set(prompts)
 
 
@@ -259,8 +260,7 @@ def test_a_measurement_is_added_to_the_provenance(made):
 
 def test_settings_are_read_by_group():
     options = read_options(
-        "draft_model",
-        ["layers=3", "loop.lr=0.01", "data.greedy=0.25", "kit.epochs=2", "kit.vocab=none"], 77,
+        "draft_model", ["layers=3", "loop.lr=0.01", "data.greedy=0.25", "kit.epochs=2", "kit.vocab=none"], 77
     )
     assert options.own.layers == 3 and options.data.greedy == 0.25 and options.data.tokens == 77
     assert options.kit.vocab is None

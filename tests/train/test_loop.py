@@ -130,7 +130,8 @@ class Scripted:
 
 
 NOTHING = Batch(
-    token_BT=torch.zeros(1, 4, dtype=torch.int64), length_B=torch.tensor([4]),
+    token_BT=torch.zeros(1, 4, dtype=torch.int64),
+    length_B=torch.tensor([4]),
     answer_BT=torch.ones(1, 4, dtype=torch.bool),
 )
 
@@ -139,8 +140,16 @@ def scripted(tmp_path, rates, losses=(), **settings):
     objective = Scripted(rates, losses)
     config = LoopConfig(**{"steps": 20, "evaluate_every": 2, "bf16": False, **settings})
     seen = []
-    done = train(objective, Listed([NOTHING]), [NOTHING], config, out=tmp_path / "out",
-                 work=tmp_path / "work", provenance={"command": "test"}, report=seen.append)
+    done = train(
+        objective,
+        Listed([NOTHING]),
+        [NOTHING],
+        config,
+        out=tmp_path / "out",
+        work=tmp_path / "work",
+        provenance={"command": "test"},
+        report=seen.append,
+    )
     return objective, done, seen
 
 
@@ -201,8 +210,18 @@ def test_progress_says_what_matters(tmp_path):
     assert seen[-1].left == 0 and seen[0].left > 0 and seen[5].tokens_per_second > 0
     assert clock(3725) == "1:02:05" and clock(65) == "1:05"
     assert emitted([0.5, 0.5]) == pytest.approx(1.75)
-    one = Progress(step=1, epoch=0, loss=1.0, rate=1.0, tokens_per_second=1.0, seconds=1.0,
-                   left=1.0, acceptance=(0.5,), overlap=(0.7,), emitted=1.5)
+    one = Progress(
+        step=1,
+        epoch=0,
+        loss=1.0,
+        rate=1.0,
+        tokens_per_second=1.0,
+        seconds=1.0,
+        left=1.0,
+        acceptance=(0.5,),
+        overlap=(0.7,),
+        emitted=1.5,
+    )
     assert one.line().endswith("alpha 0.700")
 
 
@@ -245,8 +264,10 @@ torch.save((weights(objective), done.best.acceptance, done.steps), folder.with_s
 def joined(a, b):
     """Both batches as one; they are of one width."""
     assert a.token_BT.shape[1] == b.token_BT.shape[1]
-    both = {name: torch.cat([getattr(a, name), getattr(b, name)])
-            for name in ("token_BT", "length_B", "answer_BT")}
+    both = {
+        name: torch.cat([getattr(a, name), getattr(b, name)])
+        for name in ("token_BT", "length_B", "answer_BT")
+    }
     feature = {tap: torch.cat([a.feature[tap], b.feature[tap]]) for tap in a.feature}
     return Batch(**both, feature=feature)
 

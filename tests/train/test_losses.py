@@ -11,9 +11,7 @@ from outpace.train import losses
 
 def laws(rows, size, seed, spread=2.0):
     coins = torch.Generator().manual_seed(seed)
-    z_RD, p_RD = (
-        spread * torch.randn(rows, size, generator=coins, dtype=torch.float64) for _ in range(2)
-    )
+    z_RD, p_RD = (spread * torch.randn(rows, size, generator=coins, dtype=torch.float64) for _ in range(2))
     return z_RD, p_RD.softmax(-1)
 
 
@@ -71,10 +69,12 @@ def test_closed_forms_of_two_laws():
         return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True) if x)
 
     expected = {
-        "kl": divergence(p, q), "tv": 0.25, "lk": -math.log(0.75),
+        "kl": divergence(p, q),
+        "tv": 0.25,
+        "lk": -math.log(0.75),
         "jsd": (divergence(p, m) + divergence(q, m)) / 2,
         "lk_mix": math.exp(-2.25) * divergence(p, q) + (1 - math.exp(-2.25)) * 0.25,
-    }  # fmt: skip
+    }
     for name, value in expected.items():
         assert float(losses.ORACLES[name](z_RD, p_RD)) == pytest.approx(value, abs=1e-12)
         assert float(losses.LAWS[name](z_RD.clone(), p_RD)[0]) == pytest.approx(value, abs=1e-12)
@@ -105,8 +105,7 @@ def plain_head_loss(hidden, head, name, p, row, label):
 def test_head_loss_is_the_loss_of_all_logits(name, rows):
     coins = torch.Generator().manual_seed(6)
     hidden, head = (
-        torch.randn(n, 8, generator=coins, dtype=torch.float64).requires_grad_()
-        for n in (rows, 13)
+        torch.randn(n, 8, generator=coins, dtype=torch.float64).requires_grad_() for n in (rows, 13)
     )
     _, p_ND = laws(20, 13, seed=7)
     row_R = torch.randint(20, (rows,), generator=coins)
@@ -116,8 +115,9 @@ def test_head_loss_is_the_loss_of_all_logits(name, rows):
     assert fast.item() == pytest.approx(plain.item(), rel=1e-6)
     for a, b in zip(
         torch.autograd.grad(3 * fast, (hidden, head)),
-        torch.autograd.grad(3 * plain, (hidden, head)), strict=True,
-    ):  # fmt: skip
+        torch.autograd.grad(3 * plain, (hidden, head)),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
 
 

@@ -27,9 +27,19 @@ from outpace.types import Draft, Outcome, Scored, Verdict
 from tests.support import until
 
 QUICK = OnlineConfig(
-    held_out=0.25, least_held=64, held_rows=160, round_rows=384, unit_tokens=512, update_units=1,
-    lr=5e-3, piece=24, context=8, top=16, repeats=6.0, seed=3,
-)  # fmt: skip
+    held_out=0.25,
+    least_held=64,
+    held_rows=160,
+    round_rows=384,
+    unit_tokens=512,
+    update_units=1,
+    lr=5e-3,
+    piece=24,
+    context=8,
+    top=16,
+    repeats=6.0,
+    seed=3,
+)
 OLD, NEW = range(2, 120), range(160, 280)
 """Token ids of the prompts of two subjects."""
 
@@ -55,8 +65,7 @@ def prompts(ids, count, seed):
 
 def places(pieces):
     """Judged tokens with their text and their law."""
-    return {(bytes(p.ids[: i + 1]), bytes(p.id_RK[r]))
-            for p in pieces for r, i in enumerate(p.place_R)}
+    return {(bytes(p.ids[: i + 1]), bytes(p.id_RK[r])) for p in pieces for r, i in enumerate(p.place_R)}
 
 
 class Stream:
@@ -167,9 +176,8 @@ def passed(learner, text, drafted, kept, added, vocab=258):
     verdict = Verdict(tuple(range(kept)), (*drafted[:kept], added))
     rows = tuple(range(kept + 1))
     outcome = Outcome(
-        draft, Scored(logits, (0, len(logits))), verdict, (0,) * (kept + 1), rows, 0,
-        drafter=learner.spec,
-    )  # fmt: skip
+        draft, Scored(logits, (0, len(logits))), verdict, (0,) * (kept + 1), rows, 0, drafter=learner.spec
+    )
     learner.observe([text], [outcome])
     return logits.argmax(-1).tolist()
 
@@ -178,15 +186,14 @@ def seen(pieces):
     """(token, likeliest token) of everything that is kept."""
     return [
         (int(piece.ids[place]), int(ids[0]))
-        for piece in pieces for place, ids in zip(piece.place_R, piece.id_RK, strict=True)
+        for piece in pieces
+        for place, ids in zip(piece.place_R, piece.id_RK, strict=True)
     ]
 
 
 def text_of(learner, held):
     """A text that is, or is not, held out."""
-    return next(
-        text for text in (learner.begin("", [5, n]) for n in range(2, 100)) if text.held is held
-    )
+    return next(text for text in (learner.begin("", [5, n]) for n in range(2, 100)) if text.held is held)
 
 
 def read_all(learner):
@@ -245,8 +252,9 @@ def test_what_was_shown_waits_as_a_copy_and_not_without_end(target, base, tmp_pa
     def show(text, token):
         logits.zero_()[0, token] = 9.0  # the memory of the next pass is that of the last one
         scored = Scored(logits, (0, 2))
-        learner.observe([text], [Outcome(draft, scored, Verdict((), (token,)), (0,), (0,), 0,
-                                         drafter=learner.spec)])
+        learner.observe(
+            [text], [Outcome(draft, scored, Verdict((), (token,)), (0,), (0,), 0, drafter=learner.spec)]
+        )
 
     monkeypatch.setattr(online_inbox, "MOST", 6)
     monkeypatch.setattr(online_inbox, "READ", 2)
@@ -306,8 +314,13 @@ def test_what_judges_is_never_learned(target, base, story, tmp_path):
 
 def test_a_buffer_is_bounded_and_every_new_piece_has_its_turn():
     def piece(n, rows):
-        return Piece(np.full(10, n, np.int32), np.arange(1, rows + 1, dtype=np.int32),
-                     np.zeros((rows, 2), np.int32), np.zeros((rows, 2), np.float32), True)
+        return Piece(
+            np.full(10, n, np.int32),
+            np.arange(1, rows + 1, dtype=np.int32),
+            np.zeros((rows, 2), np.int32),
+            np.zeros((rows, 2), np.float32),
+            True,
+        )
 
     buffer = Buffer(20)
     for n in range(9):
@@ -371,9 +384,7 @@ def test_the_loss_is_kl_where_nothing_is_left_out():
     lacking = torch.cat([few, torch.full((4, 1), -1)], 1)
     more = torch.cat([some * 0.5, torch.full((4, 1), 0.5)], 1)
     weight = some * 0.5 / (0.5 * some.sum(-1, keepdim=True) + (0.5 - 0.5 * some.sum(-1))[:, None])
-    torch.testing.assert_close(
-        top_kl(z, lacking, more), top_kl(z, few, weight), atol=1e-4, rtol=1e-4
-    )
+    torch.testing.assert_close(top_kl(z, lacking, more), top_kl(z, few, weight), atol=1e-4, rtol=1e-4)
 
 
 def test_acceptance_is_that_of_the_verifier():
@@ -484,8 +495,9 @@ for _ in sys.stdin:
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-    forks = subprocess.Popen([sys.executable, "-c", code], text=True,
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    forks = subprocess.Popen(
+        [sys.executable, "-c", code], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     number = 0
     with forks:
         for turn in range(4):
@@ -549,8 +561,7 @@ def texts(ids, count, seed):
     """Long texts of a subject, with words that all subjects share."""
     coins = np.random.default_rng(seed)
     return [
-        [*coins.choice(ids, 30).tolist(), *coins.choice(range(500, 520), 30).tolist()]
-        for _ in range(count)
+        [*coins.choice(ids, 30).tolist(), *coins.choice(range(500, 520), 30).tolist()] for _ in range(count)
     ]
 
 
@@ -578,8 +589,13 @@ def test_topics_come_back_with_their_drafters(target, base, tmp_path):
     assert text.branch.endswith("-1")
     branch = text.source
     stream.learner._coins = np.random.default_rng(0)
-    piece = Piece(np.arange(2, 90, dtype=np.int32), np.arange(1, 88, dtype=np.int32),
-                  np.arange(3, 90, dtype=np.int32)[:87, None], np.ones((87, 1), np.float32), True)
+    piece = Piece(
+        np.arange(2, 90, dtype=np.int32),
+        np.arange(1, 88, dtype=np.int32),
+        np.arange(3, 90, dtype=np.int32)[:87, None],
+        np.ones((87, 1), np.float32),
+        True,
+    )
     for _ in range(3):
         branch.train.add(piece)
         branch.held.add(piece)

@@ -143,8 +143,9 @@ def plain_loss(objective, batch, vocab, name, decay, late=0):
             p = law[:, vocab.to_target_D].softmax(-1)
             one = (
                 losses.cross_entropy(z_D[None], torch.tensor([label]))
-                if name == "ce" else losses.ORACLES[name](z_D[None], p)
-            )  # fmt: skip
+                if name == "ce"
+                else losses.ORACLES[name](z_D[None], p)
+            )
             total += decay**k * one.item()
             first += k == 0
     return total / first, first
@@ -224,8 +225,15 @@ def trained(target, tmp_path_factory):
     objective = Ppd.build(PpdTraining(riders=2), target, most_used(rows, 200, target))
     before, seen = objective.evaluate(held_out), []
     config = LoopConfig(steps=40, lr=8e-4, evaluate_every=100, bf16=False)
-    train(objective, Listed(rows), [held_out], config, out=folder / "out", work=folder / "work",
-          report=seen.append)  # fmt: skip
+    train(
+        objective,
+        Listed(rows),
+        [held_out],
+        config,
+        out=folder / "out",
+        work=folder / "work",
+        report=seen.append,
+    )
     return objective, folder / "out", held_out, before, seen[-1]
 
 
@@ -240,8 +248,10 @@ def test_a_short_training_raises_the_overlap(trained):
     assert config["acceptance"][0][0] == pytest.approx(progress.acceptance[0], abs=0.02)
     tensors = load_file(folder / "model.safetensors")
     assert {name: list(one.shape) for name, one in tensors.items()} == {
-        "prompts": [2, 1, 64], "d2t": [200], "t2d": [objective.target.vocab_size],
-    }  # fmt: skip
+        "prompts": [2, 1, 64],
+        "d2t": [200],
+        "t2d": [objective.target.vocab_size],
+    }
     stored = read_prompts(str(folder), objective.target).embed_KEH
     torch.testing.assert_close(stored, objective.module().detach(), atol=2e-3, rtol=1e-2)
 
@@ -265,9 +275,7 @@ def test_drafts_are_the_guesses_that_training_counts(trained):
         return out
 
     drafter.propose = watched
-    prompts = [
-        batch.token_BT[b, : int(batch.answer_BT[b].nonzero()[0])].tolist() for b in range(8)
-    ]
+    prompts = [batch.token_BT[b, : int(batch.answer_BT[b].nonzero()[0])].tolist() for b in range(8)]
     engine.generate(prompts, drafter=spec, max_new_tokens=24, ignore_eos=True)
     places, x_GKH = guessed(objective, batch)
     guess_GK = objective.vocab.to_target_D[(x_GKH @ objective._head_DH.T).argmax(-1)].tolist()
@@ -289,17 +297,26 @@ def test_drafts_are_the_guesses_that_training_counts(trained):
 def test_from_prompts_to_prompt_tokens_that_draft(tmp_path):
     engine = Engine.load("tiny", dtype="float32", drafter="none")
     prompts = [
-        CorpusPrompt(messages=({"role": "user", "content": f"tell {i}"},), source=0)
-        for i in range(60)
+        CorpusPrompt(messages=({"role": "user", "content": f"tell {i}"},), source=0) for i in range(60)
     ]
     settings = [
-        "riders=2", "kit.vocab=64", "kit.tokens_per_batch=256", "loop.steps=4",
-        "loop.evaluate_every=2", "loop.bf16=false", "data.batch=32", "data.max_new_tokens=16",
-    ]  # fmt: skip
+        "riders=2",
+        "kit.vocab=64",
+        "kit.tokens_per_batch=256",
+        "loop.steps=4",
+        "loop.evaluate_every=2",
+        "loop.bf16=false",
+        "data.batch=32",
+        "data.max_new_tokens=16",
+    ]
     kit = Kit(
-        engine, read_options("ppd", settings, 700), prompts=prompts, work=tmp_path,
-        out=tmp_path / "out", say=lambda tick: None,
-    )  # fmt: skip
+        engine,
+        read_options("ppd", settings, 700),
+        prompts=prompts,
+        work=tmp_path,
+        out=tmp_path / "out",
+        say=lambda tick: None,
+    )
     lines = []
     made = kit.run(report=lines.append)
     assert len(lines[-1].acceptance) == 2 and kit.captured_bytes() == 0, "no features are kept"
@@ -314,7 +331,6 @@ def test_from_prompts_to_prompt_tokens_that_draft(tmp_path):
 def test_what_cannot_be_built_is_said():
     with pytest.raises(ModelError, match="ppd needs embeddings, taps"):
         Ppd.build(PpdTraining(), TableTarget.random(0), None)
-    for wrong in ({"riders": 0}, {"ensemble": 0}, {"places": 0}, {"decay": 0.0},
-                  {"temperature": 0.0}):  # fmt: skip
+    for wrong in ({"riders": 0}, {"ensemble": 0}, {"places": 0}, {"decay": 0.0}, {"temperature": 0.0}):
         with pytest.raises(ValueError, match="must be"):
             PpdTraining(**wrong)

@@ -39,22 +39,29 @@ def test_a_turn_begins_as_the_template_writes_it(engine):
     prefix, end = user_turn(engine)
     whole = engine.encode([{"role": "user", "content": "hello"}])
     assert whole[: len(prefix)] == prefix and len(whole) > len(prefix)
-    assert end and end not in engine.target.tokenizer.decode(prefix, skip_special=False)[-len(end):]
+    assert end and end not in engine.target.tokenizer.decode(prefix, skip_special=False)[-len(end) :]
 
 
 def test_the_number_alone_says_a_prompt(engine, ending, tmp_path):
     config = SelfPromptConfig(count=6, max_new_tokens=40, batch=3)
     found = write_prompts(engine, tmp_path / "p.jsonl", config, say=quiet)
     made = rows(tmp_path / "p.jsonl")
-    assert found == len(made) >= 6 and [r["number"] for r in made] == sorted(
-        r["number"] for r in made
-    )
+    assert found == len(made) >= 6 and [r["number"] for r in made] == sorted(r["number"] for r in made)
     assert len({r["prompt"] for r in made}) == len(made)
     for row in made[:3]:
-        alone = engine.generate(ending, SamplingParams(
-            temperature=0.8, seed=row["number"], max_new_tokens=40, stop="e", top_k=0, top_p=1.0,
-            min_p=0.0, repetition_penalty=1.0,
-        ))  # fmt: skip
+        alone = engine.generate(
+            ending,
+            SamplingParams(
+                temperature=0.8,
+                seed=row["number"],
+                max_new_tokens=40,
+                stop="e",
+                top_k=0,
+                top_p=1.0,
+                min_p=0.0,
+                repetition_penalty=1.0,
+            ),
+        )
         assert alone.finish_reason == "stop" and alone.text.strip() == row["prompt"]
         assert "e" not in row["prompt"]
 

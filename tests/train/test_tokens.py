@@ -112,11 +112,16 @@ def test_the_split_hangs_on_the_prompt_alone(tmp_path):
     kept = next(i for i in range(400) if held_out([i, i + 1]))
     store = TokenStore.create(tmp_path, **TARGET, about={})
     store.append(
-        [TokenSequence(number=n, ids=np.array([kept, kept + 1, n], np.int32), prompt=2,
-                       temperature=0.0) for n in range(3)]
-        + [TokenSequence(number=3, ids=np.array([kept, kept + 1, 5], np.int32), prompt=0,
-                         temperature=tokens.GIVEN)],
+        [
+            TokenSequence(number=n, ids=np.array([kept, kept + 1, n], np.int32), prompt=2, temperature=0.0)
+            for n in range(3)
+        ]
+        + [
+            TokenSequence(
+                number=3, ids=np.array([kept, kept + 1, 5], np.int32), prompt=0, temperature=tokens.GIVEN
+            )
+        ],
         {},
-    )  # fmt: skip
+    )
     assert store.held_out_S.tolist()[:3] == [True] * 3
     assert store.held_out_S.tolist()[3] == held_out([kept, kept + 1, 5])

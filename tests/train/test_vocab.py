@@ -43,14 +43,11 @@ def test_answers_are_counted_by_split_and_prompts_are_not(tmp_path):
     store = TokenStore.create(tmp_path, target="t", digest="d", vocab_size=9, about={})
     store.append(
         [
-            TokenSequence(number=n, ids=np.array([p, p, *answer], np.int32), prompt=2,
-                          temperature=0.0)
-            for n, (p, answer) in enumerate(
-                [(inside, [1, 2]), (inside + 1, [3, 3, 4]), (inside + 1, [4])]
-            )
+            TokenSequence(number=n, ids=np.array([p, p, *answer], np.int32), prompt=2, temperature=0.0)
+            for n, (p, answer) in enumerate([(inside, [1, 2]), (inside + 1, [3, 3, 4]), (inside + 1, [4])])
         ],
         {},
-    )  # fmt: skip
+    )
     assert not held_out([inside + 1] * 2)
     assert count_tokens(store, 9).tolist() == [0, 0, 0, 2, 2, 0, 0, 0, 0]
     assert count_tokens(store, 9, held_out=True).tolist() == [0, 1, 1, 0, 0, 0, 0, 0, 0]

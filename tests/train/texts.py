@@ -26,7 +26,9 @@ def written(target, count, *, seed, new=24, prompt=6, taps=("hidden.-1",), tempe
         answer_BT[i, size : len(text)] = True
     lengths = [len(text) for text in texts]
     return Batch(
-        token_BT=token_BT, length_B=torch.tensor(lengths), answer_BT=answer_BT,
+        token_BT=token_BT,
+        length_B=torch.tensor(lengths),
+        answer_BT=answer_BT,
         feature=features(target, token_BT, lengths, tuple(taps)),
     )
 

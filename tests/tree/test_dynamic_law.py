@@ -111,8 +111,10 @@ def without_unlikely(draft):
         if g.parent in place and any(n in place for n in g.nodes)
     )
     return Draft(
-        tuple(draft.token_N[n] for n in kept), tuple(place[draft.parent_N[n]] for n in kept),
-        groups, draft.laws,
+        tuple(draft.token_N[n] for n in kept),
+        tuple(place[draft.parent_N[n]] for n in kept),
+        groups,
+        draft.laws,
     )
 
 
@@ -126,9 +128,24 @@ def test_dropping_what_was_drawn_is_caught():
 def test_every_number_of_siblings_draws_the_same_tokens():
     """The draws of a node are those of a fixed number of draws: none is skipped or reordered."""
     warp = Warp(SamplingParams(temperature=1.0).resolved(None), (0,), frozenset(), V)
-    for fate, draft in itertools.islice(fates(lambda fate: grow([DraftRow(
-        None, [0], Budget(4, 2, shape=Shape(beam=2, least=0.1)),
-        EnumeratingCoins(fate, 0, 0, Stream.DRAFT), warp, Drawn.DISTINCT)], expand)[0][0]), 60):
+    for fate, draft in itertools.islice(
+        fates(
+            lambda fate: grow(
+                [
+                    DraftRow(
+                        None,
+                        [0],
+                        Budget(4, 2, shape=Shape(beam=2, least=0.1)),
+                        EnumeratingCoins(fate, 0, 0, Stream.DRAFT),
+                        warp,
+                        Drawn.DISTINCT,
+                    )
+                ],
+                expand,
+            )[0][0]
+        ),
+        60,
+    ):
         for group in draft.groups:
             picked = [draft.token_N[node] for node in group.nodes]
             coins = EnumeratingCoins(fate, 0, 0, Stream.DRAFT)

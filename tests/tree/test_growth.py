@@ -42,8 +42,12 @@ class Table:
 def row(asked, drawn, seed=0, tokens=(1, 2)):
     params = SamplingParams(temperature=0.0 if drawn is Drawn.CHOSEN else 1.0).resolved(None)
     return DraftRow(
-        None, list(tokens), asked, KeyedCoins(seed, len(tokens) - 1, Stream.DRAFT),
-        Warp(params, tokens, frozenset(), V), drawn,
+        None,
+        list(tokens),
+        asked,
+        KeyedCoins(seed, len(tokens) - 1, Stream.DRAFT),
+        Warp(params, tokens, frozenset(), V),
+        drawn,
     )
 
 
@@ -91,8 +95,12 @@ def depths(parents):
 
 def test_a_repeated_draw_names_its_node_again():
     certain = DraftRow(
-        None, [1], Budget(3, 1, shape=parse_shape("3")), KeyedCoins(0, 0, Stream.DRAFT),
-        Warp(SamplingParams(temperature=1.0).resolved(None), [1], frozenset(), V), Drawn.IID,
+        None,
+        [1],
+        Budget(3, 1, shape=parse_shape("3")),
+        KeyedCoins(0, 0, Stream.DRAFT),
+        Warp(SamplingParams(temperature=1.0).resolved(None), [1], frozenset(), V),
+        Drawn.IID,
     )
     peak = torch.full((1, V), -30.0)
     peak[0, 4] = 30.0
@@ -101,9 +109,12 @@ def test_a_repeated_draw_names_its_node_again():
 
 
 def test_budgets_of_a_batch_differ():
-    rows = [row(NOTHING, Drawn.CHOSEN), row(Budget(1, 5), Drawn.CHOSEN),
-            row(Budget(5, 2), Drawn.CHOSEN),
-            row(Budget(4, 9, shape=parse_shape("2x2")), Drawn.CHOSEN)]
+    rows = [
+        row(NOTHING, Drawn.CHOSEN),
+        row(Budget(1, 5), Drawn.CHOSEN),
+        row(Budget(5, 2), Drawn.CHOSEN),
+        row(Budget(4, 9, shape=parse_shape("2x2")), Drawn.CHOSEN),
+    ]
     assert [len(draft) for draft in grown(rows, Table())] == [0, 1, 2, 4]
 
 
@@ -132,16 +143,16 @@ def test_reduced_vocabularies_give_target_ids():
 def test_greedy_plus_one_draws_the_last_from_the_rest():
     law = Law(torch.tensor([0.1, 0.5, 0.25, 0.15, 0.0, 0.0]))
     seen = {
-        tuple(draw(law, 3, Drawn.GREEDY_PLUS_ONE, KeyedCoins(s, 1, Stream.DRAFT), ROOT, 1))
-        for s in range(50)
+        tuple(draw(law, 3, Drawn.GREEDY_PLUS_ONE, KeyedCoins(s, 1, Stream.DRAFT), ROOT, 1)) for s in range(50)
     }
     assert seen == {(1, 2, 0), (1, 2, 3)}
     assert len(draw(law, 9, Drawn.DISTINCT, KeyedCoins(0, 1, Stream.DRAFT), ROOT, 1)) == 4
     assert law.without([0, 1, 2, 3]) is None
 
 
-@pytest.mark.parametrize("drawn", [Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT, Drawn.COUPLED,
-                                   Drawn.GREEDY_PLUS_ONE])
+@pytest.mark.parametrize(
+    "drawn", [Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT, Drawn.COUPLED, Drawn.GREEDY_PLUS_ONE]
+)
 @pytest.mark.parametrize("size", [1, 3, 12])
 def test_dynamic_trees_record_their_laws_and_keep_the_budget(drawn, size):
     rows = [row(budget("dynamic:4", size, 4), drawn, seed, (1, 2, seed)) for seed in range(8)]
@@ -237,7 +248,8 @@ def test_numbers_lead_back_to_what_was_expanded():
 def test_a_peaked_law_makes_a_chain_and_a_flat_one_a_bush():
     def law(scale):
         return lambda branches: (
-            torch.arange(V).float().repeat(sum(len(b.nodes) for b in branches), 1) * scale, None
+            torch.arange(V).float().repeat(sum(len(b.nodes) for b in branches), 1) * scale,
+            None,
         )
 
     for drawn in (Drawn.CHOSEN, Drawn.DISTINCT):
@@ -246,4 +258,3 @@ def test_a_peaked_law_makes_a_chain_and_a_flat_one_a_bush():
         (bush,) = grown([row(asked, drawn)], law(0.01))
         assert max(chain.depth_N) == len(chain) == 6
         assert max(bush.depth_N) <= 2 and bush.parent_N.count(ROOT) >= 4
-

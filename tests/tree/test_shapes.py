@@ -18,9 +18,26 @@ def test_shapes_as_users_write_them():
     assert parse_shape("dynamic:12:1.25") == Shape(beam=12, least=1.25)
 
 
-@pytest.mark.parametrize("text", ["", "star", "0x2", "2x-1", "[0]", "[-1,1]", "[-2]", "99x99",
-                                  "dynamic:", "dynamic:0", "dynamic:-1", "dynamic:2:",
-                                  "dynamic:2:-1", "dynamic::0", "dynamic 3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "star",
+        "0x2",
+        "2x-1",
+        "[0]",
+        "[-1,1]",
+        "[-2]",
+        "99x99",
+        "dynamic:",
+        "dynamic:0",
+        "dynamic:-1",
+        "dynamic:2:",
+        "dynamic:2:-1",
+        "dynamic::0",
+        "dynamic 3",
+    ],
+)
 def test_other_shapes_are_refused_in_one_line(text):
     with pytest.raises(SpecError) as error:
         parse_shape(text)

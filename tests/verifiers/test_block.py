@@ -82,8 +82,7 @@ def test_traversal_decides_alike_on_chains(drawn):
         (best([1] * 5) if drawn is Drawn.CHOSEN else chain(drawn, 5))(sapling)
         draft = sapling.done()
         one, other = (
-            verifier.judge(draft, NodeLaws(world, draft), KeyedCoins(seed, 5, Stream.JUDGE),
-                           want_laws=True)
+            verifier.judge(draft, NodeLaws(world, draft), KeyedCoins(seed, 5, Stream.JUDGE), want_laws=True)
             for verifier in (BLOCK, TRAVERSAL)
         )
         assert (one.kept, one.emitted, one.laws) == (other.kept, other.emitted, other.laws)

@@ -13,9 +13,7 @@ from outpace.verifiers.k_seq import discount
 from outpace.verifiers.traversal import Traversal, TraversalConfig, Visit
 from tests.verifiers.refusing import Refusing
 
-K_SEQ, GREEDY, TRAVERSAL, TREE = (
-    RIGHT[name] for name in ("k_seq", "greedy_plus_one", "traversal", "tree")
-)
+K_SEQ, GREEDY, TRAVERSAL, TREE = (RIGHT[name] for name in ("k_seq", "greedy_plus_one", "traversal", "tree"))
 THREE = ("k_seq", "greedy_plus_one", "traversal")
 
 
@@ -26,8 +24,6 @@ class Given:
     def law(self, node):
         self.read.append(node)
         return self.laws[node] if isinstance(self.laws, dict) else self.laws
-
-
 
 
 # k_seq ----------------------------------------------------------------------------------------
@@ -77,8 +73,7 @@ def test_greedy_plus_one_keeps_as_much_as_tree_with_fewer_coins(seed):
     world, recipe = World(seed + 40, vocab=4), fan(Drawn.GREEDY_PLUS_ONE, 3, 0)
     assert outputs(GREEDY, recipe, world)[1] == pytest.approx(outputs(TREE, recipe, world)[1])
     q = Law(torch.tensor([0.4, 0.3, 0.2, 0.1]))
-    draft = Draft((0, 1, 3), (ROOT,) * 3, (Group(ROOT, Drawn.GREEDY_PLUS_ONE, (0, 1, 2), 0),),
-                  (q,))
+    draft = Draft((0, 1, 3), (ROOT,) * 3, (Group(ROOT, Drawn.GREEDY_PLUS_ONE, (0, 1, 2), 0),), (q,))
     p = Law(torch.tensor([0.0, 0.0, 1.0, 0.0]))
     asked = {}
     for verifier in (GREEDY, TREE):
@@ -172,8 +167,7 @@ def test_at_temperature_0_all_keep_what_tree_keeps(name):
         best([1] * 4 if verifier.chains_only else [2, 1, 2, 1])(sapling)
         draft = sapling.done()
         one, other = (
-            v.judge(draft, NodeLaws(world, draft), KeyedCoins(seed, 5, Stream.JUDGE),
-                    want_laws=True)
+            v.judge(draft, NodeLaws(world, draft), KeyedCoins(seed, 5, Stream.JUDGE), want_laws=True)
             for v in (verifier, TREE)
         )
         assert (one.kept, one.emitted, one.laws) == (other.kept, other.emitted, other.laws)
@@ -188,8 +182,13 @@ def test_refusals_never_leave_nothing(name):
     p = Law(torch.tensor([1 - 2**-23, 1e-30, 2**-23]))
     count = 1 if verifier.chains_only else 3
     tokens, parents = (0, 1, 2)[:count], (ROOT,) * count
-    for q in (p, Law(p.prob_S * (1 - 2**-22)), Law(p.prob_S[:1]), Law.one_hot(2),
-              Law(torch.tensor([0.0, 1.0]))):
+    for q in (
+        p,
+        Law(p.prob_S * (1 - 2**-22)),
+        Law(p.prob_S[:1]),
+        Law.one_hot(2),
+        Law(torch.tensor([0.0, 1.0])),
+    ):
         for drawn in verifier.takes - {Drawn.CHOSEN}:
             draft = Draft(tokens, parents, (Group(ROOT, drawn, tuple(range(count)), 0),), (q,))
             assert verifier.judge(draft, Given(p), Refusing()).emitted[0] in (0, 1, 2)
@@ -202,8 +201,10 @@ def test_refusals_never_leave_nothing(name):
 def test_every_coin_of_a_step_has_its_own_key():
     q = Law(torch.full((30,), 1 / 30))
     twice = Draft(
-        (3, 4, 5, 6), (ROOT, ROOT, 0, 0),
-        (Group(ROOT, Drawn.IID, (0, 1, 0, 1), 0), Group(0, Drawn.IID, (2, 3, 3), 0)), (q,),
+        (3, 4, 5, 6),
+        (ROOT, ROOT, 0, 0),
+        (Group(ROOT, Drawn.IID, (0, 1, 0, 1), 0), Group(0, Drawn.IID, (2, 3, 3), 0)),
+        (q,),
     )
     p = Law(torch.tensor([0.1] * 3 + [0.05] * 4 + [0.5 / 23] * 23))
     for verifier in (K_SEQ, TRAVERSAL):
@@ -220,9 +221,10 @@ def test_the_comparison_with_the_oracle_can_fail(monkeypatch):
     class Wrong(Traversal):
         visit = Hasty
 
-    monkeypatch.setattr("outpace.analysis.agreement.RIGHT", {
-        "traversal": Wrong(TraversalConfig()), "k_seq": Swapped(RIGHT["k_seq"].config),
-    })
+    monkeypatch.setattr(
+        "outpace.analysis.agreement.RIGHT",
+        {"traversal": Wrong(TraversalConfig()), "k_seq": Swapped(RIGHT["k_seq"].config)},
+    )
     names = ["traversal", "k_seq"]
     for name, report in check_oracle(seed=0, cases=77, names=names).items():
         assert report.agreed < report.cases, name

@@ -29,16 +29,19 @@ def test_the_threshold_follows_the_entropy():
     assert TYPICAL.threshold(Law.one_hot(3)) == 0.09
     sharp = Law(torch.tensor([0.9, 0.1]))
     entropy = -0.9 * math.log(0.9) - 0.1 * math.log(0.1)
-    assert Typical(TypicalConfig(epsilon=0.5)).threshold(sharp) == pytest.approx(
-        0.3 * math.exp(-entropy)
-    )
+    assert Typical(TypicalConfig(epsilon=0.5)).threshold(sharp) == pytest.approx(0.3 * math.exp(-entropy))
 
 
 def test_the_longest_plausible_path_wins_then_the_likelier():
     #  ROOT - 0 (0.6), 1 (0.3), 2 (0.05: not plausible);  0 - 3;  1 - 4;  4 - 5
     draft = Draft.chosen([0, 1, 2, 0, 1, 0], [ROOT, ROOT, ROOT, 0, 1, 4])
-    laws = {ROOT: Law(torch.tensor([0.6, 0.3, 0.05, 0.05])), 0: Law(torch.tensor([0.5, 0.5])),
-            1: Law(torch.tensor([0.5, 0.5])), 4: Law.one_hot(3), 3: Law.one_hot(8)}
+    laws = {
+        ROOT: Law(torch.tensor([0.6, 0.3, 0.05, 0.05])),
+        0: Law(torch.tensor([0.5, 0.5])),
+        1: Law(torch.tensor([0.5, 0.5])),
+        4: Law.one_hot(3),
+        3: Law.one_hot(8),
+    }
     verdict = TYPICAL.judge(draft, Given(laws), KeyedCoins(0, 1, Stream.JUDGE), want_laws=True)
     # 5 is not plausible after 4, so 0-3 (0.30) and 1-4 (0.15) are equally long.
     assert (verdict.kept, verdict.emitted) == ((0, 3), (0, 0, 8))
@@ -91,7 +94,6 @@ def test_the_engine_wants_to_be_told():
     loose = Engine.load("tiny", drafter="none", dtype="float32", allow_lossy=True)
     settings = {"max_new_tokens": 24, "ignore_eos": True}
     greedy = loose.generate(prompt, drafter=spec, temperature=0.0, **settings)
-    assert greedy.tokens == loose.generate(prompt, drafter="none", temperature=0.0,
-                                           **settings).tokens
+    assert greedy.tokens == loose.generate(prompt, drafter="none", temperature=0.0, **settings).tokens
     warm = loose.generate(prompt, drafter=spec, temperature=0.9, seed=1, **settings)
     assert not warm.lossless and not greedy.lossless and greedy.counters.accepted > 0

@@ -129,9 +129,7 @@ def generate(world, verifier, recipe_at, seed, length=40):
         sapling = Sapling(later, KeyedCoins(seed, position, Stream.DRAFT))
         recipe_at(step)(sapling)
         draft = sapling.done()
-        verdict = verifier.judge(
-            draft, NodeLaws(later, draft), KeyedCoins(seed, position, Stream.JUDGE)
-        )
+        verdict = verifier.judge(draft, NodeLaws(later, draft), KeyedCoins(seed, position, Stream.JUDGE))
         tokens += verdict.emitted
         kept += len(verdict.kept)
         step += 1
@@ -195,9 +193,7 @@ def test_chain_refuses_what_is_no_chain():
     q = Law(torch.tensor([0.5, 0.5]))
     branching = Draft.chosen([0, 1], [ROOT, ROOT])
     repeated = Draft((1,), (ROOT,), (Group(ROOT, Drawn.IID, (0, 0), 0),), (q,))
-    twice = Draft(
-        (1,), (ROOT,), (Group(ROOT, Drawn.IID, (0,), 0), Group(ROOT, Drawn.CHOSEN, (0,))), (q,)
-    )
+    twice = Draft((1,), (ROOT,), (Group(ROOT, Drawn.IID, (0,), 0), Group(ROOT, Drawn.CHOSEN, (0,))), (q,))
     for draft in (branching, repeated, twice):
         with pytest.raises(SpecError, match="verifier=tree"):
             CHAIN.judge(draft, Given(q), judge_coins())
@@ -207,8 +203,6 @@ def test_chain_refuses_what_is_no_chain():
 # Numbers --------------------------------------------------------------------------------------
 
 
-
-
 def test_refusals_never_leave_nothing():
     """Rounding may refuse what has almost all the mass; the extra token still comes from p."""
     tiny = 1e-30
@@ -216,9 +210,7 @@ def test_refusals_never_leave_nothing():
     nearly = Law(p.prob_S * (1 - 2**-22))
     for q in (p, nearly, Law(p.prob_S[:1]), Law.one_hot(2), Law(torch.tensor([0.0, 1.0]))):
         for drawn in (Drawn.IID, Drawn.DISTINCT, Drawn.GREEDY_PLUS_ONE):
-            draft = Draft(
-                (0, 1, 2), (ROOT,) * 3, (Group(ROOT, drawn, (0, 1, 2), 0),), (q,)
-            )
+            draft = Draft((0, 1, 2), (ROOT,) * 3, (Group(ROOT, drawn, (0, 1, 2), 0),), (q,))
             verdict = TREE.judge(draft, Given(p), Refusing())
             assert verdict.emitted[0] in (0, 1, 2)
         for token in (0, 1, 2):

@@ -80,11 +80,7 @@ class WarpAhead(Warp):
         return self._base.law(logits_V, (*self._path, *path), id_V)
 
     def ranking(
-        self,
-        logits_FV: Tensor,
-        paths: Sequence[Sequence[int]],
-        k: int,
-        id_V: Tensor | None = None,
+        self, logits_FV: Tensor, paths: Sequence[Sequence[int]], k: int, id_V: Tensor | None = None
     ) -> tuple[list[list[int]], list[list[float]]]:
         """The k likeliest tokens after the guesses so far and each path."""
         return self._base.ranking(logits_FV, [(*self._path, *path) for path in paths], k, id_V)

@@ -74,9 +74,7 @@ def read_k(text: str) -> list[list[int]]:
     except ValueError:
         rows = [[-1]]
     if min(min(row) for row in rows) < 0 or not any(rows[0]):
-        raise ValueError(
-            f"k must be rows of whole numbers such as 5,10/10, the first not all 0, got {text}"
-        )
+        raise ValueError(f"k must be rows of whole numbers such as 5,10/10, the first not all 0, got {text}")
     return rows
 
 
@@ -105,11 +103,14 @@ class Cascade(Drafter[State]):
         below: list[Level] = lowest
         for number in range(len(models), 0, -1):
             level = ModelLevel(
-                number, models[number - 1], _relay(below, k, number),
+                number,
+                models[number - 1],
+                _relay(below, k, number),
                 verifier=build.made("verifier", "tree"),
                 coupled=build.made("verifier", "coupled"),
-                policy=build.made("policy", "fixed"), clock=self._clock,
-            )  # fmt: skip
+                policy=build.made("policy", "fixed"),
+                clock=self._clock,
+            )
             self.models.insert(0, level)
             below = [level, *below]
         self.relay = _relay(below, k, 0)

@@ -97,9 +97,7 @@ class CrossVocabulary(Drafter[State]):
     default_nodes = 5
     samples = True
 
-    def __init__(
-        self, inner: Drafter[Any], model: Target, target: Target, by: str = "auto"
-    ) -> None:
+    def __init__(self, inner: Drafter[Any], model: Target, target: Target, by: str = "auto") -> None:
         who = "drafter 'cross_vocabulary'"
         if inner.taps:
             raise SpecError(
@@ -138,9 +136,7 @@ class CrossVocabulary(Drafter[State]):
         Raises:
             ModelError, SpecError, UnknownNameError: as for the class, the model or the drafter.
         """
-        model = load_target(
-            config.model, dtype=config.dtype or target.dtype, device=target.device
-        )
+        model = load_target(config.model, dtype=config.dtype or target.dtype, device=target.device)
         if (model.digest, model.dtype) == (target.digest, target.dtype):
             model = target  # the same weights: one copy will do
         specs = [MethodSpec("draft_model", (("model", model.name),))]
@@ -165,9 +161,7 @@ class CrossVocabulary(Drafter[State]):
             said.extend(request.reference)
             reference = tuple(said.ids)
         told = mirror.stable if request.held else 0
-        state = self.inner.begin(
-            replace(request, prompt=tuple(whole.ids), held=told, reference=reference)
-        )
+        state = self.inner.begin(replace(request, prompt=tuple(whole.ids), held=told, reference=reference))
         return State(mirror, Reading(state, told))
 
     def propose(self, rows: Sequence[DraftRow[State]]) -> list[Draft]:
@@ -184,9 +178,14 @@ class CrossVocabulary(Drafter[State]):
         for (i, row, by_text), answer in zip(able, answers, strict=True):
             if by_text:
                 out[i] = retokenized(
-                    answer, row.tokens, row.state.mirror.held, row.budget,
-                    source=self.source, target=self.goal, common=self.common,
-                )  # fmt: skip
+                    answer,
+                    row.tokens,
+                    row.state.mirror.held,
+                    row.budget,
+                    source=self.source,
+                    target=self.goal,
+                    common=self.common,
+                )
             else:
                 out[i] = in_target_ids(answer, self.common, type(self.inner).__name__)
             row.state.asked, row.state.given = answer, out[i]
@@ -203,9 +202,11 @@ class CrossVocabulary(Drafter[State]):
         asked = replace(row, state=reading.state, tokens=mirror.ids, lease=None)
         if by_text:
             return replace(
-                asked, warp=self._likeliest, drawn=Drawn.CHOSEN,
+                asked,
+                warp=self._likeliest,
+                drawn=Drawn.CHOSEN,
                 budget=stretched(row.budget, (len(mirror.ids) + 4) / (mirror.read + 4)),
-            )  # fmt: skip
+            )
         coins, warp = SharedCoins(row.coins, self.common), SharedWarp(row.warp, self.common)
         return replace(asked, coins=coins, warp=warp)
 
@@ -219,11 +220,16 @@ class CrossVocabulary(Drafter[State]):
             ours = state.given is outcome.draft and state.reading.told == before == same
             news.append(
                 News(
-                    state.reading, state.mirror.ids, same, state.mirror.stable,
-                    forced=outcome.forced, ends=bool(emitted) or not outcome.forced,
-                    draft=state.asked if ours else None, before=before,
+                    state.reading,
+                    state.mirror.ids,
+                    same,
+                    state.mirror.stable,
+                    forced=outcome.forced,
+                    ends=bool(emitted) or not outcome.forced,
+                    draft=state.asked if ours else None,
+                    before=before,
                 )
-            )  # fmt: skip
+            )
             state.asked = state.given = None
         self.follower.follow(news)
 

@@ -170,21 +170,20 @@ def _tell_judged(lessons: _Lessons, one: News, draft: Draft) -> None:
     lessons.states.append(reading.state)
     lessons.outcomes.append(
         Outcome(
-            draft, _UNSEEN,
+            draft,
+            _UNSEEN,
             Verdict(kept, emitted, censored=len(emitted) == len(kept)),
             (one.ids[start - 1], *emitted[:-1]),
             (0, *(node + 1 for node in kept[: len(emitted) - 1])),
             start - 1,
         )
-    )  # fmt: skip
+    )
     reading.told = start + len(emitted)
 
 
 def along(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
     """Nodes of a draft that carry the first of some tokens, root first."""
-    child = {
-        branch: node for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))
-    }
+    child = {branch: node for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))}
     kept: list[int] = []
     for token in tokens:
         node = child.get((kept[-1] if kept else ROOT, token))
@@ -194,7 +193,5 @@ def along(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
     return tuple(kept)
 
 
-def _outcome(
-    fed: tuple[int, ...], emitted: tuple[int, ...], start: int, forced: bool = False
-) -> Outcome:
+def _outcome(fed: tuple[int, ...], emitted: tuple[int, ...], start: int, forced: bool = False) -> Outcome:
     return Outcome(Draft(), _UNSEEN, Verdict((), emitted), fed, (), start, forced=forced)

@@ -65,9 +65,7 @@ def chances(draft: Draft, rate: float) -> list[float]:
     return own
 
 
-def merge(
-    drafts: Sequence[Draft], rates: Sequence[float], budget: Budget, branches: bool
-) -> Forest:
+def merge(drafts: Sequence[Draft], rates: Sequence[float], budget: Budget, branches: bool) -> Forest:
     """One draft of several.
 
     Args:
@@ -99,9 +97,7 @@ def merge(
     return Forest(Draft.chosen(tokens, parents), worth)
 
 
-def _best(
-    root: dict[int, _Node], budget: Budget, branches: bool
-) -> tuple[list[tuple[_Node, int]], float]:
+def _best(root: dict[int, _Node], budget: Budget, branches: bool) -> tuple[list[tuple[_Node, int]], float]:
     """Nodes and their parents, in an order that has parents first and siblings by chance."""
     most = min(budget.max_nodes, budget.max_rows)
     heap: list[tuple[float, int, _Node, int]] = []

@@ -160,18 +160,16 @@ class Graph(Drafter[Any]):
     def propose(self, rows: Sequence[DraftRow[Any]]) -> list[Draft]:
         """Trees as the draft model grows them, with fewer rows of it."""
         count = self.config.agree + 1
-        self._graphs = {
-            id(row.state): _Graph(tuple(row.tokens[-count:] if count else ())) for row in rows
-        }
+        self._graphs = {id(row.state): _Graph(tuple(row.tokens[-count:] if count else ())) for row in rows}
         # A row that ran behind other words must not be resumed, so no slot is lent.
         drafts = self.draft.propose([replace(row, lease=None) for row in rows])
         for row, draft in zip(rows, drafts, strict=True):
             graph = self._graphs[id(row.state)]
             if any(node != stood for node, stood in graph.stands.items()):
-                self.draft.renumber(row.state, [
-                    node if draft.path_tokens(node) in graph.own else _NOBODY
-                    for node in range(len(draft))
-                ])  # fmt: skip
+                self.draft.renumber(
+                    row.state,
+                    [node if draft.path_tokens(node) in graph.own else _NOBODY for node in range(len(draft))],
+                )
         self._graphs = {}
         return drafts
 

@@ -12,18 +12,7 @@ from outpace.coins import Coins, Stream
 from outpace.drafters.compose.ahead import CoinsAhead, WarpAhead
 from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
-from outpace.types import (
-    NOTHING,
-    ROOT,
-    Budget,
-    Draft,
-    Drawn,
-    Group,
-    Law,
-    Outcome,
-    Signals,
-    Verdict,
-)
+from outpace.types import NOTHING, ROOT, Budget, Draft, Drawn, Group, Law, Outcome, Signals, Verdict
 from outpace.verifiers.base import Verifier
 
 BELOW = "below"

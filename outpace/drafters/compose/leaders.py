@@ -1,8 +1,8 @@
 """Candidates for the first token of a cascade's draft, each with the lookup's words behind it.
 
-    the --+-- cat sat on the mat      the model's first, and its chain
-          +-- dog ran                 its second, and what the lookup says to that
-          +-- bird
+the --+-- cat sat on the mat      the model's first, and its chain
+      +-- dog ran                 its second, and what the lookup says to that
+      +-- bird
 """
 
 from __future__ import annotations

@@ -75,10 +75,11 @@ class LookupLevel(Level):
             assert reading is not None
             self.follow(reading, g.tokens)
             budget = Budget(size, size)
-            rows.append(DraftRow(
-                reading.state, g.tokens, budget, g.row.coins, g.warp, Drawn.CHOSEN,
-                chain=g.row.chain,
-            ))  # fmt: skip
+            rows.append(
+                DraftRow(
+                    reading.state, g.tokens, budget, g.row.coins, g.warp, Drawn.CHOSEN, chain=g.row.chain
+                )
+            )
         return self.drafter.propose(rows)
 
     def follow(self, reading: Reading, tokens: Sequence[int]) -> None:
@@ -148,9 +149,16 @@ class ModelLevel(Level):
     """
 
     def __init__(
-        self, number: int, model: Target, below: Relay | None, *,
-        verifier: Verifier, coupled: Verifier, policy: Policy, clock: PassClock,
-    ) -> None:  # fmt: skip
+        self,
+        number: int,
+        model: Target,
+        below: Relay | None,
+        *,
+        verifier: Verifier,
+        coupled: Verifier,
+        policy: Policy,
+        clock: PassClock,
+    ) -> None:
         self.number, self.model = number, model
         self.verifier, self.coupled = verifier, coupled
         self.reader = Reader(model, clock)

@@ -83,9 +83,7 @@ class Mirror:
 
     def copy(self) -> Mirror:
         """The same text, to go on with separately."""
-        return replace(
-            self, ids=list(self.ids), sizes=list(self.sizes), run=bytearray(self.run)
-        )
+        return replace(self, ids=list(self.ids), sizes=list(self.sizes), run=bytearray(self.run))
 
     def common(self, later: Mirror) -> int:
         """How many leading ids a mirror of the same text, further on, still has."""
@@ -132,9 +130,7 @@ class Mirror:
         if any(data[i : i + 1] not in self.bridge.goal.known for i in range(whole, len(data))):
             data = data[:whole]
         self.held = len(self.run) - len(data)
-        old = [Piece(*one) for one in zip(
-            self.ids[self.stable :], self.sizes[self.stable :], strict=True
-        )]  # fmt: skip
+        old = [Piece(*one) for one in zip(self.ids[self.stable :], self.sizes[self.stable :], strict=True)]
         new = self.bridge.goal.encode(data, not self.parted)
         if self.parted:
             new = spliced(old, new)

@@ -109,15 +109,25 @@ class Phrases(Drafter[Pool]):
         """Phrases behind the pending token."""
         return [
             self.lengthened(
-                Draft(), ROOT, row.tokens, row.state,
-                min(row.budget.max_nodes, row.budget.max_rows), row.budget.max_depth,
+                Draft(),
+                ROOT,
+                row.tokens,
+                row.state,
+                min(row.budget.max_nodes, row.budget.max_rows),
+                row.budget.max_depth,
                 row.chain,
             )
             for row in rows
-        ]  # fmt: skip
+        ]
 
     def lengthened(
-        self, draft: Draft, node: int, text: Sequence[int], pool: Pool, room: int, depth: int,
+        self,
+        draft: Draft,
+        node: int,
+        text: Sequence[int],
+        pool: Pool,
+        room: int,
+        depth: int,
         chain: bool = False,
     ) -> Draft:
         """A draft with phrases behind one of its leaves.
@@ -152,12 +162,8 @@ class Phrases(Drafter[Pool]):
                 end = known
         if not below:
             return draft
-        groups = (
-            Group(parent, Drawn.CHOSEN, tuple(kids.values())) for parent, kids in below.items()
-        )
-        return replace(
-            draft, token_N=tuple(tokens), parent_N=tuple(parents), groups=(*draft.groups, *groups)
-        )
+        groups = (Group(parent, Drawn.CHOSEN, tuple(kids.values())) for parent, kids in below.items())
+        return replace(draft, token_N=tuple(tokens), parent_N=tuple(parents), groups=(*draft.groups, *groups))
 
     def observe(self, states: Sequence[Pool], outcomes: Sequence[Outcome]) -> None:
         """Nothing: whoever fills the pool reads the text, and guesses do not belong to it."""
@@ -188,9 +194,7 @@ def discarded(
     Yields:
         The token before the refused one, the refused one, and a phrase of two tokens or more.
     """
-    child = {
-        branch: node for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))
-    }
+    child = {branch: node for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))}
     for node, parent in enumerate(draft.parent_N):
         if node in kept:
             continue

@@ -38,9 +38,15 @@ def stretched(budget: Budget, ratio: float) -> Budget:
 
 
 def retokenized(
-    draft: Draft, tokens: Sequence[int], held: int, budget: Budget,
-    *, source: Spelling, target: Spelling, common: Shared,
-) -> Draft:  # fmt: skip
+    draft: Draft,
+    tokens: Sequence[int],
+    held: int,
+    budget: Budget,
+    *,
+    source: Spelling,
+    target: Spelling,
+    common: Shared,
+) -> Draft:
     """Write a draft in the target's tokens.
 
     Args:
@@ -102,9 +108,8 @@ def leaves(draft: Draft) -> Iterator[tuple[int, ...]]:
 
 
 def _words(
-    path: Sequence[int], context: bytes, held: int, source: Spelling, target: Spelling,
-    common: Shared,
-) -> list[int]:  # fmt: skip
+    path: Sequence[int], context: bytes, held: int, source: Spelling, target: Spelling, common: Shared
+) -> list[int]:
     """One path in the target's tokens, as far as it has some for it."""
     begun = context[len(context) - held :]
     out: list[int] = []
@@ -124,9 +129,7 @@ def _words(
     return out + _split(text, begun, context, target)[0]
 
 
-def _split(
-    text: bytes, begun: bytes, context: bytes, target: Spelling
-) -> tuple[list[int], bool]:
+def _split(text: bytes, begun: bytes, context: bytes, target: Spelling) -> tuple[list[int], bool]:
     """Tokens of a text, and whether they are all of it.
 
     Args:

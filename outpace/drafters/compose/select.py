@@ -125,9 +125,7 @@ class Select(Drafter[_State]):
         specs = build.split_parts(config.members, who)
         names = [str(spec) for spec in specs]
         if len(set(names)) < max(2, len(names)):
-            raise SpecError(
-                f"{who}: members must be two or more different drafters, got {config.members}"
-            )
+            raise SpecError(f"{who}: members must be two or more different drafters, got {config.members}")
         return cls(config, [build.drafter(spec, target) for spec in specs])
 
     def begin(self, request: Request) -> _State:
@@ -166,10 +164,17 @@ class Select(Drafter[_State]):
         free = self._may_branch(row) and asked.shape == CHAIN
         shape = own.shape if free else asked.shape
         lease = row.lease if self._lent[i] else None
-        return replace(row, state=row.state.members[i], lease=lease, budget=replace(
-            asked, max_nodes=min(own.max_nodes, asked.max_nodes),
-            max_depth=min(own.max_depth, asked.max_depth), shape=shape,
-        ))  # fmt: skip
+        return replace(
+            row,
+            state=row.state.members[i],
+            lease=lease,
+            budget=replace(
+                asked,
+                max_nodes=min(own.max_nodes, asked.max_nodes),
+                max_depth=min(own.max_depth, asked.max_depth),
+                shape=shape,
+            ),
+        )
 
     def _may_branch(self, row: DraftRow[_State]) -> bool:
         return self.config.merge and not row.chain
@@ -189,9 +194,8 @@ class Select(Drafter[_State]):
         for i, member in enumerate(self.members):
             member.observe(
                 [state.members[i] for state in states],
-                [self._own(state, i, outcome)
-                 for state, outcome in zip(states, outcomes, strict=True)],
-            )  # fmt: skip
+                [self._own(state, i, outcome) for state, outcome in zip(states, outcomes, strict=True)],
+            )
         for state, outcome in zip(states, outcomes, strict=True):
             if state.given is outcome.draft and not outcome.forced:
                 self._learn(state, outcome.verdict)
@@ -224,8 +228,7 @@ class Select(Drafter[_State]):
     def unread(self, state: _State, tokens: Sequence[int]) -> int:
         """By all members together."""
         return sum(
-            member.unread(own, tokens)
-            for member, own in zip(self.members, state.members, strict=True)
+            member.unread(own, tokens) for member, own in zip(self.members, state.members, strict=True)
         )
 
     def mark(self, state: _State) -> list[Any]:

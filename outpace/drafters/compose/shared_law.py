@@ -56,11 +56,7 @@ class SharedWarp(Warp):
         return Law(law.prob_S[inside_S], id_S[inside_S])
 
     def ranking(
-        self,
-        logits_FV: Tensor,
-        paths: Sequence[Sequence[int]],
-        k: int,
-        id_V: Tensor | None = None,
+        self, logits_FV: Tensor, paths: Sequence[Sequence[int]], k: int, id_V: Tensor | None = None
     ) -> tuple[list[list[int]], list[list[float]]]:
         """The k likeliest shared tokens of each row, in draft ids."""
         column_K, id_K = self._columns(logits_FV.shape[-1], id_V)
@@ -148,6 +144,5 @@ def in_target_ids(draft: Draft, common: Shared, who: str) -> Draft:
         elif nodes:
             groups.append(Group(number[group.parent], group.drawn, nodes))
     return Draft(
-        tuple(tokens), tuple(parents), tuple(groups),
-        tuple(renamed(draft.laws[law], common) for law in laws),
-    )  # fmt: skip
+        tuple(tokens), tuple(parents), tuple(groups), tuple(renamed(draft.laws[law], common) for law in laws)
+    )

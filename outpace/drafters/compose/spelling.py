@@ -156,9 +156,7 @@ class Spelling:
         ids = [token for token in self._ids(char) if token < self.size]
         if self._adds_space and len(ids) > 1 and self.spell(ids[0]) == b" ":
             ids = ids[1:]
-        return [Piece(ids[0], size), *(Piece(token, 0) for token in ids[1:])] if ids else [
-            Piece(-1, size)
-        ]
+        return [Piece(ids[0], size), *(Piece(token, 0) for token in ids[1:])] if ids else [Piece(-1, size)]
 
     def _uses(self, token: int, spelled: bytes) -> bool:
         try:
@@ -217,9 +215,7 @@ def shared(draft: Spelling, target: Spelling, model: Target, rows: int) -> Share
     answer has a higher id than the end of a document.
     """
     pairs = {
-        token: target.known[spelled]
-        for spelled, token in draft.known.items()
-        if spelled in target.known
+        token: target.known[spelled] for spelled, token in draft.known.items() if spelled in target.known
     }
     ordinary = len(pairs)
     names = {target.spell(token): token for token in sorted(target.special, reverse=True)}
@@ -228,9 +224,7 @@ def shared(draft: Spelling, target: Spelling, model: Target, rows: int) -> Share
             pairs[token] = names.pop(draft.spell(token))
     taken = set(pairs.values())
     ours, theirs = draft.tokenizer, target.tokenizer
-    for mine, other in (
-        ([ours.bos_id], [theirs.bos_id]), (sorted(ours.eos_ids), sorted(theirs.eos_ids))
-    ):
+    for mine, other in (([ours.bos_id], [theirs.bos_id]), (sorted(ours.eos_ids), sorted(theirs.eos_ids))):
         left = [t for t in mine if t is not None and t < draft.size and t not in pairs]
         free = [t for t in other if t is not None and t < target.size and t not in taken]
         if left and free and not taken.intersection(t for t in other if t is not None):
@@ -241,7 +235,10 @@ def shared(draft: Spelling, target: Spelling, model: Target, rows: int) -> Share
         target_of[token], draft_of[other_token] = other_token, token
     on = model.device
     return Shared(
-        torch.tensor(target_of, device=on), torch.tensor(draft_of, device=on),
+        torch.tensor(target_of, device=on),
+        torch.tensor(draft_of, device=on),
         torch.tensor(sorted(pairs), dtype=torch.int64, device=on),
-        tuple(target_of), tuple(draft_of), ordinary,
-    )  # fmt: skip
+        tuple(target_of),
+        tuple(draft_of),
+        ordinary,
+    )

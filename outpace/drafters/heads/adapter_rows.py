@@ -22,14 +22,7 @@ from torch import Tensor
 
 from outpace.clock import PassClock
 from outpace.drafters.shallow import ShallowRows
-from outpace.drafters.trained import (
-    CONFIG,
-    decoder_from_json,
-    lender,
-    read_config,
-    read_tensors,
-    vocab_map,
-)
+from outpace.drafters.trained import CONFIG, decoder_from_json, lender, read_config, read_tensors, vocab_map
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.models.adapter import Adapter, adapter_shapes
@@ -74,16 +67,13 @@ def exit_layer(folder: Path, config: Mapping[str, Any], target: Target) -> int:
     """
     layer = config.get("layer")
     if not isinstance(layer, int) or not 0 < layer < target.num_layers:
-        raise ModelError(
-            f"{folder / CONFIG}: layer is {layer!r}, need 1 to {target.num_layers - 1}"
-        )
+        raise ModelError(f"{folder / CONFIG}: layer is {layer!r}, need 1 to {target.num_layers - 1}")
     return layer
 
 
 def made_adapter(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target,
-    mlp: bool = False,
-) -> Adapter:  # fmt: skip
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target, mlp: bool = False
+) -> Adapter:
     """What a folder holds, ready to run: an adapter, or with an MLP a whole layer.
 
     Raises:
@@ -102,9 +92,7 @@ def made_adapter(
 
 def weight_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors but the vocabulary's."""
-    return {
-        name: tuple(one.shape) for name, one in tensors.items() if name not in ("d2t", "t2d")
-    }
+    return {name: tuple(one.shape) for name, one in tensors.items() if name not in ("d2t", "t2d")}
 
 
 @dataclass(slots=True, eq=False)
@@ -148,9 +136,7 @@ class AdapterRows:
         if self._end(state) != position:
             self.begin_at(state, position)
 
-    def run(
-        self, branches: Sequence[Branch[AdapterState]], fed: Sequence[Feed], hidden_TH: Tensor
-    ) -> Tensor:
+    def run(self, branches: Sequence[Branch[AdapterState]], fed: Sequence[Feed], hidden_TH: Tensor) -> Tensor:
         """Outputs of the adapter for nodes whose states are known; what waits goes before them.
 
         Args:
@@ -171,12 +157,9 @@ class AdapterRows:
             parts.append(hidden_TH[start:stop])
             start = stop
         starts = [branch.state.start or 0 for branch in branches]
-        return self.adapter.run(PassRows(feeds, self.cache, 1), self.cache, starts,
-                                torch.cat(parts))
+        return self.adapter.run(PassRows(feeds, self.cache, 1), self.cache, starts, torch.cat(parts))
 
-    def finish(
-        self, state: AdapterState, draft: Draft, numbers: Sequence[int] | None
-    ) -> Draft:
+    def finish(self, state: AdapterState, draft: Draft, numbers: Sequence[int] | None) -> Draft:
         """The draft that is proposed, with the target's work below layer e handed on.
 
         Args:
@@ -190,9 +173,7 @@ class AdapterRows:
         state.rows = None  # a lease ends here
         if row:
             own = [0, *(row[name] for name in names if name in row)]
-            self.cache.prune(
-                state.slot, [*range(state.lead), *(state.lead + one for one in own)]
-            )
+            self.cache.prune(state.slot, [*range(state.lead), *(state.lead + one for one in own)])
         return state.draft
 
     def observe(self, states: Sequence[AdapterState], outcomes: Sequence[Outcome]) -> None:

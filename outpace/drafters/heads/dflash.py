@@ -152,9 +152,12 @@ class Dflash(ExpandingDrafter[_State]):
         feature_TF = torch.cat(state.waiting)[: len(ids)]
         stored = self.cache.append(state.slot, ids, range(-1, len(ids) - 1))
         return Part(
-            slot=state.slot, first=stored.start, offset=state.start or 0, feature_TF=feature_TF,
+            slot=state.slot,
+            first=stored.start,
+            offset=state.start or 0,
+            feature_TF=feature_TF,
             pending=pending,
-        )  # fmt: skip
+        )
 
     def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
         """Keep the rows made of true features, and the features of what was committed."""

@@ -47,9 +47,7 @@ def read_block_drafter(folder: Path, target: Target) -> BlockFile:
     said, tensors = read_config(folder, target, METHOD), read_tensors(folder)
     taps, slots = said.get("taps"), said.get("slots")
     if not taps or not isinstance(slots, int) or slots < 1:
-        raise ModelError(
-            f"{folder / CONFIG}: need taps, and slots of at least 1, got {taps} and {slots}"
-        )
+        raise ModelError(f"{folder / CONFIG}: need taps, and slots of at least 1, got {taps} and {slots}")
     decoder = decoder_from_json(said.get("decoder", {}), folder / CONFIG)
     shape = BlockShape(decoder=decoder, taps=tuple(taps), slots=slots)
     for name, wanted in shape.tensor_shapes().items():

@@ -181,10 +181,12 @@ class Eagle3(ExpandingDrafter[_State]):
         """
         rows = [_rows(outcome) for _, outcome in new]
         together = {
-            name: torch.cat([
-                taps[name] if at is None else taps[name][at]
-                for taps, at in zip((o.scored.taps for _, o in new), rows, strict=True)
-            ])
+            name: torch.cat(
+                [
+                    taps[name] if at is None else taps[name][at]
+                    for taps, at in zip((o.scored.taps for _, o in new), rows, strict=True)
+                ]
+            )
             for name in self.net.shape.taps
         }
         sizes = [len(outcome.fed) for _, outcome in new]

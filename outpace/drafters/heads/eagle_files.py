@@ -118,9 +118,7 @@ def _own(said: Mapping[str, Any], folder: Path) -> EagleShape:
     if not said.get("taps") or "draft_vocab_size" not in said:
         raise ModelError(f"{folder / CONFIG} lacks 'taps' or 'draft_vocab_size'")
     decoder = decoder_from_json(said.get("decoder", {}), folder / CONFIG)
-    return EagleShape(
-        decoder=decoder, taps=tuple(said["taps"]), draft_vocab=int(said["draft_vocab_size"])
-    )
+    return EagleShape(decoder=decoder, taps=tuple(said["taps"]), draft_vocab=int(said["draft_vocab_size"]))
 
 
 def _speculators(said: Mapping[str, Any], folder: Path, target: Target) -> EagleShape:
@@ -161,9 +159,12 @@ def _authors(
             draft_vocab=int(said.get("draft_vocab_size") or decoder.vocab_size),
         )
     return EagleShape(
-        decoder=decoder, taps=("hidden.-1",), draft_vocab=target.vocab_size, fused=False,
+        decoder=decoder,
+        taps=("hidden.-1",),
+        draft_vocab=target.vocab_size,
+        fused=False,
         fc_bias="fc.bias" in tensors,
-    )  # fmt: skip
+    )
 
 
 def _decoder(said: Mapping[str, Any], folder: Path, family: str) -> DecoderConfig:
@@ -210,8 +211,7 @@ def _check(shape: EagleShape, tensors: Mapping[str, Tensor], folder: Path) -> No
             raise ModelError(f"{folder} has no tensor {name!r}, which its config needs")
         if tuple(tensors[name].shape) != wanted:
             raise ModelError(
-                f"{folder}: {name!r} has shape {list(tensors[name].shape)}, its config needs "
-                f"{list(wanted)}"
+                f"{folder}: {name!r} has shape {list(tensors[name].shape)}, its config needs {list(wanted)}"
             )
 
 
@@ -238,9 +238,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _own_embedding(
-    tensors: Mapping[str, Tensor], target: Target, folder: Path
-) -> Tensor | None:
+def _own_embedding(tensors: Mapping[str, Tensor], target: Target, folder: Path) -> Tensor | None:
     """The embedding that came with a head, unless it is the target's."""
     if _EMBED not in tensors:
         return None

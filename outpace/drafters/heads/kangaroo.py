@@ -31,12 +31,7 @@ from torch import Tensor
 from outpace.cache.base import KVCache
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request
-from outpace.drafters.heads.adapter_rows import (
-    AdapterFile,
-    AdapterRows,
-    AdapterState,
-    read_adapter,
-)
+from outpace.drafters.heads.adapter_rows import AdapterFile, AdapterRows, AdapterState, read_adapter
 from outpace.drafters.shallow import ShallowRows
 from outpace.drafters.trained import find
 from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, Target
@@ -148,9 +143,7 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
     def expand(self, branches: Sequence[Branch[AdapterState]]) -> tuple[Tensor, Tensor | None]:
         """One pass over the new nodes: the layers below the exit, the adapter, the head."""
         rows = [self._shallow(branch) for branch in branches]
-        feeds = [
-            replace(one.feed(branch), want=()) for one, branch in zip(rows, branches, strict=True)
-        ]
+        feeds = [replace(one.feed(branch), want=()) for one, branch in zip(rows, branches, strict=True)]
         scored = self.target.score(feeds, rows[0].lease.cache, taps=self.taps, layers=self.layer)
         hidden_TH, start_B = scored.taps[self.tap], scored.tap_start_B
         for i, one in enumerate(rows):

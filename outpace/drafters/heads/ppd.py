@@ -46,9 +46,7 @@ from outpace.types import NOTHING, ROOT, Draft, Outcome, Riders, Shape
 STOCK = "[-1,-1,0,-1,1,0,2,-1,3,1,0,4,5,2,-1,0,7,3,1,6,8,4,2,9]"
 """Stands for the trees of the state machine; its size is their limit."""
 _STOCK = parse_shape(STOCK)
-_GUESSED: Rates = tuple(
-    tuple(0.45 * 0.75**k * 0.4**rank for rank in range(8)) for k in range(16)
-)
+_GUESSED: Rates = tuple(tuple(0.45 * 0.75**k * 0.4**rank for rank in range(8)) for k in range(16))
 _GUESSED_ROWS = 24
 """Rates and rows of a drafter whose acceptance nobody measured."""
 
@@ -106,9 +104,7 @@ class Ppd(ExpandingDrafter[PromptState]):
     default_tree = STOCK
     needs = frozenset({TREE, EMBEDDINGS})
 
-    def __init__(
-        self, prompts: Prompts, target: Target, machine: StateMachine | None = None
-    ) -> None:
+    def __init__(self, prompts: Prompts, target: Target, machine: StateMachine | None = None) -> None:
         self.prompts, self.target = prompts, target
         self.riders, self.chains = prompts.embed_KEH.shape[:2]
         self.machine = machine or _flat(prompts, _GUESSED_ROWS)
@@ -165,9 +161,7 @@ class Ppd(ExpandingDrafter[PromptState]):
         last = self.target.max_positions - len(row.tokens)
         longest = max((n + d for n, d in zip(count, (0, *draft.depth_N), strict=True)), default=0)
         if longest > last:
-            count = tuple(
-                max(0, min(n, last - d)) for n, d in zip(count, (0, *draft.depth_N), strict=True)
-            )
+            count = tuple(max(0, min(n, last - d)) for n, d in zip(count, (0, *draft.depth_N), strict=True))
         if not any(count):
             return draft
         riders, start = self._hang(count)

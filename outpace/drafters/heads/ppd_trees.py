@@ -147,9 +147,12 @@ def solve(
     whole = [likeliest(rate_KB[:state], room) for state in states]
     reached = accumulate(accumulate((row[0] for row in rate_KB), lambda a, b: a * b), initial=0.0)
     machine = StateMachine(
-        rate_KB=rate_KB, chains=chains, seconds_R=tuple(seconds_R), rate=1.0 / seconds_R[0],
+        rate_KB=rate_KB,
+        chains=chains,
+        seconds_R=tuple(seconds_R),
+        rate=1.0 / seconds_R[0],
         value_S=tuple(reached),
-    )  # fmt: skip
+    )
     chosen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for _ in range(_ROUNDS):
         before, chosen = chosen, []
@@ -162,9 +165,13 @@ def solve(
             break
         rate, value_S = evaluate(chosen, rate_KB, seconds_R, chains)
         machine = StateMachine(
-            rate_KB=rate_KB, chains=chains, seconds_R=tuple(seconds_R), rate=rate,
-            value_S=value_S, tree_S=tuple(tree for tree, _ in chosen),
-        )  # fmt: skip
+            rate_KB=rate_KB,
+            chains=chains,
+            seconds_R=tuple(seconds_R),
+            rate=rate,
+            value_S=value_S,
+            tree_S=tuple(tree for tree, _ in chosen),
+        )
     return machine
 
 
@@ -224,9 +231,12 @@ def pass_seconds(target: Target, clock: Callable[[], float] = time.perf_counter)
     # The least of each: whatever else the machine does only adds to it.
     found = [min(each) for each in zip(*rounds[1:], strict=True)]
     curve = CostCurve(
-        model=target.name, dtype=str(target.dtype), threads=torch.get_num_threads(),
-        device=str(target.device), rows_R=_TIMED, context_C=(max(0, length),),
+        model=target.name,
+        dtype=str(target.dtype),
+        threads=torch.get_num_threads(),
+        device=str(target.device),
+        rows_R=_TIMED,
+        context_C=(max(0, length),),
         seconds_CR=(tuple(accumulate(found, max)),),
-    )  # fmt: skip
+    )
     return [curve.seconds(rows, max(0, length)) for rows in range(1, MOST_ROWS + 1)]
-

@@ -158,9 +158,8 @@ def read_heads(method: str, path: str | None, target: Target, conditioned: bool)
     if not all(isinstance(one, int) and one > 0 for one in counts):
         raise ModelError(f"{folder / CONFIG}: heads and layers must be above 0, got {counts}")
     shape = HeadsShape(
-        heads=said["heads"], layers=said["layers"], hidden_size=target.hidden_size,
-        conditioned=conditioned,
-    )  # fmt: skip
+        heads=said["heads"], layers=said["layers"], hidden_size=target.hidden_size, conditioned=conditioned
+    )
     tensors = read_tensors(folder)
     wanted = shape.tensor_shapes()
     for name in sorted(wanted.keys() | tensors.keys() - {"d2t", "t2d"}):

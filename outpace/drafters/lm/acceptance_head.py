@@ -96,10 +96,7 @@ class AcceptanceHead:
         self.folder, self._dtype = folder, model.dtype
         where, kind = model.device, model.dtype
         self._blocks = [
-            Linear(
-                tensors[f"blocks.{i}.weight"].to(where, kind),
-                tensors[f"blocks.{i}.bias"].to(where, kind),
-            )
+            Linear(tensors[f"blocks.{i}.weight"].to(where, kind), tensors[f"blocks.{i}.bias"].to(where, kind))
             for i in range(self.shape.stored)
         ]
         self._out_1W = tensors["out.weight"].to(where, torch.float32)

@@ -94,9 +94,7 @@ def load_model(config: DraftModelConfig, target: Target) -> tuple[Target, Tensor
         check_vocabulary(model, target)
     if config.layers is not None:
         if config.layers > model.num_layers:
-            raise ModelError(
-                f"draft_model: layers={config.layers}, but {model.name} has {model.num_layers}"
-            )
+            raise ModelError(f"draft_model: layers={config.layers}, but {model.name} has {model.num_layers}")
         model.require(frozenset({LAYERS}), "draft_model with layers=")
         model = model.variant(layers=range(config.layers))
     return model, id_D

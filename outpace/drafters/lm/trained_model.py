@@ -46,9 +46,7 @@ class PartCheckpoint(MemoryCheckpoint):
         rows: of the head.
     """
 
-    def __init__(
-        self, config: DecoderConfig, tensors: Mapping[str, Tensor], *, name: str, rows: int
-    ) -> None:
+    def __init__(self, config: DecoderConfig, tensors: Mapping[str, Tensor], *, name: str, rows: int) -> None:
         self._rows = rows
         super().__init__(config, tensors, name=name)
 
@@ -62,9 +60,7 @@ class PartCheckpoint(MemoryCheckpoint):
                 raise ModelError(f"{self.name}: {name!r} {got}, needs {list(wanted)}")
 
 
-def load_trained(
-    folder: Path, target: Target, dtype: str | None = None
-) -> tuple[Decoder, Tensor | None]:
+def load_trained(folder: Path, target: Target, dtype: str | None = None) -> tuple[Decoder, Tensor | None]:
     """Load a draft model that ``outpace train draft_model`` wrote.
 
     Args:

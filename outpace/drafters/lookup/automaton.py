@@ -138,9 +138,7 @@ class SuffixAutomaton:
 
     def _split(self, state: int, token: int, old: int) -> int:
         """Part the shorter pieces of ``old``, which now end at one more place, from the longer."""
-        part = self._state(
-            self.length[state] + 1, self.count[old], self.newest[old], dict(self.next[old])
-        )
+        part = self._state(self.length[state] + 1, self.count[old], self.newest[old], dict(self.next[old]))
         self.link[part] = self.link[old]
         self.link[old] = part
         while state != -1 and self.next[state].get(token) == old:

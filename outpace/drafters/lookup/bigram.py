@@ -109,11 +109,7 @@ def usual_place(digest: str) -> Path:
 
 
 def build_bigram(
-    paths: Sequence[Path],
-    tokenizer: Tokenizer,
-    out: Path | None,
-    *,
-    progress: Callable[[str, int], None],
+    paths: Sequence[Path], tokenizer: Tokenizer, out: Path | None, *, progress: Callable[[str, int], None]
 ) -> tuple[Path, int]:
     """Make a table from text files.
 

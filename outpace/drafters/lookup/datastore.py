@@ -90,9 +90,7 @@ class Datastore:
             raise ModelError(f"the header of datastore {path} is corrupt; {_AGAIN}") from None
         expected = _aligned(_HEADER + count * _width(size)) + 4 * count
         if len(data) != expected:
-            raise ModelError(
-                f"datastore {path} has {len(data)} bytes, its header says {expected}; {_AGAIN}"
-            )
+            raise ModelError(f"datastore {path} has {len(data)} bytes, its header says {expected}; {_AGAIN}")
         if _checksum([memoryview(data)[_HEADER:]], header) != sums[0]:
             raise ModelError(f"datastore {path} is corrupt: its checksum differs; {_AGAIN}")
         return cls(header, data)
@@ -173,11 +171,7 @@ class Datastore:
 
 
 def build_datastore(
-    paths: Sequence[Path],
-    tokenizer: Tokenizer,
-    out: Path,
-    *,
-    progress: Progress = lambda part, tokens: None,
+    paths: Sequence[Path], tokenizer: Tokenizer, out: Path, *, progress: Progress = lambda part, tokens: None
 ) -> None:
     """Read files, tokenize them, sort them, and write a datastore.
 
@@ -281,9 +275,7 @@ def _documents(path: Path, file: TextIO) -> Iterator[str]:
         try:
             value = json.loads(line) if line.strip() else ""
         except json.JSONDecodeError:
-            raise RequestError(
-                f"{path} line {number} is not JSON; give one value per line"
-            ) from None
+            raise RequestError(f"{path} line {number} is not JSON; give one value per line") from None
         yield "\n".join(_strings(value))
 
 

@@ -91,9 +91,7 @@ def read(path: Path, kind: str, vocabulary: str, remedy: str) -> tuple[dict[str,
     if said[0] != kind:
         raise ModelError(f"{path} is a {said[0]}, not a {kind}; {remedy}")
     if said[2:] != (len(packed), zlib.crc32(packed)):
-        raise ModelError(
-            f"{kind} {path} is damaged ({len(packed)} bytes of {said[2]}); {remedy}"
-        )
+        raise ModelError(f"{kind} {path} is damaged ({len(packed)} bytes of {said[2]}); {remedy}")
     if said[1] != vocabulary:
         raise ModelError(
             f"{kind} {path} was made for another vocabulary ({said[1]}, not {vocabulary}); {remedy}"

@@ -241,8 +241,7 @@ class Keeper:
     """
 
     def __init__(
-        self, history: History, path: Path, vocabulary: str,
-        now: Callable[[], float] = time.monotonic,
+        self, history: History, path: Path, vocabulary: str, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._history, self._path, self._vocabulary = history, path, vocabulary
         self._now, self._due = now, now()
@@ -256,9 +255,7 @@ class Keeper:
         if busy or self._now() < self._due:
             return
         self._due = self._now() + SECONDS
-        writer = threading.Thread(
-            target=self._write, args=(self._history.packed(),), name="outpace-history"
-        )
+        writer = threading.Thread(target=self._write, args=(self._history.packed(),), name="outpace-history")
         self._unsaved = False  # before the writer runs: what it cannot write is unsaved again
         try:
             writer.start()
@@ -281,8 +278,12 @@ class Keeper:
         except OSError as error:
             self._unsaved = True
             if not self._told:
-                LOG.warning("the store %s cannot be written (%s); what it would hold is remembered "
-                            "until the process ends", self._path, error.strerror or error)
+                LOG.warning(
+                    "the store %s cannot be written (%s); what it would hold is remembered "
+                    "until the process ends",
+                    self._path,
+                    error.strerror or error,
+                )
             self._told = True
 
 

@@ -43,9 +43,7 @@ class PromptLookupConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_ngram <= self.max_ngram:
-            raise ValueError(
-                f"need 1 <= min_ngram <= max_ngram, got {self.min_ngram} and {self.max_ngram}"
-            )
+            raise ValueError(f"need 1 <= min_ngram <= max_ngram, got {self.min_ngram} and {self.max_ngram}")
 
 
 @dataclass(slots=True, eq=False)

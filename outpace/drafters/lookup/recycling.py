@@ -83,9 +83,7 @@ class Recycling(Drafter[_State]):
     default_nodes = 6
     default_tree = "3x1"
 
-    def __init__(
-        self, config: RecyclingConfig, table_VK: NDArray[np.int32] | None = None
-    ) -> None:
+    def __init__(self, config: RecyclingConfig, table_VK: NDArray[np.int32] | None = None) -> None:
         self.config = config
         self.steady = not config.shared
         self._table_VK = table_VK
@@ -137,8 +135,9 @@ class Recycling(Drafter[_State]):
             logits_JV = outcome.scored.logits_TV
             if len(logits_JV):  # a piece of a prompt that goes on has none
                 best = rank(logits_JV, None, self.config.successors, logits_JV)
-                self._learn(state, tokens, [[t for t, _ in row] for row in best], kept,
-                            outcome.verdict.emitted)
+                self._learn(
+                    state, tokens, [[t for t, _ in row] for row in best], kept, outcome.verdict.emitted
+                )
 
     def _learn(
         self,

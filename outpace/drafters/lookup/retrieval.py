@@ -53,8 +53,7 @@ class RetrievalConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.min_ngram <= self.max_ngram <= DEPTH:
             raise ValueError(
-                f"need 1 <= min_ngram <= max_ngram <= {DEPTH}, got {self.min_ngram} and "
-                f"{self.max_ngram}"
+                f"need 1 <= min_ngram <= max_ngram <= {DEPTH}, got {self.min_ngram} and {self.max_ngram}"
             )
         if self.matches < 1:
             raise ValueError(f"matches must be at least 1, got {self.matches}")
@@ -95,9 +94,7 @@ class Retrieval(Drafter[None]):
 
     def _propose(self, row: DraftRow[None]) -> Draft:
         config = self.config
-        found = self.store.find(
-            row.tokens[-config.max_ngram :], config.max_ngram, config.min_ngram
-        )
+        found = self.store.find(row.tokens[-config.max_ngram :], config.max_ngram, config.min_ngram)
         if found is None:
             return Draft()
         length, span = found

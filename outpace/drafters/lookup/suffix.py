@@ -115,9 +115,7 @@ class Suffix(FollowsText[_State]):
             return cls(config, History(config.capacity) if config.shared else None)
         digest, path = vocabulary(target.tokenizer, target.vocab_size), Path(config.store)
         known = path.exists()
-        history = (
-            History.load(path, digest, config.capacity) if known else History(config.capacity)
-        )
+        history = History.load(path, digest, config.capacity) if known else History(config.capacity)
         keeper = Keeper(history, path, digest)
         drafter = cls(config, history, keeper)
         weakref.finalize(drafter, keeper.close)  # also when the process ends

@@ -82,9 +82,7 @@ class EarlyExit(ExpandingDrafter[ExitState]):
     needs = frozenset({LAYERS, TAPS})
     leased = True
 
-    def __init__(
-        self, target: Target, layers: Sequence[int], head: ExitHead | None = None
-    ) -> None:
+    def __init__(self, target: Target, layers: Sequence[int], head: ExitHead | None = None) -> None:
         self.target, self.layers, self.head = target, tuple(layers), head
         self.rows = None if head is None else head.rows
         self.taps = frozenset() if self.rows is None else frozenset({self.rows.tap})
@@ -169,9 +167,7 @@ class EarlyExit(ExpandingDrafter[ExitState]):
                 feeds = [replace(feed, want=()) for feed in feeds]
             layer = self.layers[exit_]
             name = f"hidden.{layer}"
-            scored = self.target.score(
-                feeds, rows[0].lease.cache, taps=frozenset({name}), layers=layer
-            )
+            scored = self.target.score(feeds, rows[0].lease.cache, taps=frozenset({name}), layers=layer)
             logits_FD = scored.logits_TV.clone() if len(at) > 1 else scored.logits_TV
             if self.head is not None:
                 logits_FD = self.head.logits(asked, feeds, scored.taps[name])
@@ -195,9 +191,7 @@ class EarlyExit(ExpandingDrafter[ExitState]):
         for state, outcome in zip(states, outcomes, strict=True):
             if state.draft is not None and state.draft is outcome.draft:
                 depth = max(outcome.draft.depth_N, default=0)
-                state.beliefs[state.exit].learn(
-                    len(outcome.verdict.kept), depth, outcome.verdict.censored
-                )
+                state.beliefs[state.exit].learn(len(outcome.verdict.kept), depth, outcome.verdict.censored)
             if self.rows is None:
                 state.draft = None
         if self.rows is not None:

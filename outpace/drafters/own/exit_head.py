@@ -91,9 +91,7 @@ class ExitHead:
         if "linear.weight" in tensors:
             self._linear = Linear(tensors["linear.weight"].to(target.device, target.dtype))
 
-    def logits(
-        self, branches: Sequence[Branch[Any]], fed: Sequence[Feed], hidden_TH: Tensor
-    ) -> Tensor:
+    def logits(self, branches: Sequence[Branch[Any]], fed: Sequence[Feed], hidden_TH: Tensor) -> Tensor:
         """Logits [T, D] of nodes, as growth gives them.
 
         Args:

@@ -24,15 +24,7 @@ from pathlib import Path
 from outpace.config import data_folder
 from outpace.drafters.base import Request
 from outpace.drafters.model_rows import ModelDrafter, ModelState
-from outpace.drafters.own.skip_sets import (
-    Found,
-    by_cosine,
-    even,
-    part,
-    recall,
-    remember,
-    search,
-)
+from outpace.drafters.own.skip_sets import Found, by_cosine, even, part, recall, remember, search
 from outpace.errors import ModelError
 from outpace.models.base import LAYERS, TAPS, Target
 from outpace.types import Outcome
@@ -82,9 +74,7 @@ class LayerSkip(ModelDrafter):
     default_nodes = 4
     needs = frozenset({LAYERS, TAPS})
 
-    def __init__(
-        self, config: LayerSkipConfig, target: Target, skip: tuple[int, ...] | None
-    ) -> None:
+    def __init__(self, config: LayerSkipConfig, target: Target, skip: tuple[int, ...] | None) -> None:
         self._config, self._target, self._living = config, target, list[ModelState]()
         self.steady = skip is not None  # the set that is found follows the texts met first
         self._count = max(1, round(config.share * target.num_layers))
@@ -137,7 +127,9 @@ class LayerSkip(ModelDrafter):
             texts = [
                 outcome
                 for outcome in outcomes
-                if outcome.forced and outcome.start == 0 and len(outcome.fed) >= _LEAST
+                if outcome.forced
+                and outcome.start == 0
+                and len(outcome.fed) >= _LEAST
                 and outcome.scored.taps.keys() >= self.taps
             ]
             if texts:
@@ -151,9 +143,13 @@ class LayerSkip(ModelDrafter):
             return by_cosine(streams, self._count)
         guess_T = self._target.head(taps["hidden.-1"][most]).argmax(1)
         return search(
-            self._target, text.fed[most], guess_T, count=self._count,
-            trials=self._config.trials, clock=self.clock,
-        )  # fmt: skip
+            self._target,
+            text.fed[most],
+            guess_T,
+            count=self._count,
+            trials=self._config.trials,
+            clock=self.clock,
+        )
 
     def _adopt(self, found: Found) -> None:
         """Draft with this set from now on, and remember it."""

@@ -65,13 +65,7 @@ def even(layers: int, count: int) -> tuple[int, ...]:
 
 
 def search(
-    target: Target,
-    tokens: Sequence[int],
-    guess_T: Tensor,
-    *,
-    count: int,
-    trials: int,
-    clock: PassClock,
+    target: Target, tokens: Sequence[int], guess_T: Tensor, *, count: int, trials: int, clock: PassClock
 ) -> Found:
     """Try sets of ``count`` layers; the same text gives the same set.
 
@@ -102,9 +96,7 @@ def search(
     return Found(best.skip, best.score, len(tried))
 
 
-def _agreement(
-    model: Target, tokens: Sequence[int], guess_T: Tensor, clock: PassClock
-) -> float:
+def _agreement(model: Target, tokens: Sequence[int], guess_T: Tensor, clock: PassClock) -> float:
     cache = model.new_cache(len(tokens))
     with clock:
         logits_TV = model.score([Feed.chain(cache.open(), tokens)], cache).logits_TV
@@ -137,9 +129,7 @@ def by_cosine(stream_LTH: Sequence[Tensor], count: int) -> Found:
         count: layers to leave out.
     """
     middle = range(1, len(stream_LTH) - 2)
-    turn = [
-        float(F.cosine_similarity(stream_LTH[i], stream_LTH[i + 1], dim=-1).mean()) for i in middle
-    ]
+    turn = [float(F.cosine_similarity(stream_LTH[i], stream_LTH[i + 1], dim=-1).mean()) for i in middle]
     order = sorted(range(len(middle)), key=lambda i: -turn[i])[:count]
     score = sum(turn[i] for i in order) / max(1, len(order))
     return Found(tuple(sorted(middle[i] for i in order)), score, 1)
@@ -164,7 +154,5 @@ def recall(file: Path, layers: int) -> tuple[int, ...] | None:
 
 def remember(file: Path, found: Found, target: Target) -> None:
     """Write a set; the file is whole or not there."""
-    data = {
-        "target": target.name, "skip": list(found.skip), "score": found.score, "tried": found.tried
-    }  # fmt: skip
+    data = {"target": target.name, "skip": list(found.skip), "score": found.score, "tried": found.tried}
     write_whole(file, json.dumps(data))

@@ -87,9 +87,7 @@ class HeadNet(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
         self.shape = shape
-        self.blocks = nn.ModuleList(
-            nn.Linear(shape.width, shape.width) for _ in range(shape.stored)
-        )
+        self.blocks = nn.ModuleList(nn.Linear(shape.width, shape.width) for _ in range(shape.stored))
         self.out = nn.Linear(shape.width, 1)
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
@@ -125,9 +123,8 @@ class Acceptance(Objective):
     on_policy_share = 1.0
 
     def __init__(
-        self, config: AcceptanceTraining, target: Target, draft: Target, id_D: Tensor | None,
-        net: HeadNet,
-    ) -> None:  # fmt: skip
+        self, config: AcceptanceTraining, target: Target, draft: Target, id_D: Tensor | None, net: HeadNet
+    ) -> None:
         self.config, self.target, self.draft, self.module = config, target, draft, net
         self._id_D = id_D
 
@@ -136,9 +133,7 @@ class Acceptance(Objective):
         return (LAST,)
 
     @classmethod
-    def build(
-        cls, config: AcceptanceTraining, target: Target, vocab: VocabMap | None
-    ) -> Acceptance:
+    def build(cls, config: AcceptanceTraining, target: Target, vocab: VocabMap | None) -> Acceptance:
         """Begin; the vocabulary is the draft model's, whatever ``vocab`` says."""
         target.require(frozenset({TAPS, EMBEDDINGS}), METHOD)
         chosen = DraftModelConfig(model=config.draft, layers=config.draft_layers)
@@ -160,9 +155,7 @@ class Acceptance(Objective):
         aligned, lengths = Aligned(batch, DRAFT_MODEL), batch.length_B.tolist()
         with torch.autocast(batch.token_BT.device.type, enabled=False):
             along = features(self.draft, batch.token_BT, lengths, (LAST,))[LAST]
-            token_N, a_N = self._drawn(
-                aligned.laws_of(along), aligned.laws_of(batch.feature[LAST]), coins
-            )
+            token_N, a_N = self._drawn(aligned.laws_of(along), aligned.laws_of(batch.feature[LAST]), coins)
             place_N = aligned.law_N + 1
             drawn_N = torch.rand(len(a_N), generator=coins, device=a_N.device) >= self.config.mix
             token_BT = batch.token_BT.clone()
@@ -173,9 +166,7 @@ class Acceptance(Objective):
         fresh = {STATE: state_BTW, LABEL: label_BT[..., None]}
         return replace(batch, token_BT=token_BT, feature=fresh)
 
-    def _drawn(
-        self, draft_NW: Tensor, last_NH: Tensor, coins: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def _drawn(self, draft_NW: Tensor, last_NH: Tensor, coins: torch.Generator) -> tuple[Tensor, Tensor]:
         """Target ids of tokens drawn from q, and what their labels are, both [N]."""
         tokens, labels, heat = [], [], self.config.temperature
         for lo in range(0, len(draft_NW), CHUNK):
@@ -215,9 +206,16 @@ class Acceptance(Objective):
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         target, draft, shape = self.target, self.draft, self.module.shape
         config = {
-            "method": METHOD, "target": target.name, "target_digest": target.digest,
-            "hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "taps": [],
-            "draft": draft.name, "draft_digest": draft.digest, "blocks": shape.blocks,
-            "tied": shape.tied, "weight": self.config.weight,
-        }  # fmt: skip
+            "method": METHOD,
+            "target": target.name,
+            "target_digest": target.digest,
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "taps": [],
+            "draft": draft.name,
+            "draft_digest": draft.digest,
+            "blocks": shape.blocks,
+            "tied": shape.tied,
+            "weight": self.config.weight,
+        }
         write_drafter(folder, config, self.named(), None, provenance)

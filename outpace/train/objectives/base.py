@@ -118,24 +118,19 @@ class Objective(ABC):
 
 
 @torch.no_grad()
-def target_laws(
-    target: Target, vocab: VocabMap | None, last_NH: Tensor, temperature: float = 1.0
-) -> Tensor:
+def target_laws(target: Target, vocab: VocabMap | None, last_NH: Tensor, temperature: float = 1.0) -> Tensor:
     """The target's laws over the draft vocabulary, normalised there; float32 [N, D].
 
     Cost: N rows of the head, over the draft vocabulary only.
     """
     parts = [
-        target.head(last_NH[lo : lo + CHUNK], vocab).div_(temperature).softmax(-1)
-        for lo in _chunks(last_NH)
+        target.head(last_NH[lo : lo + CHUNK], vocab).div_(temperature).softmax(-1) for lo in _chunks(last_NH)
     ]
     return torch.cat(parts)
 
 
 @torch.no_grad()
-def whole_laws(
-    target: Target, vocab: VocabMap | None, last_NH: Tensor
-) -> tuple[Tensor, Tensor]:
+def whole_laws(target: Target, vocab: VocabMap | None, last_NH: Tensor) -> tuple[Tensor, Tensor]:
     """The part of the target's laws that lies in the draft vocabulary, and the likeliest tokens.
 
     Returns:
@@ -233,9 +228,7 @@ def write_drafter(
 
     A reduced vocabulary adds ``d2t`` (offsets, int64 [D]) and ``t2d`` (bool [V]).
     """
-    stored = {
-        name: one.detach().to("cpu", torch.bfloat16).contiguous() for name, one in tensors.items()
-    }
+    stored = {name: one.detach().to("cpu", torch.bfloat16).contiguous() for name, one in tensors.items()}
     if vocab is not None:
         to_target_D = vocab.to_target_D.cpu()
         stored["d2t"] = to_target_D - torch.arange(len(to_target_D))

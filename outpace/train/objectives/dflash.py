@@ -79,9 +79,7 @@ class DflashTraining:
     def __post_init__(self) -> None:
         check(self.loss)
         if self.slots < 1 or self.layers < 1:
-            raise ValueError(
-                f"slots and layers must be at least 1, got {self.slots} and {self.layers}"
-            )
+            raise ValueError(f"slots and layers must be at least 1, got {self.slots} and {self.layers}")
         if not (0 < self.anchors <= 1 and 0 < self.decay <= 1 and self.temperature > 0):
             raise ValueError(
                 "anchors and decay must be in (0, 1] and temperature above 0, got "
@@ -110,9 +108,13 @@ class DflashObjective(Objective):
     module: BlockNet
 
     def __init__(
-        self, config: DflashTraining, target: Decoder, vocab: VocabMap | None, net: BlockNet,
+        self,
+        config: DflashTraining,
+        target: Decoder,
+        vocab: VocabMap | None,
+        net: BlockNet,
         shape: DecoderConfig,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config, self.target, self.vocab, self.module = config, target, vocab, net
         self.shape, self._fused = shape, _fused(config, target)
         head_VH = target.checkpoint.tensor(head_name(target))
@@ -126,9 +128,7 @@ class DflashObjective(Objective):
         return tuple(dict.fromkeys([*_fused(config, target), LAST]))
 
     @classmethod
-    def build(
-        cls, config: DflashTraining, target: Target, vocab: VocabMap | None
-    ) -> DflashObjective:
+    def build(cls, config: DflashTraining, target: Target, vocab: VocabMap | None) -> DflashObjective:
         target.require(frozenset({TAPS, EMBEDDINGS}), METHOD)
         lent, taps, count = lender(target, METHOD), _fused(config, target), config.layers
         if count > lent.num_layers:
@@ -136,12 +136,23 @@ class DflashObjective(Objective):
         theirs = lent.config
         rope = theirs.ropes[theirs.rope_of_layer[-1]]
         shape = replace(
-            theirs, num_layers=count, windows=(None,) * count, ropes=(rope,),
-            rope_of_layer=(0,) * count, tied_head=False, qkv_bias=False, out_bias=False,
-            mlp_bias=False, qk_norm=False, norm_offset=0.0, sandwich_norms=False,
-            attention_softcap=None, logit_softcap=None, embed_scale=1.0,
+            theirs,
+            num_layers=count,
+            windows=(None,) * count,
+            ropes=(rope,),
+            rope_of_layer=(0,) * count,
+            tied_head=False,
+            qkv_bias=False,
+            out_bias=False,
+            mlp_bias=False,
+            qk_norm=False,
+            norm_offset=0.0,
+            sandwich_norms=False,
+            attention_softcap=None,
+            logit_softcap=None,
+            embed_scale=1.0,
             attention_scale=theirs.head_dim**-0.5,
-        )  # fmt: skip
+        )
         net = BlockNet(shape, len(taps), config.slots, lent.device).to(lent.device)
         streams = [number for number, tap in enumerate(taps) if tap != LAST]
         take(net, lent, len(taps), streams[-1] if streams else 0)
@@ -185,9 +196,13 @@ class DflashObjective(Objective):
         label_BAS = torch.stack([self._labels(aligned, i) for i in slots], -1)
         tokens = max(1, int(keep_BAS[..., 0].sum()))
         loss = head_loss(
-            self.outputs(batch, aligned, keep_BAS), self._head_DH, config.loss, p_ND=p_ND,
-            row_R=row_R, label_R=label_BAS[keep_BAS],
-        )  # fmt: skip
+            self.outputs(batch, aligned, keep_BAS),
+            self._head_DH,
+            config.loss,
+            p_ND=p_ND,
+            row_R=row_R,
+            label_R=label_BAS[keep_BAS],
+        )
         return Step(loss / tokens, tokens)
 
     @torch.no_grad()
@@ -202,9 +217,13 @@ class DflashObjective(Objective):
             row_BA = aligned.law(EAGLE + i)
             truth_BA = truth_N[row_BA]
             rank_R, alpha_R = ranked(
-                y_BASH[:, :, i].flatten(0, 1), self._head_DH, self.vocab, truth_BA.flatten(),
-                p_ND, row_BA.flatten(),
-            )  # fmt: skip
+                y_BASH[:, :, i].flatten(0, 1),
+                self._head_DH,
+                self.vocab,
+                truth_BA.flatten(),
+                p_ND,
+                row_BA.flatten(),
+            )
             follows_BA = aligned.token(EAGLE + i) == truth_BA
             chain.add(aligned.teaches(EAGLE + i), follows_BA, rank_R, alpha_R)
         return chain.step(int(aligned.real_BA.sum()))
@@ -214,12 +233,18 @@ class DflashObjective(Objective):
         target, rates = self.target, self.ranks.acceptance()
         parents = list(likeliest(rates, LARGEST))
         config = {
-            "method": METHOD, "target": target.name, "target_digest": target.digest,
-            "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
-            "draft_vocab_size": len(self._head_DH), "taps": list(self._fused),
-            "slots": self.config.slots, "decoder": decoder_to_json(self.shape),
-            "acceptance": rates, "tree": parents,
-        }  # fmt: skip
+            "method": METHOD,
+            "target": target.name,
+            "target_digest": target.digest,
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "draft_vocab_size": len(self._head_DH),
+            "taps": list(self._fused),
+            "slots": self.config.slots,
+            "decoder": decoder_to_json(self.shape),
+            "acceptance": rates,
+            "tree": parents,
+        }
         write_drafter(folder, config, self.named(), self.vocab, provenance)
         if parents:
             write_whole(folder / "tree.json", json.dumps({"parents": parents}) + "\n")
@@ -236,7 +261,5 @@ def _fused(config: DflashTraining, target: Target) -> tuple[str, ...]:
         return *(f"hidden.{one}" for one in (min(2, last), last // 2, max(last - 3, 1))), LAST
     layers = config.taps.split(",")
     if not all(word == "-1" or (word.isdecimal() and int(word) <= last) for word in layers):
-        raise ModelError(
-            f"dflash: taps={config.taps!r}, but {target.name} has layers 0 to {last}, and -1"
-        )
+        raise ModelError(f"dflash: taps={config.taps!r}, but {target.name} has layers 0 to {last}, and -1")
     return tuple(f"hidden.{word}" for word in layers)

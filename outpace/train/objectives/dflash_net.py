@@ -33,9 +33,7 @@ def unseen(place_BM: Tensor, tokens: int) -> Tensor:
 class BlockLayer(Layer):
     """One layer over the rows of blocks."""
 
-    def mix(
-        self, u_BMSH: Tensor, turn: Turn, text: KeyValue, unseen_BMT: Tensor
-    ) -> Tensor:
+    def mix(self, u_BMSH: Tensor, turn: Turn, text: KeyValue, unseen_BMT: Tensor) -> Tensor:
         """What the rows of blocks mix, heads side by side, [B, M, S, .]."""
         own, (batch, blocks, slots) = self.self_attn, u_BMSH.shape[:3]
         u_BYH = u_BMSH.flatten(1, 2)
@@ -78,9 +76,7 @@ class BlockNet(nn.Module):
         self.norm = Norm(hidden, config)
         self._turns = Turns(config.ropes[0], device)
 
-    def forward(
-        self, feature_BTF: Tensor, embed_BMH: Tensor, place_BM: Tensor, keep_BMS: Tensor
-    ) -> Tensor:
+    def forward(self, feature_BTF: Tensor, embed_BMH: Tensor, place_BM: Tensor, keep_BMS: Tensor) -> Tensor:
         """What the unembedding reads, float32 [R, H].
 
         Args:
@@ -132,8 +128,15 @@ def take(net: BlockNet, target: Decoder, taps: int, base: int) -> None:
     before_mlp = "pre_feedforward" if config.sandwich_norms else "post_attention"
     for number, module in enumerate(net.layers):
         layer, at = cast(BlockLayer, module), f"model.layers.{first + number}."
-        for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate",
-                     "mlp.up", "mlp.down"):  # fmt: skip
+        for name in (
+            "self_attn.q",
+            "self_attn.k",
+            "self_attn.v",
+            "self_attn.o",
+            "mlp.gate",
+            "mlp.up",
+            "mlp.down",
+        ):
             writes = name in ("self_attn.o", "mlp.down")
             weight = read(f"{at}{name}_proj.weight") * (SMALL if writes else 1.0)
             layer.get_parameter(f"{name}_proj.weight").copy_(weight)

@@ -25,12 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.drafters.trained import (
-    decoder_to_json,
-    head_name,
-    lender,
-    read_embedding,
-)
+from outpace.drafters.trained import decoder_to_json, head_name, lender, read_embedding
 from outpace.law import VocabMap
 from outpace.models.base import EMBEDDINGS, TAPS, Target
 from outpace.models.decoder import Decoder
@@ -105,9 +100,7 @@ class DraftModelObjective(Objective):
         return (LAST,)
 
     @classmethod
-    def build(
-        cls, config: DraftModelTraining, target: Target, vocab: VocabMap | None
-    ) -> DraftModelObjective:
+    def build(cls, config: DraftModelTraining, target: Target, vocab: VocabMap | None) -> DraftModelObjective:
         target.require(frozenset({TAPS, EMBEDDINGS}), "draft_model")
         lent = lender(target, "draft_model")
         narrow = config.width is not None and config.width != lent.hidden_size
@@ -151,9 +144,13 @@ class DraftModelObjective(Objective):
         keep_BA = aligned.teaches(DRAFT_MODEL) & (label_BA >= 0)
         tokens = max(1, int(keep_BA.sum()))
         loss = head_loss(
-            hidden_BAW[keep_BA], self.head(), config.loss, p_ND=p_ND,
-            row_R=aligned.law(DRAFT_MODEL)[keep_BA], label_R=label_BA[keep_BA],
-        )  # fmt: skip
+            hidden_BAW[keep_BA],
+            self.head(),
+            config.loss,
+            p_ND=p_ND,
+            row_R=aligned.law(DRAFT_MODEL)[keep_BA],
+            label_R=label_BA[keep_BA],
+        )
         return Step(loss / tokens, tokens)
 
     @torch.no_grad()
@@ -163,17 +160,13 @@ class DraftModelObjective(Objective):
         hidden_BAW, row_BA = self.hidden(batch, aligned), aligned.law(DRAFT_MODEL)
         text_BA = aligned.token(DRAFT_MODEL)
         truth_BA = text_BA if truth_N is None else truth_N[row_BA]
-        guess_R, alpha_R = guesses(
-            hidden_BAW.flatten(0, 1), self.head(), self.vocab, p_ND, row_BA.flatten()
-        )
+        guess_R, alpha_R = guesses(hidden_BAW.flatten(0, 1), self.head(), self.vocab, p_ND, row_BA.flatten())
         right_BA, alpha_BA = guess_R.view_as(truth_BA) == truth_BA, alpha_R.view_as(truth_BA)
         chain, size = Chain(aligned.real_BA), right_BA.shape[1]
         # Row a guessed the text at depth 1; the row after it is the same chain at depth 2.
         for i in range(min(DEPTHS, size)):
             chain.narrow(size - i)
-            chain.add(
-                aligned.follows(i), right_BA[:, i:], (text_BA == truth_BA)[:, i:], alpha_BA[:, i:]
-            )
+            chain.add(aligned.follows(i), right_BA[:, i:], (text_BA == truth_BA)[:, i:], alpha_BA[:, i:])
         for _ in range(size, DEPTHS):
             chain.narrow(0)
             chain.add(right_BA[:, :0], right_BA[:, :0], right_BA[:, :0], alpha_BA[:, :0])
@@ -187,9 +180,15 @@ class DraftModelObjective(Objective):
     def on_policy(self, batch: Batch, seed: int) -> Batch:
         """Answers by the draft model as it is now, at ``temperature``; features of these texts."""
         return student_answers(
-            self.module, self.embedding(), self.head(), self.vocab, self.target, batch,
-            temperature=self.config.temperature, seed=seed,
-        )  # fmt: skip
+            self.module,
+            self.embedding(),
+            self.head(),
+            self.vocab,
+            self.target,
+            batch,
+            temperature=self.config.temperature,
+            seed=seed,
+        )
 
     def embedding(self) -> Tensor:
         """The embedding that the draft model reads, [V, W]: its own, or a copy of the target's."""
@@ -201,11 +200,15 @@ class DraftModelObjective(Objective):
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         target, net = self.target, self.module
         config = {
-            "method": "draft_model", "target": target.name, "target_digest": target.digest,
-            "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
-            "draft_vocab_size": len(self.head()), "taps": [],
+            "method": "draft_model",
+            "target": target.name,
+            "target_digest": target.digest,
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "draft_vocab_size": len(self.head()),
+            "taps": [],
             "decoder": decoder_to_json(net.shape),
-        }  # fmt: skip
+        }
         write_drafter(folder, config, self.named(), self.vocab, provenance)
 
     def named(self) -> Mapping[str, Tensor]:

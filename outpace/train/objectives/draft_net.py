@@ -36,9 +36,7 @@ class DraftNet(nn.Module):
         head: rows of a head of its own; None borrows.
     """
 
-    def __init__(
-        self, shape: DecoderConfig, device: torch.device, *, embed: bool, head: int | None
-    ) -> None:
+    def __init__(self, shape: DecoderConfig, device: torch.device, *, embed: bool, head: int | None) -> None:
         super().__init__()
         self.shape = shape
         self.layers = nn.ModuleList([Layer(shape, i) for i in range(shape.num_layers)])
@@ -114,15 +112,11 @@ def chosen_layers(count: int, take: str | None, target: Decoder) -> tuple[int, .
     words = take.split(",")
     taken = tuple(int(word) if word.isdecimal() else -1 for word in words)
     if len(taken) != count or not all(0 <= layer <= last for layer in taken):
-        raise ModelError(
-            f"draft_model: take={take!r} must name {count} layers of {target.name}, 0 to {last}"
-        )
+        raise ModelError(f"draft_model: take={take!r} must name {count} layers of {target.name}, 0 to {last}")
     return taken
 
 
-def shape_of(
-    theirs: DecoderConfig, taken: Sequence[int], width: int | None
-) -> DecoderConfig:
+def shape_of(theirs: DecoderConfig, taken: Sequence[int], width: int | None) -> DecoderConfig:
     """The shape of a decoder of these layers, or of as many narrower ones.
 
     Raises:
@@ -139,16 +133,13 @@ def shape_of(
     if width is None:
         return shape
     if width < theirs.head_dim or width % theirs.head_dim:
-        raise ModelError(
-            f"draft_model: width={width} must be a multiple of the head width {theirs.head_dim}"
-        )
+        raise ModelError(f"draft_model: width={width} must be a multiple of the head width {theirs.head_dim}")
     heads = width // theirs.head_dim
     keys = next(n for n in range(min(heads, theirs.num_kv_heads), 0, -1) if heads % n == 0)
     ffn = round(theirs.ffn_size * width / theirs.hidden_size / 8) * 8
     return replace(
-        shape, hidden_size=width, ffn_size=max(8, ffn), num_heads=heads, num_kv_heads=keys,
-        embed_scale=1.0,
-    )  # fmt: skip
+        shape, hidden_size=width, ffn_size=max(8, ffn), num_heads=heads, num_kv_heads=keys, embed_scale=1.0
+    )
 
 
 @torch.no_grad()

@@ -89,9 +89,13 @@ class Eagle3(Objective):
     module: Eagle3Net
 
     def __init__(
-        self, config: Eagle3Config, target: Decoder, vocab: VocabMap | None, net: Eagle3Net,
+        self,
+        config: Eagle3Config,
+        target: Decoder,
+        vocab: VocabMap | None,
+        net: Eagle3Net,
         shape: DecoderConfig,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config, self.target, self.vocab, self.module = config, target, vocab, net
         self.shape = shape
         self._embed_VH = read_embedding(target)
@@ -114,11 +118,23 @@ class Eagle3(Objective):
         theirs = lent.config
         rope = theirs.ropes[theirs.rope_of_layer[layer]]
         shape = replace(
-            theirs, num_layers=1, windows=(None,), ropes=(rope,),
-            rope_of_layer=(0,), tied_head=False, qkv_bias=False, out_bias=False, mlp_bias=False,
-            qk_norm=False, norm_offset=0.0, sandwich_norms=False, attention_softcap=None,
-            logit_softcap=None, embed_scale=1.0, attention_scale=theirs.head_dim**-0.5,
-        )  # fmt: skip
+            theirs,
+            num_layers=1,
+            windows=(None,),
+            ropes=(rope,),
+            rope_of_layer=(0,),
+            tied_head=False,
+            qkv_bias=False,
+            out_bias=False,
+            mlp_bias=False,
+            qk_norm=False,
+            norm_offset=0.0,
+            sandwich_norms=False,
+            attention_softcap=None,
+            logit_softcap=None,
+            embed_scale=1.0,
+            attention_scale=theirs.head_dim**-0.5,
+        )
         taps = _tap_layers(config, target)
         rows = lent.vocab_size if vocab is None else len(vocab.to_target_D)
         net = Eagle3Net(shape, len(taps), rows).to(lent.device)
@@ -159,10 +175,14 @@ class Eagle3(Objective):
             keep_BA = aligned.teaches(ahead) & (label_BA >= 0)
             losses.append(
                 head_loss(
-                    hidden_BAH[keep_BA], self.module.lm_head.weight, config.loss,
-                    p_ND=p_ND, row_R=aligned.law(ahead)[keep_BA], label_R=label_BA[keep_BA],
+                    hidden_BAH[keep_BA],
+                    self.module.lm_head.weight,
+                    config.loss,
+                    p_ND=p_ND,
+                    row_R=aligned.law(ahead)[keep_BA],
+                    label_R=label_BA[keep_BA],
                 )
-            )  # fmt: skip
+            )
             tokens = max(1, int(keep_BA.sum())) if i == 0 else tokens
         return Step(weighted(losses, self._weights) / tokens, tokens)
 
@@ -175,26 +195,29 @@ class Eagle3(Objective):
         head_DH = self.module.lm_head.weight
         for i, hidden_BAH in enumerate(self.unroll(batch, aligned, max(DEPTHS, self.config.steps))):
             row_BA = aligned.law(EAGLE + i)
-            guess_R, alpha_R = guesses(
-                hidden_BAH.flatten(0, 1), head_DH, self.vocab, p_ND, row_BA.flatten()
-            )
+            guess_R, alpha_R = guesses(hidden_BAH.flatten(0, 1), head_DH, self.vocab, p_ND, row_BA.flatten())
             truth_BA = truth_N[row_BA]
             chain.add(
-                aligned.teaches(EAGLE + i), guess_R.view_as(truth_BA) == truth_BA,
-                aligned.token(EAGLE + i) == truth_BA, alpha_R.view_as(truth_BA),
-            )  # fmt: skip
+                aligned.teaches(EAGLE + i),
+                guess_R.view_as(truth_BA) == truth_BA,
+                aligned.token(EAGLE + i) == truth_BA,
+                alpha_R.view_as(truth_BA),
+            )
         tokens = int(aligned.real_BA.sum())
         return chain.step(torch.zeros(()), tokens, with_overlap=True)
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         target = self.target
         config = {
-            "method": "eagle3", "target": target.name, "target_digest": target.digest,
-            "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
+            "method": "eagle3",
+            "target": target.name,
+            "target_digest": target.digest,
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
             "draft_vocab_size": self.module.lm_head.out_features,
             "taps": self._fused,
             "decoder": decoder_to_json(self.shape),
-        }  # fmt: skip
+        }
         write_drafter(folder, config, self.named(), self.vocab, provenance)
 
     def _embed(self, token_BA: Tensor) -> Tensor:

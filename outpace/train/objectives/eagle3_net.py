@@ -60,9 +60,7 @@ class Eagle3Net(nn.Module):
 
 
 @torch.no_grad()
-def take(
-    net: Eagle3Net, target: Decoder, layer: int, start: str, taps: int, vocab: VocabMap | None
-) -> None:
+def take(net: Eagle3Net, target: Decoder, layer: int, start: str, taps: int, vocab: VocabMap | None) -> None:
     """Start from a layer of the target: nothing is drawn at random.
 
     Args:
@@ -89,10 +87,11 @@ def take(
         block.get_parameter(f"{name}.weight").copy_(read(f"{at}{name}.weight"))
     before_mlp = "pre_feedforward" if target.config.sandwich_norms else "post_attention"
     for norm, name in (
-        (block.input_layernorm, f"{at}input_layernorm"), (net.norm, "model.norm"),
+        (block.input_layernorm, f"{at}input_layernorm"),
+        (net.norm, "model.norm"),
         (block.hidden_norm, f"{at}input_layernorm"),
         (block.post_attention_layernorm, f"{at}{before_mlp}_layernorm"),
-    ):  # fmt: skip
+    ):
         norm.weight.copy_(read(f"{name}.weight") + offset)
     net.norm.weight.mul_(DOUBT)
     head_VH = read(head_name(target))

@@ -121,9 +121,13 @@ class KangarooObjective(Objective):
     module: AdapterNet
 
     def __init__(
-        self, config: KangarooTraining, target: Decoder, vocab: VocabMap | None, net: AdapterNet,
+        self,
+        config: KangarooTraining,
+        target: Decoder,
+        vocab: VocabMap | None,
+        net: AdapterNet,
         shape: DecoderConfig,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config, self.target, self.vocab, self.module = config, target, vocab, net
         self.shape, self.layer = shape, self.exit_layer(config, target)
         self._head_DH: Tensor | None = None
@@ -133,17 +137,21 @@ class KangarooObjective(Objective):
         return (f"hidden.{cls.exit_layer(config, target)}", LAST)
 
     @classmethod
-    def build(
-        cls, config: KangarooTraining, target: Target, vocab: VocabMap | None
-    ) -> KangarooObjective:
+    def build(cls, config: KangarooTraining, target: Target, vocab: VocabMap | None) -> KangarooObjective:
         target.require(frozenset({LAYERS, TAPS, EMBEDDINGS}), cls.method)
         lent, layer = lender(target, cls.method), cls.exit_layer(config, target)
         theirs = lent.config
         rope = theirs.ropes[theirs.rope_of_layer[layer]]
         shape = replace(
-            theirs, num_layers=1, windows=(None,), ropes=(rope,),
-            rope_of_layer=(0,), sandwich_norms=False, embed_scale=1.0, attention_softcap=None,
-        )  # fmt: skip
+            theirs,
+            num_layers=1,
+            windows=(None,),
+            ropes=(rope,),
+            rope_of_layer=(0,),
+            sandwich_norms=False,
+            embed_scale=1.0,
+            attention_softcap=None,
+        )
         net = cls.Net(shape, lent.device).to(lent.device)
         net.take(lent, layer)
         return cls(config, lent, vocab, net, shape)
@@ -191,9 +199,13 @@ class KangarooObjective(Objective):
         keep_BA = aligned.teaches(DRAFT_MODEL) & (label_BA >= 0)
         tokens = max(1, int(keep_BA.sum()))
         loss = head_loss(
-            self.outputs(batch, aligned)[keep_BA], self.head(), config.loss, p_ND=p_ND,
-            row_R=aligned.law(DRAFT_MODEL)[keep_BA], label_R=label_BA[keep_BA],
-        )  # fmt: skip
+            self.outputs(batch, aligned)[keep_BA],
+            self.head(),
+            config.loss,
+            p_ND=p_ND,
+            row_R=aligned.law(DRAFT_MODEL)[keep_BA],
+            label_R=label_BA[keep_BA],
+        )
         return Step(loss / tokens, tokens)
 
     @torch.no_grad()
@@ -203,9 +215,7 @@ class KangarooObjective(Objective):
         assert truth_N is not None, "an adapter reads features"
         y_BAH, row_BA = self.outputs(batch, aligned), aligned.law(DRAFT_MODEL)
         truth_BA, text_BA = truth_N[row_BA], aligned.token(DRAFT_MODEL)
-        guess_R, alpha_R = guesses(
-            y_BAH.flatten(0, 1), self.head(), self.vocab, p_ND, row_BA.flatten()
-        )
+        guess_R, alpha_R = guesses(y_BAH.flatten(0, 1), self.head(), self.vocab, p_ND, row_BA.flatten())
         right_BA = guess_R.view_as(truth_BA) == truth_BA
         alpha_BA = alpha_R.view_as(truth_BA)
         chain, size = Chain(aligned.real_BA), right_BA.shape[1]
@@ -214,17 +224,24 @@ class KangarooObjective(Objective):
             ahead = min(i, size)
             chain.narrow(size - ahead)
             chain.add(
-                aligned.follows(ahead), right_BA[:, ahead:], (text_BA == truth_BA)[:, ahead:],
+                aligned.follows(ahead),
+                right_BA[:, ahead:],
+                (text_BA == truth_BA)[:, ahead:],
                 alpha_BA[:, ahead:],
-            )  # fmt: skip
+            )
         return chain.step(torch.zeros(()), int(aligned.real_BA.sum()), with_overlap=True)
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         target = self.target
         config = {
-            "method": self.method, "target": target.name, "target_digest": target.digest,
-            "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
-            "draft_vocab_size": len(self.head()), "layer": self.layer,
-            "taps": [f"hidden.{self.layer}"], "decoder": decoder_to_json(self.shape),
-        }  # fmt: skip
+            "method": self.method,
+            "target": target.name,
+            "target_digest": target.digest,
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "draft_vocab_size": len(self.head()),
+            "layer": self.layer,
+            "taps": [f"hidden.{self.layer}"],
+            "decoder": decoder_to_json(self.shape),
+        }
         write_drafter(folder, config, self.named(), self.vocab, provenance)

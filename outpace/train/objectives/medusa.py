@@ -70,13 +70,10 @@ class MedusaTraining:
     def __post_init__(self) -> None:
         check(self.loss)
         if self.heads < 1 or self.layers < 1:
-            raise ValueError(
-                f"heads and layers must be at least 1, got {self.heads} and {self.layers}"
-            )
+            raise ValueError(f"heads and layers must be at least 1, got {self.heads} and {self.layers}")
         if not 0 < self.decay <= 1 or self.temperature <= 0:
             raise ValueError(
-                "decay must be in (0, 1] and temperature above 0, got "
-                f"{self.decay} and {self.temperature}"
+                f"decay must be in (0, 1] and temperature above 0, got {self.decay} and {self.temperature}"
             )
 
 
@@ -136,9 +133,11 @@ class Medusa(Objective):
         target.require(frozenset({TAPS, EMBEDDINGS}), cls.method)
         lent = lender(target, cls.method)
         shape = HeadsShape(
-            heads=config.heads, layers=config.layers, hidden_size=lent.hidden_size,
+            heads=config.heads,
+            layers=config.layers,
+            hidden_size=lent.hidden_size,
             conditioned=cls.conditioned,
-        )  # fmt: skip
+        )
         return cls(config, lent, vocab, HeadsNet(shape).to(lent.device))
 
     def inputs(self, hidden_BAH: Tensor, aligned: Aligned) -> Sequence[Tensor]:
@@ -165,10 +164,14 @@ class Medusa(Objective):
             keep_BA = aligned.teaches(ahead) & (label_BA >= 0)
             losses.append(
                 head_loss(
-                    x_BAH[keep_BA], self._head_DH, config.loss, p_ND=p_ND,
-                    row_R=aligned.law(ahead)[keep_BA], label_R=label_BA[keep_BA],
+                    x_BAH[keep_BA],
+                    self._head_DH,
+                    config.loss,
+                    p_ND=p_ND,
+                    row_R=aligned.law(ahead)[keep_BA],
+                    label_R=label_BA[keep_BA],
                 )
-            )  # fmt: skip
+            )
             tokens = max(1, int(keep_BA.sum())) if i == 0 else tokens
         return Step(weighted(losses, self._weights) / tokens, tokens)
 
@@ -182,9 +185,8 @@ class Medusa(Objective):
             row_BA = aligned.law(EAGLE + i)
             truth_BA = truth_N[row_BA]
             rank_R, alpha_R = ranked(
-                x_BAH.flatten(0, 1), self._head_DH, self.vocab, truth_BA.flatten(), p_ND,
-                row_BA.flatten(),
-            )  # fmt: skip
+                x_BAH.flatten(0, 1), self._head_DH, self.vocab, truth_BA.flatten(), p_ND, row_BA.flatten()
+            )
             follows_BA = aligned.token(EAGLE + i) == truth_BA
             chain.add(aligned.teaches(EAGLE + i), follows_BA, rank_R, alpha_R)
         return chain.step(int(aligned.real_BA.sum()))
@@ -197,11 +199,18 @@ class Medusa(Objective):
         target, shape, rates = self.target, self.module.shape, self.ranks.acceptance()
         parents = list(likeliest(rates, LARGEST))
         config = {
-            "method": self.method, "target": target.name, "target_digest": target.digest,
-            "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
-            "draft_vocab_size": len(self._head_DH), "taps": [LAST], "heads": shape.heads,
-            "layers": shape.layers, "acceptance": rates, "tree": parents,
-        }  # fmt: skip
+            "method": self.method,
+            "target": target.name,
+            "target_digest": target.digest,
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "draft_vocab_size": len(self._head_DH),
+            "taps": [LAST],
+            "heads": shape.heads,
+            "layers": shape.layers,
+            "acceptance": rates,
+            "tree": parents,
+        }
         write_drafter(folder, config, self.named(), self.vocab, provenance)
         if parents:
             write_whole(folder / "tree.json", json.dumps({"parents": parents}) + "\n")

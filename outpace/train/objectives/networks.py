@@ -105,9 +105,7 @@ class Attention(nn.Module):
         v_BTKD = self.v_proj(u_BTI).view(shape)
         return turned(k_BTKD, turn).transpose(1, 2), v_BTKD.transpose(1, 2)
 
-    def forward(
-        self, q_BKGAD: Tensor, text: KeyValue, own: Sequence[KeyValue], place_BA: Tensor
-    ) -> Tensor:
+    def forward(self, q_BKGAD: Tensor, text: KeyValue, own: Sequence[KeyValue], place_BA: Tensor) -> Tensor:
         """Mix values, [B, A, H].
 
         Args:
@@ -180,4 +178,3 @@ class Layer(nn.Module):
             y_BAH = self.mlp(self.post_attention_layernorm(x_BAH))
         out: Tensor = x_BAH + y_BAH
         return out
-

@@ -42,14 +42,7 @@ from outpace.models.decoder import Decoder
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import check, depth_weights, head_loss, weighted
-from outpace.train.objectives.base import (
-    Objective,
-    Step,
-    draft_ids,
-    target_laws,
-    whole_laws,
-    write_drafter,
-)
+from outpace.train.objectives.base import Objective, Step, draft_ids, target_laws, whole_laws, write_drafter
 from outpace.train.objectives.ranks import RankedChain, Ranks, ranked
 from outpace.train.objectives.rider_net import RiderNet
 
@@ -85,8 +78,7 @@ class PpdTraining:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.decay <= 1 or self.temperature <= 0:
             raise ValueError(
-                "decay must be in (0, 1] and temperature above 0, got "
-                f"{self.decay} and {self.temperature}"
+                f"decay must be in (0, 1] and temperature above 0, got {self.decay} and {self.temperature}"
             )
 
 
@@ -114,9 +106,7 @@ class Ppd(Objective):
     Config = PpdTraining
     module: PromptsNet
 
-    def __init__(
-        self, config: PpdTraining, target: Decoder, vocab: VocabMap | None, net: PromptsNet
-    ) -> None:
+    def __init__(self, config: PpdTraining, target: Decoder, vocab: VocabMap | None, net: PromptsNet) -> None:
         self.config, self.target, self.vocab, self.module = config, target, vocab, net
         self.net = RiderNet(target)
         head_VH = target.checkpoint.tensor(head_name(target))
@@ -175,11 +165,15 @@ class Ppd(Objective):
             p_ND = target_laws(self.target, self.vocab, last_NH, config.temperature)
         losses = [
             head_loss(
-                x_BGKH[:, :, k][keep_BG], self._head_DH, config.loss, p_ND=p_ND, row_R=rows[k],
+                x_BGKH[:, :, k][keep_BG],
+                self._head_DH,
+                config.loss,
+                p_ND=p_ND,
+                row_R=rows[k],
                 label_R=labels[k],
             )
             for k, keep_BG in enumerate(keeps)
-        ]  # fmt: skip
+        ]
         tokens = max(1, len(labels[0]))
         return Step(weighted(losses, self._weights) / tokens, tokens)
 
@@ -194,14 +188,17 @@ class Ppd(Objective):
         chain = RankedChain(self.ranks, real_BG)
         for k in range(self.config.riders):
             row_BG, known_BG, token_BG = (
-                one(EAGLE + k).gather(1, pick_BG)
-                for one in (aligned.law, aligned.teaches, aligned.token)
+                one(EAGLE + k).gather(1, pick_BG) for one in (aligned.law, aligned.teaches, aligned.token)
             )
             truth_BG = truth_N[row_BG]
             rank_R, alpha_R = ranked(
-                x_BGKH[:, :, k].flatten(0, 1), self._head_DH, self.vocab, truth_BG.flatten(),
-                p_ND, row_BG.flatten(),
-            )  # fmt: skip
+                x_BGKH[:, :, k].flatten(0, 1),
+                self._head_DH,
+                self.vocab,
+                truth_BG.flatten(),
+                p_ND,
+                row_BG.flatten(),
+            )
             chain.add(known_BG, token_BG == truth_BG, rank_R, alpha_R)
         return chain.step(int(real_BG.sum()))
 
@@ -212,10 +209,16 @@ class Ppd(Objective):
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         target, config = self.target, self.config
         about = {
-            "method": METHOD, "target": target.name, "target_digest": target.digest,
-            "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
-            "draft_vocab_size": len(self._head_DH), "taps": [], "riders": config.riders,
-            "ensemble": config.ensemble, "acceptance": self.ranks.acceptance(),
-        }  # fmt: skip
+            "method": METHOD,
+            "target": target.name,
+            "target_digest": target.digest,
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "draft_vocab_size": len(self._head_DH),
+            "taps": [],
+            "riders": config.riders,
+            "ensemble": config.ensemble,
+            "acceptance": self.ranks.acceptance(),
+        }
         tensors = {PROMPTS: self.module().detach()}
         write_drafter(folder, about, tensors, self.vocab, provenance)

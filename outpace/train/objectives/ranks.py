@@ -16,9 +16,8 @@ from outpace.train.objectives.base import Chain, Step, draft_ids
 
 @torch.no_grad()
 def ranked(
-    y_RH: Tensor, head_DH: Tensor, vocab: VocabMap | None, truth_R: Tensor, p_ND: Tensor,
-    row_R: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    y_RH: Tensor, head_DH: Tensor, vocab: VocabMap | None, truth_R: Tensor, p_ND: Tensor, row_R: Tensor
+) -> tuple[Tensor, Tensor]:
     """The rank of the target's token among a row's, and alpha; both [R].
 
     Args:

@@ -64,14 +64,10 @@ class RiderNet:
         cache = target.new_cache(longest)
         feeds = [
             Feed.chain(cache.open(), tokens[:length], want=())
-            for tokens, length in zip(
-                batch.token_BT.tolist(), batch.length_B.tolist(), strict=True
-            )
+            for tokens, length in zip(batch.token_BT.tolist(), batch.length_B.tolist(), strict=True)
         ]
         scored = target.score(feeds, cache, taps=frozenset({LAST}))
-        last_BTH = torch.zeros(
-            size, longest, target.hidden_size, dtype=target.dtype, device=target.device
-        )
+        last_BTH = torch.zeros(size, longest, target.hidden_size, dtype=target.dtype, device=target.device)
         for i in range(size):
             own_TH = scored.of(i).taps[LAST]
             last_BTH[i, : len(own_TH)] = own_TH
@@ -83,9 +79,7 @@ class RiderNet:
             held.append((k_BNTD.to(target.dtype), v_BNTD.to(target.dtype, copy=True)))
         return held, last_BTH
 
-    def __call__(
-        self, embed_EKH: Tensor, place_BG: Tensor, text: Sequence[KeyValue]
-    ) -> Tensor:
+    def __call__(self, embed_EKH: Tensor, place_BG: Tensor, text: Sequence[KeyValue]) -> Tensor:
         """Normed last states of riders, float32 [B, G, E, K, H].
 
         Args:
@@ -116,24 +110,19 @@ class RiderNet:
         return cast(Tensor, self.norm(stream_BRH)).view(*shape, -1)
 
     def _layer(
-        self, layer: Layer, x_BRH: Tensor, turn: tuple[Tensor, Tensor], text: KeyValue,
-        mask_BYX: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self, layer: Layer, x_BRH: Tensor, turn: tuple[Tensor, Tensor], text: KeyValue, mask_BYX: Tensor
+    ) -> Tensor:
         u_BRH = layer.input_layernorm(x_BRH)
         q_BNQRD = layer.self_attn.queries(u_BRH, turn)
         own = layer.self_attn.keys(u_BRH, turn)
-        k_BNXD, v_BNXD = (
-            torch.cat([a, b.to(a.dtype)], 2) for a, b in zip(text, own, strict=True)
-        )
+        k_BNXD, v_BNXD = (torch.cat([a, b.to(a.dtype)], 2) for a, b in zip(text, own, strict=True))
         cap = self.config.attention_softcap
         mixed = attend(q_BNQRD.to(k_BNXD.dtype), k_BNXD, v_BNXD, mask_BYX, cap)
         mixed_BRH = layer.self_attn.o_proj(mixed.permute(0, 3, 1, 2, 4).flatten(2))
         return layer.after(x_BRH, mixed_BRH.float())
 
 
-def sight(
-    place_BR: Tensor, position_BR: Tensor, longest: int, riders: int, window: int | None
-) -> Tensor:
+def sight(place_BR: Tensor, position_BR: Tensor, longest: int, riders: int, window: int | None) -> Tensor:
     """What riders see: texts up to their place, and their own chain up to themselves.
 
     Args:
