@@ -43,7 +43,9 @@ MAY_IMPORT = {
     " policies.base",
     # The implementations. A policy sees numbers only; a verifier sees laws and coins only.
     "cache": "errors tree cache.base",
-    "models": "errors config types coins tree cache cache.base models.base",
+    # Compiled code, and how it is built and loaded.
+    "kernels": "errors config",
+    "models": "kernels errors config types coins tree cache cache.base models.base",
     # Folders of trained drafters, whoever wrote them: no method is known there.
     "drafters.trained": "errors config types models models.base",
     # A cascade calls the step; what is made of other drafters finds them through the registry.
@@ -55,7 +57,7 @@ MAY_IMPORT = {
     "engine": "errors config registry params stops types coins sampling tree step cache.base"
     " models models.base drafters.base drafters.trained verifiers.base policies.base"
     " policies.costs",
-    "analysis": "errors config files registry params types coins sampling tree step cache.base"
+    "analysis": "kernels errors config files registry params types coins sampling tree step cache.base"
     " models models.base drafters drafters.base verifiers verifiers.base policies.base engine",
     "bench": "errors config files registry params types tree models models.base drafters.base engine",
     "train": "errors config files params rows types cache.base models models.base drafters"

@@ -35,8 +35,8 @@ from outpace.drafters.base import Request
 from outpace.engine.method import Method
 from outpace.errors import RequestError
 from outpace.files import write_whole
+from outpace.kernels.compiled import library
 from outpace.models.base import Target
-from outpace.models.compiled import library
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow

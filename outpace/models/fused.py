@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from outpace.cache.dense import DenseCache
+from outpace.kernels.compiled import DTYPES, LANES, library
 from outpace.models.attention import Attention, HeadShape, Span
-from outpace.models.compiled import DTYPES, LANES, library
 
 BLOCK = 128
 """Positions of a unit of work."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.models.compiled import DTYPES, LANES, library
+from outpace.kernels.compiled import DTYPES, LANES, library
 from outpace.models.families import DecoderConfig
 
 ACTIVATION: Mapping[str, Callable[[Tensor], Tensor]] = {

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from outpace.cache.dense import DenseCache
-from outpace.models import compiled, fused
+from outpace.kernels import compiled
+from outpace.models import fused
 from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.fused import FusedAttention, attention, fits, stored
 

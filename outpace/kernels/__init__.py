@@ -1,0 +1,1 @@
+"""C code of the package, and how it is compiled and loaded."""
