@@ -13,7 +13,7 @@ from outpace import registry
 
 ROOT = Path(__file__).parents[1]
 LEAF, STRUCTURAL, TOTAL = 300, 450, 7000
-ROOMS = ("analysis", "bench", "cli", "server", "serving", "train")
+ROOMS = ("analysis", "bench", "cli", "kernels", "methods", "server", "serving", "train")
 FAMILIES = ("drafters", "verifiers", "policies")
 CORE_MODELS = {"attention", "base", "blocks", "decoder", "packed", "passes"}
 
@@ -51,7 +51,7 @@ def is_core(name: str) -> bool:
     if not folders:
         return file != "registry.py"  # a table with a row per method grows with the methods
     if folders[0] == "models":
-        return file.removesuffix(".py") in CORE_MODELS
+        return len(folders) == 1 and file.removesuffix(".py") in CORE_MODELS
     # What the methods of one family share is theirs; every method stands on the contract alone.
     if folders[0] in FAMILIES:
         return file == "base.py"

@@ -93,7 +93,7 @@ def check_peers(text: str) -> list[str]:
     """
     if not text:
         return []
-    from outpace.bench.peers import PEERS
+    from outpace.bench.peers.contenders import PEERS
 
     names = list(dict.fromkeys(split_specs(text)))
     for name in names:
@@ -114,7 +114,7 @@ def start_peers(
         specs: of the drafters; the first that is a whole draft model assists ``hf-assisted``.
         notes: remarks are added here.
     """
-    from outpace.bench.peers import make_peer
+    from outpace.bench.peers.contenders import make_peer
 
     options = [dict(s.options) for s in map(MethodSpec.parse, specs) if s.name == "draft_model"]
     assistant = next((o["model"] for o in options if "model" in o and "layers" not in o), None)

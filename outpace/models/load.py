@@ -157,7 +157,7 @@ def _own(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quant
 def _hf(
     name: str, dtype: torch.dtype, device: torch.device, reason: str | None, quantize: str | None
 ) -> Target:
-    from outpace.models.hf import load_hf
+    from outpace.models.hf.target import load_hf
 
     if quantize is not None:
         raise ModelError(
@@ -192,8 +192,8 @@ def _in_memory(
     tokenizer: Any,
     quantize: str | None,
 ) -> Target:
-    from outpace.models.hf import HFTarget
-    from outpace.models.hf_config import generation_defaults, said_name, wrap_tokenizer
+    from outpace.models.hf.config import generation_defaults, said_name, wrap_tokenizer
+    from outpace.models.hf.target import HFTarget
     from outpace.models.memory import MemoryCheckpoint
 
     if backend != "own":

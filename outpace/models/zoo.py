@@ -87,7 +87,7 @@ def _open_path(path: Path) -> Checkpoint:
 
 
 def _open_gguf(path: Path, name: str | None) -> Checkpoint:
-    from outpace.models.gguf_model import GGUFCheckpoint
+    from outpace.models.gguf.model import GGUFCheckpoint
 
     return GGUFCheckpoint(path, name)
 

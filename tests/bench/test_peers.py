@@ -15,17 +15,17 @@ import torch
 import transformers
 
 from outpace import Engine
-from outpace.bench import peers
-from outpace.bench.peer_files import expand_gguf, peer_model
-from outpace.bench.peer_process import ChildPeer, PeerAbsentError
-from outpace.bench.peers import PEERS, count, make_peer
+from outpace.bench.peers import contenders as peers
+from outpace.bench.peers import hf as hf_peer
+from outpace.bench.peers.contenders import PEERS, count, make_peer
+from outpace.bench.peers.files import expand_gguf, peer_model
+from outpace.bench.peers.process import ChildPeer, PeerAbsentError
 from outpace.bench.records import Case, Settings
 from outpace.engine.results import Counters
 from outpace.errors import ModelError, RequestError, UnknownNameError
-from outpace.models import hf_peer
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig, GenerationDefaults
-from outpace.models.gguf_model import GGUFCheckpoint
+from outpace.models.gguf.model import GGUFCheckpoint
 from outpace.models.load import load_target
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.tiny import tiny
@@ -504,7 +504,7 @@ def test_a_child_that_dies_says_why(python):
 
 
 def test_a_child_that_hangs_is_ended(python, monkeypatch):
-    from outpace.bench import peer_process
+    from outpace.bench.peers import process as peer_process
 
     monkeypatch.setattr(peer_process, "_PARTING", 0.1)
     peer = child(python, answer_seconds=0.3, token_seconds=0.0)

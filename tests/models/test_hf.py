@@ -8,7 +8,7 @@ import transformers
 
 from outpace.errors import ModelError
 from outpace.models.base import TAPS, TREE
-from outpace.models.hf import HFTarget
+from outpace.models.hf.target import HFTarget
 from outpace.types import Draft, Feed, Resume, Riders
 from tests.models.making import hf_config, save_tokenizer
 

@@ -11,7 +11,7 @@ import transformers
 from outpace.errors import ModelError, OutpaceError, UnknownNameError
 from outpace.models.base import TREE
 from outpace.models.decoder import Decoder
-from outpace.models.hf import HFTarget
+from outpace.models.hf.target import HFTarget
 from outpace.models.load import fast_dtype, load_target
 from outpace.models.tiny import TableTarget
 from outpace.types import Draft, Feed

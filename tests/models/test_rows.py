@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outpace import Engine, ModelError
-from outpace.models.gguf_file import read_rows, read_tensor
+from outpace.models.gguf.file import read_rows, read_tensor
 from outpace.models.load import load_target
 from outpace.models.places import Place
 from outpace.models.zoo import open_checkpoint

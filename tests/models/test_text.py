@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from outpace.errors import ModelError, RequestError
-from outpace.models.gguf_text import build_tokenizer
+from outpace.models.gguf.text import build_tokenizer
 from outpace.models.text import SPACE_MARK, Tokenizer
 from outpace.models.zoo import open_checkpoint
 from tests.models.making import (

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from outpace.errors import ModelError
 from outpace.models.families import DecoderConfig
-from outpace.models.gguf_blocks import GRAIN, expand
-from outpace.models.gguf_file import QUANTIZED, read_header, read_tensor
-from outpace.models.gguf_model import GGUFCheckpoint
+from outpace.models.gguf.blocks import GRAIN, expand
+from outpace.models.gguf.file import QUANTIZED, read_header, read_tensor
+from outpace.models.gguf.model import GGUFCheckpoint
 from outpace.models.places import Place
 from outpace.models.weights import SafetensorsCheckpoint
 from tests.models.making import (

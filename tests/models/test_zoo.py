@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outpace.errors import ModelError, UnknownNameError
-from outpace.models.gguf_model import GGUFCheckpoint
+from outpace.models.gguf.model import GGUFCheckpoint
 from outpace.models.weights import SafetensorsCheckpoint
 from outpace.models.zoo import known_models, open_checkpoint
 from tests.models.making import save_hf, save_tokenizer

@@ -7,7 +7,7 @@ import torch
 
 from outpace.cache.base import PAGE
 from outpace.cache.dense import DenseCache
-from outpace.models.hf_gather import GatherCache
+from outpace.models.hf.gather import GatherCache
 from outpace.models.tiny import TableCache
 from outpace.serving.prefix import PrefixStore
 

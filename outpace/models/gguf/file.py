@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outpace.errors import ModelError
-from outpace.models.gguf_blocks import GRAIN, expand
+from outpace.models.gguf.blocks import GRAIN, expand
 from outpace.models.places import Place, RowFile, read_plain, read_portions
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

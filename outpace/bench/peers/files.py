@@ -22,8 +22,8 @@ from outpace.errors import ModelError
 from outpace.files import replaced
 from outpace.models.base import Target
 from outpace.models.decoder import Decoder
-from outpace.models.gguf_file import PLAIN, read_header, read_tensor
-from outpace.models.gguf_model import GGUFCheckpoint
+from outpace.models.gguf.file import PLAIN, read_header, read_tensor
+from outpace.models.gguf.model import GGUFCheckpoint
 from outpace.models.weights import SafetensorsCheckpoint
 
 _WIDTHS: Mapping[torch.dtype, tuple[str, torch.dtype, gguf.LlamaFileType]] = {

@@ -26,7 +26,7 @@ from outpace.cache.base import KVCache
 from outpace.errors import ModelError
 from outpace.models.base import TAPS, TREE, Target
 from outpace.models.fields import brief
-from outpace.models.hf_config import (
+from outpace.models.hf.config import (
     context_length,
     digest,
     generation_defaults,
@@ -35,8 +35,8 @@ from outpace.models.hf_config import (
     text_config,
     wrap_tokenizer,
 )
-from outpace.models.hf_gather import GatherCache
-from outpace.models.hf_replay import ReplayCache, Track
+from outpace.models.hf.gather import GatherCache
+from outpace.models.hf.replay import ReplayCache, Track
 from outpace.types import Draft, Feed, Scored
 
 WAYS = ("gather", "resume", "single", "whole")

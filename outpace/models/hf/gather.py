@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outpace.cache.base import PAGE, KVCache
-from outpace.models.hf_config import CHUNKED
+from outpace.models.hf.config import CHUNKED
 from outpace.tree.mask import ancestors
 
 _ROWS = 64

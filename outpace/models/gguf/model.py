@@ -22,8 +22,8 @@ from outpace.models.families import (
     unsupported,
 )
 from outpace.models.fields import Fields
-from outpace.models.gguf_file import PLAIN, read_header, read_rows, read_tensor
-from outpace.models.gguf_text import build_tokenizer, end_ids
+from outpace.models.gguf.file import PLAIN, read_header, read_rows, read_tensor
+from outpace.models.gguf.text import build_tokenizer, end_ids
 from outpace.models.places import Place
 from outpace.models.rope import Rope
 from outpace.models.text import Tokenizer

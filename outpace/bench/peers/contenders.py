@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 
-from outpace.bench.peer_files import peer_model
-from outpace.bench.peer_process import ChildPeer, refuse
+from outpace.bench.peers import hf as hf_peer
+from outpace.bench.peers import hf_generate
+from outpace.bench.peers.files import peer_model
+from outpace.bench.peers.process import ChildPeer, refuse
 from outpace.bench.records import Case, Contender, Kind, Run, Settings
 from outpace.engine.results import Counters
 from outpace.errors import ModelError, OutpaceError, UnknownNameError
-from outpace.models import hf_generate, hf_peer
 from outpace.models.base import Target
 
 PEERS = ("hf", "hf-prompt-lookup", "hf-assisted", "openvino", "openvino-prompt-lookup", "llamacpp")

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from outpace.bench.peers.hf_generate import quiet
 from outpace.errors import ModelError, UnknownNameError
 from outpace.models.base import Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import FULL, HF_ACTIVATIONS, WINDOWED, DecoderConfig
 from outpace.models.fields import brief
-from outpace.models.hf import HFTarget
-from outpace.models.hf_generate import quiet
+from outpace.models.hf.target import HFTarget
 from outpace.models.rope import Rope
 from outpace.models.weights import Checkpoint, SafetensorsCheckpoint
 from outpace.models.zoo import open_checkpoint
