@@ -104,7 +104,7 @@ ENTRIES = (
         "quantized_self",
         "drafter",
         "own",
-        "outpace.drafters.own.quantized_self:QuantizedSelf",
+        "outpace.methods.quantized_self:QuantizedSelf",
         "The target with its weights rounded to int8 or int4 guesses",
         "Zhao et al. 2024 (QSpec), arXiv:2410.11305",
     ),

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ce.drafters.own import skip_sets
 
 from outpace import Engine, ModelError, SpecError
 from outpace.clock import PassClock
-from outpace.drafters.own import skip_sets
 from outpace.drafters.own.layer_skip import LayerSkip, LayerSkipConfig
-from outpace.drafters.own.quantized_self import QuantizedSelf, QuantizedSelfConfig
 from outpace.errors import UnknownNameError
+from outpace.methods.quantized_self import QuantizedSelf, QuantizedSelfConfig
 from outpace.models.decoder import Decoder
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.tiny import tiny
