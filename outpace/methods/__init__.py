@@ -184,7 +184,7 @@ ENTRIES = (
         "graph",
         "drafter",
         "compose",
-        "outpace.drafters.compose.graph:Graph",
+        "outpace.methods.graph:Graph",
         "A draft model whose hypotheses go on together where they meet again",
         "Gong et al. 2024 (GSD), arXiv:2407.16207",
         trained=True,
