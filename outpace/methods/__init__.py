@@ -96,7 +96,7 @@ ENTRIES = (
         "layer_skip",
         "drafter",
         "own",
-        "outpace.drafters.own.layer_skip:LayerSkip",
+        "outpace.methods.layer_skip.drafter:LayerSkip",
         "The target with some layers left out guesses; finds by itself which ones",
         "Xia et al. 2024 (SWIFT), arXiv:2410.06916; Draft on the Fly, arXiv:2410.01028",
     ),

@@ -9,8 +9,8 @@ from ce.drafters.own import skip_sets
 
 from outpace import Engine, ModelError, SpecError
 from outpace.clock import PassClock
-from outpace.drafters.own.layer_skip import LayerSkip, LayerSkipConfig
 from outpace.errors import UnknownNameError
+from outpace.methods.layer_skip.drafter import LayerSkip, LayerSkipConfig
 from outpace.methods.quantized_self import QuantizedSelf, QuantizedSelfConfig
 from outpace.models.decoder import Decoder
 from outpace.models.memory import MemoryCheckpoint

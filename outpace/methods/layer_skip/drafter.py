@@ -24,8 +24,8 @@ from pathlib import Path
 from outpace.config import data_folder
 from outpace.drafters.base import Request
 from outpace.drafters.model_rows import ModelDrafter, ModelState
-from outpace.drafters.own.skip_sets import Found, by_cosine, even, part, recall, remember, search
 from outpace.errors import ModelError
+from outpace.methods.layer_skip.skip_sets import Found, by_cosine, even, part, recall, remember, search
 from outpace.models.base import LAYERS, TAPS, Target
 from outpace.types import Outcome
 
