@@ -5,8 +5,8 @@ import pytest
 
 from outpace.config import MethodSpec
 from outpace.curve import assumed
+from outpace.drafters import worth
 from outpace.drafters.base import Request
-from outpace.drafters.lookup import worth
 from outpace.drafters.lookup.automaton import HOPS, SuffixAutomaton
 from outpace.drafters.lookup.bigram import WIDTH, BigramTable, usual_place
 from outpace.drafters.lookup.files import vocabulary

@@ -17,7 +17,7 @@ from outpace.drafters.compose.select import Select, SelectConfig
 from outpace.drafters.lm.draft_model import DraftModel
 from outpace.drafters.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
 from outpace.drafters.lookup.suffix import Suffix, SuffixConfig
-from outpace.drafters.lookup.worth import Chances
+from outpace.drafters.worth import Chances
 from outpace.law import Law
 from outpace.models.tiny import TableTarget
 from outpace.params import SamplingParams

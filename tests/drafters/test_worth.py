@@ -10,7 +10,7 @@ from outpace.drafters.lookup.max_gram import MaxGram, MaxGramConfig
 from outpace.drafters.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
 from outpace.drafters.lookup.reference import Reference, ReferenceConfig
 from outpace.drafters.lookup.suffix import Suffix, SuffixConfig
-from outpace.drafters.lookup.worth import LEAST, Trust, grow, promise
+from outpace.drafters.worth import LEAST, Trust, grow, promise
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import budget as budget_of
 from outpace.types import Budget, Draft, Drawn, Outcome, Scored, Shape, Verdict

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outpace.curve import assumed
-from outpace.drafters.lookup.worth import LEAST, Chances
+from outpace.drafters.worth import LEAST, Chances
 from outpace.types import ROOT, Budget, Draft
 
 

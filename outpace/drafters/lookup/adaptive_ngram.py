@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from outpace.drafters.base import Drafter, Request
-from outpace.drafters.lookup.worth import grow, judged
+from outpace.drafters.worth import grow, judged
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import ROOT, Draft, Outcome

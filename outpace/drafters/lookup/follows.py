@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from outpace.drafters.lookup.automaton import SuffixAutomaton
-from outpace.drafters.lookup.worth import Priced, Trust
+from outpace.drafters.worth import Priced, Trust
 from outpace.types import Outcome
 
 

@@ -27,7 +27,7 @@ from outpace.drafters.lookup.automaton import SuffixAutomaton
 from outpace.drafters.lookup.bigram import BigramTable, usual_place
 from outpace.drafters.lookup.files import vocabulary
 from outpace.drafters.lookup.follows import FollowsText, Text
-from outpace.drafters.lookup.worth import grow
+from outpace.drafters.worth import grow
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft

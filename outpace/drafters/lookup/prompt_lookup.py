@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from outpace.drafters.base import Request
-from outpace.drafters.lookup.worth import Priced, Trust, grow
+from outpace.drafters.worth import Priced, Trust, grow
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Outcome

@@ -14,7 +14,7 @@ The place is a few hypotheses, best first: after a divergence one token was repl
 put in, or the longest suffix of the output that occurs in the reference says where it goes on;
 nearer places are preferred, a longer suffix outweighs the distance. The text that follows keeps
 the hypotheses that agree. Drafts are long where the place has been right for long, a few tokens
-after a divergence (`outpace.drafters.lookup.worth`).
+after a divergence (`outpace.drafters.worth`).
 
 Reaches several times the speed of plain decoding where the output repeats the reference; drafts
 little or nothing where it does not.
@@ -32,7 +32,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from outpace.drafters.base import Request
-from outpace.drafters.lookup.worth import Priced, Trust, grow
+from outpace.drafters.worth import Priced, Trust, grow
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Outcome

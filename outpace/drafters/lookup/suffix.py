@@ -6,7 +6,7 @@
 
 A suffix automaton over prompt and output knows, for the text so far, its longest suffix that was
 there before, what followed it, and how often. The draft goes down that way as long as it pays:
-a few tokens after a short match, dozens after a long one (`outpace.drafters.lookup.worth`).
+a few tokens after a short match, dozens after a long one (`outpace.drafters.worth`).
 
 ``shared=true`` also remembers what the drafter's earlier requests answered, in a bounded store,
 and takes whichever of the two promises more. It pays where requests resemble each other: agents
@@ -39,8 +39,8 @@ from outpace.drafters.lookup.automaton import SuffixAutomaton
 from outpace.drafters.lookup.files import vocabulary
 from outpace.drafters.lookup.follows import FollowsText, Text
 from outpace.drafters.lookup.history import LONGEST, History, Keeper
-from outpace.drafters.lookup.worth import Chances, grow
 from outpace.drafters.per_key import PerKey
+from outpace.drafters.worth import Chances, grow
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Budget, Draft
