@@ -7,8 +7,8 @@ import pytest
 
 from outpace import registry
 from outpace.config import PLAN_KEYS, MethodSpec, build, needs_settings, split_specs
-from outpace.drafters.lookup.prompt_lookup import PromptLookupConfig
 from outpace.errors import OutpaceError, SpecError, UnknownNameError
+from outpace.methods.lookup.prompt_lookup import PromptLookupConfig
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def plug(monkeypatch):
     registry._table.cache_clear()
 
 
-HOME = "outpace.drafters.lookup.prompt_lookup:PromptLookupConfig"
+HOME = "outpace.methods.lookup.prompt_lookup:PromptLookupConfig"
 
 
 def test_a_plugin_adds_a_row_and_cannot_take_a_name(plug):

@@ -16,8 +16,8 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 
-from outpace.drafters.lookup.automaton import SuffixAutomaton
-from outpace.drafters.lookup.history import History
+from outpace.methods.lookup.automaton import SuffixAutomaton
+from outpace.methods.lookup.history import History
 
 VOCABULARY = 49152
 

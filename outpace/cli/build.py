@@ -86,7 +86,7 @@ def bigram(
 
     Text like the answers that are wanted is best; a megabyte is enough to be of use.
     """
-    from outpace.drafters.lookup.bigram import build_bigram
+    from outpace.methods.lookup.bigram import build_bigram
 
     total = sum(file.stat().st_size for file in files)
     with show.progress(total, "bytes") as tick:
@@ -107,7 +107,7 @@ def datastore(
 
     A .jsonl file has a document per line; other files are plain text.
     """
-    from outpace.drafters.lookup.datastore import build_datastore
+    from outpace.methods.lookup.datastore import build_datastore
 
     under_way = ""
 

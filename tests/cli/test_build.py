@@ -3,9 +3,9 @@ import json
 import pytest
 
 from outpace.config import data_folder
-from outpace.drafters.lookup import bigram as module
-from outpace.drafters.lookup.bigram import BigramTable
-from outpace.drafters.lookup.files import vocabulary
+from outpace.methods.lookup import bigram as module
+from outpace.methods.lookup.bigram import BigramTable
+from outpace.methods.lookup.files import vocabulary
 from outpace.models.load import load_target
 
 TEXT = "the cat sat on the mat.\nthe dog sat on the log.\n" * 30

@@ -13,9 +13,9 @@ from outpace.cache.base import KVCache, Lease
 from outpace.coins import KeyedCoins, Stream
 from outpace.config import MethodSpec
 from outpace.drafters.base import Request
-from outpace.drafters.lookup.datastore import write_datastore
 from outpace.engine.requests import Ready
 from outpace.errors import SpecError
+from outpace.methods.lookup.datastore import write_datastore
 from outpace.models.base import TREE
 from outpace.sampling import Warp
 from outpace.train.objectives.acceptance import Acceptance, AcceptanceTraining

@@ -5,9 +5,9 @@ import pytest
 
 from outpace.config import MethodSpec
 from outpace.drafters.base import Request
-from outpace.drafters.lookup.adaptive_ngram import AdaptiveNgram, AdaptiveNgramConfig
 from outpace.engine.method import Method
 from outpace.errors import SpecError
+from outpace.methods.lookup.adaptive_ngram import AdaptiveNgram, AdaptiveNgramConfig
 from outpace.models.load import load_target
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import budget as budget_of

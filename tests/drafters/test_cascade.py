@@ -11,9 +11,9 @@ from outpace.drafters.base import Drafter, Request
 from outpace.drafters.compose import guesses
 from outpace.drafters.compose.ahead import CoinsAhead
 from outpace.drafters.compose.cascade import Cascade, CascadeConfig, read_k
-from outpace.drafters.lookup.automaton import SuffixAutomaton
-from outpace.drafters.lookup.max_gram import MaxGram, MaxGramConfig
 from outpace.law import Law
+from outpace.methods.lookup.automaton import SuffixAutomaton
+from outpace.methods.lookup.max_gram import MaxGram, MaxGramConfig
 from outpace.models.tiny import TableTarget
 from outpace.params import SamplingParams
 from outpace.tree.shapes import CHAIN, widths

@@ -19,9 +19,9 @@ from outpace.drafters.compose.mirror import TAIL, Bridge
 from outpace.drafters.compose.retokenize import retokenized, stretched
 from outpace.drafters.compose.spelling import Piece, Shared, Spelling, shared
 from outpace.drafters.lm.draft_model import DraftModel
-from outpace.drafters.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
-from outpace.drafters.lookup.suffix import Suffix, SuffixConfig
 from outpace.law import Law
+from outpace.methods.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
+from outpace.methods.lookup.suffix import Suffix, SuffixConfig
 from outpace.models.text import SPACE_MARK, Tokenizer
 from outpace.models.tiny import TableTarget, tiny, tiny_tokenizer
 from outpace.models.zoo import open_checkpoint

@@ -4,7 +4,7 @@ import torch
 from outpace import Engine, ModelError, SpecError
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
-from outpace.drafters.lookup.lookahead import Lookahead, LookaheadConfig, Pool, comb
+from outpace.methods.lookup.lookahead import Lookahead, LookaheadConfig, Pool, comb
 from outpace.models.base import EMBEDDINGS, TREE
 from outpace.models.tiny import TableTarget, tiny
 from outpace.sampling import SamplingParams, Warp

@@ -7,12 +7,12 @@ from outpace.config import MethodSpec
 from outpace.curve import assumed
 from outpace.drafters import worth
 from outpace.drafters.base import Request
-from outpace.drafters.lookup.automaton import HOPS, SuffixAutomaton
-from outpace.drafters.lookup.bigram import WIDTH, BigramTable, usual_place
-from outpace.drafters.lookup.files import vocabulary
-from outpace.drafters.lookup.max_gram import MaxGram, MaxGramConfig
 from outpace.engine.method import Method
 from outpace.errors import ModelError, SpecError
+from outpace.methods.lookup.automaton import HOPS, SuffixAutomaton
+from outpace.methods.lookup.bigram import WIDTH, BigramTable, usual_place
+from outpace.methods.lookup.files import vocabulary
+from outpace.methods.lookup.max_gram import MaxGram, MaxGramConfig
 from outpace.models.load import load_target
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import budget as budget_of

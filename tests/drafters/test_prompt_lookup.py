@@ -2,7 +2,7 @@ import pytest
 
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
-from outpace.drafters.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
+from outpace.methods.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
 from outpace.sampling import SamplingParams, Warp
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import parse_shape

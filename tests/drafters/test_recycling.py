@@ -7,9 +7,9 @@ import torch
 from outpace import Engine, ModelError, SpecError
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
-from outpace.drafters.lookup.datastore import write_datastore
-from outpace.drafters.lookup.pool_trees import fill, halving
-from outpace.drafters.lookup.recycling import Recycling, RecyclingConfig
+from outpace.methods.lookup.datastore import write_datastore
+from outpace.methods.lookup.pool_trees import fill, halving
+from outpace.methods.lookup.recycling import Recycling, RecyclingConfig
 from outpace.models.tiny import tiny, tiny_tokenizer
 from outpace.sampling import SamplingParams, Warp
 from outpace.tree.growth import DraftRow

@@ -4,9 +4,9 @@ import pytest
 
 from outpace.config import MethodSpec
 from outpace.drafters.base import Request
-from outpace.drafters.lookup.reference import Reference, ReferenceConfig
 from outpace.engine.method import Method
 from outpace.errors import SpecError
+from outpace.methods.lookup.reference import Reference, ReferenceConfig
 from outpace.models.load import load_target
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import budget as budget_of

@@ -6,8 +6,8 @@ import pytest
 
 from outpace import Engine, ModelError, RequestError, SpecError
 from outpace.coins import KeyedCoins, Stream
-from outpace.drafters.lookup.datastore import Datastore, build_datastore, suffix_array, write_datastore
-from outpace.drafters.lookup.retrieval import Retrieval, RetrievalConfig
+from outpace.methods.lookup.datastore import Datastore, build_datastore, suffix_array, write_datastore
+from outpace.methods.lookup.retrieval import Retrieval, RetrievalConfig
 from outpace.models.tiny import TableTarget, tiny, tiny_tokenizer
 from outpace.sampling import SamplingParams, Warp
 from outpace.tree.growth import DraftRow

@@ -15,10 +15,10 @@ from outpace.drafters.compose.follower import along
 from outpace.drafters.compose.forest import chances, merge
 from outpace.drafters.compose.select import Select, SelectConfig
 from outpace.drafters.lm.draft_model import DraftModel
-from outpace.drafters.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
-from outpace.drafters.lookup.suffix import Suffix, SuffixConfig
 from outpace.drafters.worth import Chances
 from outpace.law import Law
+from outpace.methods.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
+from outpace.methods.lookup.suffix import Suffix, SuffixConfig
 from outpace.models.tiny import TableTarget
 from outpace.params import SamplingParams
 from outpace.sampling import Warp

@@ -7,11 +7,11 @@ import pytest
 from outpace import Engine
 from outpace.config import MethodSpec
 from outpace.drafters.base import Request
-from outpace.drafters.lookup import history as module
-from outpace.drafters.lookup.history import LEVELS, SAMPLES, SMALLEST, History, Keeper
-from outpace.drafters.lookup.suffix import Suffix, SuffixConfig
 from outpace.engine.method import Method
 from outpace.errors import ModelError, SpecError
+from outpace.methods.lookup import history as module
+from outpace.methods.lookup.history import LEVELS, SAMPLES, SMALLEST, History, Keeper
+from outpace.methods.lookup.suffix import Suffix, SuffixConfig
 from outpace.models.load import load_target
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import budget as budget_of

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from outpace.drafters.base import Request
-from outpace.drafters.lookup.adaptive_ngram import AdaptiveNgram, AdaptiveNgramConfig
-from outpace.drafters.lookup.max_gram import MaxGram, MaxGramConfig
-from outpace.drafters.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
-from outpace.drafters.lookup.reference import Reference, ReferenceConfig
-from outpace.drafters.lookup.suffix import Suffix, SuffixConfig
 from outpace.drafters.worth import LEAST, Trust, grow, promise
+from outpace.methods.lookup.adaptive_ngram import AdaptiveNgram, AdaptiveNgramConfig
+from outpace.methods.lookup.max_gram import MaxGram, MaxGramConfig
+from outpace.methods.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
+from outpace.methods.lookup.reference import Reference, ReferenceConfig
+from outpace.methods.lookup.suffix import Suffix, SuffixConfig
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import budget as budget_of
 from outpace.types import Budget, Draft, Drawn, Outcome, Scored, Shape, Verdict

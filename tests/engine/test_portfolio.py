@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from outpace import Engine, SamplingParams, SpecError, UnknownNameError
-from outpace.drafters.lookup.suffix import Suffix
 from outpace.drafters.trained import home
+from outpace.methods.lookup.suffix import Suffix
 from outpace.train.objectives.draft_model import DraftModelObjective, DraftModelTraining
 from outpace.train.objectives.hydra import Hydra, HydraTraining
 from outpace.train.objectives.medusa import Medusa, MedusaTraining

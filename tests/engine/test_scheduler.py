@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outpace import Engine, RequestError, SamplingParams
-from outpace.drafters.lookup.prompt_lookup import PromptLookup
+from outpace.methods.lookup.prompt_lookup import PromptLookup
 
 PROMPTS = [[5, 9, 11, 5, 9], [40, 41, 42, 43, 44, 40], [77], list(range(3, 60)), [8, 8, 8], [12, 4]]
 MIXED = {"temperature": 0.8, "seed": 3, "max_new_tokens": 12, "ignore_eos": True}

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
 from outpace import Engine
-from outpace.drafters.lookup.prompt_lookup import PromptLookup
+from outpace.methods.lookup.prompt_lookup import PromptLookup
 from outpace.server.app import create_app
 from outpace.server.limits import Limits
 from outpace.serving.service import Service

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from outpace import Engine
-from outpace.drafters.lookup.prompt_lookup import PromptLookup
 from outpace.errors import ModelError, OutpaceError, RequestError, SpecError
+from outpace.methods.lookup.prompt_lookup import PromptLookup
 from outpace.server import answers
 from outpace.server.app import create_app
 from outpace.server.guard import Guard

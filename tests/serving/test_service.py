@@ -11,11 +11,11 @@ import torch
 
 from outpace import Engine, RequestError
 from outpace.drafters import model_rows
-from outpace.drafters.lookup.adaptive_ngram import AdaptiveNgram
-from outpace.drafters.lookup.prompt_lookup import PromptLookup
-from outpace.drafters.lookup.suffix import Suffix
 from outpace.drafters.model_rows import ModelDrafter
 from outpace.errors import QueueFull, ServiceClosed
+from outpace.methods.lookup.adaptive_ngram import AdaptiveNgram
+from outpace.methods.lookup.prompt_lookup import PromptLookup
+from outpace.methods.lookup.suffix import Suffix
 from outpace.models.tiny import TableTarget
 from outpace.serving.events import Done, Failed, Tokens
 from outpace.serving.memory import free_bytes

@@ -31,9 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outpace.drafters.base import Drafter, Request
-from outpace.drafters.lookup.datastore import Datastore
-from outpace.drafters.lookup.pool_trees import fill, halving
 from outpace.drafters.per_key import PerKey
+from outpace.methods.lookup.datastore import Datastore
+from outpace.methods.lookup.pool_trees import fill, halving
 from outpace.models.base import Target
 from outpace.rows import rank
 from outpace.tree.growth import DraftRow

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outpace.drafters.base import Drafter, Request
-from outpace.drafters.lookup.datastore import DEPTH, Datastore
-from outpace.drafters.lookup.pool_trees import fill
+from outpace.methods.lookup.datastore import DEPTH, Datastore
+from outpace.methods.lookup.pool_trees import fill
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Outcome

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from outpace.config import data_folder
-from outpace.drafters.lookup.files import read, vocabulary, write
 from outpace.errors import ModelError, RequestError
 from outpace.files import reading
+from outpace.methods.lookup.files import read, vocabulary, write
 from outpace.models.text import Tokenizer
 
 WIDTH = 4

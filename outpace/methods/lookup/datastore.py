@@ -27,9 +27,9 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from outpace.drafters.lookup.files import vocabulary
 from outpace.errors import ModelError, RequestError
 from outpace.files import reading, replaced
+from outpace.methods.lookup.files import vocabulary
 from outpace.models.base import Target
 from outpace.models.text import Tokenizer
 

@@ -35,12 +35,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outpace.drafters.base import Request
-from outpace.drafters.lookup.automaton import SuffixAutomaton
-from outpace.drafters.lookup.files import vocabulary
-from outpace.drafters.lookup.follows import FollowsText, Text
-from outpace.drafters.lookup.history import LONGEST, History, Keeper
 from outpace.drafters.per_key import PerKey
 from outpace.drafters.worth import Chances, grow
+from outpace.methods.lookup.automaton import SuffixAutomaton
+from outpace.methods.lookup.files import vocabulary
+from outpace.methods.lookup.follows import FollowsText, Text
+from outpace.methods.lookup.history import LONGEST, History, Keeper
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Budget, Draft

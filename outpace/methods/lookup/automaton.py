@@ -10,7 +10,7 @@ chain of links from there on holds all shorter ones.
 
 Cost: amortised O(1) per token for the states, plus at most `HOPS` counters; two states at most
 per token, about 600 bytes per token in all. That is right for one sequence, whose length the
-model's context bounds, and wrong for a large history: `outpace.drafters.lookup.history` keeps
+model's context bounds, and wrong for a large history: `outpace.methods.lookup.history` keeps
 that.
 
 Source: Blumer et al. 1985, Theoretical Computer Science 40, "The smallest automaton recognizing

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outpace.drafters.base import Request
-from outpace.drafters.lookup.automaton import SuffixAutomaton
-from outpace.drafters.lookup.bigram import BigramTable, usual_place
-from outpace.drafters.lookup.files import vocabulary
-from outpace.drafters.lookup.follows import FollowsText, Text
 from outpace.drafters.worth import grow
+from outpace.methods.lookup.automaton import SuffixAutomaton
+from outpace.methods.lookup.bigram import BigramTable, usual_place
+from outpace.methods.lookup.files import vocabulary
+from outpace.methods.lookup.follows import FollowsText, Text
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft

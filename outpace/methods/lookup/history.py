@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outpace.drafters.lookup.files import read, write
+from outpace.methods.lookup.files import read, write
 
 LOG = logging.getLogger("outpace.history")
 LEVELS = (16, 8, 4, 2)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from outpace.drafters.lookup.automaton import SuffixAutomaton
 from outpace.drafters.worth import Priced, Trust
+from outpace.methods.lookup.automaton import SuffixAutomaton
 from outpace.types import Outcome
 
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from outpace.drafters.base import Drafter, Request
-from outpace.drafters.lookup.pool_trees import fill, halving
+from outpace.methods.lookup.pool_trees import fill, halving
 from outpace.models.base import EMBEDDINGS, TREE, Target
 from outpace.rows import argmax_rows
 from outpace.tree.growth import DraftRow
