@@ -175,7 +175,7 @@ ENTRIES = (
         "ouroboros",
         "drafter",
         "compose",
-        "outpace.drafters.compose.ouroboros:Ouroboros",
+        "outpace.methods.ouroboros.drafter:Ouroboros",
         "A draft model; phrases of the text and of refused rows speed it up and go on from it",
         "Zhao et al. 2024 (Ouroboros), arXiv:2402.13720",
         trained=True,

@@ -9,9 +9,9 @@ from outpace import Engine, ModelError, SpecError
 from outpace.analysis.tables import RIGHT
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
-from outpace.drafters.compose.ouroboros import Ouroboros, OuroborosConfig
-from outpace.drafters.compose.phrases import Phrases, Pool, discarded
 from outpace.drafters.lm.draft_model import DraftModel
+from outpace.methods.ouroboros.drafter import Ouroboros, OuroborosConfig
+from outpace.methods.ouroboros.phrases import Phrases, Pool, discarded
 from outpace.models.tiny import TableTarget
 from outpace.params import SamplingParams
 from outpace.sampling import Warp

@@ -41,8 +41,8 @@ from outpace import registry
 from outpace.clock import PassClock
 from outpace.drafters.base import Drafter, Request
 from outpace.drafters.compose import build
-from outpace.drafters.compose.phrases import Phrases, Pool, discarded
 from outpace.errors import SpecError
+from outpace.methods.ouroboros.phrases import Phrases, Pool, discarded
 from outpace.models.base import Target
 from outpace.rows import argmax_rows
 from outpace.tree.growth import DraftRow
