@@ -193,7 +193,7 @@ ENTRIES = (
         "select",
         "drafter",
         "compose",
-        "outpace.drafters.compose.select:Select",
+        "outpace.methods.select.drafter:Select",
         "Several drafters at once; their likeliest guesses in one tree",
         "SAM-Decoding, arXiv:2411.10666; SpecInfer, arXiv:2305.09781",
     ),

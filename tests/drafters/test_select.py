@@ -12,13 +12,13 @@ from outpace.analysis.tables import RIGHT
 from outpace.coins import Stream
 from outpace.drafters.base import Request
 from outpace.drafters.compose.follower import along
-from outpace.drafters.compose.forest import chances, merge
-from outpace.drafters.compose.select import Select, SelectConfig
 from outpace.drafters.lm.draft_model import DraftModel
 from outpace.drafters.worth import Chances
 from outpace.law import Law
 from outpace.methods.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
 from outpace.methods.lookup.suffix import Suffix, SuffixConfig
+from outpace.methods.select.drafter import Select, SelectConfig
+from outpace.methods.select.forest import chances, merge
 from outpace.models.tiny import TableTarget
 from outpace.params import SamplingParams
 from outpace.sampling import Warp

@@ -32,8 +32,8 @@ from outpace.clock import PassClock
 from outpace.drafters.base import Drafter, Request
 from outpace.drafters.compose import build
 from outpace.drafters.compose.follower import along
-from outpace.drafters.compose.forest import merge
 from outpace.errors import SpecError
+from outpace.methods.select.forest import merge
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import CHAIN, budget
