@@ -174,6 +174,17 @@ class Draft(Rooted):
             depth.append(1 if parent == ROOT else depth[parent] + 1)
         return tuple(depth)
 
+    def path_of(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Nodes that carry the first of some tokens, root first."""
+        child = {branch: node for node, branch in enumerate(zip(self.parent_N, self.token_N, strict=True))}
+        path: list[int] = []
+        for token in tokens:
+            node = child.get((path[-1] if path else ROOT, token))
+            if node is None:
+                break
+            path.append(node)
+        return tuple(path)
+
     @cached_property
     def groups_of(self) -> Mapping[int, tuple[Group, ...]]:
         """Parent -> its groups, in the order they are tried."""

@@ -18,7 +18,7 @@ import torch
 from outpace.drafters.base import Drafter
 from outpace.drafters.compose.mirror import TAIL
 from outpace.drafters.model_rows import ModelDrafter
-from outpace.types import ROOT, Draft, Outcome, Scored, Verdict
+from outpace.types import Draft, Outcome, Scored, Verdict
 
 _UNSEEN = Scored(torch.zeros(0, 1), (0, 0))
 """Nobody scored these tokens by the model that the drafter drafts for."""
@@ -163,7 +163,7 @@ def _tell_judged(lessons: _Lessons, one: News, draft: Draft) -> None:
     """What became of a draft, as far as the text goes along with it, and one token more."""
     reading = one.reading
     start = reading.told
-    kept = along(draft, one.ids[start:])
+    kept = draft.path_of(one.ids[start:])
     emitted = tuple(one.ids[start : start + len(kept) + 1])
     if not emitted:
         return
@@ -179,18 +179,6 @@ def _tell_judged(lessons: _Lessons, one: News, draft: Draft) -> None:
         )
     )
     reading.told = start + len(emitted)
-
-
-def along(draft: Draft, tokens: Sequence[int]) -> tuple[int, ...]:
-    """Nodes of a draft that carry the first of some tokens, root first."""
-    child = {branch: node for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))}
-    kept: list[int] = []
-    for token in tokens:
-        node = child.get((kept[-1] if kept else ROOT, token))
-        if node is None:
-            break
-        kept.append(node)
-    return tuple(kept)
 
 
 def _outcome(fed: tuple[int, ...], emitted: tuple[int, ...], start: int, forced: bool = False) -> Outcome:

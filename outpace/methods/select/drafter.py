@@ -31,7 +31,6 @@ from typing import Any
 from outpace.clock import PassClock
 from outpace.drafters.base import Drafter, Request
 from outpace.drafters.compose import build
-from outpace.drafters.compose.follower import along
 from outpace.errors import SpecError
 from outpace.methods.select.forest import merge
 from outpace.models.base import Target
@@ -208,14 +207,14 @@ class Select(Drafter[_State]):
         draft = state.drafts[i]
         if draft is outcome.draft or draft.memo is None or i == state.picked:
             return outcome
-        kept = along(draft, outcome.verdict.emitted)
+        kept = draft.path_of(outcome.verdict.emitted)
         verdict = Verdict(kept, outcome.verdict.emitted, censored=outcome.verdict.censored)
         return replace(outcome, draft=draft, verdict=verdict)
 
     def _learn(self, state: _State, verdict: Verdict) -> None:
         for i, (member, record) in enumerate(zip(self.members, state.records, strict=True)):
             draft = state.drafts[i]
-            kept = along(draft, verdict.emitted)
+            kept = draft.path_of(verdict.emitted)
             if member.samples and i != state.picked:
                 record.kept += FORGET * (KEPT - record.kept)
                 record.drafted += FORGET * (DRAFTED - record.drafted)
