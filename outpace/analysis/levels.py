@@ -5,8 +5,8 @@ from __future__ import annotations
 from outpace import registry
 from outpace.config import MethodSpec, build
 from outpace.drafters.base import Drafter, ExpandingDrafter
-from outpace.drafters.compose.build import split_parts
 from outpace.drafters.compose.cascade import Cascade, no_model
+from outpace.drafters.parts import split_parts
 from outpace.errors import SpecError
 
 

@@ -41,8 +41,8 @@ import torch
 from torch import Tensor
 
 from outpace.clock import PassClock
+from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, ExpandingDrafter, Request
-from outpace.drafters.compose import build
 from outpace.errors import SpecError
 from outpace.models.base import TREE, Target
 from outpace.tree.growth import Branch, DraftRow

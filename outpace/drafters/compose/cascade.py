@@ -37,8 +37,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outpace.clock import PassClock
+from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, Request
-from outpace.drafters.compose import build
 from outpace.drafters.compose.guesses import Guesses, State
 from outpace.drafters.compose.leaders import split, with_tails
 from outpace.drafters.compose.levels import Level, LookupLevel, ModelLevel, Relay

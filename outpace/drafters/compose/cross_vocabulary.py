@@ -32,8 +32,8 @@ from typing import Any
 
 from outpace.clock import PassClock
 from outpace.config import MethodSpec
+from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, Request
-from outpace.drafters.compose import build
 from outpace.drafters.compose.follower import Follower, News, Reading
 from outpace.drafters.compose.mirror import Mirror, to_draft
 from outpace.drafters.compose.retokenize import retokenized, stretched

@@ -39,8 +39,8 @@ from typing import Any
 
 from outpace import registry
 from outpace.clock import PassClock
+from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, Request
-from outpace.drafters.compose import build
 from outpace.errors import SpecError
 from outpace.methods.ouroboros.phrases import Phrases, Pool, discarded
 from outpace.models.base import Target

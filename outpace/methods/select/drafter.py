@@ -29,8 +29,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outpace.clock import PassClock
+from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, Request
-from outpace.drafters.compose import build
 from outpace.errors import SpecError
 from outpace.methods.select.forest import merge
 from outpace.models.base import Target
