@@ -201,7 +201,7 @@ ENTRIES = (
         "cross_vocabulary",
         "drafter",
         "compose",
-        "outpace.drafters.compose.cross_vocabulary:CrossVocabulary",
+        "outpace.methods.cross_vocabulary.drafter:CrossVocabulary",
         "A draft model with another tokenizer, by its text or by the tokens that both have",
         "Timor et al. 2025, arXiv:2502.05202",
         trained=True,

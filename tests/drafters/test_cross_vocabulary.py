@@ -11,15 +11,16 @@ from outpace import Engine, ModelError, SpecError
 from outpace.analysis.tables import RIGHT
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
-from outpace.drafters.compose import cross_vocabulary, shared_law
-from outpace.drafters.compose import mirror as mirror_module
 from outpace.drafters.compose.cascade import Cascade, read_k
-from outpace.drafters.compose.cross_vocabulary import CrossVocabulary
-from outpace.drafters.compose.mirror import TAIL, Bridge
-from outpace.drafters.compose.retokenize import retokenized, stretched
-from outpace.drafters.compose.spelling import Piece, Shared, Spelling, shared
 from outpace.drafters.lm.draft_model import DraftModel
 from outpace.law import Law
+from outpace.methods.cross_vocabulary import drafter as cross_vocabulary
+from outpace.methods.cross_vocabulary import mirror as mirror_module
+from outpace.methods.cross_vocabulary import shared_law
+from outpace.methods.cross_vocabulary.drafter import CrossVocabulary
+from outpace.methods.cross_vocabulary.mirror import TAIL, Bridge
+from outpace.methods.cross_vocabulary.retokenize import retokenized, stretched
+from outpace.methods.cross_vocabulary.spelling import Piece, Shared, Spelling, shared
 from outpace.methods.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
 from outpace.methods.lookup.suffix import Suffix, SuffixConfig
 from outpace.models.text import SPACE_MARK, Tokenizer

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from outpace.drafters.compose.spelling import Piece, Shared, Spelling
+from outpace.methods.cross_vocabulary.spelling import Piece, Shared, Spelling
 from outpace.types import ROOT, Budget, Draft
 
 CONTEXT = 8

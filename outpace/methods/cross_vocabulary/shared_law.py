@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from outpace.coins import Coins
-from outpace.drafters.compose.spelling import Shared
 from outpace.errors import SpecError
 from outpace.law import Law
+from outpace.methods.cross_vocabulary.spelling import Shared
 from outpace.sampling import Warp
 from outpace.types import ROOT, Draft, Drawn, Group
 

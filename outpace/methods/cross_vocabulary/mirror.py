@@ -18,7 +18,7 @@ import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from outpace.drafters.compose.spelling import Piece, Shared, Spelling
+from outpace.methods.cross_vocabulary.spelling import Piece, Shared, Spelling
 
 TAIL = 16
 """Tokens at the end of a text that may still become others."""

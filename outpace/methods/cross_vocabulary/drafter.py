@@ -34,12 +34,12 @@ from outpace.clock import PassClock
 from outpace.config import MethodSpec
 from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, Request
-from outpace.drafters.compose.follower import Follower, News, Reading
-from outpace.drafters.compose.mirror import Mirror, to_draft
-from outpace.drafters.compose.retokenize import retokenized, stretched
-from outpace.drafters.compose.shared_law import SharedCoins, SharedWarp, in_target_ids
-from outpace.drafters.compose.spelling import Spelling, shared
 from outpace.errors import ModelError, SpecError
+from outpace.methods.cross_vocabulary.follower import Follower, News, Reading
+from outpace.methods.cross_vocabulary.mirror import Mirror, to_draft
+from outpace.methods.cross_vocabulary.retokenize import retokenized, stretched
+from outpace.methods.cross_vocabulary.shared_law import SharedCoins, SharedWarp, in_target_ids
+from outpace.methods.cross_vocabulary.spelling import Spelling, shared
 from outpace.models.base import Target
 from outpace.models.load import load_target
 from outpace.sampling import SamplingParams, Warp

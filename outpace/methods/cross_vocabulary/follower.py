@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from outpace.drafters.base import Drafter
-from outpace.drafters.compose.mirror import TAIL
 from outpace.drafters.model_rows import ModelDrafter
+from outpace.methods.cross_vocabulary.mirror import TAIL
 from outpace.types import Draft, Outcome, Scored, Verdict
 
 _UNSEEN = Scored(torch.zeros(0, 1), (0, 0))
