@@ -20,10 +20,10 @@ from typing import Any
 from outpace.analysis import cost
 from outpace.analysis.theory import Ladder, Prediction, best_k, predict
 from outpace.coins import Coins
-from outpace.drafters.compose.cascade import Cascade
-from outpace.drafters.compose.guesses import Origin
 from outpace.engine.engine import Engine
 from outpace.errors import RequestError
+from outpace.methods.cascade.drafter import Cascade
+from outpace.methods.cascade.guesses import Origin
 from outpace.params import SamplingParams
 from outpace.types import ROOT, CostCurve, Draft, StepRecord, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier

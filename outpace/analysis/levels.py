@@ -5,9 +5,9 @@ from __future__ import annotations
 from outpace import registry
 from outpace.config import MethodSpec, build
 from outpace.drafters.base import Drafter, ExpandingDrafter
-from outpace.drafters.compose.cascade import Cascade, no_model
 from outpace.drafters.parts import split_parts
 from outpace.errors import SpecError
+from outpace.methods.cascade.drafter import Cascade, no_model
 
 
 def check_levels(spec: str) -> None:

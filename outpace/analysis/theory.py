@@ -153,7 +153,7 @@ def predict(ladder: Ladder, k: Sequence[Sequence[int]]) -> Prediction:
 
     Args:
         ladder: acceptances and costs.
-        k: as `outpace.drafters.compose.cascade` has it, in tokens.
+        k: as `outpace.methods.cascade.drafter` has it, in tokens.
     """
     laws: dict[int, dict[int, float]] = {}
     costs: dict[int, float] = {}

@@ -77,7 +77,7 @@ def cascade(
 
     from outpace.analysis import cascades
     from outpace.analysis.levels import check_levels
-    from outpace.drafters.compose.cascade import read_k
+    from outpace.methods.cascade.drafter import read_k
 
     for spec in (f"cascade[levels={levels}]", *wanted):
         check_levels(spec)

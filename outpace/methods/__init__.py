@@ -166,7 +166,7 @@ ENTRIES = (
         "cascade",
         "drafter",
         "compose",
-        "outpace.drafters.compose.cascade:Cascade",
+        "outpace.methods.cascade.drafter:Cascade",
         "A draft model sped up by cheaper drafters, which also write the tail",
         "Chen et al. 2023 (CS-Drafting), arXiv:2312.11462; Spector and Re 2023, arXiv:2308.04623",
         trained=True,

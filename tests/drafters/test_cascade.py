@@ -8,10 +8,10 @@ from outpace import Engine, SpecError
 from outpace.analysis.tables import RIGHT
 from outpace.cache.base import shared_prefix
 from outpace.drafters.base import Drafter, Request
-from outpace.drafters.compose import guesses
-from outpace.drafters.compose.ahead import CoinsAhead
-from outpace.drafters.compose.cascade import Cascade, CascadeConfig, read_k
 from outpace.law import Law
+from outpace.methods.cascade import guesses
+from outpace.methods.cascade.ahead import CoinsAhead
+from outpace.methods.cascade.drafter import Cascade, CascadeConfig, read_k
 from outpace.methods.lookup.automaton import SuffixAutomaton
 from outpace.methods.lookup.max_gram import MaxGram, MaxGramConfig
 from outpace.models.tiny import TableTarget

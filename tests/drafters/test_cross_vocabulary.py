@@ -11,9 +11,9 @@ from outpace import Engine, ModelError, SpecError
 from outpace.analysis.tables import RIGHT
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
-from outpace.drafters.compose.cascade import Cascade, read_k
 from outpace.drafters.lm.draft_model import DraftModel
 from outpace.law import Law
+from outpace.methods.cascade.drafter import Cascade, read_k
 from outpace.methods.cross_vocabulary import drafter as cross_vocabulary
 from outpace.methods.cross_vocabulary import mirror as mirror_module
 from outpace.methods.cross_vocabulary import shared_law

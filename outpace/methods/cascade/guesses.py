@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from outpace.coins import Coins, Stream
-from outpace.drafters.compose.ahead import CoinsAhead, WarpAhead
+from outpace.methods.cascade.ahead import CoinsAhead, WarpAhead
 from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
 from outpace.types import NOTHING, ROOT, Budget, Draft, Drawn, Group, Law, Outcome, Signals, Verdict

@@ -27,8 +27,8 @@ import torch
 
 from outpace.clock import PassClock
 from outpace.drafters.base import Drafter, Request
-from outpace.drafters.compose.ahead import Reader
-from outpace.drafters.compose.guesses import BELOW, Guesses, Reading, State
+from outpace.methods.cascade.ahead import Reader
+from outpace.methods.cascade.guesses import BELOW, Guesses, Reading, State
 from outpace.models.base import Target
 from outpace.policies.base import Policy
 from outpace.step import Machine, step

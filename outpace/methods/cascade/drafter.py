@@ -39,10 +39,10 @@ from dataclasses import dataclass
 from outpace.clock import PassClock
 from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, Request
-from outpace.drafters.compose.guesses import Guesses, State
-from outpace.drafters.compose.leaders import split, with_tails
-from outpace.drafters.compose.levels import Level, LookupLevel, ModelLevel, Relay
 from outpace.errors import SpecError
+from outpace.methods.cascade.guesses import Guesses, State
+from outpace.methods.cascade.leaders import split, with_tails
+from outpace.methods.cascade.levels import Level, LookupLevel, ModelLevel, Relay
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Outcome

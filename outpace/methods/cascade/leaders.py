@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from outpace.drafters.compose.guesses import Guesses, State
-from outpace.drafters.compose.levels import LookupLevel
+from outpace.methods.cascade.guesses import Guesses, State
+from outpace.methods.cascade.levels import LookupLevel
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import children
 from outpace.types import ROOT, Draft, Drawn, Group
