@@ -12,7 +12,8 @@ from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
 from outpace.drafters.heads.hydra import Hydra, HydraConfig
 from outpace.drafters.heads.medusa import Medusa, MedusaConfig
-from outpace.drafters.heads.residual import STOCK, Heads, HeadsShape, likeliest
+from outpace.drafters.heads.residual import STOCK, Heads, HeadsShape
+from outpace.drafters.static_tree import likeliest
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.models.tiny import tiny

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from outpace.drafters.heads.dflash import Dflash, DflashConfig
-from outpace.drafters.heads.residual import LARGEST, likeliest
+from outpace.drafters.static_tree import LARGEST, likeliest
 from outpace.errors import ModelError
 from outpace.models.block_drafter import BlockShape
 from outpace.models.tiny import TableTarget, tiny

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from outpace import Engine
-from outpace.drafters.heads.residual import likeliest
+from outpace.drafters.static_tree import likeliest
 from outpace.errors import ModelError
 from outpace.models.tiny import TableTarget, tiny
 from outpace.train import losses

@@ -35,7 +35,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from outpace.drafters.heads.residual import likeliest
+from outpace.drafters.static_tree import likeliest
 from outpace.models.base import Target
 from outpace.types import CostCurve, Feed
 

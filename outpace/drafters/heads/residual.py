@@ -23,7 +23,6 @@ D draft vocabulary.
 from __future__ import annotations
 
 import copy
-import heapq
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +41,7 @@ from outpace.models.base import EMBEDDINGS, TAPS, Target
 from outpace.models.packed import Linear
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import parse_shape, table
-from outpace.types import NOTHING, ROOT, Draft, Outcome, Shape
+from outpace.types import NOTHING, Draft, Outcome, Shape
 
 LAST = "hidden.-1"
 """The feature that heads read."""
@@ -50,10 +49,6 @@ STOCK = "[-1,0,1,2,3,-1,0,-1,5,1,0,-1,5,7,6]"
 """The tree where neither the user nor a calibration says better. Its chain comes first: whoever
 cuts a budget to its first nodes, and to their depth, leaves a calibrated tree its depth too."""
 _STOCK = parse_shape(STOCK)
-RANKS = 10
-"""Candidates per head whose accuracies are stored."""
-LARGEST = 63
-"""Nodes of the tree that is stored; a smaller budget takes the first of them."""
 _EPS = 1e-6
 
 
@@ -97,41 +92,6 @@ class Heads:
     """The draft vocabulary; None is the target's whole."""
     tree: Shape | None = None
     """The calibrated tree, likeliest nodes first; None: nothing was measured."""
-
-
-def likeliest(acceptance_KB: Sequence[Sequence[float]], nodes: int) -> tuple[int, ...]:
-    """The parents of the tree that emits most per pass, likeliest nodes first.
-
-    A node is reached with the product of the accuracies along its path, which never grows from
-    parent to child. So the best tree of n nodes are the n likeliest places, and the first of them
-    are the best smaller tree. Where the accuracies are alike at every depth this is
-    `outpace.analysis.best_tree`.
-
-    Args:
-        acceptance_KB: by depth and rank. Ranks are taken in order, also where a measured rate
-            rises by chance from a rank to the next.
-        nodes: most guesses; fewer where more would add nothing.
-    """
-    parents: list[int] = []
-    # (-value, turn, parent, depth, rank, value of the parent): the turn decides between equals.
-    ready: list[tuple[float, int, int, int, int, float]] = []
-    turn = 0
-
-    def offer(parent: int, depth: int, rank: int, reach: float) -> None:
-        nonlocal turn
-        if depth < len(acceptance_KB) and rank < len(acceptance_KB[depth]):
-            value = reach * acceptance_KB[depth][rank]
-            if value > 0:
-                heapq.heappush(ready, (-value, turn, parent, depth, rank, reach))
-                turn += 1
-
-    offer(ROOT, 0, 0, 1.0)
-    while ready and len(parents) < nodes:
-        negative, _, parent, depth, rank, reach = heapq.heappop(ready)
-        parents.append(parent)
-        offer(parent, depth, rank + 1, reach)
-        offer(len(parents) - 1, depth + 1, 0, -negative)
-    return tuple(parents)
 
 
 def unit(embed: Tensor) -> Tensor:

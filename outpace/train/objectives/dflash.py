@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from outpace.drafters.heads.dflash_files import METHOD
-from outpace.drafters.heads.residual import LARGEST, likeliest
+from outpace.drafters.static_tree import LARGEST, likeliest
 from outpace.drafters.trained import decoder_to_json, head_name, lender, read_embedding
 from outpace.errors import ModelError
 from outpace.files import write_whole

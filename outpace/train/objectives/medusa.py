@@ -31,7 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outpace.drafters.heads.residual import LARGEST, HeadsShape, likeliest
+from outpace.drafters.heads.residual import HeadsShape
+from outpace.drafters.static_tree import LARGEST, likeliest
 from outpace.drafters.trained import head_name, lender
 from outpace.files import write_whole
 from outpace.law import VocabMap

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outpace.drafters.heads.residual import RANKS
+from outpace.drafters.static_tree import RANKS
 from outpace.law import VocabMap
 from outpace.train.losses import CHUNK
 from outpace.train.objectives.base import Chain, Step, draft_ids

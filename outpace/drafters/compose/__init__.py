@@ -1,1 +1,0 @@
-"""Drafters made of drafters."""
