@@ -57,15 +57,15 @@ MAY_IMPORT = {
     "engine": "errors config registry params stops types coins sampling tree step cache.base"
     " models models.base drafters.base drafters.trained verifiers.base policies.base"
     " policies.costs",
+    "train": "errors config files params rows types cache.base models models.base drafters"
+    " drafters.trained engine",
     # A room may import everything below it, and no other room.
     "methods": "errors config files registry params clock rows stops types coins sampling tree step"
     " cache cache.base models models.base drafters drafters.base drafters.trained verifiers.base"
-    " policies.base engine",
-    "analysis": "methods kernels errors config files registry params types coins sampling tree step cache.base"
-    " models models.base drafters drafters.base verifiers verifiers.base policies.base engine",
+    " policies.base engine train",
+    "analysis": "methods kernels errors config files registry params types coins sampling tree step"
+    " cache.base models models.base drafters drafters.base verifiers verifiers.base policies.base engine",
     "bench": "kernels errors config files registry params types tree models models.base drafters.base engine",
-    "train": "errors config files params rows types cache.base models models.base drafters"
-    " drafters.trained engine",
     # Many requests at once, and their way in from the network.
     "serving": "errors config registry params stops types coins sampling tree step cache.base"
     " models models.base drafters.base verifiers.base policies.base engine",

@@ -32,8 +32,8 @@ from outpace.models.base import Target
 from outpace.models.families import DecoderConfig
 from outpace.train.batches import Batch
 from outpace.train.losses import head_loss
-from outpace.train.objectives.base import Objective, Step
-from outpace.train.objectives.networks import Layer, Norm, Turn, Turns
+from outpace.train.networks import Layer, Norm, Turn, Turns
+from outpace.train.objective import Objective, Step
 
 END = "<|endoftext|>"
 

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from outpace.cache.dense import DenseCache
-from outpace.models.attention import HeadShape, Span
+from outpace.models.attention import HeadShape
 from outpace.models.base import Target
 from outpace.models.blocks import read_block
 from outpace.models.families import DecoderConfig
 from outpace.models.few_rows import attend_few, few_is_best
-from outpace.models.fused import attention, fits
+from outpace.models.fused import attention
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.packed import MIN_ROWS, Linear
 from outpace.models.passes import PassRows, Rotation

@@ -42,7 +42,7 @@ from outpace.train.corpus import CorpusPrompt, Source
 from outpace.train.crew import check_device
 from outpace.train.generate import generate_answers
 from outpace.train.loop import Progress, Trained, train
-from outpace.train.objectives.base import Objective
+from outpace.train.objective import Objective
 from outpace.train.options import Options
 from outpace.train.place import check_place, put
 from outpace.train.progress import Say

@@ -31,7 +31,7 @@ from outpace.train.align import moved
 from outpace.train.batches import Batch
 from outpace.train.crew import Crew
 from outpace.train.memory import keep_freed_memory
-from outpace.train.objectives.base import Objective, Step
+from outpace.train.objective import Objective, Step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

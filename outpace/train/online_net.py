@@ -23,7 +23,7 @@ from outpace.models.base import Target
 from outpace.models.load import fast_dtype
 from outpace.train import checkpoint
 from outpace.train.align import DRAFT_MODEL, Aligned
-from outpace.train.objectives.base import draft_ids
+from outpace.train.objective import draft_ids
 from outpace.train.objectives.draft_model import DraftModelObjective, DraftModelTraining
 from outpace.train.objectives.draft_net import DraftNet
 from outpace.train.online_data import Lesson, OnlineConfig, Piece, accepted, top_kl

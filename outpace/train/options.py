@@ -18,8 +18,8 @@ from outpace.config import build
 from outpace.errors import SpecError, UnknownNameError
 from outpace.train.generate import GenerateConfig
 from outpace.train.loop import LoopConfig
+from outpace.train.objective import Objective
 from outpace.train.objectives import OBJECTIVES
-from outpace.train.objectives.base import Objective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from outpace.models.eagle import EagleShape
-from outpace.train.objectives.networks import turned
+from outpace.train.networks import turned
 
 
 def shape_for(target, *, taps=("hidden.2", "hidden.1", "hidden.0"), draft_vocab=200, **flags):

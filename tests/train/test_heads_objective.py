@@ -17,8 +17,8 @@ from outpace.train.corpus import CorpusPrompt
 from outpace.train.kit import Kit
 from outpace.train.objectives.hydra import Hydra, HydraTraining
 from outpace.train.objectives.medusa import Medusa, MedusaTraining
-from outpace.train.objectives.ranks import ranked
 from outpace.train.options import read_options
+from outpace.train.ranks import ranked
 from outpace.tree.shapes import read_shape
 from tests.train.texts import most_used, written
 

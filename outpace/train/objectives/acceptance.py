@@ -39,7 +39,7 @@ from outpace.models.base import EMBEDDINGS, TAPS, Target
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import CHUNK
-from outpace.train.objectives.base import LAST, Objective, Step, write_drafter
+from outpace.train.objective import LAST, Objective, Step, write_drafter
 from outpace.train.on_policy import features
 
 STATE, LABEL = "draft.hidden.-1", "draft.accepted"

@@ -43,17 +43,9 @@ from outpace.models.families import DecoderConfig
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import check, head_loss
-from outpace.train.objectives.base import (
-    LAST,
-    Objective,
-    Step,
-    draft_ids,
-    laws_for,
-    target_laws,
-    write_drafter,
-)
+from outpace.train.objective import LAST, Objective, Step, draft_ids, laws_for, target_laws, write_drafter
 from outpace.train.objectives.dflash_net import BlockNet, take
-from outpace.train.objectives.ranks import RankedChain, Ranks, ranked
+from outpace.train.ranks import RankedChain, Ranks, ranked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
-from outpace.train.objectives.networks import KeyValue, Layer, Norm, Turn, Turns
+from outpace.train.networks import KeyValue, Layer, Norm, Turn, Turns
 
 SMALL = 0.05
 """Scale of what a layer adds at the start: in the target it adds to a stream of length 20."""

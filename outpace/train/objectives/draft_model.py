@@ -32,7 +32,7 @@ from outpace.models.decoder import Decoder
 from outpace.train.align import DRAFT_MODEL, Aligned, places
 from outpace.train.batches import Batch
 from outpace.train.losses import check, head_loss
-from outpace.train.objectives.base import (
+from outpace.train.objective import (
     DEPTHS,
     LAST,
     Chain,

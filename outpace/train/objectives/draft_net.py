@@ -19,7 +19,7 @@ from outpace.law import VocabMap
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.train.align import Aligned
-from outpace.train.objectives.networks import Layer, Norm, Turns
+from outpace.train.networks import Layer, Norm, Turns
 
 DOUBT = 0.3
 """Scale of the last norm at the start: some layers of a model alone are sure of wrong tokens.

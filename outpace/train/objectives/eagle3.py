@@ -36,7 +36,8 @@ from outpace.models.families import DecoderConfig
 from outpace.train.align import EAGLE, Aligned, next_tokens, places
 from outpace.train.batches import Batch
 from outpace.train.losses import check, depth_weights, head_loss, weighted
-from outpace.train.objectives.base import (
+from outpace.train.networks import KeyValue, Turns
+from outpace.train.objective import (
     DEPTHS,
     LAST,
     Chain,
@@ -49,7 +50,6 @@ from outpace.train.objectives.base import (
     write_drafter,
 )
 from outpace.train.objectives.eagle3_net import Eagle3Net, take
-from outpace.train.objectives.networks import KeyValue, Turns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

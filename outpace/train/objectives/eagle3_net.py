@@ -14,7 +14,7 @@ from outpace.drafters.trained import head_name
 from outpace.law import VocabMap
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
-from outpace.train.objectives.networks import Layer, Norm
+from outpace.train.networks import Layer, Norm
 
 SMALL = 0.1
 """Scale of the embedding's half of queries, keys and values at the start."""

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from outpace.models.families import DecoderConfig
+from outpace.train.networks import Mlp, Norm
 from outpace.train.objectives.kangaroo import AdapterNet, KangarooObjective, KangarooTraining
-from outpace.train.objectives.networks import Mlp, Norm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

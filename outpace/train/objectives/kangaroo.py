@@ -35,7 +35,8 @@ from outpace.models.families import DecoderConfig
 from outpace.train.align import DRAFT_MODEL, Aligned, places
 from outpace.train.batches import Batch
 from outpace.train.losses import check, head_loss
-from outpace.train.objectives.base import (
+from outpace.train.networks import Attention, Norm, Turns
+from outpace.train.objective import (
     DEPTHS,
     LAST,
     Chain,
@@ -47,7 +48,6 @@ from outpace.train.objectives.base import (
     target_laws,
     write_drafter,
 )
-from outpace.train.objectives.networks import Attention, Norm, Turns
 
 DOUBT = 0.5
 """Scale of the last norm at the start, which is sure of wrong tokens."""

@@ -41,16 +41,8 @@ from outpace.models.decoder import Decoder
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import check, depth_weights, head_loss, weighted
-from outpace.train.objectives.base import (
-    LAST,
-    Objective,
-    Step,
-    draft_ids,
-    laws_for,
-    target_laws,
-    write_drafter,
-)
-from outpace.train.objectives.ranks import RankedChain, Ranks, ranked
+from outpace.train.objective import LAST, Objective, Step, draft_ids, laws_for, target_laws, write_drafter
+from outpace.train.ranks import RankedChain, Ranks, ranked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

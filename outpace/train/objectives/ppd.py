@@ -42,9 +42,9 @@ from outpace.models.decoder import Decoder
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import check, depth_weights, head_loss, weighted
-from outpace.train.objectives.base import Objective, Step, draft_ids, target_laws, whole_laws, write_drafter
-from outpace.train.objectives.ranks import RankedChain, Ranks, ranked
+from outpace.train.objective import Objective, Step, draft_ids, target_laws, whole_laws, write_drafter
 from outpace.train.objectives.rider_net import RiderNet
+from outpace.train.ranks import RankedChain, Ranks, ranked
 
 UNIT = 50.0
 """Distance from the start, in what is trained: Adam's steps are so much longer."""

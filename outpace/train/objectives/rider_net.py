@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from outpace.models.decoder import Decoder
 from outpace.train.batches import Batch
-from outpace.train.objectives.base import LAST
-from outpace.train.objectives.networks import KeyValue, Layer, Norm, Turns
+from outpace.train.networks import KeyValue, Layer, Norm, Turns
+from outpace.train.objective import LAST
 from outpace.types import Feed
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from outpace.drafters.static_tree import RANKS
 from outpace.law import VocabMap
 from outpace.train.losses import CHUNK
-from outpace.train.objectives.base import Chain, Step, draft_ids
+from outpace.train.objective import Chain, Step, draft_ids
 
 
 @torch.no_grad()
