@@ -157,7 +157,7 @@ ENTRIES = (
         "dflash",
         "drafter",
         "heads",
-        "outpace.drafters.heads.dflash:Dflash",
+        "outpace.methods.dflash.drafter:Dflash",
         "One pass over a block of rows guesses its tokens at once from the target's features",
         "DFlash, arXiv:2602.06036; PARD, arXiv:2504.18583",
         trained=True,

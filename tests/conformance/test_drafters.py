@@ -15,11 +15,11 @@ from outpace.config import MethodSpec
 from outpace.drafters.base import Request
 from outpace.engine.requests import Ready
 from outpace.errors import SpecError
+from outpace.methods.dflash.objective import DflashObjective, DflashTraining
 from outpace.methods.lookup.datastore import write_datastore
 from outpace.models.base import TREE
 from outpace.sampling import Warp
 from outpace.train.objectives.acceptance import Acceptance, AcceptanceTraining
-from outpace.train.objectives.dflash import DflashObjective, DflashTraining
 from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
 from outpace.train.objectives.early_exit import EarlyExitObjective, EarlyExitTraining
 from outpace.train.objectives.hydra import Hydra, HydraTraining

@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 from torch.nn import functional as F
 
-from outpace.drafters.heads.dflash_files import BlockFile
 from outpace.law import VocabMap
-from outpace.models.block_drafter import BlockShape
+from outpace.methods.dflash.files import BlockFile
+from outpace.methods.dflash.net import BlockShape
 
 TAPS = ("hidden.2", "hidden.1", "hidden.-1")
 SLOTS = 4

@@ -9,12 +9,12 @@ import torch
 from outpace import Engine
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
-from outpace.drafters.heads.dflash import STOCK, Dflash, DflashConfig
 from outpace.errors import ModelError
+from outpace.methods.dflash.drafter import STOCK, Dflash, DflashConfig
+from outpace.methods.dflash.objective import DflashObjective, DflashTraining
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
-from outpace.train.objectives.dflash import DflashObjective, DflashTraining
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import budget, parse_shape, table
 from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Outcome, Scored, Verdict

@@ -7,16 +7,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outpace.drafters.heads.dflash import Dflash, DflashConfig
 from outpace.drafters.static_tree import LARGEST, likeliest
 from outpace.errors import ModelError
-from outpace.models.block_drafter import BlockShape
+from outpace.methods.dflash import training_net as dflash_net
+from outpace.methods.dflash.drafter import Dflash, DflashConfig
+from outpace.methods.dflash.net import BlockShape
+from outpace.methods.dflash.objective import Anchored, DflashObjective, DflashTraining
 from outpace.models.tiny import TableTarget, tiny
 from outpace.train import losses
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.loop import LoopConfig, train
-from outpace.train.objectives import dflash_net
-from outpace.train.objectives.dflash import Anchored, DflashObjective, DflashTraining
 from outpace.tree.growth import Branch
 from outpace.types import ROOT, Draft, Feed, Outcome, Verdict
 from tests.drafters.dflash_oracle import TAPS, block

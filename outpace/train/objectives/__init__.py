@@ -11,6 +11,6 @@ OBJECTIVES: Mapping[str, str] = {
     "medusa": "outpace.train.objectives.medusa:Medusa",
     "hydra": "outpace.train.objectives.hydra:Hydra",
     "ppd": "outpace.train.objectives.ppd:Ppd",
-    "dflash": "outpace.train.objectives.dflash:DflashObjective",
+    "dflash": "outpace.methods.dflash.objective:DflashObjective",
 }
 """Method -> ``module:Class``, imported when asked for."""

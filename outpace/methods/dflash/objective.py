@@ -30,21 +30,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from outpace.drafters.heads.dflash_files import METHOD
 from outpace.drafters.static_tree import LARGEST, likeliest
 from outpace.drafters.trained import decoder_to_json, head_name, lender, read_embedding
 from outpace.errors import ModelError
 from outpace.files import write_whole
 from outpace.law import VocabMap
+from outpace.methods.dflash.files import METHOD
+from outpace.methods.dflash.net import unit
+from outpace.methods.dflash.training_net import BlockNet, take
 from outpace.models.base import EMBEDDINGS, TAPS, Target
-from outpace.models.block_drafter import unit
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import check, head_loss
 from outpace.train.objective import LAST, Objective, Step, draft_ids, laws_for, target_laws, write_drafter
-from outpace.train.objectives.dflash_net import BlockNet, take
 from outpace.train.ranks import RankedChain, Ranks, ranked
 
 

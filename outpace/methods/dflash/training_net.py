@@ -1,6 +1,6 @@
 """The network of `dflash` in training: context as keys and values, blocks of rows as queries.
 
-Arithmetic and parameter names are those of `outpace.models.block_drafter`, which says what
+Arithmetic and parameter names are those of `outpace.methods.dflash.net`, which says what
 the rows are. Many blocks of a text are learned at once: each sees the context up to its own anchor
 and the rows of its own block, and neither later context nor other blocks.
 

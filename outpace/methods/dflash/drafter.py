@@ -12,7 +12,7 @@ A tree is static unless told otherwise. With the weights are stored the accuraci
 the tree takes the likeliest paths; it stands in for ``STOCK``, the tree of a drafter that nobody
 gave another.
 
-The network and its arithmetic: `outpace.models.block_drafter`. Pays wherever it is trained for
+The network and its arithmetic: `outpace.methods.dflash.net`. Pays wherever it is trained for
 the target; a network for another target is refused.
 
 Paper: DFlash, arXiv:2602.06036; block drafters: PARD, arXiv:2504.18583.
@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from outpace.drafters.base import ExpandingDrafter, Request
-from outpace.drafters.heads.dflash_files import METHOD, BlockFile, read_block_drafter
 from outpace.drafters.trained import find
+from outpace.methods.dflash.files import METHOD, BlockFile, read_block_drafter
+from outpace.methods.dflash.net import BlockNet, Part
 from outpace.models.base import EMBEDDINGS, TAPS, Target
-from outpace.models.block_drafter import BlockNet, Part
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import parse_shape
 from outpace.types import NOTHING, ROOT, Draft, Outcome, Shape

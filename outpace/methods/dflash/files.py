@@ -17,8 +17,8 @@ from torch import Tensor
 from outpace.drafters.trained import CONFIG, decoder_from_json, read_config, read_tensors, vocab_map
 from outpace.errors import ModelError, SpecError
 from outpace.law import VocabMap
+from outpace.methods.dflash.net import BlockShape
 from outpace.models.base import Target
-from outpace.models.block_drafter import BlockShape
 from outpace.tree.shapes import table
 from outpace.types import Shape
 
