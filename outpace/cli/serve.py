@@ -18,7 +18,7 @@ from outpace.serving.keyed import check_stores
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
-    from outpace.train.online import OnlineLearner
+    from outpace.methods.draft_model.online.learner import OnlineLearner
 
 _SERVER = "Server"
 _LIMITS = "Limits"
@@ -292,9 +292,9 @@ def learner_for(engine: Engine, specs: list[str], topics: int, folder: str | Non
     Raises:
         OutpaceError: none of them does, or its files are damaged or in use.
     """
+    from outpace.methods.draft_model.online.data import OnlineConfig
+    from outpace.methods.draft_model.online.learner import OnlineLearner
     from outpace.serving.learning import learning_spec
-    from outpace.train.online import OnlineLearner
-    from outpace.train.online_data import OnlineConfig
 
     spec = learning_spec({one: engine.method(one) for one in specs})
     where = None if folder is None else Path(folder).expanduser()

@@ -79,7 +79,7 @@ ENTRIES = (
         "draft_model",
         "drafter",
         "lm",
-        "outpace.drafters.lm.draft_model:DraftModel",
+        "outpace.methods.draft_model.drafter:DraftModel",
         "A smaller model with the same vocabulary guesses",
         "Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318",
         trained=True,

@@ -9,7 +9,7 @@ is what a learner learns from. Learning happens on the service's thread, in unit
 a thread of its own would need workers of its own, beside which passes take twice as long
 (`outpace.serving.workers`), and would have to be kept from changing weights within a step.
 
-What a learner does is its own matter (`outpace.train.online` is one); if it fails, learning
+What a learner does is its own matter (`outpace.methods.draft_model.online.learner` is one); if it fails, learning
 ends, and serving goes on with the drafters that there are.
 """
 

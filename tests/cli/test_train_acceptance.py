@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 from outpace.cli import train
-from outpace.train.objectives.acceptance import Acceptance, AcceptanceTraining
+from outpace.methods.draft_model.acceptance_objective import Acceptance, AcceptanceTraining
 
 MODEL = ("--model", "tiny:7", "--dtype", "float32", "--threads", "1")
 SETTINGS = (

@@ -16,10 +16,10 @@ from outpace.drafters.base import Request
 from outpace.engine.requests import Ready
 from outpace.errors import SpecError
 from outpace.methods.dflash.objective import DflashObjective, DflashTraining
+from outpace.methods.draft_model.acceptance_objective import Acceptance, AcceptanceTraining
 from outpace.methods.lookup.datastore import write_datastore
 from outpace.models.base import TREE
 from outpace.sampling import Warp
-from outpace.train.objectives.acceptance import Acceptance, AcceptanceTraining
 from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
 from outpace.train.objectives.early_exit import EarlyExitObjective, EarlyExitTraining
 from outpace.train.objectives.hydra import Hydra, HydraTraining

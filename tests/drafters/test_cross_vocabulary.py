@@ -11,7 +11,6 @@ from outpace import Engine, ModelError, SpecError
 from outpace.analysis.tables import RIGHT
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
-from outpace.drafters.lm.draft_model import DraftModel
 from outpace.law import Law
 from outpace.methods.cascade.drafter import Cascade, read_k
 from outpace.methods.cross_vocabulary import drafter as cross_vocabulary
@@ -21,6 +20,7 @@ from outpace.methods.cross_vocabulary.drafter import CrossVocabulary
 from outpace.methods.cross_vocabulary.mirror import TAIL, Bridge
 from outpace.methods.cross_vocabulary.retokenize import retokenized, stretched
 from outpace.methods.cross_vocabulary.spelling import Piece, Shared, Spelling, shared
+from outpace.methods.draft_model.drafter import DraftModel
 from outpace.methods.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
 from outpace.methods.lookup.suffix import Suffix, SuffixConfig
 from outpace.models.text import SPACE_MARK, Tokenizer

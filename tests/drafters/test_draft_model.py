@@ -7,10 +7,10 @@ import torch
 
 from outpace import Engine, ModelError
 from outpace.drafters import trained
-from outpace.drafters.lm.draft_model import DraftModel, DraftModelConfig
 from outpace.law import VocabMap
+from outpace.methods.draft_model.drafter import DraftModel, DraftModelConfig
+from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
 from outpace.models.tiny import TableTarget, tiny
-from outpace.train.objectives.draft_model import DraftModelObjective, DraftModelTraining
 
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42, 43, 44], [77]]
 

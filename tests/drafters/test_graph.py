@@ -11,7 +11,7 @@ from outpace.analysis.stories import MoodyDrafter, Story
 from outpace.analysis.tables import RIGHT
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
-from outpace.drafters.lm.draft_model import DraftModel
+from outpace.methods.draft_model.drafter import DraftModel
 from outpace.methods.graph import Graph, GraphConfig, _Graph
 from outpace.models.tiny import TableTarget
 from outpace.params import SamplingParams

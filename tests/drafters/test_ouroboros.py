@@ -9,7 +9,7 @@ from outpace import Engine, ModelError, SpecError
 from outpace.analysis.tables import RIGHT
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
-from outpace.drafters.lm.draft_model import DraftModel
+from outpace.methods.draft_model.drafter import DraftModel
 from outpace.methods.ouroboros.drafter import Ouroboros, OuroborosConfig
 from outpace.methods.ouroboros.phrases import Phrases, Pool, discarded
 from outpace.models.tiny import TableTarget

@@ -11,10 +11,10 @@ from outpace.analysis.enumeration import EnumeratingCoins, fates
 from outpace.analysis.tables import RIGHT
 from outpace.coins import Stream
 from outpace.drafters.base import Request
-from outpace.drafters.lm.draft_model import DraftModel
 from outpace.drafters.worth import Chances
 from outpace.law import Law
 from outpace.methods.cross_vocabulary.follower import along
+from outpace.methods.draft_model.drafter import DraftModel
 from outpace.methods.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
 from outpace.methods.lookup.suffix import Suffix, SuffixConfig
 from outpace.methods.select.drafter import Select, SelectConfig

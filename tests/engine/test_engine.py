@@ -245,7 +245,7 @@ def test_bad_methods_are_refused_by_name(engine):
 
 
 def test_another_vocabulary_is_refused(monkeypatch, engine):
-    from outpace.drafters.lm import draft_model
+    from outpace.methods.draft_model import drafter as draft_model
 
     other = TableTarget.random(seed=0, vocab_size=engine.target.vocab_size + 1)
     with pytest.raises(ModelError, match="same vocabulary"):

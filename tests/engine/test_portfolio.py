@@ -6,8 +6,8 @@ import pytest
 
 from outpace import Engine, SamplingParams, SpecError, UnknownNameError
 from outpace.drafters.trained import home
+from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
 from outpace.methods.lookup.suffix import Suffix
-from outpace.train.objectives.draft_model import DraftModelObjective, DraftModelTraining
 from outpace.train.objectives.hydra import Hydra, HydraTraining
 from outpace.train.objectives.medusa import Medusa, MedusaTraining
 from outpace.types import CostCurve

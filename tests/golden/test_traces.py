@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outpace import Engine
-from outpace.drafters.lm.draft_model import DraftModel
+from outpace.methods.draft_model.drafter import DraftModel
 from outpace.models.tiny import TableTarget
 
 FILE = Path(__file__).with_name("traces.json")

@@ -19,12 +19,12 @@ from outpace.analysis.tables import RIGHT, NodeLaws, World, distance
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters import trained
 from outpace.drafters.base import Request
+from outpace.methods.draft_model.acceptance_objective import Acceptance, AcceptanceTraining
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
 from outpace.policies.base import PolicyRow
 from outpace.policies.specdecpp import LikelyRefused, SpecDecPlusPlus, SpecDecPlusPlusConfig
 from outpace.sampling import Warp
-from outpace.train.objectives.acceptance import Acceptance, AcceptanceTraining
 from outpace.tree.growth import DraftRow, grow
 from outpace.tree.shapes import budget, parse_shape
 from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Load, Signals

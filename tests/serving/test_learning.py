@@ -11,15 +11,15 @@ from outpace import Engine, RequestError
 from outpace.cli.main import main
 from outpace.config import data_folder
 from outpace.drafters.base import Drafter, Request
-from outpace.drafters.lm.draft_model import DraftModel
+from outpace.methods.draft_model.drafter import DraftModel
+from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
+from outpace.methods.draft_model.online.data import OnlineConfig
+from outpace.methods.draft_model.online.learner import OnlineLearner
 from outpace.models.tiny import tiny
 from outpace.server.metrics import Meters
 from outpace.serving.events import Done, Failed, ServiceStats
 from outpace.serving.learning import PATIENCE, Learning, Watched, learning_spec
 from outpace.serving.service import Service
-from outpace.train.objectives.draft_model import DraftModelObjective, DraftModelTraining
-from outpace.train.online import OnlineLearner
-from outpace.train.online_data import OnlineConfig
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Outcome, Scored, Verdict
 from tests.support import until

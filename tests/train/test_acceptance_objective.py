@@ -5,12 +5,9 @@ import math
 import pytest
 import torch
 
-from outpace.drafters.lm.acceptance_head import AcceptanceHead
-from outpace.drafters.lm.trained_model import load_trained
 from outpace.errors import ModelError
-from outpace.models.tiny import TableTarget, tiny
-from outpace.train.loop import LoopConfig, train
-from outpace.train.objectives.acceptance import (
+from outpace.methods.draft_model.acceptance_head import AcceptanceHead
+from outpace.methods.draft_model.acceptance_objective import (
     LABEL,
     STATE,
     Acceptance,
@@ -18,7 +15,10 @@ from outpace.train.objectives.acceptance import (
     law,
     weighted_loss,
 )
-from outpace.train.objectives.draft_model import DraftModelObjective, DraftModelTraining
+from outpace.methods.draft_model.files import load_trained
+from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
+from outpace.models.tiny import TableTarget, tiny
+from outpace.train.loop import LoopConfig, train
 from outpace.types import Feed
 from tests.train.texts import Listed, most_used, written
 

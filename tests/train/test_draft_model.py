@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from outpace.drafters.lm.trained_model import load_trained
 from outpace.errors import ModelError
+from outpace.methods.draft_model.files import load_trained
+from outpace.methods.draft_model.objective import DraftModelObjective as Trainee
+from outpace.methods.draft_model.objective import DraftModelTraining as Options
 from outpace.models.tiny import tiny
 from outpace.train.align import DRAFT_MODEL, Aligned, places
 from outpace.train.batches import Batch
 from outpace.train.loop import LoopConfig, train
-from outpace.train.objectives.draft_model import DraftModelObjective as Trainee
-from outpace.train.objectives.draft_model import DraftModelTraining as Options
 from outpace.types import Feed
 from tests.train.texts import Listed, most_used, written
 

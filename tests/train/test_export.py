@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 
 from outpace import ModelError
 from outpace.drafters.heads.eagle_files import read_head
-from outpace.drafters.lm.trained_model import load_trained
 from outpace.law import VocabMap
+from outpace.methods.draft_model.files import load_trained
+from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
 from outpace.models.load import load_target
 from outpace.models.rope import Rope
 from outpace.models.tiny import tiny
 from outpace.train.export import export, hf_config, whole_head
-from outpace.train.objectives.draft_model import DraftModelObjective, DraftModelTraining
 from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
 from outpace.types import Feed
 

@@ -15,14 +15,23 @@ import torch
 
 from outpace import Engine, ModelError, files
 from outpace.drafters.trained import read_tensors
+from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
+from outpace.methods.draft_model.online import inbox as online_inbox
+from outpace.methods.draft_model.online.data import (
+    Buffer,
+    Marks,
+    OnlineConfig,
+    Piece,
+    accepted,
+    top_kl,
+    top_laws,
+)
+from outpace.methods.draft_model.online.learner import OnlineLearner
+from outpace.methods.draft_model.online.topics import ENOUGH, Router
+from outpace.methods.draft_model.online.versions import BASE, Versions
 from outpace.models.tiny import tiny
 from outpace.serving.learning import Watched
-from outpace.train import losses, online_inbox
-from outpace.train.objectives.draft_model import DraftModelObjective, DraftModelTraining
-from outpace.train.online import OnlineLearner
-from outpace.train.online_data import Buffer, Marks, OnlineConfig, Piece, accepted, top_kl, top_laws
-from outpace.train.online_disk import BASE, Versions
-from outpace.train.online_topics import ENOUGH, Router
+from outpace.train import losses
 from outpace.types import Draft, Outcome, Scored, Verdict
 from tests.support import until
 
@@ -481,7 +490,7 @@ def test_kill_9(tmp_path):
 import os, sys
 from pathlib import Path
 from outpace import files
-from outpace.train.online_disk import Versions
+from outpace.methods.draft_model.online.versions import Versions
 {inspect.getsource(little)}
 for _ in sys.stdin:
     child = os.fork()

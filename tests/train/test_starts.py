@@ -5,10 +5,10 @@ import torch
 from safetensors.torch import load_file
 
 from outpace.methods.dflash.objective import DflashObjective, DflashTraining
+from outpace.methods.draft_model.acceptance_objective import Acceptance, AcceptanceTraining
+from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
 from outpace.models.load import load_target
 from outpace.train.kit import begin_from
-from outpace.train.objectives.acceptance import Acceptance, AcceptanceTraining
-from outpace.train.objectives.draft_model import DraftModelObjective, DraftModelTraining
 from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
 from outpace.train.objectives.early_exit import EarlyExitObjective, EarlyExitTraining
 from outpace.train.objectives.hydra import Hydra, HydraTraining

@@ -4,8 +4,8 @@ import torch
 
 from outpace import Engine
 from outpace.law import VocabMap
+from outpace.methods.draft_model.on_policy import features
 from outpace.train.batches import Batch
-from outpace.train.on_policy import features
 
 
 def written(target, count, *, seed, new=24, prompt=6, taps=("hidden.-1",), temperature=0.0):

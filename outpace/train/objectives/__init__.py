@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 OBJECTIVES: Mapping[str, str] = {
-    "acceptance": "outpace.train.objectives.acceptance:Acceptance",
-    "draft_model": "outpace.train.objectives.draft_model:DraftModelObjective",
+    "acceptance": "outpace.methods.draft_model.acceptance_objective:Acceptance",
+    "draft_model": "outpace.methods.draft_model.objective:DraftModelObjective",
     "eagle3": "outpace.train.objectives.eagle3:Eagle3",
     "kangaroo": "outpace.train.objectives.kangaroo:KangarooObjective",
     "early_exit": "outpace.train.objectives.early_exit:EarlyExitObjective",

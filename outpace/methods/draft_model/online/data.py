@@ -21,11 +21,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outpace.drafters.lm.draft_model import DraftModel
+from outpace.methods.draft_model.drafter import DraftModel
+from outpace.methods.draft_model.online.versions import Versions
 from outpace.rows import top
 from outpace.train.batches import Batch
 from outpace.train.losses import TINY
-from outpace.train.online_disk import Versions
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]

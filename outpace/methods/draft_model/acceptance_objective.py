@@ -32,15 +32,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outpace.drafters.lm.acceptance_head import METHOD, HeadShape
-from outpace.drafters.lm.draft_model import DraftModelConfig, load_model
 from outpace.law import VocabMap
+from outpace.methods.draft_model.acceptance_head import METHOD, HeadShape
+from outpace.methods.draft_model.drafter import DraftModelConfig, load_model
+from outpace.methods.draft_model.on_policy import features
 from outpace.models.base import EMBEDDINGS, TAPS, Target
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import CHUNK
 from outpace.train.objective import LAST, Objective, Step, write_drafter
-from outpace.train.on_policy import features
 
 STATE, LABEL = "draft.hidden.-1", "draft.accepted"
 """Features of a batch that was drawn: g of every row, and a of every row that learns, else -1."""

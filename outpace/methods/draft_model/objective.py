@@ -6,7 +6,7 @@ embedding and the rows of its head for the draft vocabulary, both borrowed and n
 All answer tokens are learned at once, from the target's laws.
 
 With ``on_policy`` a share of the batches gets answers that the draft model wrote itself, judged by
-the target's laws: the texts on which it will be asked (`outpace.train.on_policy`).
+the target's laws: the texts on which it will be asked (`outpace.methods.draft_model.on_policy`).
 
 Paper: DistillSpec, Zhou et al. 2023, arXiv:2310.08461.
 
@@ -27,6 +27,8 @@ from torch.nn import functional as F
 
 from outpace.drafters.trained import decoder_to_json, head_name, lender, read_embedding
 from outpace.law import VocabMap
+from outpace.methods.draft_model.on_policy import student_answers
+from outpace.methods.draft_model.training_net import DraftNet, chosen_layers, narrow_start, shape_of
 from outpace.models.base import EMBEDDINGS, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.train.align import DRAFT_MODEL, Aligned, places
@@ -44,8 +46,6 @@ from outpace.train.objective import (
     target_laws,
     write_drafter,
 )
-from outpace.train.objectives.draft_net import DraftNet, chosen_layers, narrow_start, shape_of
-from outpace.train.on_policy import student_answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,16 +34,16 @@ import numpy as np
 from torch import Tensor
 
 from outpace.config import MethodSpec, build, data_folder
-from outpace.drafters.lm.draft_model import DraftModel, DraftModelConfig
 from outpace.drafters.trained import WEIGHTS, find, is_drafter, read_tensors
 from outpace.errors import ModelError
+from outpace.methods.draft_model.drafter import DraftModel, DraftModelConfig
+from outpace.methods.draft_model.online.data import Branch, Buffer, Marks, OnlineConfig, Text, Version
+from outpace.methods.draft_model.online.inbox import Inbox
+from outpace.methods.draft_model.online.net import Desk
+from outpace.methods.draft_model.online.topics import Router, read_topics, write_topics
+from outpace.methods.draft_model.online.versions import BASE, TOPICS, Lock, Versions, digest_of
 from outpace.models.base import Target
 from outpace.train.memory import keep_freed_memory
-from outpace.train.online_data import Branch, Buffer, Marks, OnlineConfig, Text, Version
-from outpace.train.online_disk import BASE, TOPICS, Lock, Versions, digest_of
-from outpace.train.online_inbox import Inbox
-from outpace.train.online_net import Desk
-from outpace.train.online_topics import Router, read_topics, write_topics
 from outpace.types import ROOT, Outcome
 
 SURE = 2.0

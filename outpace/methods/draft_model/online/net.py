@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.drafters.lm.trained_model import EMBED, HEAD
 from outpace.drafters.trained import CONFIG, decoder_from_json, lender, read_config, read_tensors, vocab_map
+from outpace.methods.draft_model.files import EMBED, HEAD
+from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
+from outpace.methods.draft_model.online.data import Lesson, OnlineConfig, Piece, accepted, top_kl
+from outpace.methods.draft_model.training_net import DraftNet
 from outpace.models.base import Target
 from outpace.models.load import fast_dtype
 from outpace.train import checkpoint
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.objective import draft_ids
-from outpace.train.objectives.draft_model import DraftModelObjective, DraftModelTraining
-from outpace.train.objectives.draft_net import DraftNet
-from outpace.train.online_data import Lesson, OnlineConfig, Piece, accepted, top_kl
 
 
 @dataclass(slots=True)

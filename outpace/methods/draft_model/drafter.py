@@ -23,11 +23,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outpace.drafters.lm.acceptance_head import find_head
-from outpace.drafters.lm.trained_model import load_trained
 from outpace.drafters.model_rows import ModelDrafter
 from outpace.drafters.trained import find, is_drafter
 from outpace.errors import ModelError
+from outpace.methods.draft_model.acceptance_head import find_head
+from outpace.methods.draft_model.files import load_trained
 from outpace.models.base import LAYERS, Target
 from outpace.models.load import load_target
 

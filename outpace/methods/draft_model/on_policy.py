@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from outpace.law import VocabMap
+from outpace.methods.draft_model.training_net import DraftNet
 from outpace.models.base import Target
 from outpace.train.align import places
 from outpace.train.batches import Batch
-from outpace.train.objectives.draft_net import DraftNet
 from outpace.types import Feed
 
 

@@ -18,7 +18,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from outpace.train.online_data import Text, top_laws
+from outpace.methods.draft_model.online.data import Text, top_laws
 
 MOST = 256
 """Judged tokens that wait at most, and passes and ends of texts: 25 MB for the vocabulary above in
