@@ -45,8 +45,8 @@ def compare(work: Path, python: str) -> int:
     import torch
     from safetensors.torch import load_file, save_file
 
+    from outpace.methods.eagle3.export import export
     from outpace.models.tiny import tiny
-    from outpace.train.export import export
 
     target = tiny(layers=8)
     verifier = write_verifier(target, work / "verifier")
@@ -71,7 +71,7 @@ def write_verifier(target: Any, folder: Path) -> Path:
     """The small target as a plain folder of transformers."""
     from safetensors.torch import save_file
 
-    from outpace.train.export import hf_config
+    from outpace.methods.eagle3.export import hf_config
 
     folder.mkdir()
     names = target.config.tensor_shapes()
@@ -85,7 +85,7 @@ def make_head(target: Any, folder: Path) -> None:
     import torch
 
     from outpace.law import VocabMap
-    from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
+    from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 
     known = torch.tensor([i for i in range(target.vocab_size) if i % 3])
     feed_V = torch.full((target.vocab_size,), -1)
@@ -103,7 +103,7 @@ def our_logits(target: Any, folder: Path) -> tuple[dict[tuple[int, int], Any], A
     import torch
 
     from outpace.drafters.base import Request
-    from outpace.drafters.heads.eagle3 import Eagle3, Eagle3Config
+    from outpace.methods.eagle3.drafter import Eagle3, Eagle3Config
     from outpace.tree.growth import Branch
     from outpace.types import ROOT, Draft, Feed, Outcome, Verdict
 

@@ -72,9 +72,9 @@ def export(
         registry.entry("drafter", source)
 
     from outpace.drafters.trained import find
+    from outpace.methods.eagle3.export import check_format
+    from outpace.methods.eagle3.export import export as write
     from outpace.models.load import load_target
-    from outpace.train.export import check_format
-    from outpace.train.export import export as write
 
     check_format(form)
     with show.busy(f"exporting {source}"):

@@ -112,7 +112,7 @@ ENTRIES = (
         "eagle3",
         "drafter",
         "heads",
-        "outpace.drafters.heads.eagle3:Eagle3",
+        "outpace.methods.eagle3.drafter:Eagle3",
         "One layer on features of the target guesses; trees, T > 0; reads EAGLE-1/2/3 heads",
         "Li et al. 2025 (EAGLE-3), arXiv:2503.01840; EAGLE-2, arXiv:2406.16858",
         trained=True,

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from outpace.drafters.trained import home
+from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 from outpace.models.tiny import tiny
-from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,10 @@ from outpace.engine.requests import Ready
 from outpace.errors import SpecError
 from outpace.methods.dflash.objective import DflashObjective, DflashTraining
 from outpace.methods.draft_model.acceptance_objective import Acceptance, AcceptanceTraining
+from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 from outpace.methods.lookup.datastore import write_datastore
 from outpace.models.base import TREE
 from outpace.sampling import Warp
-from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
 from outpace.train.objectives.early_exit import EarlyExitObjective, EarlyExitTraining
 from outpace.train.objectives.hydra import Hydra, HydraTraining
 from outpace.train.objectives.kangaroo import KangarooObjective, KangarooTraining

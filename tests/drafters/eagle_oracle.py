@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch.nn import functional as F
 
-from outpace.models.eagle import EagleShape
+from outpace.methods.eagle3.net import EagleShape
 from outpace.train.networks import turned
 
 

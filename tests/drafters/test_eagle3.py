@@ -10,18 +10,18 @@ from outpace import Engine
 from outpace.cache.dense import DenseCache
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
-from outpace.drafters.heads import eagle3
-from outpace.drafters.heads.eagle3 import Eagle3, Eagle3Config
 from outpace.law import VocabMap
-from outpace.models import eagle
+from outpace.methods.eagle3 import drafter as eagle3
+from outpace.methods.eagle3 import net as eagle
+from outpace.methods.eagle3.drafter import Eagle3, Eagle3Config
+from outpace.methods.eagle3.net import EagleNet
+from outpace.methods.eagle3.objective import Eagle3 as Objective
+from outpace.methods.eagle3.objective import Eagle3Config as Training
 from outpace.models.attention import Attention, Span
-from outpace.models.eagle import EagleNet
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
 from outpace.train.align import EAGLE, Aligned
-from outpace.train.objectives.eagle3 import Eagle3 as Objective
-from outpace.train.objectives.eagle3 import Eagle3Config as Training
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import parse_shape
 from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Outcome, Scored, Verdict

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outpace import Engine, ModelError
-from outpace.drafters.heads.eagle3 import Eagle3, Eagle3Config
-from outpace.drafters.heads.eagle_files import read_head
 from outpace.drafters.trained import read_embedding
 from outpace.law import VocabMap
+from outpace.methods.eagle3.drafter import Eagle3, Eagle3Config
+from outpace.methods.eagle3.files import read_head
+from outpace.methods.eagle3.objective import Eagle3 as Objective
+from outpace.methods.eagle3.objective import Eagle3Config as Training
 from outpace.models.tiny import TableTarget, tiny
-from outpace.train.objectives.eagle3 import Eagle3 as Objective
-from outpace.train.objectives.eagle3 import Eagle3Config as Training
 from tests.drafters.eagle_oracle import random_tensors, shape_for
 
 LAYER = {

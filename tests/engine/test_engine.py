@@ -13,8 +13,8 @@ from outpace import (
     SpecError,
     UnknownNameError,
 )
+from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 from outpace.models.tiny import TableTarget
-from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
 from outpace.types import Budget, Draft, Plan, Riders
 
 SHORT = {"max_new_tokens": 8, "ignore_eos": True}

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from outpace import Engine
+from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 from outpace.models.tiny import tiny
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.loop import LoopConfig, train
-from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
 from tests.train.texts import Listed, most_used, written
 
 TAPS = ("hidden.2", "hidden.1", "hidden.-1")

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from outpace import ModelError
-from outpace.drafters.heads.eagle_files import read_head
 from outpace.law import VocabMap
 from outpace.methods.draft_model.files import load_trained
 from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
+from outpace.methods.eagle3.export import export, hf_config, whole_head
+from outpace.methods.eagle3.files import read_head
+from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 from outpace.models.load import load_target
 from outpace.models.rope import Rope
 from outpace.models.tiny import tiny
-from outpace.train.export import export, hf_config, whole_head
-from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
 from outpace.types import Feed
 
 LAYER = {

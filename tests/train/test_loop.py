@@ -13,12 +13,12 @@ import torch
 
 from outpace.errors import OutpaceError
 from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
+from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 from outpace.models.tiny import tiny
 from outpace.train import checkpoint, curves
 from outpace.train.batches import Batch
 from outpace.train.loop import LoopConfig, Progress, clock, emitted, train
 from outpace.train.objective import Step
-from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
 from tests.train.texts import Listed, most_used, written
 
 TAPS = ("hidden.2", "hidden.1", "hidden.-1")

@@ -7,9 +7,9 @@ from safetensors.torch import load_file
 from outpace.methods.dflash.objective import DflashObjective, DflashTraining
 from outpace.methods.draft_model.acceptance_objective import Acceptance, AcceptanceTraining
 from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
+from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 from outpace.models.load import load_target
 from outpace.train.kit import begin_from
-from outpace.train.objectives.eagle3 import Eagle3, Eagle3Config
 from outpace.train.objectives.early_exit import EarlyExitObjective, EarlyExitTraining
 from outpace.train.objectives.hydra import Hydra, HydraTraining
 from outpace.train.objectives.kangaroo import KangarooObjective, KangarooTraining

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 OBJECTIVES: Mapping[str, str] = {
     "acceptance": "outpace.methods.draft_model.acceptance_objective:Acceptance",
     "draft_model": "outpace.methods.draft_model.objective:DraftModelObjective",
-    "eagle3": "outpace.train.objectives.eagle3:Eagle3",
+    "eagle3": "outpace.methods.eagle3.objective:Eagle3",
     "kangaroo": "outpace.train.objectives.kangaroo:KangarooObjective",
     "early_exit": "outpace.train.objectives.early_exit:EarlyExitObjective",
     "medusa": "outpace.train.objectives.medusa:Medusa",

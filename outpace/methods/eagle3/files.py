@@ -37,8 +37,8 @@ from outpace.drafters.trained import (
     vocab_map,
 )
 from outpace.errors import ModelError
+from outpace.methods.eagle3.net import EagleShape
 from outpace.models.base import Target
-from outpace.models.eagle import EagleShape
 from outpace.models.families import DecoderConfig
 from outpace.models.fields import brief, read_json
 

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from outpace.drafters.base import ExpandingDrafter, Request
-from outpace.drafters.heads.eagle_files import find_head, read_head
+from outpace.methods.eagle3.files import find_head, read_head
+from outpace.methods.eagle3.net import EagleNet
 from outpace.models.base import EMBEDDINGS, TAPS, Target
-from outpace.models.eagle import EagleNet
 from outpace.models.passes import PassRows
 from outpace.tree.growth import Branch, DraftRow
 from outpace.types import NOTHING, ROOT, Draft, Feed, Outcome

@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from outpace.drafters.trained import decoder_to_json, lender, read_embedding
 from outpace.errors import ModelError
 from outpace.law import VocabMap
+from outpace.methods.eagle3.training_net import Eagle3Net, take
 from outpace.models.base import EMBEDDINGS, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
@@ -49,7 +50,6 @@ from outpace.train.objective import (
     target_laws,
     write_drafter,
 )
-from outpace.train.objectives.eagle3_net import Eagle3Net, take
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

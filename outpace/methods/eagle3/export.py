@@ -25,7 +25,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outpace.drafters.heads.eagle_files import VERIFIER_DIGEST, Head, default_taps, read_head
 from outpace.drafters.trained import (
     CONFIG,
     WEIGHTS,
@@ -39,6 +38,7 @@ from outpace.drafters.trained import (
 )
 from outpace.errors import ModelError
 from outpace.files import replaced, write_whole
+from outpace.methods.eagle3.files import VERIFIER_DIGEST, Head, default_taps, read_head
 from outpace.models.base import Target
 from outpace.models.families import HF_ACTIVATIONS, DecoderConfig
 from outpace.models.fields import read_json
