@@ -1,6 +1,6 @@
 import json
 
-from outpace.drafters.own.early_exit import EarlyExit, EarlyExitConfig
+from outpace.methods.early_exit.drafter import EarlyExit, EarlyExitConfig
 from outpace.models.load import load_target
 from tests.cli.support import trained_by_command
 

@@ -18,12 +18,12 @@ from outpace.errors import SpecError
 from outpace.methods.dflash.objective import DflashObjective, DflashTraining
 from outpace.methods.draft_model.acceptance_objective import Acceptance, AcceptanceTraining
 from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
+from outpace.methods.early_exit.kangaroo_objective import KangarooObjective, KangarooTraining
+from outpace.methods.early_exit.objective import EarlyExitObjective, EarlyExitTraining
 from outpace.methods.lookup.datastore import write_datastore
 from outpace.models.base import TREE
 from outpace.sampling import Warp
-from outpace.train.objectives.early_exit import EarlyExitObjective, EarlyExitTraining
 from outpace.train.objectives.hydra import Hydra, HydraTraining
-from outpace.train.objectives.kangaroo import KangarooObjective, KangarooTraining
 from outpace.train.objectives.medusa import Medusa, MedusaTraining
 from outpace.train.objectives.ppd import Ppd, PpdTraining
 from outpace.tree.growth import DraftRow

@@ -13,17 +13,17 @@ from outpace.cache.base import Lease
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters import trained
 from outpace.drafters.base import Request
-from outpace.drafters.heads.adapter_rows import AdapterRows
-from outpace.drafters.own.early_exit import EarlyExit, EarlyExitConfig
-from outpace.drafters.own.exits import Belief, pick
-from outpace.drafters.shallow import ShallowRows, reordered
+from outpace.methods.early_exit.adapter_rows import AdapterRows
+from outpace.methods.early_exit.drafter import EarlyExit, EarlyExitConfig
+from outpace.methods.early_exit.exits import Belief, pick
+from outpace.methods.early_exit.objective import EarlyExitObjective, EarlyExitTraining
+from outpace.methods.early_exit.shallow import ShallowRows, reordered
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
 from outpace.step import Machine, step
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
-from outpace.train.objectives.early_exit import EarlyExitObjective, EarlyExitTraining
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import budget
 from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Outcome, Verdict

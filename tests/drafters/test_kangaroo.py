@@ -17,16 +17,16 @@ from outpace.cache.base import Lease
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters import trained
 from outpace.drafters.base import Request
-from outpace.drafters.heads.adapter_rows import AdapterRows
-from outpace.drafters.heads.kangaroo import Doubt, Kangaroo, KangarooConfig
-from outpace.drafters.shallow import ShallowRows
+from outpace.methods.early_exit.adapter_rows import AdapterRows
+from outpace.methods.early_exit.kangaroo_drafter import Doubt, Kangaroo, KangarooConfig
+from outpace.methods.early_exit.kangaroo_objective import KangarooObjective, KangarooTraining
+from outpace.methods.early_exit.shallow import ShallowRows
 from outpace.models.passes import PassRows
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
-from outpace.train.objectives.kangaroo import KangarooObjective, KangarooTraining
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import budget
 from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Outcome, Shape, Signals, Verdict

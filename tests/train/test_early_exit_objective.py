@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from outpace.methods.early_exit.kangaroo_objective import DOUBT
+from outpace.methods.early_exit.objective import EarlyExitObjective, EarlyExitTraining
 from outpace.models.tiny import tiny
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.kit import begin_from
-from outpace.train.objectives.early_exit import EarlyExitObjective, EarlyExitTraining
-from outpace.train.objectives.kangaroo import DOUBT
 from tests.support import off_start
 from tests.train.texts import most_used, written
 

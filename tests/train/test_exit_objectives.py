@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from outpace.errors import ModelError
+from outpace.methods.early_exit.kangaroo_objective import KangarooObjective
+from outpace.methods.early_exit.objective import EarlyExitObjective
 from outpace.models.tiny import TableTarget, tiny
 from outpace.train.loop import LoopConfig, train
-from outpace.train.objectives.early_exit import EarlyExitObjective
-from outpace.train.objectives.kangaroo import KangarooObjective
 from tests.support import off_start
 from tests.train.texts import Listed, most_used, written
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from outpace.methods.early_exit.kangaroo_objective import KangarooObjective, KangarooTraining
 from outpace.models.tiny import tiny
 from outpace.train import losses
 from outpace.train.align import DRAFT_MODEL, Aligned
-from outpace.train.objectives.kangaroo import KangarooObjective, KangarooTraining
 from tests.support import off_start
 from tests.train.texts import most_used, written
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from outpace.clock import PassClock
-from outpace.drafters.shallow import ShallowRows
 from outpace.drafters.trained import CONFIG, decoder_from_json, lender, read_config, read_tensors, vocab_map
 from outpace.errors import ModelError
 from outpace.law import VocabMap
-from outpace.models.adapter import Adapter, adapter_shapes
+from outpace.methods.early_exit.adapter import Adapter, adapter_shapes
+from outpace.methods.early_exit.shallow import ShallowRows
 from outpace.models.base import Target
 from outpace.models.passes import PassRows
 from outpace.tree.growth import Branch

@@ -24,9 +24,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from outpace.methods.early_exit.kangaroo_objective import AdapterNet, KangarooObjective, KangarooTraining
 from outpace.models.families import DecoderConfig
 from outpace.train.networks import Mlp, Norm
-from outpace.train.objectives.kangaroo import AdapterNet, KangarooObjective, KangarooTraining
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class Behind(Norm):
 
 
 class LayerNet(AdapterNet):
-    """An adapter with an MLP; arithmetic is that of `outpace.models.adapter`."""
+    """An adapter with an MLP; arithmetic is that of `outpace.methods.early_exit.adapter`."""
 
     def __init__(self, shape: DecoderConfig, device: torch.device) -> None:
         super().__init__(shape, device)

@@ -71,7 +71,7 @@ class KangarooTraining:
 
 
 class AdapterNet(nn.Module):
-    """What is trained; names and arithmetic are those of `outpace.models.adapter`."""
+    """What is trained; names and arithmetic are those of `outpace.methods.early_exit.adapter`."""
 
     def __init__(self, shape: DecoderConfig, device: torch.device) -> None:
         super().__init__()

@@ -30,11 +30,11 @@ from torch import Tensor
 
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request
-from outpace.drafters.own.exit_head import ExitHead, ExitState
-from outpace.drafters.own.exits import Belief, pick
-from outpace.drafters.shallow import ShallowRows
 from outpace.drafters.trained import candidates, find
 from outpace.errors import ModelError
+from outpace.methods.early_exit.exit_head import ExitHead, ExitState
+from outpace.methods.early_exit.exits import Belief, pick
+from outpace.methods.early_exit.shallow import ShallowRows
 from outpace.models.base import LAYERS, TAPS, Target
 from outpace.tree.growth import Branch, DraftRow, grow
 from outpace.types import NOTHING, Draft, Outcome

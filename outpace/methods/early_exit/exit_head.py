@@ -5,8 +5,8 @@
 
 The file of the first kind has ``norm.weight`` [H] as the target stores its norms, and may have
 ``linear.weight`` [H, H]. That of the second, which ``outpace train early_exit`` makes, has a layer
-of the target's shape besides (`outpace.models.adapter`), with attention over the text: its keys
-are kept in step as those of any adapter (`outpace.drafters.heads.adapter_rows`). Either may have
+of the target's shape besides (`outpace.methods.early_exit.adapter`), with attention over the text: its keys
+are kept in step as those of any adapter (`outpace.methods.early_exit.adapter_rows`). Either may have
 ``d2t`` (see `outpace.drafters.trained`); config.json names the ``layer`` e. The head's rows are the
 target's: a slice, never a copy of their own.
 
@@ -25,16 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.drafters.heads.adapter_rows import (
+from outpace.drafters.trained import lender, read_config, read_tensors, vocab_map
+from outpace.errors import ModelError
+from outpace.methods.early_exit.adapter_rows import (
     AdapterRows,
     AdapterState,
     exit_layer,
     made_adapter,
     weight_shapes,
 )
-from outpace.drafters.own.exits import Belief
-from outpace.drafters.trained import lender, read_config, read_tensors, vocab_map
-from outpace.errors import ModelError
+from outpace.methods.early_exit.exits import Belief
 from outpace.models.base import Target
 from outpace.models.packed import Linear
 from outpace.models.rowwise import Norm
