@@ -21,10 +21,10 @@ from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 from outpace.methods.early_exit.kangaroo_objective import KangarooObjective, KangarooTraining
 from outpace.methods.early_exit.objective import EarlyExitObjective, EarlyExitTraining
 from outpace.methods.lookup.datastore import write_datastore
+from outpace.methods.medusa.hydra_objective import Hydra, HydraTraining
+from outpace.methods.medusa.objective import Medusa, MedusaTraining
 from outpace.models.base import TREE
 from outpace.sampling import Warp
-from outpace.train.objectives.hydra import Hydra, HydraTraining
-from outpace.train.objectives.medusa import Medusa, MedusaTraining
 from outpace.train.objectives.ppd import Ppd, PpdTraining
 from outpace.tree.growth import DraftRow
 from outpace.tree.mask import is_chain

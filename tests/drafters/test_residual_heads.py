@@ -10,19 +10,19 @@ from outpace import Engine
 from outpace.analysis.best_tree import expected, optimal
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
-from outpace.drafters.heads.hydra import Hydra, HydraConfig
-from outpace.drafters.heads.medusa import Medusa, MedusaConfig
-from outpace.drafters.heads.residual import STOCK, Heads, HeadsShape
 from outpace.drafters.static_tree import likeliest
 from outpace.errors import ModelError
 from outpace.law import VocabMap
+from outpace.methods.medusa.drafter import Medusa, MedusaConfig
+from outpace.methods.medusa.heads import STOCK, Heads, HeadsShape
+from outpace.methods.medusa.hydra_drafter import Hydra, HydraConfig
+from outpace.methods.medusa.hydra_objective import Hydra as HydraObjective
+from outpace.methods.medusa.hydra_objective import HydraTraining
+from outpace.methods.medusa.objective import Medusa as MedusaObjective
+from outpace.methods.medusa.objective import MedusaTraining
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
-from outpace.train.objectives.hydra import Hydra as HydraObjective
-from outpace.train.objectives.hydra import HydraTraining
-from outpace.train.objectives.medusa import Medusa as MedusaObjective
-from outpace.train.objectives.medusa import MedusaTraining
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import budget, parse_shape
 from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Outcome, Shape, Verdict

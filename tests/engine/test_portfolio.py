@@ -8,8 +8,8 @@ from outpace import Engine, SamplingParams, SpecError, UnknownNameError
 from outpace.drafters.trained import home
 from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
 from outpace.methods.lookup.suffix import Suffix
-from outpace.train.objectives.hydra import Hydra, HydraTraining
-from outpace.train.objectives.medusa import Medusa, MedusaTraining
+from outpace.methods.medusa.hydra_objective import Hydra, HydraTraining
+from outpace.methods.medusa.objective import Medusa, MedusaTraining
 from outpace.types import CostCurve
 
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42, 43, 44, 40, 41, 42], [77]]

@@ -10,13 +10,13 @@ from torch.nn import functional as F
 from outpace import Engine
 from outpace.drafters.static_tree import likeliest
 from outpace.errors import ModelError
+from outpace.methods.medusa.hydra_objective import Hydra, HydraTraining
+from outpace.methods.medusa.objective import Medusa, MedusaTraining
 from outpace.models.tiny import TableTarget, tiny
 from outpace.train import losses
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.corpus import CorpusPrompt
 from outpace.train.kit import Kit
-from outpace.train.objectives.hydra import Hydra, HydraTraining
-from outpace.train.objectives.medusa import Medusa, MedusaTraining
 from outpace.train.options import read_options
 from outpace.train.ranks import ranked
 from outpace.tree.shapes import read_shape

@@ -10,10 +10,10 @@ from outpace.methods.draft_model.objective import DraftModelObjective, DraftMode
 from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 from outpace.methods.early_exit.kangaroo_objective import KangarooObjective, KangarooTraining
 from outpace.methods.early_exit.objective import EarlyExitObjective, EarlyExitTraining
+from outpace.methods.medusa.hydra_objective import Hydra, HydraTraining
+from outpace.methods.medusa.objective import Medusa, MedusaTraining
 from outpace.models.load import load_target
 from outpace.train.kit import begin_from
-from outpace.train.objectives.hydra import Hydra, HydraTraining
-from outpace.train.objectives.medusa import Medusa, MedusaTraining
 from outpace.train.objectives.ppd import Ppd, PpdTraining
 
 KINDS = {

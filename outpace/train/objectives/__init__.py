@@ -8,8 +8,8 @@ OBJECTIVES: Mapping[str, str] = {
     "eagle3": "outpace.methods.eagle3.objective:Eagle3",
     "kangaroo": "outpace.methods.early_exit.kangaroo_objective:KangarooObjective",
     "early_exit": "outpace.methods.early_exit.objective:EarlyExitObjective",
-    "medusa": "outpace.train.objectives.medusa:Medusa",
-    "hydra": "outpace.train.objectives.hydra:Hydra",
+    "medusa": "outpace.methods.medusa.objective:Medusa",
+    "hydra": "outpace.methods.medusa.hydra_objective:Hydra",
     "ppd": "outpace.train.objectives.ppd:Ppd",
     "dflash": "outpace.methods.dflash.objective:DflashObjective",
 }

@@ -31,11 +31,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outpace.drafters.heads.residual import HeadsShape
 from outpace.drafters.static_tree import LARGEST, likeliest
 from outpace.drafters.trained import head_name, lender
 from outpace.files import write_whole
 from outpace.law import VocabMap
+from outpace.methods.medusa.heads import HeadsShape
 from outpace.models.base import EMBEDDINGS, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.train.align import EAGLE, Aligned

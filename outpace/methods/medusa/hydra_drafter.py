@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.drafters.heads.residual import Heads, HeadState, ResidualDrafter, read_heads, unit
+from outpace.methods.medusa.heads import Heads, HeadState, ResidualDrafter, read_heads, unit
 from outpace.models.base import Target
 from outpace.tree.growth import Branch
 from outpace.types import ROOT

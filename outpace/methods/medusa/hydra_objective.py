@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.drafters.heads.residual import unit
 from outpace.drafters.trained import read_embedding
 from outpace.law import VocabMap
+from outpace.methods.medusa.heads import unit
+from outpace.methods.medusa.objective import HeadsNet, Medusa, MedusaTraining
 from outpace.models.decoder import Decoder
 from outpace.train.align import Aligned
-from outpace.train.objectives.medusa import HeadsNet, Medusa, MedusaTraining
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
