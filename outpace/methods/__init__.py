@@ -148,7 +148,7 @@ ENTRIES = (
         "ppd",
         "drafter",
         "heads",
-        "outpace.drafters.heads.ppd:Ppd",
+        "outpace.methods.ppd.drafter:Ppd",
         "Trained prompt tokens ride in the target's pass and guess ahead; a few KB of weights",
         "Chen et al. 2024 (PPD), arXiv:2405.18628",
         trained=True,

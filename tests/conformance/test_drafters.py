@@ -23,9 +23,9 @@ from outpace.methods.early_exit.objective import EarlyExitObjective, EarlyExitTr
 from outpace.methods.lookup.datastore import write_datastore
 from outpace.methods.medusa.hydra_objective import Hydra, HydraTraining
 from outpace.methods.medusa.objective import Medusa, MedusaTraining
+from outpace.methods.ppd.objective import Ppd, PpdTraining
 from outpace.models.base import TREE
 from outpace.sampling import Warp
-from outpace.train.objectives.ppd import Ppd, PpdTraining
 from outpace.tree.growth import DraftRow
 from outpace.tree.mask import is_chain
 from outpace.types import Budget, Draft, Drawn, Feed, Outcome, Verdict, VocabMap

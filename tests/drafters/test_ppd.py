@@ -11,16 +11,16 @@ import torch
 from outpace import Engine, ModelError, SpecError
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
-from outpace.drafters.heads import ppd_trees
-from outpace.drafters.heads.ppd import STOCK, Ppd, PpdConfig, _Memo
-from outpace.drafters.heads.ppd_trees import ends, evaluate, pass_seconds, reaches, solve
-from outpace.drafters.heads.prompts import Prompts, read_prompts
 from outpace.law import VocabMap
+from outpace.methods.ppd import trees as ppd_trees
+from outpace.methods.ppd.drafter import STOCK, Ppd, PpdConfig, _Memo
+from outpace.methods.ppd.files import Prompts, read_prompts
+from outpace.methods.ppd.objective import Ppd as PpdObjective
+from outpace.methods.ppd.objective import PpdTraining
+from outpace.methods.ppd.trees import ends, evaluate, pass_seconds, reaches, solve
 from outpace.models.tiny import TableTarget, tiny
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
-from outpace.train.objectives.ppd import Ppd as PpdObjective
-from outpace.train.objectives.ppd import PpdTraining
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import budget
 from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Outcome, Riders, Verdict

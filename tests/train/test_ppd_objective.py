@@ -7,16 +7,16 @@ import torch
 from safetensors.torch import load_file
 
 from outpace import Engine
-from outpace.drafters.heads.prompts import read_prompts
 from outpace.errors import ModelError
+from outpace.methods.ppd.files import read_prompts
+from outpace.methods.ppd.objective import Ppd, PpdTraining
+from outpace.methods.ppd.training_net import attend, sight
 from outpace.models.tiny import TableTarget, tiny
 from outpace.train import losses
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.corpus import CorpusPrompt
 from outpace.train.kit import Kit
 from outpace.train.loop import LoopConfig, train
-from outpace.train.objectives.ppd import Ppd, PpdTraining
-from outpace.train.objectives.rider_net import attend, sight
 from outpace.train.options import read_options
 from outpace.types import ROOT, Feed, Riders
 from tests.train.texts import Listed, most_used, written

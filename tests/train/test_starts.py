@@ -12,9 +12,9 @@ from outpace.methods.early_exit.kangaroo_objective import KangarooObjective, Kan
 from outpace.methods.early_exit.objective import EarlyExitObjective, EarlyExitTraining
 from outpace.methods.medusa.hydra_objective import Hydra, HydraTraining
 from outpace.methods.medusa.objective import Medusa, MedusaTraining
+from outpace.methods.ppd.objective import Ppd, PpdTraining
 from outpace.models.load import load_target
 from outpace.train.kit import begin_from
-from outpace.train.objectives.ppd import Ppd, PpdTraining
 
 KINDS = {
     "acceptance": (Acceptance, AcceptanceTraining(draft="tiny", draft_layers=1)),

@@ -10,7 +10,7 @@ OBJECTIVES: Mapping[str, str] = {
     "early_exit": "outpace.methods.early_exit.objective:EarlyExitObjective",
     "medusa": "outpace.methods.medusa.objective:Medusa",
     "hydra": "outpace.methods.medusa.hydra_objective:Hydra",
-    "ppd": "outpace.train.objectives.ppd:Ppd",
+    "ppd": "outpace.methods.ppd.objective:Ppd",
     "dflash": "outpace.methods.dflash.objective:DflashObjective",
 }
 """Method -> ``module:Class``, imported when asked for."""

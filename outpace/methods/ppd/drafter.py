@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 
 from outpace.drafters.base import ExpandingDrafter, Request
-from outpace.drafters.heads.ppd_trees import Rates, StateMachine, pass_seconds, solve
-from outpace.drafters.heads.prompts import Prompts, read_prompts
+from outpace.methods.ppd.files import Prompts, read_prompts
+from outpace.methods.ppd.trees import Rates, StateMachine, pass_seconds, solve
 from outpace.models.base import EMBEDDINGS, TREE, Target
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import parse_shape

@@ -34,16 +34,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outpace.drafters.heads.prompts import METHOD, PROMPTS
 from outpace.drafters.trained import head_name, lender
 from outpace.law import VocabMap
+from outpace.methods.ppd.files import METHOD, PROMPTS
+from outpace.methods.ppd.training_net import RiderNet
 from outpace.models.base import EMBEDDINGS, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import check, depth_weights, head_loss, weighted
 from outpace.train.objective import Objective, Step, draft_ids, target_laws, whole_laws, write_drafter
-from outpace.train.objectives.rider_net import RiderNet
 from outpace.train.ranks import RankedChain, Ranks, ranked
 
 UNIT = 50.0

@@ -10,10 +10,10 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from outpace.drafters.heads.ppd_trees import Rates
 from outpace.drafters.trained import CONFIG, find, read_config, read_tensors, vocab_map
 from outpace.errors import ModelError
 from outpace.law import VocabMap
+from outpace.methods.ppd.trees import Rates
 from outpace.models.base import Target
 
 METHOD = "ppd"
