@@ -1,1 +1,0 @@
-"""Drafters that read the target's own features."""

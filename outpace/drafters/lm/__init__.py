@@ -1,1 +1,0 @@
-"""Guesses from another language model."""

@@ -1,1 +1,0 @@
-"""Drafters made of the target's own layers."""
