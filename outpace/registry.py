@@ -1,8 +1,8 @@
 """The one table of methods: name -> where its class is.
 
 Classes are imported on first use. The drafting methods of this package are listed in
-`outpace.methods`, and nowhere else. A third party adds entries through the entry points
-``outpace.drafters``, ``outpace.verifiers`` and ``outpace.policies``: each names a class with a
+`outpace.methods`, and nowhere else. A third party adds entries through entry points, one group
+per kind (``outpace.drafters``, ``outpace.verifiers``, and so on): each names a class with a
 docstring, or a `MethodEntry`. They are imported when they are asked for by name, or listed.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from outpace.errors import OutpaceError, UnknownNameError
 
-Kind = Literal["drafter", "verifier", "policy"]
+Kind = Literal["drafter", "verifier", "policy", "objective", "learner", "builder", "exporter", "planner"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class MethodEntry:
     family: str
     """Drafters: none, lookup, lm, own, heads, compose. Others: their kind."""
     path: str
-    """``module:Class``."""
+    """``module:Class``, ``module:function``, or a module."""
     summary: str
     """One line for help and docs."""
     paper: str | None = None
@@ -42,9 +42,17 @@ class MethodEntry:
     """Whether it needs weights of its own."""
     auto: bool = False
     """Whether `auto` takes it as a member unasked; trained ones are, where they are found."""
+    borrows: str | None = None
+    """The method whose trained drafter it takes, where it has none of its own."""
+    can: tuple[str, ...] = ()
+    """What others look for by ability and not by name; see ``able``."""
 
+
+REPRODUCES, READS_REFERENCE, KEEPS_STORE = "reproduces", "reads-reference", "keeps-store"
 
 _METHODS = "outpace.methods"
+_DECODING = ("drafter", "verifier", "policy")
+_CALLED = {"objective": "method to train", "exporter": "method to export", "builder": "file to build"}
 _CORE = (
     MethodEntry(
         "none", "drafter", "none", "outpace.drafters.none:NoDrafter", "Plain decoding: the empty draft"
@@ -128,6 +136,7 @@ _CORE = (
         "outpace.verifiers.coupled:Coupled",
         "Draft and target share position-keyed noise: same seed, same text, any drafter",
         "Gumbel coupling, arXiv:2408.07978",
+        can=(REPRODUCES,),
     ),
     MethodEntry(
         "fixed",
@@ -191,6 +200,10 @@ _GROUPS: tuple[tuple[Kind, str], ...] = (
     ("drafter", "outpace.drafters"),
     ("verifier", "outpace.verifiers"),
     ("policy", "outpace.policies"),
+    ("objective", "outpace.objectives"),
+    ("learner", "outpace.learners"),
+    ("builder", "outpace.builders"),
+    ("exporter", "outpace.exporters"),
 )
 
 
@@ -271,11 +284,12 @@ class _PlugIn:
 
 
 def entries(kind: Kind | None = None) -> list[MethodEntry]:
-    """All methods, or those of one kind, in table order."""
+    """Methods of one kind, or all drafters, verifiers and policies, in table order."""
+    kinds = _DECODING if kind is None else (kind,)
     return [
         one if isinstance(one, MethodEntry) else one.listed()
         for (of_kind, _), one in _table().items()
-        if kind is None or of_kind == kind
+        if of_kind in kinds
     ]
 
 
@@ -290,8 +304,23 @@ def entry(kind: Kind, name: str) -> MethodEntry:
     return found if isinstance(found, MethodEntry) else found.entry()
 
 
+def able(kind: Kind, ability: str) -> list[MethodEntry]:
+    """Methods of a kind with an ability.
+
+    REPRODUCES: a verifier whose text is a function of prompt and seed, whoever drafts.
+    READS_REFERENCE: a drafter that follows a text given with the request.
+    KEEPS_STORE: a drafter whose option ``store`` names a file of past answers.
+    """
+    return [one for one in entries(kind) if ability in one.can]
+
+
+def can(kind: Kind, name: str, ability: str) -> bool:
+    """Whether a method has an ability. Raises as ``entry``."""
+    return ability in entry(kind, name).can
+
+
 def load(kind: Kind, name: str) -> Any:
-    """The class of a method; imports its module on first use. Raises as ``row``."""
+    """The class (or function) of a method; imports its module on first use. Raises as ``entry``."""
     found = _find(kind, name)
     return _import(found.path) if isinstance(found, MethodEntry) else found.load()
 
@@ -302,9 +331,11 @@ def _find(kind: Kind, name: str) -> MethodEntry | _PlugIn:
         return found
     if kind == "drafter" and (Path(name) / "config.json").is_file():
         raise OutpaceError(f"no drafter is called {name!r}; for the folder write ./{name}")
-    raise UnknownNameError(kind, name, [n for of_kind, n in _table() if of_kind == kind])
+    known = [n for of_kind, n in _table() if of_kind == kind]
+    raise UnknownNameError(_CALLED.get(kind, kind), name, known)
 
 
 def _import(path: str) -> Any:
-    module, _, cls = path.partition(":")
-    return getattr(importlib.import_module(module), cls)
+    module, _, name = path.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found

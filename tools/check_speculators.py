@@ -45,8 +45,8 @@ def compare(work: Path, python: str) -> int:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from outpace.methods.eagle3.export import export
     from outpace.models.tiny import tiny
+    from outpace.train.export import export
 
     target = tiny(layers=8)
     verifier = write_verifier(target, work / "verifier")
@@ -71,7 +71,7 @@ def write_verifier(target: Any, folder: Path) -> Path:
     """The small target as a plain folder of transformers."""
     from safetensors.torch import save_file
 
-    from outpace.methods.eagle3.export import hf_config
+    from outpace.train.llama import hf_config
 
     folder.mkdir()
     names = target.config.tensor_shapes()

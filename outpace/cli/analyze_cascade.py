@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from outpace import registry
 from outpace.cli import show
 from outpace.cli.options import ModelOptions, WorkloadOptions, at_least, option, spread
-
-if TYPE_CHECKING:
-    from outpace.analysis.cascades import Found
 
 _OUTPUT = "Output"
 _EXAMPLES = """
@@ -75,39 +73,38 @@ def cascade(
     wanted = [f"cascade[levels={levels} k={text}]" for text in k or ()]
     prompts = texts.read()
 
-    from outpace.analysis import cascades
-    from outpace.analysis.levels import check_levels
-    from outpace.methods.cascade.drafter import read_k
-
+    planner = registry.load("planner", "cascade")
     for spec in (f"cascade[levels={levels}]", *wanted):
-        check_levels(spec)
+        planner.check_levels(spec)
     engine = model.load(drafter="none")
     for spec in wanted:
         engine.method(spec)
     ids = texts.pick(engine, prompts, max_new_tokens)
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     with show.progress(len(ids), "prompts") as tick:
-        found = cascades.measure(engine, levels, ids, **settings, tick=tick)
+        found = planner.measure(engine, levels, ids, **settings, tick=tick)
     rows = [
-        {"kind": kind, "k": cascades.text_of(best), **_numbers(promise)}
+        {"kind": kind, "k": planner.text_of(best), **_numbers(promise)}
         for kind, (best, promise) in found.predicted().items()
     ]
-    rows += [{"kind": "given", "k": text, **_numbers(found.predict(read_k(text)))} for text in k or ()]
+    rows += [
+        {"kind": "given", "k": text, **_numbers(found.predict(planner.read_k(text)))} for text in k or ()
+    ]
     if measure:
-        specs = [cascades.spec_of(levels, read_k(row["k"])) for row in rows]
+        specs = [planner.spec_of(levels, planner.read_k(row["k"])) for row in rows]
         with show.progress(len(ids), "prompts") as tick:
-            gains = cascades.speedup(engine, list(dict.fromkeys(specs)), ids, **settings, tick=tick)
+            gains = planner.speedup(engine, list(dict.fromkeys(specs)), ids, **settings, tick=tick)
         by_spec = dict(zip(dict.fromkeys(specs), gains, strict=True))
         for row, spec in zip(rows, specs, strict=True):
             row["measured"], row["measured_emitted"] = by_spec[spec]
     best = max(rows, key=lambda row: row["predicted"])
     report = {
-        **cascades.as_json(found),
+        **planner.as_json(found),
         "workload": texts.workload,
         "prompts": len(ids),
         **settings,
         "configurations": rows,
-        "best": cascades.spec_of(levels, read_k(best["k"])),
+        "best": planner.spec_of(levels, planner.read_k(best["k"])),
     }
     if as_json:
         show.write_json(report)
@@ -121,7 +118,7 @@ def _numbers(promise: Any) -> dict[str, Any]:
     return {"predicted": promise.speedup, "emitted": promise.emitted, "steps": list(promise.steps)}
 
 
-def show_report(found: Found, report: dict[str, Any], measured: bool) -> None:
+def show_report(found: Any, report: dict[str, Any], measured: bool) -> None:
     """Print for people."""
     show.write(
         f"{found.names[0]}, levels {found.levels}, temperature {report['temperature']:g}, "

@@ -11,6 +11,7 @@ from outpace import registry
 from outpace.cli import show
 from outpace.cli.drafting import PlanOptions
 from outpace.config import MethodSpec, split_specs
+from outpace.drafters.base import Drafter
 from outpace.errors import OutpaceError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def start_peers(
     """
     from outpace.bench.peers.contenders import make_peer
 
-    options = [dict(s.options) for s in map(MethodSpec.parse, specs) if s.name == "draft_model"]
+    options = [dict(s.options) for s in map(MethodSpec.parse, specs) if is_language_model(s.name)]
     assistant = next((o["model"] for o in options if "model" in o and "layers" not in o), None)
     found: list[Contender] = []
     for name in names:
@@ -127,3 +128,9 @@ def start_peers(
         if peer is not None:
             found.append(peer)
     return found
+
+
+def is_language_model(name: str) -> bool:
+    """Whether a drafter is a language model and nothing more."""
+    kind = registry.load("drafter", name)
+    return issubclass(kind, Drafter) and kind.language_model is not Drafter.language_model

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from outpace import registry
 from outpace.cli import show
 from outpace.cli.options import option
 
@@ -68,15 +67,13 @@ def export(
     Heads for vLLM and SGLang, draft models for everything that loads a Llama.
     """
     folder = Path(source).expanduser()
-    if not folder.is_dir():
-        registry.entry("drafter", source)
-
     from outpace.drafters.trained import find
-    from outpace.methods.eagle3.export import check_format
-    from outpace.methods.eagle3.export import export as write
     from outpace.models.load import load_target
+    from outpace.train.export import export as write
+    from outpace.train.export import exporter
 
-    check_format(form)
+    exporter(None if folder.is_dir() else source, form)
+
     with show.busy(f"exporting {source}"):
         target = load_target(model)
         if not folder.is_dir():

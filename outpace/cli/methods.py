@@ -125,19 +125,17 @@ def _for_model(target: Target, as_json: bool) -> None:
 def available(row: registry.MethodEntry, target: Target) -> dict[str, Any]:
     """Whether a drafter can be used with a model as it is, and how fast it was found to be."""
     from outpace.drafters.trained import candidates, read_measured, shipped_folder
-    from outpace.train.objectives import OBJECTIVES
 
-    folder: Path | None = next(iter(candidates(row.name, target)), None) if row.trained else None
-    if not row.trained:
-        status = "ready"
-    elif row.family == "compose":
-        # One with another vocabulary has to be named; the others take the one of this model.
-        there = row.name != "cross_vocabulary" and candidates("draft_model", target)
-        status = "ready" if there else "needs a draft model"
-    elif folder is None:
-        status = "not trained" if row.name in OBJECTIVES else "needs a file of its own"
-    else:
+    owner = row.borrows or row.name
+    folder: Path | None = next(iter(candidates(owner, target)), None) if row.trained else None
+    if not row.trained or (folder is not None and row.borrows):
+        status, folder = "ready", None
+    elif folder is not None:
         status = "shipped" if folder.is_relative_to(shipped_folder()) else "trained here"
+    elif row.name in {one.name for one in registry.entries("objective")}:
+        status = "not trained"
+    else:
+        status = f"needs {lacks(row)}"
     return {
         "name": row.name,
         "status": status,

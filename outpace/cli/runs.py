@@ -98,7 +98,7 @@ class Run:
         # One seed for all runs, so that they can be told apart by speed alone.
         seed = secrets.randbits(48) if resolved.seed is None else resolved.seed
         method, asked = self.engine.method(self.engine.drafter), self.params.seed is not None
-        keyed = method.keyed(self.reproducible, asked) or method.verifier_spec.name == "coupled"
+        keyed = method.keyed(self.reproducible, asked) or method.verifier.reproduces
         timed = replace(self, params=replace(self.params, seed=seed), reproducible=keyed)
         _warm(timed, "none")
         if quiet:

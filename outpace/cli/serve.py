@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outpace import registry
 from outpace.cli import show
 from outpace.cli.keys import read_keys
 from outpace.cli.options import ModelOptions, at_least_one, notes, option, spread
@@ -18,7 +19,7 @@ from outpace.serving.keyed import check_stores
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
-    from outpace.methods.draft_model.online.learner import OnlineLearner
+    from outpace.serving.learning import Learner
 
 _SERVER = "Server"
 _LIMITS = "Limits"
@@ -286,22 +287,23 @@ def serve(
     run(service, name=name or engine.target.name, host=host, port=port, keys=keys, limits=limits)
 
 
-def learner_for(engine: Engine, specs: list[str], topics: int, folder: str | None) -> OnlineLearner:
+def learner_for(engine: Engine, specs: list[str], topics: int, folder: str | None) -> Learner:
     """What learns, of these drafters.
 
     Raises:
         OutpaceError: none of them does, or its files are damaged or in use.
     """
-    from outpace.methods.draft_model.online.data import OnlineConfig
-    from outpace.methods.draft_model.online.learner import OnlineLearner
     from outpace.serving.learning import learning_spec
 
     spec = learning_spec({one: engine.method(one) for one in specs})
     where = None if folder is None else Path(folder).expanduser()
-    return OnlineLearner.open(engine.target, spec, OnlineConfig(topics=topics), where)
+    kind = registry.load("learner", MethodSpec.parse(spec).name)
+    learner: Learner = kind.open(engine.target, spec, kind.Config(topics=topics), where)
+    return learner
 
 
 def with_reference(specs: list[str]) -> list[str]:
     """The drafters to start: those that were named, and one for predictions."""
     names = {MethodSpec.parse(spec).name for spec in specs}
-    return specs if "reference" in names else [*specs, "reference"]
+    able = [entry.name for entry in registry.able("drafter", registry.READS_REFERENCE)]
+    return specs if names & set(able) else [*specs, *able[:1]]

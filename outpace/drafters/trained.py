@@ -89,6 +89,11 @@ def is_drafter(path: str | Path) -> bool:
     return config.is_file() and "target_digest" in read_json(config)
 
 
+def method_of(folder: Path) -> str | None:
+    """The method whose drafter a folder holds; None if it does not say, as other programs' files."""
+    return read_json(folder / CONFIG).get("method")
+
+
 def read_measured(folder: Path) -> Mapping[str, Any] | None:
     """What was measured of a drafter when it was made, from its provenance; None if nothing was."""
     try:

@@ -50,7 +50,8 @@ class Engine:
         self._methods: dict[str, Method] = {}
         self.cache = target.new_cache()
         """Keys and values of running sequences and conversations, one slot each."""
-        self._coupled: Verifier = make("verifier", MethodSpec("coupled"))
+        keyed = registry.able("verifier", registry.REPRODUCES)[0].name
+        self._keyed: Verifier = make("verifier", MethodSpec(keyed))
         self._count = 0
         self.method(self.drafter)
 
@@ -312,7 +313,7 @@ class Engine:
         members, verifiers = method.members, method.verifiers(verifier)
         # A draft that was read off an answer must not meet the coins that made that answer.
         seeded = (method.steady and ready.reference is None) or all(
-            one.name == "coupled" for one in verifiers.values()
+            one.reproduces for one in verifiers.values()
         )
         return Running(
             number=self._count,
@@ -343,7 +344,7 @@ class Engine:
     ) -> Verifier:
         """Who verifies this method's drafts for a request; see ``Method.keyed``."""
         seeded = params is not None and params.seed is not None
-        return self._coupled if method.keyed(reproducible, seeded) else method.verifier
+        return self._keyed if method.keyed(reproducible, seeded) else method.verifier
 
     def check(self, ids: tuple[int, ...], params: SamplingParams) -> None:
         """Raise RequestError unless this prompt can be served with these settings."""

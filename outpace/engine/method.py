@@ -98,9 +98,10 @@ class Method:
         """
         if reproducible is None:
             return seeded and not self.names_verifier
-        if reproducible and self.names_verifier and self.verifier_spec.name != "coupled":
+        if reproducible and self.names_verifier and not self.verifier.reproduces:
+            right = registry.able("verifier", registry.REPRODUCES)[0].name
             raise SpecError(
-                f"reproducible text needs verifier=coupled, not {self.verifier_spec}; drop one of the two"
+                f"reproducible text needs verifier={right}, not {self.verifier_spec}; drop one of the two"
             )
         return reproducible
 

@@ -99,9 +99,10 @@ class Portfolio(Method):
         named = [p["verifier"] for one in self._named if "verifier" in (p := one.split()[1])]
         self.names_verifier = bool(named)
         self.verifier_spec = MethodSpec.parse(named[0] if named else "tree")
-        if any(MethodSpec.parse(one).name == "coupled" for one in named):
+        keyed = [one for one in named if registry.load("verifier", MethodSpec.parse(one).name).reproduces]
+        if keyed:
             raise SpecError(
-                f"{who}: verifier=coupled judges all drafts of a text or none; drop it, and give "
+                f"{who}: verifier={keyed[0]} judges all drafts of a text or none; drop it, and give "
                 "the request a seed, or reproducible=True"
             )
 

@@ -5,7 +5,7 @@ objective, file format. A room imports no other room, and nothing outside import
 registry reads this table, and imports a class when it is asked for.
 """
 
-from outpace.registry import MethodEntry
+from outpace.registry import KEEPS_STORE, READS_REFERENCE, MethodEntry
 
 ENTRIES = (
     MethodEntry(
@@ -32,6 +32,7 @@ ENTRIES = (
         "Follows what came most often after the longest match, in past requests too if asked",
         "Oliaro et al. 2024 (SuffixDecoding), arXiv:2411.04975; SAM-Decoding, arXiv:2411.10666",
         auto=True,
+        can=(KEEPS_STORE,),
     ),
     MethodEntry(
         "adaptive_ngram",
@@ -48,6 +49,7 @@ ENTRIES = (
         "outpace.methods.lookup.reference:Reference",
         "Follows a given text, or the prompt, and finds its place again after edits",
         "Sun et al. 2021, arXiv:2106.04970; Yang et al. 2023 (LLMA), arXiv:2304.04487",
+        can=(READS_REFERENCE,),
     ),
     MethodEntry(
         "retrieval",
@@ -170,6 +172,7 @@ ENTRIES = (
         "A draft model sped up by cheaper drafters, which also write the tail",
         "Chen et al. 2023 (CS-Drafting), arXiv:2312.11462; Spector and Re 2023, arXiv:2308.04623",
         trained=True,
+        borrows="draft_model",
     ),
     MethodEntry(
         "ouroboros",
@@ -179,6 +182,7 @@ ENTRIES = (
         "A draft model; phrases of the text and of refused rows speed it up and go on from it",
         "Zhao et al. 2024 (Ouroboros), arXiv:2402.13720",
         trained=True,
+        borrows="draft_model",
     ),
     MethodEntry(
         "graph",
@@ -188,6 +192,7 @@ ENTRIES = (
         "A draft model whose hypotheses go on together where they meet again",
         "Gong et al. 2024 (GSD), arXiv:2407.16207",
         trained=True,
+        borrows="draft_model",
     ),
     MethodEntry(
         "select",
@@ -205,5 +210,104 @@ ENTRIES = (
         "A draft model with another tokenizer, by its text or by the tokens that both have",
         "Timor et al. 2025, arXiv:2502.05202",
         trained=True,
+    ),
+    MethodEntry(
+        "draft_model",
+        "objective",
+        "lm",
+        "outpace.methods.draft_model.objective:DraftModelObjective",
+        "Distils a smaller decoder from the target",
+    ),
+    MethodEntry(
+        "acceptance",
+        "objective",
+        "lm",
+        "outpace.methods.draft_model.acceptance_objective:Acceptance",
+        "A head on a draft model that foresees refusals, for the policy specdecpp",
+    ),
+    MethodEntry(
+        "eagle3",
+        "objective",
+        "heads",
+        "outpace.methods.eagle3.objective:Eagle3",
+        "One layer that reads features of the target",
+    ),
+    MethodEntry(
+        "kangaroo",
+        "objective",
+        "heads",
+        "outpace.methods.early_exit.kangaroo_objective:KangarooObjective",
+        "An adapter behind the target's first layers",
+    ),
+    MethodEntry(
+        "early_exit",
+        "objective",
+        "own",
+        "outpace.methods.early_exit.objective:EarlyExitObjective",
+        "A head for an exit of the target",
+    ),
+    MethodEntry(
+        "medusa",
+        "objective",
+        "heads",
+        "outpace.methods.medusa.objective:Medusa",
+        "Heads that guess several tokens at once",
+    ),
+    MethodEntry(
+        "hydra",
+        "objective",
+        "heads",
+        "outpace.methods.medusa.hydra_objective:Hydra",
+        "Heads that read the guesses before their own",
+    ),
+    MethodEntry(
+        "ppd",
+        "objective",
+        "heads",
+        "outpace.methods.ppd.objective:Ppd",
+        "Prompt tokens that ride in the target's pass",
+    ),
+    MethodEntry(
+        "dflash",
+        "objective",
+        "heads",
+        "outpace.methods.dflash.objective:DflashObjective",
+        "A block of rows that guesses its tokens at once",
+    ),
+    MethodEntry(
+        "draft_model",
+        "learner",
+        "lm",
+        "outpace.methods.draft_model.online.learner:OnlineLearner",
+        "Learns a draft model from what is asked and answered",
+    ),
+    MethodEntry(
+        "bigram",
+        "builder",
+        "lookup",
+        "outpace.methods.lookup.bigram:build_bigram",
+        "Count which tokens follow which, for the drafter max_gram",
+    ),
+    MethodEntry(
+        "datastore",
+        "builder",
+        "lookup",
+        "outpace.methods.lookup.datastore:build_datastore",
+        "Index a corpus, for the drafter retrieval",
+    ),
+    MethodEntry("eagle3", "exporter", "heads", "outpace.methods.eagle3.export", "A head for vLLM and SGLang"),
+    MethodEntry(
+        "draft_model",
+        "exporter",
+        "lm",
+        "outpace.methods.draft_model.export",
+        "A plain Llama for everything that loads one",
+    ),
+    MethodEntry(
+        "cascade",
+        "planner",
+        "compose",
+        "outpace.methods.cascade.planner",
+        "Measures how far every level of a cascade is kept, and names the best K",
     ),
 )

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from outpace import registry
 from outpace.engine.results import DrafterCounts, Result
 from outpace.sampling import TokenLogprobs
 from outpace.server.asks import Ask
@@ -142,7 +143,7 @@ class Writer(ABC):
                 counts
                 for result in results
                 for spec, counts in result.by_drafter.items()
-                if spec.partition("[")[0] == "reference"
+                if registry.can("drafter", spec.partition("[")[0], registry.READS_REFERENCE)
             ]
             kept = sum(counts.accepted for counts in followed)
             details["accepted_prediction_tokens"] = kept

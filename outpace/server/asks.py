@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from outpace import registry
 from outpace.config import MethodSpec
 from outpace.engine.requests import Ready
 from outpace.params import SamplingParams
@@ -317,10 +318,10 @@ class Reader:
         if speculation.drafter is not None or body.prediction is None:
             return speculation.drafter
         for spec in self.service.drafters:
-            if MethodSpec.parse(spec).name == "reference":
+            if registry.can("drafter", MethodSpec.parse(spec).name, registry.READS_REFERENCE):
                 return spec
         raise ApiError(
-            400, "prediction needs the drafter reference, which was not started; leave it out", "prediction"
+            400, "prediction needs a drafter that reads it, and none was started; leave it out", "prediction"
         )
 
     def _grammar(self, body: Generation, form: Wish | None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outpace import registry
 from outpace.config import MethodSpec, split_specs
 from outpace.errors import RequestError
 
@@ -30,7 +31,7 @@ def check_stores(drafters: Sequence[str]) -> None:
 def _stores(spec: MethodSpec) -> bool:
     """Whether it, or a part of it, names a store."""
     return any(
-        (spec.name == "suffix" and key == "store")
+        (key == "store" and registry.can("drafter", spec.name, registry.KEEPS_STORE))
         or ("[" in value and any(_stores(MethodSpec.parse(part)) for part in split_specs(value, "+")))
         for key, value in spec.options
     )

@@ -9,8 +9,8 @@ is what a learner learns from. Learning happens on the service's thread, in unit
 a thread of its own would need workers of its own, beside which passes take twice as long
 (`outpace.serving.workers`), and would have to be kept from changing weights within a step.
 
-What a learner does is its own matter (`outpace.methods.draft_model.online.learner` is one); if it fails, learning
-ends, and serving goes on with the drafters that there are.
+What a learner does is its own matter; the registry lists learners. If one fails, learning ends, and
+serving goes on with the drafters that there are.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Protocol
 
+from outpace import registry
 from outpace.config import MethodSpec
 from outpace.drafters.base import Drafter, Request
 from outpace.engine.method import Method
@@ -31,8 +33,6 @@ from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Outcome
 
 LOG = logging.getLogger("outpace.learning")
-LEARNS = "draft_model"
-"""The method that learns."""
 SHARE = 0.02
 """Of the time of passes, what learning takes unless said otherwise."""
 IDLE_SECONDS = 0.02
@@ -73,6 +73,11 @@ class Learner(Protocol):
     @property
     def spec(self) -> str:
         """Method spec of the drafter that learns."""
+        ...
+
+    @property
+    def folder(self) -> Path:
+        """Where versions are kept."""
         ...
 
     @property
@@ -377,10 +382,12 @@ def learning_spec(methods: Mapping[str, Method]) -> str:
     Raises:
         RequestError: none does.
     """
-    found = [name for name in members(methods) if MethodSpec.parse(name).name == LEARNS]
+    able = [entry.name for entry in registry.entries("learner")]
+    found = [name for name in members(methods) if MethodSpec.parse(name).name in able]
     if not found:
+        names = " or ".join(able)
         raise RequestError(
-            f"--learn is for {LEARNS}, and {', '.join(methods)} do not learn; add --drafter {LEARNS}"
+            f"--learn is for {names}, and {', '.join(methods)} do not learn; add --drafter {names}"
         )
     return found[0]
 

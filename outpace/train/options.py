@@ -9,17 +9,16 @@ kit.vocab=4096    see KitConfig
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outpace import registry
 from outpace.config import build
 from outpace.errors import SpecError, UnknownNameError
 from outpace.train.generate import GenerateConfig
 from outpace.train.loop import LoopConfig
 from outpace.train.objective import Objective
-from outpace.train.objectives import OBJECTIVES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +84,7 @@ def objective(method: str) -> type[Objective]:
     Raises:
         UnknownNameError: none is called that.
     """
-    if method not in OBJECTIVES:
-        raise UnknownNameError("method to train", method, OBJECTIVES)
-    module, _, name = OBJECTIVES[method].partition(":")
-    found: type[Objective] = getattr(importlib.import_module(module), name)
+    found: type[Objective] = registry.load("objective", method)
     return found
 
 

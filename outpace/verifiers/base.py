@@ -31,6 +31,8 @@ class Verifier(ABC):
     """Whether it refuses two drawn groups below one parent; chosen ones may join."""
     draws: Drawn
     """How a drafter that has a law should draw for it when sampling."""
+    reproduces: ClassVar[bool] = False
+    """Whether the text is a function of prompt and seed alone, whoever drafts."""
     lossless: ClassVar[bool] = True
 
     def check(self, draft: Draft) -> None:

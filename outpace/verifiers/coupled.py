@@ -34,6 +34,7 @@ class Coupled(Verifier):
 
     Config: ClassVar[type] = CoupledConfig
     name = "coupled"
+    reproduces = True
     takes = frozenset({Drawn.COUPLED, Drawn.CHOSEN})
     draws = Drawn.COUPLED
 

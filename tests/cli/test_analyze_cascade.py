@@ -3,8 +3,8 @@ import json
 import pytest
 
 from outpace import Engine
-from outpace.analysis.cascades import Part, measure, probe_k, speedup, text_of
 from outpace.bench import formats, workloads
+from outpace.methods.cascade.planner import Part, measure, probe_k, speedup, text_of
 
 LEVELS = "draft_model[model=tiny layers=1]+max_gram"
 FEW = (

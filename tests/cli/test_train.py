@@ -60,7 +60,7 @@ def test_from_prompts_to_a_measured_drafter_that_methods_lists(outpace, prompts,
     listed = {m["name"]: m for m in json.loads(before.out)}
     assert listed["draft_model"]["status"] == "not trained"
     assert listed["prompt_lookup"]["status"] == "ready"
-    assert listed["retrieval"]["status"] == "needs a file of its own"
+    assert listed["retrieval"]["status"] == "needs weights of its own"
     data = train(outpace, *given, "--only-data", "--json")
     assert data.code == 0 and "generating" in data.err
     assert json.loads(data.out)["answer_tokens"] >= 1500

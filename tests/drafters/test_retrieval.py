@@ -126,13 +126,13 @@ def test_files_become_documents(tmp_path):
         [tmp_path / "a.txt", tmp_path / "b.jsonl"],
         TOKENIZER,
         out,
-        progress=lambda part, tokens: seen.append((part, tokens)),
+        progress=lambda file, size: seen.append((file, size)),
     )
     store = Datastore.open(out)
     text = [token for token in store.token_M.tolist() if token != TOKENIZER.vocab_size]
     assert TOKENIZER.decode(text) == "the rest is nothing\nin the endto be\nor not"
     assert store.token_M.tolist().count(TOKENIZER.vocab_size) == 3
-    assert seen[-1][0] == "sort" and ("read", store.size) in seen
+    assert seen[0] == (str(tmp_path / "a.txt"), 20) and len(seen) == 5
     assert [file.name for file in out.parent.iterdir()] == ["c.store"]
 
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_built_is_refused_and_leaves_nothing(tmp_path):
         ("d.txt", "cannot read"),
     ):
         with pytest.raises(RequestError, match=fault):
-            build_datastore([tmp_path / name], TOKENIZER, out)
+            build_datastore([tmp_path / name], TOKENIZER, out, progress=lambda file, size: None)
     assert not list(tmp_path.glob("out.store*"))
 
 

@@ -13,14 +13,16 @@ from safetensors.torch import load_file
 
 from outpace import ModelError
 from outpace.law import VocabMap
+from outpace.methods.draft_model.export import whole_head
 from outpace.methods.draft_model.files import load_trained
 from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
-from outpace.methods.eagle3.export import export, hf_config, whole_head
 from outpace.methods.eagle3.files import read_head
 from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 from outpace.models.load import load_target
 from outpace.models.rope import Rope
 from outpace.models.tiny import tiny
+from outpace.train.export import export
+from outpace.train.llama import hf_config
 from outpace.types import Feed
 
 LAYER = {
@@ -229,9 +231,9 @@ def test_wrong_formats_and_places(target, tmp_path):
     source = head(target, tmp_path / "head")
     DraftModelObjective.build(DraftModelTraining(layers=1), target, None).save(tmp_path / "draft", {})
     for folder, form, message in (
-        (source, "onnx", "format 'onnx' is not one of speculators, eagle3, hf"),
-        (source, "hf", "method 'eagle3'; write it as speculators or eagle3"),
-        (tmp_path / "draft", "speculators", "method 'draft_model'; write it as hf"),
+        (source, "onnx", "eagle3 cannot be written as 'onnx'; known: speculators, eagle3"),
+        (source, "hf", "eagle3 cannot be written as 'hf'; known: speculators, eagle3"),
+        (tmp_path / "draft", "speculators", "draft_model cannot be written as 'speculators'; known: hf"),
         (tmp_path / "none", "speculators", "holds no model.safetensors"),
     ):
         with pytest.raises(ModelError, match=message):

@@ -171,8 +171,8 @@ class Datastore:
 
 
 def build_datastore(
-    paths: Sequence[Path], tokenizer: Tokenizer, out: Path, *, progress: Progress = lambda part, tokens: None
-) -> None:
+    paths: Sequence[Path], tokenizer: Tokenizer, out: Path | None, *, progress: Progress
+) -> tuple[Path, int]:
     """Read files, tokenize them, sort them, and write a datastore.
 
     Args:
@@ -180,39 +180,37 @@ def build_datastore(
             ``.jsonl`` file has a document per line: its strings that hold white space (ids and
             roles do not).
         tokenizer: of the targets that the store is for.
-        out: the file to write. It appears whole or not at all.
-        progress: told ``("read", tokens so far)``, then ``("sort", tokens sorted by)``.
+        out: the file to write, which must be named. It appears whole or not at all.
+        progress: gets the file under way and how many more of its bytes were read.
+
+    Returns:
+        The file written, and the number of tokens read.
 
     Raises:
-        RequestError: a file that cannot be read, or no text at all.
+        RequestError: no ``out``, a file that cannot be read, or no text at all.
 
     Cost: about 4 s per million tokens for tokenizing and 1 s for sorting, one thread; 60 bytes
     of memory per token.
     """
-    write_datastore(_read(paths, tokenizer), tokenizer, out, progress=progress)
+    if out is None:
+        raise RequestError("a datastore has no usual place; name the file with --out")
+    return out, write_datastore(_read(paths, tokenizer, progress), tokenizer, out)
 
 
-def write_datastore(
-    documents: Iterable[Sequence[int]],
-    tokenizer: Tokenizer,
-    out: Path,
-    *,
-    progress: Progress = lambda part, tokens: None,
-) -> None:
-    """Write a datastore of token ids; otherwise as ``build_datastore``."""
+def write_datastore(documents: Iterable[Sequence[int]], tokenizer: Tokenizer, out: Path) -> int:
+    """Write a datastore of token ids; give their number."""
     end, kind = tokenizer.vocab_size, f"u{_width(tokenizer.vocab_size)}"
     parts, count = [], 0
     for document in documents:
         if document:
             parts.append(np.array([*document, end], kind))
             count += len(parts[-1])
-            progress("read", count)
     if not parts:
         raise RequestError("the files hold no text; give files with some")
     token_M = np.concatenate(parts)
     if len(token_M) >= 1 << 32:
         raise RequestError(f"{len(token_M)} tokens are too many for one datastore; give fewer")
-    suffix_M = suffix_array(token_M.astype(np.uint32), DEPTH, progress)
+    suffix_M = suffix_array(token_M.astype(np.uint32), DEPTH)
     filling = bytes(_aligned(_HEADER + token_M.nbytes) - _HEADER - token_M.nbytes)
     payload = [token_M.astype(f">{kind}").tobytes(), filling, suffix_M.astype("<u4").tobytes()]
     header = {"tokens": count, "vocab_size": end, "vocabulary": vocabulary(tokenizer, end)}
@@ -225,11 +223,10 @@ def write_datastore(
                 file.write(piece)
     except OSError as error:
         raise RequestError(f"cannot write datastore {out}: {error.strerror}") from None
+    return count
 
 
-def suffix_array(
-    token_M: NDArray[np.uint32], depth: int, progress: Progress = lambda part, tokens: None
-) -> NDArray[np.int64]:
+def suffix_array(token_M: NDArray[np.uint32], depth: int) -> NDArray[np.int64]:
     """Sort all places by the ``depth`` tokens from there on; equal ones by place.
 
     Sorted by some tokens at first, as many as fit into 64 bits; then places sorted by h tokens
@@ -243,7 +240,6 @@ def suffix_array(
         key[: size - i] += token_M[i:].astype(np.uint64) << np.uint64(bits * (seen - 1 - i))
     while True:
         order = np.argsort(key, kind="stable")
-        progress("sort", min(seen, depth))
         if seen >= depth:
             return order
         new = np.empty(size, np.uint64)
@@ -258,12 +254,13 @@ def suffix_array(
         seen *= 2
 
 
-def _read(paths: Sequence[Path], tokenizer: Tokenizer) -> Iterator[list[int]]:
+def _read(paths: Sequence[Path], tokenizer: Tokenizer, progress: Progress) -> Iterator[list[int]]:
     """The tokens of every document."""
     for path in paths:
         with reading(path) as file:
             for text in _documents(path, file):
                 yield tokenizer.encode(text, special=False)
+                progress(str(path), len(text.encode()))
 
 
 def _documents(path: Path, file: TextIO) -> Iterator[str]:

@@ -84,6 +84,8 @@ class OnlineLearner:
         ModelError: a drafter of another target, damaged files, or a folder in use.
     """
 
+    Config = OnlineConfig
+
     def __init__(
         self,
         target: Target,

@@ -22,7 +22,9 @@ from outpace.analysis.theory import Ladder, Prediction, best_k, predict
 from outpace.coins import Coins
 from outpace.engine.engine import Engine
 from outpace.errors import RequestError
+from outpace.methods.cascade.check import check_levels as check_levels
 from outpace.methods.cascade.drafter import Cascade
+from outpace.methods.cascade.drafter import read_k as read_k
 from outpace.methods.cascade.guesses import Origin
 from outpace.params import SamplingParams
 from outpace.types import ROOT, CostCurve, Draft, StepRecord, Verdict
