@@ -48,7 +48,8 @@ class MethodEntry:
     """What others look for by ability and not by name; see ``able``."""
 
 
-REPRODUCES, READS_REFERENCE, KEEPS_STORE = "reproduces", "reads-reference", "keeps-store"
+REPRODUCES = "reproduces"
+READS_REFERENCE, KEEPS_STORE, RUNS_MODEL = "reads-reference", "keeps-store", "runs-model"
 
 _METHODS = "outpace.methods"
 _DECODING = ("drafter", "verifier", "policy")
@@ -310,6 +311,7 @@ def able(kind: Kind, ability: str) -> list[MethodEntry]:
     REPRODUCES: a verifier whose text is a function of prompt and seed, whoever drafts.
     READS_REFERENCE: a drafter that follows a text given with the request.
     KEEPS_STORE: a drafter whose option ``store`` names a file of past answers.
+    RUNS_MODEL: a drafter whose option ``model`` names a language model of the same vocabulary.
     """
     return [one for one in entries(kind) if ability in one.can]
 

@@ -70,7 +70,7 @@ MAY_IMPORT = {
     "serving": "errors config registry params stops types coins sampling tree step cache.base"
     " models models.base drafters.base verifiers.base policies.base engine",
     "server": "errors config registry params sampling models engine serving",
-    "cli": "errors config files registry params models models.base drafters drafters.base drafters.trained"
+    "cli": "errors config files registry params models models.base drafters drafters.trained"
     " engine analysis bench train serving server",
     "__main__": "cli",
 }

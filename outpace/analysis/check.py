@@ -59,10 +59,10 @@ def standard_specs(target: Target, model: str) -> list[str]:
         and (cls := registry.load("drafter", row.name)).needs <= target.can
         and not needs_settings(cls.Config)
     ]
-    if LAYERS in target.can:
-        half = max(1, target.num_layers // 2)
-        specs.append(f"draft_model[layers={half} model={model}]")
-    specs.append(f"draft_model[model={model}]")
+    for row in registry.able("drafter", registry.RUNS_MODEL):
+        if LAYERS in target.can:
+            specs.append(f"{row.name}[layers={max(1, target.num_layers // 2)} model={model}]")
+        specs.append(f"{row.name}[model={model}]")
     return with_trees(specs, target)
 
 

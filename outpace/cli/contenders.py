@@ -11,7 +11,6 @@ from outpace import registry
 from outpace.cli import show
 from outpace.cli.drafting import PlanOptions
 from outpace.config import MethodSpec, split_specs
-from outpace.drafters.base import Drafter
 from outpace.errors import OutpaceError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -117,7 +116,8 @@ def start_peers(
     """
     from outpace.bench.peers.contenders import make_peer
 
-    options = [dict(s.options) for s in map(MethodSpec.parse, specs) if is_language_model(s.name)]
+    parsed = [MethodSpec.parse(spec) for spec in specs]
+    options = [dict(s.options) for s in parsed if registry.can("drafter", s.name, registry.RUNS_MODEL)]
     assistant = next((o["model"] for o in options if "model" in o and "layers" not in o), None)
     found: list[Contender] = []
     for name in names:
@@ -128,9 +128,3 @@ def start_peers(
         if peer is not None:
             found.append(peer)
     return found
-
-
-def is_language_model(name: str) -> bool:
-    """Whether a drafter is a language model and nothing more."""
-    kind = registry.load("drafter", name)
-    return issubclass(kind, Drafter) and kind.language_model is not Drafter.language_model

@@ -26,7 +26,7 @@ from outpace.config import MethodSpec, build, split_specs
 from outpace.drafters.base import Drafter
 from outpace.drafters.trained import candidates, read_measured
 from outpace.engine.method import Method, make
-from outpace.errors import ModelError, OutpaceError, SpecError
+from outpace.errors import OutpaceError, SpecError
 from outpace.models.base import Target
 from outpace.policies.base import Policy
 from outpace.policies.costs import Costs
@@ -138,9 +138,7 @@ class Portfolio(Method):
         for name in made:
             if registry.entry("drafter", MethodSpec.parse(name).name).family == "lookup":
                 self._costs.suppose(name, 0.0)
-        if not made:
-            raise ModelError(f"{self.spec}: no drafter can run with {self._target.name}")
-        return made
+        return made or self._loaded([MethodSpec("none")])
 
     def _loaded(self, specs: Iterable[MethodSpec]) -> dict[str, Method]:
         """Those of the members that can run here; of the others, why not is noted."""

@@ -5,7 +5,7 @@ objective, file format. A room imports no other room, and nothing outside import
 registry reads this table, and imports a class when it is asked for.
 """
 
-from outpace.registry import KEEPS_STORE, READS_REFERENCE, MethodEntry
+from outpace.registry import KEEPS_STORE, READS_REFERENCE, RUNS_MODEL, MethodEntry
 
 ENTRIES = (
     MethodEntry(
@@ -85,6 +85,7 @@ ENTRIES = (
         "A smaller model with the same vocabulary guesses",
         "Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318",
         trained=True,
+        can=(RUNS_MODEL,),
     ),
     MethodEntry(
         "early_exit",
