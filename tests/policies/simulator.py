@@ -137,7 +137,7 @@ class Simulator:
         score = self.curve.seconds(total / batch, context, batch)
         draft = sum(self.drafters[n].level * d for n, d in levels.items() if n != "none")
         paid = sum(d for n, d in levels.items() if n != "none" and self.drafters[n].level)
-        trouble = self.trouble * sum(not plan.choice or plan.choice.reason != "rest" for plan in plans)
+        trouble = self.trouble * sum(not plan.choice or plan.choice.reason != "pause" for plan in plans)
         self.policy.learn(rows, evidence)
         self.policy.costs.watch(
             StepRecord(
