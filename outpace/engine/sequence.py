@@ -1,6 +1,6 @@
 """One request on its way: committed tokens, cache slot, drafter states, counters.
 
-It implements ``outpace.step.Row``; the step reads and advances it, nothing else does.
+It implements ``outpace.step.StepSequence``; the step reads and advances it, nothing else does.
 """
 
 from __future__ import annotations
