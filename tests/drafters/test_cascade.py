@@ -432,5 +432,5 @@ def test_the_default_k():
     assert CascadeConfig(levels="a+b").k is None
     assert CascadeConfig().levels == "draft_model+max_gram"
     engine = Engine.load("tiny", drafter=f"cascade[levels={DRAFT}+suffix]")
-    stages = engine.method(engine.drafter).drafter.relay.stages
+    stages = engine.method(engine.drafter).drafter.staged.stages
     assert [quota for _, quota in stages] == [1, 8]

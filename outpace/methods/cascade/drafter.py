@@ -42,7 +42,7 @@ from outpace.drafters.base import Drafter, Request
 from outpace.errors import SpecError
 from outpace.methods.cascade.guesses import Guesses, State
 from outpace.methods.cascade.leaders import split, with_tails
-from outpace.methods.cascade.levels import Level, LookupLevel, ModelLevel, Relay
+from outpace.methods.cascade.levels import Level, LookupLevel, ModelLevel, StagedDrafter
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Outcome
@@ -105,7 +105,7 @@ class Cascade(Drafter[State]):
             level = ModelLevel(
                 number,
                 models[number - 1],
-                _relay(below, k, number),
+                _staged(below, k, number),
                 verifier=build.made("verifier", "tree"),
                 coupled=build.made("verifier", "coupled"),
                 policy=build.made("policy", "fixed"),
@@ -113,7 +113,7 @@ class Cascade(Drafter[State]):
             )
             self.models.insert(0, level)
             below = [level, *below]
-        self.relay = _relay(below, k, 0)
+        self.staged = _staged(below, k, 0)
 
     @property
     def clock(self) -> PassClock:
@@ -169,7 +169,7 @@ class Cascade(Drafter[State]):
             most, others = split(row)
             drafts.append(Guesses(row, most, 1 + len(others)))
             tails.append(others)
-        self.relay.run(drafts)
+        self.staged.run(drafts)
         out = []
         for g, others in zip(drafts, tails, strict=True):
             draft = g.draft() if not g.rivals else with_tails(g, others, self.lookup)
@@ -217,6 +217,6 @@ def no_model(level: object) -> SpecError:
     )
 
 
-def _relay(below: Sequence[Level], k: Sequence[Sequence[int]], row: int) -> Relay:
+def _staged(below: Sequence[Level], k: Sequence[Sequence[int]], row: int) -> StagedDrafter:
     quotas = k[row] if row < len(k) else ()
-    return Relay([(level, n) for level, n in zip(below, quotas, strict=False) if n > 0])
+    return StagedDrafter([(level, n) for level, n in zip(below, quotas, strict=False) if n > 0])
