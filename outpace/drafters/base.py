@@ -55,9 +55,9 @@ class Drafter(ABC, Generic[S]):
     """Whether it draws where ``DraftRow.drawn`` asks for that; others always choose."""
     hints: bool = False
     """Whether ``hint`` tells something."""
-    leased: bool = False
+    uses_target_cache: bool = False
     """Whether it drafts in the slot that a row lends it, and little or nothing without one."""
-    steady: bool = True
+    deterministic: bool = True
     """Whether drafts follow from the sequence alone; not where what others said is remembered."""
     estimates: bool = False
     """Whether it estimates how likely its guesses are accepted, where a budget asks for that."""

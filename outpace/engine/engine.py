@@ -312,7 +312,7 @@ class Engine:
         text = None if tokenizer is None else tokenizer.text_stream(continues=ready.continues)
         members, verifiers = method.members, method.verifiers(verifier)
         # A draft that was read off an answer must not meet the coins that made that answer.
-        seeded = (method.steady and ready.reference is None) or all(
+        seeded = (method.deterministic and ready.reference is None) or all(
             one.reproduces for one in verifiers.values()
         )
         return Running(

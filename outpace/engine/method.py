@@ -106,14 +106,14 @@ class Method:
         return reproducible
 
     @property
-    def steady(self) -> bool:
+    def deterministic(self) -> bool:
         """Whether plans and drafts follow from the sequence alone, not from what others said."""
-        return self.policy.steady and all(one.drafter.steady for one in self.members.values())
+        return self.policy.deterministic and all(one.drafter.deterministic for one in self.members.values())
 
     @property
     def watchers(self) -> tuple[Callable[[StepRecord], None], ...]:
         """Listeners that keep the policy's costs up to date, if it reads them."""
-        return () if self.policy.steady else (self.policy.costs.watch,)
+        return () if self.policy.deterministic else (self.policy.costs.watch,)
 
 
 def read_size(text: str | None, who: str) -> int | None:

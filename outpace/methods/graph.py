@@ -119,7 +119,7 @@ class Graph(Drafter[Any]):
 
     def __init__(self, config: GraphConfig, draft: ExpandingDrafter[Any]) -> None:
         self.config, self.draft = config, draft
-        self.steady = draft.steady
+        self.deterministic = draft.deterministic
         self._graphs: dict[int, _Graph] = {}
         self._id_D: Tensor | None = None
         draft.between = self._expand
@@ -145,7 +145,7 @@ class Graph(Drafter[Any]):
         who = "drafter 'graph'"
         spec, *more = build.split_parts(config.draft, who)
         draft = build.drafter(spec, target)
-        apart = (draft.language_model is not None or bool(draft.taps)) and not draft.leased
+        apart = (draft.language_model is not None or bool(draft.taps)) and not draft.uses_target_cache
         if more or not apart or not isinstance(draft, ExpandingDrafter):
             raise SpecError(
                 f"{who}: draft must be one drafter with a model and a cache of its own, such as "

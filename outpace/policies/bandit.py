@@ -57,7 +57,7 @@ class Bandit(Policy):
 
     Config = BanditConfig
     config: BanditConfig
-    steady = False
+    deterministic = False
 
     def begin(self) -> Posterior:
         """No evidence."""

@@ -50,7 +50,7 @@ class Policy(ABC):
 
     Config: ClassVar[type]
     """Frozen keyword-only dataclass; its fields are the keys of ``policy=NAME[...]``."""
-    steady: ClassVar[bool] = True
+    deterministic: ClassVar[bool] = True
     """Whether plans follow from the sequence's own past alone. Those that read costs depend on
     clocks and neighbours: the same seed then promises the same text only under a verifier that
     makes the text independent of drafts, and the engine takes that one for seeded requests."""

@@ -78,7 +78,7 @@ class ThroughputPolicy(Policy):
     """Base of policies that pick by expected tokens per second. They differ in whom they ask."""
 
     config: ThroughputConfig
-    steady = False
+    deterministic = False
     reads_hints = True
 
     def __init__(self, config: ThroughputConfig) -> None:

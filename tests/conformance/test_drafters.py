@@ -341,7 +341,7 @@ SAMPLED = {"temperature": 0.9, "seed": 11, "max_new_tokens": 20, "ignore_eos": T
 
 def clocked(engine, spec):
     """Whether the plans depend on what passes take."""
-    return not engine.method(spec).policy.steady
+    return not engine.method(spec).policy.deterministic
 
 
 @pytest.mark.parametrize("spec", METHODS)
@@ -595,6 +595,6 @@ def test_a_drafter_that_needs_a_slot_lent_says_so(engine, spec):
         rows = proposal_rows(engine.target, method.drafter, Drawn.CHOSEN, budget, 0.0, [PROMPTS[0]])
         lent = method.drafter.propose(rows)[0].token_N
         alone = method.drafter.propose([replace(row, lease=None) for row in rows])[0].token_N
-    assert (alone != lent) == method.drafter.leased
+    assert (alone != lent) == method.drafter.uses_target_cache
     for row in rows:
         method.drafter.end(row.state)

@@ -17,7 +17,7 @@ OWN, ROOMY = Budget(max_nodes=6, max_depth=6), Budget(max_nodes=100, max_depth=1
 class Spy(Policy):
     """Takes a fixed number of guesses and remembers what it was told."""
 
-    steady = False
+    deterministic = False
 
     def __init__(self, nodes):
         super().__init__(None)

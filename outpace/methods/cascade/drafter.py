@@ -96,7 +96,7 @@ class Cascade(Drafter[State]):
         self, models: Sequence[Target], lookup: Drafter[None] | None, k: Sequence[Sequence[int]]
     ) -> None:
         self._clock = PassClock()
-        self.steady = lookup is None or lookup.steady
+        self.deterministic = lookup is None or lookup.deterministic
         self.lookup = None if lookup is None else LookupLevel(lookup)
         lowest: list[Level] = [] if self.lookup is None else [self.lookup]
         self.models: list[ModelLevel] = []

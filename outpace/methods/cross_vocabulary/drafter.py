@@ -104,13 +104,13 @@ class CrossVocabulary(Drafter[State]):
                 f"{who}: its drafter reads {', '.join(sorted(inner.taps))} of {model.name}, which "
                 "nobody computes; use a language model or a lookup"
             )
-        if inner.leased:
+        if inner.uses_target_cache:
             raise SpecError(
                 f"{who}: its drafter drafts in slots of {model.name}, which nobody lends; use a "
                 "language model or a lookup"
             )
         self.inner, self.model, self.target, self.by = inner, model, target, by
-        self.samples, self.steady = inner.samples and by != "text", inner.steady
+        self.samples, self.deterministic = inner.samples and by != "text", inner.deterministic
         self.follower = Follower(inner)
         self.source, self.goal = Spelling.of(model, who), Spelling.of(target, who)
         self.common = shared(self.source, self.goal, model, target.vocab_size)

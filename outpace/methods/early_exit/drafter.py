@@ -80,7 +80,7 @@ class EarlyExit(ExpandingDrafter[ExitState]):
     Config = EarlyExitConfig
     default_nodes = 4
     needs = frozenset({LAYERS, TAPS})
-    leased = True
+    uses_target_cache = True
 
     def __init__(self, target: Target, layers: Sequence[int], head: ExitHead | None = None) -> None:
         self.target, self.layers, self.head = target, tuple(layers), head

@@ -82,7 +82,7 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
     Config = KangarooConfig
     default_nodes = 6
     needs = frozenset({LAYERS, TAPS, EMBEDDINGS})
-    leased = True
+    uses_target_cache = True
 
     def __init__(self, target: Target, file: AdapterFile, threshold: float | None = None) -> None:
         self.target, self.layer, self.threshold = target, file.layer, threshold

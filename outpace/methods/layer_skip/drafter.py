@@ -76,7 +76,7 @@ class LayerSkip(ModelDrafter):
 
     def __init__(self, config: LayerSkipConfig, target: Target, skip: tuple[int, ...] | None) -> None:
         self._config, self._target, self._living = config, target, list[ModelState]()
-        self.steady = skip is not None  # the set that is found follows the texts met first
+        self.deterministic = skip is not None  # the set that is found follows the texts met first
         self._count = max(1, round(config.share * target.num_layers))
         self.skip = even(target.num_layers, self._count) if skip is None else skip
         """The layers that are left out now."""

@@ -85,7 +85,7 @@ class Recycling(Drafter[_State]):
 
     def __init__(self, config: RecyclingConfig, table_VK: NDArray[np.int32] | None = None) -> None:
         self.config = config
-        self.steady = not config.shared
+        self.deterministic = not config.shared
         self._table_VK = table_VK
         self._shared = PerKey(dict[int, tuple[int, ...]], _KEYS)
 

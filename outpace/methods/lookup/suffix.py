@@ -100,7 +100,7 @@ class Suffix(FollowsText[_State]):
     ) -> None:
         self.config = config
         self.history = history
-        self.steady = history is None
+        self.deterministic = history is None
         self._keeper = keeper
         self._of_key = PerKey(lambda: History(config.capacity), _KEYS)
 

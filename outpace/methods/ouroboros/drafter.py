@@ -107,7 +107,7 @@ class Ouroboros(Drafter[_State]):
 
     def __init__(self, config: OuroborosConfig, draft: Drafter[Any]) -> None:
         self.config = config
-        self.steady = draft.steady and not config.shared
+        self.deterministic = draft.deterministic and not config.shared
         self.phrases = Phrases(config.tokens, config.remembered, config.phrases, config.shared)
         self.inner, self.sped = draft, False
         if config.faster and draft.language_model is not None:
@@ -126,9 +126,9 @@ class Ouroboros(Drafter[_State]):
         return self.inner.taps
 
     @property
-    def leased(self) -> bool:  # type: ignore[override]
+    def uses_target_cache(self) -> bool:  # type: ignore[override]
         """Whether the draft model needs a slot; phrases hang behind what it says."""
-        return self.inner.leased
+        return self.inner.uses_target_cache
 
     @classmethod
     def load(cls, config: OuroborosConfig, target: Target) -> Ouroboros:

@@ -91,7 +91,7 @@ class Phrases(Drafter[Pool]):
 
     def __init__(self, tokens: int, per_token: int, most: int, shared: bool = False) -> None:
         self._tokens, self._per_token, self.most = tokens, per_token, most
-        self._shared, self.steady = shared, not shared
+        self._shared, self.deterministic = shared, not shared
         self._pools = PerKey(lambda: Pool(tokens, per_token), _KEYS)
 
     @classmethod

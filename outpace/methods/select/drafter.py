@@ -100,7 +100,7 @@ class Select(Drafter[_State]):
         self.config, self.members = config, tuple(members)
         self.taps = frozenset[str]().union(*(member.taps for member in members))
         self.samples = any(member.samples for member in members)
-        self.steady = all(member.steady for member in members)
+        self.deterministic = all(member.deterministic for member in members)
         # A pass that one member resumes has no features of the layers below for the others.
         tapped = [i for i, member in enumerate(self.members) if member.taps]
         self._lent = [set(tapped) <= {i} for i in range(len(self.members))]
