@@ -28,8 +28,8 @@ class Request:
     """What a drafter may know when a sequence begins."""
 
     prompt: tuple[int, ...]
-    """Ids; those after the first ``held`` arrive through ``observe``, ``forced``, in chunks."""
-    held: int = 0
+    """Ids; those after the first ``num_cached`` arrive through ``observe``, ``forced``, in chunks."""
+    num_cached: int = 0
     """Leading prompt tokens that the target's cache held already, and no pass will show."""
     reference: tuple[int, ...] | None = None
     """An expected output that the caller supplied, if any."""

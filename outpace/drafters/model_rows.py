@@ -84,7 +84,7 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
     def begin(self, request: Request) -> ModelState:
         """Take a slot of the draft model's cache."""
         fits = len(request.prompt) <= self.model.max_positions
-        return ModelState(self.cache.open(), request.prompt if request.held and fits else ())
+        return ModelState(self.cache.open(), request.prompt if request.num_cached and fits else ())
 
     def propose(self, rows: Sequence[DraftRow[ModelState]]) -> list[Draft]:
         """Grow drafts; a sequence that outgrew the draft model's context gets an empty one, and so

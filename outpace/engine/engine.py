@@ -307,7 +307,9 @@ class Engine:
         """A sequence whose slot may hold a prefix of its prompt already."""
         self._count += 1
         ids, params = ready.ids, ready.params
-        request = Request(prompt=ids, held=self.cache.length(slot), reference=ready.reference, key=ready.key)
+        request = Request(
+            prompt=ids, num_cached=self.cache.length(slot), reference=ready.reference, key=ready.key
+        )
         tokenizer = self.target.tokenizer
         text = None if tokenizer is None else tokenizer.text_stream(continues=ready.continues)
         members, verifiers = method.members, method.verifiers(verifier)

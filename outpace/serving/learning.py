@@ -117,7 +117,7 @@ class _State:
     request: Request
     tokens: list[int]
     """Committed."""
-    held: int
+    num_cached: int
     """Tokens that no pass will show again."""
     text: Text | None
     """None where the learner has failed."""
@@ -159,7 +159,7 @@ class Watched(Drafter[_State]):
                 self.fail(error)
         drafter = self.base if text is None else text.drafter or self.base
         inner = drafter.begin(request)
-        state = _State(request, list(request.prompt), request.held, text, drafter, inner)
+        state = _State(request, list(request.prompt), request.num_cached, text, drafter, inner)
         self._living.add(state)
         return state
 
@@ -193,7 +193,7 @@ class Watched(Drafter[_State]):
         for state, outcome in zip(states, outcomes, strict=True):
             emitted = outcome.verdict.emitted
             state.tokens.extend(emitted)
-            state.held = len(state.tokens) if emitted else outcome.start + len(outcome.fed)
+            state.num_cached = len(state.tokens) if emitted else outcome.start + len(outcome.fed)
             state.out = None
         seen = [(s.text, o) for s, o in zip(states, outcomes, strict=True) if s.text is not None]
         if seen and self.broken is None:
@@ -218,7 +218,7 @@ class Watched(Drafter[_State]):
         try:
             for state in self._living:
                 if state.text is not None and state.text.branch == version.branch:
-                    request = replace(state.request, prompt=tuple(state.tokens), held=state.held)
+                    request = replace(state.request, prompt=tuple(state.tokens), num_cached=state.num_cached)
                     begun.append((state, drafter.begin(request)))
         except Exception:  # all stay where they were
             for _, inner in begun:

@@ -396,7 +396,7 @@ def test_a_lookup_without_a_rewind_of_its_own_is_copied():
     mark = echo.mark(state)
     state.refused = 2
     assert echo.rewind(state, mark).refused == 0
-    other = max_gram.begin(Request(prompt=(1, 2, 1), held=3))
+    other = max_gram.begin(Request(prompt=(1, 2, 1), num_cached=3))
     mark = max_gram.mark(other)
     other.text.extend([2, 2])
     other.trust.doubt = 3.0

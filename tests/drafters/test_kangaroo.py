@@ -190,7 +190,7 @@ def show(drafter, state, text, start, stop):
 
 def begun(drafter, text, cuts=(), held=0):
     """A state that saw the committed part of a text, in pieces."""
-    state = drafter.begin(Request(prompt=tuple(text), held=held))
+    state = drafter.begin(Request(prompt=tuple(text), num_cached=held))
     for start, stop in pairwise([held, *cuts, len(text) - 1]):
         if stop > start:
             show(drafter, state, text, start, stop)

@@ -367,7 +367,7 @@ def test_drafters_that_read_features_are_shown_them_again(engine, monkeypatch):
 
     def begins(self, request):
         kept.append(begin(self, request))
-        place[id(kept[-1])] = request.held
+        place[id(kept[-1])] = request.num_cached
         return kept[-1]
 
     def observes(self, states, outcomes):

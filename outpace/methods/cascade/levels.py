@@ -56,7 +56,7 @@ class LookupLevel(Level):
 
     def begin(self, request: Request) -> Reading:
         """State of a new sequence."""
-        return Reading(self.drafter.begin(request), request.held)
+        return Reading(self.drafter.begin(request), request.num_cached)
 
     def guess(self, drafts: Sequence[Guesses], total: int) -> None:
         """One proposal each."""

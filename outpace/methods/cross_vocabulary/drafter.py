@@ -152,16 +152,18 @@ class CrossVocabulary(Drafter[State]):
     def begin(self, request: Request) -> State:
         """Write what the target's cache holds already in draft tokens; the rest comes later."""
         mirror = self.bridge.mirror()
-        mirror.extend(request.prompt[: request.held])
+        mirror.extend(request.prompt[: request.num_cached])
         whole = mirror.copy()
-        whole.extend(request.prompt[request.held :])
+        whole.extend(request.prompt[request.num_cached :])
         reference = None
         if request.reference is not None:
             said = self.bridge.mirror()
             said.extend(request.reference)
             reference = tuple(said.ids)
-        told = mirror.stable if request.held else 0
-        state = self.inner.begin(replace(request, prompt=tuple(whole.ids), held=told, reference=reference))
+        told = mirror.stable if request.num_cached else 0
+        state = self.inner.begin(
+            replace(request, prompt=tuple(whole.ids), num_cached=told, reference=reference)
+        )
         return State(mirror, Reading(state, told))
 
     def propose(self, rows: Sequence[DraftRow[State]]) -> list[Draft]:

@@ -123,7 +123,7 @@ class AdaptiveNgram(Drafter[_State]):
             right=[PRIOR * _assumed(order) for order in orders],
             made=[PRIOR for _ in orders],
         )
-        state.read(request.prompt[: request.held], self.config.max_order)
+        state.read(request.prompt[: request.num_cached], self.config.max_order)
         return state
 
     def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:

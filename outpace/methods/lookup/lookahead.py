@@ -147,7 +147,7 @@ class Lookahead(Drafter[_State]):
             for i in range(self.config.window)
         ]
         state = _State(Pool(self.config.guesses, self.config.pool), columns)
-        self._read(state, text[: request.held])
+        self._read(state, text[: request.num_cached])
         return state
 
     def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:

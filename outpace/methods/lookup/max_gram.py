@@ -99,7 +99,7 @@ class MaxGram(FollowsText[Text]):
 
     def begin(self, request: Request) -> Text:
         """The text that is held already; the rest of the prompt arrives through ``observe``."""
-        return Text(SuffixAutomaton(request.prompt[: request.held]))
+        return Text(SuffixAutomaton(request.prompt[: request.num_cached]))
 
     def propose(self, rows: Sequence[DraftRow[Text]]) -> list[Draft]:
         """A chain each; in a template the siblings come from the table. CHOSEN."""

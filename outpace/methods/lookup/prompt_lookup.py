@@ -77,7 +77,7 @@ class PromptLookup(Priced[_State]):
     def begin(self, request: Request) -> _State:
         """The text that is held already; the rest of the prompt arrives through ``observe``."""
         state = _State()
-        for token in request.prompt[: request.held]:
+        for token in request.prompt[: request.num_cached]:
             self._push(state, token)
         return state
 

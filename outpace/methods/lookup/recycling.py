@@ -105,7 +105,7 @@ class Recycling(Drafter[_State]):
     def begin(self, request: Request) -> _State:
         """Lists of the text that is held already; the rest arrives through ``observe``."""
         state = _State(self._shared.of(request.key) if self.config.shared else {})
-        self._read(state, request.prompt[: request.held])
+        self._read(state, request.prompt[: request.num_cached])
         return state
 
     def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:

@@ -124,7 +124,7 @@ class Suffix(FollowsText[_State]):
     def begin(self, request: Request) -> _State:
         """The text that is held already; the rest of the prompt arrives through ``observe``."""
         return _State(
-            read=SuffixAutomaton(request.prompt[: request.held]),
+            read=SuffixAutomaton(request.prompt[: request.num_cached]),
             prompt=len(request.prompt),
             history=self._history(request.key),
         )

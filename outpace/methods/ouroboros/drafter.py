@@ -153,7 +153,7 @@ class Ouroboros(Drafter[_State]):
         inner = self.inner.begin(request)
         pool = inner.reading.state if self.sped else self.phrases.begin(request)
         state = _State(inner, pool)
-        pool.read(state.tail, request.prompt[: request.held])
+        pool.read(state.tail, request.prompt[: request.num_cached])
         return state
 
     def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
