@@ -34,8 +34,8 @@ class RowRecord:
     censored: bool
     choice: Choice | None = None
     """Why this drafter was asked, if its policy says."""
-    unread: int = 0
-    """Committed tokens that the drafter read first, see ``Drafter.unread``."""
+    num_uncached: int = 0
+    """Committed tokens that the drafter read first, see ``Drafter.num_uncached``."""
 
 
 @dataclass(frozen=True, slots=True)

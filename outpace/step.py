@@ -119,8 +119,8 @@ def step(machine: Machine, rows: Sequence[StepSequence]) -> list[Outcome]:
     clock = _Clock(machine)
     plans, views = _plan(machine, rows)
     clock.lap("plan")
-    unread_B = [
-        _unread(machine, row, plan.drafter) if plan.budget.max_nodes else 0
+    num_uncached_B = [
+        _num_uncached(machine, row, plan.drafter) if plan.budget.max_nodes else 0
         for row, plan in zip(rows, plans, strict=True)
     ]
     drafts = _draft(machine, rows, plans)
@@ -145,7 +145,7 @@ def step(machine: Machine, rows: Sequence[StepSequence]) -> list[Outcome]:
     _commit(machine, rows, outcomes)
     machine.policy.learn(views, [_evidence(outcome) for outcome in outcomes])
     clock.lap("commit")
-    _tell(machine, rows, outcomes, clock, plans, unread_B)
+    _tell(machine, rows, outcomes, clock, plans, num_uncached_B)
     return outcomes
 
 
@@ -202,7 +202,7 @@ def _plan(machine: Machine, rows: Sequence[StepSequence]) -> tuple[list[Plan], l
             row.room(),
             row.coins(Stream.POLICY),
             hint,
-            {} if least is None else {one: _unread(machine, row, one) for one in row.states},
+            {} if least is None else {one: _num_uncached(machine, row, one) for one in row.states},
         )
         for row, hint, least in zip(rows, _hints(machine, rows, least_B), least_B, strict=True)
     ]
@@ -290,8 +290,8 @@ def _hints(
     return hints
 
 
-def _unread(machine: Machine, row: StepSequence, name: str) -> int:
-    return machine.drafters[name].unread(row.states[name], row.tokens)
+def _num_uncached(machine: Machine, row: StepSequence, name: str) -> int:
+    return machine.drafters[name].num_uncached(row.states[name], row.tokens)
 
 
 def _judge(
@@ -343,7 +343,7 @@ def _tell(
     outcomes: Sequence[Outcome],
     clock: _Clock,
     plans: Sequence[Plan] = (),
-    unread_B: Sequence[int] = (),
+    num_uncached_B: Sequence[int] = (),
 ) -> None:
     """Hand listeners the step as numbers."""
     machine.steps += 1
@@ -362,7 +362,7 @@ def _tell(
                 e.depth,
                 e.censored,
                 plans[i].choice if plans else None,
-                unread_B[i] if unread_B else 0,
+                num_uncached_B[i] if num_uncached_B else 0,
             )
         )
     passed = sum(len(o.row_F) if o.forced else _rows_of(o.draft) for o in outcomes)

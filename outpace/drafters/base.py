@@ -111,7 +111,7 @@ class Drafter(ABC, Generic[S]):
         among them: a memo says whose it is.
         """
 
-    def unread(self, state: S, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: S, tokens: Sequence[int]) -> int:
         """Committed tokens that it reads before its next guess, for policies that price that: many
         where others drafted for a while, or nobody. 0 for those that have nothing to read.
 

@@ -167,7 +167,7 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
             for feed in prompts:
                 self.cache.keep(feed.slot, range(len(feed.token_J)))
 
-    def unread(self, state: ModelState, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: ModelState, tokens: Sequence[int]) -> int:
         """The pending token, and what its cache lacks."""
         return len(tokens) - self.cache.length(state.slot)
 

@@ -201,9 +201,9 @@ class Graph(Drafter[Any]):
         """The draft model's own."""
         self.draft.observe(states, outcomes)
 
-    def unread(self, state: Any, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: Any, tokens: Sequence[int]) -> int:
         """The draft model's own."""
-        return self.draft.unread(state, tokens)
+        return self.draft.num_uncached(state, tokens)
 
     def mark(self, state: Any) -> Any:
         """The draft model's own."""

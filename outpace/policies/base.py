@@ -28,7 +28,7 @@ class PolicyRow:
     hints: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Drafter -> what it would propose now, see ``Drafter.hint``; without those that cannot tell.
     Filled for ``plan`` alone, if the policy ``reads_hints``."""
-    unread: Mapping[str, int] = field(default_factory=dict)
+    num_uncached: Mapping[str, int] = field(default_factory=dict)
     """Drafter -> committed tokens that it reads before it guesses; likewise."""
 
 

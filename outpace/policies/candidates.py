@@ -103,7 +103,7 @@ class Candidates:
             return None
         asked_C, width_C, nodes_C, levels_C = zip(*all_C, strict=True)
         kept_C = [reach[width][ask[1] - 1] for ask, width in zip(asked_C, width_C, strict=True)]
-        late = costs.late(name, row.unread.get(name, 0))
+        late = costs.late(name, row.num_uncached.get(name, 0))
         return Option(name, kept_C, nodes_C, levels_C, asked_C, tree=budget.shape.beam > 0, late=late)
 
     def _know(self, name: str, budget: Budget, costs: Costs) -> _Known:

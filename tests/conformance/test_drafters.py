@@ -557,14 +557,14 @@ def test_budgets_are_kept_and_dropped_drafts_forgotten(engine, spec, drawn):
             method.drafter.end(row.state)
 
 
-def unread(engine, spec, drafter):
+def num_uncached(engine, spec, drafter):
     """Before its first draft, and after a draft of which nothing was kept; None: no draft came."""
     text = list(PROMPTS[0])
     with torch.no_grad():
         asked = engine.method(spec).budget
         budget = Budget(min(3, asked.max_nodes), 2, shape=asked.shape)
         (row,) = proposal_rows(engine.target, drafter, Drawn.CHOSEN, budget, 0.0, [text])
-        before = drafter.unread(row.state, text)
+        before = drafter.num_uncached(row.state, text)
         (draft,) = drafter.propose([row])
         draft = replace(draft, resume=None)  # a pass of its own for all rows
         if row.lease is not None:
@@ -573,14 +573,14 @@ def unread(engine, spec, drafter):
         scored = engine.target.score([feed], row.lease.cache, taps=drafter.taps).of(0)
         refused, start = Verdict((), (7,)), len(text) - 1
         drafter.observe([row.state], [Outcome(draft, scored, refused, (text[-1],), (0,), start)])
-        after = drafter.unread(row.state, [*text, 7])
+        after = drafter.num_uncached(row.state, [*text, 7])
         drafter.end(row.state)
     return before, after if len(draft) else None, len(text)
 
 
 @pytest.mark.parametrize("spec", METHODS)
 def test_a_drafter_tells_how_much_it_has_to_read(engine, spec):
-    before, after, length = unread(engine, spec, engine.method(spec).drafter)
+    before, after, length = num_uncached(engine, spec, engine.method(spec).drafter)
     assert 0 <= before <= 3 * length, "some have several models"
     if after is not None and not spec.startswith("select"):  # one member guesses, the others wait
         assert after <= 3, "a draft has read the text"

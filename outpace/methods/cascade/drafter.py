@@ -193,7 +193,7 @@ class Cascade(Drafter[State]):
             if prompts:
                 level.reader.read(prompts, level.cache)
 
-    def unread(self, state: State, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: State, tokens: Sequence[int]) -> int:
         """By all models together."""
         return sum(
             len(tokens) - level.cache.length(slot)

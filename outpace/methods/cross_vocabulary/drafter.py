@@ -235,9 +235,9 @@ class CrossVocabulary(Drafter[State]):
             state.asked = state.given = None
         self.follower.follow(news)
 
-    def unread(self, state: State, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: State, tokens: Sequence[int]) -> int:
         """In its own tokens."""
-        return self.inner.unread(state.reading.state, state.mirror.ids)
+        return self.inner.num_uncached(state.reading.state, state.mirror.ids)
 
     def mark(self, state: State) -> tuple[Mirror, int]:
         """The text so far. Cost: that of copying it."""

@@ -199,7 +199,7 @@ class Dflash(ExpandingDrafter[_State]):
         self.cache.drop(state.slot)
         state.lead = 0
 
-    def unread(self, state: _State, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: _State, tokens: Sequence[int]) -> int:
         """Those whose features wait."""
         return len(state.ids)
 

@@ -211,7 +211,7 @@ class Eagle3(ExpandingDrafter[_State]):
         for feed in feeds:
             self.cache.keep(feed.slot, range(len(feed.token_J)))
 
-    def unread(self, state: _State, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: _State, tokens: Sequence[int]) -> int:
         """Those whose features wait."""
         return len(state.ids)
 

@@ -197,7 +197,7 @@ class EarlyExit(ExpandingDrafter[ExitState]):
         if self.rows is not None:
             self.rows.observe(states, outcomes)
 
-    def unread(self, state: ExitState, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: ExitState, tokens: Sequence[int]) -> int:
         """Those whose features wait."""
         return len(state.ids)
 

@@ -164,7 +164,7 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
         """Follow what was committed."""
         self.rows.observe(states, outcomes)
 
-    def unread(self, state: AdapterState, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: AdapterState, tokens: Sequence[int]) -> int:
         """Those whose features wait."""
         return len(state.ids)
 

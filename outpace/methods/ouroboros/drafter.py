@@ -211,9 +211,9 @@ class Ouroboros(Drafter[_State]):
         for state in states:
             state.draft = state.given = None
 
-    def unread(self, state: _State, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: _State, tokens: Sequence[int]) -> int:
         """By the drafter that is lengthened."""
-        return self.inner.unread(state.inner, tokens)
+        return self.inner.num_uncached(state.inner, tokens)
 
     def end(self, state: _State) -> None:
         """Give back what the draft model took."""

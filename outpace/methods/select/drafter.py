@@ -224,10 +224,10 @@ class Select(Drafter[_State]):
                     record.kept += RATE * (len(kept) - record.kept)
                     record.drafted += RATE * (max(draft.depth_N) - record.drafted)
 
-    def unread(self, state: _State, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: _State, tokens: Sequence[int]) -> int:
         """By all members together."""
         return sum(
-            member.unread(own, tokens) for member, own in zip(self.members, state.members, strict=True)
+            member.num_uncached(own, tokens) for member, own in zip(self.members, state.members, strict=True)
         )
 
     def mark(self, state: _State) -> list[Any]:
