@@ -201,10 +201,10 @@ def _plan(machine: Machine, rows: Sequence[StepSequence]) -> tuple[list[Plan], l
             row.budgets,
             row.room(),
             row.coins(Stream.POLICY),
-            hint,
+            preview,
             {} if least is None else {one: _num_uncached(machine, row, one) for one in row.states},
         )
-        for row, hint, least in zip(rows, _hints(machine, rows, least_B), least_B, strict=True)
+        for row, preview, least in zip(rows, _previews(machine, rows, least_B), least_B, strict=True)
     ]
     plans = machine.policy.plan(views, load)
     for view, plan in zip(views, plans, strict=True):
@@ -269,25 +269,25 @@ def _draft_row(
     )
 
 
-def _hints(
+def _previews(
     machine: Machine, rows: Sequence[StepSequence], least_B: Sequence[float | None]
 ) -> list[dict[str, Sequence[float]]]:
     """What every drafter would propose to every row, of those that can tell."""
-    hints: list[dict[str, Sequence[float]]] = [{} for _ in rows]
+    previews: list[dict[str, Sequence[float]]] = [{} for _ in rows]
     able: dict[str, list[int]] = {}
     tapped = machine.tapped(rows)
     for i, (row, least) in enumerate(zip(rows, least_B, strict=True)):
         for name in () if least is None else row.states:
-            if machine.drafters[name].hints:
+            if machine.drafters[name].previews:
                 able.setdefault(name, []).append(i)
     for name, indices in able.items():
         budgets = [within(rows[i].budgets[name], rows[i].room(), least_B[i] or 0.0) for i in indices]
         pairs = zip(indices, budgets, strict=True)
         asked = [_draft_row(machine, rows[i], name, budget, tapped) for i, budget in pairs]
-        answers = machine.drafters[name].hint(asked)
+        answers = machine.drafters[name].preview(asked)
         for i, answer in zip(indices, answers, strict=True):
-            hints[i][name] = answer
-    return hints
+            previews[i][name] = answer
+    return previews
 
 
 def _num_uncached(machine: Machine, row: StepSequence, name: str) -> int:

@@ -53,8 +53,8 @@ class Drafter(ABC, Generic[S]):
     """Features wanted in ``observe``, such as ``hidden.-1``. Unread features cost nothing."""
     samples: bool = False
     """Whether it draws where ``DraftRow.drawn`` asks for that; others always choose."""
-    hints: bool = False
-    """Whether ``hint`` tells something."""
+    previews: bool = False
+    """Whether ``preview`` tells something."""
     uses_target_cache: bool = False
     """Whether it drafts in the slot that a row lends it, and little or nothing without one."""
     deterministic: bool = True
@@ -92,16 +92,16 @@ class Drafter(ABC, Generic[S]):
         recorded is the one really drawn from.
         """
 
-    def hint(self, rows: Sequence[DraftRow[S]]) -> list[Sequence[float]]:
+    def preview(self, rows: Sequence[DraftRow[S]]) -> list[Sequence[float]]:
         """What ``propose`` would give, for a policy that picks among drafters.
 
-        Only drafters that propose for nearly nothing can tell; they say so by ``hints``.
+        Only drafters that propose for nearly nothing can tell; they say so by ``previews``.
 
         Returns:
             Per row, for every guess the chance that it is reached and kept, likeliest first;
             empty where there is nothing to propose. A smaller ``max_nodes`` drops the last ones.
         """
-        raise NotImplementedError(f"{type(self).__name__} gives no hints")
+        raise NotImplementedError(f"{type(self).__name__} gives no previews")
 
     @abstractmethod
     def observe(self, states: Sequence[S], outcomes: Sequence[Outcome]) -> None:

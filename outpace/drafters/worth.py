@@ -111,9 +111,9 @@ def judged(outcome: Outcome) -> Iterator[tuple[int, bool]]:
 class Priced(Drafter[S]):
     """A lookup whose drafts carry `Chances`: it can tell beforehand what they promise."""
 
-    hints = True
+    previews = True
 
-    def hint(self, rows: Sequence[DraftRow[S]]) -> list[Sequence[float]]:
+    def preview(self, rows: Sequence[DraftRow[S]]) -> list[Sequence[float]]:
         """Cost: that of ``propose``."""
         return [promise(draft) for draft in self.propose(rows)]
 

@@ -55,14 +55,14 @@ class Option:
     asked_C: Sequence[tuple[int, int]]
     """Nodes and depth that it is granted."""
     promised_C: Sequence[float] | None = None
-    """Tokens that it promises itself, if it gave a hint."""
+    """Tokens that it promises itself, if it gave a preview."""
     tree: bool = False
     """Whether its levels may have several nodes, and fewer than granted."""
     late: float = 0.0
     """Seconds for reading what the drafter has missed of the sequence."""
 
     @property
-    def hinted(self) -> bool:
+    def previewed(self) -> bool:
         """Whether it says what it would propose."""
         return self.promised_C is not None
 
@@ -71,26 +71,26 @@ class Option:
         return Share(self.drafter, self.kept_C[cut], self.nodes_C[cut], self.levels_C[cut], self.late)
 
 
-def described(name: str, hint: Sequence[float], depth: int, scale: float) -> Option | None:
+def described(name: str, preview: Sequence[float], depth: int, scale: float) -> Option | None:
     """What a drafter offers that tells what it would propose; None if that is nothing.
 
     Args:
         name: the drafter.
-        hint: chance that each further guess is kept, as it says.
+        preview: chance that each further guess is kept, as it says.
         depth: that it may be granted.
         scale: what its word has been worth lately.
     """
-    if not hint:
+    if not preview:
         return None
     total, promised, kept_C, promised_C = 0.0, 0.0, [], []
-    for chance in hint:
+    for chance in preview:
         promised += chance
         total += min(1.0, chance * scale)
         promised_C.append(promised)
         kept_C.append(total)
-    sizes_C = range(1, len(hint) + 1)
+    sizes_C = range(1, len(preview) + 1)
     asked_C = [(nodes, depth) for nodes in sizes_C]
-    return Option(name, kept_C, sizes_C, (1.0,) * len(hint), asked_C, promised_C=promised_C)
+    return Option(name, kept_C, sizes_C, (1.0,) * len(preview), asked_C, promised_C=promised_C)
 
 
 def at_once(late: float) -> float:

@@ -1,6 +1,6 @@
 """What drafters offer to a sequence: so many tokens, for so many rows and levels.
 
-A lookup says by hints what it would propose, and its word is scaled by what it was worth lately.
+A lookup says by previews what it would propose, and its word is scaled by what it was worth lately.
 Of all others it is learned, level by level, how much of their drafts is kept
 (`outpace.policies.acceptance_model`): over all sequences, and how the one at hand differs.
 """
@@ -30,7 +30,7 @@ class Learned:
 
     beliefs: dict[str, Belief] = field(default_factory=dict)
     promised: dict[str, list[float]] = field(default_factory=dict)
-    """Of those that give hints: tokens kept and tokens promised, lately."""
+    """Of those that give previews: tokens kept and tokens promised, lately."""
 
     def reopen(self, candidates: Candidates, but: str) -> list[str]:
         """The text has changed: what was known of the others is void. Returns who they are."""
@@ -68,7 +68,7 @@ class Candidates:
 
     def young(self, options: Iterable[Option]) -> bool:
         """Whether next to nothing is known of one of these."""
-        return any(not one.hinted and self._pools[one.drafter].young for one in options)
+        return any(not one.previewed and self._pools[one.drafter].young for one in options)
 
     def option(
         self, row: PolicyRow, name: str, budget: Budget, learned: Learned, costs: Costs
@@ -85,12 +85,12 @@ class Candidates:
         depth, nodes = row.limit.max_depth, row.limit.max_nodes
         if depth <= 0 or nodes <= 0:
             return None
-        hint = row.hints.get(name)
-        if hint is not None:
+        preview = row.previews.get(name)
+        if preview is not None:
             kept, promised = learned.promised.get(name, (0.0, 0.0))
             scale = (kept + DOUBT) / (promised + DOUBT)
             scale = min(MOST_WORTH, max(LEAST_WORTH, scale))
-            return described(name, hint[:nodes], min(depth, budget.max_depth), scale)
+            return described(name, preview[:nodes], min(depth, budget.max_depth), scale)
         known = self._know(name, budget, costs)
         belief = learned.beliefs.get(name)
         if belief is None:
@@ -151,7 +151,7 @@ class Candidates:
             Whether a level was refused, and whether so much less was kept than expected that the
             text must have changed.
         """
-        if asked.hinted:
+        if asked.previewed:
             pair = learned.promised.setdefault(seen.drafter, [0.0, 0.0])
             if not seen.censored:
                 pair[0] = KEEP * pair[0] + seen.accepted

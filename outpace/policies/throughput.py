@@ -79,7 +79,7 @@ class ThroughputPolicy(Policy):
 
     config: ThroughputConfig
     deterministic = False
-    reads_hints = True
+    reads_previews = True
 
     def __init__(self, config: ThroughputConfig) -> None:
         super().__init__(config)
@@ -241,7 +241,7 @@ class ThroughputPolicy(Policy):
             # Who was measured beforehand need not be tried first of all.
             age = state.step - state.tried.get(name, 0 if self._measured(name) else -LONGEST_GAP)
             due = age >= state.gap.get(name, PROBE_GAP) or name == state.again
-            if option.hinted or name == pick or not due:
+            if option.previewed or name == pick or not due:
                 continue
             worth, cut = batch_cost.best(option, PROBE_LEVELS)
             seconds = batch_cost.seconds(option.share(cut)) + at_once(option.late)
@@ -263,7 +263,7 @@ class ThroughputPolicy(Policy):
         says holds for this step. One that does neither is settled by each sequence alone, from
         chances that waver: it gets the whole margin.
         """
-        if option is None or option.hinted or self._levelled(option.drafter):
+        if option is None or option.previewed or self._levelled(option.drafter):
             return batch_cost.batch
         return 1
 
@@ -288,7 +288,7 @@ class ThroughputPolicy(Policy):
 
     def _learn(self, state: State, asked: Option, seen: Evidence) -> None:
         refused, worse = self._candidates.learn(state.learned, asked, state.grant, state.promised, seen)
-        if asked.hinted:
+        if asked.previewed:
             return
         if state.probing and not refused:
             state.again = seen.drafter

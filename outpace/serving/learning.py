@@ -139,7 +139,7 @@ class Watched(Drafter[_State]):
     def __init__(self, base: Drafter[Any], learner: Learner) -> None:
         self.base, self.learner = base, learner
         self.taps = base.taps
-        self.samples, self.hints, self.deterministic = base.samples, base.hints, False
+        self.samples, self.previews, self.deterministic = base.samples, base.previews, False
         self.broken: Exception | None = None
         """What the learner failed at; it is then left alone."""
         self._living: set[_State] = set()
@@ -175,15 +175,15 @@ class Watched(Drafter[_State]):
                 drafts[i] = rows[i].state.out = draft
         return drafts
 
-    def hint(self, rows: Sequence[DraftRow[_State]]) -> list[Sequence[float]]:
+    def preview(self, rows: Sequence[DraftRow[_State]]) -> list[Sequence[float]]:
         """What the versions tell."""
-        hints: list[Sequence[float]] = [()] * len(rows)
+        previews: list[Sequence[float]] = [()] * len(rows)
         for drafter, indices in self._by_drafter([row.state for row in rows]):
             with _Timed(self, drafter):
-                own = drafter.hint([_inner(rows[i]) for i in indices])
-            for i, hint in zip(indices, own, strict=True):
-                hints[i] = hint
-        return hints
+                own = drafter.preview([_inner(rows[i]) for i in indices])
+            for i, preview in zip(indices, own, strict=True):
+                previews[i] = preview
+        return previews
 
     def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
         """Pass it on to the versions, and to the learner."""

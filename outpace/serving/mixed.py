@@ -28,7 +28,7 @@ class Mixed(Policy):
     """
 
     deterministic = False
-    reads_hints = True
+    reads_previews = True
 
     def __init__(self) -> None:
         super().__init__(None)

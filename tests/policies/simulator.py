@@ -32,7 +32,7 @@ class Fake:
 
     parts: list
     """Chance per part, or a function (random, part) -> the chances of this step's draft: a lookup,
-    which tells them as a hint."""
+    which tells them as a preview."""
     level: float = 0.0
     """Seconds per level."""
     budget: Budget = field(default_factory=lambda: Budget(max_nodes=16, max_depth=16))
