@@ -96,11 +96,11 @@ class Machine:
     def tapped(self, rows: Sequence[StepSequence]) -> frozenset[str]:
         """Drafters of these rows that read features."""
         names = {name for row in rows for name in row.states}
-        return frozenset(name for name in names if self.drafters[name].taps)
+        return frozenset(name for name in names if self.drafters[name].traits.taps)
 
     def taps(self, rows: Sequence[StepSequence]) -> frozenset[str]:
         """Features that some drafter of these rows reads."""
-        return frozenset().union(*(self.drafters[name].taps for name in self.tapped(rows)))
+        return frozenset().union(*(self.drafters[name].traits.taps for name in self.tapped(rows)))
 
 
 def step(machine: Machine, rows: Sequence[StepSequence]) -> list[Outcome]:
@@ -278,7 +278,7 @@ def _previews(
     tapped = machine.tapped(rows)
     for i, (row, least) in enumerate(zip(rows, least_B, strict=True)):
         for name in () if least is None else row.states:
-            if machine.drafters[name].previews:
+            if machine.drafters[name].traits.previews:
                 able.setdefault(name, []).append(i)
     for name, indices in able.items():
         budgets = [within(rows[i].budgets[name], rows[i].room(), least_B[i] or 0.0) for i in indices]

@@ -265,7 +265,7 @@ def learn(
     steps = [step for answer in answers for step in answer.steps]
     rows = [step.rows[0] for step in steps]
     asked = min(method.budget.max_depth, method.budget.max_nodes, _DEEPEST)
-    previewed = method.drafter.previews
+    previewed = method.drafter.traits.previews
     kept_D, tried_D = _by_depth(answers, asked, max_new_tokens, previewed)
     known = KnownDrafter(kept_D=kept_D, tried_D=tried_D, **_prices(steps))
     deepest = min(_DEEPEST, max((row.depth for row in rows), default=0))

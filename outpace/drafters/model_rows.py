@@ -65,7 +65,7 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
         self.model = model
         self._vocab_size, self._id_D = vocab_size, id_D
         self.cache = model.new_cache()
-        self.estimates = head is not None
+        self.traits = replace(self.traits, estimates=head is not None)
         self._head, self._taps = head, frozenset({_LAST} if head is not None else ())
         self._hidden: list[Tensor] = []  # of the nodes expanded last, sequence by sequence
 

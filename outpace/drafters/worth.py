@@ -26,7 +26,7 @@ from itertools import repeat
 from typing import TypeVar
 
 from outpace.curve import assumed
-from outpace.drafters.base import Drafter
+from outpace.drafters.base import Drafter, Traits
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import children
 from outpace.types import ROOT, Budget, Draft, Outcome
@@ -111,7 +111,7 @@ def judged(outcome: Outcome) -> Iterator[tuple[int, bool]]:
 class Priced(Drafter[S]):
     """A lookup whose drafts carry `Chances`: it can tell beforehand what they promise."""
 
-    previews = True
+    traits = Traits(previews=True)
 
     def preview(self, rows: Sequence[DraftRow[S]]) -> list[Sequence[float]]:
         """Cost: that of ``propose``."""

@@ -138,8 +138,7 @@ class Watched(Drafter[_State]):
 
     def __init__(self, base: Drafter[Any], learner: Learner) -> None:
         self.base, self.learner = base, learner
-        self.taps = base.taps
-        self.samples, self.previews, self.deterministic = base.samples, base.previews, False
+        self.traits = replace(base.traits, deterministic=False)
         self.broken: Exception | None = None
         """What the learner failed at; it is then left alone."""
         self._living: set[_State] = set()

@@ -28,7 +28,7 @@ def resume(row: Sequence, method: Method, cache: KVCache, slot: int) -> None:
     if row.new_tokens == 0:
         restart(row, method, cache)
         return
-    again = frozenset(name for name, one in method.members.items() if one.drafter.taps)
+    again = frozenset(name for name, one in method.members.items() if one.drafter.traits.taps)
     restart(row, method, cache, again, num_cached=cache.length(slot))
     row.behind = True
     row.states = {name: row.all_states[name] for name in again}

@@ -281,7 +281,7 @@ def test_what_drafts_in_the_targets_slots_is_refused_where_none_is_lent(engine, 
 
 
 def needs(spec):
-    return registry.load("drafter", MethodSpec.parse(spec).name).needs
+    return registry.load("drafter", MethodSpec.parse(spec).name).traits.needs
 
 
 @pytest.fixture(scope="module")
@@ -504,7 +504,7 @@ def proposal_rows(target, drafter, drawn, budget, temperature, texts):
         state = drafter.begin(Request(prompt=tuple(text)))
         lease = Lease(cache, cache.open())
         feed = Feed.chain(lease.slot, text[:-1], want=())
-        shown = target.score([feed], cache, taps=drafter.taps).of(0)
+        shown = target.score([feed], cache, taps=drafter.traits.taps).of(0)
         forced = Outcome(
             Draft(),
             shown,
@@ -570,7 +570,7 @@ def num_uncached(engine, spec, drafter):
         if row.lease is not None:
             row.lease.cache.drop(row.lease.slot)
         feed = Feed.tree(row.lease.slot, text[-1], draft)
-        scored = engine.target.score([feed], row.lease.cache, taps=drafter.taps).of(0)
+        scored = engine.target.score([feed], row.lease.cache, taps=drafter.traits.taps).of(0)
         refused, start = Verdict((), (7,)), len(text) - 1
         drafter.observe([row.state], [Outcome(draft, scored, refused, (text[-1],), (0,), start)])
         after = drafter.num_uncached(row.state, [*text, 7])
@@ -595,6 +595,6 @@ def test_a_drafter_that_needs_a_slot_lent_says_so(engine, spec):
         rows = proposal_rows(engine.target, method.drafter, Drawn.CHOSEN, budget, 0.0, [PROMPTS[0]])
         lent = method.drafter.propose(rows)[0].token_N
         alone = method.drafter.propose([replace(row, lease=None) for row in rows])[0].token_N
-    assert (alone != lent) == method.drafter.uses_target_cache
+    assert (alone != lent) == method.drafter.traits.uses_target_cache
     for row in rows:
         method.drafter.end(row.state)

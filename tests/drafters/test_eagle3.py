@@ -59,7 +59,7 @@ def scored(target, taps, text):
 def show(drafter, state, target, text, start=0, stop=None):
     """Let a drafter see the rows of ``text[start:stop]``, forced."""
     stop = len(text) if stop is None else stop
-    passed = scored(target, drafter.taps, text[:stop])
+    passed = scored(target, drafter.traits.taps, text[:stop])
     rows = tuple(range(start, stop))
     drafter.observe(
         [state],

@@ -176,7 +176,7 @@ def test_riders_keep_to_the_rows_and_the_context_that_are_left(max_rows, positio
 
 
 def test_a_target_without_riders_is_refused_by_name():
-    assert Lookahead.needs == {TREE, EMBEDDINGS}
+    assert Lookahead.traits.needs == {TREE, EMBEDDINGS}
     with pytest.raises(ModelError, match="'lookahead' needs embeddings, which table:0"):
         Engine(TableTarget.random(0, 5), "lookahead")
     with pytest.raises(SpecError, match="ngram must be at least 3, got 2"):

@@ -34,11 +34,11 @@ greedy there; sampling is ours, with laws as in Spector and Re 2023, arXiv:2308.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outpace.clock import PassClock
 from outpace.drafters import parts as build
-from outpace.drafters.base import Drafter, Request
+from outpace.drafters.base import Drafter, Request, Traits
 from outpace.errors import SpecError
 from outpace.methods.cascade.guesses import Guesses, State
 from outpace.methods.cascade.leaders import split, with_tails
@@ -89,14 +89,13 @@ class Cascade(Drafter[State]):
     """
 
     Config = CascadeConfig
-    default_nodes = 32  # k says how many; this is no more than a bound
-    samples = True
+    traits = Traits(default_nodes=32, samples=True)  # k says how many nodes; 32 is a bound
 
     def __init__(
         self, models: Sequence[Target], lookup: Drafter[None] | None, k: Sequence[Sequence[int]]
     ) -> None:
         self._clock = PassClock()
-        self.deterministic = lookup is None or lookup.deterministic
+        self.traits = replace(self.traits, deterministic=lookup is None or lookup.traits.deterministic)
         self.lookup = None if lookup is None else LookupLevel(lookup)
         lowest: list[Level] = [] if self.lookup is None else [self.lookup]
         self.models: list[ModelLevel] = []
@@ -138,7 +137,7 @@ class Cascade(Drafter[State]):
         wrong = next((s for s, m in zip(parts[:-1], models, strict=False) if m is None), None)
         if wrong is not None or not speaking:
             raise no_model(wrong or parts[0])
-        if lookup is not None and (lookup.samples or lookup.taps):
+        if lookup is not None and (lookup.traits.samples or lookup.traits.taps):
             raise SpecError(
                 f"{who}: {parts[-1]} reads features of the target, or samples; the last level "
                 "must be a language model or a lookup, such as max_gram"

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from outpace.clock import PassClock
-from outpace.drafters.base import Drafter, Request
+from outpace.drafters.base import Drafter, Request, Traits
 from outpace.methods.cascade.ahead import Reader
 from outpace.methods.cascade.guesses import BELOW, Guesses, Reading, State
 from outpace.models.base import Target
@@ -187,7 +187,7 @@ class StagedDrafter(Drafter[State]):
     """
 
     Config = State  # never made from a spec
-    samples = True
+    traits = Traits(samples=True)
 
     def __init__(self, stages: Sequence[tuple[Level, int]]) -> None:
         self.stages = tuple(stages)

@@ -33,7 +33,7 @@ from typing import Any
 from outpace.clock import PassClock
 from outpace.config import MethodSpec
 from outpace.drafters import parts as build
-from outpace.drafters.base import Drafter, Request
+from outpace.drafters.base import Drafter, Request, Traits
 from outpace.errors import ModelError, SpecError
 from outpace.methods.cross_vocabulary.follower import Follower, News, Reading
 from outpace.methods.cross_vocabulary.mirror import Mirror, to_draft
@@ -94,23 +94,26 @@ class CrossVocabulary(Drafter[State]):
     """
 
     Config = CrossVocabularyConfig
-    default_nodes = 5
-    samples = True
+    traits = Traits(default_nodes=5, samples=True)
 
     def __init__(self, inner: Drafter[Any], model: Target, target: Target, by: str = "auto") -> None:
         who = "drafter 'cross_vocabulary'"
-        if inner.taps:
+        if inner.traits.taps:
             raise SpecError(
-                f"{who}: its drafter reads {', '.join(sorted(inner.taps))} of {model.name}, which "
+                f"{who}: its drafter reads {', '.join(sorted(inner.traits.taps))} of {model.name}, which "
                 "nobody computes; use a language model or a lookup"
             )
-        if inner.uses_target_cache:
+        if inner.traits.uses_target_cache:
             raise SpecError(
                 f"{who}: its drafter drafts in slots of {model.name}, which nobody lends; use a "
                 "language model or a lookup"
             )
         self.inner, self.model, self.target, self.by = inner, model, target, by
-        self.samples, self.deterministic = inner.samples and by != "text", inner.deterministic
+        self.traits = replace(
+            self.traits,
+            samples=inner.traits.samples and by != "text",
+            deterministic=inner.traits.deterministic,
+        )
         self.follower = Follower(inner)
         self.source, self.goal = Spelling.of(model, who), Spelling.of(target, who)
         self.common = shared(self.source, self.goal, model, target.vocab_size)

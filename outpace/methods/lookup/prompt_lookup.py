@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from outpace.drafters.base import Request
+from outpace.drafters.base import Request, Traits
 from outpace.drafters.worth import Priced, Trust, grow
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
@@ -64,7 +64,7 @@ class PromptLookup(Priced[_State]):
     """
 
     Config = PromptLookupConfig
-    default_nodes = 16
+    traits = Traits(default_nodes=16, previews=True)
 
     def __init__(self, config: PromptLookupConfig) -> None:
         self.config = config
