@@ -13,8 +13,8 @@ class Choice:
     reason: str
     """``best``; ``stay``: another is better, by less than a change is worth; ``probe``: to learn
     what this drafter is worth now; ``together``: a drafter whose levels all sequences share does
-    not pay for all of them together; ``look``: nothing is drafted, to learn what that costs;
-    ``rest``: nothing is weighed, for it brought less than it took in a batch of this size."""
+    not pay for all of them together; ``explore``: nothing is drafted, to measure what that costs;
+    ``pause``: nothing is planned, because drafting does not pay in a batch of this size."""
     rates: Mapping[str, float]
     """Drafter, or ``"none"`` -> tokens per second that the whole batch is expected to emit with it;
     without those that had nothing to propose."""
@@ -34,8 +34,8 @@ class RowRecord:
     censored: bool
     choice: Choice | None = None
     """Why this drafter was asked, if its policy says."""
-    unread: int = 0
-    """Committed tokens that the drafter read first, see ``Drafter.unread``."""
+    num_uncached: int = 0
+    """Committed tokens that the drafter read first, see ``Drafter.num_uncached``."""
 
 
 @dataclass(frozen=True, slots=True)

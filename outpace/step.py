@@ -43,7 +43,7 @@ from outpace.types import (
 from outpace.verifiers.base import Verifier
 
 
-class Row(Protocol):
+class StepSequence(Protocol):
     """What a step needs of one sequence; `outpace.engine.sequence` and cascades implement it."""
 
     number: int
@@ -93,17 +93,17 @@ class Machine:
     listeners: Sequence[Callable[[StepRecord], None]] = ()
     steps: int = field(default=0, init=False)
 
-    def tapped(self, rows: Sequence[Row]) -> frozenset[str]:
+    def tapped(self, rows: Sequence[StepSequence]) -> frozenset[str]:
         """Drafters of these rows that read features."""
         names = {name for row in rows for name in row.states}
-        return frozenset(name for name in names if self.drafters[name].taps)
+        return frozenset(name for name in names if self.drafters[name].traits.taps)
 
-    def taps(self, rows: Sequence[Row]) -> frozenset[str]:
+    def taps(self, rows: Sequence[StepSequence]) -> frozenset[str]:
         """Features that some drafter of these rows reads."""
-        return frozenset().union(*(self.drafters[name].taps for name in self.tapped(rows)))
+        return frozenset().union(*(self.drafters[name].traits.taps for name in self.tapped(rows)))
 
 
-def step(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
+def step(machine: Machine, rows: Sequence[StepSequence]) -> list[Outcome]:
     """Advance every row by one pass of the target.
 
     Args:
@@ -119,8 +119,8 @@ def step(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
     clock = _Clock(machine)
     plans, views = _plan(machine, rows)
     clock.lap("plan")
-    unread_B = [
-        _unread(machine, row, plan.drafter) if plan.budget.max_nodes else 0
+    num_uncached_B = [
+        _num_uncached(machine, row, plan.drafter) if plan.budget.max_nodes else 0
         for row, plan in zip(rows, plans, strict=True)
     ]
     drafts = _draft(machine, rows, plans)
@@ -145,11 +145,13 @@ def step(machine: Machine, rows: Sequence[Row]) -> list[Outcome]:
     _commit(machine, rows, outcomes)
     machine.policy.learn(views, [_evidence(outcome) for outcome in outcomes])
     clock.lap("commit")
-    _tell(machine, rows, outcomes, clock, plans, unread_B)
+    _tell(machine, rows, outcomes, clock, plans, num_uncached_B)
     return outcomes
 
 
-def prefill(machine: Machine, rows: Sequence[Row], ends: Sequence[int] | None = None) -> list[Outcome]:
+def prefill(
+    machine: Machine, rows: Sequence[StepSequence], ends: Sequence[int] | None = None
+) -> list[Outcome]:
     """Feed every row the next chunk of its prompt; a row whose prompt ends emits one token.
 
     Args:
@@ -190,7 +192,7 @@ def prefill(machine: Machine, rows: Sequence[Row], ends: Sequence[int] | None = 
     return outcomes
 
 
-def _plan(machine: Machine, rows: Sequence[Row]) -> tuple[list[Plan], list[PolicyRow]]:
+def _plan(machine: Machine, rows: Sequence[StepSequence]) -> tuple[list[Plan], list[PolicyRow]]:
     load = Load(len(rows), _context(rows))
     least_B = [machine.policy.asks(row.policy_state, load) for row in rows]
     views = [
@@ -199,10 +201,10 @@ def _plan(machine: Machine, rows: Sequence[Row]) -> tuple[list[Plan], list[Polic
             row.budgets,
             row.room(),
             row.coins(Stream.POLICY),
-            hint,
-            {} if least is None else {one: _unread(machine, row, one) for one in row.states},
+            preview,
+            {} if least is None else {one: _num_uncached(machine, row, one) for one in row.states},
         )
-        for row, hint, least in zip(rows, _hints(machine, rows, least_B), least_B, strict=True)
+        for row, preview, least in zip(rows, _previews(machine, rows, least_B), least_B, strict=True)
     ]
     plans = machine.policy.plan(views, load)
     for view, plan in zip(views, plans, strict=True):
@@ -215,7 +217,7 @@ def _plan(machine: Machine, rows: Sequence[Row]) -> tuple[list[Plan], list[Polic
     return plans, views
 
 
-def _draft(machine: Machine, rows: Sequence[Row], plans: Sequence[Plan]) -> list[Draft]:
+def _draft(machine: Machine, rows: Sequence[StepSequence], plans: Sequence[Plan]) -> list[Draft]:
     """Ask each drafter once, for all rows that are planned for it."""
     drafts = [Draft()] * len(rows)
     asked: dict[str, list[int]] = {}
@@ -251,7 +253,7 @@ def _check(draft: Draft, row: DraftRow[Any], name: str) -> None:
 
 
 def _draft_row(
-    machine: Machine, row: Row, name: str, budget: Budget, tapped: frozenset[str]
+    machine: Machine, row: StepSequence, name: str, budget: Budget, tapped: frozenset[str]
 ) -> DraftRow[Any]:
     # What another drafter reads is computed from the bottom up, so nothing may be resumed.
     lent = tapped <= {name}
@@ -267,33 +269,37 @@ def _draft_row(
     )
 
 
-def _hints(
-    machine: Machine, rows: Sequence[Row], least_B: Sequence[float | None]
+def _previews(
+    machine: Machine, rows: Sequence[StepSequence], least_B: Sequence[float | None]
 ) -> list[dict[str, Sequence[float]]]:
     """What every drafter would propose to every row, of those that can tell."""
-    hints: list[dict[str, Sequence[float]]] = [{} for _ in rows]
+    previews: list[dict[str, Sequence[float]]] = [{} for _ in rows]
     able: dict[str, list[int]] = {}
     tapped = machine.tapped(rows)
     for i, (row, least) in enumerate(zip(rows, least_B, strict=True)):
         for name in () if least is None else row.states:
-            if machine.drafters[name].hints:
+            if machine.drafters[name].traits.previews:
                 able.setdefault(name, []).append(i)
     for name, indices in able.items():
         budgets = [within(rows[i].budgets[name], rows[i].room(), least_B[i] or 0.0) for i in indices]
         pairs = zip(indices, budgets, strict=True)
         asked = [_draft_row(machine, rows[i], name, budget, tapped) for i, budget in pairs]
-        answers = machine.drafters[name].hint(asked)
+        answers = machine.drafters[name].preview(asked)
         for i, answer in zip(indices, answers, strict=True):
-            hints[i][name] = answer
-    return hints
+            previews[i][name] = answer
+    return previews
 
 
-def _unread(machine: Machine, row: Row, name: str) -> int:
-    return machine.drafters[name].unread(row.states[name], row.tokens)
+def _num_uncached(machine: Machine, row: StepSequence, name: str) -> int:
+    return machine.drafters[name].num_uncached(row.states[name], row.tokens)
 
 
 def _judge(
-    rows: Sequence[Row], plans: Sequence[Plan], drafts: Sequence[Draft], scored: Scored, want_laws: bool
+    rows: Sequence[StepSequence],
+    plans: Sequence[Plan],
+    drafts: Sequence[Draft],
+    scored: Scored,
+    want_laws: bool,
 ) -> list[Verdict]:
     laws = laws_of_batch(scored, [row.warp for row in rows], drafts)
     verdicts = []
@@ -303,7 +309,7 @@ def _judge(
     return verdicts
 
 
-def _commit(machine: Machine, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
+def _commit(machine: Machine, rows: Sequence[StepSequence], outcomes: Sequence[Outcome]) -> None:
     for row, outcome in zip(rows, outcomes, strict=True):
         machine.cache.keep(row.slot, outcome.row_F)
         row.extend(outcome)
@@ -317,7 +323,7 @@ def _commit(machine: Machine, rows: Sequence[Row], outcomes: Sequence[Outcome]) 
         )
 
 
-def _context(rows: Sequence[Row]) -> int:
+def _context(rows: Sequence[StepSequence]) -> int:
     return max((len(row.tokens) for row in rows), default=0)
 
 
@@ -333,11 +339,11 @@ def _evidence(outcome: Outcome) -> Evidence:
 
 def _tell(
     machine: Machine,
-    rows: Sequence[Row],
+    rows: Sequence[StepSequence],
     outcomes: Sequence[Outcome],
     clock: _Clock,
     plans: Sequence[Plan] = (),
-    unread_B: Sequence[int] = (),
+    num_uncached_B: Sequence[int] = (),
 ) -> None:
     """Hand listeners the step as numbers."""
     machine.steps += 1
@@ -356,7 +362,7 @@ def _tell(
                 e.depth,
                 e.censored,
                 plans[i].choice if plans else None,
-                unread_B[i] if unread_B else 0,
+                num_uncached_B[i] if num_uncached_B else 0,
             )
         )
     passed = sum(len(o.row_F) if o.forced else _rows_of(o.draft) for o in outcomes)

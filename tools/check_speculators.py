@@ -109,7 +109,7 @@ def our_logits(target: Any, folder: Path) -> tuple[dict[tuple[int, int], Any], A
 
     drafter = Eagle3.load(Eagle3Config(model=str(folder)), target)
     cache = target.new_cache()
-    passed = target.score([Feed.chain(cache.open(), TEXT)], cache, taps=drafter.taps).of(0)
+    passed = target.score([Feed.chain(cache.open(), TEXT)], cache, taps=drafter.traits.taps).of(0)
     out = {}
     for row in range(len(TEXT) - DEPTHS):
         text, after = TEXT[: row + 2], TEXT[row + 2 : row + 1 + DEPTHS]

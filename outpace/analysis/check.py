@@ -56,7 +56,7 @@ def standard_specs(target: Target, model: str) -> list[str]:
         if row.lossless
         and not row.trained
         and row.name != "none"
-        and (cls := registry.load("drafter", row.name)).needs <= target.can
+        and (cls := registry.load("drafter", row.name)).traits.needs <= target.can
         and not needs_settings(cls.Config)
     ]
     for row in registry.able("drafter", registry.RUNS_MODEL):

@@ -196,7 +196,7 @@ def measure_drafter(
     state = drafter.begin(Request(prompt=text))
     try:
         fed = text[:-1]
-        scored = target.score([Feed.chain(slot, fed, want=())], cache, taps=drafter.taps)
+        scored = target.score([Feed.chain(slot, fed, want=())], cache, taps=drafter.traits.taps)
         cache.keep(slot, range(len(fed)))
         drafter.observe(
             [state],

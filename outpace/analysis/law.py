@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from outpace.analysis.agreement import OracleReport as OracleReport
 from outpace.analysis.agreement import check_oracle as check_oracle
 from outpace.analysis.planted import PLANTED
-from outpace.analysis.stories import CHAINS, PLANTED_STORIES, TREES
+from outpace.analysis.sequence_law import CHAINS, PLANTED_CASES, TREES
 from outpace.analysis.tables import (
     RIGHT,
     Recipe,
@@ -182,14 +182,14 @@ def _report(name: str) -> LawReport:
         raise UnknownNameError("verifier with enumerated laws", name, RIGHT)
     right = RIGHT[name]
     errors = [step_error(right, recipe, world) for recipe in RECIPES[name] for world in WORLDS]
-    stories = CHAINS if right.chains_only else CHAINS + TREES
+    cases = CHAINS if right.chains_only else CHAINS + TREES
     for verifier in (right, *_ALSO.get(name, ())):
-        errors += [story.error(verifier) for story in stories]
+        errors += [case.error(verifier) for case in cases]
     planted = {
         bug.name: max(bug.error(name, world) for world in bug.worlds or WORLDS[:2])
         for bug in PLANTED
         if name in bug.verifiers
     }
-    planted |= {bug: story.error(right) for bug, verifiers, story in PLANTED_STORIES if name in verifiers}
+    planted |= {bug: case.error(right) for bug, verifiers, case in PLANTED_CASES if name in verifiers}
     missed = tuple(bug for bug, error in planted.items() if error < CAUGHT)
     return LawReport(max(errors), len(errors), len(planted) - len(missed), len(planted), missed)

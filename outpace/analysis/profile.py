@@ -62,7 +62,7 @@ class Learned:
     mean_emitted: float
     drafted: int
     accepted: int
-    hinted: bool
+    previewed: bool
     """Whether it says what it would propose; policies then go by that."""
     known: KnownDrafter
     expected_D: tuple[float, ...]
@@ -265,8 +265,8 @@ def learn(
     steps = [step for answer in answers for step in answer.steps]
     rows = [step.rows[0] for step in steps]
     asked = min(method.budget.max_depth, method.budget.max_nodes, _DEEPEST)
-    hinted = method.drafter.hints
-    kept_D, tried_D = _by_depth(answers, asked, max_new_tokens, hinted)
+    previewed = method.drafter.traits.previews
+    kept_D, tried_D = _by_depth(answers, asked, max_new_tokens, previewed)
     known = KnownDrafter(kept_D=kept_D, tried_D=tried_D, **_prices(steps))
     deepest = min(_DEEPEST, max((row.depth for row in rows), default=0))
     rest = median(map(_rest, steps))
@@ -285,7 +285,7 @@ def learn(
         mean_emitted=sum(len(row.emitted) for row in rows) / len(rows),
         drafted=sum(row.drafted for row in rows),
         accepted=sum(row.accepted for row in rows),
-        hinted=hinted,
+        previewed=previewed,
         known=known,
         expected_D=tuple(
             mean(expected(answer, depth) for answer in answers) for depth in range(1, deepest + 1)
@@ -294,12 +294,12 @@ def learn(
 
 
 def _by_depth(
-    answers: Sequence[_Answer], asked: int, max_new_tokens: int, hinted: bool
+    answers: Sequence[_Answer], asked: int, max_new_tokens: int, previewed: bool
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Drafts that kept a token at each depth, and those that were tried there.
 
     Silence where a level was asked for is a level that was not kept, unless the drafter says
-    beforehand when it is silent (``hinted``). What a stop cut off, and levels for which the answer
+    beforehand when it is silent (``previewed``). What a stop cut off, and levels for which the answer
     had no room left, teach nothing.
     """
     kept, tried = [0.0] * asked, [0.0] * asked
@@ -311,7 +311,7 @@ def _by_depth(
             for level in range(min(row.accepted, asked)):
                 kept[level] += 1.0
                 tried[level] += 1.0
-            if row.accepted < (row.depth if hinted else room) and not row.censored:
+            if row.accepted < (row.depth if previewed else room) and not row.censored:
                 tried[row.accepted] += 1.0
             new_tokens += len(row.emitted)
     known = next((level for level in range(asked) if not tried[level]), asked)

@@ -107,7 +107,7 @@ class Talk:
         self._settings: dict[str, Any] = {"params": params, "system": system, "reproducible": reproducible}
         self._dialogue = self._begin()
         self._results: list[Result] = []
-        self._held = 0
+        self._num_cached = 0
 
     def _begin(self) -> Conversation:
         from outpace.engine.conversation import Conversation
@@ -138,7 +138,7 @@ class Talk:
         if line == "/reset":
             self._dialogue.close()
             self._dialogue = self._begin()
-            self._results, self._held = [], 0
+            self._results, self._num_cached = [], 0
             show.note("outpace: a new conversation")
         elif line == "/stats":
             show.note(f"outpace: {self._stats()}")
@@ -164,7 +164,7 @@ class Talk:
             show.note("outpace: stopped; this turn is not kept")
         else:
             self._results.append(result)
-            self._held += self._dialogue.held
+            self._num_cached += self._dialogue.num_cached
 
     def _stats(self) -> str:
         if not self._results:
@@ -178,7 +178,7 @@ class Talk:
             f"{show.count(len(self._results), 'turn')}, {show.count(tokens, 'token')}, "
             f"{later / decode if decode > 0 else 0.0:.1f} tokens/s, "
             f"mean emitted {later / passes if passes else 1.0:.2f}, "
-            f"{self._held} of {read} prompt tokens were kept from earlier turns, "
+            f"{self._num_cached} of {read} prompt tokens were kept from earlier turns, "
             f"drafter {self._results[0].drafter}"
             + ("" if all(r.lossless for r in self._results) else f", {LOSSY}")
         )

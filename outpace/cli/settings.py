@@ -67,7 +67,10 @@ def _plain(field: dataclasses.Field[Any]) -> Setting:
 
 def natural_shape(cls: Any) -> str:
     """What a drafter's drafts look like unless it is told otherwise, as a sentence or nothing."""
-    tree, nodes = getattr(cls, "default_tree", None), getattr(cls, "default_nodes", 0)
+    traits = getattr(cls, "traits", None)
+    if traits is None:
+        return ""
+    tree, nodes = traits.default_tree, traits.default_nodes
     if tree == "dynamic":
         return f"A tree unless told otherwise: `tree={tree}`."
     if tree is not None:

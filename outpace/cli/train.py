@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from outpace.engine.engine import Engine
     from outpace.train.corpus import CorpusPrompt, Source
     from outpace.train.estimate import Estimate
-    from outpace.train.kit import Kit, Made
+    from outpace.train.pipeline import Made, Pipeline
 
 MEASURED_PROMPTS, MEASURED_TOKENS = 12, 96
 """Held-out prompts that a new drafter is measured on, and tokens of each answer."""
@@ -34,7 +34,7 @@ Examples:
 
   outpace train eagle3 --resume --set loop.minutes=120
 
-  outpace train draft_model --set layers=4 --set kit.vocab=16384 --set data.greedy=0.3
+  outpace train draft_model --set layers=4 --set pipeline.vocab=16384 --set data.greedy=0.3
 """
 
 
@@ -123,7 +123,7 @@ def train(
             "-s",
             metavar="KEY=VALUE",
             help="An option of the method, of the data (data.KEY), of the loop (loop.KEY) or of "
-            "the kit (kit.KEY); a wrong one lists those there are. Repeatable.",
+            "the pipeline (pipeline.KEY); a wrong one lists those there are. Repeatable.",
         ),
     ] = None,
     resume: Annotated[bool, option("--resume", help="Go on with a training that was stopped.")] = False,
@@ -144,12 +144,12 @@ def train(
 
     at_least_one("--self-prompts", self_prompts)
     options = read_options(method, settings or (), tokens)
-    from outpace.train.crew import take_device
+    from outpace.train.distributed import take_device
 
     take_device(model.device)
     engine = model.load(drafter="none")
 
-    from outpace.train.kit import Kit, made_to_json, work_folder
+    from outpace.train.pipeline import Pipeline, made_to_json, work_folder
 
     work = work_folder(engine) if work is None else work
     with contextlib.ExitStack() as stack:
@@ -159,7 +159,7 @@ def train(
             there = Path(stack.enter_context(tempfile.TemporaryDirectory())) if dry_run else work
             own = [_self_prompts(engine, there, min(self_prompts, 64) if dry_run else self_prompts)]
         corpus, sources = _corpus([*(prompts or ()), *own], texts or ())
-    kit = Kit(
+    pipeline = Pipeline(
         engine,
         options,
         prompts=corpus,
@@ -170,9 +170,9 @@ def train(
         start=start,
         say=_say,
     )
-    if tokens is not None and not corpus and (store := kit.stored) and store.answer_tokens < tokens:
+    if tokens is not None and not corpus and (store := pipeline.stored) and store.answer_tokens < tokens:
         raise RequestError(
-            f"--tokens {tokens}, but {kit.work / 'tokens'} holds {store.answer_tokens}; give the "
+            f"--tokens {tokens}, but {pipeline.work / 'tokens'} holds {store.answer_tokens}; give the "
             "files that it was made from with --prompts and --texts"
         )
     if not corpus and (wrong := [pair for pair in settings or () if pair.startswith("data.")]):
@@ -184,14 +184,14 @@ def train(
         from outpace.train.estimate import estimate
 
         with show.busy("measuring speeds"):
-            _show_estimate(kit, estimate(kit), as_json)
+            _show_estimate(pipeline, estimate(pipeline), as_json)
         return
     if only_data:
-        kit.data()
-        _show_data(kit, as_json)
+        pipeline.data()
+        _show_data(pipeline, as_json)
         return
-    made = kit.run(report=_report, measure=lambda folder: _measure(engine, kit, folder))
-    if kit.rank > 0:
+    made = pipeline.run(report=_report, measure=lambda folder: _measure(engine, pipeline, folder))
+    if pipeline.rank > 0:
         return
     measured = dict(made.measured or {})
     if as_json:
@@ -229,7 +229,7 @@ def _report(progress: Any) -> None:
     show.note(progress.line())
 
 
-def _measure(engine: Engine, kit: Kit, folder: Path) -> dict[str, Any]:
+def _measure(engine: Engine, pipeline: Pipeline, folder: Path) -> dict[str, Any]:
     """Speed-up of a drafter over plain decoding, in turns, on prompts kept from training.
 
     A drafter that cannot be measured here is no reason to lose it: the reason is given instead.
@@ -245,9 +245,9 @@ def _measure(engine: Engine, kit: Kit, folder: Path) -> dict[str, Any]:
     from outpace.bench.provenance import provenance
     from outpace.bench.records import Case, Settings
     from outpace.bench.runner import Runner
-    from outpace.train.kit import command
+    from outpace.train.pipeline import command
 
-    prompts = kit.held_out_prompts(MEASURED_PROMPTS)
+    prompts = pipeline.held_out_prompts(MEASURED_PROMPTS)
     longest = engine.target.max_positions - MEASURED_TOKENS
     cases = [
         Case(id=f"held-out-{i}", group="held-out", ids=ids)
@@ -261,7 +261,7 @@ def _measure(engine: Engine, kit: Kit, folder: Path) -> dict[str, Any]:
             # A method spec cannot hold every path that a work folder may have.
             link = Path(place) / "drafter"
             link.symlink_to(folder.resolve(), target_is_directory=True)
-            specs = ("none", _spec(kit, link))
+            specs = ("none", _spec(pipeline, link))
             runner = Runner([Ours(engine, engine.method(spec)) for spec in specs], {})
             mode = Settings(max_new_tokens=MEASURED_TOKENS)
             with show.progress(runner.steps(cases, [mode]), "units") as tick:
@@ -283,18 +283,18 @@ def _measure(engine: Engine, kit: Kit, folder: Path) -> dict[str, Any]:
     where = ("cpu", "gpu", "threads", "dtype", "date")
     return {
         **{key: row.get(key) for key in keys},
-        "method": _spec(kit, None if kit.out_is_home else kit.out),
+        "method": _spec(pipeline, None if pipeline.out_is_home else pipeline.out),
         "prompts": len(cases),
         "max_new_tokens": MEASURED_TOKENS,
         **{key: about.get(key) for key in where},
     }
 
 
-def _spec(kit: Kit, folder: Path | None) -> str:
+def _spec(pipeline: Pipeline, folder: Path | None) -> str:
     """The method spec of what was trained, in a folder; None: where its name finds it."""
-    options = kit.options
+    options = pipeline.options
     spec = options.objective.spec(options.own, folder)
-    return spec or drafter_spec(options.method, folder or kit.out, folder is None)
+    return spec or drafter_spec(options.method, folder or pipeline.out, folder is None)
 
 
 def drafter_spec(method: str, folder: Path, found: bool) -> str:
@@ -319,49 +319,54 @@ def drafter_spec(method: str, folder: Path, found: bool) -> str:
     return f"{method}[{key}={folder}]"
 
 
-def _show_estimate(kit: Kit, found: Estimate, as_json: bool) -> None:
+def _show_estimate(pipeline: Pipeline, found: Estimate, as_json: bool) -> None:
     import shutil
 
     from outpace.train.capture import size_text
     from outpace.train.progress import clock_text
 
-    there = next(p for p in (kit.work, *kit.work.resolve().parents) if p.exists())
+    there = next(p for p in (pipeline.work, *pipeline.work.resolve().parents) if p.exists())
     free = shutil.disk_usage(there).free
     if as_json:
         show.write_json(
             {
-                "method": kit.options.method,
-                "model": kit.target.name,
-                "work": str(kit.work),
-                "out": str(kit.out),
+                "method": pipeline.options.method,
+                "model": pipeline.target.name,
+                "work": str(pipeline.work),
+                "out": str(pipeline.out),
                 "disk_free_bytes": free,
                 **found.to_json(),
             }
         )
         return
     show.write(
-        f"{kit.options.method} for {kit.target.name}, roughly; nothing was started\n"
+        f"{pipeline.options.method} for {pipeline.target.name}, roughly; nothing was started\n"
         f"tokens   {found.answer_tokens} of answers, {found.tokens} with {found.answers} prompts\n"
-        f"disk     {size_text(found.disk_bytes)} in {kit.work} ({size_text(free)} are free)\n"
+        f"disk     {size_text(found.disk_bytes)} in {pipeline.work} ({size_text(free)} are free)\n"
         f"memory   {size_text(found.memory_bytes)}\n"
         f"time     {clock_text(found.seconds)}: answers {clock_text(found.generate_seconds)}, "
         f"features {clock_text(found.capture_seconds)}, {found.steps} steps "
         f"{clock_text(found.train_seconds)}\n"
-        f"drafter  {kit.out}\n"
+        f"drafter  {pipeline.out}\n"
     )
 
 
-def _show_data(kit: Kit, as_json: bool) -> None:
-    counts = dict(kit.store.manifest["counts"])
+def _show_data(pipeline: Pipeline, as_json: bool) -> None:
+    counts = dict(pipeline.store.manifest["counts"])
     if as_json:
         show.write_json(
-            {"work": str(kit.work), "data_digest": kit.store.digest, **counts, "features": list(kit.taps)}
+            {
+                "work": str(pipeline.work),
+                "data_digest": pipeline.store.digest,
+                **counts,
+                "features": list(pipeline.taps),
+            }
         )
         return
     show.write(
         f"{counts['answer_tokens']} tokens of answers in {counts['sequences']} sequences; "
         f"{counts.get('loop_tokens_cut', 0)} tokens of loops were cut\n"
-        f"features {', '.join(kit.taps) or 'none'}; all in {kit.work}\n"
+        f"features {', '.join(pipeline.taps) or 'none'}; all in {pipeline.work}\n"
     )
 
 

@@ -28,8 +28,8 @@ class Request:
     """What a drafter may know when a sequence begins."""
 
     prompt: tuple[int, ...]
-    """Ids; those after the first ``held`` arrive through ``observe``, ``forced``, in chunks."""
-    held: int = 0
+    """Ids; those after the first ``num_cached`` arrive through ``observe``, ``forced``, in chunks."""
+    num_cached: int = 0
     """Leading prompt tokens that the target's cache held already, and no pass will show."""
     reference: tuple[int, ...] | None = None
     """An expected output that the caller supplied, if any."""
@@ -38,29 +38,37 @@ class Request:
     the same key alone."""
 
 
-class Drafter(ABC, Generic[S]):
-    """Turns a committed prefix into a tree of guesses within a budget."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """What a drafter says of itself, for the engine, policies and drafters made of others."""
 
-    Config: ClassVar[type]
-    """Frozen keyword-only dataclass; its fields are the keys of the method spec."""
-    default_nodes: ClassVar[int] = 0
+    default_nodes: int = 0
     """Most guesses per draft where the method spec does not say ``tree_size``."""
-    default_tree: ClassVar[str | None] = None
+    default_tree: str | None = None
     """Shape where the method spec does not say ``tree``; None is a chain."""
-    needs: ClassVar[frozenset[str]] = frozenset()
+    needs: frozenset[str] = frozenset()
     """Abilities wanted from the target (``outpace.models.base``: TREE, LAYERS, TAPS, ...)."""
     taps: frozenset[str] = frozenset()
     """Features wanted in ``observe``, such as ``hidden.-1``. Unread features cost nothing."""
     samples: bool = False
     """Whether it draws where ``DraftRow.drawn`` asks for that; others always choose."""
-    hints: bool = False
-    """Whether ``hint`` tells something."""
-    leased: bool = False
+    previews: bool = False
+    """Whether ``preview`` tells a policy what ``propose`` would give."""
+    uses_target_cache: bool = False
     """Whether it drafts in the slot that a row lends it, and little or nothing without one."""
-    steady: bool = True
-    """Whether drafts follow from the sequence alone; not where what others said is remembered."""
+    deterministic: bool = True
+    """Whether drafts follow from the sequence alone; not where other sequences are remembered."""
     estimates: bool = False
     """Whether it estimates how likely its guesses are accepted, where a budget asks for that."""
+
+
+class Drafter(ABC, Generic[S]):
+    """Turns a committed prefix into a tree of guesses within a budget."""
+
+    Config: ClassVar[type]
+    """Frozen keyword-only dataclass; its fields are the keys of the method spec."""
+    traits: Traits = Traits()
+    """Of the class; an instance that differs has its own."""
 
     @cached_property
     def clock(self) -> PassClock:
@@ -92,16 +100,16 @@ class Drafter(ABC, Generic[S]):
         recorded is the one really drawn from.
         """
 
-    def hint(self, rows: Sequence[DraftRow[S]]) -> list[Sequence[float]]:
+    def preview(self, rows: Sequence[DraftRow[S]]) -> list[Sequence[float]]:
         """What ``propose`` would give, for a policy that picks among drafters.
 
-        Only drafters that propose for nearly nothing can tell; they say so by ``hints``.
+        Only drafters that propose for nearly nothing can tell; they say so in their traits.
 
         Returns:
             Per row, for every guess the chance that it is reached and kept, likeliest first;
             empty where there is nothing to propose. A smaller ``max_nodes`` drops the last ones.
         """
-        raise NotImplementedError(f"{type(self).__name__} gives no hints")
+        raise NotImplementedError(f"{type(self).__name__} gives no previews")
 
     @abstractmethod
     def observe(self, states: Sequence[S], outcomes: Sequence[Outcome]) -> None:
@@ -111,7 +119,7 @@ class Drafter(ABC, Generic[S]):
         among them: a memo says whose it is.
         """
 
-    def unread(self, state: S, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: S, tokens: Sequence[int]) -> int:
         """Committed tokens that it reads before its next guess, for policies that price that: many
         where others drafted for a while, or nobody. 0 for those that have nothing to read.
 
@@ -151,7 +159,7 @@ class ExpandingDrafter(Drafter[S]):
     shape, drawn by every rule.
     """
 
-    samples = True
+    traits = Traits(samples=True)
     between: Expand | None = None
     """Asked in the place of ``expand`` while trees grow: a drafter made of this one, which asks it
     for less."""
@@ -172,7 +180,7 @@ class ExpandingDrafter(Drafter[S]):
     def estimate(self, branches: Sequence[Branch[S]]) -> Tensor:
         """How likely the nodes that were just expanded are accepted, given all above them.
 
-        Only drafters that ``estimates`` can tell. Called after ``expand``, with its branches, so
+        Only drafters whose traits say so make estimates. Called after ``expand``, with its branches, so
         that it may read what that pass left.
 
         Returns:
@@ -183,7 +191,7 @@ class ExpandingDrafter(Drafter[S]):
     def propose(self, rows: Sequence[DraftRow[S]]) -> list[Draft]:
         """Grow one tree per row; one ``expand`` per level for the whole batch."""
         drafts = []
-        told = self.estimate if self.estimates and self.between is None else None
+        told = self.estimate if self.traits.estimates and self.between is None else None
         grown = grow(rows, self.between or self.expand, told)
         for row, (draft, numbers) in zip(rows, grown, strict=True):
             if numbers is not None:

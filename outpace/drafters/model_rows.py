@@ -65,7 +65,7 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
         self.model = model
         self._vocab_size, self._id_D = vocab_size, id_D
         self.cache = model.new_cache()
-        self.estimates = head is not None
+        self.traits = replace(self.traits, estimates=head is not None)
         self._head, self._taps = head, frozenset({_LAST} if head is not None else ())
         self._hidden: list[Tensor] = []  # of the nodes expanded last, sequence by sequence
 
@@ -84,7 +84,7 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
     def begin(self, request: Request) -> ModelState:
         """Take a slot of the draft model's cache."""
         fits = len(request.prompt) <= self.model.max_positions
-        return ModelState(self.cache.open(), request.prompt if request.held and fits else ())
+        return ModelState(self.cache.open(), request.prompt if request.num_cached and fits else ())
 
     def propose(self, rows: Sequence[DraftRow[ModelState]]) -> list[Draft]:
         """Grow drafts; a sequence that outgrew the draft model's context gets an empty one, and so
@@ -167,7 +167,7 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
             for feed in prompts:
                 self.cache.keep(feed.slot, range(len(feed.token_J)))
 
-    def unread(self, state: ModelState, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: ModelState, tokens: Sequence[int]) -> int:
         """The pending token, and what its cache lacks."""
         return len(tokens) - self.cache.length(state.slot)
 

@@ -70,7 +70,7 @@ def drafter(spec: MethodSpec, target: Target) -> Drafter[Any]:
     cls: type[Drafter[Any]] = registry.load("drafter", spec.name)
     if not issubclass(cls, Drafter):
         raise SpecError(f"{spec.name} chooses among drafters, so it cannot be a part of one")
-    target.require(cls.needs, who)
+    target.require(cls.traits.needs, who)
     return cls.load(build(cls.Config, dict(spec.options), who), target)
 
 

@@ -26,7 +26,7 @@ from itertools import repeat
 from typing import TypeVar
 
 from outpace.curve import assumed
-from outpace.drafters.base import Drafter
+from outpace.drafters.base import Drafter, Traits
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import children
 from outpace.types import ROOT, Budget, Draft, Outcome
@@ -111,9 +111,9 @@ def judged(outcome: Outcome) -> Iterator[tuple[int, bool]]:
 class Priced(Drafter[S]):
     """A lookup whose drafts carry `Chances`: it can tell beforehand what they promise."""
 
-    hints = True
+    traits = Traits(previews=True)
 
-    def hint(self, rows: Sequence[DraftRow[S]]) -> list[Sequence[float]]:
+    def preview(self, rows: Sequence[DraftRow[S]]) -> list[Sequence[float]]:
         """Cost: that of ``propose``."""
         return [promise(draft) for draft in self.propose(rows)]
 

@@ -51,7 +51,7 @@ class Conversation:
         self._drafter = drafter
         self._reproducible = reproducible
         self._slot: int | None = None
-        self.held = 0
+        self.num_cached = 0
         """Prompt tokens of the last turn that were in the cache already."""
 
     def send(self, text: str) -> Iterator[Chunk]:
@@ -80,7 +80,7 @@ class Conversation:
         if self._slot is None:
             self._slot = engine.cache.open()
         # The last prompt token is always fed anew: its pass yields the first token.
-        self.held = engine.cache.sync(self._slot, ready.ids[:-1])
+        self.num_cached = engine.cache.sync(self._slot, ready.ids[:-1])
         row = engine.running(ready, self._slot, method, verifier)
         for chunk in engine.chunks([row], method, keep_slots=True):
             if chunk.result is not None:

@@ -307,12 +307,14 @@ class Engine:
         """A sequence whose slot may hold a prefix of its prompt already."""
         self._count += 1
         ids, params = ready.ids, ready.params
-        request = Request(prompt=ids, held=self.cache.length(slot), reference=ready.reference, key=ready.key)
+        request = Request(
+            prompt=ids, num_cached=self.cache.length(slot), reference=ready.reference, key=ready.key
+        )
         tokenizer = self.target.tokenizer
         text = None if tokenizer is None else tokenizer.text_stream(continues=ready.continues)
         members, verifiers = method.members, method.verifiers(verifier)
         # A draft that was read off an answer must not meet the coins that made that answer.
-        seeded = (method.steady and ready.reference is None) or all(
+        seeded = (method.deterministic and ready.reference is None) or all(
             one.reproduces for one in verifiers.values()
         )
         return Running(

@@ -34,7 +34,7 @@ class Method:
         own, plan = spec.split()
         who = f"drafter {spec.name!r}"
         cls: type[Drafter[Any]] = registry.load("drafter", spec.name)
-        target.require(cls.needs, who)
+        target.require(cls.traits.needs, who)
         self.spec = str(spec)
         size = read_size(plan.get("tree_size"), who)
         self.verifier_spec = MethodSpec.parse(plan.get("verifier", "tree"))
@@ -42,10 +42,10 @@ class Method:
         self.verifier: Verifier = make("verifier", self.verifier_spec)
         # A drafter's own tree gives way where chains alone are taken; the user's does not.
         chain = self.verifier.chains_only or TREE not in target.can
-        tree = plan.get("tree", None if chain else cls.default_tree)
+        tree = plan.get("tree", None if chain else cls.traits.default_tree)
         if size is None and "tree" not in plan:
-            size = cls.default_nodes  # its own tree is cut to its own size
-        self.budget: Budget = budget(tree, size, cls.default_nodes)
+            size = cls.traits.default_nodes  # its own tree is cut to its own size
+        self.budget: Budget = budget(tree, size, cls.traits.default_nodes)
         self.policy: Policy = make("policy", MethodSpec.parse(plan.get("policy", "fixed")))
         if costs is not None:
             self.policy.costs = costs
@@ -65,7 +65,7 @@ class Method:
         if chain and branches:
             raise SpecError(f"{who}: {target.name} checks chains only, not tree={tree}; use tree=chain")
         self.drafter = cls.load(build(cls.Config, own, who), target)
-        if self.policy.reads_estimates and not self.drafter.estimates:
+        if self.policy.reads_estimates and not self.drafter.traits.estimates:
             raise SpecError(
                 f"{who}: policy {plan['policy']} needs estimates of acceptance, which this drafter "
                 "does not make; a draft model makes them with a head from: "
@@ -106,14 +106,16 @@ class Method:
         return reproducible
 
     @property
-    def steady(self) -> bool:
+    def deterministic(self) -> bool:
         """Whether plans and drafts follow from the sequence alone, not from what others said."""
-        return self.policy.steady and all(one.drafter.steady for one in self.members.values())
+        return self.policy.deterministic and all(
+            one.drafter.traits.deterministic for one in self.members.values()
+        )
 
     @property
     def watchers(self) -> tuple[Callable[[StepRecord], None], ...]:
         """Listeners that keep the policy's costs up to date, if it reads them."""
-        return () if self.policy.steady else (self.policy.costs.watch,)
+        return () if self.policy.deterministic else (self.policy.costs.watch,)
 
 
 def read_size(text: str | None, who: str) -> int | None:

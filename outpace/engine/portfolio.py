@@ -127,12 +127,12 @@ class Portfolio(Method):
             trained |= self._fastest(
                 [row.name for row in rows if row.trained and row.family not in ("lookup", "compose")]
             )
-            stood_in = any(not one.drafter.hints for one in (*made.values(), *trained.values()))
+            stood_in = any(not one.drafter.traits.previews for one in (*made.values(), *trained.values()))
             made |= self._loaded(
-                MethodSpec(row.name, (("tree_size", str(LONGEST)),) if hints else ())
+                MethodSpec(row.name, (("tree_size", str(LONGEST)),) if previews else ())
                 for row in rows
                 if row.auto
-                if (hints := _tells(row.name)) or not stood_in
+                if (previews := _tells(row.name)) or not stood_in
             )
             made |= trained
         for name in made:
@@ -196,6 +196,6 @@ def _measured_speed(method: str, target: Target) -> float:
 def _tells(name: str) -> bool:
     """Whether a drafter tells what it would propose; not if it cannot be imported."""
     try:
-        return bool(registry.load("drafter", name).hints)
+        return bool(registry.load("drafter", name).traits.previews)
     except OutpaceError:
         return False

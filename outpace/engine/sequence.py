@@ -1,6 +1,6 @@
 """One request on its way: committed tokens, cache slot, drafter states, counters.
 
-It implements ``outpace.step.Row``; the step reads and advances it, nothing else does.
+It implements ``outpace.step.StepSequence``; the step reads and advances it, nothing else does.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Sequence:
         """What broke its text; the sequence is then finished."""
         self.behind = False
         """Whether its slot has lost text that was read already."""
-        self.held = 0
+        self.num_cached = 0
         """Prompt tokens that its slot held before any pass."""
         self.asked: float | None = None
         """When it was asked for, by ``time.perf_counter``; None: when it was made."""
@@ -245,6 +245,6 @@ class Sequence:
             lossless=self.setup.lossless,
             logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
             queue_seconds=0.0 if self.asked is None else self._began - self.asked,
-            cached_tokens=self.held,
+            cached_tokens=self.num_cached,
             by_drafter=dict(self._by_drafter),
         )

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from outpace.clock import PassClock
 from outpace.drafters import parts as build
-from outpace.drafters.base import Drafter, ExpandingDrafter, Request
+from outpace.drafters.base import Drafter, ExpandingDrafter, Request, Traits
 from outpace.errors import SpecError
 from outpace.models.base import TREE, Target
 from outpace.tree.growth import Branch, DraftRow
@@ -112,14 +112,11 @@ class Graph(Drafter[Any]):
     """
 
     Config = GraphConfig
-    default_nodes = 16
-    default_tree = "dynamic"
-    needs = frozenset({TREE})
-    samples = True
+    traits = Traits(default_nodes=16, default_tree="dynamic", needs=frozenset({TREE}), samples=True)
 
     def __init__(self, config: GraphConfig, draft: ExpandingDrafter[Any]) -> None:
         self.config, self.draft = config, draft
-        self.steady = draft.steady
+        self._follow()
         self._graphs: dict[int, _Graph] = {}
         self._id_D: Tensor | None = None
         draft.between = self._expand
@@ -129,10 +126,10 @@ class Graph(Drafter[Any]):
         """Of the draft model."""
         return self.draft.clock
 
-    @property
-    def taps(self) -> frozenset[str]:  # type: ignore[override]
-        """What the draft model reads."""
-        return self.draft.taps
+    def _follow(self) -> None:
+        """Read what the draft model reads, which may change while it runs."""
+        inner = self.draft.traits
+        self.traits = replace(self.traits, taps=inner.taps, deterministic=inner.deterministic)
 
     @classmethod
     def load(cls, config: GraphConfig, target: Target) -> Graph:
@@ -145,7 +142,9 @@ class Graph(Drafter[Any]):
         who = "drafter 'graph'"
         spec, *more = build.split_parts(config.draft, who)
         draft = build.drafter(spec, target)
-        apart = (draft.language_model is not None or bool(draft.taps)) and not draft.leased
+        apart = (
+            draft.language_model is not None or bool(draft.traits.taps)
+        ) and not draft.traits.uses_target_cache
         if more or not apart or not isinstance(draft, ExpandingDrafter):
             raise SpecError(
                 f"{who}: draft must be one drafter with a model and a cache of its own, such as "
@@ -200,10 +199,11 @@ class Graph(Drafter[Any]):
     def observe(self, states: Sequence[Any], outcomes: Sequence[Outcome]) -> None:
         """The draft model's own."""
         self.draft.observe(states, outcomes)
+        self._follow()
 
-    def unread(self, state: Any, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: Any, tokens: Sequence[int]) -> int:
         """The draft model's own."""
-        return self.draft.unread(state, tokens)
+        return self.draft.num_uncached(state, tokens)
 
     def mark(self, state: Any) -> Any:
         """The draft model's own."""

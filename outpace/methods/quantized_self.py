@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outpace.drafters.base import Traits
 from outpace.drafters.model_rows import ModelDrafter
 from outpace.drafters.trained import lender
 from outpace.errors import ModelError
@@ -29,7 +30,7 @@ class QuantizedSelf(ModelDrafter):
     """Drafts with a rounded copy of the target; see `ModelDrafter`."""
 
     Config = QuantizedSelfConfig
-    default_nodes = 4
+    traits = Traits(default_nodes=4, samples=True)
 
     @classmethod
     def load(cls, config: QuantizedSelfConfig, target: Target) -> QuantizedSelf:

@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from outpace.policies.base import PolicyRow
-from outpace.policies.tally import NONE
-from outpace.policies.weigh import WeighConfig, Weighing
+from outpace.policies.batch_cost import NONE
+from outpace.policies.throughput import ThroughputConfig, ThroughputPolicy
 from outpace.types import Budget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AutoConfig(WeighConfig):
+class AutoConfig(ThroughputConfig):
     """Settings of the policy."""
 
     probe: float = 0.015
@@ -28,7 +28,7 @@ class AutoConfig(WeighConfig):
     """Gain, as a share, below which the drafter is not changed."""
 
 
-class Auto(Weighing):
+class Auto(ThroughputPolicy):
     """Picks among all drafters of a sequence, and how far each may go."""
 
     Config = AutoConfig

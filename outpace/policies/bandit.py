@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outpace.coins import Coins
+from outpace.policies.acceptance_model import PRIOR, sizes
 from outpace.policies.base import Evidence, Policy, PolicyRow, within
-from outpace.policies.expect import PRIOR, sizes
 from outpace.types import Budget, Load, Plan
 
 _BITS = 32
@@ -57,7 +57,7 @@ class Bandit(Policy):
 
     Config = BanditConfig
     config: BanditConfig
-    steady = False
+    deterministic = False
 
     def begin(self) -> Posterior:
         """No evidence."""

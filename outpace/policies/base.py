@@ -25,10 +25,10 @@ class PolicyRow:
     """What the sequence has room for: no plan may ask for more."""
     coins: Coins
     """Stream POLICY."""
-    hints: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Drafter -> what it would propose now, see ``Drafter.hint``; without those that cannot tell.
-    Filled for ``plan`` alone, if the policy ``reads_hints``."""
-    unread: Mapping[str, int] = field(default_factory=dict)
+    previews: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Drafter -> what it would propose now, see ``Drafter.preview``; without those that cannot tell.
+    Filled for ``plan`` alone, if the policy ``reads_previews``."""
+    num_uncached: Mapping[str, int] = field(default_factory=dict)
     """Drafter -> committed tokens that it reads before it guesses; likewise."""
 
 
@@ -50,12 +50,12 @@ class Policy(ABC):
 
     Config: ClassVar[type]
     """Frozen keyword-only dataclass; its fields are the keys of ``policy=NAME[...]``."""
-    steady: ClassVar[bool] = True
+    deterministic: ClassVar[bool] = True
     """Whether plans follow from the sequence's own past alone. Those that read costs depend on
     clocks and neighbours: the same seed then promises the same text only under a verifier that
     makes the text independent of drafts, and the engine takes that one for seeded requests."""
-    reads_hints: ClassVar[bool] = False
-    """Whether drafters are asked for hints before ``plan``."""
+    reads_previews: ClassVar[bool] = False
+    """Whether drafters are asked for previews before ``plan``."""
     reads_estimates: ClassVar[bool] = False
     """Whether it is of use only with a drafter that ``estimates``; others are then refused."""
 
@@ -69,10 +69,10 @@ class Policy(ABC):
         return None
 
     def asks(self, state: Any, load: Load) -> float | None:
-        """How likely a guess must be kept, at least, to be worth a hint in such a batch; None if no
-        hints are wanted for the sequence.
+        """How likely a guess must be kept, at least, to be worth a preview in such a batch; None if no
+        previews are wanted for the sequence.
         """
-        return 0.0 if self.reads_hints else None
+        return 0.0 if self.reads_previews else None
 
     @abstractmethod
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:

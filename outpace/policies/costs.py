@@ -314,20 +314,20 @@ class Costs:
         if len(names) != 1 or spent <= 0.0:
             return
         name = names.pop()
-        unread = [row.unread for row in record.rows if row.drafter == name]
-        self._learn_draft(name, unread, spent, record.draft_levels)
+        num_uncached = [row.num_uncached for row in record.rows if row.drafter == name]
+        self._learn_draft(name, num_uncached, spent, record.draft_levels)
 
-    def _learn_draft(self, name: str, unread: Sequence[int], spent: float, levels: int) -> None:
+    def _learn_draft(self, name: str, num_uncached: Sequence[int], spent: float, levels: int) -> None:
         price = self._drafts.setdefault(name, DraftPrice(0.0, 0.0))
-        sequences, share = len(unread), 1.0
+        sequences, share = len(num_uncached), 1.0
         known = price.level_for(sequences)
-        reading = sum(map(price.late, unread)) if levels else 0.0
+        reading = sum(map(price.late, num_uncached)) if levels else 0.0
         if reading:
             # Levels and late reading took their parts as was expected; the one that had more to do
             # with it learns more.
             share -= reading / (reading + levels * known)
             rate = _FAST * (1.0 - share) if price.token else 1.0
-            late = sum(max(0, tokens - LATE) for tokens in unread)
+            late = sum(max(0, tokens - LATE) for tokens in num_uncached)
             price.token += rate * ((1.0 - share) * spent / late - price.token)
             spent *= share
         call, level = (0.0, spent / levels) if levels else (spent / sequences, 0.0)

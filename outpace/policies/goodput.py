@@ -14,12 +14,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from outpace.policies.base import PolicyRow
-from outpace.policies.weigh import WeighConfig, Weighing
+from outpace.policies.throughput import ThroughputConfig, ThroughputPolicy
 from outpace.types import Budget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GoodputConfig(WeighConfig):
+class GoodputConfig(ThroughputConfig):
     """Settings of the policy."""
 
     probe: float = 0.015
@@ -29,7 +29,7 @@ class GoodputConfig(WeighConfig):
     """Gain, as a share, below which drafting is neither begun nor given up."""
 
 
-class Goodput(Weighing):
+class Goodput(ThroughputPolicy):
     """The preferred drafter, cut where its next level costs more than it brings."""
 
     Config = GoodputConfig

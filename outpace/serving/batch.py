@@ -127,7 +127,7 @@ class Batch:
         verifier = self.engine.verifier(method, ready.reproducible, ready.params)
         row = self.engine.running(ready, slot, method, verifier)
         row.policy_state = Own(method.policy, row.policy_state)
-        row.asked, row.held = answer.asked, self.engine.cache.length(slot)
+        row.asked, row.num_cached = answer.asked, self.engine.cache.length(slot)
         row.watch = told if ready.traced else None
         return row
 

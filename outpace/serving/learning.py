@@ -117,7 +117,7 @@ class _State:
     request: Request
     tokens: list[int]
     """Committed."""
-    held: int
+    num_cached: int
     """Tokens that no pass will show again."""
     text: Text | None
     """None where the learner has failed."""
@@ -138,8 +138,7 @@ class Watched(Drafter[_State]):
 
     def __init__(self, base: Drafter[Any], learner: Learner) -> None:
         self.base, self.learner = base, learner
-        self.taps = base.taps
-        self.samples, self.hints, self.steady = base.samples, base.hints, False
+        self.traits = replace(base.traits, deterministic=False)
         self.broken: Exception | None = None
         """What the learner failed at; it is then left alone."""
         self._living: set[_State] = set()
@@ -159,7 +158,7 @@ class Watched(Drafter[_State]):
                 self.fail(error)
         drafter = self.base if text is None else text.drafter or self.base
         inner = drafter.begin(request)
-        state = _State(request, list(request.prompt), request.held, text, drafter, inner)
+        state = _State(request, list(request.prompt), request.num_cached, text, drafter, inner)
         self._living.add(state)
         return state
 
@@ -175,15 +174,15 @@ class Watched(Drafter[_State]):
                 drafts[i] = rows[i].state.out = draft
         return drafts
 
-    def hint(self, rows: Sequence[DraftRow[_State]]) -> list[Sequence[float]]:
+    def preview(self, rows: Sequence[DraftRow[_State]]) -> list[Sequence[float]]:
         """What the versions tell."""
-        hints: list[Sequence[float]] = [()] * len(rows)
+        previews: list[Sequence[float]] = [()] * len(rows)
         for drafter, indices in self._by_drafter([row.state for row in rows]):
             with _Timed(self, drafter):
-                own = drafter.hint([_inner(rows[i]) for i in indices])
-            for i, hint in zip(indices, own, strict=True):
-                hints[i] = hint
-        return hints
+                own = drafter.preview([_inner(rows[i]) for i in indices])
+            for i, preview in zip(indices, own, strict=True):
+                previews[i] = preview
+        return previews
 
     def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
         """Pass it on to the versions, and to the learner."""
@@ -193,7 +192,7 @@ class Watched(Drafter[_State]):
         for state, outcome in zip(states, outcomes, strict=True):
             emitted = outcome.verdict.emitted
             state.tokens.extend(emitted)
-            state.held = len(state.tokens) if emitted else outcome.start + len(outcome.fed)
+            state.num_cached = len(state.tokens) if emitted else outcome.start + len(outcome.fed)
             state.out = None
         seen = [(s.text, o) for s, o in zip(states, outcomes, strict=True) if s.text is not None]
         if seen and self.broken is None:
@@ -218,7 +217,7 @@ class Watched(Drafter[_State]):
         try:
             for state in self._living:
                 if state.text is not None and state.text.branch == version.branch:
-                    request = replace(state.request, prompt=tuple(state.tokens), held=state.held)
+                    request = replace(state.request, prompt=tuple(state.tokens), num_cached=state.num_cached)
                     begun.append((state, drafter.begin(request)))
         except Exception:  # all stay where they were
             for _, inner in begun:

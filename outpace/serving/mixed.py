@@ -27,8 +27,8 @@ class Mixed(Policy):
     that the others know what they took; of those behind them, what they took a step ago counts.
     """
 
-    steady = False
-    reads_hints = True
+    deterministic = False
+    reads_previews = True
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -40,7 +40,7 @@ class Mixed(Policy):
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
         """One call per policy that occurs."""
         plans: dict[int, Plan] = {}
-        for policy, indices in sorted(_by_policy(rows), key=lambda item: not item[0].steady):
+        for policy, indices in sorted(_by_policy(rows), key=lambda item: not item[0].deterministic):
             mine = set(indices)
             beside = sum(1 + rows[i].state.nodes for i in range(len(rows)) if i not in mine)
             made = policy.plan(_inner(rows, indices), replace(load, beside=load.beside + beside))

@@ -28,8 +28,8 @@ def resume(row: Sequence, method: Method, cache: KVCache, slot: int) -> None:
     if row.new_tokens == 0:
         restart(row, method, cache)
         return
-    again = frozenset(name for name, one in method.members.items() if one.drafter.taps)
-    restart(row, method, cache, again, held=cache.length(slot))
+    again = frozenset(name for name, one in method.members.items() if one.drafter.traits.taps)
+    restart(row, method, cache, again, num_cached=cache.length(slot))
     row.behind = True
     row.states = {name: row.all_states[name] for name in again}
 
@@ -39,7 +39,7 @@ def restart(
     method: Method,
     cache: KVCache,
     names: frozenset[str] | None = None,
-    held: int | None = None,
+    num_cached: int | None = None,
 ) -> None:
     """Begin drafters of a sequence anew.
 
@@ -48,12 +48,12 @@ def restart(
         method: its drafters.
         cache: holds its slot.
         names: which drafters; None: all.
-        held: tokens that no pass will show them; None: those that the slot holds, and the pending
+        num_cached: tokens that no pass will show them; None: those that the slot holds, and the pending
             one too, unless the text is still being read.
     """
-    if held is None:
-        held = cache.length(row.slot) if row.reading else len(row.tokens)
-    request = Request(prompt=tuple(row.tokens), held=held, reference=row.reference, key=row.key)
+    if num_cached is None:
+        num_cached = cache.length(row.slot) if row.reading else len(row.tokens)
+    request = Request(prompt=tuple(row.tokens), num_cached=num_cached, reference=row.reference, key=row.key)
     for name, one in method.members.items():
         if names is None or name in names:
             one.drafter.end(row.all_states[name])

@@ -18,7 +18,7 @@ import torch
 
 from outpace.models.base import Target
 from outpace.train.batches import Batch
-from outpace.train.kit import Kit
+from outpace.train.pipeline import Pipeline
 from outpace.train.vocab import reduced_vocab
 from outpace.types import Feed, VocabMap
 
@@ -56,47 +56,47 @@ class Estimate:
         return {**asdict(self), "seconds": self.seconds}
 
 
-def estimate(kit: Kit) -> Estimate:
+def estimate(pipeline: Pipeline) -> Estimate:
     """Say what a training would take.
 
     Cost: a few passes of the target, one of them over 1024 tokens, and one step of training.
     Effects: none on the disk.
     """
-    data, target, options = kit.options.data, kit.target, kit.options
-    store = kit.stored
+    data, target, options = pipeline.options.data, pipeline.target, pipeline.options
+    store = pipeline.stored
     known = store is not None and len(store) > 0
     done = store.answer_tokens if store is not None else 0
     if store is not None and known:
         answer, prompt = done / len(store), float(store.prompt_S.mean())
     else:
-        lengths = [len(kit.engine.encode(p.messages)) for p in kit.prompts[:_SAMPLE]]
+        lengths = [len(pipeline.engine.encode(p.messages)) for p in pipeline.prompts[:_SAMPLE]]
         fitting = [n for n in lengths if n <= data.max_prompt] or [data.max_prompt]
         answer, prompt = _FULL * data.max_new_tokens, sum(fitting) / len(fitting)
-    wanted = max(data.tokens, done) if kit.prompts else done
+    wanted = max(data.tokens, done) if pipeline.prompts else done
     answers = max(1, round(wanted / max(answer, 1.0)))
     tokens = round(wanted + answers * prompt)
     decode, cache_bytes = _decode(target, data.batch, round(prompt + answer / 2))
-    per_row = _row_seconds(target, frozenset(kit.taps))
+    per_row = _row_seconds(target, frozenset(pipeline.taps))
     missing = (wanted - done) / max(answer, 1.0)  # answers still to be made
-    step_seconds, parameters = _step(kit)
-    batches = max(1, round(tokens / options.kit.tokens_per_batch))
+    step_seconds, parameters = _step(pipeline)
+    batches = max(1, round(tokens / options.pipeline.tokens_per_batch))
     loop = options.loop_config(batches)
     steps = loop.steps or round((loop.minutes or 0.0) * 60 / step_seconds)
     train_seconds = steps * step_seconds
     if loop.minutes is not None:
         train_seconds = min(train_seconds, 60 * loop.minutes)
-    features = tokens * len(kit.taps) * target.hidden_size * 2
+    features = tokens * len(pipeline.taps) * target.hidden_size * 2
     rows = data.max_prompt + data.max_new_tokens
     return Estimate(
         answers=answers,
         tokens=tokens,
         answer_tokens=wanted,
         # Two checkpoints of weights and moments in float32, and a third on its way.
-        disk_bytes=max(0, features - kit.captured_bytes()) + 4 * tokens + 3 * 12 * parameters,
+        disk_bytes=max(0, features - pipeline.captured_bytes()) + 4 * tokens + 3 * 12 * parameters,
         memory_bytes=_peak_memory() + cache_bytes * rows * data.batch,
         steps=steps,
         generate_seconds=missing * (answer * decode / data.batch + prompt * per_row),
-        capture_seconds=max(0, features - kit.captured_bytes()) / max(features, 1) * tokens * per_row,
+        capture_seconds=max(0, features - pipeline.captured_bytes()) / max(features, 1) * tokens * per_row,
         train_seconds=train_seconds,
     )
 
@@ -129,16 +129,16 @@ def _row_seconds(target: Target, taps: frozenset[str]) -> float:
     return _seconds(one) / (4 * length)
 
 
-def _step(kit: Kit) -> tuple[float, int]:
+def _step(pipeline: Pipeline) -> tuple[float, int]:
     """Seconds of a training step on made-up data, and how many parameters are trained."""
-    options, target = kit.options, kit.target
-    size = options.kit.vocab
+    options, target = pipeline.options, pipeline.target
+    size = options.pipeline.vocab
     vocab: VocabMap | None = None
     if size is not None and size < target.vocab_size:
         vocab = reduced_vocab(torch.arange(target.vocab_size).flip(0).numpy(), size)
     objective = options.objective.build(options.own, target, vocab)
-    length = max(4, min(256, options.kit.tokens_per_batch, target.max_positions))
-    count = max(1, options.kit.tokens_per_batch // length)
+    length = max(4, min(256, options.pipeline.tokens_per_batch, target.max_positions))
+    count = max(1, options.pipeline.tokens_per_batch // length)
     coins = torch.Generator().manual_seed(0)
     tokens = torch.randint(min(256, target.vocab_size), (count, length), generator=coins)
     answer = torch.ones(count, length, dtype=torch.bool)
@@ -149,7 +149,8 @@ def _step(kit: Kit) -> tuple[float, int]:
         length_B=torch.full((count,), length, device=target.device),
         answer_BT=answer.to(target.device),
         feature={
-            tap: torch.randn(shape, generator=coins).to(target.device, torch.bfloat16) for tap in kit.taps
+            tap: torch.randn(shape, generator=coins).to(target.device, torch.bfloat16)
+            for tap in pipeline.taps
         },
     )
     native = target.dtype is torch.bfloat16

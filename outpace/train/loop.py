@@ -3,7 +3,7 @@
 A step is a batch: loss, gradients summed over processes, clipped, AdamW. Now and then held-out
 acceptance is measured, the number that matters; whenever it is the best so far, the drafter folder
 is written. What is there at the end, or when training is stopped, is the best drafter seen.
-`outpace.train.kit` lets it be a folder of the training's own, and puts it in its place at the end.
+`outpace.train.pipeline` lets it be a folder of the training's own, and puts it in its place at the end.
 
 With a schedule in steps, a run that was killed and resumed has the same bits as one that was not;
 a schedule in minutes reads the clock, and no two runs are alike.
@@ -29,7 +29,7 @@ from outpace.models.load import fast_dtype
 from outpace.train import checkpoint, curves
 from outpace.train.align import moved
 from outpace.train.batches import Batch
-from outpace.train.crew import Crew
+from outpace.train.distributed import ProcessGroup
 from outpace.train.memory import keep_freed_memory
 from outpace.train.objective import Objective, Step
 
@@ -214,15 +214,15 @@ def train(
         OutpaceError: the loss or the gradient is not finite (says step and last checkpoint), or a
             checkpoint is corrupt or of another network.
     """
-    crew = Crew(torch.device(device))
+    group = ProcessGroup(torch.device(device))
     keep_freed_memory()
     try:
-        run = _Run(objective, config, crew, out, work, torch.device(device), dict(provenance or {}))
+        run = _Run(objective, config, group, out, work, torch.device(device), dict(provenance or {}))
         if resume and (path := checkpoint.latest(work)) is not None:
             run.resume(path)
         return run.go(source, held_out, report)
     finally:
-        crew.close()
+        group.close()
 
 
 class _Run:
@@ -230,13 +230,13 @@ class _Run:
         self,
         objective: Objective,
         config: LoopConfig,
-        crew: Crew,
+        group: ProcessGroup,
         out: Path,
         work: Path,
         device: torch.device,
         provenance: dict[str, Any],
     ) -> None:
-        self.objective, self.config, self.crew = objective, config, crew
+        self.objective, self.config, self.group = objective, config, group
         self.out, self.work, self.device, self.provenance = out, work, device, provenance
         self.parameters = [p for p in objective.module.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
@@ -262,7 +262,7 @@ class _Run:
 
     def keep(self) -> None:
         """Write a checkpoint."""
-        if self.crew.leads:
+        if self.group.leads:
             tensors = checkpoint.training_tensors(self.objective.module, self.optimizer)
             best = None if self.best is None else asdict(self.best)
             state = {"run": asdict(self.state), "best": best, "provenance": self.provenance}
@@ -271,7 +271,7 @@ class _Run:
     def go(self, source: Source, held_out: Iterable[Batch], report: Callable[[Progress], None]) -> Trained:
         config, state = self.config, self.state
         begin = time.monotonic() - state.seconds
-        self.crew.agree(self.parameters)
+        self.group.agree(self.parameters)
         losses: list[float] = []
         tokens, since = 0, time.monotonic()
         if not state.early and config.done(state.step, state.seconds) < 1:
@@ -281,7 +281,7 @@ class _Run:
                 losses.append(loss)
                 tokens += count
                 state.step, state.epoch, state.index = state.step + 1, epoch, index + 1
-                state.seconds = self.crew.same(time.monotonic() - begin)
+                state.seconds = self.group.same(time.monotonic() - begin)
                 done = config.done(state.step, state.seconds)
                 ends = done >= 1
                 measures = ends or state.step % config.evaluate_every == 0
@@ -297,14 +297,14 @@ class _Run:
                         left=state.seconds * (1 - done) / max(done, 1e-9),
                     )
                     now = self.measure(held_out, now) if measures else now
-                    if self.crew.leads:
+                    if self.group.leads:
                         report(now)
                     losses, tokens, since = [], 0, time.monotonic()
                 if ends or state.early or state.step % config.checkpoint_every == 0:
                     self.keep()
                 if ends or state.early:
                     break
-        if self.crew.leads:
+        if self.group.leads:
             if self.best is None:
                 self.objective.save(self.out, {**self.provenance, "steps": state.step})
             curves.draw(state.history, self.work / "training.png")
@@ -320,7 +320,7 @@ class _Run:
         """One update; gives the mean loss and the tokens, of all processes together."""
         batch = moved(batch, self.device)
         number = self.state.step
-        coin = random.Random(f"{self.config.seed} {number} {self.crew.rank}")
+        coin = random.Random(f"{self.config.seed} {number} {self.group.rank}")
         if coin.random() < self.objective.on_policy_share:
             batch = self.objective.on_policy(batch, coin.getrandbits(31))
         self.objective.module.train()
@@ -332,12 +332,12 @@ class _Run:
                 step.loss.new_tensor(float(step.tokens), dtype=torch.float64),
             ]
         )
-        loss, tokens = self.crew.sum(sums).tolist()
+        loss, tokens = self.group.sum(sums).tolist()
         loss /= max(tokens, 1.0)
         if not math.isfinite(loss):
             raise self.broken("loss", loss)
         (step.loss * (step.tokens / max(tokens, 1.0))).backward()
-        self.crew.add_gradients(self.parameters)
+        self.group.add_gradients(self.parameters)
         length = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip)
         if not bool(length.isfinite()):
             raise self.broken("gradient", float(length))
@@ -367,7 +367,7 @@ class _Run:
                 read += batch.tokens
                 if read >= self.config.evaluate_tokens:
                     break
-        accepted, counted, overlap = (self.crew.sum(one.double()) for one in sums)
+        accepted, counted, overlap = (self.group.sum(one.double()) for one in sums)
         state = self.state
         if not len(counted):
             return now
@@ -379,7 +379,7 @@ class _Run:
         state.history.append(note)
         if value > state.best:
             state.best, state.best_step, state.since_best, self.best = value, state.step, 0, now
-            if self.crew.leads:
+            if self.group.leads:
                 self.objective.save(self.out, {**self.provenance, "steps": state.step, "held_out": note})
         else:
             state.since_best += 1

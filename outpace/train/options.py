@@ -3,7 +3,7 @@
 layers=2          an option of the method
 data.greedy=0.3   see GenerateConfig
 loop.lr=0.001     see LoopConfig
-kit.vocab=4096    see KitConfig
+pipeline.vocab=4096    see PipelineConfig
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outpace.train.objective import Objective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KitConfig:
+class PipelineConfig:
     """What holds for every method."""
 
     vocab: int | None = 8192
@@ -53,7 +53,7 @@ class Options:
     own: Any
     """The method's own config."""
     data: GenerateConfig
-    kit: KitConfig
+    pipeline: PipelineConfig
     loop: tuple[tuple[str, str], ...]
     """As given: how long training is may depend on the data."""
 
@@ -65,7 +65,7 @@ class Options:
         """
         given = dict(self.loop)
         if not {"steps", "minutes"} & set(given):
-            given["steps"] = str(max(1, round(self.kit.epochs * batches)))
+            given["steps"] = str(max(1, round(self.pipeline.epochs * batches)))
         return build(LoopConfig, given, "the training loop")
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Options:
         return {
             "method": self.method,
             "options": dataclasses.asdict(self.own),
-            "kit": dataclasses.asdict(self.kit),
+            "pipeline": dataclasses.asdict(self.pipeline),
             "loop": dict(self.loop),
         }
 
@@ -101,7 +101,7 @@ def read_options(method: str, pairs: Sequence[str], tokens: int | None = None) -
         SpecError: not a pair, or a value that cannot be.
     """
     kind = objective(method)
-    groups = {"": kind.Config, "data": GenerateConfig, "loop": LoopConfig, "kit": KitConfig}
+    groups = {"": kind.Config, "data": GenerateConfig, "loop": LoopConfig, "pipeline": PipelineConfig}
     given: dict[str, dict[str, str]] = {group: {} for group in groups}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -124,7 +124,7 @@ def read_options(method: str, pairs: Sequence[str], tokens: int | None = None) -
         objective=kind,
         own=build(kind.Config, given[""], f"method {method!r}"),
         data=build(GenerateConfig, given["data"], "the data"),
-        kit=build(KitConfig, given["kit"], "the kit"),
+        pipeline=build(PipelineConfig, given["pipeline"], "the pipeline"),
         loop=tuple(sorted(given["loop"].items())),
     )
     options.loop_config(1)  # refuses what cannot be, before hours of other work

@@ -26,7 +26,7 @@ LEARNED = Learned(
     mean_emitted=2.0,
     drafted=200,
     accepted=150,
-    hinted=False,
+    previewed=False,
     known=KNOWN,
     expected_D=(1.2, 1.4, 1.3),
 )
@@ -72,15 +72,15 @@ def step(drafted, accepted, depth=None, levels=0, draft=0.0, rest=0.001, riders=
     return StepRecord(0, (row,), seconds, passed, draft_levels=levels)
 
 
-def method(depth, hints=False):
-    return SimpleNamespace(spec="m", budget=Budget(depth, depth), drafter=SimpleNamespace(hints=hints))
+def method(depth, previews=False):
+    return SimpleNamespace(spec="m", budget=Budget(depth, depth), drafter=SimpleNamespace(previews=previews))
 
 
 PLAIN = [_Answer([step(0, 0)] * 10, 40.0)]
 
 
-def learn(steps, depth=4, new=100, hints=False):
-    return profile.learn(method(depth, hints), [_Answer(steps, 60.0)], PLAIN, CURVE, 2.0, new)
+def learn(steps, depth=4, new=100, previews=False):
+    return profile.learn(method(depth, previews), [_Answer(steps, 60.0)], PLAIN, CURVE, 2.0, new)
 
 
 def test_steps_tell_prices_acceptance_and_the_speedup_to_expect():
@@ -108,8 +108,10 @@ def test_depth_is_worth_less_where_rows_are_dear():
 
 def test_a_lookup_has_a_price_per_call_and_its_silence_is_known_beforehand():
     steps = [step(3, 1, draft=2e-4), step(0, 0, draft=4e-4), step(0, 0, draft=4e-4)]
-    assert learn(steps, hints=True).known == KnownDrafter(call=4e-4, level=0.0, kept_D=(1, 0), tried_D=(1, 1))
-    # Of one that gives no hint, silence where a level was asked for is a level not kept.
+    assert learn(steps, previews=True).known == KnownDrafter(
+        call=4e-4, level=0.0, kept_D=(1, 0), tried_D=(1, 1)
+    )
+    # Of one that gives no preview, silence where a level was asked for is a level not kept.
     assert learn(steps).known.tried_D == (3, 1)
 
 
@@ -159,7 +161,7 @@ def test_measuring_takes_turns_and_gives_every_drafter_a_line(engine):
     ]
     assert {one.spec for one in found.drafters} == {"prompt_lookup", "draft_model[layers=1 model=tiny]"}
     model = next(one for one in found.drafters if one.spec.startswith("draft_model"))
-    assert model.drafted > 0 and model.known.level > 0 and not model.hinted
+    assert model.drafted > 0 and model.known.level > 0 and not model.previewed
     assert (found.prompts, found.workload, found.left_out) == (2, "w", {"x": "why"})
     assert found.plain_tokens_per_second > 0 and found.pass_factor > 0
     assert [one.speedup for one in found.drafters] == sorted(

@@ -6,8 +6,8 @@ from outpace.cli import train
 
 SETTINGS = (
     "exit_layer=1",
-    "kit.vocab=64",
-    "kit.tokens_per_batch=256",
+    "pipeline.vocab=64",
+    "pipeline.tokens_per_batch=256",
     "loop.steps=4",
     "loop.evaluate_every=4",
     "data.batch=32",

@@ -12,7 +12,7 @@ def settings(*pairs):
 
 
 TRAINING = settings(
-    "layers=1", "kit.vocab=64", "kit.tokens_per_batch=256", "loop.steps=4", "loop.evaluate_every=4"
+    "layers=1", "pipeline.vocab=64", "pipeline.tokens_per_batch=256", "loop.steps=4", "loop.evaluate_every=4"
 )
 FAST = [*TRAINING, *settings("data.batch=32", "data.max_new_tokens=16")]
 MODEL = ("--model", "tiny:7", "--dtype", "float32", "--threads", "1")

@@ -101,7 +101,7 @@ def test_json_and_a_file_of_ones_own(outpace, timed, tmp_path):
     glossary = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text(encoding="utf-8")
     words = set(re.findall(r"`([A-Za-z_]+)`", glossary))
     assert not {*got, *one, *one["known"]} - words, "every key is in the glossary"
-    assert one["spec"] == "suffix" and one["hinted"] and one["known"]["level"] == 0.0
+    assert one["spec"] == "suffix" and one["previewed"] and one["known"]["level"] == 0.0
     assert got["plots"] == ["deep/mine.png", "deep/mine.svg"]
     mine = json.loads((tmp_path / "deep" / "mine.json").read_text())
     assert profile.Profile.from_json(mine) == profile.profile_for(tiny(dtype=torch.float32))

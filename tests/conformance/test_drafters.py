@@ -281,7 +281,7 @@ def test_what_drafts_in_the_targets_slots_is_refused_where_none_is_lent(engine, 
 
 
 def needs(spec):
-    return registry.load("drafter", MethodSpec.parse(spec).name).needs
+    return registry.load("drafter", MethodSpec.parse(spec).name).traits.needs
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +341,7 @@ SAMPLED = {"temperature": 0.9, "seed": 11, "max_new_tokens": 20, "ignore_eos": T
 
 def clocked(engine, spec):
     """Whether the plans depend on what passes take."""
-    return not engine.method(spec).policy.steady
+    return not engine.method(spec).policy.deterministic
 
 
 @pytest.mark.parametrize("spec", METHODS)
@@ -504,7 +504,7 @@ def proposal_rows(target, drafter, drawn, budget, temperature, texts):
         state = drafter.begin(Request(prompt=tuple(text)))
         lease = Lease(cache, cache.open())
         feed = Feed.chain(lease.slot, text[:-1], want=())
-        shown = target.score([feed], cache, taps=drafter.taps).of(0)
+        shown = target.score([feed], cache, taps=drafter.traits.taps).of(0)
         forced = Outcome(
             Draft(),
             shown,
@@ -557,30 +557,30 @@ def test_budgets_are_kept_and_dropped_drafts_forgotten(engine, spec, drawn):
             method.drafter.end(row.state)
 
 
-def unread(engine, spec, drafter):
+def num_uncached(engine, spec, drafter):
     """Before its first draft, and after a draft of which nothing was kept; None: no draft came."""
     text = list(PROMPTS[0])
     with torch.no_grad():
         asked = engine.method(spec).budget
         budget = Budget(min(3, asked.max_nodes), 2, shape=asked.shape)
         (row,) = proposal_rows(engine.target, drafter, Drawn.CHOSEN, budget, 0.0, [text])
-        before = drafter.unread(row.state, text)
+        before = drafter.num_uncached(row.state, text)
         (draft,) = drafter.propose([row])
         draft = replace(draft, resume=None)  # a pass of its own for all rows
         if row.lease is not None:
             row.lease.cache.drop(row.lease.slot)
         feed = Feed.tree(row.lease.slot, text[-1], draft)
-        scored = engine.target.score([feed], row.lease.cache, taps=drafter.taps).of(0)
+        scored = engine.target.score([feed], row.lease.cache, taps=drafter.traits.taps).of(0)
         refused, start = Verdict((), (7,)), len(text) - 1
         drafter.observe([row.state], [Outcome(draft, scored, refused, (text[-1],), (0,), start)])
-        after = drafter.unread(row.state, [*text, 7])
+        after = drafter.num_uncached(row.state, [*text, 7])
         drafter.end(row.state)
     return before, after if len(draft) else None, len(text)
 
 
 @pytest.mark.parametrize("spec", METHODS)
 def test_a_drafter_tells_how_much_it_has_to_read(engine, spec):
-    before, after, length = unread(engine, spec, engine.method(spec).drafter)
+    before, after, length = num_uncached(engine, spec, engine.method(spec).drafter)
     assert 0 <= before <= 3 * length, "some have several models"
     if after is not None and not spec.startswith("select"):  # one member guesses, the others wait
         assert after <= 3, "a draft has read the text"
@@ -595,6 +595,6 @@ def test_a_drafter_that_needs_a_slot_lent_says_so(engine, spec):
         rows = proposal_rows(engine.target, method.drafter, Drawn.CHOSEN, budget, 0.0, [PROMPTS[0]])
         lent = method.drafter.propose(rows)[0].token_N
         alone = method.drafter.propose([replace(row, lease=None) for row in rows])[0].token_N
-    assert (alone != lent) == method.drafter.leased
+    assert (alone != lent) == method.drafter.traits.uses_target_cache
     for row in rows:
         method.drafter.end(row.state)

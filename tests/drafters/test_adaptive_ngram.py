@@ -21,7 +21,7 @@ class Running:
 
     def __init__(self, text, **settings):
         self.drafter = AdaptiveNgram(AdaptiveNgramConfig(**settings))
-        self.state = self.drafter.begin(Request(prompt=tuple(text), held=len(text)))
+        self.state = self.drafter.begin(Request(prompt=tuple(text), num_cached=len(text)))
 
     def propose(self, budget=ROOMY):
         row = DraftRow(self.state, self.state.tokens, budget, None, None, Drawn.CHOSEN)

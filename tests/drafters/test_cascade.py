@@ -396,7 +396,7 @@ def test_a_lookup_without_a_rewind_of_its_own_is_copied():
     mark = echo.mark(state)
     state.refused = 2
     assert echo.rewind(state, mark).refused == 0
-    other = max_gram.begin(Request(prompt=(1, 2, 1), held=3))
+    other = max_gram.begin(Request(prompt=(1, 2, 1), num_cached=3))
     mark = max_gram.mark(other)
     other.text.extend([2, 2])
     other.trust.doubt = 3.0
@@ -432,5 +432,5 @@ def test_the_default_k():
     assert CascadeConfig(levels="a+b").k is None
     assert CascadeConfig().levels == "draft_model+max_gram"
     engine = Engine.load("tiny", drafter=f"cascade[levels={DRAFT}+suffix]")
-    stages = engine.method(engine.drafter).drafter.relay.stages
+    stages = engine.method(engine.drafter).drafter.staged.stages
     assert [quota for _, quota in stages] == [1, 8]

@@ -596,7 +596,7 @@ def test_a_marked_state_comes_back(engine, other):
     model = table(5, stranger())
     cross = CrossVocabulary(Suffix(SuffixConfig()), model, target, "text")
     encode = target.tokenizer.encode
-    state = cross.begin(Request(prompt=(), held=0))
+    state = cross.begin(Request(prompt=(), num_cached=0))
     news_of(cross, state, encode("the other one and th"))
     before = list(state.mirror.ids)
     mark = cross.mark(state)
@@ -639,7 +639,7 @@ def test_a_model_is_rewound_to_the_first_token_that_changed(engine, other):
 def test_a_context_that_was_held_already_is_read(engine, other):
     method = engine.method(f"cross_vocabulary[model={other}]")
     text = engine.target.tokenizer.encode("the rest of the other one " * 12)
-    state = method.drafter.begin(Request(prompt=tuple(text), held=len(text) - 1))
+    state = method.drafter.begin(Request(prompt=tuple(text), num_cached=len(text) - 1))
     whole = stranger().encode("the rest of the other one " * 12)
     assert len(whole) - 4 < len(state.mirror.ids) <= len(whole)
     assert 0 < state.reading.told <= state.mirror.stable

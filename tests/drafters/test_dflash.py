@@ -38,7 +38,7 @@ def drafter(target):
 def scored(drafter, target, text):
     """A pass of the target over a text."""
     cache = target.new_cache()
-    return target.score([Feed.chain(cache.open(), text)], cache, taps=drafter.taps)
+    return target.score([Feed.chain(cache.open(), text)], cache, taps=drafter.traits.taps)
 
 
 def show(drafter, state, target, text, start=0, rows=None):

@@ -59,7 +59,7 @@ def scored(target, taps, text):
 def show(drafter, state, target, text, start=0, stop=None):
     """Let a drafter see the rows of ``text[start:stop]``, forced."""
     stop = len(text) if stop is None else stop
-    passed = scored(target, drafter.taps, text[:stop])
+    passed = scored(target, drafter.traits.taps, text[:stop])
     rows = tuple(range(start, stop))
     drafter.observe(
         [state],
@@ -194,7 +194,7 @@ def test_a_long_prompt_goes_through_the_head_when_it_comes(target, monkeypatch):
 def test_rows_that_were_never_shown_are_left_out_and_positions_stay(target, monkeypatch):
     drafter, oracle = made(target)
     held = 4
-    state = drafter.begin(Request(prompt=tuple(TEXT), held=held))
+    state = drafter.begin(Request(prompt=tuple(TEXT), num_cached=held))
     show(drafter, state, target, TEXT, held, len(TEXT) - 1)
     seen, real = [], drafter.net._rotation.at
     monkeypatch.setattr(drafter.net._rotation, "at", lambda at: seen.append(at) or real(at))

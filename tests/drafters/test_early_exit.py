@@ -12,7 +12,7 @@ from outpace import Engine, ModelError, SpecError
 from outpace.cache.base import Lease
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters import trained
-from outpace.drafters.base import Request
+from outpace.drafters.base import Request, Traits
 from outpace.methods.early_exit.adapter_rows import AdapterRows
 from outpace.methods.early_exit.drafter import EarlyExit, EarlyExitConfig
 from outpace.methods.early_exit.exits import Belief, pick
@@ -200,7 +200,7 @@ def test_no_slot_is_lent_while_somebody_else_reads_features(engine, target, monk
     """The pass that resumes at layer 3 could not give ``hidden.1``."""
     method = engine.method("early_exit[layer=3]")
     reader = engine.method("none").drafter
-    monkeypatch.setattr(reader, "taps", taps)
+    monkeypatch.setattr(reader, "traits", Traits(taps=taps))
     (row,) = leased(target, [TEXT], Budget(3, 3))
     cache = row.lease.cache
     both = {"early_exit": method.drafter, "none": reader}
@@ -413,7 +413,7 @@ def test_laws_are_those_that_were_trained_after_every_commit(engine, layer_exit,
 def show(drafter, state, text):
     """Let a drafter see all but the last token of a text, forced."""
     cache, count = drafter.target.new_cache(), len(text) - 1
-    passed = drafter.target.score([Feed.chain(cache.open(), text[:-1])], cache, taps=drafter.taps)
+    passed = drafter.target.score([Feed.chain(cache.open(), text[:-1])], cache, taps=drafter.traits.taps)
     forced = Outcome(
         Draft(), passed.of(0), Verdict((), ()), tuple(text[:-1]), tuple(range(count)), 0, forced=True
     )
@@ -422,7 +422,7 @@ def show(drafter, state, text):
 
 def test_a_trained_layer_can_go_back_and_gives_its_slot_back(target, layer_exit):
     drafter = with_layer(layer_exit)
-    assert drafter.taps == {"hidden.4"} and drafter.layers == (4,)
+    assert drafter.traits.taps == {"hidden.4"} and drafter.layers == (4,)
     (row,) = leased(target, [TEXT], Budget(3, 3))
     state = drafter.begin(Request(prompt=tuple(TEXT)))
     show(drafter, state, TEXT)

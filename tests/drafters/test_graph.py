@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outpace import Engine, ModelError, SpecError
-from outpace.analysis.stories import MoodyDrafter, Story
+from outpace.analysis.sequence_law import MoodyDrafter, SequenceCase
 from outpace.analysis.tables import RIGHT
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
@@ -106,7 +106,7 @@ def test_hypotheses_meet_by_their_last_tokens_but_never_with_their_own_past():
 
 
 class Moody(MoodyDrafter):
-    """The table drafter of the stories, with shared branches."""
+    """The table drafter of the cases, with shared branches."""
 
     agree = 0
     plant = staticmethod(lambda graph, row, draft: draft)
@@ -143,12 +143,12 @@ STORY = {"shape": widths((2, 1, 1)), "depth": 3, "length": 4}
 
 @pytest.mark.parametrize("verifier", ["tree", "traversal", "coupled"])
 def test_what_is_emitted_has_the_targets_law(verifier):
-    assert Story(drafter=Moody, **STORY).error(RIGHT[verifier]) < 1e-12
+    assert SequenceCase(drafter=Moody, **STORY).error(RIGHT[verifier]) < 1e-12
 
 
 @pytest.mark.parametrize("verifier", ["tree", "traversal"])
 def test_a_law_that_was_not_drawn_from_is_caught(verifier):
-    assert Story(drafter=Relabelled, **STORY).error(RIGHT[verifier]) > 1e-3
+    assert SequenceCase(drafter=Relabelled, **STORY).error(RIGHT[verifier]) > 1e-3
 
 
 def texts(graph):

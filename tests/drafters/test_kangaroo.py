@@ -113,7 +113,7 @@ def test_every_layer_runs_once_per_drafted_token(engine, target, objective, monk
 def states_of(drafter, text):
     """States after the exit of a fresh pass over a text."""
     cache = drafter.target.new_cache()
-    scored = drafter.target.score([Feed.chain(cache.open(), text)], cache, taps=drafter.taps)
+    scored = drafter.target.score([Feed.chain(cache.open(), text)], cache, taps=drafter.traits.taps)
     return scored.taps[drafter.tap]
 
 
@@ -180,7 +180,7 @@ def test_the_adapter_cache_is_in_step_after_every_commit(engine, objective, monk
 def show(drafter, state, text, start, stop):
     """Let a drafter see the rows of ``text[start:stop]``, forced."""
     cache = drafter.target.new_cache()
-    passed = drafter.target.score([Feed.chain(cache.open(), text[:stop])], cache, taps=drafter.taps)
+    passed = drafter.target.score([Feed.chain(cache.open(), text[:stop])], cache, taps=drafter.traits.taps)
     rows = tuple(range(start, stop))
     forced = Outcome(
         Draft(), passed.of(0), Verdict((), ()), tuple(text[start:stop]), rows, start, forced=True
@@ -190,7 +190,7 @@ def show(drafter, state, text, start, stop):
 
 def begun(drafter, text, cuts=(), held=0):
     """A state that saw the committed part of a text, in pieces."""
-    state = drafter.begin(Request(prompt=tuple(text), held=held))
+    state = drafter.begin(Request(prompt=tuple(text), num_cached=held))
     for start, stop in pairwise([held, *cuts, len(text) - 1]):
         if stop > start:
             show(drafter, state, text, start, stop)
@@ -300,10 +300,10 @@ def test_verification_goes_on_where_the_draft_stopped(target, objective, tree, d
         own = drafter.cache.slot(state.slot)
         assert tuple(own.tail_ids) == (*state.ids, *feed.token_J[:covered])
         cache.check_integrity()
-        scored = target.score([feed], cache, taps=drafter.taps)
+        scored = target.score([feed], cache, taps=drafter.traits.taps)
         (fresh,) = leased(drafter, [state], [text], asked)
         plain = Feed(fresh.lease.slot, feed.token_J, feed.parent_J)
-        again = target.score([plain], fresh.lease.cache, taps=drafter.taps)
+        again = target.score([plain], fresh.lease.cache, taps=drafter.traits.taps)
         assert torch.equal(scored.logits_TV, again.logits_TV)
         assert torch.equal(scored.taps[drafter.tap], again.taps[drafter.tap])
 

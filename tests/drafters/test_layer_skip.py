@@ -79,10 +79,10 @@ def test_idle_layers_are_the_ones_left_out(target, find):
     engine, spec = Engine(target, drafter="none"), f"layer_skip[find={find} share=0.25]"
     drafter = engine.method(spec).drafter
     engine.generate([1, 2, 3], drafter=spec, **LONG)
-    assert drafter.taps and drafter.skip == skip_sets.even(8, 2) != IDLE
+    assert drafter.traits.taps and drafter.skip == skip_sets.even(8, 2) != IDLE
     before = drafter.clock
     result = engine.generate(PROMPTS, drafter=spec, **LONG)[1]
-    assert drafter.skip == IDLE and not drafter.taps and drafter.clock is before
+    assert drafter.skip == IDLE and not drafter.traits.taps and drafter.clock is before
     assert result.counters.acceptance_rate == 1.0, "nothing that matters is left out"
     file = LayerSkip.file(drafter._config, target)
     assert json.loads(file.read_text())["skip"] == list(IDLE)

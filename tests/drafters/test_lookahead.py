@@ -136,7 +136,7 @@ def test_the_window_is_harvested_and_moves_with_the_text():
 
 def test_drafts_are_the_ngrams_of_the_pending_token_as_a_tree():
     drafter = Lookahead(LookaheadConfig(window=1, ngram=3, guesses=3))
-    state = drafter.begin(Request(prompt=(1, 2, 3, 1, 4, 5, 1, 4, 6, 1), held=10))
+    state = drafter.begin(Request(prompt=(1, 2, 3, 1, 4, 5, 1, 4, 6, 1), num_cached=10))
     draft = drafter.propose([row(state, [1], TREE_BUDGET)])[0]
     assert (draft.token_N, draft.parent_N) == ((4, 2, 6, 3), (-1, -1, 0, 1))
     chain = drafter.propose([row(state, [1], Budget(9, 9))])[0]
@@ -164,7 +164,7 @@ def test_drafts_are_the_ngrams_of_the_pending_token_as_a_tree():
 def test_riders_keep_to_the_rows_and_the_context_that_are_left(max_rows, positions, width):
     drafter = Lookahead(LookaheadConfig(window=4, ngram=4), max_positions=positions)
     text = [1, 2, 3, 1, 2]
-    state = drafter.begin(Request(prompt=tuple(text), held=5))
+    state = drafter.begin(Request(prompt=tuple(text), num_cached=5))
     draft = drafter.propose([row(state, text, Budget(1, 1, max_rows=max_rows))])[0]
     riders = draft.riders or Riders((), (), ())
     count = len(riders.token_R)
@@ -176,7 +176,7 @@ def test_riders_keep_to_the_rows_and_the_context_that_are_left(max_rows, positio
 
 
 def test_a_target_without_riders_is_refused_by_name():
-    assert Lookahead.needs == {TREE, EMBEDDINGS}
+    assert Lookahead.traits.needs == {TREE, EMBEDDINGS}
     with pytest.raises(ModelError, match="'lookahead' needs embeddings, which table:0"):
         Engine(TableTarget.random(0, 5), "lookahead")
     with pytest.raises(SpecError, match="ngram must be at least 3, got 2"):

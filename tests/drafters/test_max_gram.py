@@ -32,7 +32,7 @@ def table(rows, size=32):
 
 def propose(text, budget=BUDGET, pairs=None, doubt=1.0, **settings):
     drafter = MaxGram(MaxGramConfig(**settings), None if pairs is None else table(pairs))
-    state = drafter.begin(Request(prompt=tuple(text), held=len(text)))
+    state = drafter.begin(Request(prompt=tuple(text), num_cached=len(text)))
     state.trust.doubt = doubt
     return drafter.propose([DraftRow(state, text, budget, None, None, Drawn.CHOSEN)])[0]
 
@@ -112,7 +112,7 @@ def test_drafts_grow_with_the_match_and_shrink_with_misses():
     assert 1 <= len(short) <= 4 < 15 < len(long)
     drafter = MaxGram(MaxGramConfig())
     text = (*rare, *range(6))
-    state = drafter.begin(Request(prompt=text, held=len(text)))
+    state = drafter.begin(Request(prompt=text, num_cached=len(text)))
     row = DraftRow(state, text, roomy, None, None, Drawn.CHOSEN)
     first = drafter.propose([row])[0]
     for _ in range(4):

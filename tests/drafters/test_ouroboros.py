@@ -106,7 +106,7 @@ def made(vocab=4, seed=5, **settings):
 
 
 def asked(drafter, budget, text=(0, 1, 2, 3, 1, 2, 0, 1, 2), vocab=4):
-    state = drafter.begin(Request(prompt=text, held=len(text)))
+    state = drafter.begin(Request(prompt=text, num_cached=len(text)))
     warp = Warp(SamplingParams(temperature=0.0).resolved(None), text, frozenset(), vocab)
     coins = KeyedCoins(7, len(text) - 1, Stream.DRAFT)
     (draft,) = drafter.propose([DraftRow(state, text, budget, coins, warp, Drawn.CHOSEN)])

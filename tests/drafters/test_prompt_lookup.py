@@ -16,7 +16,7 @@ BUDGET = Budget(3, 3)
 
 
 def propose(text, budget=BUDGET, lookup=LOOKUP):
-    state = lookup.begin(Request(prompt=tuple(text), held=len(text)))
+    state = lookup.begin(Request(prompt=tuple(text), num_cached=len(text)))
     row = DraftRow(
         state,
         text,
@@ -48,7 +48,7 @@ def test_drafts_what_followed_before(committed, want):
 def test_siblings_come_from_shorter_suffixes_and_are_right_where_the_longer_are_wrong():
     text = [7, 2, 5, 1, 2, 6, 7, 2, 9, 1, 2, 8, 3, 2, 4, 1, 2]
     lookup = PromptLookup(PromptLookupConfig(min_ngram=1, max_ngram=2))
-    state = lookup.begin(Request(prompt=tuple(text), held=len(text)))
+    state = lookup.begin(Request(prompt=tuple(text), num_cached=len(text)))
     row = DraftRow(state, text, Budget(2, 1, shape=parse_shape("2")), None, None, Drawn.CHOSEN)
     (draft,) = lookup.propose([row])
     sure = state.trust.chance(2)

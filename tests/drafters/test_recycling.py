@@ -77,7 +77,7 @@ def test_of_equal_tokens_the_deepest_kept_row_wins():
 
 def test_a_prompt_seeds_the_lists_and_its_pieces_belong_together():
     drafter = Recycling(RecyclingConfig(successors=2))
-    state = drafter.begin(Request(prompt=(1, 2, 3, 1, 4, 5), held=2))
+    state = drafter.begin(Request(prompt=(1, 2, 3, 1, 4, 5), num_cached=2))
     for fed, start in (((3, 1), 2), ((4,), 4)):
         drafter.observe(
             [state],

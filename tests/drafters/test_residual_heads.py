@@ -71,7 +71,7 @@ def said(drafter, target, hidden, read, head=None):
 def show(drafter, state, target, text, rows=None):
     """Let a drafter see a pass over a text; what was committed are the rows given."""
     cache = target.new_cache()
-    passed = target.score([Feed.chain(cache.open(), text)], cache, taps=drafter.taps)
+    passed = target.score([Feed.chain(cache.open(), text)], cache, taps=drafter.traits.taps)
     rows = tuple(range(len(text))) if rows is None else rows
     fed = tuple(text[row] for row in rows)
     outcome = Outcome(Draft(), passed.of(0), Verdict((), ()), fed, rows, 0, forced=True)
@@ -182,7 +182,7 @@ def test_the_calibrated_tree_stands_in_for_the_stock_tree_alone(target):
     state, _ = begun(drafter, target, TEXT)
 
     def parents(tree, size=None, drafter=drafter):
-        asked = budget(tree, size, drafter.default_nodes)
+        asked = budget(tree, size, drafter.traits.default_nodes)
         return proposed(drafter, [state], [TEXT], asked)[0].parent_N
 
     assert parents(STOCK) == (ROOT, ROOT, 0, 0, 1, 2), "the same, level by level"

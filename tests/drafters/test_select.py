@@ -115,7 +115,7 @@ def error(cost, after=lambda draft: draft):
     drawn = [0, 0]
 
     def run(fate):
-        state = drafter.begin(Request(prompt=TEXT, held=len(TEXT)))
+        state = drafter.begin(Request(prompt=TEXT, num_cached=len(TEXT)))
         row = DraftRow(
             state, list(TEXT), Budget(2, 2), EnumeratingCoins(fate, 0, 3, Stream.DRAFT), warp, Drawn.DISTINCT
         )
@@ -222,7 +222,7 @@ def test_its_own_state_can_be_taken_back():
     drafter = Select(
         SelectConfig(members="a+b"), [Suffix(SuffixConfig()), PromptLookup(PromptLookupConfig())]
     )
-    state = drafter.begin(Request(prompt=(1, 2, 1), held=3))
+    state = drafter.begin(Request(prompt=(1, 2, 1), num_cached=3))
     mark = drafter.mark(state)
     state.members[0].text.extend([5])
     state.members[1].tokens.append(5)

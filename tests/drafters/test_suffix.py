@@ -20,7 +20,7 @@ from tests.support import until
 
 
 def row_of(drafter, text, budget, doubt=1.0):
-    state = drafter.begin(Request(prompt=tuple(text), held=len(text)))
+    state = drafter.begin(Request(prompt=tuple(text), num_cached=len(text)))
     state.trust.doubt = doubt
     return DraftRow(state, text, budget, None, None, Drawn.CHOSEN)
 

@@ -106,7 +106,7 @@ TEXT = [1, 2, 3, 7, 8, 1, 2, 3, 8, 8, 2, 4, 9, 9, 1, 2, 4, 7, 3, 5, 2, 6, 6, 1, 
 )
 def test_lookups_honour_a_dynamic_tree(drafter):
     """They offer all that they think likely, not the first of it alone; a chain stays a chain."""
-    state = drafter.begin(Request(prompt=tuple(TEXT), held=len(TEXT)))
+    state = drafter.begin(Request(prompt=tuple(TEXT), num_cached=len(TEXT)))
     if isinstance(drafter, Reference):
         told = Outcome(Draft(), None, Verdict((), (1, 2)), (), (), 0)
         drafter.observe([state], [told])

@@ -79,7 +79,7 @@ def test_members_are_loaded_with_the_first_request(monkeypatch):
 def test_choices_reach_listeners_and_say_what_was_expected(engine):
     rows, _ = watch(engine, PROMPTS, drafter=WITH_MODEL)
     assert {"suffix", "draft_model[model=tiny]"} >= {r.drafter for r in rows} - {"none"} != set()
-    weighed = [r for r in rows if r.choice.reason != "rest"]
+    weighed = [r for r in rows if r.choice.reason != "pause"]
     assert weighed and all(r.choice.rates["none"] > 0 for r in weighed)
     best = [r for r in rows if r.choice.reason == "best"]
     assert best and all(r.drafter == max(r.choice.rates, key=r.choice.rates.get) for r in best)

@@ -52,7 +52,7 @@ def test_the_second_answer_has_the_law_too(drawn, spec, refers, settings):
 
 
 def test_the_test_of_seeds_can_fail(monkeypatch):
-    monkeypatch.setattr(Method, "steady", True)
+    monkeypatch.setattr(Method, "deterministic", True)
     off = again(SHARED, reproducible=False)
     assert off[1] == pytest.approx(0.25 + 0.09 + 0.16, abs=SPREAD)
     assert off != pytest.approx(LAW, abs=SPREAD)
@@ -70,8 +70,8 @@ def test_who_drafts_from_the_text_alone_is_known():
         "suffix[policy=bandit]",
         f"auto[drafters={SHARED} policy=fixed]",
     ]
-    assert [engine.method(spec).steady for spec in alone] == [True] * len(alone)
-    assert [engine.method(spec).steady for spec in others] == [False] * len(others)
+    assert [engine.method(spec).deterministic for spec in alone] == [True] * len(alone)
+    assert [engine.method(spec).deterministic for spec in others] == [False] * len(others)
 
 
 def test_who_is_made_of_drafters_asks_them():
@@ -82,7 +82,7 @@ def test_who_is_made_of_drafters_asks_them():
         "cross_vocabulary[model=tiny drafter=recycling",
     ):
         shared = spec + " shared=true]" if "recycling" not in spec else spec + "[shared=true]]"
-        assert engine.method(spec + "]").steady and not engine.method(shared).steady
+        assert engine.method(spec + "]").deterministic and not engine.method(shared).deterministic
 
 
 def test_a_seed_that_promises_a_text_keeps_it():

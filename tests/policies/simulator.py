@@ -32,7 +32,7 @@ class Fake:
 
     parts: list
     """Chance per part, or a function (random, part) -> the chances of this step's draft: a lookup,
-    which tells them as a hint."""
+    which tells them as a preview."""
     level: float = 0.0
     """Seconds per level."""
     budget: Budget = field(default_factory=lambda: Budget(max_nodes=16, max_depth=16))
@@ -137,7 +137,7 @@ class Simulator:
         score = self.curve.seconds(total / batch, context, batch)
         draft = sum(self.drafters[n].level * d for n, d in levels.items() if n != "none")
         paid = sum(d for n, d in levels.items() if n != "none" and self.drafters[n].level)
-        trouble = self.trouble * sum(not plan.choice or plan.choice.reason != "rest" for plan in plans)
+        trouble = self.trouble * sum(not plan.choice or plan.choice.reason != "pause" for plan in plans)
         self.policy.learn(rows, evidence)
         self.policy.costs.watch(
             StepRecord(

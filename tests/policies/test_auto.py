@@ -2,10 +2,10 @@ import itertools
 
 import pytest
 
-from outpace.policies import offers, weigh
+from outpace.policies import candidates, throughput
 from outpace.policies.auto import Auto, AutoConfig
 from outpace.policies.base import PolicyRow
-from outpace.policies.tally import NONE, Share
+from outpace.policies.batch_cost import NONE, Share
 from outpace.types import NOTHING, CostCurve, KnownDrafter, Load
 from tests.policies.simulator import CURVE, PASS, Bush, Fake, Simulator, best_bush, best_fixed, rate
 
@@ -77,14 +77,14 @@ def test_trees_are_as_wide_and_as_deep_as_pays(case):
 
 def test_the_tree_test_can_fail(monkeypatch):
     """Planted bug: a level is asked for with every node, and a node with every level."""
-    monkeypatch.setattr(offers, "cuts", lambda budget: tuple((n, n) for n in range(1, 9)))
+    monkeypatch.setattr(candidates, "cuts", lambda budget: tuple((n, n) for n in range(1, 9)))
     assert bush_share("levels cost much") < 0.95
 
 
-@pytest.mark.parametrize(("most", "disturbed"), [(weigh.PROBE_LOSS, False), (9.0, True)])
+@pytest.mark.parametrize(("most", "disturbed"), [(throughput.PROBE_LOSS, False), (9.0, True)])
 def test_while_a_lookup_copies_well_nobody_is_tried(monkeypatch, most, disturbed):
     """Eight passes may be all that an answer takes; what was not tried by then is not missed."""
-    monkeypatch.setattr(weigh, "PROBE_LOSS", most)
+    monkeypatch.setattr(throughput, "PROBE_LOSS", most)
     drafters = {"look": Fake([says(0.97, 1.0, nodes=16)]), "m": Fake([0.6], 0.002)}
     steps = Simulator(Auto(AutoConfig()), drafters).run(10)
     assert any(s.drafter == "m" for s in steps) == disturbed
@@ -122,7 +122,7 @@ def test_the_change_test_can_fail():
 def test_a_lookup_is_taken_where_it_has_something_to_say():
     drafters = {"look": Fake([says(0.8, 0.4, nodes=4)]), "m": Fake([0.6], 0.002)}
     steps = Simulator(Auto(AutoConfig()), drafters).run(200)
-    later = [s for s in steps[20:] if s.plan.choice.reason not in ("probe", "look")]
+    later = [s for s in steps[20:] if s.plan.choice.reason not in ("probe", "explore")]
     assert all((s.drafter == "look") == ("look" in s.plan.choice.rates) for s in later)
     alone = {
         name: rate(Simulator(Auto(AutoConfig()), {name: fake}).run(200)) for name, fake in drafters.items()
@@ -148,7 +148,7 @@ def test_a_lookup_that_boasts_is_found_out():
 def test_every_choice_is_explained():
     steps = Simulator(Auto(AutoConfig()), STILL["two models"]).run(200)
     reasons = {s.plan.choice.reason for s in steps}
-    assert {"best", "probe"} <= reasons <= {"best", "stay", "probe", "look"}
+    assert {"best", "probe"} <= reasons <= {"best", "stay", "probe", "explore"}
     for s in steps:
         rates = s.plan.choice.rates
         assert rates["none"] == pytest.approx(1 / PASS, rel=0.05)
@@ -174,8 +174,8 @@ class Blind(Auto):
 
     def __init__(self, config):
         super().__init__(config)
-        self._looks.rest = lambda batch: False
-        self._looks.due = lambda tally, drafting: False
+        self._exploration.pause = lambda batch: False
+        self._exploration.due = lambda batch_cost, drafting: False
 
 
 @pytest.mark.parametrize(("cls", "least", "most"), [(Auto, 0.93, 1.0), (Blind, 0.0, 0.85)])
@@ -195,7 +195,7 @@ class Startled(Auto):
 
     def plan(self, rows, load):
         plans = super().plan(rows, load)
-        if any(plan.choice and plan.choice.reason in ("look", "rest") for plan in plans):
+        if any(plan.choice and plan.choice.reason in ("explore", "pause") for plan in plans):
             for row in rows:
                 row.state.share, row.state.usual = Share(), NONE
         return plans
@@ -226,7 +226,7 @@ class Restless(Auto):
 
     def __init__(self, config):
         super().__init__(config)
-        self._looks.resting = lambda batch: False
+        self._exploration.paused = lambda batch: False
 
 
 def weighed(cls, batch, trouble=0.0003):
@@ -252,7 +252,7 @@ def test_a_large_batch_rests_where_drafts_are_not_worth_weighing():
 def test_looks_grow_rare_and_come_later_where_drafts_gain_more():
     def looks(chance, probe):
         steps = Simulator(Auto(AutoConfig(probe=probe)), {"a": Fake([chance], 0.002)}).run(600)
-        return [i for i, s in enumerate(steps) if s.plan.choice.reason == "look"]
+        return [i for i, s in enumerate(steps) if s.plan.choice.reason == "explore"]
 
     at = looks(0.75, 0.015)
     gaps = [b - a for a, b in itertools.pairwise(at)]
@@ -347,8 +347,8 @@ def test_only_guesses_that_may_pay_are_wanted():
     row = DEAR_ROWS.seconds(2, 64, 8) / DEAR_ROWS.seconds(1, 64, 8) - 1
     assert one < 0.01
     assert many is None, "it begins with plain passes"
-    policy._looks.resting = lambda batch: False
-    assert policy.asks(policy.begin(), Load(8, 64)) == pytest.approx(row / offers.MOST_WORTH)
+    policy._exploration.paused = lambda batch: False
+    assert policy.asks(policy.begin(), Load(8, 64)) == pytest.approx(row / candidates.MOST_WORTH)
 
 
 def test_what_was_saved_alone_is_little_in_a_large_batch():
@@ -357,6 +357,6 @@ def test_what_was_saved_alone_is_little_in_a_large_batch():
     simulator.run(40)
     alone = simulator.states[0].allowance
     simulator.step(batch=16)
-    policy._looks.rest = lambda batch: False
+    policy._exploration.pause = lambda batch: False
     simulator.step(batch=16)
     assert 0 < simulator.states[0].allowance < alone / 8

@@ -15,9 +15,11 @@ CURVE = CostCurve(
 
 
 def record(
-    score, rows=1, draft=0.0, levels=0, drafters=("none",), prompt=False, rest=0.0, plan=0.0, unread=1
+    score, rows=1, draft=0.0, levels=0, drafters=("none",), prompt=False, rest=0.0, plan=0.0, num_uncached=1
 ):
-    rows_B = [RowRecord(i, name, 0, 0, (1,), 0, False, unread=unread) for i, name in enumerate(drafters)]
+    rows_B = [
+        RowRecord(i, name, 0, 0, (1,), 0, False, num_uncached=num_uncached) for i, name in enumerate(drafters)
+    ]
     return StepRecord(
         0,
         tuple(rows_B),
@@ -144,7 +146,7 @@ def test_what_a_drafter_reads_late_moves_its_price_little_and_a_cheap_level_brin
     for _ in range(10):
         costs.watch(record(0.01, draft=0.002, levels=1, drafters=("m",)))
     costs.watch(record(0.01))
-    costs.watch(record(0.01, draft=1.0, levels=1, drafters=("m",), unread=LATE + 1000))
+    costs.watch(record(0.01, draft=1.0, levels=1, drafters=("m",), num_uncached=LATE + 1000))
     assert costs.price("m")[1] == pytest.approx(0.002, rel=0.05), "no price of a level"
     costs.watch(record(0.01, draft=0.004, levels=1, drafters=("m",)))
     dear = costs.price("m")[1]
@@ -160,7 +162,7 @@ def test_what_a_drafter_reads_after_a_pause_is_no_level():
     for step in range(120):
         missed = 100 * (step % 3 == 0)
         seen = {"draft": 0.002 + 3e-5 * missed, "levels": 1, "drafters": ("m",)}
-        costs.watch(record(0.01, unread=LATE + missed, **seen))
+        costs.watch(record(0.01, num_uncached=LATE + missed, **seen))
         blind.watch(record(0.01, **seen))
     assert costs.price("m")[1] == pytest.approx(0.002, rel=0.05)
     assert costs.late("m", LATE + 50) == pytest.approx(0.0015, rel=0.15)

@@ -4,7 +4,7 @@ import pytest
 
 from outpace.config import build
 from outpace.errors import SpecError
-from outpace.policies.expect import Belief, Pool, sizes
+from outpace.policies.acceptance_model import Belief, Pool, sizes
 from outpace.policies.goodput import Goodput, GoodputConfig
 from outpace.tree.shapes import budget
 from outpace.types import Budget

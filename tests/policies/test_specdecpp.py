@@ -259,7 +259,7 @@ def plain_estimates(engine, folder, model, tokens):
 @pytest.mark.parametrize("tree", ["tree=chain tree_size=8", "tree=3x2x1"])
 def test_estimates_are_the_heads_of_the_tokens_drafted(engine, head, tree):
     drafter = engine.method(f"draft_model[{DRAFT} acceptance={head} {tree}]").drafter
-    assert drafter.estimates and drafter._head.shape.blocks == 2
+    assert drafter.traits.estimates and drafter._head.shape.blocks == 2
     seen, real = [], drafter.estimate
 
     def watching(branches):
@@ -363,7 +363,7 @@ def test_a_head_is_found_by_its_digests_and_others_are_refused(engine, target, h
     found = Engine(target, drafter="none")
     assert found.method(spec).drafter._head.folder == home
     # The same head beside another draft model: not found, and refused if it is named.
-    assert not found.method("draft_model[model=tiny]").drafter.estimates
+    assert not found.method("draft_model[model=tiny]").drafter.traits.estimates
     with pytest.raises(ModelError, match=r"judges the draft model tiny.*, not tiny"):
         engine.generate([1, 2], drafter=f"draft_model[model=tiny acceptance={head}]")
     config = json.loads((home / "config.json").read_text())

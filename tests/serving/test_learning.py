@@ -248,18 +248,18 @@ def test_drafters_change_between_steps_and_for_all():
 def test_a_moved_sequence_begins_anew_with_its_whole_text():
     old, new = Toy("old"), Toy("new")
     watched = Watched(old, Script())
-    mine = watched.begin(Request(prompt=(1, 2, 3), held=1, key="a"))
+    mine = watched.begin(Request(prompt=(1, 2, 3), num_cached=1, key="a"))
     other = watched.begin(Request(prompt=(1, 2, 3), key="b"))
     reading = Outcome(Draft(), Scored(torch.zeros(0, 9), (0, 0)), Verdict((), ()), (2,), (0,), 1, forced=True)
     watched.observe([mine], [reading])
     assert watched.adopt(types.SimpleNamespace(branch="a", drafter=new))
     (request,) = mine.inner
-    assert (request.prompt, request.held, request.key) == ((1, 2, 3), 2, "a")
+    assert (request.prompt, request.num_cached, request.key) == ((1, 2, 3), 2, "a")
     ended = Outcome(Draft(), Scored(torch.zeros(1, 9), (0, 1)), Verdict((), (7,)), (3,), (0,), 2, forced=True)
     watched.observe([mine], [ended])
     assert watched.adopt(types.SimpleNamespace(branch="a", drafter=None))
     (request,) = mine.inner
-    assert (request.prompt, request.held) == ((1, 2, 3, 7), 4) and mine.drafter is old
+    assert (request.prompt, request.num_cached) == ((1, 2, 3, 7), 4) and mine.drafter is old
     assert other.drafter is old and other.inner[0].key == "b"
 
 

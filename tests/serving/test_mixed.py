@@ -17,7 +17,7 @@ OWN, ROOMY = Budget(max_nodes=6, max_depth=6), Budget(max_nodes=100, max_depth=1
 class Spy(Policy):
     """Takes a fixed number of guesses and remembers what it was told."""
 
-    steady = False
+    deterministic = False
 
     def __init__(self, nodes):
         super().__init__(None)
@@ -50,7 +50,7 @@ def test_every_policy_gets_its_own_sequences_and_hears_of_the_others():
     assert a.learned == [[("a0", 0), ("a1", 3)]] and b.learned == [[("b0", 2)]]
 
 
-def test_hints_are_asked_for_where_they_are_read():
+def test_previews_are_asked_for_where_they_are_read():
     mixed = Mixed()
     auto = Auto(AutoConfig())
     load = Load(1, 100)

@@ -11,6 +11,7 @@ import torch
 
 from outpace import Engine, RequestError
 from outpace.drafters import model_rows
+from outpace.drafters.base import Traits
 from outpace.drafters.model_rows import ModelDrafter
 from outpace.errors import QueueFull, ServiceClosed
 from outpace.methods.lookup.adaptive_ngram import AdaptiveNgram
@@ -362,12 +363,12 @@ def test_a_cache_of_unknown_size_has_no_limit_and_shares_pages_all_the_same():
 
 def test_drafters_that_read_features_are_shown_them_again(engine, monkeypatch):
     """All features from where a state begins, each position once, whatever was lost between."""
-    monkeypatch.setattr(PromptLookup, "taps", frozenset({"hidden.-1"}))
+    monkeypatch.setattr(PromptLookup, "traits", Traits(taps=frozenset({"hidden.-1"})))
     begin, observe, kept, place = PromptLookup.begin, PromptLookup.observe, [], {}
 
     def begins(self, request):
         kept.append(begin(self, request))
-        place[id(kept[-1])] = request.held
+        place[id(kept[-1])] = request.num_cached
         return kept[-1]
 
     def observes(self, states, outcomes):

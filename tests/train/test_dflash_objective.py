@@ -202,7 +202,7 @@ def test_training_and_drafting_give_the_same_logits(target, batches, tmp_path):
         row = int(aligned.place_BA[b, a])
         text = batch.token_BT[b, : row + 2].tolist()
         cache = target.new_cache()
-        passed = target.score([Feed.chain(cache.open(), text[:-1])], cache, taps=drafter.taps)
+        passed = target.score([Feed.chain(cache.open(), text[:-1])], cache, taps=drafter.traits.taps)
         state, rows = drafter.begin(None), tuple(range(row + 1))
         drafter.observe(
             [state], [Outcome(Draft(), passed.of(0), Verdict((), ()), tuple(text[:-1]), rows, 0, forced=True)]

@@ -16,8 +16,8 @@ from outpace.models.tiny import TableTarget, tiny
 from outpace.train import losses
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.corpus import CorpusPrompt
-from outpace.train.kit import Kit
 from outpace.train.options import read_options
+from outpace.train.pipeline import Pipeline
 from outpace.train.ranks import ranked
 from outpace.tree.shapes import read_shape
 from tests.train.texts import most_used, written
@@ -187,8 +187,8 @@ def made(request, tmp_path_factory):
     ]
     settings = [
         f"heads={HEADS}",
-        "kit.vocab=200",
-        "kit.tokens_per_batch=512",
+        "pipeline.vocab=200",
+        "pipeline.tokens_per_batch=512",
         "loop.steps=40",
         "loop.evaluate_every=40",
         "loop.lr=0.01",
@@ -197,7 +197,7 @@ def made(request, tmp_path_factory):
         "data.max_new_tokens=24",
         "data.greedy=1.0",
     ]
-    kit = Kit(
+    pipeline = Pipeline(
         Engine.load("tiny", dtype="float32", drafter="none"),
         read_options(request.param, settings, 1200),
         prompts=prompts,
@@ -205,18 +205,18 @@ def made(request, tmp_path_factory):
         out=work / "out",
         say=lambda tick: None,
     )
-    return kit, kit.run(report=lambda progress: None)
+    return pipeline, pipeline.run(report=lambda progress: None)
 
 
 def test_one_command_makes_heads_that_draft(made):
-    kit, result = made
+    pipeline, result = made
     config = json.loads((result.folder / "config.json").read_text())
     told = json.loads((result.folder / "provenance.json").read_text())
     assert len(config["tree"]) == 63 and len(told["held_out"]["acceptance"]) == HEADS, "by depth"
     assert config["acceptance"][0][0] == pytest.approx(told["held_out"]["acceptance"][0])
-    start = kit.options.objective.build(kit.options.own, kit.target, kit.vocab)
+    start = pipeline.options.objective.build(pipeline.options.own, pipeline.target, pipeline.vocab)
     with torch.no_grad():
-        steps = [start.evaluate(batch) for batch in kit.batches("held_out")]
+        steps = [start.evaluate(batch) for batch in pipeline.batches("held_out")]
     right, counted = (
         sum(float(one[0]) for one in ones)
         for ones in ([s.accepted_by_depth for s in steps], [s.counted_by_depth for s in steps])
@@ -226,12 +226,12 @@ def test_one_command_makes_heads_that_draft(made):
 
 def test_drafts_are_the_guesses_that_training_counts(made):
     """Guess for guess, by the drafter that reads the folder, along the texts that it sees."""
-    kit, result = made
-    objective = kit.options.objective.build(kit.options.own, kit.target, kit.vocab)
+    pipeline, result = made
+    objective = pipeline.options.objective.build(pipeline.options.own, pipeline.target, pipeline.vocab)
     tensors = load_file(result.folder / "model.safetensors")
     objective.module.load_state_dict({k: v for k, v in tensors.items() if k.startswith("heads.")})
     spec = f"{objective.method}[model={result.folder} tree=chain]"
-    drafter, drafts = kit.engine.method(spec).drafter, {}
+    drafter, drafts = pipeline.engine.method(spec).drafter, {}
     real = drafter.propose
 
     def watched(rows):
@@ -241,16 +241,18 @@ def test_drafts_are_the_guesses_that_training_counts(made):
 
     drafter.propose = watched
     same, shifted, checked = 0, 0, [0] * HEADS
-    for batch in kit.batches("train"):
+    for batch in pipeline.batches("train"):
         aligned = Aligned(batch, EAGLE)
         texts = [batch.token_BT[b, :n].tolist() for b, n in enumerate(batch.length_B.tolist())]
         starts = [int(row.nonzero()[0]) for row in batch.answer_BT]
         prompts = [text[:start] for text, start in zip(texts, starts, strict=True)]
-        kit.engine.generate(prompts, drafter=spec, max_new_tokens=24, ignore_eos=True)
+        pipeline.engine.generate(prompts, drafter=spec, max_new_tokens=24, ignore_eos=True)
         with torch.no_grad():
             guess_KBA = torch.stack(
                 [
-                    kit.vocab.to_target_D[kit.target.head(x.flatten(0, 1), kit.vocab).argmax(-1)]
+                    pipeline.vocab.to_target_D[
+                        pipeline.target.head(x.flatten(0, 1), pipeline.vocab).argmax(-1)
+                    ]
                     for x in objective.states(batch, aligned)
                 ]
             ).unflatten(1, aligned.real_BA.shape)

@@ -15,9 +15,9 @@ from outpace.models.tiny import TableTarget, tiny
 from outpace.train import losses
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.corpus import CorpusPrompt
-from outpace.train.kit import Kit
 from outpace.train.loop import LoopConfig, train
 from outpace.train.options import read_options
+from outpace.train.pipeline import Pipeline
 from outpace.types import ROOT, Feed, Riders
 from tests.train.texts import Listed, most_used, written
 
@@ -301,15 +301,15 @@ def test_from_prompts_to_prompt_tokens_that_draft(tmp_path):
     ]
     settings = [
         "riders=2",
-        "kit.vocab=64",
-        "kit.tokens_per_batch=256",
+        "pipeline.vocab=64",
+        "pipeline.tokens_per_batch=256",
         "loop.steps=4",
         "loop.evaluate_every=2",
         "loop.bf16=false",
         "data.batch=32",
         "data.max_new_tokens=16",
     ]
-    kit = Kit(
+    pipeline = Pipeline(
         engine,
         read_options("ppd", settings, 700),
         prompts=prompts,
@@ -318,8 +318,8 @@ def test_from_prompts_to_prompt_tokens_that_draft(tmp_path):
         say=lambda tick: None,
     )
     lines = []
-    made = kit.run(report=lines.append)
-    assert len(lines[-1].acceptance) == 2 and kit.captured_bytes() == 0, "no features are kept"
+    made = pipeline.run(report=lines.append)
+    assert len(lines[-1].acceptance) == 2 and pipeline.captured_bytes() == 0, "no features are kept"
     config = json.loads((made.folder / "config.json").read_text())
     assert len(config["acceptance"]) == 2 and config["draft_vocab_size"] == 64
     settings = {"max_new_tokens": 12, "ignore_eos": True}

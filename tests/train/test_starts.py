@@ -14,7 +14,7 @@ from outpace.methods.medusa.hydra_objective import Hydra, HydraTraining
 from outpace.methods.medusa.objective import Medusa, MedusaTraining
 from outpace.methods.ppd.objective import Ppd, PpdTraining
 from outpace.models.load import load_target
-from outpace.train.kit import begin_from
+from outpace.train.pipeline import begin_from
 
 KINDS = {
     "acceptance": (Acceptance, AcceptanceTraining(draft="tiny", draft_layers=1)),

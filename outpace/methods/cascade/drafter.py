@@ -34,15 +34,15 @@ greedy there; sampling is ours, with laws as in Spector and Re 2023, arXiv:2308.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outpace.clock import PassClock
 from outpace.drafters import parts as build
-from outpace.drafters.base import Drafter, Request
+from outpace.drafters.base import Drafter, Request, Traits
 from outpace.errors import SpecError
 from outpace.methods.cascade.guesses import Guesses, State
 from outpace.methods.cascade.leaders import split, with_tails
-from outpace.methods.cascade.levels import Level, LookupLevel, ModelLevel, Relay
+from outpace.methods.cascade.levels import Level, LookupLevel, ModelLevel, StagedDrafter
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Outcome
@@ -89,14 +89,13 @@ class Cascade(Drafter[State]):
     """
 
     Config = CascadeConfig
-    default_nodes = 32  # k says how many; this is no more than a bound
-    samples = True
+    traits = Traits(default_nodes=32, samples=True)  # k says how many nodes; 32 is a bound
 
     def __init__(
         self, models: Sequence[Target], lookup: Drafter[None] | None, k: Sequence[Sequence[int]]
     ) -> None:
         self._clock = PassClock()
-        self.steady = lookup is None or lookup.steady
+        self.traits = replace(self.traits, deterministic=lookup is None or lookup.traits.deterministic)
         self.lookup = None if lookup is None else LookupLevel(lookup)
         lowest: list[Level] = [] if self.lookup is None else [self.lookup]
         self.models: list[ModelLevel] = []
@@ -105,7 +104,7 @@ class Cascade(Drafter[State]):
             level = ModelLevel(
                 number,
                 models[number - 1],
-                _relay(below, k, number),
+                _staged(below, k, number),
                 verifier=build.made("verifier", "tree"),
                 coupled=build.made("verifier", "coupled"),
                 policy=build.made("policy", "fixed"),
@@ -113,7 +112,7 @@ class Cascade(Drafter[State]):
             )
             self.models.insert(0, level)
             below = [level, *below]
-        self.relay = _relay(below, k, 0)
+        self.staged = _staged(below, k, 0)
 
     @property
     def clock(self) -> PassClock:
@@ -138,7 +137,7 @@ class Cascade(Drafter[State]):
         wrong = next((s for s, m in zip(parts[:-1], models, strict=False) if m is None), None)
         if wrong is not None or not speaking:
             raise no_model(wrong or parts[0])
-        if lookup is not None and (lookup.samples or lookup.taps):
+        if lookup is not None and (lookup.traits.samples or lookup.traits.taps):
             raise SpecError(
                 f"{who}: {parts[-1]} reads features of the target, or samples; the last level "
                 "must be a language model or a lookup, such as max_gram"
@@ -169,7 +168,7 @@ class Cascade(Drafter[State]):
             most, others = split(row)
             drafts.append(Guesses(row, most, 1 + len(others)))
             tails.append(others)
-        self.relay.run(drafts)
+        self.staged.run(drafts)
         out = []
         for g, others in zip(drafts, tails, strict=True):
             draft = g.draft() if not g.rivals else with_tails(g, others, self.lookup)
@@ -193,7 +192,7 @@ class Cascade(Drafter[State]):
             if prompts:
                 level.reader.read(prompts, level.cache)
 
-    def unread(self, state: State, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: State, tokens: Sequence[int]) -> int:
         """By all models together."""
         return sum(
             len(tokens) - level.cache.length(slot)
@@ -217,6 +216,6 @@ def no_model(level: object) -> SpecError:
     )
 
 
-def _relay(below: Sequence[Level], k: Sequence[Sequence[int]], row: int) -> Relay:
+def _staged(below: Sequence[Level], k: Sequence[Sequence[int]], row: int) -> StagedDrafter:
     quotas = k[row] if row < len(k) else ()
-    return Relay([(level, n) for level, n in zip(below, quotas, strict=False) if n > 0])
+    return StagedDrafter([(level, n) for level, n in zip(below, quotas, strict=False) if n > 0])

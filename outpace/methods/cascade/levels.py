@@ -1,11 +1,11 @@
 """The levels of a cascade: language models that are drafted for, and a lookup below them.
 
-    relay of the target     5 tokens by level 1, then up to 15 by level 2
-    relay of level 1        10 tokens by level 2            (one per row of CS Drafting's K)
+    stages of the target    5 tokens by level 1, then up to 15 by level 2
+    stages of level 1       10 tokens by level 2            (one per row of CS Drafting's K)
 
-A *relay* makes the draft of one reviewer: its stages take turns, each until the draft has so many
+A `StagedDrafter` makes the draft of one reviewer: its stages take turns, each until the draft has so many
 tokens. A level that is a language model makes its part in whole steps (`outpace.step`): its own
-relay drafts, it verifies, and what it emits has exactly its law, which is recorded as the q of
+staged drafter drafts, it verifies, and what it emits has exactly its law, which is recorded as the q of
 the guess. The number of guesses is a matter of chance then, and that is right: a lossless rule
 emits tokens x such that x and their continuation by p have the law p, so of the places that exist,
 
@@ -14,7 +14,7 @@ emits tokens x such that x and their continuation by p have the law p, so of the
 
 The rule is `tree`, or `coupled` where the target shares its coins.
 
-One sequence has one state for all relays; every level finds its place in a text by ids.
+One sequence has one state for all staged drafters; every level finds its place in a text by ids.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from outpace.clock import PassClock
-from outpace.drafters.base import Drafter, Request
+from outpace.drafters.base import Drafter, Request, Traits
 from outpace.methods.cascade.ahead import Reader
 from outpace.methods.cascade.guesses import BELOW, Guesses, Reading, State
 from outpace.models.base import Target
@@ -56,7 +56,7 @@ class LookupLevel(Level):
 
     def begin(self, request: Request) -> Reading:
         """State of a new sequence."""
-        return Reading(self.drafter.begin(request), request.held)
+        return Reading(self.drafter.begin(request), request.num_cached)
 
     def guess(self, drafts: Sequence[Guesses], total: int) -> None:
         """One proposal each."""
@@ -136,7 +136,7 @@ class LookupLevel(Level):
 
 
 class ModelLevel(Level):
-    """A language model, sped up by what its relay drafts.
+    """A language model, sped up by what its stages draft.
 
     Args:
         number: from 1, the strongest; names its coins.
@@ -152,7 +152,7 @@ class ModelLevel(Level):
         self,
         number: int,
         model: Target,
-        below: Relay | None,
+        below: StagedDrafter | None,
         *,
         verifier: Verifier,
         coupled: Verifier,
@@ -163,8 +163,8 @@ class ModelLevel(Level):
         self.verifier, self.coupled = verifier, coupled
         self.reader = Reader(model, clock)
         self.cache = self.reader.new_cache()
-        relay = Relay(()) if below is None else below
-        self.machine = Machine(self.reader, self.cache, {BELOW: relay}, policy, want_laws=True)
+        staged = StagedDrafter(()) if below is None else below
+        self.machine = Machine(self.reader, self.cache, {BELOW: staged}, policy, want_laws=True)
 
     def guess(self, drafts: Sequence[Guesses], total: int) -> None:
         """Steps of this level, for all drafts that want more; one pass of the model each."""
@@ -179,7 +179,7 @@ class ModelLevel(Level):
             active = [g for g in active if g.wants(total)]
 
 
-class Relay(Drafter[State]):
+class StagedDrafter(Drafter[State]):
     """Makes the draft of one reviewer, stage by stage.
 
     Args:
@@ -187,7 +187,7 @@ class Relay(Drafter[State]):
     """
 
     Config = State  # never made from a spec
-    samples = True
+    traits = Traits(samples=True)
 
     def __init__(self, stages: Sequence[tuple[Level, int]]) -> None:
         self.stages = tuple(stages)
@@ -198,7 +198,7 @@ class Relay(Drafter[State]):
                 self.lookup = level, quota
 
     @classmethod
-    def load(cls, config: Any, target: Target) -> Relay:
+    def load(cls, config: Any, target: Target) -> StagedDrafter:
         """No stages, no guesses."""
         return cls(())
 

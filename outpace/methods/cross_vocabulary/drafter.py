@@ -33,7 +33,7 @@ from typing import Any
 from outpace.clock import PassClock
 from outpace.config import MethodSpec
 from outpace.drafters import parts as build
-from outpace.drafters.base import Drafter, Request
+from outpace.drafters.base import Drafter, Request, Traits
 from outpace.errors import ModelError, SpecError
 from outpace.methods.cross_vocabulary.follower import Follower, News, Reading
 from outpace.methods.cross_vocabulary.mirror import Mirror, to_draft
@@ -94,23 +94,26 @@ class CrossVocabulary(Drafter[State]):
     """
 
     Config = CrossVocabularyConfig
-    default_nodes = 5
-    samples = True
+    traits = Traits(default_nodes=5, samples=True)
 
     def __init__(self, inner: Drafter[Any], model: Target, target: Target, by: str = "auto") -> None:
         who = "drafter 'cross_vocabulary'"
-        if inner.taps:
+        if inner.traits.taps:
             raise SpecError(
-                f"{who}: its drafter reads {', '.join(sorted(inner.taps))} of {model.name}, which "
+                f"{who}: its drafter reads {', '.join(sorted(inner.traits.taps))} of {model.name}, which "
                 "nobody computes; use a language model or a lookup"
             )
-        if inner.leased:
+        if inner.traits.uses_target_cache:
             raise SpecError(
                 f"{who}: its drafter drafts in slots of {model.name}, which nobody lends; use a "
                 "language model or a lookup"
             )
         self.inner, self.model, self.target, self.by = inner, model, target, by
-        self.samples, self.steady = inner.samples and by != "text", inner.steady
+        self.traits = replace(
+            self.traits,
+            samples=inner.traits.samples and by != "text",
+            deterministic=inner.traits.deterministic,
+        )
         self.follower = Follower(inner)
         self.source, self.goal = Spelling.of(model, who), Spelling.of(target, who)
         self.common = shared(self.source, self.goal, model, target.vocab_size)
@@ -152,16 +155,18 @@ class CrossVocabulary(Drafter[State]):
     def begin(self, request: Request) -> State:
         """Write what the target's cache holds already in draft tokens; the rest comes later."""
         mirror = self.bridge.mirror()
-        mirror.extend(request.prompt[: request.held])
+        mirror.extend(request.prompt[: request.num_cached])
         whole = mirror.copy()
-        whole.extend(request.prompt[request.held :])
+        whole.extend(request.prompt[request.num_cached :])
         reference = None
         if request.reference is not None:
             said = self.bridge.mirror()
             said.extend(request.reference)
             reference = tuple(said.ids)
-        told = mirror.stable if request.held else 0
-        state = self.inner.begin(replace(request, prompt=tuple(whole.ids), held=told, reference=reference))
+        told = mirror.stable if request.num_cached else 0
+        state = self.inner.begin(
+            replace(request, prompt=tuple(whole.ids), num_cached=told, reference=reference)
+        )
         return State(mirror, Reading(state, told))
 
     def propose(self, rows: Sequence[DraftRow[State]]) -> list[Draft]:
@@ -233,9 +238,9 @@ class CrossVocabulary(Drafter[State]):
             state.asked = state.given = None
         self.follower.follow(news)
 
-    def unread(self, state: State, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: State, tokens: Sequence[int]) -> int:
         """In its own tokens."""
-        return self.inner.unread(state.reading.state, state.mirror.ids)
+        return self.inner.num_uncached(state.reading.state, state.mirror.ids)
 
     def mark(self, state: State) -> tuple[Mirror, int]:
         """The text so far. Cost: that of copying it."""

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.drafters.base import ExpandingDrafter, Request
+from outpace.drafters.base import ExpandingDrafter, Request, Traits
 from outpace.drafters.trained import find
 from outpace.methods.dflash.files import METHOD, BlockFile, read_block_drafter
 from outpace.methods.dflash.net import BlockNet, Part
@@ -80,15 +80,13 @@ class Dflash(ExpandingDrafter[_State]):
     """
 
     Config = DflashConfig
-    default_nodes = 4
-    default_tree = STOCK
-    needs = frozenset({TAPS, EMBEDDINGS})
+    traits = Traits(default_nodes=4, default_tree=STOCK, needs=frozenset({TAPS, EMBEDDINGS}), samples=True)
 
     def __init__(self, file: BlockFile, target: Target) -> None:
         self.file, self.target = file, target
         self.net = BlockNet(file.shape, file.tensors, target)
         self.cache = self.net.new_cache()
-        self.taps = frozenset(file.shape.taps)
+        self.traits = replace(self.traits, taps=frozenset(file.shape.taps))
         self.id_D = None if file.vocab is None else file.vocab.to_target_D.to(target.device)
         self._logits_BSD = torch.empty(0)
 
@@ -168,9 +166,9 @@ class Dflash(ExpandingDrafter[_State]):
                 state.waiting, state.ids = [], []
             self._forget(state)
             taps = outcome.scored.taps
-            if not taps.keys() >= self.taps or self._end(state) != outcome.start:
+            if not taps.keys() >= self.traits.taps or self._end(state) != outcome.start:
                 self._restart(state)
-            if taps.keys() >= self.taps and outcome.fed:
+            if taps.keys() >= self.traits.taps and outcome.fed:
                 state.start = outcome.start if state.start is None else state.start
                 state.waiting.append(self.net.feature(taps, list(outcome.row_F)))
                 state.ids += outcome.fed
@@ -199,7 +197,7 @@ class Dflash(ExpandingDrafter[_State]):
         self.cache.drop(state.slot)
         state.lead = 0
 
-    def unread(self, state: _State, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: _State, tokens: Sequence[int]) -> int:
         """Those whose features wait."""
         return len(state.ids)
 

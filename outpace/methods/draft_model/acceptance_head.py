@@ -31,7 +31,7 @@ from outpace.models.fields import read_json
 from outpace.models.packed import Linear
 
 METHOD = "acceptance"
-"""What the kit calls it."""
+"""What the pipeline calls it."""
 LAST = "hidden.-1"
 """The feature of the draft model that a head reads."""
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from outpace.drafters.base import Traits
 from outpace.drafters.model_rows import ModelDrafter
 from outpace.drafters.trained import find, is_drafter
 from outpace.errors import ModelError
@@ -56,8 +57,8 @@ class DraftModel(ModelDrafter):
     """Drafts with a second Target; see `ModelDrafter`."""
 
     Config = DraftModelConfig
-    default_nodes = 5
-    default_tree = "dynamic"  # a chain where every guess is sure, and what pays elsewhere
+    # The dynamic tree is a chain where every guess is sure.
+    traits = Traits(default_nodes=5, default_tree="dynamic", samples=True)
 
     @classmethod
     def load(cls, config: DraftModelConfig, target: Target) -> DraftModel:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from outpace.drafters.base import ExpandingDrafter, Request
+from outpace.drafters.base import ExpandingDrafter, Request, Traits
 from outpace.methods.eagle3.files import find_head, read_head
 from outpace.methods.eagle3.net import EagleNet
 from outpace.models.base import EMBEDDINGS, TAPS, Target
@@ -80,13 +80,13 @@ class Eagle3(ExpandingDrafter[_State]):
     """
 
     Config = Eagle3Config
-    default_nodes = 5
-    default_tree = "dynamic"
-    needs = frozenset({TAPS, EMBEDDINGS})
+    traits = Traits(
+        default_nodes=5, default_tree="dynamic", needs=frozenset({TAPS, EMBEDDINGS}), samples=True
+    )
 
     def __init__(self, net: EagleNet, id_D: Tensor | None) -> None:
         self.net, self._id_D = net, id_D
-        self.taps = frozenset(net.shape.taps)
+        self.traits = replace(self.traits, taps=frozenset(net.shape.taps))
         self.cache = net.new_cache()
         self._out_TH = torch.empty(0)
 
@@ -163,9 +163,9 @@ class Eagle3(ExpandingDrafter[_State]):
                 state.waiting, state.ids = [], []
             self._forget(state)
             taps = outcome.scored.taps
-            if not taps.keys() >= self.taps or self._end(state) != outcome.start:
+            if not taps.keys() >= self.traits.taps or self._end(state) != outcome.start:
                 self._restart(state)
-            if taps.keys() >= self.taps and outcome.fed:
+            if taps.keys() >= self.traits.taps and outcome.fed:
                 state.start = outcome.start if state.start is None else state.start
                 state.ids += outcome.fed
                 new.append((state, outcome))
@@ -211,7 +211,7 @@ class Eagle3(ExpandingDrafter[_State]):
         for feed in feeds:
             self.cache.keep(feed.slot, range(len(feed.token_J)))
 
-    def unread(self, state: _State, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: _State, tokens: Sequence[int]) -> int:
         """Those whose features wait."""
         return len(state.ids)
 

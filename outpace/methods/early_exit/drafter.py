@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from outpace.clock import PassClock
-from outpace.drafters.base import ExpandingDrafter, Request
+from outpace.drafters.base import ExpandingDrafter, Request, Traits
 from outpace.drafters.trained import candidates, find
 from outpace.errors import ModelError
 from outpace.methods.early_exit.exit_head import ExitHead, ExitState
@@ -78,14 +78,13 @@ class EarlyExit(ExpandingDrafter[ExitState]):
     """
 
     Config = EarlyExitConfig
-    default_nodes = 4
-    needs = frozenset({LAYERS, TAPS})
-    leased = True
+    traits = Traits(default_nodes=4, needs=frozenset({LAYERS, TAPS}), samples=True, uses_target_cache=True)
 
     def __init__(self, target: Target, layers: Sequence[int], head: ExitHead | None = None) -> None:
         self.target, self.layers, self.head = target, tuple(layers), head
         self.rows = None if head is None else head.rows
-        self.taps = frozenset() if self.rows is None else frozenset({self.rows.tap})
+        if self.rows is not None:
+            self.traits = replace(self.traits, taps=frozenset({self.rows.tap}))
         self._shares = [self._share(layer) for layer in layers] if len(layers) > 1 else [1.0]
 
     def _share(self, layer: int) -> float:
@@ -197,7 +196,7 @@ class EarlyExit(ExpandingDrafter[ExitState]):
         if self.rows is not None:
             self.rows.observe(states, outcomes)
 
-    def unread(self, state: ExitState, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: ExitState, tokens: Sequence[int]) -> int:
         """Those whose features wait."""
         return len(state.ids)
 

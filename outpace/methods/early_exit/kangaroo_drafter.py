@@ -30,7 +30,7 @@ from torch import Tensor
 
 from outpace.cache.base import KVCache
 from outpace.clock import PassClock
-from outpace.drafters.base import ExpandingDrafter, Request
+from outpace.drafters.base import ExpandingDrafter, Request, Traits
 from outpace.drafters.trained import find
 from outpace.methods.early_exit.adapter_rows import AdapterFile, AdapterRows, AdapterState, read_adapter
 from outpace.methods.early_exit.shallow import ShallowRows
@@ -80,14 +80,14 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
     """
 
     Config = KangarooConfig
-    default_nodes = 6
-    needs = frozenset({LAYERS, TAPS, EMBEDDINGS})
-    leased = True
+    traits = Traits(
+        default_nodes=6, needs=frozenset({LAYERS, TAPS, EMBEDDINGS}), samples=True, uses_target_cache=True
+    )
 
     def __init__(self, target: Target, file: AdapterFile, threshold: float | None = None) -> None:
         self.target, self.layer, self.threshold = target, file.layer, threshold
         self.tap = f"hidden.{file.layer}"
-        self.taps = frozenset({self.tap})
+        self.traits = replace(self.traits, taps=frozenset({self.tap}))
         self.rows = AdapterRows(file.adapter, self.tap, self.clock)
         self._vocab = file.vocab
         self._id_D = None if file.vocab is None else file.vocab.to_target_D.to(target.device)
@@ -144,7 +144,7 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
         """One pass over the new nodes: the layers below the exit, the adapter, the head."""
         rows = [self._shallow(branch) for branch in branches]
         feeds = [replace(one.feed(branch), want=()) for one, branch in zip(rows, branches, strict=True)]
-        scored = self.target.score(feeds, rows[0].lease.cache, taps=self.taps, layers=self.layer)
+        scored = self.target.score(feeds, rows[0].lease.cache, taps=self.traits.taps, layers=self.layer)
         hidden_TH, start_B = scored.taps[self.tap], scored.tap_start_B
         for i, one in enumerate(rows):
             one.hidden.append(hidden_TH[start_B[i] : start_B[i + 1]])
@@ -164,7 +164,7 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
         """Follow what was committed."""
         self.rows.observe(states, outcomes)
 
-    def unread(self, state: AdapterState, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: AdapterState, tokens: Sequence[int]) -> int:
         """Those whose features wait."""
         return len(state.ids)
 

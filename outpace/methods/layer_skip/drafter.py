@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outpace.config import data_folder
-from outpace.drafters.base import Request
+from outpace.drafters.base import Request, Traits
 from outpace.drafters.model_rows import ModelDrafter, ModelState
 from outpace.errors import ModelError
 from outpace.methods.layer_skip.skip_sets import Found, by_cosine, even, part, recall, remember, search
@@ -71,19 +71,18 @@ class LayerSkip(ModelDrafter):
     """
 
     Config = LayerSkipConfig
-    default_nodes = 4
-    needs = frozenset({LAYERS, TAPS})
+    traits = Traits(default_nodes=4, needs=frozenset({LAYERS, TAPS}), samples=True)
 
     def __init__(self, config: LayerSkipConfig, target: Target, skip: tuple[int, ...] | None) -> None:
         self._config, self._target, self._living = config, target, list[ModelState]()
-        self.steady = skip is not None  # the set that is found follows the texts met first
         self._count = max(1, round(config.share * target.num_layers))
         self.skip = even(target.num_layers, self._count) if skip is None else skip
         """The layers that are left out now."""
         super().__init__(part(target, self.skip), target.vocab_size)
-        if skip is None:
+        if skip is None:  # the set that is found follows the texts met first
             streams = [f"hidden.{i}" for i in range(target.num_layers + 1)]
-            self.taps = frozenset(["hidden.-1"] if config.find == "search" else streams)
+            taps = frozenset(["hidden.-1"] if config.find == "search" else streams)
+            self.traits = replace(self.traits, taps=taps, deterministic=False)
 
     @classmethod
     def load(cls, config: LayerSkipConfig, target: Target) -> LayerSkip:
@@ -113,7 +112,7 @@ class LayerSkip(ModelDrafter):
         """The part of the target, once its set is found: whoever runs it in the drafter's place
         neither finds the set nor follows it.
         """
-        return None if self.taps else super().language_model
+        return None if self.traits.taps else super().language_model
 
     def begin(self, request: Request) -> ModelState:
         """Take a slot of the part's cache."""
@@ -123,14 +122,14 @@ class LayerSkip(ModelDrafter):
 
     def observe(self, states: Sequence[ModelState], outcomes: Sequence[Outcome]) -> None:
         """Find the set if it is still to be found, then as any model."""
-        if self.taps:
+        if self.traits.taps:
             texts = [
                 outcome
                 for outcome in outcomes
                 if outcome.forced
                 and outcome.start == 0
                 and len(outcome.fed) >= _LEAST
-                and outcome.scored.taps.keys() >= self.taps
+                and outcome.scored.taps.keys() >= self.traits.taps
             ]
             if texts:
                 self._adopt(self._found(max(texts, key=lambda outcome: len(outcome.fed))))
@@ -154,7 +153,8 @@ class LayerSkip(ModelDrafter):
     def _adopt(self, found: Found) -> None:
         """Draft with this set from now on, and remember it."""
         clock = self.clock
-        self.taps, self.skip = frozenset(), found.skip
+        self.skip = found.skip
+        self.traits = replace(self.traits, taps=frozenset())
         self.model = part(self._target, found.skip)
         self.model.clock = clock
         self.cache = self.model.new_cache()

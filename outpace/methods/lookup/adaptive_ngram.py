@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from outpace.drafters.base import Drafter, Request
+from outpace.drafters.base import Drafter, Request, Traits
 from outpace.drafters.worth import grow, judged
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
@@ -104,7 +104,7 @@ class AdaptiveNgram(Drafter[_State]):
     """Follows the commonest successor, from the longest context that has one."""
 
     Config = AdaptiveNgramConfig
-    default_nodes = 20
+    traits = Traits(default_nodes=20)
 
     def __init__(self, config: AdaptiveNgramConfig) -> None:
         self.config = config
@@ -123,7 +123,7 @@ class AdaptiveNgram(Drafter[_State]):
             right=[PRIOR * _assumed(order) for order in orders],
             made=[PRIOR for _ in orders],
         )
-        state.read(request.prompt[: request.held], self.config.max_order)
+        state.read(request.prompt[: request.num_cached], self.config.max_order)
         return state
 
     def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:

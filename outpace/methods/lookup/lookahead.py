@@ -30,7 +30,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from outpace.drafters.base import Drafter, Request
+from outpace.drafters.base import Drafter, Request, Traits
 from outpace.methods.lookup.pool_trees import fill, halving
 from outpace.models.base import EMBEDDINGS, TREE, Target
 from outpace.rows import argmax_rows
@@ -125,9 +125,8 @@ class Lookahead(Drafter[_State]):
     """
 
     Config = LookaheadConfig
-    default_nodes = 4
+    traits = Traits(default_nodes=4, needs=frozenset({TREE, EMBEDDINGS}))
     # EMBEDDINGS is the ability that says riders are served; the window branches like a tree.
-    needs = frozenset({TREE, EMBEDDINGS})
 
     def __init__(self, config: LookaheadConfig, max_positions: int = 1 << 30) -> None:
         self.config = config
@@ -147,7 +146,7 @@ class Lookahead(Drafter[_State]):
             for i in range(self.config.window)
         ]
         state = _State(Pool(self.config.guesses, self.config.pool), columns)
-        self._read(state, text[: request.held])
+        self._read(state, text[: request.num_cached])
         return state
 
     def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outpace.drafters.base import Request
+from outpace.drafters.base import Request, Traits
 from outpace.drafters.worth import grow
 from outpace.methods.lookup.automaton import SuffixAutomaton
 from outpace.methods.lookup.bigram import BigramTable, usual_place
@@ -75,7 +75,7 @@ class MaxGram(FollowsText[Text]):
     """
 
     Config = MaxGramConfig
-    default_nodes = 20
+    traits = Traits(default_nodes=20, previews=True)
 
     def __init__(self, config: MaxGramConfig, table: BigramTable | None = None) -> None:
         self.config = config
@@ -99,7 +99,7 @@ class MaxGram(FollowsText[Text]):
 
     def begin(self, request: Request) -> Text:
         """The text that is held already; the rest of the prompt arrives through ``observe``."""
-        return Text(SuffixAutomaton(request.prompt[: request.held]))
+        return Text(SuffixAutomaton(request.prompt[: request.num_cached]))
 
     def propose(self, rows: Sequence[DraftRow[Text]]) -> list[Draft]:
         """A chain each; in a template the siblings come from the table. CHOSEN."""

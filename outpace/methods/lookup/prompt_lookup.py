@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from outpace.drafters.base import Request
+from outpace.drafters.base import Request, Traits
 from outpace.drafters.worth import Priced, Trust, grow
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
@@ -64,7 +64,7 @@ class PromptLookup(Priced[_State]):
     """
 
     Config = PromptLookupConfig
-    default_nodes = 16
+    traits = Traits(default_nodes=16, previews=True)
 
     def __init__(self, config: PromptLookupConfig) -> None:
         self.config = config
@@ -77,7 +77,7 @@ class PromptLookup(Priced[_State]):
     def begin(self, request: Request) -> _State:
         """The text that is held already; the rest of the prompt arrives through ``observe``."""
         state = _State()
-        for token in request.prompt[: request.held]:
+        for token in request.prompt[: request.num_cached]:
             self._push(state, token)
         return state
 

@@ -23,14 +23,14 @@ requests, of zeros at the start; here a list is empty until it is known, and the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outpace.drafters.base import Drafter, Request
+from outpace.drafters.base import Drafter, Request, Traits
 from outpace.drafters.per_key import PerKey
 from outpace.methods.lookup.datastore import Datastore
 from outpace.methods.lookup.pool_trees import fill, halving
@@ -80,12 +80,11 @@ class Recycling(Drafter[_State]):
     """
 
     Config = RecyclingConfig
-    default_nodes = 6
-    default_tree = "3x1"
+    traits = Traits(default_nodes=6, default_tree="3x1")
 
     def __init__(self, config: RecyclingConfig, table_VK: NDArray[np.int32] | None = None) -> None:
         self.config = config
-        self.steady = not config.shared
+        self.traits = replace(self.traits, deterministic=not config.shared)
         self._table_VK = table_VK
         self._shared = PerKey(dict[int, tuple[int, ...]], _KEYS)
 
@@ -105,7 +104,7 @@ class Recycling(Drafter[_State]):
     def begin(self, request: Request) -> _State:
         """Lists of the text that is held already; the rest arrives through ``observe``."""
         state = _State(self._shared.of(request.key) if self.config.shared else {})
-        self._read(state, request.prompt[: request.held])
+        self._read(state, request.prompt[: request.num_cached])
         return state
 
     def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:

@@ -31,7 +31,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from outpace.drafters.base import Request
+from outpace.drafters.base import Request, Traits
 from outpace.drafters.worth import Priced, Trust, grow
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
@@ -154,7 +154,7 @@ class Reference(Priced[_State]):
     """Follows a given text, and finds its place again after edits."""
 
     Config = ReferenceConfig
-    default_nodes = 32
+    traits = Traits(default_nodes=32, previews=True)
 
     def __init__(self, config: ReferenceConfig) -> None:
         self.config = config

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from outpace.drafters.base import Drafter, Request
+from outpace.drafters.base import Drafter, Request, Traits
 from outpace.methods.lookup.datastore import DEPTH, Datastore
 from outpace.methods.lookup.pool_trees import fill
 from outpace.models.base import Target
@@ -68,7 +68,7 @@ class Retrieval(Drafter[None]):
     """
 
     Config = RetrievalConfig
-    default_nodes = 6
+    traits = Traits(default_nodes=6)
 
     def __init__(self, config: RetrievalConfig, store: Datastore) -> None:
         self.config = config

@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from outpace.drafters.base import Request
+from outpace.drafters.base import Request, Traits
 from outpace.drafters.per_key import PerKey
 from outpace.drafters.worth import Chances, grow
 from outpace.methods.lookup.automaton import SuffixAutomaton
@@ -93,14 +93,14 @@ class Suffix(FollowsText[_State]):
     """
 
     Config = SuffixConfig
-    default_nodes = 20
+    traits = Traits(default_nodes=20, previews=True)
 
     def __init__(
         self, config: SuffixConfig, history: History | None = None, keeper: Keeper | None = None
     ) -> None:
         self.config = config
         self.history = history
-        self.steady = history is None
+        self.traits = replace(self.traits, deterministic=history is None)
         self._keeper = keeper
         self._of_key = PerKey(lambda: History(config.capacity), _KEYS)
 
@@ -124,7 +124,7 @@ class Suffix(FollowsText[_State]):
     def begin(self, request: Request) -> _State:
         """The text that is held already; the rest of the prompt arrives through ``observe``."""
         return _State(
-            read=SuffixAutomaton(request.prompt[: request.held]),
+            read=SuffixAutomaton(request.prompt[: request.num_cached]),
             prompt=len(request.prompt),
             history=self._history(request.key),
         )

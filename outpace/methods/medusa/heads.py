@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.drafters.base import ExpandingDrafter, Request
+from outpace.drafters.base import ExpandingDrafter, Request, Traits
 from outpace.drafters.trained import CONFIG, find, read_config, read_tensors, vocab_map
 from outpace.errors import ModelError, SpecError
 from outpace.law import VocabMap
@@ -205,10 +205,13 @@ class ResidualDrafter(ExpandingDrafter[HeadState]):
         target: unembeds, and embeds for heads that ask for it.
     """
 
-    default_nodes = 4
-    default_tree = STOCK
-    needs = frozenset({TAPS, EMBEDDINGS})
-    taps = frozenset({LAST})
+    traits = Traits(
+        default_nodes=4,
+        default_tree=STOCK,
+        needs=frozenset({TAPS, EMBEDDINGS}),
+        taps=frozenset({LAST}),
+        samples=True,
+    )
 
     def __init__(self, heads: Heads, target: Target) -> None:
         self.heads, self.target = heads, target

@@ -40,7 +40,7 @@ from typing import Any
 from outpace import registry
 from outpace.clock import PassClock
 from outpace.drafters import parts as build
-from outpace.drafters.base import Drafter, Request
+from outpace.drafters.base import Drafter, Request, Traits
 from outpace.errors import SpecError
 from outpace.methods.ouroboros.phrases import Phrases, Pool, discarded
 from outpace.models.base import Target
@@ -102,33 +102,29 @@ class Ouroboros(Drafter[_State]):
     """
 
     Config = OuroborosConfig
-    default_nodes = 32  # length, phrases and tokens say how many; this is no more than a bound
-    samples = True
+    traits = Traits(default_nodes=32, samples=True)  # the settings say how many nodes; 32 is a bound
 
     def __init__(self, config: OuroborosConfig, draft: Drafter[Any]) -> None:
         self.config = config
-        self.steady = draft.steady and not config.shared
         self.phrases = Phrases(config.tokens, config.remembered, config.phrases, config.shared)
         self.inner, self.sped = draft, False
         if config.faster and draft.language_model is not None:
             cascade = registry.load("drafter", "cascade")
             k = [[config.length], [config.phrases * config.tokens]]
             self.inner, self.sped = cascade([draft.language_model], self.phrases, k), True
+        deterministic = draft.traits.deterministic and not config.shared
+        self.traits = replace(self.traits, deterministic=deterministic)
+        self._follow()
 
     @property
     def clock(self) -> PassClock:
         """Of the draft model."""
         return self.inner.clock
 
-    @property
-    def taps(self) -> frozenset[str]:  # type: ignore[override]
-        """What the draft model reads."""
-        return self.inner.taps
-
-    @property
-    def leased(self) -> bool:  # type: ignore[override]
-        """Whether the draft model needs a slot; phrases hang behind what it says."""
-        return self.inner.leased
+    def _follow(self) -> None:
+        """Read what the draft model reads, and draft in a slot where it does."""
+        inner = self.inner.traits
+        self.traits = replace(self.traits, taps=inner.taps, uses_target_cache=inner.uses_target_cache)
 
     @classmethod
     def load(cls, config: OuroborosConfig, target: Target) -> Ouroboros:
@@ -141,7 +137,7 @@ class Ouroboros(Drafter[_State]):
         who = "drafter 'ouroboros'"
         spec, *more = build.split_parts(config.draft, who)
         draft = build.drafter(spec, target)
-        if more or not draft.samples:
+        if more or not draft.traits.samples:
             raise SpecError(
                 f"{who}: draft must be one drafter that has a law, such as "
                 f"draft_model[model=M], got {config.draft}; select joins lookups"
@@ -153,7 +149,7 @@ class Ouroboros(Drafter[_State]):
         inner = self.inner.begin(request)
         pool = inner.reading.state if self.sped else self.phrases.begin(request)
         state = _State(inner, pool)
-        pool.read(state.tail, request.prompt[: request.held])
+        pool.read(state.tail, request.prompt[: request.num_cached])
         return state
 
     def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
@@ -208,12 +204,13 @@ class Ouroboros(Drafter[_State]):
             state.pool.read(state.tail, outcome.verdict.emitted)
         own = [_own(state, outcome) for state, outcome in zip(states, outcomes, strict=True)]
         self.inner.observe([state.inner for state in states], own)
+        self._follow()
         for state in states:
             state.draft = state.given = None
 
-    def unread(self, state: _State, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: _State, tokens: Sequence[int]) -> int:
         """By the drafter that is lengthened."""
-        return self.inner.unread(state.inner, tokens)
+        return self.inner.num_uncached(state.inner, tokens)
 
     def end(self, state: _State) -> None:
         """Give back what the draft model took."""

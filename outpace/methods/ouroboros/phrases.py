@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from outpace.drafters.base import Drafter, Request
+from outpace.drafters.base import Drafter, Request, Traits
 from outpace.drafters.per_key import PerKey
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
@@ -91,7 +91,8 @@ class Phrases(Drafter[Pool]):
 
     def __init__(self, tokens: int, per_token: int, most: int, shared: bool = False) -> None:
         self._tokens, self._per_token, self.most = tokens, per_token, most
-        self._shared, self.steady = shared, not shared
+        self._shared = shared
+        self.traits = Traits(deterministic=not shared)
         self._pools = PerKey(lambda: Pool(tokens, per_token), _KEYS)
 
     @classmethod

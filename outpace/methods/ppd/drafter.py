@@ -35,7 +35,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from outpace.drafters.base import ExpandingDrafter, Request
+from outpace.drafters.base import ExpandingDrafter, Request, Traits
 from outpace.methods.ppd.files import Prompts, read_prompts
 from outpace.methods.ppd.trees import Rates, StateMachine, pass_seconds, solve
 from outpace.models.base import EMBEDDINGS, TREE, Target
@@ -100,9 +100,7 @@ class Ppd(ExpandingDrafter[PromptState]):
     """
 
     Config = PpdConfig
-    default_nodes = 24
-    default_tree = STOCK
-    needs = frozenset({TREE, EMBEDDINGS})
+    traits = Traits(default_nodes=24, default_tree=STOCK, needs=frozenset({TREE, EMBEDDINGS}), samples=True)
 
     def __init__(self, prompts: Prompts, target: Target, machine: StateMachine | None = None) -> None:
         self.prompts, self.target = prompts, target

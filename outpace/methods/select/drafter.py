@@ -30,7 +30,7 @@ from typing import Any
 
 from outpace.clock import PassClock
 from outpace.drafters import parts as build
-from outpace.drafters.base import Drafter, Request
+from outpace.drafters.base import Drafter, Request, Traits
 from outpace.errors import SpecError
 from outpace.methods.select.forest import merge
 from outpace.models.base import Target
@@ -94,17 +94,22 @@ class Select(Drafter[_State]):
     """
 
     Config = SelectConfig
-    default_nodes = 24
+    traits = Traits(default_nodes=24)
 
     def __init__(self, config: SelectConfig, members: Sequence[Drafter[Any]]) -> None:
         self.config, self.members = config, tuple(members)
-        self.taps = frozenset[str]().union(*(member.taps for member in members))
-        self.samples = any(member.samples for member in members)
-        self.steady = all(member.steady for member in members)
+        self.traits = replace(
+            self.traits,
+            taps=frozenset[str]().union(*(member.traits.taps for member in members)),
+            samples=any(member.traits.samples for member in members),
+            deterministic=all(member.traits.deterministic for member in members),
+        )
         # A pass that one member resumes has no features of the layers below for the others.
-        tapped = [i for i, member in enumerate(self.members) if member.taps]
+        tapped = [i for i, member in enumerate(self.members) if member.traits.taps]
         self._lent = [set(tapped) <= {i} for i in range(len(self.members))]
-        self._budgets = [budget(m.default_tree, m.default_nodes, m.default_nodes) for m in members]
+        self._budgets = [
+            budget(m.traits.default_tree, m.traits.default_nodes, m.traits.default_nodes) for m in members
+        ]
         self._clock = build.Clocks([member.clock for member in members])
 
     @property
@@ -136,7 +141,7 @@ class Select(Drafter[_State]):
         """A forest of what was chosen, or the draft of a member that samples."""
         said = [[Draft()] * len(self.members) for _ in rows]
         for i, member in enumerate(self.members):
-            if not member.samples:
+            if not member.traits.samples:
                 answers = member.propose([self._ask(row, i) for row in rows])
                 for one, answer in zip(said, answers, strict=True):
                     one[i] = answer
@@ -182,7 +187,7 @@ class Select(Drafter[_State]):
         """The sampling member that promises more than the forest, if any."""
         best = None
         for i, (member, record) in enumerate(zip(self.members, state.records, strict=True)):
-            if member.samples:
+            if member.traits.samples:
                 promised = (1 + record.kept) / (1 + self.config.cost * record.drafted)
                 if promised > worth:
                     best, worth = i, promised
@@ -215,7 +220,7 @@ class Select(Drafter[_State]):
         for i, (member, record) in enumerate(zip(self.members, state.records, strict=True)):
             draft = state.drafts[i]
             kept = draft.path_of(verdict.emitted)
-            if member.samples and i != state.picked:
+            if member.traits.samples and i != state.picked:
                 record.kept += FORGET * (KEPT - record.kept)
                 record.drafted += FORGET * (DRAFTED - record.drafted)
             elif len(draft):
@@ -224,10 +229,10 @@ class Select(Drafter[_State]):
                     record.kept += RATE * (len(kept) - record.kept)
                     record.drafted += RATE * (max(draft.depth_N) - record.drafted)
 
-    def unread(self, state: _State, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: _State, tokens: Sequence[int]) -> int:
         """By all members together."""
         return sum(
-            member.unread(own, tokens) for member, own in zip(self.members, state.members, strict=True)
+            member.num_uncached(own, tokens) for member, own in zip(self.members, state.members, strict=True)
         )
 
     def mark(self, state: _State) -> list[Any]:

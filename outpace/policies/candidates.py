@@ -1,8 +1,8 @@
 """What drafters offer to a sequence: so many tokens, for so many rows and levels.
 
-A lookup says by hints what it would propose, and its word is scaled by what it was worth lately.
+A lookup says by previews what it would propose, and its word is scaled by what it was worth lately.
 Of all others it is learned, level by level, how much of their drafts is kept
-(`outpace.policies.expect`): over all sequences, and how the one at hand differs.
+(`outpace.policies.acceptance_model`): over all sequences, and how the one at hand differs.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from outpace.policies.acceptance_model import Belief, Pool, cuts, sizes
 from outpace.policies.base import Evidence, PolicyRow
+from outpace.policies.batch_cost import Option, described
 from outpace.policies.costs import Costs
-from outpace.policies.expect import Belief, Pool, cuts, sizes
-from outpace.policies.tally import Option, told
 from outpace.types import Budget
 
 MOST_WORTH, LEAST_WORTH = 2.0, 0.05
@@ -30,13 +30,13 @@ class Learned:
 
     beliefs: dict[str, Belief] = field(default_factory=dict)
     promised: dict[str, list[float]] = field(default_factory=dict)
-    """Of those that give hints: tokens kept and tokens promised, lately."""
+    """Of those that give previews: tokens kept and tokens promised, lately."""
 
-    def reopen(self, offers: Offers, but: str) -> list[str]:
+    def reopen(self, candidates: Candidates, but: str) -> list[str]:
         """The text has changed: what was known of the others is void. Returns who they are."""
         others = [name for name in self.beliefs if name != but]
         for name in others:
-            self.beliefs[name].reopen(offers.pool(name))
+            self.beliefs[name].reopen(candidates.pool(name))
         return others
 
 
@@ -55,7 +55,7 @@ class _Known:
     largest: int
 
 
-class Offers:
+class Candidates:
     """What is known of drafters, over all sequences. Changes in ``learn`` alone."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Offers:
 
     def young(self, options: Iterable[Option]) -> bool:
         """Whether next to nothing is known of one of these."""
-        return any(not one.hinted and self._pools[one.drafter].young for one in options)
+        return any(not one.previewed and self._pools[one.drafter].young for one in options)
 
     def option(
         self, row: PolicyRow, name: str, budget: Budget, learned: Learned, costs: Costs
@@ -85,12 +85,12 @@ class Offers:
         depth, nodes = row.limit.max_depth, row.limit.max_nodes
         if depth <= 0 or nodes <= 0:
             return None
-        hint = row.hints.get(name)
-        if hint is not None:
+        preview = row.previews.get(name)
+        if preview is not None:
             kept, promised = learned.promised.get(name, (0.0, 0.0))
             scale = (kept + DOUBT) / (promised + DOUBT)
             scale = min(MOST_WORTH, max(LEAST_WORTH, scale))
-            return told(name, hint[:nodes], min(depth, budget.max_depth), scale)
+            return described(name, preview[:nodes], min(depth, budget.max_depth), scale)
         known = self._know(name, budget, costs)
         belief = learned.beliefs.get(name)
         if belief is None:
@@ -103,7 +103,7 @@ class Offers:
             return None
         asked_C, width_C, nodes_C, levels_C = zip(*all_C, strict=True)
         kept_C = [reach[width][ask[1] - 1] for ask, width in zip(asked_C, width_C, strict=True)]
-        late = costs.late(name, row.unread.get(name, 0))
+        late = costs.late(name, row.num_uncached.get(name, 0))
         return Option(name, kept_C, nodes_C, levels_C, asked_C, tree=budget.shape.beam > 0, late=late)
 
     def _know(self, name: str, budget: Budget, costs: Costs) -> _Known:
@@ -136,7 +136,7 @@ class Offers:
         return found
 
     def learn(
-        self, learned: Learned, asked: Option, grant: tuple[int, int], told: float, seen: Evidence
+        self, learned: Learned, asked: Option, grant: tuple[int, int], promised: float, seen: Evidence
     ) -> tuple[bool, bool]:
         """Take in a draft.
 
@@ -144,18 +144,18 @@ class Offers:
             learned: of its sequence.
             asked: what was offered.
             grant: nodes and depth that it might have.
-            told: tokens that it promised.
+            promised: tokens that it promised.
             seen: what became of it.
 
         Returns:
             Whether a level was refused, and whether so much less was kept than expected that the
             text must have changed.
         """
-        if asked.hinted:
+        if asked.previewed:
             pair = learned.promised.setdefault(seen.drafter, [0.0, 0.0])
             if not seen.censored:
                 pair[0] = KEEP * pair[0] + seen.accepted
-                pair[1] = KEEP * pair[1] + told
+                pair[1] = KEEP * pair[1] + promised
             return False, False
         nodes, depth = grant
         # Silence where a level was asked for is a level that was not kept.

@@ -14,7 +14,7 @@ PARTS = {CONFIG, WEIGHTS, PROVENANCE, "tree.json"}
 """Files of drafter folders; one that holds anything else is not replaced."""
 
 
-def check_place(out: Path) -> None:
+def check_destination(out: Path) -> None:
     """Refuse a place where more than an older drafter would be lost; for before the work begins.
 
     Raises:
@@ -34,7 +34,7 @@ def check_place(out: Path) -> None:
         raise RequestError(f"{where}: it is a file; {way}")
 
 
-def put(source: Path, out: Path) -> None:
+def install_folder(source: Path, out: Path) -> None:
     """Copy a drafter folder to its place, on the disk in full before it has its name there.
 
     Between the old folder's leaving and the new one's coming there is an instant without either; a

@@ -54,7 +54,7 @@ def check_device(device: torch.device) -> None:
         )
 
 
-class Crew:
+class ProcessGroup:
     """The processes that train together; alone, everything is a no-op."""
 
     def __init__(self, device: torch.device) -> None:

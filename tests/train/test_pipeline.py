@@ -12,14 +12,14 @@ from outpace.train import capture as capturing
 from outpace.train import checkpoint
 from outpace.train.corpus import CorpusPrompt
 from outpace.train.estimate import estimate
-from outpace.train.kit import Kit, made_to_json, note_measured
 from outpace.train.options import read_options
+from outpace.train.pipeline import Pipeline, made_to_json, note_measured
 
 PROMPTS = [CorpusPrompt(messages=({"role": "user", "content": f"tell {i}"},), source=0) for i in range(120)]
 SETTINGS = [
     "layers=1",
-    "kit.vocab=64",
-    "kit.tokens_per_batch=256",
+    "pipeline.vocab=64",
+    "pipeline.tokens_per_batch=256",
     "loop.steps=6",
     "loop.evaluate_every=3",
     "loop.checkpoint_every=2",
@@ -43,8 +43,8 @@ def engine():
 def made(engine, tmp_path_factory):
     """A training that nothing disturbed."""
     work = tmp_path_factory.mktemp("work")
-    kit = Kit(engine, OPTIONS, prompts=PROMPTS, work=work, out=work / "out", say=quiet)
-    return kit, kit.run(report=quiet)
+    pipeline = Pipeline(engine, OPTIONS, prompts=PROMPTS, work=work, out=work / "out", say=quiet)
+    return pipeline, pipeline.run(report=quiet)
 
 
 def weights(folder):
@@ -52,9 +52,9 @@ def weights(folder):
 
 
 def test_from_prompts_to_a_drafter_that_drafts(engine, made):
-    kit, result = made
-    assert result.trained.steps == 6 and kit.store.answer_tokens >= 1500
-    assert kit.vocab is not None and len(kit.vocab.to_target_D) == 64
+    pipeline, result = made
+    assert result.trained.steps == 6 and pipeline.store.answer_tokens >= 1500
+    assert pipeline.vocab is not None and len(pipeline.vocab.to_target_D) == 64
     spec = f"draft_model[model={result.folder}]"
     plain = engine.generate([5, 9, 11], drafter="none", max_new_tokens=12, ignore_eos=True)
     fast = engine.generate([5, 9, 11], drafter=spec, max_new_tokens=12, ignore_eos=True)
@@ -62,11 +62,11 @@ def test_from_prompts_to_a_drafter_that_drafts(engine, made):
 
 
 def test_the_provenance_tells_everything(made):
-    kit, result = made
+    pipeline, result = made
     told = json.loads((result.folder / "provenance.json").read_text())
-    assert told["target"] == {"name": "tiny", "digest": kit.target.digest}
-    assert told["data"]["digest"] == kit.store.digest
-    assert told["data"]["answer_tokens"] == kit.store.answer_tokens
+    assert told["target"] == {"name": "tiny", "digest": pipeline.target.digest}
+    assert told["data"]["digest"] == pipeline.store.digest
+    assert told["data"]["answer_tokens"] == pipeline.store.answer_tokens
     assert told["data"]["plans"][0]["plan"]["prompts"] == 120
     assert told["vocab"]["size"] == 64 and 0.3 < told["vocab"]["held_out_coverage"] <= 1
     assert told["settings"]["options"]["layers"] == 1
@@ -77,13 +77,13 @@ def test_the_provenance_tells_everything(made):
 
 
 def test_nothing_is_left_to_resume_after_the_end(engine, made):
-    kit, _ = made
-    assert checkpoint.latest(kit.folder) is None
-    Kit(engine, OPTIONS, work=kit.work)  # answers are there, so no prompts are needed
+    pipeline, _ = made
+    assert checkpoint.latest(pipeline.folder) is None
+    Pipeline(engine, OPTIONS, work=pipeline.work)  # answers are there, so no prompts are needed
 
 
 def test_stopped_and_resumed_is_the_same_to_the_bit(engine, made, tmp_path):
-    kit, result = made
+    pipeline, result = made
 
     class Stop(Exception):
         pass
@@ -93,11 +93,11 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(engine, made, tmp_path):
             raise Stop
 
     def begin(options=OPTIONS, **more):
-        return Kit(engine, options, work=kit.work, out=tmp_path / "out", say=quiet, **more)
+        return Pipeline(engine, options, work=pipeline.work, out=tmp_path / "out", say=quiet, **more)
 
     with pytest.raises(Stop):
         begin().run(report=stop)
-    assert checkpoint.latest(kit.folder).name == "step-00000002.safetensors"
+    assert checkpoint.latest(pipeline.folder).name == "step-00000002.safetensors"
     with pytest.raises(RequestError, match=r"stopped at .*step-00000002.* --resume"):
         begin()
     other = read_options("draft_model", [*SETTINGS, "loop.lr=0.1"], 1500)
@@ -110,13 +110,13 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(engine, made, tmp_path):
 
 def test_the_drafter_in_use_stays_until_the_new_one_is_measured(engine, made, tmp_path):
     """Ctrl-C, in training or in measuring, costs nothing: --resume goes on, and measures."""
-    kit, result = made
+    pipeline, result = made
     out, lines, seen = tmp_path / "out", [], []
     shutil.copytree(result.folder, out)
     (out / "model.safetensors").write_bytes(b"in use")
 
     def begin(**more):
-        return Kit(engine, OPTIONS, work=kit.work, out=out, say=lines.append, **more)
+        return Pipeline(engine, OPTIONS, work=pipeline.work, out=out, say=lines.append, **more)
 
     def stop(progress):
         if progress.step == 3:
@@ -130,48 +130,48 @@ def test_the_drafter_in_use_stays_until_the_new_one_is_measured(engine, made, tm
 
     with pytest.raises(KeyboardInterrupt):
         begin().run(report=stop)
-    assert weights(out) == b"in use" and (kit.best / "config.json").is_file()
+    assert weights(out) == b"in use" and (pipeline.best / "config.json").is_file()
     with pytest.raises(KeyboardInterrupt):
         begin(resume=True).run(report=quiet, measure=measure)
     assert weights(out) == b"in use"
-    assert checkpoint.latest(kit.folder).name == "step-00000006.safetensors"
-    assert len(lines) == 2 and all(f"is in {kit.best}" in x and "--resume" in x for x in lines)
+    assert checkpoint.latest(pipeline.folder).name == "step-00000006.safetensors"
+    assert len(lines) == 2 and all(f"is in {pipeline.best}" in x and "--resume" in x for x in lines)
     trained_on = []
     again = begin(resume=True).run(report=trained_on.append, measure=measure)
     assert not trained_on, "its steps had ended"
-    assert [one[0] for one in seen] == [kit.best] * 2 and seen[1][2] == b"in use"
+    assert [one[0] for one in seen] == [pipeline.best] * 2 and seen[1][2] == b"in use"
     assert weights(out) == seen[1][1] == weights(result.folder)
     assert read_measured(out) == again.measured == {"speedup": 1.5}
-    assert checkpoint.latest(kit.folder) is None and not kit.best.exists()
+    assert checkpoint.latest(pipeline.folder) is None and not pipeline.best.exists()
     assert [one.name for one in tmp_path.iterdir()] == ["out"], "nothing is left beside it"
     with pytest.raises(RequestError, match=r"holds no training that was stopped; leave --resume"):
         begin(resume=True)
 
 
 def test_a_folder_with_more_than_a_drafter_is_not_replaced(engine, made, tmp_path):
-    kit, _ = made
+    pipeline, _ = made
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(RequestError, match=r"holds notes\.txt, which would be lost.*--out"):
-        Kit(engine, OPTIONS, work=kit.work, out=tmp_path, say=quiet)
+        Pipeline(engine, OPTIONS, work=pipeline.work, out=tmp_path, say=quiet)
     with pytest.raises(RequestError, match="it is a file"):
-        Kit(engine, OPTIONS, work=kit.work, out=tmp_path / "notes.txt", say=quiet)
-    for place in (kit.work / "draft_model", kit.best):
+        Pipeline(engine, OPTIONS, work=pipeline.work, out=tmp_path / "notes.txt", say=quiet)
+    for place in (pipeline.work / "draft_model", pipeline.best):
         with pytest.raises(RequestError, match="--out"):
-            Kit(engine, OPTIONS, work=kit.work, out=place, say=quiet)
+            Pipeline(engine, OPTIONS, work=pipeline.work, out=place, say=quiet)
 
 
 def test_the_home_of_the_user_may_be_a_tilde(engine, made, tmp_path, monkeypatch):
-    kit, result = made
+    pipeline, result = made
     monkeypatch.setenv("HOME", str(result.folder.parent))
     start = Path("~") / result.folder.name
-    more = Kit(engine, OPTIONS, work=kit.work, out=tmp_path / "o", start=start, say=quiet)
+    more = Pipeline(engine, OPTIONS, work=pipeline.work, out=tmp_path / "o", start=start, say=quiet)
     assert more.vocab is not None and more.provenance()["start"]["sha256"]
 
 
 def test_training_begins_where_another_ended(engine, made, tmp_path):
-    kit, result = made
-    still = read_options("draft_model", [*SETTINGS, "loop.lr=1e-12", "kit.vocab=32"], 1500)
-    more = Kit(engine, still, work=kit.work, out=tmp_path / "more", start=result.folder, say=quiet)
+    pipeline, result = made
+    still = read_options("draft_model", [*SETTINGS, "loop.lr=1e-12", "pipeline.vocab=32"], 1500)
+    more = Pipeline(engine, still, work=pipeline.work, out=tmp_path / "more", start=result.folder, say=quiet)
     made_more = more.run(report=quiet)
     old, new = read_tensors(result.folder), read_tensors(made_more.folder)
     assert all(torch.equal(old[name], new[name]) for name in old), "the vocabulary stays as well"
@@ -180,28 +180,28 @@ def test_training_begins_where_another_ended(engine, made, tmp_path):
     assert told["sha256"] == hashlib.sha256(weights(result.folder)).hexdigest()
     other = read_options("draft_model", [*SETTINGS, "layers=2"], 1500)
     with pytest.raises(ModelError, match=r"layers\.1\.\S+ is missing, and"):
-        Kit(engine, other, work=kit.work, out=tmp_path / "o", start=result.folder, say=quiet).run(
+        Pipeline(engine, other, work=pipeline.work, out=tmp_path / "o", start=result.folder, say=quiet).run(
             report=quiet
         )
     with pytest.raises(ModelError, match="holds no config"):
-        Kit(engine, still, work=kit.work, start=tmp_path, say=quiet)
+        Pipeline(engine, still, work=pipeline.work, start=tmp_path, say=quiet)
 
 
 def test_data_are_made_once(engine, made, monkeypatch, tmp_path):
-    kit, _ = made
+    pipeline, _ = made
     monkeypatch.setattr(engine.target, "score", lambda *a, **k: pytest.fail("a pass was run"))
-    again = Kit(engine, OPTIONS, prompts=PROMPTS, work=kit.work, out=tmp_path, say=quiet)
+    again = Pipeline(engine, OPTIONS, prompts=PROMPTS, work=pipeline.work, out=tmp_path, say=quiet)
     again.data()
-    assert again.store.digest == kit.store.digest
-    assert again.captured_bytes() > kit.store.length_S.sum() * 64 * 2
+    assert again.store.digest == pipeline.store.digest
+    assert again.captured_bytes() > pipeline.store.length_S.sum() * 64 * 2
 
 
 def test_held_out_prompts_were_not_learned_from(made):
-    kit, _ = made
-    prompts = kit.held_out_prompts(5)
+    pipeline, _ = made
+    prompts = pipeline.held_out_prompts(5)
     learned = {
         tuple(one.ids[: one.prompt].tolist())
-        for one, held in zip(kit.store, kit.store.held_out_S, strict=True)
+        for one, held in zip(pipeline.store, pipeline.store.held_out_S, strict=True)
         if not held
     }
     assert prompts and not learned & set(prompts)
@@ -210,40 +210,40 @@ def test_held_out_prompts_were_not_learned_from(made):
 def test_too_small_a_disk_is_said_before_the_work_begins(engine, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 100_000})
     monkeypatch.setattr(capturing.shutil, "disk_usage", lambda path: usage)
-    kit = Kit(engine, OPTIONS, prompts=PROMPTS, work=tmp_path / "w", say=quiet)
+    pipeline = Pipeline(engine, OPTIONS, prompts=PROMPTS, work=tmp_path / "w", say=quiet)
     with pytest.raises(RequestError, match=r"of disk and 100.0 kB are free"):
-        kit.run(report=quiet)
+        pipeline.run(report=quiet)
     assert not (tmp_path / "w").exists()
 
 
 def test_without_prompts_and_answers_there_is_nothing_to_do(engine, tmp_path):
     with pytest.raises(RequestError, match="no prompts"):
-        Kit(engine, OPTIONS, work=tmp_path)
+        Pipeline(engine, OPTIONS, work=tmp_path)
 
 
 def test_several_processes_need_data_that_are_there(engine, made, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(RequestError, match="--only-data"):
-        assert Kit(engine, OPTIONS, prompts=PROMPTS, work=tmp_path).store
-    kit, _ = made
-    shared = Kit(engine, OPTIONS, prompts=PROMPTS, work=kit.work)
-    assert len(shared.features) == len(kit.store)
+        assert Pipeline(engine, OPTIONS, prompts=PROMPTS, work=tmp_path).store
+    pipeline, _ = made
+    shared = Pipeline(engine, OPTIONS, prompts=PROMPTS, work=pipeline.work)
+    assert len(shared.features) == len(pipeline.store)
     batches = shared.batches("train")
     assert (batches.rank, batches.world) == (1, 2)
 
 
 def test_an_estimate_writes_nothing_and_is_near_the_truth(engine, made, tmp_path):
-    kit, _ = made
+    pipeline, _ = made
     work = tmp_path / "w"
-    found = estimate(Kit(engine, OPTIONS, prompts=PROMPTS, work=work, say=quiet))
+    found = estimate(Pipeline(engine, OPTIONS, prompts=PROMPTS, work=work, say=quiet))
     assert not work.exists()
     assert found.answer_tokens == 1500 and found.steps == 6
     assert found.disk_bytes > found.tokens * 64 * 2
     assert 0 < found.seconds < 60 and found.memory_bytes > 10**6
-    left = estimate(kit)
+    left = estimate(pipeline)
     assert left.generate_seconds == left.capture_seconds == 0
-    assert left.tokens == pytest.approx(kit.store.length_S.sum(), rel=0.01)
+    assert left.tokens == pytest.approx(pipeline.store.length_S.sum(), rel=0.01)
     assert left.to_json()["seconds"] == pytest.approx(left.train_seconds)
 
 
@@ -260,10 +260,12 @@ def test_a_measurement_is_added_to_the_provenance(made):
 
 def test_settings_are_read_by_group():
     options = read_options(
-        "draft_model", ["layers=3", "loop.lr=0.01", "data.greedy=0.25", "kit.epochs=2", "kit.vocab=none"], 77
+        "draft_model",
+        ["layers=3", "loop.lr=0.01", "data.greedy=0.25", "pipeline.epochs=2", "pipeline.vocab=none"],
+        77,
     )
     assert options.own.layers == 3 and options.data.greedy == 0.25 and options.data.tokens == 77
-    assert options.kit.vocab is None
+    assert options.pipeline.vocab is None
     loop = options.loop_config(50)
     assert loop.lr == 0.01 and loop.steps == 100
     assert read_options("draft_model", ["loop.minutes=5"]).loop_config(50).steps is None
@@ -281,8 +283,8 @@ def test_settings_are_read_by_group():
         ("draft_model", ".layers=1", UnknownNameError, "unknown setting"),
         ("draft_model", "layers=x", SpecError, "whole number"),
         ("draft_model", "data.greedy=7", SpecError, "greedy must be in"),
-        ("draft_model", "kit.vocab=0", SpecError, "vocab must be at least 1"),
-        ("draft_model", "kit.epochs=0", SpecError, "epochs must be above 0"),
+        ("draft_model", "pipeline.vocab=0", SpecError, "vocab must be at least 1"),
+        ("draft_model", "pipeline.epochs=0", SpecError, "epochs must be above 0"),
         ("draft_model", "loop.steps=0", SpecError, "steps must be above 0"),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outpace import RequestError
-from outpace.train.crew import check_device, take_device
+from outpace.train.distributed import check_device, take_device
 
 
 @pytest.fixture

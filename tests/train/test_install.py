@@ -2,8 +2,8 @@
 
 import pytest
 
-from outpace.train import place
-from outpace.train.place import put
+from outpace.train import install
+from outpace.train.install import install_folder
 
 
 def folder(path, **files):
@@ -20,11 +20,11 @@ def held(path):
 def test_the_new_one_comes_whole_and_the_old_one_goes(tmp_path):
     source = folder(tmp_path / "work" / "best", config="new", weights="new")
     out = tmp_path / "a" / "b"
-    put(source, out)
+    install_folder(source, out)
     assert held(out) == {"config": "new", "weights": "new"} == held(source)
     (source / "weights").write_text("newer")
     (out / "tree").write_text("of the old one")
-    put(source, out)
+    install_folder(source, out)
     assert held(out) == {"config": "new", "weights": "newer"}
     assert [one.name for one in out.parent.iterdir()] == ["b"]
 
@@ -33,7 +33,7 @@ def test_a_link_stays_one(tmp_path):
     source, real = folder(tmp_path / "best", x="new"), folder(tmp_path / "real", x="old")
     link = tmp_path / "link"
     link.symlink_to(real)
-    put(source, link)
+    install_folder(source, link)
     assert link.is_symlink() and held(real) == {"x": "new"}
 
 
@@ -41,7 +41,7 @@ def test_a_link_stays_one(tmp_path):
 def test_whoever_looks_finds_a_whole_one(tmp_path, monkeypatch, error):
     """Stopped at each file: the old folder is as it was, and no mixture of both."""
     source = folder(tmp_path / "best", config="new", weights="new")
-    real = place.shutil.copyfile
+    real = install.shutil.copyfile
     for after in range(2):
         out, copied = folder(tmp_path / str(after) / "out", config="old", weights="old"), []
 
@@ -51,9 +51,9 @@ def test_whoever_looks_finds_a_whole_one(tmp_path, monkeypatch, error):
                 raise error
             copied.append(real(one, other))
 
-        monkeypatch.setattr(place.shutil, "copyfile", stops)
+        monkeypatch.setattr(install.shutil, "copyfile", stops)
         with pytest.raises(error):
-            put(source, out)
+            install_folder(source, out)
         assert held(out) == {"config": "old", "weights": "old"}
         assert [one.name for one in out.parent.iterdir()] == ["out"]
 
@@ -68,9 +68,9 @@ def test_one_that_was_killed_between_the_two_moves_is_put_right(tmp_path, monkey
         raise OSError("no space")
 
     with monkeypatch.context() as patch:
-        patch.setattr(place.shutil, "copyfile", full)
+        patch.setattr(install.shutil, "copyfile", full)
         with pytest.raises(OSError, match="no space"):
-            put(source, out)
+            install_folder(source, out)
     assert held(out) == {"x": "old"}
-    put(source, out)
+    install_folder(source, out)
     assert held(out) == {"x": "new"} and len(list(out.parent.iterdir())) == 1

@@ -39,12 +39,12 @@ from outpace.train import checkpoint
 from outpace.train.batches import Batches, Features, Split
 from outpace.train.capture import FeatureStore, capture, check_disk, folder_for
 from outpace.train.corpus import CorpusPrompt, Source
-from outpace.train.crew import check_device
+from outpace.train.distributed import check_device
 from outpace.train.generate import generate_answers
+from outpace.train.install import check_destination, install_folder
 from outpace.train.loop import Progress, Trained, train
 from outpace.train.objective import Objective
 from outpace.train.options import Options
-from outpace.train.place import check_place, put
 from outpace.train.progress import Say
 from outpace.train.tokens import TokenStore
 from outpace.train.vocab import always_kept, count_tokens, coverage, reduced_vocab
@@ -71,7 +71,7 @@ def work_folder(engine: Engine) -> Path:
     return data_folder() / "training" / engine.target.digest
 
 
-class Kit:
+class Pipeline:
     """One method's way from prompts to a drafter."""
 
     def __init__(
@@ -144,7 +144,7 @@ class Kit:
 
     def _check(self) -> None:
         check_device(self.target.device)
-        check_place(self.out)
+        check_destination(self.out)
         if self.best.resolve().is_relative_to(self.out.resolve()):
             raise RequestError(f"{self.out} holds the work folder {self.work}; name another one with --out")
         if self.start is not None:
@@ -199,7 +199,7 @@ class Kit:
         """The draft vocabulary; None: the target's whole."""
         if self.start is not None:
             return vocab_map(read_tensors(self.start), self.target.vocab_size)
-        size = self.options.kit.vocab
+        size = self.options.pipeline.vocab
         if size is None or size >= self.target.vocab_size:
             return None
         counts = count_tokens(self.store, self.target.vocab_size)
@@ -207,16 +207,16 @@ class Kit:
 
     def batches(self, split: Split) -> Batches:
         """Batches of this process, as training reads them."""
-        kit = self.options.kit
+        pipeline = self.options.pipeline
         features: Features | None = self.features
         return Batches(
             self.store,
-            kit.tokens_per_batch,
+            pipeline.tokens_per_batch,
             int(dict(self.options.loop).get("seed", 0)),
             split=split,
             features=features,
             taps=self.taps,
-            max_length=kit.max_length,
+            max_length=pipeline.max_length,
             rank=self.rank,
             world=self.world,
         )
@@ -289,7 +289,7 @@ class Kit:
             if measure is not None:
                 measured = measure(self.best)
                 note_measured(self.best, measured)
-            put(self.best, self.out)
+            install_folder(self.best, self.out)
             for path in checkpoint.paths(self.folder):
                 path.unlink()
             shutil.rmtree(self.best)

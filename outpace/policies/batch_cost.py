@@ -54,43 +54,43 @@ class Option:
     levels_C: Sequence[float]
     asked_C: Sequence[tuple[int, int]]
     """Nodes and depth that it is granted."""
-    told_C: Sequence[float] | None = None
-    """Tokens that it promises itself, if it gave a hint."""
+    promised_C: Sequence[float] | None = None
+    """Tokens that it promises itself, if it gave a preview."""
     tree: bool = False
     """Whether its levels may have several nodes, and fewer than granted."""
     late: float = 0.0
     """Seconds for reading what the drafter has missed of the sequence."""
 
     @property
-    def hinted(self) -> bool:
-        """Whether it told what it would propose."""
-        return self.told_C is not None
+    def previewed(self) -> bool:
+        """Whether it says what it would propose."""
+        return self.promised_C is not None
 
     def share(self, cut: int) -> Share:
         """The part of a pass that it would take."""
         return Share(self.drafter, self.kept_C[cut], self.nodes_C[cut], self.levels_C[cut], self.late)
 
 
-def told(name: str, hint: Sequence[float], depth: int, scale: float) -> Option | None:
+def described(name: str, preview: Sequence[float], depth: int, scale: float) -> Option | None:
     """What a drafter offers that tells what it would propose; None if that is nothing.
 
     Args:
         name: the drafter.
-        hint: chance that each further guess is kept, as it says.
+        preview: chance that each further guess is kept, as it says.
         depth: that it may be granted.
         scale: what its word has been worth lately.
     """
-    if not hint:
+    if not preview:
         return None
-    total, promised, kept_C, told_C = 0.0, 0.0, [], []
-    for chance in hint:
+    total, promised, kept_C, promised_C = 0.0, 0.0, [], []
+    for chance in preview:
         promised += chance
         total += min(1.0, chance * scale)
-        told_C.append(promised)
+        promised_C.append(promised)
         kept_C.append(total)
-    sizes_C = range(1, len(hint) + 1)
+    sizes_C = range(1, len(preview) + 1)
     asked_C = [(nodes, depth) for nodes in sizes_C]
-    return Option(name, kept_C, sizes_C, (1.0,) * len(hint), asked_C, told_C=told_C)
+    return Option(name, kept_C, sizes_C, (1.0,) * len(preview), asked_C, promised_C=promised_C)
 
 
 def at_once(late: float) -> float:
@@ -98,7 +98,7 @@ def at_once(late: float) -> float:
     return late * (1.0 - 1.0 / SPREAD)
 
 
-class Tally:
+class BatchCost:
     """A pass under construction: all sequences but the one that is being settled.
 
     Args:
@@ -111,7 +111,7 @@ class Tally:
         self._costs, self._load = costs, load
         self.shares: list[Share] = []
         """What every sequence takes; changes in ``put``."""
-        # Sums over all of them, so that one is left out, or changed, without a look at the others.
+        # Sums over all of them, so that one is left out, or changed, without reading the others.
         self._logs = self._nodes = self._late = 0.0
         self._levels: dict[str, list[float]] = {}  # drafter -> of its users, the deepest last
         for share in shares:
@@ -121,7 +121,7 @@ class Tally:
         self._each = 1.0 / self.batch
         self._own = len(self.shares)
         still, self._weighing, self._more = costs.around(self._own)
-        self._rest = still + self._weighing
+        self._other = still + self._weighing
         self._passed: dict[int, float] = {}  # rows -> seconds; the same few are asked for often
         self._prices: dict[tuple[str, int], tuple[float, float]] = {}  # likewise
         self._users: dict[str, int] = {}
@@ -170,7 +170,7 @@ class Tally:
     def leave_out(self, index: int) -> None:
         """Look at the pass without this sequence; -1 leaves out none."""
         gone = self.shares[index] if index >= 0 and self.shares[index].levels else Share()
-        self._draft = self._rest + (self._late - gone.late) / SPREAD
+        self._draft = self._other + (self._late - gone.late) / SPREAD
         self._rows = self._own + self._load.beside + max(0.0, self._nodes - gone.nodes)
         self._users, self._deepest = {}, {}
         for name, levels in self._levels.items():
@@ -207,7 +207,7 @@ class Tally:
             call, level = self._price(option.drafter, own)
             for cut in range(len(option.kept_C) if level > 0.0 else 0):
                 share = option.share(cut)
-                seconds = self.passed(own * (1 + share.nodes) + beside) + self._rest
+                seconds = self.passed(own * (1 + share.nodes) + beside) + self._other
                 seconds += own * (call + option.late / SPREAD) + level * share.levels
                 rate = self.batch * math.pow(1.0 + share.kept, own * self._each) / seconds
                 if rate > best:
@@ -216,7 +216,7 @@ class Tally:
 
     def plain(self) -> float:
         """Seconds of the step, if nothing is drafted."""
-        return self.passed(self._own + self._load.beside) + self._rest
+        return self.passed(self._own + self._load.beside) + self._other
 
     def slower(self) -> float:
         """Seconds of the step as it was settled, over those of one where nothing is weighed."""

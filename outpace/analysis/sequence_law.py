@@ -1,6 +1,6 @@
 """The law of whole generations: the real step, several times, on models that are tables.
 
-A story is a request: prompt, sampling settings, drafter, budget, policy, verifier. It is run by
+A case is a request: prompt, sampling settings, drafter, budget, policy, verifier. It is run by
 ``prefill`` and ``step`` themselves until enough tokens are emitted, once for every way the coins
 can fall. Drafter and policy read what was refused and change their behaviour, which is where a
 coin that is used twice shows.
@@ -52,7 +52,7 @@ _PROMPT = (0, 1, 0, 0, 1)
 _DRAWN = ("chain", "tree", "block", "k_seq", "traversal")
 _ALL = ("match", *_DRAWN, "greedy_plus_one", "coupled")
 _FAR = 1 << 20
-"""A position that no story reaches: coins named after it stay alive."""
+"""A position that no case reaches: coins named after it stay alive."""
 _NEUTRAL = SamplingParams(temperature=1.0)
 
 
@@ -124,7 +124,7 @@ class WaryPolicy(Policy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Story:
+class SequenceCase:
     """A request, and what it runs on."""
 
     shape: Shape = CHAIN
@@ -160,7 +160,7 @@ class Story:
 class _Running:
     """One sequence, as the step sees it."""
 
-    story: Story
+    case: SequenceCase
     verifiers: Mapping[str, Verifier]
     states: Mapping[str, Any]
     budgets: Mapping[str, Budget]
@@ -173,10 +173,10 @@ class _Running:
 
     @property
     def missing(self) -> int:
-        return self.story.length + len(_PROMPT) - len(self.tokens)
+        return self.case.length + len(_PROMPT) - len(self.tokens)
 
     def coins(self, stream: Stream) -> Coins:
-        return self.story.coins(self.fate, 0, len(self.tokens) - 1, stream)
+        return self.case.coins(self.fate, 0, len(self.tokens) - 1, stream)
 
     def room(self) -> Budget:
         # One more than an engine grants, so that verdicts are cut too.
@@ -201,17 +201,17 @@ class _State:
 
 
 class _Teller:
-    """Tells a story in every way it can go."""
+    """Run a case in every way the coins can fall."""
 
-    def __init__(self, story: Story, verifier: Verifier) -> None:
-        self.story = story
-        target = story.target
+    def __init__(self, case: SequenceCase, verifier: Verifier) -> None:
+        self.case = case
+        target = case.target
         self.machine = Machine(
-            target, target.new_cache(), {"moody": story.drafter.load(None, target)}, WaryPolicy(None), chunk=2
+            target, target.new_cache(), {"moody": case.drafter.load(None, target)}, WaryPolicy(None), chunk=2
         )
         self.verifiers = {"moody": verifier, "none": verifier}
-        size = len(story.shape.parent_N or ()) or story.depth
-        self.budgets = {"moody": Budget(size, story.depth, shape=story.shape, stop=story.stop)}
+        size = len(case.shape.parent_N or ()) or case.depth
+        self.budgets = {"moody": Budget(size, case.depth, shape=case.shape, stop=case.stop)}
         self.slot = self.machine.cache.open()
 
     def output(self) -> dict[Context, float]:
@@ -223,7 +223,7 @@ class _Teller:
             weight = open_.pop(state)
             for fate, after in fates(partial(self._on, state), dict(state.live)):
                 share = weight * fate.weight
-                if len(after.emitted) == self.story.length:
+                if len(after.emitted) == self.case.length:
                     done[after.emitted] += share
                 else:
                     open_[after] = open_.get(after, 0.0) + share
@@ -233,10 +233,10 @@ class _Teller:
         """One step from a state, or the prefill."""
         machine, cache = self.machine, self.machine.cache
         mood, trust = Mood(state.refused), [state.trust]
-        warp = self.story.warp(self.story.params, _PROMPT, frozenset(), self.story.vocab)
+        warp = self.case.warp(self.case.params, _PROMPT, frozenset(), self.case.vocab)
         warp.advance(state.emitted)
         row = _Running(
-            self.story,
+            self.case,
             self.verifiers,
             {"moody": mood},
             self.budgets,
@@ -278,18 +278,18 @@ _SETTINGS = SamplingParams(temperature=0.7, top_k=2, repetition_penalty=1.3, fre
 _NUCLEUS = SamplingParams(temperature=1.3, top_p=0.8, presence_penalty=0.4, logit_bias={1: 0.5})
 _TREE = widths((2, 1))
 CHAINS = (
-    Story(),
-    Story(depth=3, length=5, seed=1, stop=Doubt()),
-    Story(vocab=3, length=3, params=_SETTINGS, seed=2),
-    Story(vocab=3, length=3, params=_NUCLEUS, seed=3),
-    Story(vocab=3, params=SamplingParams(temperature=0.0, repetition_penalty=1.5), seed=4),
+    SequenceCase(),
+    SequenceCase(depth=3, length=5, seed=1, stop=Doubt()),
+    SequenceCase(vocab=3, length=3, params=_SETTINGS, seed=2),
+    SequenceCase(vocab=3, length=3, params=_NUCLEUS, seed=3),
+    SequenceCase(vocab=3, params=SamplingParams(temperature=0.0, repetition_penalty=1.5), seed=4),
 )
 """Requests with drafts of width one."""
 TREES = (
-    Story(shape=_TREE),
-    Story(shape=_TREE, vocab=3, length=3, seed=1),
-    Story(shape=_TREE, vocab=3, length=3, params=_SETTINGS, seed=2, stop=Doubt()),
-    Story(shape=_TREE, vocab=3, length=3, params=_NUCLEUS, seed=3),
+    SequenceCase(shape=_TREE),
+    SequenceCase(shape=_TREE, vocab=3, length=3, seed=1),
+    SequenceCase(shape=_TREE, vocab=3, length=3, params=_SETTINGS, seed=2, stop=Doubt()),
+    SequenceCase(shape=_TREE, vocab=3, length=3, params=_NUCLEUS, seed=3),
 )
 """Requests whose drafts branch."""
 
@@ -332,10 +332,10 @@ class DraftsByPosition(MoodyDrafter):
         ]
 
 
-PLANTED_STORIES: tuple[tuple[str, tuple[str, ...], Story], ...] = (
-    ("bonus token from raw logits", _ALL, Story(params=_NUCLEUS, warp=RawBonus)),
-    ("penalty without the path", _ALL, Story(params=_SETTINGS, warp=Pathless)),
-    ("same coins at every step", _ALL, Story(coins=SameEveryStep)),
-    ("draft coins keyed by position alone", _DRAWN, Story(drafter=DraftsByPosition)),
+PLANTED_CASES: tuple[tuple[str, tuple[str, ...], SequenceCase], ...] = (
+    ("bonus token from raw logits", _ALL, SequenceCase(params=_NUCLEUS, warp=RawBonus)),
+    ("penalty without the path", _ALL, SequenceCase(params=_SETTINGS, warp=Pathless)),
+    ("same coins at every step", _ALL, SequenceCase(coins=SameEveryStep)),
+    ("draft coins keyed by position alone", _DRAWN, SequenceCase(drafter=DraftsByPosition)),
 )
-"""Mistakes that show over several steps or under sampling settings: name, verifiers, story."""
+"""Mistakes that show over several steps or under sampling settings: name, verifiers, case."""

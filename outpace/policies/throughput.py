@@ -9,7 +9,7 @@ allowance of time that bounds what may be lost, and again at once when a probe w
 
 Sources: the rule, DSpark's and Sequoia's choice by measured cost (arXiv:2402.12374); rates as what
 to maximise, Goodput (SmartSpec), arXiv:2406.14066. The allowance, the margin and the mean over
-sequences (``outpace.policies.tally``) are our own.
+sequences (``outpace.policies.batch_cost``) are our own.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from outpace.policies.base import Evidence, Policy, PolicyRow
-from outpace.policies.looks import Looks
-from outpace.policies.offers import MOST_WORTH, Learned, Offers
-from outpace.policies.tally import NONE, Option, Share, Tally, at_once
+from outpace.policies.batch_cost import NONE, BatchCost, Option, Share, at_once
+from outpace.policies.candidates import MOST_WORTH, Candidates, Learned
+from outpace.policies.exploration import Exploration
 from outpace.types import NOTHING, Budget, Choice, Load, Plan
 
 PROBE_LEVELS, PROBE_GAP, LONGEST_GAP = 2, 8, 16
@@ -32,7 +32,7 @@ PROBE_LOSS = 0.4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeighConfig:
+class ThroughputConfig:
     """Settings of policies that weigh drafts against costs."""
 
     probe: float = 0.015
@@ -60,7 +60,7 @@ class State:
     asked: Option | None = None
     grant: tuple[int, int] = (0, 0)
     """Nodes and depth that it may have."""
-    told: float = 0.0
+    promised: float = 0.0
     """Tokens that it promised."""
     probing: bool = False
     again: str | None = None
@@ -74,22 +74,22 @@ class State:
     """Its part of a step: what it has to answer for."""
 
 
-class Weighing(Policy):
+class ThroughputPolicy(Policy):
     """Base of policies that pick by expected tokens per second. They differ in whom they ask."""
 
-    config: WeighConfig
-    steady = False
-    reads_hints = True
+    config: ThroughputConfig
+    deterministic = False
+    reads_previews = True
 
-    def __init__(self, config: WeighConfig) -> None:
+    def __init__(self, config: ThroughputConfig) -> None:
         super().__init__(config)
-        self._offers = Offers()
-        self._looks = Looks(config.probe / 2)
+        self._candidates = Candidates()
+        self._exploration = Exploration(config.probe / 2)
         self._heard: tuple[Load, float] | None = None  # the latest load, and the bound for it
 
     def asks(self, state: State, load: Load) -> float | None:
-        """Those that pay for their row if they are kept as often as may be; none while it rests."""
-        if self._looks.resting(load.batch):
+        """Those that pay for their row if they are kept as often as may be; none in a pause."""
+        if self._exploration.paused(load.batch):
             return None
         if self._heard is None or self._heard[0] != load:
             one, two = (self.costs.passed(n * load.batch, load.context, load.batch) for n in (1, 2))
@@ -105,42 +105,42 @@ class Weighing(Policy):
         raise NotImplementedError
 
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
-        """Cost: some microseconds per sequence, drafter and level; less than one at rest."""
-        if self._looks.rest(load.batch):
-            return [_without(row.state, Choice("rest", {})) for row in rows]
+        """Cost: some microseconds per sequence, drafter and level; less than one in a pause."""
+        if self._exploration.pause(load.batch):
+            return [_without(row.state, Choice("pause", {})) for row in rows]
         options_B = [self._options(row) for row in rows]
         for row in rows:
             row.state.share.late = 0.0  # the last step has paid it
         before = [row.state.share for row in rows]
-        tally = Tally(self.costs, load, before)
+        batch_cost = BatchCost(self.costs, load, before)
         if len(rows) > 1 and not any(self._levelled(one.drafter) for one in before):
             for index, options in enumerate(options_B):
-                tally.put(index, tally.alike(options, self.config.margin) or before[index])
+                batch_cost.put(index, batch_cost.alike(options, self.config.margin) or before[index])
         plans = []
         for index, (row, options) in enumerate(zip(rows, options_B, strict=True)):
-            tally.leave_out(index)
-            plans.append(self._settle(row, options, tally))
-            tally.put(index, row.state.share)
+            batch_cost.leave_out(index)
+            plans.append(self._settle(row, options, batch_cost))
+            batch_cost.put(index, row.state.share)
         if len(rows) > 1:
-            self._together(rows, options_B, before, tally, plans)
+            self._together(rows, options_B, before, batch_cost, plans)
         drafting = any(one.drafter != NONE for one in plans)
         if (
             self.config.probe
             and not any(row.state.probing for row in rows)
-            and (self._looks.due(tally, drafting))
+            and (self._exploration.due(batch_cost, drafting))
         ):
             return [
-                _without(row.state, _because("look", plan)) for row, plan in zip(rows, plans, strict=True)
+                _without(row.state, _because("explore", plan)) for row, plan in zip(rows, plans, strict=True)
             ]
         for row, plan in zip(rows, plans, strict=True):
             if plan.drafter != NONE:
                 row.state.tried[plan.drafter] = row.state.step
-        self._looks.weighed(load.batch, tally.slower())
+        self._exploration.weighed(load.batch, batch_cost.slower())
         return plans
 
     def _options(self, row: PolicyRow) -> list[Option]:
         found = (
-            self._offers.option(row, name, budget, row.state.learned, self.costs)
+            self._candidates.option(row, name, budget, row.state.learned, self.costs)
             for name, budget in self.candidates(row)
         )
         return [one for one in found if one is not None]
@@ -150,72 +150,72 @@ class Weighing(Policy):
         rows: Sequence[PolicyRow],
         options_B: Sequence[list[Option]],
         before: Sequence[Share],
-        tally: Tally,
+        batch_cost: BatchCost,
         plans: list[Plan],
     ) -> None:
         """Give up a drafter that pays for each sequence only because others pay for it too.
 
         What is given up teaches nothing: one of its users may try it, when that is due.
         """
-        shares = tally.shares
+        shares = batch_cost.shares
         for name in {one.drafter for one in shares if self._levelled(one.drafter)}:
             users = [i for i, row in enumerate(rows) if shares[i].drafter == name and not row.state.probing]
-            tally.leave_out(-1)
-            drafting = tally.total()
+            batch_cost.leave_out(-1)
+            drafting = batch_cost.total()
             kept = [shares[i] for i in users]
             for i in users:
-                tally.put(i, Share())
-            tally.leave_out(-1)
+                batch_cost.put(i, Share())
+            batch_cost.leave_out(-1)
             margin = 1.0 + self.config.margin
             was = any(one.drafter == name for one in before)
-            if tally.total() * (1.0 / margin if was else margin) <= drafting:
+            if batch_cost.total() * (1.0 / margin if was else margin) <= drafting:
                 for i, one in zip(users, kept, strict=True):
-                    tally.put(i, one)
+                    batch_cost.put(i, one)
                 continue
             tried = False
             for i in users:
                 state = rows[i].state
                 state.share, state.usual = shares[i], NONE
-                tally.leave_out(i)
-                rate, step = tally.rate(state.share), tally.seconds(state.share)
-                probe = None if tried else self._probe(state, options_B[i], NONE, rate, step, tally)
+                batch_cost.leave_out(i)
+                rate, step = batch_cost.rate(state.share), batch_cost.seconds(state.share)
+                probe = None if tried else self._probe(state, options_B[i], NONE, rate, step, batch_cost)
                 if probe is None:
                     plans[i] = _without(state, _because("together", plans[i]))
                     continue
                 tried = state.probing = True
                 plans[i] = self._ask(rows[i], *probe, _because("probe", plans[i]))
-                tally.put(i, state.share)
+                batch_cost.put(i, state.share)
 
     def learn(self, rows: Sequence[PolicyRow], evidence: Sequence[Evidence]) -> None:
         """Take in what was kept of the drafts, and what they gained."""
-        self._looks.learn(1.0 + sum(seen.accepted for seen in evidence) / len(evidence))
+        self._exploration.learn(1.0 + sum(seen.accepted for seen in evidence) / len(evidence))
         for row, seen in zip(rows, evidence, strict=True):
             if row.state.asked is not None and row.state.asked.drafter == seen.drafter:
                 self._learn(row.state, row.state.asked, seen)
 
-    def _settle(self, row: PolicyRow, options: list[Option], tally: Tally) -> Plan:
+    def _settle(self, row: PolicyRow, options: list[Option], batch_cost: BatchCost) -> Plan:
         """Pick for one sequence."""
         state: State = row.state
         nothing = Share()
-        rates, cut_of = {NONE: tally.rate(nothing)}, {NONE: 0}
+        rates, cut_of = {NONE: batch_cost.rate(nothing)}, {NONE: 0}
         for option in options:
-            rates[option.drafter], cut_of[option.drafter] = tally.best(option)
+            rates[option.drafter], cut_of[option.drafter] = batch_cost.best(option)
         of = {option.drafter: option for option in options}
         pick, reason = max(rates, key=lambda name: rates[name]), "best"
-        margin = 1.0 + self.config.margin / self._parts(of.get(pick) or of.get(state.usual), tally)
+        margin = 1.0 + self.config.margin / self._parts(of.get(pick) or of.get(state.usual), batch_cost)
         if pick != state.usual and rates[pick] < rates.get(state.usual, 0.0) * margin:
             pick, reason = state.usual, "stay"
         state.usual = pick
         state.step += 1
         picked = (of[pick], cut_of[pick]) if pick in of else None
         share = picked[0].share(picked[1]) if picked else nothing
-        before, state.part = state.part, 1.0 / tally.batch
+        before, state.part = state.part, 1.0 / batch_cost.batch
         if state.allowance is not None:  # what was saved in a small batch is little in a large one
             state.allowance *= state.part / before
         else:
-            state.allowance = FIRST_ALLOWANCE * state.part * self._offers.young(options)
+            state.allowance = FIRST_ALLOWANCE * state.part * self._candidates.young(options)
         state.allowance += self.config.probe * state.part
-        probe = self._probe(state, options, pick, rates[pick], tally.seconds(share), tally)
+        probe = self._probe(state, options, pick, rates[pick], batch_cost.seconds(share), batch_cost)
         state.probing, state.again = probe is not None, None
         ask, reason = (picked, reason) if probe is None else (probe, "probe")
         if ask is None:
@@ -228,11 +228,11 @@ class Weighing(Policy):
         state: State = row.state
         state.share, state.asked = option.share(cut), option
         state.grant = option.asked_C[cut]
-        state.told = (option.told_C or (0.0,) * (cut + 1))[cut]
+        state.promised = (option.promised_C or (0.0,) * (cut + 1))[cut]
         return Plan(option.drafter, self._budget(row, option.drafter, state.grant), choice)
 
     def _probe(
-        self, state: State, options: list[Option], pick: str, rate: float, step: float, tally: Tally
+        self, state: State, options: list[Option], pick: str, rate: float, step: float, batch_cost: BatchCost
     ) -> tuple[Option, int] | None:
         """An idle drafter that it is time to try, and how far, if the allowance pays for it."""
         found: tuple[int, Option, int, float] | None = None
@@ -241,10 +241,10 @@ class Weighing(Policy):
             # Who was measured beforehand need not be tried first of all.
             age = state.step - state.tried.get(name, 0 if self._measured(name) else -LONGEST_GAP)
             due = age >= state.gap.get(name, PROBE_GAP) or name == state.again
-            if option.hinted or name == pick or not due:
+            if option.previewed or name == pick or not due:
                 continue
-            worth, cut = tally.best(option, PROBE_LEVELS)
-            seconds = tally.seconds(option.share(cut)) + at_once(option.late)
+            worth, cut = batch_cost.best(option, PROBE_LEVELS)
+            seconds = batch_cost.seconds(option.share(cut)) + at_once(option.late)
             loss = max(0.0, seconds - seconds * worth / rate) / step
             credit = state.allowance or 0.0
             if name == state.again:
@@ -256,15 +256,15 @@ class Weighing(Policy):
         state.allowance = (state.allowance or 0.0) - found[3]
         return found[1], found[2]
 
-    def _parts(self, option: Option | None, tally: Tally) -> int:
+    def _parts(self, option: Option | None, batch_cost: BatchCost) -> int:
         """Into how many parts the margin is split: rates are those of the batch.
 
         A drafter with levels is settled for all together as well (``_together``), and what a lookup
         says holds for this step. One that does neither is settled by each sequence alone, from
         chances that waver: it gets the whole margin.
         """
-        if option is None or option.hinted or self._levelled(option.drafter):
-            return tally.batch
+        if option is None or option.previewed or self._levelled(option.drafter):
+            return batch_cost.batch
         return 1
 
     def _levelled(self, drafter: str) -> bool:
@@ -287,8 +287,8 @@ class Weighing(Policy):
         )
 
     def _learn(self, state: State, asked: Option, seen: Evidence) -> None:
-        refused, worse = self._offers.learn(state.learned, asked, state.grant, state.told, seen)
-        if asked.hinted:
+        refused, worse = self._candidates.learn(state.learned, asked, state.grant, state.promised, seen)
+        if asked.previewed:
             return
         if state.probing and not refused:
             state.again = seen.drafter
@@ -298,7 +298,7 @@ class Weighing(Policy):
             state.gap[seen.drafter] = min(LONGEST_GAP, gap)
         if worse and not state.probing:
             state.gap[seen.drafter] = 2 * PROBE_GAP
-            for name in state.learned.reopen(self._offers, but=seen.drafter):  # they are tried soon
+            for name in state.learned.reopen(self._candidates, but=seen.drafter):  # they are tried soon
                 state.tried.pop(name, None)
                 state.gap.pop(name, None)
             state.allowance = max(state.allowance or 0.0, ALARM_ALLOWANCE * state.part)
