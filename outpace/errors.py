@@ -18,6 +18,10 @@ class ModelError(OutpaceError):
     """A model that is unknown, unsupported, corrupt, or does not fit its drafter."""
 
 
+class LogitsError(ModelError):
+    """Logits that are not finite: no token can be drawn from them."""
+
+
 class RequestError(OutpaceError):
     """A prompt or a sampling setting that cannot be served."""
 

@@ -135,6 +135,7 @@ class SamplingParams:
                 _check(f"{name} (a token id)", token, "at least 0", lambda t: t >= 0, True)
         for token, bias in self.logit_bias.items():
             _check(f"logit_bias of token {token}", bias, "a finite number", lambda b: True)
+            _check(f"logit_bias of token {token}", bias, "at most 3e38 in size", lambda b: abs(b) <= 3e38)
         if self.min_tokens > self.max_new_tokens:
             raise RequestError(
                 f"min_tokens must be at most max_new_tokens ({self.max_new_tokens}), got {self.min_tokens}"

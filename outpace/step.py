@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from outpace.cache.base import KVCache, Lease
 from outpace.coins import Coins, Stream
 from outpace.drafters.base import Drafter
-from outpace.errors import OutpaceError
+from outpace.errors import LogitsError, OutpaceError, RequestError
 from outpace.models.base import TREE, Target
 from outpace.policies.base import Evidence, Policy, PolicyRow, within
 from outpace.sampling import Warp, laws_of_batch
@@ -131,7 +131,7 @@ def step(machine: Machine, rows: Sequence[StepSequence]) -> list[Outcome]:
         taps=machine.taps(rows),
     )
     clock.lap("score")
-    verdicts = _judge(rows, plans, drafts, scored, machine.want_laws)
+    verdicts = _judge(machine, rows, plans, drafts, scored, machine.want_laws)
     clock.lap("judge")
     outcomes = []
     for i, (row, plan, draft) in enumerate(zip(rows, plans, drafts, strict=True)):
@@ -177,7 +177,9 @@ def prefill(
     ending = [i for i, end in enumerate(whole) if end]
     plan, draft = Plan("none", NOTHING), Draft()
     last = Scored(scored.logits_TV, tuple(range(len(ending) + 1)))  # one row per ending prompt
-    judged = _judge([rows[i] for i in ending], [plan] * len(ending), [draft] * len(ending), last, False)
+    judged = _judge(
+        machine, [rows[i] for i in ending], [plan] * len(ending), [draft] * len(ending), last, False
+    )
     verdicts = dict(zip(ending, judged, strict=True))
     clock.lap("judge")
     outcomes = []
@@ -227,7 +229,10 @@ def _draft(machine: Machine, rows: Sequence[StepSequence], plans: Sequence[Plan]
             asked.setdefault(plan.drafter, []).append(i)
     for name, indices in asked.items():
         wanted = [_draft_row(machine, rows[i], name, plans[i].budget, tapped) for i in indices]
-        answers = machine.drafters[name].propose(wanted)
+        try:
+            answers = machine.drafters[name].propose(wanted)
+        except LogitsError as error:
+            raise LogitsError(f"drafter {name}, pass {machine.steps}: {error}") from error
         for i, row, draft in zip(indices, wanted, answers, strict=True):
             _check(draft, row, name)
             if draft.resume is None:
@@ -295,6 +300,7 @@ def _num_uncached(machine: Machine, row: StepSequence, name: str) -> int:
 
 
 def _judge(
+    machine: Machine,
     rows: Sequence[StepSequence],
     plans: Sequence[Plan],
     drafts: Sequence[Draft],
@@ -305,7 +311,10 @@ def _judge(
     verdicts = []
     for row, plan, draft, law in zip(rows, plans, drafts, laws, strict=True):
         verifier = row.verifiers[plan.drafter]
-        verdicts.append(verifier.judge(draft, law, row.coins(Stream.JUDGE), want_laws=want_laws))
+        try:
+            verdicts.append(verifier.judge(draft, law, row.coins(Stream.JUDGE), want_laws=want_laws))
+        except (LogitsError, RequestError) as error:
+            raise type(error)(f"sequence {row.number}, pass {machine.steps}: {error}") from error
     return verdicts
 
 

@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from outpace import rows, sampling
+from outpace import rows
 from outpace.errors import RequestError
 from outpace.sampling import Laws, SamplingParams, Warp, laws_of_batch, logprobs
 from outpace.types import ROOT, Draft, Scored
@@ -456,7 +456,7 @@ def test_a_row_is_warped_when_first_read():
 def test_a_batch_costs_one_argmax(monkeypatch):
     calls = []
     real = rows.argmax_rows
-    monkeypatch.setattr(sampling, "argmax_rows", lambda x: calls.append(len(x)) or real(x))
+    monkeypatch.setattr(rows, "argmax_rows", lambda x: calls.append(len(x)) or real(x))
     drafts = [Draft.chosen([1, 2]), Draft(), Draft.chosen([3])]
     logits = torch.stack([random_row(seed, dtype=torch.float32) for seed in range(6)])
     scored = Scored(logits, (0, 3, 3, 4, 6))  # the second feed is a prompt's unfinished part

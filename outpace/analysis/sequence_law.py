@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from outpace.analysis.enumeration import Coin, EnumeratingCoins, Fate, Interval, fates
+from outpace.analysis.growths import Doubt
 from outpace.analysis.tables import Context, distance
 from outpace.coins import Coins, Stream
 from outpace.drafters.base import ExpandingDrafter, Request
@@ -30,7 +31,7 @@ from outpace.policies.base import Evidence, Policy, PolicyRow, within
 from outpace.sampling import SamplingParams, Warp
 from outpace.step import Machine, prefill, step
 from outpace.tree.growth import Branch, DraftRow
-from outpace.tree.shapes import CHAIN, widths
+from outpace.tree.shapes import CHAIN, parse_shape, widths
 from outpace.types import (
     NOTHING,
     Budget,
@@ -42,7 +43,6 @@ from outpace.types import (
     Outcome,
     Plan,
     Shape,
-    Signals,
     StopRule,
     Verdict,
 )
@@ -133,6 +133,8 @@ class SequenceCase:
     length: int = 4
     """Tokens to emit."""
     depth: int = 2
+    nodes: int = 0
+    """Most guesses of a dynamic tree."""
     stop: StopRule | None = None
     seed: int = 0
     drafter: type[MoodyDrafter] = MoodyDrafter
@@ -210,7 +212,7 @@ class _Teller:
             target, target.new_cache(), {"moody": case.drafter.load(None, target)}, WaryPolicy(None), chunk=2
         )
         self.verifiers = {"moody": verifier, "none": verifier}
-        size = len(case.shape.parent_N or ()) or case.depth
+        size = len(case.shape.parent_N or ()) or max(case.depth, case.nodes)
         self.budgets = {"moody": Budget(size, case.depth, shape=case.shape, stop=case.stop)}
         self.slot = self.machine.cache.open()
 
@@ -267,16 +269,9 @@ class _Teller:
             cache.keep(self.slot, range(len(missing)))
 
 
-class Doubt:
-    """Stops after a token that the drafter itself held unlikely, as `confidence` does."""
-
-    def more(self, signals: Signals) -> Tensor:
-        return signals.q_F >= 0.5
-
-
 _SETTINGS = SamplingParams(temperature=0.7, top_k=2, repetition_penalty=1.3, frequency_penalty=0.5)
 _NUCLEUS = SamplingParams(temperature=1.3, top_p=0.8, presence_penalty=0.4, logit_bias={1: 0.5})
-_TREE = widths((2, 1))
+_TREE, _DYNAMIC = widths((2, 1)), parse_shape("dynamic")
 CHAINS = (
     SequenceCase(),
     SequenceCase(depth=3, length=5, seed=1, stop=Doubt()),
@@ -290,6 +285,8 @@ TREES = (
     SequenceCase(shape=_TREE, vocab=3, length=3, seed=1),
     SequenceCase(shape=_TREE, vocab=3, length=3, params=_SETTINGS, seed=2, stop=Doubt()),
     SequenceCase(shape=_TREE, vocab=3, length=3, params=_NUCLEUS, seed=3),
+    SequenceCase(shape=_DYNAMIC, nodes=3, length=3),
+    SequenceCase(shape=_DYNAMIC, nodes=2, vocab=3, length=3, seed=1),
 )
 """Requests whose drafts branch."""
 

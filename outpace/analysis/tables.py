@@ -101,7 +101,8 @@ class Sapling:
 
     def __init__(self, world: World, coins: Coins) -> None:
         self.world = world
-        self._coins = coins
+        self.coins = coins
+        self._planted: Draft | None = None
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._groups: list[Group] = []
@@ -142,7 +143,7 @@ class Sapling:
 
     def draws(self, law: Law, drawn: Drawn, count: int, key: int, depth: int) -> list[int]:
         """Tokens drawn from a law by one of the rules."""
-        return draw(law, count, drawn, self._coins, key, depth)
+        return draw(law, count, drawn, self.coins, key, depth)
 
     def top(self, parent: int, count: int, drafter: int = 2) -> list[int]:
         """Hang a drafter's best tokens that the parent does not have yet."""
@@ -150,8 +151,14 @@ class Sapling:
         best = self.world.q(self.path(parent), drafter).top(self.world.vocab)
         return self.hang(parent, Drawn.CHOSEN, [t for t in best if t not in has][:count])
 
+    def plant(self, draft: Draft) -> None:
+        """Be a draft that grew elsewhere."""
+        self._planted = draft
+
     def done(self) -> Draft:
         """The draft."""
+        if self._planted is not None:
+            return self._planted
         return Draft(tuple(self._tokens), tuple(self._parents), tuple(self._groups), tuple(self._laws))
 
 

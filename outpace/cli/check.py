@@ -129,12 +129,18 @@ def show_report(report: Report) -> None:
     )
     show.write("1 law       emitted tokens have the target's law (enumerated)\n")
     show.table(
-        ("verifier", "largest error", "cases", "planted bugs caught"),
+        ("verifier", "largest error", "cases", "growth rules", "planted bugs caught"),
         [
-            (name, f"{law.error:.1e}", str(law.cases), f"{law.planted_bugs_caught} of {law.planted_bugs}")
+            (
+                name,
+                f"{law.error:.1e}",
+                str(law.cases),
+                str(law.growths),
+                f"{law.planted_bugs_caught} of {law.planted_bugs}",
+            )
             for name, law in report.laws.items()
         ],
-        numbers=("largest error", "cases", "planted bugs caught"),
+        numbers=("largest error", "cases", "growth rules", "planted bugs caught"),
     )
     show.write("2 code      fast verifiers decide as their oracles do\n")
     show.table(

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
-from outpace.errors import QueueFull, RequestError, ServiceClosed
+from outpace.errors import LogitsError, QueueFull, RequestError, ServiceClosed
 from outpace.server.asks import Ask
 from outpace.server.errors import ApiError, from_defect, from_mistake
 from outpace.server.metrics import Meters
@@ -126,4 +126,6 @@ def _fault(error: Exception) -> ApiError:
     # What was wrong with a method spec was said before it ran.
     if isinstance(error, RequestError):
         return from_mistake(error)
+    if isinstance(error, LogitsError):
+        return ApiError(500, str(error))
     return from_defect("an answer", error)

@@ -2,8 +2,11 @@
 
 The value of a place for a guess is the probability, by the drafter's own laws, that verification
 gets there: the parent is accepted, and every sibling before it is refused. A chosen tree takes the
-most valuable nodes of all that were looked at. A sampled tree draws slots, most valuable first, and
-never looks at a token before it has decided to draw it; what it has drawn it keeps.
+most valuable nodes of all that were looked at. A tree drawn without replacement draws slots, most
+valuable first, and never looks at a token before it has decided to draw it; what it has drawn it
+keeps. For the other kinds of draws the law alone says how many siblings a node gets, before any of
+them is drawn: their verifiers count siblings (`k_seq` divides by a function of their number), and
+a number that depends on the draws would tell them something of the tokens.
 
 Every level costs one pass of the drafter, for all branches that go on together.
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -72,7 +76,7 @@ class Dynamic:
             fresh = self._choose(logits_FD, id_D, paths)
             alive = {node for node, _ in self._best()}
             fresh = [node for node in fresh if node in alive]
-        elif self.row.drawn in (Drawn.IID, Drawn.DISTINCT):
+        elif self.row.drawn is Drawn.DISTINCT:
             fresh = self._sample(logits_FD, id_D, paths, last)
         else:
             fresh = self._sample_at_once(logits_FD, id_D, paths, depth)
@@ -147,36 +151,40 @@ class Dynamic:
                 continue
             token = row.coins.choose(law_left, node, len(picks))
             prob = law_left.prob(token)
-            if token not in picks:  # an IID draw may repeat one
-                fresh.append(self._add(node, token, whole[node].prob(token), worth * prob))
+            fresh.append(self._add(node, token, whole[node].prob(token), worth * prob))
             picks.append(token)
-            if row.drawn is Drawn.DISTINCT:
-                rest[node] = whole[node].without(picks)
+            rest[node] = whole[node].without(picks)
             heapq.heappush(slots, (-worth * (1.0 - prob), node))
         for node, picks in drawn.items():
             self._group(node, picks, whole[node])
         return fresh
 
     def _sample_at_once(self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths, depth: int) -> list[int]:
-        """For rules that draw all siblings together: their number follows from the law alone."""
+        """Draw siblings together: their number follows from the law alone, before any is drawn."""
         row, fresh = self.row, []
-        least = max(self._least, LEAST / self._budget.max_nodes)
         for i, node in enumerate(self.open):
             law = row.warp.law(logits_FD[i], paths[i], id_D)
-            left = self._budget.max_nodes - len(self.tokens)
-            value, fan = self._worth(node), 0
-            for token in law.top(min(MOST, left)):
-                if value <= least and (fan or self.tokens):
-                    break
-                fan += 1
-                value -= self._worth(node) * law.prob(token)
+            fan = self._fan(law, self._worth(node), self._budget.max_nodes - len(self.tokens))
             if fan:
                 picks = self._draw(law, fan, row.drawn, row.coins, node, depth + 1)
-                for token in picks:
+                for token in dict.fromkeys(picks):  # an IID draw may repeat one
                     prob = law.prob(token)
                     fresh.append(self._add(node, token, prob, self._worth(node) * prob))
                 self._group(node, picks, law)
         return fresh
+
+    def _fan(self, law: Law, worth: float, left: int) -> int:
+        """How many siblings are expected to be worth their rows."""
+        least = max(self._least, LEAST / self._budget.max_nodes)
+        most = min(MOST, left)
+        if self.row.drawn is Drawn.IID:
+            refused = 1.0 - float(law.prob_S.square().sum())  # by the drafter's law, of a draw
+            lost = [worth * refused**i for i in range(most)]
+        else:
+            best = [law.prob(token) for token in law.top(most)]
+            lost = [worth * (1.0 - taken) for taken in accumulate([0.0, *best[:-1]])] if best else []
+        fan = sum(1 for value in lost if value > least)
+        return fan or min(most, 0 if self.tokens else 1)
 
     def _below(self, node: int, worth: float) -> int:
         """Guess how many slots below a node are worth more: values halve from level to level."""

@@ -63,7 +63,7 @@ def test_the_text_says_it_level_by_level(outpace, enumerated_once):
 
 
 def test_a_broken_promise_is_exit_code_1(outpace, enumerated_once, monkeypatch):
-    wrong = LawReport(error=0.5, cases=1, planted_bugs_caught=0, planted_bugs=1, missed=("bug",))
+    wrong = LawReport(error=0.5, cases=1, growths=1, planted_bugs_caught=0, planted_bugs=1, missed=("bug",))
     monkeypatch.setattr(module, "check_laws", lambda: {"tree": wrong})
     ran = outpace(*FEW, "--drafters", "none")
     assert ran.code == 1 and "All promises" not in ran.out
