@@ -9,10 +9,10 @@ import torch
 from outpace import Engine, RequestError, SamplingParams
 from outpace.models.tiny import tiny_tokenizer
 from outpace.sampling import Warp
-from outpace.server.asks import Reader
 from outpace.server.bodies import CompletionBody
 from outpace.server.grammar import open_grammars
 from outpace.server.limits import Limits
+from outpace.server.parsing import Reader
 from outpace.server.wishes import Wish
 
 SCHEMA = {
