@@ -16,8 +16,8 @@ from outpace.params import SamplingParams
 from outpace.server.bodies import ChatBody, CompletionBody, Generation, Speculation, TokenizeBody, Tool
 from outpace.server.errors import ApiError
 from outpace.server.limits import Limits
+from outpace.server.structured_output import Wish, wish
 from outpace.server.tools import Offer, Toolbox, check_calls
-from outpace.server.wishes import Wish, wish
 from outpace.serving.service import Service
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from outpace.errors import RequestError
 from outpace.server.bodies import NamedTool, Tool, too_deep
 from outpace.server.calls import HERMES, LLAMA3, MISTRAL, Format, special_marks
 from outpace.server.errors import ApiError
-from outpace.server.wishes import Wish
+from outpace.server.structured_output import Wish
 
 Json = dict[str, Any]
 

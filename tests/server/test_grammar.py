@@ -13,7 +13,7 @@ from outpace.server.bodies import CompletionBody
 from outpace.server.grammar import open_grammars
 from outpace.server.limits import Limits
 from outpace.server.parsing import Reader
-from outpace.server.wishes import Wish
+from outpace.server.structured_output import Wish
 
 SCHEMA = {
     "type": "object",
