@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from outpace.config import MethodSpec
 from outpace.engine.requests import Ready
 from outpace.params import SamplingParams
-from outpace.server.bodies import ChatBody, CompletionBody, Generation, Speculation, TokenizeBody, Tool
 from outpace.server.errors import ApiError
 from outpace.server.limits import Limits
+from outpace.server.schema import ChatBody, CompletionBody, Generation, Speculation, TokenizeBody, Tool
 from outpace.server.structured_output import Wish, wish
 from outpace.server.tools import Offer, Toolbox, check_calls
 from outpace.serving.service import Service

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.errors import RequestError
-from outpace.server.bodies import NamedTool, Tool, too_deep
 from outpace.server.calls import HERMES, LLAMA3, MISTRAL, Format, special_marks
 from outpace.server.errors import ApiError
+from outpace.server.schema import NamedTool, Tool, too_deep
 from outpace.server.structured_output import Wish
 
 Json = dict[str, Any]
