@@ -19,7 +19,6 @@ from outpace import __version__
 from outpace.engine.results import Result
 from outpace.server.answers import ChatWriter, CompletionWriter, Json, Writer
 from outpace.server.around import Counting, Defects
-from outpace.server.bridge import Call
 from outpace.server.encoding import JsonResponse, to_json
 from outpace.server.errors import MISTAKES, ApiError, error_body, from_defect, from_mistake, from_validation
 from outpace.server.grammar import open_grammars
@@ -27,6 +26,7 @@ from outpace.server.guard import Guard
 from outpace.server.limits import Limits
 from outpace.server.metrics import CONTENT_TYPE, Meters
 from outpace.server.parsing import Ask, Reader
+from outpace.server.request_handler import Call
 from outpace.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from outpace.server.sse import EventStream, until_left
 from outpace.serving.events import Done, Tokens
