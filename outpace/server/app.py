@@ -18,13 +18,12 @@ from starlette.responses import Response
 from outpace import __version__
 from outpace.engine.results import Result
 from outpace.server.answers import ChatWriter, CompletionWriter, Json, Writer
-from outpace.server.around import Counting, Defects
 from outpace.server.encoding import JsonResponse, to_json
 from outpace.server.errors import MISTAKES, ApiError, error_body, from_defect, from_mistake, from_validation
 from outpace.server.grammar import open_grammars
-from outpace.server.guard import Guard
 from outpace.server.limits import Limits
 from outpace.server.metrics import CONTENT_TYPE, Meters
+from outpace.server.middleware import Counting, Defects, Guard
 from outpace.server.parsing import Ask, Reader
 from outpace.server.request_handler import Call
 from outpace.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody

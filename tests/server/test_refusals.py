@@ -12,8 +12,8 @@ from outpace.errors import ModelError, OutpaceError, RequestError, SpecError
 from outpace.methods.lookup.prompt_lookup import PromptLookup
 from outpace.server import answers
 from outpace.server.app import create_app
-from outpace.server.guard import Guard
 from outpace.server.limits import Limits
+from outpace.server.middleware import Guard
 from outpace.server.run import host_names, is_loopback
 from outpace.server.sse import EventStream
 from outpace.serving.service import Service
