@@ -216,16 +216,7 @@ def _tools(app: FastAPI, server: Server) -> None:
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Response:
-        reader.check_model(body.model)
-        wrong = next((t for t in body.tokens if t >= target.vocab_size), None)
-        if wrong is not None:
-            raise ApiError(
-                400, f"tokens holds {wrong}, but ids go from 0 to {target.vocab_size - 1}", "tokens"
-            )
-        text = await off_loop(
-            lambda: reader.tokenizer.decode(body.tokens, skip_special=body.skip_special_tokens)
-        )
-        return JsonResponse({"prompt": text})
+        return JsonResponse({"prompt": await off_loop(lambda: reader.detokenize(body))})
 
     @app.get("/health")
     async def health() -> Response:
