@@ -100,7 +100,9 @@ def test_trees_and_verifiers_need_a_drafter_that_is_named(outpace):
 
 def test_all_drafters_with_a_tree_are_all_but_those_that_pick(monkeypatch):
     names = ("none", "suffix", "auto")
-    monkeypatch.setattr(registry, "rows", lambda kind: [registry.entry(kind, name) for name in names])
+    some = [registry.entry("drafter", name) for name in names]
+    every = registry.entries
+    monkeypatch.setattr(registry, "entries", lambda kind: some if kind == "drafter" else every(kind))
     notes = []
     engine = Engine.load("tiny", drafter="none", dtype="float32")
     found = gather(engine, None, notes, PlanOptions(tree_size=2))
