@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "policies.costs": "types",
     "policies.base": "types coins policies.costs",
     # The step knows contracts and no implementation, so methods may stand on it.
-    "step": "errors types coins sampling tree cache.base models.base drafters.base verifiers.base"
+    "step": "errors clock types coins sampling tree cache.base models.base drafters.base verifiers.base"
     " policies.base",
     # The implementations. A policy sees numbers only; a verifier sees laws and coins only.
     "cache": "errors tree cache.base",
