@@ -28,7 +28,7 @@ from outpace.clock import PassClock
 from outpace.config import MethodSpec
 from outpace.drafters.base import Drafter, Request
 from outpace.drafters.wrapping import WrappingDrafter
-from outpace.engine.method import Method
+from outpace.engine.method import Method, SingleMethod
 from outpace.errors import RequestError
 from outpace.models.base import Target
 from outpace.serving.events import ServiceStats
@@ -389,6 +389,6 @@ def learning_spec(methods: Mapping[str, Method]) -> str:
     return found[0]
 
 
-def members(methods: Mapping[str, Method]) -> dict[str, Method]:
+def members(methods: Mapping[str, Method]) -> dict[str, SingleMethod]:
     """Method spec -> method, of all that may be picked."""
     return {name: one for method in methods.values() for name, one in method.members.items()}

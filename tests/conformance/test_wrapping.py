@@ -80,10 +80,8 @@ def faults(engine, wrapper):
 def wrappers(engine):
     """Every wrapper among the methods, and the one of a server that learns."""
     found = [one for spec in METHODS for one in members(engine, spec) if isinstance(one, WrappingDrafter)]
-    return [
-        *found,
-        *(Watched(engine.method(spec).drafter, Listener()) for spec in ("suffix", "draft_model[model=tiny]")),
-    ]
+    learning = [engine.method(spec).preferred.drafter for spec in ("suffix", "draft_model[model=tiny]")]
+    return [*found, *(Watched(one, Listener()) for one in learning)]
 
 
 def members(engine, spec):

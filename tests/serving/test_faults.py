@@ -12,7 +12,7 @@ from outpace.methods.lookup.suffix import Suffix
 from outpace.models.decoder import Decoder
 from outpace.sampling import Warp
 from outpace.serving.events import Done, Failed, Tokens
-from outpace.serving.mixed import Mixed
+from outpace.serving.per_request_policy import Mixed
 from outpace.serving.service import Service
 from outpace.stops import StopChecker
 from outpace.verifiers.coupled import Coupled
