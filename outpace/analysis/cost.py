@@ -186,7 +186,7 @@ def measure_drafter(
         levels: deepest draft.
         repeat: timed rounds, after one that is not counted.
     """
-    drafter, budget = method.drafter, method.budget
+    drafter, budget = method.preferred.drafter, method.preferred.budget
     chain = budget.shape.parent_N is None
     deepest = 0 if budget.max_nodes == 0 else levels if chain else min(levels, budget.max_depth)
     room = target.max_positions - deepest - 1

@@ -264,8 +264,8 @@ def learn(
     """
     steps = [step for answer in answers for step in answer.steps]
     rows = [step.rows[0] for step in steps]
-    asked = min(method.budget.max_depth, method.budget.max_nodes, _DEEPEST)
-    previewed = method.drafter.traits.previews
+    asked = min(method.preferred.budget.max_depth, method.preferred.budget.max_nodes, _DEEPEST)
+    previewed = method.preferred.drafter.traits.previews
     kept_D, tried_D = _by_depth(answers, asked, max_new_tokens, previewed)
     known = KnownDrafter(kept_D=kept_D, tried_D=tried_D, **_prices(steps))
     deepest = min(_DEEPEST, max((row.depth for row in rows), default=0))

@@ -161,6 +161,11 @@ class Decoder(Target):
         """Bytes of weights read by a pass over one row."""
         return self._ends.head.nbytes + sum(block.nbytes for block in self._blocks)
 
+    @property
+    def equal_rows(self) -> bool:
+        """On a CPU every operation is chosen so that a row does not see its neighbours."""
+        return self.device.type == "cpu"
+
     def new_cache(self, capacity: int = 0) -> DenseCache:
         """An empty cache; see the contract."""
         shape, device = self._shape, self.device
