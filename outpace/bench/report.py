@@ -15,7 +15,7 @@ from outpace.bench import stats
 from outpace.bench.records import Contender
 from outpace.bench.runner import PLAIN, Measured, Runs, Session, Unit, compared
 from outpace.errors import RequestError
-from outpace.files import write_whole
+from outpace.files import parse_json, write_whole
 
 Report = dict[str, Any]
 
@@ -268,7 +268,7 @@ def read(path: Path) -> Report:
     """
     file = path / "report.json" if path.is_dir() else path
     try:
-        report = json.loads(file.read_text(encoding="utf-8"))
+        report = parse_json(file.read_bytes())
     except OSError as error:
         raise RequestError(f"cannot read report {file}: {error.strerror}") from error
     except ValueError as error:
