@@ -360,7 +360,7 @@ def kept(
         return read(data["value"])
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         if note is not None:
             note(f"{file} is ignored: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     if make is None:
