@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "clock": "",
     "files": "errors",
     "curve": "",
-    "config": "errors",
+    "config": "errors files",
     "registry": "errors",
     "params": "errors",
     "rows": "",
@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "sampling": "errors params rows types",
     # The contracts: what a step is written against. A tree's row lends a slot of a cache.
     "cache.base": "",
-    "tree": "errors types coins sampling cache.base",
+    "tree": "errors files types coins sampling cache.base",
     "models.base": "errors clock types cache.base",
     "drafters.base": "clock types tree models.base",
     "drafters.wrapping": "clock tree drafters.base",
@@ -46,9 +46,9 @@ MAY_IMPORT = {
     "cache": "errors tree cache.base",
     # Compiled code, and how it is built and loaded.
     "kernels": "errors config",
-    "models": "kernels errors config types coins tree cache cache.base models.base",
+    "models": "kernels errors files config types coins tree cache cache.base models.base",
     # Folders of trained drafters, whoever wrote them: no method is known there.
-    "drafters.trained": "errors config types models models.base",
+    "drafters.trained": "errors files config types models models.base",
     # A cascade calls the step; what is made of other drafters finds them through the registry.
     "drafters": "errors config files registry clock rows types coins sampling tree step cache.base"
     " models models.base drafters.base drafters.trained verifiers.base policies.base",

@@ -82,6 +82,9 @@ class Learned:
         """Read what ``dataclasses.asdict`` gave, through JSON."""
         known = {name: _tuple(value) for name, value in data["known"].items()}
         own = {name: _tuple(data[name]) for name in cls.__slots__ if name != "known"}
+        numbers = (own["speedup"], own["mean_emitted"], *own["expected_D"])
+        if type(own["spec"]) is not str or not all(type(one) in (int, float) for one in numbers):
+            raise ValueError("a drafter's spec must be text, and its figures numbers")
         return cls(known=KnownDrafter(**known), **own)
 
 

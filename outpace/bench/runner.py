@@ -6,6 +6,7 @@
 
 A unit is committed when every contender has answered it; what was interrupted halfway is dropped.
 So whatever is measured is paired, and stopping at any time leaves a valid, smaller measurement.
+A unit whose passes stall, or whose speed-up is impossible, is measured again, then left out and counted.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ PLAIN = "none"
 NARROW = 0.02
 """A cell is settled once its interval is at most this much wide on either side."""
 _WARM_UP = 16  # tokens
+_TRIES = 3  # of a unit that is disturbed
 
 Unit = tuple[Case, ...]
 Tick = Callable[[str, int], None]
@@ -40,6 +42,8 @@ class Measured:
     """Those that took part, `none` first."""
     runs: dict[str, Runs] = field(default_factory=dict)
     """Contender -> (unit, round) -> run. For every key of any of them `none` has a run."""
+    left_out: list[Key] = field(default_factory=list)
+    """What was disturbed each time it was tried."""
 
     def group(self, unit: int) -> str:
         """The category of a unit's prompts."""
@@ -198,7 +202,22 @@ class Runner:
     def _take_turns(
         self, part: Measured, contenders: Sequence[Contender], unit: int, turn: int, label: str
     ) -> None:
-        """Let contenders answer a unit, a different one first each time."""
+        """Let contenders answer a unit until nothing disturbs them, a few times at most."""
+        for _ in range(_TRIES):
+            done = self._turn(part, contenders, unit, turn, label)
+            plain = done[PLAIN]
+            if not any(stats.disturbed(run, plain) for run in done.values()):
+                break
+        else:
+            part.left_out.append((unit, turn))
+            return
+        for name, run in done.items():
+            part.runs[name][unit, turn] = run
+
+    def _turn(
+        self, part: Measured, contenders: Sequence[Contender], unit: int, turn: int, label: str
+    ) -> dict[str, Run]:
+        """Let each contender answer a unit once, a different one first each time."""
         first = (unit + turn) % len(contenders)
         where = f"{label}{part.group(unit)}"
         done: dict[str, Run] = {}
@@ -215,8 +234,7 @@ class Runner:
                 del part.runs[contender.name]
                 self.session.notes.append(f"{contender.name} left the benchmark: {error}")
             self.tick(where, 1)
-        for name, run in done.items():
-            part.runs[name][unit, turn] = run
+        return done
 
 
 def make_units(

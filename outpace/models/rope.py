@@ -7,14 +7,14 @@ arXiv:2306.15595); "dynamic", the NTK-aware base that grows with the text; YaRN 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outpace.errors import ModelError
-from outpace.models.fields import Fields
+from outpace.errors import ModelError, shown
+from outpace.models.fields import MOST, Fields
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "divided")
 
@@ -51,6 +51,16 @@ class Rope:
     """yarn: round the bounds of the ramp to whole dimensions."""
     divisors: tuple[float, ...] = ()
     """divided: one divisor per frequency."""
+
+    def __post_init__(self) -> None:
+        """Refuse values of another type."""
+        numbers = (self.theta, self.factor, self.low_freq_factor, self.high_freq_factor, self.beta_fast)
+        maybe = (self.attention_factor, self.mscale, self.mscale_all_dim)
+        all_numbers = (*numbers, self.beta_slow, *self.divisors, *(x for x in maybe if x is not None))
+        right = all(type(x) in (int, float) and math.isfinite(x) for x in all_numbers)
+        right &= all(type(x) is int and 0 <= x <= MOST for x in (self.dim, self.original_max_positions))
+        if not right or self.kind not in KINDS or self.theta <= 0 or self.factor <= 0:
+            raise ModelError(f"the rotary table {shown(asdict(self))} cannot be built")
 
     @property
     def depends_on_length(self) -> bool:
@@ -129,12 +139,13 @@ class Rope:
         Raises:
             ModelError: an unknown kind, a partial rotation, a missing or impossible value.
         """
-        said = Fields(f"rope scaling of {parameters}", {}, parameters)
+        said = Fields("rope scaling", {}, parameters)
         kind = said.text("rope_type", said.text("type", "default"))
         if said.get("mrope_section"):
             kind = "mrope"
         if kind not in KINDS[:-1]:
-            raise ModelError(f"rope scaling {kind!r} is not supported; supported: {', '.join(KINDS[:-1])}")
+            known = ", ".join(KINDS[:-1])
+            raise ModelError(f"rope scaling {shown(kind)} is not supported; supported: {known}")
         if (part := said.number("partial_rotary_factor", 1.0)) != 1.0:
             raise ModelError(f"partial_rotary_factor {part} is not supported, only 1.0")
         original = said.count("original_max_position_embeddings", max_positions)

@@ -46,8 +46,7 @@ def test_json_has_a_row_per_method_and_its_baseline(outpace):
     assert lookup["equal_to_none"] == synthetic["equal_to_none"] == 1.0
     assert synthetic["acceptance_by_depth"][0] == 1.0 and synthetic["mean_emitted"] > 1.5
     assert synthetic["acceptance_by_depth"][1:] == [0.0]
-    low, high = lookup["speedup_interval"]
-    assert low <= lookup["speedup"] <= high
+    assert lookup["speedup_interval"] is None, "three prompts are too few"
     assert set(lookup["groups"]) == {"x", "y"} and lookup["groups"]["x"]["sequences"] == 2
     assert sum(lookup["verb_shares"].values()) == pytest.approx(1)
     assert lookup["verb_shares"]["other"] > 0
