@@ -44,6 +44,7 @@ _TAKEN = {
     "add_generation_prompt": "give the field add_generation_prompt",
     "generation_prompt": "give the field add_generation_prompt",
     "most_tokens": "leave it out",
+    "special_in_messages": "give the field special_tokens_in_messages",
     "self": "leave it out, since a template means itself by that",
 }
 """Variables that a request may not put into a chat template, and what to do."""
@@ -92,6 +93,8 @@ class Reader:
     def __init__(self, service: Service, name: str, limits: Limits, grammars: Grammars | None = None) -> None:
         self.service, self.name, self.limits, self.grammars = service, name, limits, grammars
         self.target = service.engine.target
+        if self.target.tokenizer is not None:
+            _ = self.target.tokenizer.literal  # half a second, which no stream shall wait for
 
     def completion(self, body: CompletionBody) -> Ask:
         """Read a completion.
@@ -139,7 +142,7 @@ class Reader:
         parallel = body.parallel_tool_calls is not False
         calls = bool(tools) or body.tool_choice not in (None, "none", "auto")
         form = self._toolbox.wish(tools, body.tool_choice, parallel) if calls else None
-        ids = self._messages(body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt)
+        ids = self._messages(body, body.messages, tools)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         ask = self._ask(body, [ids], longest, logprobs, continues=False, form=form)
         return replace(ask, offer=self._toolbox.offer(tools) if tools else None)
@@ -150,9 +153,7 @@ class Reader:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give prompt or messages, one of the two", "prompt")
         if body.messages is not None:
-            return self._messages(
-                body.messages, body.tools, body.chat_template_kwargs, body.add_generation_prompt
-            )
+            return self._messages(body, body.messages, body.tools)
         assert body.prompt is not None
         encoded: list[int] = self.tokenizer.encode(
             body.prompt, special=body.add_special_tokens, most=self._most
@@ -197,11 +198,11 @@ class Reader:
 
     def _messages(
         self,
+        body: ChatBody | TokenizeBody,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Tool] | None,
-        variables: Mapping[str, Any] | None,
-        generation_prompt: bool,
     ) -> list[int]:
+        variables = body.chat_template_kwargs
         wrong = sorted(_TAKEN.keys() & (variables or {}).keys())
         if wrong:
             raise ApiError(
@@ -215,9 +216,10 @@ class Reader:
             kept, plain = self._toolbox.conversation(kept, tools)
         ids: list[int] = self.tokenizer.chat(
             kept,
-            generation_prompt=generation_prompt,
+            generation_prompt=body.add_generation_prompt,
             tools=plain,
             most_tokens=self._most,
+            special_in_messages=body.special_tokens_in_messages,
             **(variables or {}),
         )
         return ids

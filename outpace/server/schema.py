@@ -323,6 +323,8 @@ class ChatBody(Generation):
     """More values for the chat template."""
     add_generation_prompt: bool = True
     """End the prompt with the opening of the assistant's turn."""
+    special_tokens_in_messages: bool = False
+    """Whether a special token that is written in a message is that token; otherwise it is text."""
     modalities: Annotated[list[Literal["text"]], _FAST] | None = None
 
 
@@ -337,6 +339,8 @@ class TokenizeBody(Body):
     tools: Tools | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: Plain | None = None
+    special_tokens_in_messages: bool = False
+    """As in chats."""
     return_token_strs: bool = False
     """Send the text of every token along."""
 
