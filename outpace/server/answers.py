@@ -275,7 +275,7 @@ class ChatWriter(Writer):
             cut = result.finish_reason == "length"
             parts = (reader.push(result.tokens, result.text), reader.close(cut))
             message["content"] = "".join(part.text for part in parts)
-            calls = [call for part in parts for call in part.calls]
+            calls = [call for part in parts for call in self._counted(part).calls]
             if calls:
                 message["content"] = message["content"] or None
                 message["tool_calls"] = _joined(calls)
@@ -284,12 +284,20 @@ class ChatWriter(Writer):
     def _delta(self, index: int, ids: Sequence[int], text: str) -> Json:
         if not self._readers:
             return {"delta": {"content": text} if text else {}}
-        return {"delta": _said(self._readers[index].push(ids, text))}
+        return {"delta": _said(self._counted(self._readers[index].push(ids, text)))}
 
     def _rest(self, index: int, result: Result) -> Json:
         if not self._readers:
             return {"delta": {}}
-        return {"delta": _said(self._readers[index].close(cut=result.finish_reason == "length"))}
+        cut = result.finish_reason == "length"
+        return {"delta": _said(self._counted(self._readers[index].close(cut)))}
+
+    def _counted(self, found: Found) -> Found:
+        """What was found, without the calls behind the first one where only one may be."""
+        offer = self.ask.offer
+        if offer is None or offer.parallel:
+            return found
+        return Found(found.text, [call for call in found.calls if call["index"] == 0])
 
     def _reason(self, index: int, result: Result) -> str | None:
         if self._readers and result.finish_reason == "stop":
