@@ -181,7 +181,8 @@ class Toolbox:
         many = "*" if parallel else "?"
         if form.opens not in special:  # text ends where the mark does
             opening = f"opening[lazy]: TEXT {spelled(form.opens)}"
-        return f"start: block{many} rest\nrest: TEXT\n{_TEXT}\n{opening}\nblock: opening{begin} call{after}\n{body}"
+        block = f"block: opening{begin} call{after}\n"
+        return f"start: block{many} rest\nrest: TEXT\n{_TEXT}\n{opening}\n{block}{body}"
 
 
 def _schema(form: Format, tools: Sequence[Tool], *, strict: bool) -> Json:

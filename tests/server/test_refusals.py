@@ -470,3 +470,59 @@ def test_a_chat_without_a_length_gets_what_memory_can_hold(engine):
         assert "pages of memory, and there are 3" in error["message"]
         error = client.refused(COMPLETION, {"prompt": "a" * 200})
         assert "pages of memory, and there are 3" in error["message"]
+
+
+def test_a_body_that_drips_has_a_limit():
+    limits = Limits(read_seconds=0.05)
+
+    async def application(scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
+
+    async def drip():
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": b"a", "more_body": True}
+
+    async def send(message):
+        pass
+
+    guard = Guard(application, keys=(), hosts=None, limits=limits)
+    with pytest.raises(Exception, match="too slowly") as caught:
+        asyncio.run(guard({"type": "http", "path": COMPLETION, "headers": []}, drip, send))
+    assert caught.value.status_code == 408
+
+
+def test_further_hosts_and_origins(service):
+    hosts = host_names("127.0.0.1", (), ["Proxy.example"])
+    app = create_app(service, name="tiny", hosts=hosts, origins=["https://a.example"], limits=LIMITS)
+    for host, status in (("proxy.example:80", 200), ("localhost", 200), ("evil.example", 403)):
+        assert Client(app, Host=host).get("/v1/models").status_code == status, host
+    assert host_names("0.0.0.0", (), ["a"]) >= {"a", "0.0.0.0"}
+    for origin, allowed in (("https://a.example", True), ("https://b.example", False)):
+        asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        answer = Client(app).request("OPTIONS", CHAT, headers=asked)
+        assert (answer.headers.get("Access-Control-Allow-Origin") == origin) == allowed
+    plain = create_app(service, name="tiny", limits=LIMITS)
+    assert (
+        "Access-Control-Allow-Origin" not in Client(plain, Origin="https://a.example").get("/health").headers
+    )
+
+
+def test_a_key_has_so_many_answers_at_a_time(engine):
+    with busy(engine) as (service, go):
+        limits = Limits(per_key=2, request_seconds=20)
+        app = create_app(service, name="tiny", keys=["one", "two"], limits=limits)
+        body, done = {"prompt": "ab", "max_tokens": 2, "n": 2}, []
+        waiting = threading.Thread(
+            target=lambda: done.append(Client(app, Authorization="Bearer one").post(COMPLETION, body))
+        )
+        waiting.start()
+        until(lambda: service.stats().waiting == 2)
+        refused = Client(app, Authorization="Bearer one").post(COMPLETION, {**body, "n": 1})
+        assert refused.status_code == 429 and "Retry-After" in refused.headers
+        assert "at most 2" in refused.json()["error"]["message"]
+        go.set()
+        waiting.join(20)
+        assert done[0].status_code == 200
+        for key in ("one", "two"):
+            assert Client(app, Authorization=f"Bearer {key}").post(COMPLETION, body).status_code == 200
