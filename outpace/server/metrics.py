@@ -144,7 +144,10 @@ class _FromService(Collector):
             "acceptance": (GaugeMetricFamily, "Held-out acceptance at the last judgement."),
             "kept_rows": (GaugeMetricFamily, "Judged tokens in memory."),
             "branches": (GaugeMetricFamily, "Drafters that are learned: keys times topics."),
-            "broken": (GaugeMetricFamily, "1 if learning has failed and stopped."),
+            "broken": (
+                GaugeMetricFamily,
+                "1 if learning has failed and stopped, or waits for room on the disk.",
+            ),
         }
         for name, (kind, what) in kinds.items():
             made = kind(f"{PREFIX}learning_{name}", what, labels=["model_name"])
