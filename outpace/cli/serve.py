@@ -95,6 +95,24 @@ def serve(
     api_key_file: Annotated[
         Path | None, option("--api-key-file", panel=_SERVER, metavar="FILE", help="Keys, one per line.")
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        option(
+            "--allowed-host",
+            panel=_SERVER,
+            metavar="NAME",
+            help="A further name that clients may call the server by, such as that of a proxy. Repeatable.",
+        ),
+    ] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        option(
+            "--allowed-origin",
+            panel=_SERVER,
+            metavar="ORIGIN",
+            help="A site, such as https://example.org, whose pages may call the API (CORS). Repeatable.",
+        ),
+    ] = None,
     max_batch: Annotated[
         int, option("--max-batch", panel=_LIMITS, metavar="N", help="Answers at a time.")
     ] = 32,
@@ -164,6 +182,16 @@ def serve(
     max_connections: Annotated[
         int, option("--max-connections", panel=_LIMITS, metavar="N", help="Connections at a time.")
     ] = 512,
+    max_per_key: Annotated[
+        int | None,
+        option(
+            "--max-per-key",
+            panel=_LIMITS,
+            metavar="N",
+            show_default="no bound",
+            help="Most answers under way for one key.",
+        ),
+    ] = None,
     timeout: Annotated[
         int, option("--timeout", panel=_LIMITS, metavar="S", help="Longest request, seconds.")
     ] = 600,
@@ -231,6 +259,7 @@ def serve(
         ("--max-new-tokens", max_new_tokens),
         ("--max-body-kb", max_body_kb),
         ("--max-connections", max_connections),
+        ("--max-per-key", max_per_key),
         ("--timeout", timeout),
         ("--grace", grace),
         ("--pages", pages),
@@ -265,6 +294,7 @@ def serve(
             new_tokens=max_new_tokens,
             answers=max_answers,
             request_seconds=float(timeout),
+            per_key=max_per_key,
             connections=max_connections,
             grace_seconds=float(grace),
         )
@@ -293,7 +323,16 @@ def serve(
             "--api-key-file asks for keys"
         )
     show.note(f"outpace: serving {name or engine.target.name} with {', '.join(service.drafters)}")
-    run(service, name=name or engine.target.name, host=host, port=port, keys=keys, limits=limits)
+    run(
+        service,
+        name=name or engine.target.name,
+        host=host,
+        port=port,
+        keys=keys,
+        allowed_hosts=allowed_host or [],
+        origins=allowed_origin or [],
+        limits=limits,
+    )
 
 
 def body_bytes(engine: Engine, kb: int | None) -> int:
