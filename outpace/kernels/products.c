@@ -1,64 +1,105 @@
 /* Products of rows with matrices (products.h), to be called alone; and how matrices get into the
    layout that they are multiplied in. */
 
+#pragma once
+
 #include "products.h"
+#include "team.h"
 
 /* ---- Products ---- */
 
+/* Some matrices of equal inputs, whose outputs stand side by side in y [rows, stride]. Matrices that
+   want the same operands share them. */
+typedef struct {
+    const Matrix *part;
+    int64_t parts;
+    const void *x;
+    int64_t x_stride, x_half, rows;
+    void *y;
+    int64_t stride, half;
+    char *operands;
+    int64_t threads;
+} Product;
+
+/* Groups of a piece: fewer than four are slower to multiply. */
 static int64_t cut(int64_t groups, int64_t threads) {
-    const int64_t piece = groups / (8 * threads);
-    return piece < 1 ? 1 : piece > 32 ? 32 : piece;
+    const int64_t piece = groups / (8 * threads) + 3;
+    return piece < 4 ? 4 : piece > 32 ? 32 : piece / 4 * 4;
+}
+
+/* Where the operands of each kind are; gives the bytes of all. */
+static int64_t spread(const Matrix *part, int64_t parts, int64_t rows, int64_t *at, const Matrix **first) {
+    int64_t room = 0;
+    for (int64_t i = 0; i < parts; i++) {
+        const int kind = product_operands(part[i].kind);
+        if (first[kind]) continue;
+        first[kind] = part + i, at[kind] = room;
+        room += product_room(part + i, rows);
+    }
+    return room;
 }
 
 /* Bytes that outpace_product wants as `operands`. */
-int64_t outpace_room(const Matrix *parts, int64_t count, int64_t rows) {
-    int64_t room[3] = {0};
-    for (int64_t i = 0; i < count; i++)
-        room[product_operands(parts[i].kind)] = product_room(parts + i, rows);
-    return room[0] + room[1] + room[2];
+int64_t outpace_room(const Matrix *part, int64_t parts, int64_t rows) {
+    int64_t at[3];
+    const Matrix *first[3] = {0};
+    return spread(part, parts, rows, at, first);
+}
+
+static int64_t prepare_pieces(const Product *p) { return pieces_of(p->rows, p->part->inputs); }
+static void prepare_piece(const Product *p, int64_t piece) {
+    int64_t at[3], row, stop;
+    const Matrix *first[3] = {0};
+    spread(p->part, p->parts, p->rows, at, first);
+    part_of(p->rows, prepare_pieces(p), piece, &row, &stop);
+    for (int kind = 0; kind < 3; kind++)
+        if (first[kind])
+            product_prepare(first[kind], p->x, p->x_stride, (int)p->x_half, p->rows, row, stop,
+                            p->operands + at[kind]);
+}
+
+static int64_t multiply_pieces(const Product *p) {
+    int64_t pieces = 0;
+    for (int64_t i = 0; p->rows && i < p->parts; i++) {
+        const int64_t groups = groups_of(p->part + i), size = cut(groups, p->threads);
+        pieces += (groups + size - 1) / size;
+    }
+    return pieces;
+}
+static void multiply_piece(const Product *p, int64_t piece) {
+    int64_t at[3], column = 0;
+    const Matrix *first[3] = {0};
+    spread(p->part, p->parts, p->rows, at, first);
+    for (const Matrix *m = p->part;; column += m++->outputs) {
+        const int64_t groups = groups_of(m), size = cut(groups, p->threads);
+        const int64_t here = (groups + size - 1) / size, from = piece * size;
+        if (piece < here) {
+            product_piece(m, p->operands + at[product_operands(m->kind)], p->rows,
+                          (void *)past(p->y, column, (int)p->half), p->stride, (int)p->half, from,
+                          from + size < groups ? from + size : groups);
+            return;
+        }
+        piece -= here;
+    }
+}
+
+static void prepare_alone(const void *context, const void *self, int64_t piece) {
+    (void)context;
+    prepare_piece(self, piece);
+}
+static void multiply_alone(const void *context, const void *self, int64_t piece) {
+    (void)context;
+    multiply_piece(self, piece);
 }
 
 /* Rows times some matrices of equal inputs; their outputs stand side by side in y [rows, stride]. */
-void outpace_product(const Matrix *parts, int64_t count, const void *x, int64_t x_stride,
+void outpace_product(const Matrix *part, int64_t parts, const void *x, int64_t x_stride,
                      int64_t x_half, int64_t rows, void *y, int64_t stride, int64_t half,
                      void *operands, int64_t threads) {
-    const void *of[3] = {0};
-    char *next = operands;
-    int64_t pieces = 0;
-    const Matrix *first[3] = {0};
-    for (int64_t i = 0; i < count; i++) {
-        const int kind = product_operands(parts[i].kind);
-        if (!first[kind]) {
-            first[kind] = parts + i, of[kind] = next;
-            next += product_room(parts + i, rows);
-        }
-        const int64_t groups = groups_of(parts + i), size = cut(groups, threads);
-        pieces += (groups + size - 1) / size;
-    }
-#pragma omp parallel num_threads((int)threads)
-    {
-        for (int kind = 0; kind < 3; kind++) if (first[kind]) {
-#pragma omp for schedule(static) nowait
-            for (int64_t r = 0; r < rows; r++)
-                product_prepare(first[kind], x, x_stride, (int)x_half, rows, r, r + 1, (void *)of[kind]);
-        }
-#pragma omp barrier
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < pieces; i++) {
-            int64_t left = i, column = 0;
-            for (const Matrix *m = parts;; column += m++->outputs) {
-                const int64_t groups = groups_of(m), size = cut(groups, threads);
-                const int64_t here = (groups + size - 1) / size;
-                if (left >= here) {
-                    left -= here;
-                    continue;
-                }
-                const int64_t from = left * size, to = from + size < groups ? from + size : groups;
-                product_piece(m, of[product_operands(m->kind)], rows, (void *)past(y, column, (int)half), stride, (int)half, from, to);
-                break;
-            }
-        }
-    }
+    const Product p = {part, parts, x, x_stride, x_half, rows, y, stride, half, operands, threads};
+    const Task task[] = {{prepare_alone, &p, prepare_pieces(&p)},
+                         {multiply_alone, &p, multiply_pieces(&p)}};
+    run_tasks(task, 2, NULL, threads);
 }
 
 /* ---- Layout ---- */
@@ -172,33 +213,47 @@ INLINE void store_group(const int kind, const uint8_t *const *row, int count, in
         }
 }
 
+typedef struct {
+    int64_t kind;
+    const uint8_t *from;
+    int64_t row_bytes;
+    const int64_t *order;
+    int64_t outputs, inputs;
+    char *to;
+} Storing;
+
+static void store_piece(const void *context, const void *self, int64_t g) {
+    (void)context;
+    const Storing *s = self;
+    const uint8_t *row[GROUP];
+    const int64_t left = s->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
+    for (int64_t o = 0; o < count; o++)
+        row[o] = s->from + (s->order ? s->order[g * GROUP + o] : g * GROUP + o) * s->row_bytes;
+    char *group = s->to + g * group_bytes((int)s->kind, s->inputs);
+#define KIND(kind)                                                                                \
+    case kind: store_group(kind, row, (int)count, s->inputs, group); break
+    switch (s->kind) {
+    KIND(F32);
+    KIND(BF16);
+    KIND(Q4_0);
+    KIND(Q4_1);
+    KIND(Q5_0);
+    KIND(Q5_1);
+    KIND(Q8_0);
+    KIND(Q4_K);
+    KIND(Q5_K);
+    KIND(Q6_K);
+    }
+#undef KIND
+}
+
 /* Lay out a matrix [outputs, row_bytes]: as blocks of a GGUF file, or as numbers. `order`, if given,
    lists which row each output is. `to` has outpace_group_bytes(kind, inputs) per group. */
 void outpace_store(int64_t kind, const uint8_t *from, int64_t row_bytes, const int64_t *order,
                    int64_t outputs, int64_t inputs, char *to, int64_t threads) {
-#pragma omp parallel for schedule(static) num_threads((int)threads)
-    for (int64_t g = 0; g < (outputs + GROUP - 1) / GROUP; g++) {
-        const uint8_t *row[GROUP];
-        const int64_t left = outputs - g * GROUP, count = left < GROUP ? left : GROUP;
-        for (int64_t o = 0; o < count; o++)
-            row[o] = from + (order ? order[g * GROUP + o] : g * GROUP + o) * row_bytes;
-        char *group = to + g * group_bytes((int)kind, inputs);
-#define KIND(kind)                                                                                \
-    case kind: store_group(kind, row, (int)count, inputs, group); break
-        switch (kind) {
-        KIND(F32);
-        KIND(BF16);
-        KIND(Q4_0);
-        KIND(Q4_1);
-        KIND(Q5_0);
-        KIND(Q5_1);
-        KIND(Q8_0);
-        KIND(Q4_K);
-        KIND(Q5_K);
-        KIND(Q6_K);
-        }
-#undef KIND
-    }
+    const Storing s = {kind, from, row_bytes, order, outputs, inputs, to};
+    const Task task = {store_piece, &s, (outputs + GROUP - 1) / GROUP};
+    run_tasks(&task, 1, NULL, threads);
 }
 
 int64_t outpace_group_bytes(int64_t kind, int64_t inputs) { return group_bytes((int)kind, inputs); }
@@ -216,10 +271,11 @@ static __attribute__((noinline)) void lifted(const Wide *wide, float *out) {
 }
 
 /* The numbers that a matrix stands for, [outputs, inputs], float32. */
-void outpace_dense(const Matrix *m, float *out, int64_t threads) {
+static void dense_piece(const void *to, const void *self, int64_t g) {
+    const Matrix *m = self;
+    float *out = (float *)to;
     const int kind = (int)m->kind;
-#pragma omp parallel for schedule(static) num_threads((int)threads)
-    for (int64_t g = 0; g < groups_of(m); g++) {
+    {
         const char *panel = (const char *)m->weights + g * group_bytes(kind, m->inputs);
         const int64_t left = m->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
         for (int64_t b = 0; b < blocks_of(m); b++) {
@@ -253,4 +309,8 @@ void outpace_dense(const Matrix *m, float *out, int64_t threads) {
                     out[(g * GROUP + o) * m->inputs + b * SPAN + i] = one[i * GROUP + o];
         }
     }
+}
+void outpace_dense(const Matrix *m, float *out, int64_t threads) {
+    const Task task = {dense_piece, m, groups_of(m)};
+    run_tasks(&task, 1, out, threads);
 }

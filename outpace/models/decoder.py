@@ -31,6 +31,7 @@ from outpace.models.fused import FusedAttention, attention, stored
 from outpace.models.graphs import PaddedAttention, Record, StaticPasses, cuda_recorder
 from outpace.models.packed import MIN_ROWS, Linear, Room
 from outpace.models.passes import PassRows, Rotation
+from outpace.models.program import Programs
 from outpace.models.quantize import check_kind, note
 from outpace.models.rowwise import gated
 from outpace.models.text import Tokenizer
@@ -81,6 +82,9 @@ class Decoder(Target):
         )
         self._reduced: list[tuple[VocabMap, Linear]] = []
         self._room = Room()
+        self._programs: Programs | None = None
+        if Programs.runs(config, blocks, ends, self._shape):
+            self._programs = Programs(config, blocks, ends, turns, self._shape)
         self.static: StaticPasses | None = None
         """Runs passes of common shapes as recorded launches; None: all run eagerly."""
         if self.device.type == "cuda":
@@ -244,6 +248,35 @@ class Decoder(Target):
             return self._pass(rows, cache, depth, taps)
 
     def _pass(self, rows: PassRows, cache: DenseCache, depth: int, taps: frozenset[str]) -> Scored:
+        fed, picked = len(rows.wanted), len(rows.wanted) + len(rows.riders)
+        headed = picked if rows.rider_logits else fed
+        compiled = self._programs is not None and self.static is None
+        work = self._compiled if compiled else self._by_torch
+        features, last_TH, logits_TV = work(rows, cache, depth, taps, headed)
+        logits_TV = capped(logits_TV, self.config.logit_softcap)
+        return Scored(
+            logits_TV[:fed],
+            rows.start_B,
+            features,
+            rows.tap_start_B if taps else (0,),
+            last_TH[fed:picked] if rows.riders else None,
+            logits_TV[fed:] if rows.rider_logits else None,
+            rows.rider_start_B if rows.riders else (0,),
+        )
+
+    def _compiled(
+        self, rows: PassRows, cache: DenseCache, depth: int, taps: frozenset[str], headed: int
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        assert self._programs is not None
+        with torch.no_grad():
+            got = self._programs.run(rows, cache, depth, taps, self.embed, headed)
+            features = {name: rows.without_riders(got.taps[name]) for name in taps}
+        return features, got.last_TH, got.logits_TV
+
+    def _by_torch(
+        self, rows: PassRows, cache: DenseCache, depth: int, taps: frozenset[str], headed: int
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Features, normed rows that are wanted, and logits of the first ``headed`` of them."""
         picked = [*rows.wanted, *rows.riders]
         with torch.inference_mode():
             x_TH, seen = self._body(rows, cache, depth, taps)
@@ -258,21 +291,11 @@ class Decoder(Target):
         with torch.no_grad():
             features = {name: rows.without_riders(seen[name]).clone() for name in taps}
             last_TH = last_TH.clone()
-            fed, all_ = len(rows.wanted), len(picked)
-            headed = all_ if rows.rider_logits else fed
             logits_TV = torch.empty(0, self.vocab_size, dtype=torch.float32, device=self.device)
             if headed:
                 raw_TV = self._ends.head(last_TH[: max(headed, MIN_ROWS)])[:headed]
-                logits_TV = capped(self._room.widened(raw_TV), self.config.logit_softcap)
-        return Scored(
-            logits_TV[:fed],
-            rows.start_B,
-            features,
-            rows.tap_start_B if taps else (0,),
-            last_TH[fed:all_] if rows.riders else None,
-            logits_TV[fed:] if rows.rider_logits else None,
-            rows.rider_start_B if rows.riders else (0,),
-        )
+                logits_TV = self._room.widened(raw_TV)
+        return features, last_TH, logits_TV
 
     def _body(
         self, rows: PassRows, cache: DenseCache, depth: int, taps: frozenset[str]

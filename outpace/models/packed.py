@@ -9,11 +9,14 @@ Shape letters: T rows, I inputs, O outputs.
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from outpace.kernels.compiled import DTYPES, library
 
 MIN_ROWS = 4
 """Fewer rows are filled up to this many. oneDNN is no slower at 4 rows than at 1, and 1 row in
@@ -45,6 +48,22 @@ def packing_works(dtype: torch.dtype) -> bool:
         return False
 
 
+def _can(dtype: torch.dtype) -> bool:
+    return (dtype in DTYPES and library() is not None) or packing_works(dtype)
+
+
+class Matrix(ctypes.Structure):
+    """``Matrix`` of products.h."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+        ("weights", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    ]
+
+
 class Linear:
     """``x @ weight.T + bias`` with weights that never change.
 
@@ -59,7 +78,15 @@ class Linear:
         self.outputs, self.inputs = weight_OI.shape
         self.dtype = weight_OI.dtype
         self.bias_O = bias_O
-        self.packed = packed and weight_OI.device.type == "cpu" and packing_works(self.dtype)
+        self.packed = (
+            packed and weight_OI.device.type == "cpu" and _can(self.dtype)
+        )
+        self.parts: ctypes.Array[Matrix] | None = None
+        """Its matrices as compiled code multiplies them; None: torch multiplies."""
+        code = library() if self.packed and self.dtype in DTYPES else None
+        if code is not None:
+            self._lay(code, weight_OI.contiguous())
+            return
         self._weight = _pack(weight_OI) if self.packed else weight_OI
 
     def __call__(self, x_TI: Tensor) -> Tensor:
@@ -67,6 +94,8 @@ class Linear:
 
         That is measured, not proved: `outpace check` measures it on the user's machine.
         """
+        if self.parts is not None:
+            return self._compiled(x_TI)
         if not self.packed:
             return F.linear(x_TI, self._weight, self.bias_O)
         rows = x_TI.shape[0]
@@ -76,8 +105,41 @@ class Linear:
         filled_TI[:rows] = x_TI
         return _multiply(filled_TI, self._weight, self.bias_O)[:rows]
 
+    def _lay(self, code: ctypes.CDLL, weight_OI: Tensor) -> None:
+        kind, groups = int(self.dtype is torch.bfloat16), -(-self.outputs // 16)
+        size, threads = code.outpace_group_bytes(kind, self.inputs), torch.get_num_threads()
+        self._weight = torch.empty(groups * size, dtype=torch.uint8)
+        bias = 0
+        if self.bias_O is not None:
+            self._bias = F.pad(self.bias_O.float(), (0, groups * 16 - self.outputs))
+            bias = self._bias.data_ptr()
+        row_bytes = self.inputs * weight_OI.element_size()
+        numbers = [weight_OI.data_ptr(), row_bytes, None, self.outputs, self.inputs]
+        code.outpace_store(kind, *numbers, self._weight.data_ptr(), threads)
+        self.parts = (Matrix * 1)(Matrix(kind, self.outputs, self.inputs, self._weight.data_ptr(), bias))
+
+    def _compiled(self, x_TI: Tensor) -> Tensor:
+        code, parts = library(), self.parts
+        assert code is not None and parts is not None
+        x_TI = x_TI.detach().contiguous()
+        rows = len(x_TI)
+        y_TO = torch.empty(rows, self.outputs, dtype=self.dtype)
+        operands = torch.empty(code.outpace_room(parts, len(parts), rows), dtype=torch.uint8)
+        at = [one.data_ptr() for one in (x_TI, y_TO, operands)]
+        half = [int(one.dtype is torch.bfloat16) for one in (x_TI, y_TO)]
+        threads = torch.get_num_threads()
+        code.outpace_product(
+            parts, len(parts), at[0], self.inputs, half[0], rows, at[1], self.outputs, half[1], at[2], threads
+        )
+        return y_TO
+
     def dense(self) -> Tensor:
         """The matrix [O, I] as it was given; a copy if packed."""
+        code = library()
+        if self.parts is not None and code is not None:
+            out = torch.empty(self.outputs, self.inputs)
+            code.outpace_dense(self.parts, out.data_ptr(), torch.get_num_threads())
+            return out.to(self.dtype)
         return self._weight.to_dense() if self.packed else self._weight
 
     @property
@@ -104,13 +166,17 @@ class Room:
 
     def widened(self, x_TV: Tensor) -> Tensor:
         """The same in float32. Memory: the largest number of rows so far, up to `ROOM`."""
-        rows = len(x_TV)
-        fresh = x_TV.dtype == torch.float32 or x_TV.device.type != "cpu" or rows > ROOM
-        if fresh or not torch.is_inference_mode_enabled():  # where autograd runs it may be kept
+        if x_TV.dtype == torch.float32 or x_TV.device.type != "cpu":
             return x_TV.float()
-        if self._kept is None or len(self._kept) < rows:
-            self._kept = x_TV.new_empty(rows, x_TV.shape[1], dtype=torch.float32)
-        return self._kept[:rows].copy_(x_TV)
+        return self.rows(*x_TV.shape).copy_(x_TV)
+
+    def rows(self, count: int, width: int) -> Tensor:
+        """Memory for float32 [count, width], to be written; holds until the next call."""
+        if count > ROOM or not torch.is_inference_mode_enabled():  # where autograd runs it may be kept
+            return torch.empty(count, width)
+        if self._kept is None or len(self._kept) < count:
+            self._kept = torch.empty(count, width)
+        return self._kept[:count]
 
 
 def _pack(weight_OI: Tensor) -> Tensor:
