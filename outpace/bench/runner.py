@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from outpace.bench import stats
+from outpace.bench.disturb import disturbed
 from outpace.bench.records import Case, Contender, Run, Settings
 from outpace.bench.stats import Key
 from outpace.bench.synthetic import Texts
@@ -40,6 +41,8 @@ class Measured:
     """Those that took part, `none` first."""
     runs: dict[str, Runs] = field(default_factory=dict)
     """Contender -> (unit, round) -> run. For every key of any of them `none` has a run."""
+    disturbed: dict[str, Runs] = field(default_factory=dict)
+    """The same, measured again while another process took a core; empty if that was not asked."""
 
     def group(self, unit: int) -> str:
         """The category of a unit's prompts."""
@@ -69,6 +72,7 @@ class Runner:
         max_repeat: most rounds over the units of a category in which a contender's interval is
             still wide.
         need_texts: a contender wants the plain answers before its turn.
+        disturb: let contenders answer every unit once more while another process takes a core.
         tick: told what is under way and how many units were answered since the last call.
     """
 
@@ -81,6 +85,7 @@ class Runner:
         repeat: int = 1,
         max_repeat: int = 1,
         need_texts: bool = False,
+        disturb: bool = False,
         tick: Tick = lambda part, units: None,
     ) -> None:
         self.contenders = list(contenders)
@@ -89,6 +94,7 @@ class Runner:
         self.texts = texts
         self.batch, self.repeat, self.max_repeat = batch, repeat, max_repeat
         self.need_texts = need_texts or batch > 1
+        self.disturb = disturb
         self.tick = tick
         self.session = Session()
 
@@ -119,7 +125,8 @@ class Runner:
         units = len(make_units(cases, self.batch))
         count = 2 * len(make_units(first_seed(cases), self.batch))
         for one in settings:
-            count += self.repeat * units * len(self._fit(one)) + self.need_texts * units
+            count += self.repeat * units * len(self._fit(one)) * (1 + self.disturb)
+            count += self.need_texts * units
         return count
 
     def _fit(self, settings: Settings) -> list[Contender]:
@@ -158,6 +165,10 @@ class Runner:
         for turn in range(self.repeat):
             for number in range(len(units)):
                 self._take_turns(part, part.contenders, number, turn, label)
+                if self.disturb:
+                    with disturbed():
+                        again = f"{label}disturbed, "
+                        self._take_turns(part, part.contenders, number, turn, again, part.disturbed)
         for turn in range(self.repeat, self.max_repeat):
             wide = wide_cells(part)
             for number in range(len(units)):
@@ -196,9 +207,24 @@ class Runner:
         return warm
 
     def _take_turns(
-        self, part: Measured, contenders: Sequence[Contender], unit: int, turn: int, label: str
+        self,
+        part: Measured,
+        contenders: Sequence[Contender],
+        unit: int,
+        turn: int,
+        label: str,
+        into: dict[str, Runs] | None = None,
     ) -> None:
-        """Let contenders answer a unit, a different one first each time."""
+        """Let contenders answer a unit, a different one first each time.
+
+        Args:
+            part: what is being measured.
+            contenders: who answers; those that left are passed over.
+            unit: which.
+            turn: the round.
+            label: for the display.
+            into: where runs are noted; None: as those of the part.
+        """
         first = (unit + turn) % len(contenders)
         where = f"{label}{part.group(unit)}"
         done: dict[str, Run] = {}
@@ -216,7 +242,7 @@ class Runner:
                 self.session.notes.append(f"{contender.name} left the benchmark: {error}")
             self.tick(where, 1)
         for name, run in done.items():
-            part.runs[name][unit, turn] = run
+            (part.runs if into is None else into).setdefault(name, {})[unit, turn] = run
 
 
 def make_units(

@@ -78,9 +78,7 @@ class Linear:
         self.outputs, self.inputs = weight_OI.shape
         self.dtype = weight_OI.dtype
         self.bias_O = bias_O
-        self.packed = (
-            packed and weight_OI.device.type == "cpu" and _can(self.dtype)
-        )
+        self.packed = packed and weight_OI.device.type == "cpu" and _can(self.dtype)
         self.parts: ctypes.Array[Matrix] | None = None
         """Its matrices as compiled code multiplies them; None: torch multiplies."""
         code = library() if self.packed and self.dtype in DTYPES else None

@@ -222,7 +222,7 @@ class Programs:
         shape = self._shape
         seen_by, turns = [], []
         if spans:
-            head, out = buffers.address[_HEADS], buffers.lent[_ATTENDED]
+            head, out = buffers.lent[_HEADS].data_ptr(), buffers.lent[_ATTENDED]
             given = views(cache, spans, shape, self._windows, head, out)
             seen_by = [given[window] for window in self._windows]
             positions = [position for span in spans for position in span.positions]

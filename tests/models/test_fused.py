@@ -13,9 +13,7 @@ from outpace.models import fused
 from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.fused import FusedAttention, attention, fits, stored
 
-needs_code = pytest.mark.skipif(
-    compiled.library() is None, reason="C cannot be compiled for this machine"
-)
+needs_code = pytest.mark.skipif(compiled.library() is None, reason="C cannot be compiled for this machine")
 BASES = (0, 1, 5, 63, 64, 100, 126, 127, 128, 200, 255, 300)
 ROWS = 512
 GROUPED, WIDE, MANY = (3, 3, 64), (1, 2, 256), (1, 32, 16)
