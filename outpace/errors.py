@@ -26,6 +26,22 @@ class RequestError(OutpaceError):
     """A prompt or a sampling setting that cannot be served."""
 
 
+class PromptTooLong(RequestError):
+    """A prompt that the model's context cannot hold.
+
+    Args:
+        most: tokens of the longest prompt that fits.
+        count: tokens that the prompt has; None: they were not all counted.
+    """
+
+    def __init__(self, most: int, count: int | None = None) -> None:
+        has = f"more than {most} tokens" if count is None else f"{count} tokens, {count - most} more than fit"
+        super().__init__(
+            f"the prompt has {has}: this model's maximum context length is {most + 1} tokens, "
+            "one of them for the answer; shorten the prompt"
+        )
+
+
 class QueueFull(RequestError):
     """A service that has as many requests waiting as it may; come back later."""
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _SERVER = "Server"
 _LIMITS = "Limits"
 _LEARN = "Learning"
+_PER_TOKEN = 16
+"""Bytes of a body per token: some 5 of text, three times as many where JSON escapes them."""
 
 _EXAMPLES = r"""
 Examples:
@@ -150,8 +152,15 @@ def serve(
         int, option("--max-answers", panel=_LIMITS, metavar="N", help="Answers per request: prompts times n.")
     ] = 32,
     max_body_kb: Annotated[
-        int, option("--max-body-kb", panel=_LIMITS, metavar="N", help="Longest body, KiB.")
-    ] = 4096,
+        int | None,
+        option(
+            "--max-body-kb",
+            panel=_LIMITS,
+            metavar="N",
+            show_default="1024; more for contexts above 64 Ki tokens",
+            help="Longest body, KiB.",
+        ),
+    ] = None,
     max_connections: Annotated[
         int, option("--max-connections", panel=_LIMITS, metavar="N", help="Connections at a time.")
     ] = 512,
@@ -251,7 +260,7 @@ def serve(
         from outpace.serving.service import Service
 
         limits = Limits(
-            body_bytes=max_body_kb << 10,
+            body_bytes=body_bytes(engine, max_body_kb),
             prompt_tokens=max_prompt_tokens,
             new_tokens=max_new_tokens,
             answers=max_answers,
@@ -285,6 +294,11 @@ def serve(
         )
     show.note(f"outpace: serving {name or engine.target.name} with {', '.join(service.drafters)}")
     run(service, name=name or engine.target.name, host=host, port=port, keys=keys, limits=limits)
+
+
+def body_bytes(engine: Engine, kb: int | None) -> int:
+    """The longest body: as the user says, or one that can fill the context."""
+    return max(1 << 20, _PER_TOKEN * engine.target.max_positions) if kb is None else kb << 10
 
 
 def learner_for(engine: Engine, specs: list[str], topics: int, folder: str | None) -> Learner:

@@ -19,11 +19,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from outpace import registry
 from outpace.config import MethodSpec, build, split_specs
-from outpace.drafters.base import Drafter
+from outpace.drafters.base import Drafter, Traits
 from outpace.drafters.trained import candidates, read_measured
 from outpace.engine.method import Method, make
 from outpace.errors import OutpaceError, SpecError
@@ -60,9 +60,7 @@ class Portfolio(Method):
     """
 
     Config = PortfolioConfig
-    needs: ClassVar[frozenset[str]] = frozenset()
-    default_tree: ClassVar[str | None] = None
-    default_nodes: ClassVar[int] = 0
+    traits = Traits()
 
     def __init__(
         self,

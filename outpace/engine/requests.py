@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any
 
-from outpace.errors import RequestError, UnknownNameError
+from outpace.errors import PromptTooLong, RequestError, UnknownNameError
 from outpace.models.base import Target
 from outpace.models.prompts import Prompt, Reference, check_ids, listed, refusal
 from outpace.params import SamplingParams
@@ -56,12 +56,8 @@ def check(ids: tuple[int, ...], params: SamplingParams, target: Target, eos_ids:
     """Raise RequestError unless the target can serve this prompt with these settings."""
     if not ids:
         raise RequestError("the prompt has no tokens; give some text or token ids")
-    over = len(ids) - (target.max_positions - 1)
-    if over > 0:
-        raise RequestError(
-            f"the prompt has {len(ids)} tokens, {over} more than fit: {target.name} has "
-            f"a context of {target.max_positions} and needs room for one new token"
-        )
+    if len(ids) > target.max_positions - 1:
+        raise PromptTooLong(target.max_positions - 1, len(ids))
     check_ids(ids, target, "the prompt")
     params.check_vocab(target.vocab_size, eos_ids)
     if params.stop and target.tokenizer is None:

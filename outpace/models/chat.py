@@ -28,7 +28,8 @@ def compile_template(source: str) -> "Template":
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from outpace.models.sandbox import Sandbox, bounded
 
     class Generation(Extension):
         """Accepts the tag that marks what the assistant wrote; only training uses it."""
@@ -54,14 +55,13 @@ def compile_template(source: str) -> "Template":
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment.add_filter("tojson", to_json)
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
-        return environment.from_string(source)
+        with bounded():
+            return environment.from_string(source)
     except TemplateSyntaxError as error:
         raise ModelError(
             f"the model's chat template is broken: {error.message} (line {error.lineno})"
@@ -108,13 +108,19 @@ def render(template: "Template", messages: list[dict[str, Any]], /, **variables:
     """Fill a template in. Variables may have any names but ``messages``.
 
     Raises:
-        RequestError: the template refuses these messages, in the template's own words.
+        RequestError: the template refuses these messages, in the template's own words, or takes too
+            much time or memory for them.
     """
+    from outpace.models.sandbox import TooMuch, bounded
+
+    given = _plain("chat template arguments", variables)
     try:
-        given = _plain("chat template arguments", variables)
-        return template.render({**given, "messages": messages})
-    except RequestError:
-        raise
+        with bounded(len(messages)):
+            return template.render({**given, "messages": messages})
+    except TooMuch as error:
+        raise RequestError(
+            f"the model's chat template is given up: {error}; give a raw prompt instead of messages"
+        ) from error
     except Exception as error:  # a template is foreign code and may raise anything
         raise RequestError(f"the model's chat template refuses these messages: {brief(error)}") from error
 

@@ -39,18 +39,19 @@ def encode(prompt: Any, target: Target, *, chat: bool = False) -> tuple[int, ...
     """Token ids of a prompt; ``chat`` wraps a text in the model's chat template.
 
     Raises:
+        PromptTooLong: a text or conversation that is sure not to fit.
         RequestError: an empty prompt, or what is none; text where there is no tokenizer.
     """
-    prompt = listed(prompt)
+    prompt, most = listed(prompt), target.max_positions - 1
     if isinstance(prompt, Sequence) and not prompt:
         raise RequestError("the prompt is empty; give some text or token ids")
     if isinstance(prompt, str):
         tokenizer = tokenizer_of(target, "a text prompt")
         if chat:
-            return tuple(tokenizer.chat([{"role": "user", "content": prompt}]))
-        return tuple(tokenizer.encode(prompt))
+            return tuple(tokenizer.chat([{"role": "user", "content": prompt}], most_tokens=most))
+        return tuple(tokenizer.encode(prompt, most=most))
     if isinstance(prompt, Sequence) and isinstance(prompt[0], Mapping):
-        return tuple(tokenizer_of(target, "chat messages").chat(prompt))
+        return tuple(tokenizer_of(target, "chat messages").chat(prompt, most_tokens=most))
     return as_ids(prompt, "a prompt")
 
 

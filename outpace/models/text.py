@@ -12,13 +12,19 @@ from typing import Any
 
 import tokenizers
 
-from outpace.errors import ModelError, RequestError
+from outpace.errors import ModelError, PromptTooLong, RequestError
 from outpace.models.chat import check_messages, compile_template, render
 from outpace.models.fields import brief, read_json, token_ids
 from outpace.models.text_files import ROLES, chat_templates, more_special, named_tokens, surround_as_said
 
 SPACE_MARK = "\u2581"
 """What SentencePiece writes for a space."""
+_SHORT = 1 << 12
+"""Characters that are encoded with the interpreter lock held: some milliseconds."""
+_PIECE = 1 << 14
+"""Characters of a long text that are counted at a time."""
+_CUTS = 1.1
+"""Cutting a text into pieces makes no more than so many times its tokens."""
 
 
 class Tokenizer:
@@ -139,15 +145,20 @@ class Tokenizer:
             templates={name: text for name, text in templates.items() if text},
         )
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
         """Turn text into token ids; special tokens written in the text are recognised.
 
         Args:
             text: any text that has a UTF-8 form; the empty text gives only what ``special`` adds.
             special: add the tokens that the model expects around a text (often the first one).
+            most: refuse a text that is sure to have more tokens. Reading it takes time and memory
+                for about so many tokens, however long it is.
 
         Raises:
+            PromptTooLong: more than ``most`` tokens. A text that is only a little longer may pass.
             RequestError: not a string, or one with half a surrogate pair.
+
+        Effects: a long text is encoded with the interpreter lock released.
         """
         if not isinstance(text, str):
             raise RequestError(f"text must be a string, got {type(text).__name__}")
@@ -157,8 +168,18 @@ class Tokenizer:
             raise RequestError(
                 f"text has half a surrogate pair at character {error.start}; it has no UTF-8 form"
             ) from error
-        ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
-        return ids
+        if most is not None and len(text) > _PIECE and self._exceeds(text, most):
+            raise PromptTooLong(most)
+        return _encoded(self._backend, text, special)
+
+    def _exceeds(self, text: str, most: int) -> bool:
+        """Whether a text has more tokens for sure; reads no more of it than that takes."""
+        left = _CUTS * most + len(self._named)
+        for start in range(0, len(text), _PIECE):
+            left -= len(_encoded(self._backend, text[start : start + _PIECE], special=False))
+            if left < 0:
+                return True
+        return False
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, continues: bool = False) -> str:
         """Turn token ids into text.
@@ -226,11 +247,16 @@ class Tokenizer:
         *,
         generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        most_tokens: int | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Turn a conversation into token ids; as ``chat_text``, then encoded as it stands."""
+        """Turn a conversation into token ids; as ``chat_text``, then encoded as it stands.
+
+        Raises:
+            PromptTooLong: as ``encode``.
+        """
         text = self.chat_text(messages, generation_prompt=generation_prompt, tools=tools, **variables)
-        return self.encode(text, special=False)
+        return self.encode(text, special=False, most=most_tokens)
 
     def _id_of(self, role: str) -> int | None:
         token = self._named.get(role)
@@ -281,6 +307,15 @@ class TextStream:
 
 def _has(tokenizer: Any, role: str) -> bool:
     return getattr(tokenizer, role, None) is not None
+
+
+def _encoded(backend: tokenizers.Tokenizer, text: str, special: bool) -> list[int]:
+    """Token ids. A batch is encoded without the interpreter lock, a single text with it."""
+    if len(text) <= _SHORT:
+        ids: list[int] = backend.encode(text, add_special_tokens=special).ids
+    else:
+        ids = backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+    return ids
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from outpace import registry
 from outpace.engine.results import DrafterCounts, Result
 from outpace.sampling import TokenLogprobs
-from outpace.server.asks import Ask
-from outpace.server.calls import CallReader, Found
+from outpace.server.parsing import Ask
+from outpace.server.tool_parser import CallReader, Found
 from outpace.server.trace import Tracer
 from outpace.serving.events import Tokens
 

@@ -18,16 +18,15 @@ from starlette.responses import Response
 from outpace import __version__
 from outpace.engine.results import Result
 from outpace.server.answers import ChatWriter, CompletionWriter, Json, Writer
-from outpace.server.around import Counting, Defects
-from outpace.server.asks import Ask, Reader
-from outpace.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from outpace.server.bridge import Call
 from outpace.server.encoding import JsonResponse, to_json
 from outpace.server.errors import MISTAKES, ApiError, error_body, from_defect, from_mistake, from_validation
 from outpace.server.grammar import open_grammars
-from outpace.server.guard import Guard
 from outpace.server.limits import Limits
 from outpace.server.metrics import CONTENT_TYPE, Meters
+from outpace.server.middleware import Counting, Defects, Guard
+from outpace.server.parsing import Ask, Reader
+from outpace.server.request_handler import Call
+from outpace.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from outpace.server.sse import EventStream, until_left
 from outpace.serving.events import Done, Tokens
 from outpace.serving.keyed import check_stores
@@ -217,16 +216,7 @@ def _tools(app: FastAPI, server: Server) -> None:
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Response:
-        reader.check_model(body.model)
-        wrong = next((t for t in body.tokens if t >= target.vocab_size), None)
-        if wrong is not None:
-            raise ApiError(
-                400, f"tokens holds {wrong}, but ids go from 0 to {target.vocab_size - 1}", "tokens"
-            )
-        text = await off_loop(
-            lambda: reader.tokenizer.decode(body.tokens, skip_special=body.skip_special_tokens)
-        )
-        return JsonResponse({"prompt": text})
+        return JsonResponse({"prompt": await off_loop(lambda: reader.detokenize(body))})
 
     @app.get("/health")
     async def health() -> Response:

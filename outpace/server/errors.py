@@ -123,7 +123,7 @@ def _reason(message: str) -> str:
 
 def _short(value: Any) -> str:
     try:
-        text = repr(value)
+        text = repr(value[:20] if isinstance(value, list | str) else value)
     except RecursionError:
         return "a value of very many levels"
     return text if len(text) <= 60 else f"{text[:57]}..."

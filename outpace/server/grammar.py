@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outpace.errors import RequestError
-from outpace.server.wishes import Wish
+from outpace.server.structured_output import Wish
 
 
 def open_grammars(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> Grammars | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import signal
 from collections.abc import Sequence
@@ -69,6 +70,10 @@ def serve(
     try:
         app = create_app(service, name=name, keys=keys, hosts=host_names(host, keys), limits=limits)
         server = make_server(app, host=host, port=port, limits=limits, quiet=quiet)
+        # A body of many small lists makes Python search for garbage. Without this it searches the
+        # model and all libraries too, and every stream waits for that.
+        gc.collect()
+        gc.freeze()
         # uvicorn hands the signals on to whoever had them before when it is done; a server that
         # was told to stop and did has not failed.
         before = {s: signal.signal(s, _ignore) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -79,6 +84,7 @@ def serve(
                 f"cannot listen on {host} port {port}; name another --port or --host"
             ) from error
         finally:
+            gc.unfreeze()
             for which, handler in before.items():
                 signal.signal(which, handler)
     finally:

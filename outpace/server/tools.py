@@ -3,7 +3,7 @@
 A chat template knows best how its model reads and writes calls, so it is asked: a conversation with
 a function and a call of it is rendered, and what came out is looked at. A model whose template
 knows nothing of functions is told of them in the system message, to be called in the form of
-`calls.HERMES`; calls and what they gave become text of the conversation then.
+`tool_parser.HERMES`; calls and what they gave become text of the conversation then.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.errors import RequestError
-from outpace.server.bodies import NamedTool, Tool, too_deep
-from outpace.server.calls import HERMES, LLAMA3, MISTRAL, Format, special_marks
 from outpace.server.errors import ApiError
-from outpace.server.wishes import Wish
+from outpace.server.schema import NamedTool, Tool, too_deep
+from outpace.server.structured_output import Wish
+from outpace.server.tool_parser import HERMES, LLAMA3, MISTRAL, Format, special_marks
 
 Json = dict[str, Any]
 

@@ -21,8 +21,8 @@ from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import Sequence as Running
 from outpace.serving.events import Done, Event, Failed, Listener, ServiceStats, Tokens
 from outpace.serving.memory import Memory
-from outpace.serving.mixed import Mixed, Own
-from outpace.serving.resume import restart, resume, suspend
+from outpace.serving.per_request_policy import Mixed, Own
+from outpace.serving.preemption import restart, resume, suspend
 from outpace.serving.trace import told
 from outpace.step import Machine
 

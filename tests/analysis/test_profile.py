@@ -73,7 +73,11 @@ def step(drafted, accepted, depth=None, levels=0, draft=0.0, rest=0.001, riders=
 
 
 def method(depth, previews=False):
-    return SimpleNamespace(spec="m", budget=Budget(depth, depth), drafter=SimpleNamespace(previews=previews))
+    return SimpleNamespace(
+        spec="m",
+        budget=Budget(depth, depth),
+        drafter=SimpleNamespace(traits=SimpleNamespace(previews=previews)),
+    )
 
 
 PLAIN = [_Answer([step(0, 0)] * 10, 40.0)]

@@ -15,173 +15,14 @@ from outpace.config import MethodSpec
 from outpace.drafters.base import Request
 from outpace.engine.requests import Ready
 from outpace.errors import SpecError
-from outpace.methods.dflash.objective import DflashObjective, DflashTraining
-from outpace.methods.draft_model.acceptance_objective import Acceptance, AcceptanceTraining
-from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
-from outpace.methods.early_exit.kangaroo_objective import KangarooObjective, KangarooTraining
-from outpace.methods.early_exit.objective import EarlyExitObjective, EarlyExitTraining
-from outpace.methods.lookup.datastore import write_datastore
-from outpace.methods.medusa.hydra_objective import Hydra, HydraTraining
-from outpace.methods.medusa.objective import Medusa, MedusaTraining
-from outpace.methods.ppd.objective import Ppd, PpdTraining
 from outpace.models.base import TREE
 from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
 from outpace.tree.mask import is_chain
-from outpace.types import Budget, Draft, Drawn, Feed, Outcome, Verdict, VocabMap
-from tests.drafters.strangers import write_stranger
+from outpace.types import Budget, Draft, Drawn, Feed, Outcome, Verdict
+from tests.conformance.specs import specs, write_files
 
-SPECS = {
-    "auto": [
-        "auto",
-        "auto[drafters=suffix+draft_model[model=tiny]]",
-        "auto[add=draft_model[model=tiny layers=1 tree=2x2x1] policy=auto[margin=0]]",
-    ],
-    "draft_model": [
-        "draft_model[model=tiny layers=1]",
-        "draft_model[model=tiny]",
-        "draft_model[model=tiny layers=1 tree=3x2x1]",
-        "draft_model[model=tiny tree=2x2x2 policy=confidence]",
-        "draft_model[model=tiny layers=1 tree=2x2 verifier=tree[replacement=true]]",
-        "draft_model[model=tiny layers=1 verifier=chain]",
-        "draft_model[model=tiny layers=1 tree=dynamic tree_size=6]",
-        "draft_model[model=tiny layers=1 tree=dynamic:3 verifier=tree[replacement=true]]",
-        "draft_model[model=tiny layers=1 verifier=block]",
-        "draft_model[model=tiny layers=1 tree=3x2 verifier=k_seq]",
-        "draft_model[model=tiny layers=1 tree=3x2 verifier=greedy_plus_one]",
-        "draft_model[model=tiny layers=1 tree=3x2x1 verifier=traversal]",
-        "draft_model[model=tiny layers=1 policy=schedule]",
-        "draft_model[model=tiny layers=1 policy=bandit]",
-        "draft_model[model=tiny layers=1 acceptance=small.acceptance tree=2x2x1x1x1 policy=specdecpp]",
-        "draft_model[model=tiny policy=goodput]",
-        "draft_model[model=tiny layers=1 tree=dynamic tree_size=6 policy=goodput]",
-    ],
-    "early_exit": [
-        "early_exit",
-        "early_exit[layer=1 tree=3x2x1]",
-        "early_exit[tree=[-1,-1,0,0,2,2,5] policy=confidence]",
-        "early_exit[tree=dynamic tree_size=6]",
-        "early_exit[tree=dynamic:3 verifier=tree[replacement=true]]",
-        "early_exit[tree=3x2x1 verifier=traversal]",
-        "early_exit[verifier=block]",
-        "early_exit[model=small.exit]",
-        "early_exit[model=small.exit tree=3x2x1 verifier=traversal]",
-        "early_exit[model=small.exit tree=dynamic:3 verifier=tree[replacement=true]]",
-        "early_exit[model=small.exit policy=confidence verifier=block]",
-    ],
-    "layer_skip": ["layer_skip[skip=1]", "layer_skip[skip=1 tree=2x2x1 policy=confidence]"],
-    "quantized_self": ["quantized_self", "quantized_self[kind=int4 tree=2x2]"],
-    "eagle3": [
-        "eagle3[model=small.head]",
-        "eagle3[model=small.head tree=3x2x1]",
-        "eagle3[model=small.head tree=dynamic tree_size=8]",
-        "eagle3[model=small.head tree=dynamic:3 verifier=tree[replacement=true]]",
-        "eagle3[model=small.head tree=2x2 policy=confidence verifier=traversal]",
-        "eagle3[model=small.head verifier=block]",
-    ],
-    "kangaroo": [
-        "kangaroo[model=small.adapter]",
-        "kangaroo[model=small.adapter threshold=0]",
-        "kangaroo[model=small.adapter threshold=0 tree=3x2x1 verifier=traversal]",
-        "kangaroo[model=small.adapter threshold=0.01 tree=dynamic tree_size=6]",
-        "kangaroo[model=small.adapter threshold=0 tree=dynamic:3 verifier=tree[replacement=true]]",
-        "kangaroo[model=small.adapter tree=2x2 policy=confidence]",
-    ],
-    "medusa": [
-        "medusa[model=small.medusa]",
-        "medusa[model=small.medusa tree=chain verifier=match]",
-        "medusa[model=small.medusa tree=3x2x1 verifier=tree[replacement=true]]",
-        "medusa[model=small.medusa tree=dynamic tree_size=8 policy=confidence]",
-    ],
-    "hydra": [
-        "hydra[model=small.hydra]",
-        "hydra[model=small.hydra tree=chain verifier=block]",
-        "hydra[model=small.hydra tree=3x2x1 verifier=traversal]",
-        "hydra[model=small.hydra tree=dynamic:3 verifier=tree[replacement=true]]",
-    ],
-    "ppd": [
-        "ppd[model=small.ppd]",
-        "ppd[model=small.ppd rows=6 tree=chain verifier=block]",
-        "ppd[model=small.ensemble tree=3x2x1 verifier=traversal]",
-        "ppd[model=small.ppd tree=dynamic:3 verifier=tree[replacement=true] policy=confidence]",
-    ],
-    "dflash": [
-        "dflash[model=small.dflash]",
-        "dflash[model=small.dflash tree=chain verifier=block]",
-        "dflash[model=small.dflash tree=3x2x1 verifier=traversal]",
-        "dflash[model=small.dflash tree=dynamic:3 verifier=tree[replacement=true]]",
-        "dflash[model=small.dflash tree=2x2 policy=confidence]",
-    ],
-    "prompt_lookup": ["prompt_lookup", "prompt_lookup[min_ngram=1 tree=dynamic]"],
-    "max_gram": ["max_gram", "max_gram[min_match=2 tree=2x2x1]"],
-    "suffix": ["suffix", "suffix[tree=3x2x1]", "suffix[tree=dynamic]", "suffix[factor=1.5 verifier=chain]"],
-    "adaptive_ngram": ["adaptive_ngram", "adaptive_ngram[max_order=3 tree=dynamic]"],
-    "reference": ["reference", "reference[tree=[-1,-1,0,1,2,4,5]]", "reference[tree=dynamic]"],
-    "retrieval": [
-        "retrieval[store=small.store]",
-        "retrieval[store=small.store min_ngram=1 tree=3x2x1]",
-        "retrieval[store=small.store min_ngram=1 tree=dynamic]",
-    ],
-    "recycling": [
-        "recycling",
-        "recycling[tree=dynamic]",
-        "recycling[table=small.store successors=3 tree=[-1,-1,0,2,2,1] verifier=match]",
-    ],
-    "lookahead": ["lookahead", "lookahead[ngram=4 window=4 tree=3x2x1]"],
-    "cascade": [
-        "cascade[levels=draft_model[model=tiny layers=1]+max_gram]",
-        "cascade[levels=draft_model[model=tiny layers=1]+max_gram k=4,4/6]",
-        "cascade[levels=draft_model[model=tiny layers=1]+max_gram k=3,5/4 tree=3x1x1x1]",
-        "cascade[levels=draft_model[model=tiny]+draft_model[model=tiny layers=1]+suffix"
-        " k=3,2,4/2,4/4 verifier=chain]",
-        "cascade[levels=draft_model[model=tiny layers=1]+recycling k=4/3 verifier=block]",
-        "cascade[levels=draft_model[model=tiny layers=1] k=3 policy=confidence]",
-    ],
-    "ouroboros": [
-        "ouroboros[draft=draft_model[model=tiny layers=1]]",
-        "ouroboros[draft=draft_model[model=tiny layers=1] length=5 phrases=3 faster=true]",
-        "ouroboros[draft=draft_model[model=tiny layers=1] length=2 faster=false tree=3x2x2x1x1]",
-        "ouroboros[draft=draft_model[model=tiny] length=3 verifier=block]",
-        "ouroboros[draft=draft_model[model=tiny layers=1] length=1 tokens=4 tree=3x1x1x1x1"
-        " policy=confidence]",
-        "ouroboros[draft=early_exit length=2]",
-        "ouroboros[draft=eagle3[model=small.head] length=2 tree=dynamic tree_size=12"
-        " verifier=tree[replacement=true]]",
-        "ouroboros[draft=graph[draft=draft_model[model=tiny layers=1]] length=2 tree=3x2x1"
-        " verifier=traversal]",
-    ],
-    "graph": [
-        "graph[draft=draft_model[model=tiny layers=1]]",
-        "graph[draft=draft_model[model=tiny] agree=0 tree=3x3x2x1 policy=confidence]",
-        "graph[draft=draft_model[model=tiny layers=1] agree=0 verifier=tree[replacement=true]]",
-        "graph[draft=draft_model[model=tiny layers=1] agree=0 tree=3x2x2 verifier=traversal]",
-        "graph[draft=draft_model[model=tiny layers=1] agree=0 tree=3x2x2 verifier=greedy_plus_one]",
-        "graph[draft=eagle3[model=small.head] agree=0 tree=3x3x2]",
-        "graph[draft=quantized_self agree=0 tree=dynamic tree_size=10]",
-    ],
-    "cross_vocabulary": [
-        "cross_vocabulary[model=small.other]",
-        "cross_vocabulary[model=small.other by=text tree=3x2x1]",
-        "cross_vocabulary[model=small.other by=tokens tree=3x2x1 policy=confidence]",
-        "cross_vocabulary[model=small.other by=tokens verifier=block]",
-        "cross_vocabulary[model=small.other by=tokens tree=dynamic tree_size=6"
-        " verifier=tree[replacement=true]]",
-        "cross_vocabulary[model=small.other by=tokens"
-        " drafter=cascade[levels=draft_model[model=small.other]+max_gram]]",
-        "cross_vocabulary[model=small.other"
-        " drafter=select[members=suffix+draft_model[model=small.other layers=1]]]",
-    ],
-    "select": [
-        "select[members=suffix+recycling]",
-        "select[members=max_gram+draft_model[model=tiny layers=1]]",
-        "select[members=prompt_lookup+adaptive_ngram+recycling verifier=chain]",
-        "select[members=suffix+recycling merge=false]",
-        "select[members=eagle3[model=small.head]+kangaroo[model=small.adapter threshold=0]]",
-        "select[members=suffix+recycling+cascade[levels=draft_model[model=tiny layers=1]+max_gram]"
-        " tree=3x2x1]",
-    ],
-}
-METHODS = [spec for row in registry.entries("drafter") for spec in SPECS.get(row.name, [row.name])]
+METHODS = specs()
 PROMPTS = [
     [5, 9, 11, 5, 9, 11, 5, 9],
     [40, 41, 42, 43, 44, 40, 41, 42],
@@ -218,33 +59,15 @@ def plainly(engine):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_store(engine, plain, tmp_path_factory):
-    """Tests run in a folder with a datastore of the plain texts, and an untrained EAGLE head."""
-    folder = tmp_path_factory.mktemp("store")
-    documents = [[*prompt, *text] for prompt, text in zip(PROMPTS, plain, strict=True)]
-    write_datastore(documents, engine.target.tokenizer, folder / "small.store")
-    write_head(engine.target, folder / "small.head")
-    write_head(engine.target, folder / "small.adapter", KangarooObjective, KangarooTraining())
-    write_head(engine.target, folder / "small.exit", EarlyExitObjective, EarlyExitTraining())
-    for kind, config in ((Medusa, MedusaTraining()), (Hydra, HydraTraining())):
-        write_head(engine.target, folder / f"small.{kind.method}", kind, config)
-    write_head(engine.target, folder / "small.dflash", DflashObjective, DflashTraining())
-    write_head(engine.target, folder / "small.ppd", Ppd, PpdTraining())
-    write_head(engine.target, folder / "small.ensemble", Ppd, PpdTraining(riders=2, ensemble=2))
-    judged = AcceptanceTraining(draft="tiny", draft_layers=1)
-    write_head(engine.target, folder / "small.acceptance", Acceptance, judged)
-    write_stranger(engine.target, folder / "small.other")
+def files(engine, plain, tmp_path_factory):
+    """Tests run in a folder with the files that the specs name."""
+    folder = tmp_path_factory.mktemp("files")
+    write_files(
+        engine.target, folder, [[*prompt, *text] for prompt, text in zip(PROMPTS, plain, strict=True)]
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield
-
-
-def write_head(target, folder, kind=Eagle3, config=None):
-    """A head as it is before training, over most of the target's tokens."""
-    known = torch.tensor([i for i in range(target.vocab_size) if i % 5])
-    feed_V = torch.full((target.vocab_size,), -1)
-    feed_V[known] = torch.arange(len(known))
-    kind.build(config or Eagle3Config(), target, VocabMap(known, feed_V)).save(folder, {})
 
 
 def tokens(results):
@@ -272,7 +95,7 @@ def test_greedy_text_is_plain_text_in_any_batch(engine, plain, plainly, spec):
 
 
 @pytest.mark.parametrize(
-    "draft", ["kangaroo[model=small.adapter]", "early_exit[model=small.exit]", "early_exit"]
+    "draft", ["kangaroo[model=small.kangaroo]", "early_exit[model=small.early_exit]", "early_exit"]
 )
 def test_what_drafts_in_the_targets_slots_is_refused_where_none_is_lent(engine, draft):
     for spec in (f"graph[draft={draft}]", f"graph[draft=ouroboros[draft={draft}]]"):
@@ -281,7 +104,8 @@ def test_what_drafts_in_the_targets_slots_is_refused_where_none_is_lent(engine, 
 
 
 def needs(spec):
-    return registry.load("drafter", MethodSpec.parse(spec).name).traits.needs
+    kind = registry.load("drafter", MethodSpec.parse(spec).name)
+    return kind.traits.needs if hasattr(kind, "traits") else frozenset()
 
 
 @pytest.fixture(scope="module")
@@ -420,7 +244,7 @@ HOLDERS = ["cascade", "ouroboros", "graph", "select", "cross_vocabulary", "auto"
 @pytest.mark.parametrize("name", HOLDERS)
 def test_a_drafter_that_keeps_its_slots_is_seen(engine, slots, name, monkeypatch):
     """Planted: nothing is given back."""
-    spec = next(s for s in SPECS[name] if "draft_model" in s or "model=" in s)
+    spec = next(s for s in METHODS if (s.partition("[")[0] == name and "draft_model" in s) or "model=" in s)
     for one in engine.method(spec).members.values():
         monkeypatch.setattr(one.drafter, "end", lambda state: None)
     with closing(engine.stream(PROMPTS, drafter=spec, **GREEDY)) as stream:

@@ -9,9 +9,9 @@ import outpace
 from outpace import SamplingParams
 from outpace.models.text import Tokenizer
 from outpace.models.tiny import tiny_tokenizer
-from outpace.server.asks import Reader
-from outpace.server.bodies import ChatBody
 from outpace.server.limits import Limits
+from outpace.server.parsing import Reader
+from outpace.server.schema import ChatBody
 from outpace.serving.events import Done, Failed
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 7, "max_tokens": 12}

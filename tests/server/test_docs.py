@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from outpace.cli.serve import serve
-from outpace.server import bodies
+from outpace.server import schema
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
 NAMED = set(re.findall(r"`([a-z_]+)`", PAGE))
@@ -15,11 +15,11 @@ NAMED = set(re.findall(r"`([a-z_]+)`", PAGE))
 @pytest.mark.parametrize(
     "body",
     [
-        bodies.CompletionBody,
-        bodies.ChatBody,
-        bodies.Speculation,
-        bodies.StreamOptions,
-        bodies.StructuredOutputs,
+        schema.CompletionBody,
+        schema.ChatBody,
+        schema.Speculation,
+        schema.StreamOptions,
+        schema.StructuredOutputs,
     ],
     ids=lambda body: body.__name__,
 )
@@ -30,7 +30,7 @@ def test_every_field_is_there(body):
 
 def test_fields_that_are_not_read_are_listed():
     (line,) = [part for part in PAGE.split("\n\n") if part.startswith("These are taken and not")]
-    assert set(re.findall(r"`([a-z_]+)`", line)) - {"auto", "default"} == bodies.Generation.UNREAD
+    assert set(re.findall(r"`([a-z_]+)`", line)) - {"auto", "default"} == schema.Generation.UNREAD
 
 
 def test_every_figure_is_there(client):

@@ -9,11 +9,11 @@ import torch
 from outpace import Engine, RequestError, SamplingParams
 from outpace.models.tiny import tiny_tokenizer
 from outpace.sampling import Warp
-from outpace.server.asks import Reader
-from outpace.server.bodies import CompletionBody
 from outpace.server.grammar import open_grammars
 from outpace.server.limits import Limits
-from outpace.server.wishes import Wish
+from outpace.server.parsing import Reader
+from outpace.server.schema import CompletionBody
+from outpace.server.structured_output import Wish
 
 SCHEMA = {
     "type": "object",

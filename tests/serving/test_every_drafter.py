@@ -2,14 +2,14 @@
 
 import pytest
 
-from outpace import Engine, registry
+from outpace import Engine
 from outpace.serving.service import Service
-from tests.conformance.test_drafters import SPECS, engine, plain, small_store
+from tests.conformance.test_drafters import METHODS, engine, files, plain
 from tests.serving.test_service import LONG, ask
 
-__all__ = ["engine", "plain", "small_store"]  # fixtures
+__all__ = ["engine", "files", "plain"]  # fixtures
 
-ONE_EACH = [SPECS.get(row.name, [row.name])[0] for row in registry.entries("drafter")]
+ONE_EACH = list({spec.partition("[")[0]: spec for spec in reversed(METHODS)}.values())
 TEXTS = [LONG[: 61 + i] for i in range(2)]
 SETTINGS = {"max_new_tokens": 70, "ignore_eos": True}
 

@@ -15,7 +15,7 @@ from typing import Any
 from outpace.bench.records import Case, Kind, Run, Settings
 from outpace.errors import ModelError, RequestError
 
-_CHILD = Path(__file__).with_name("peer_child.py")
+_CHILD = Path(__file__).with_name("child.py")
 _PARTING = 5.0  # seconds that a child has to end by itself
 
 
@@ -24,7 +24,7 @@ class PeerAbsentError(ModelError):
 
 
 class ChildPeer:
-    """A contender that asks a child process, which `peer_child` describes.
+    """A contender that asks a child process, which `outpace.bench.peers.child` describes.
 
     Args:
         name: what reports call it.

@@ -31,8 +31,8 @@ from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import CHAIN, widths
 from outpace.types import Budget, Draft, Drawn, Group, Outcome, Scored, Verdict
-from tests.drafters.strangers import letters, stranger_tokenizer, table, write_stranger
 from tests.drafters.support import Telling
+from tests.methods.cross_vocabulary.strangers import letters, stranger_tokenizer, table, write_stranger
 
 SAMPLE = (
     "Hello, world!  3.14159 it's WE'LL 1234567 the other one\n\n\tdef f(x):\n        return x**2 "

@@ -8,8 +8,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
+MOST_FIELDS = 100
+"""Fields of one object; no object of this API has as many."""
+MOST_MESSAGES, MOST_TOOLS, MOST_BIASES = 10_000, 1_000, 10_000
+"""Longest lists of objects. Each object costs the event loop some microseconds."""
 DEEPEST = 100
 """Levels of objects and lists within each other; no schema of people or programs has as many."""
 
@@ -33,8 +46,47 @@ def _shallow(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _one_kind(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Check a list of prompts at the speed of C, and stop at the first mistake.
+
+    pydantic would report one error per item and per member of the union: seconds for a long list.
+    """
+    if not isinstance(value, list) or not value:
+        return check(value)
+    kinds = set(map(type, value))
+    if kinds == {int}:
+        return _ids(value)
+    if kinds == {list}:
+        if len(value) > MOST_MESSAGES:
+            raise ValueError(f"should have at most {MOST_MESSAGES} prompts, and has {len(value)}")
+        for ids in value:
+            if set(map(type, ids)) - {int}:
+                raise ValueError("should hold lists of token ids")
+            _ids(ids)
+    elif kinds != {str}:
+        raise ValueError("should be a text, token ids, a list of texts, or a list of lists of token ids")
+    return value
+
+
+def _few_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MOST_BIASES:
+        raise ValueError(f"should name at most {MOST_BIASES} tokens, and names {len(value)}")
+    return value
+
+
+def _ids(ids: list[int]) -> list[int]:
+    if ids and min(ids) < 0:
+        raise ValueError(f"token ids should be greater than or equal to 0, and one is {min(ids)}")
+    return ids
+
+
+_FAST = Field(fail_fast=True)
 Id = Annotated[int, Field(ge=0)]
+Ids = Annotated[list[Id], _FAST]
+Texts = Annotated[list[str], _FAST]
+Prompts = Annotated[str | list[str] | list[Id] | list[list[Id]], WrapValidator(_one_kind)]
 Plain = Annotated[dict[str, Any], AfterValidator(_shallow)]
+Messages = Annotated[list[Plain], Field(fail_fast=True, max_length=MOST_MESSAGES)]
 
 
 class Body(BaseModel):
@@ -48,6 +100,13 @@ class Body(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MOST_FIELDS:
+            raise ValueError(f"an object has at most {MOST_FIELDS} fields, and this one {len(value)}")
+        return value
 
 
 class StreamOptions(Body):
@@ -87,7 +146,7 @@ class Prediction(Body):
     """A text that the answer is expected to resemble."""
 
     type: Literal["content"] = "content"
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], _FAST]
 
     @property
     def text(self) -> str:
@@ -124,7 +183,7 @@ class StructuredOutputs(Body):
     """A JSON schema, or its text."""
     regex: str | None = None
     """A regular expression for the whole answer."""
-    choice: list[str] | None = None
+    choice: Texts | None = None
     """The answers that there may be."""
     grammar: str | None = None
     """A grammar in the form of Lark."""
@@ -161,6 +220,9 @@ class NamedTool(Body):
     function: FunctionName
 
 
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)]
+
+
 class Generation(Body):
     """What completions and chat have in common. None counts as not given."""
 
@@ -187,17 +249,17 @@ class Generation(Body):
     """Subtracted from the logit of every token in the answer."""
     frequency_penalty: float | None = None
     """The same, times how often it is there."""
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few_biases)] = None
     """Token id -> what is added to its logit."""
-    allowed_token_ids: list[Id] | None = None
+    allowed_token_ids: Ids | None = None
     """If given, nothing else is generated."""
     seed: int | None = Field(default=None, ge=0, lt=1 << 64)
     """Names the coins: same seed, same settings, same text."""
     n: int | None = Field(default=None, ge=1)
     """Answers per prompt."""
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     """Strings that end the text where they begin."""
-    stop_token_ids: list[Id] | None = None
+    stop_token_ids: Ids | None = None
     """Tokens that end the text, besides the model's own."""
     include_stop_str_in_output: bool = False
     """Whether the stop string stays in the text."""
@@ -228,7 +290,7 @@ class Generation(Body):
 class CompletionBody(Generation):
     """``POST /v1/completions``."""
 
-    prompt: str | list[str] | list[Id] | list[list[Id]]
+    prompt: Prompts
     """A text, token ids, or a list of either."""
     logprobs: int | None = Field(default=None, ge=0)
     """Report log-probabilities, with so many alternatives per token."""
@@ -243,7 +305,7 @@ class CompletionBody(Generation):
 class ChatBody(Generation):
     """``POST /v1/chat/completions``."""
 
-    messages: list[Plain]
+    messages: Messages
     """Objects with ``role`` and ``content``."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """The newer name of ``max_tokens``."""
@@ -251,7 +313,7 @@ class ChatBody(Generation):
     """Report log-probabilities."""
     top_logprobs: int | None = Field(default=None, ge=0)
     """Alternatives per token; needs ``logprobs``."""
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     """Functions that the model may call."""
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """``none`` tells the model of no tools; ``required``, or a function: the answer is calls."""
@@ -261,7 +323,7 @@ class ChatBody(Generation):
     """More values for the chat template."""
     add_generation_prompt: bool = True
     """End the prompt with the opening of the assistant's turn."""
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], _FAST] | None = None
 
 
 class TokenizeBody(Body):
@@ -271,8 +333,8 @@ class TokenizeBody(Body):
     prompt: str | None = None
     add_special_tokens: bool = True
     """Add what the model expects around a text."""
-    messages: list[Plain] | None = None
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: Plain | None = None
     return_token_strs: bool = False
@@ -283,6 +345,6 @@ class DetokenizeBody(Body):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[Id]
+    tokens: Ids
     skip_special_tokens: bool = False
     """Leave special tokens out."""

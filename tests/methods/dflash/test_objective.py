@@ -19,7 +19,7 @@ from outpace.train.align import EAGLE, Aligned
 from outpace.train.loop import LoopConfig, train
 from outpace.tree.growth import Branch
 from outpace.types import ROOT, Draft, Feed, Outcome, Verdict
-from tests.drafters.dflash_oracle import TAPS, block
+from tests.methods.dflash.oracle import TAPS, block
 from tests.train.texts import Listed, most_used, written
 
 SLOTS = 3

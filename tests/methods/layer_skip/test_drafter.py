@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ce.drafters.own import skip_sets
 
 from outpace import Engine, ModelError, SpecError
 from outpace.clock import PassClock
 from outpace.errors import UnknownNameError
+from outpace.methods.layer_skip import skip_sets
 from outpace.methods.layer_skip.drafter import LayerSkip, LayerSkipConfig
 from outpace.methods.quantized_self import QuantizedSelf, QuantizedSelfConfig
 from outpace.models.decoder import Decoder

@@ -9,8 +9,8 @@ import pytest
 from outpace import Engine
 from outpace.errors import RequestError, ServiceClosed
 from outpace.server.app import create_app
-from outpace.server.bridge import Call
 from outpace.server.metrics import Meters
+from outpace.server.request_handler import Call
 from outpace.serving.events import Failed, ServiceStats, Tokens
 from outpace.serving.service import Service, Ticket
 from tests.server.conftest import LIMITS, Client

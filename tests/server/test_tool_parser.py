@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from outpace.server.calls import HERMES, LLAMA3, MISTRAL, CallReader
+from outpace.server.tool_parser import HERMES, LLAMA3, MISTRAL, CallReader
 
 ONE = '{"name": "f", "arguments": {"a": "x}\\"<", "b": [1, {}]}}'
 GIVEN = '{"a": "x}\\"<", "b": [1, {}]}'

@@ -13,7 +13,6 @@ from outpace.coins import Stream
 from outpace.drafters.base import Request
 from outpace.drafters.worth import Chances
 from outpace.law import Law
-from outpace.methods.cross_vocabulary.follower import along
 from outpace.methods.draft_model.drafter import DraftModel
 from outpace.methods.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
 from outpace.methods.lookup.suffix import Suffix, SuffixConfig
@@ -86,9 +85,9 @@ def test_a_draft_that_is_wanted_whole_stays_the_object_that_it_was():
 
 def test_paths():
     tree = Draft.chosen([1, 2, 3, 1], [-1, -1, 0, 2])
-    assert along(tree, (1, 3, 1, 7)) == (0, 2, 3)
-    assert along(tree, (2, 3)) == (1,)
-    assert along(tree, (9,)) == along(Draft(), (1,)) == ()
+    assert tree.path_of((1, 3, 1, 7)) == (0, 2, 3)
+    assert tree.path_of((2, 3)) == (1,)
+    assert tree.path_of((9,)) == Draft().path_of((1,)) == ()
 
 
 # The law --------------------------------------------------------------------------------------

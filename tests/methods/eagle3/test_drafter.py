@@ -25,7 +25,7 @@ from outpace.train.align import EAGLE, Aligned
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import parse_shape
 from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Outcome, Scored, Verdict
-from tests.drafters.eagle_oracle import Oracle, random_tensors, shape_for
+from tests.methods.eagle3.oracle import Oracle, random_tensors, shape_for
 from tests.train.texts import written
 
 TEXT = [5, 9, 11, 40, 7, 150, 5, 9, 12, 77, 8]

@@ -13,12 +13,21 @@ from typing import TYPE_CHECKING, Any
 from outpace import registry
 from outpace.config import MethodSpec
 from outpace.engine.requests import Ready
+from outpace.errors import PromptTooLong
 from outpace.params import SamplingParams
-from outpace.server.bodies import ChatBody, CompletionBody, Generation, Speculation, TokenizeBody, Tool
 from outpace.server.errors import ApiError
 from outpace.server.limits import Limits
+from outpace.server.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Generation,
+    Speculation,
+    TokenizeBody,
+    Tool,
+)
+from outpace.server.structured_output import Wish, wish
 from outpace.server.tools import Offer, Toolbox, check_calls
-from outpace.server.wishes import Wish, wish
 from outpace.serving.service import Service
 
 if TYPE_CHECKING:
@@ -34,6 +43,7 @@ _TAKEN = {
     "tools": "give the field tools",
     "add_generation_prompt": "give the field add_generation_prompt",
     "generation_prompt": "give the field add_generation_prompt",
+    "most_tokens": "leave it out",
     "self": "leave it out, since a template means itself by that",
 }
 """Variables that a request may not put into a chat template, and what to do."""
@@ -144,8 +154,29 @@ class Reader:
                 body.messages, body.tools, body.chat_template_kwargs, body.add_generation_prompt
             )
         assert body.prompt is not None
-        encoded: list[int] = self.tokenizer.encode(body.prompt, special=body.add_special_tokens)
+        encoded: list[int] = self.tokenizer.encode(
+            body.prompt, special=body.add_special_tokens, most=self._most
+        )
+        if len(encoded) > self._most:
+            raise PromptTooLong(self._most, len(encoded))
         return encoded
+
+    def detokenize(self, body: DetokenizeBody) -> str:
+        """The text of token ids."""
+        self.check_model(body.model)
+        if len(body.tokens) > self._most:
+            raise PromptTooLong(self._most, len(body.tokens))
+        wrong = max(body.tokens, default=0)
+        if wrong >= self.target.vocab_size:
+            raise ApiError(
+                400, f"tokens holds {wrong}, but ids go from 0 to {self.target.vocab_size - 1}", "tokens"
+            )
+        return str(self.tokenizer.decode(body.tokens, skip_special=body.skip_special_tokens))
+
+    @property
+    def _most(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.target.max_positions - 1
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if a request names another model than the one that is served."""
@@ -183,7 +214,11 @@ class Reader:
         if tools or any(one.get("tool_calls") or one.get("role") == "tool" for one in kept):
             kept, plain = self._toolbox.conversation(kept, tools)
         ids: list[int] = self.tokenizer.chat(
-            kept, generation_prompt=generation_prompt, tools=plain, **(variables or {})
+            kept,
+            generation_prompt=generation_prompt,
+            tools=plain,
+            most_tokens=self._most,
+            **(variables or {}),
         )
         return ids
 
@@ -225,6 +260,7 @@ class Reader:
         self._check_lengths(prompts, longest)
         speculation = body.speculation or Speculation()
         settings = self._settings(body, logprobs, form)
+        reference = None if body.prediction is None else self._reference(body.prediction.text)
         ready = []
         for ids in prompts:
             room = max(1, self.service.longest - len(ids))
@@ -235,7 +271,7 @@ class Reader:
                 SamplingParams(**settings, max_new_tokens=most),
                 drafter=self._drafter(body, speculation),
                 draft_tokens=speculation.num_speculative_tokens,
-                reference=None if body.prediction is None else body.prediction.text,
+                reference=reference,
                 reproducible=speculation.reproducible,
             )
             ready.append(replace(one, continues=continues, traced=speculation.trace))
@@ -256,6 +292,15 @@ class Reader:
             predicted=body.prediction is not None,
             echo=echo,
         )
+
+    def _reference(self, text: str) -> list[int]:
+        try:
+            ids: list[int] = self.tokenizer.encode(text, special=False, most=self._most)
+        except PromptTooLong as error:
+            raise ApiError(
+                400, f"prediction has more than {self._most} tokens; shorten it", "prediction"
+            ) from error
+        return ids
 
     def _check_lengths(self, prompts: Sequence[Sequence[int]], longest: int | None) -> None:
         limits = self.limits

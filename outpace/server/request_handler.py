@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from outpace.errors import LogitsError, QueueFull, RequestError, ServiceClosed
-from outpace.server.asks import Ask
 from outpace.server.errors import ApiError, from_defect, from_mistake
 from outpace.server.metrics import Meters
+from outpace.server.parsing import Ask
 from outpace.serving.events import Done, Event, Failed, Tokens
 from outpace.serving.service import Service, Ticket
 

@@ -8,7 +8,7 @@ from outpace.policies.base import Evidence, Policy, PolicyRow
 from outpace.policies.costs import Costs
 from outpace.policies.fixed import Fixed, FixedConfig
 from outpace.policies.goodput import Goodput, GoodputConfig
-from outpace.serving.mixed import Mixed, Own
+from outpace.serving.per_request_policy import Mixed, Own
 from outpace.types import Budget, Load, Plan
 
 OWN, ROOMY = Budget(max_nodes=6, max_depth=6), Budget(max_nodes=100, max_depth=100)

@@ -18,7 +18,7 @@ from outpace.sampling import Warp
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import budget, parse_shape, table
 from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Outcome, Scored, Verdict
-from tests.drafters.dflash_oracle import SLOTS, block, half, random_file
+from tests.methods.dflash.oracle import SLOTS, block, half, random_file
 
 TEXT = [5, 9, 11, 40, 7, 150, 5, 9, 12, 77, 8]
 LONG = [(7 * i * i + 3) % 250 for i in range(80)]

@@ -15,7 +15,7 @@ from outpace.methods.eagle3.files import read_head
 from outpace.methods.eagle3.objective import Eagle3 as Objective
 from outpace.methods.eagle3.objective import Eagle3Config as Training
 from outpace.models.tiny import TableTarget, tiny
-from tests.drafters.eagle_oracle import random_tensors, shape_for
+from tests.methods.eagle3.oracle import random_tensors, shape_for
 
 LAYER = {
     "hidden_size": 64,

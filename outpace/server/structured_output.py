@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from outpace.server.bodies import Generation
 from outpace.server.errors import ApiError
+from outpace.server.schema import Generation
 
 _ANY_OBJECT = '{"type": "object"}'
 
