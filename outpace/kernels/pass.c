@@ -81,7 +81,7 @@ static void gate_rows(const void *context, const void *self, int64_t piece) {
     }
 }
 
-static void add_rows(const void *context, const void *self, int64_t piece) {
+static void add_more(const void *context, const void *self, int64_t piece) {
     ROWS(width) {
         float *to = row_of(p, op->to, row, width);
         const float *more = row_of(p, op->more, row, width);
@@ -135,7 +135,7 @@ static Task *plan(const Program *p, const Op *op, Task *task) {
     case NORM: *task++ = (Task){norm_rows, op, pieces_of(rows, width)}; break;
     case TURN: *task++ = (Task){turn_rows, op, pieces_of(rows, p->heads * width)}; break;
     case GATE: *task++ = (Task){gate_rows, op, pieces_of(rows, 2 * width)}; break;
-    case ADD: *task++ = (Task){add_rows, op, pieces_of(rows, width)}; break;
+    case ADD: *task++ = (Task){add_more, op, pieces_of(rows, width)}; break;
     case COPY:
     case PICK: *task++ = (Task){copy_rows, op, pieces_of(rows, width)}; break;
     case PRODUCT: {

@@ -1,22 +1,24 @@
 """Linear layers whose weights are laid out once for the CPU.
 
 A plain matrix product lays its weights out anew at every call, which at few rows takes as long
-as the product itself. oneDNN can be handed weights already laid out. The plain product stays:
-it is the fallback where packing does not work, and the oracle in the tests.
+as the product itself. Compiled code (`outpace.models.products`) has a layout of its own; where it
+cannot be had, oneDNN can be handed weights already laid out. The plain product stays: it is the
+fallback where neither works, and the oracle in the tests.
 
 Shape letters: T rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.kernels.compiled import DTYPES, library
+from outpace.kernels.compiled import DTYPES
+from outpace.models.products import Product, Stored, store_numbers, works
 
 MIN_ROWS = 4
 """Fewer rows are filled up to this many. oneDNN is no slower at 4 rows than at 1, and 1 row in
@@ -48,27 +50,14 @@ def packing_works(dtype: torch.dtype) -> bool:
         return False
 
 
-def _can(dtype: torch.dtype) -> bool:
-    return (dtype in DTYPES and library() is not None) or packing_works(dtype)
-
-
-class Matrix(ctypes.Structure):
-    """``Matrix`` of products.h."""
-
-    _fields_ = [
-        ("kind", ctypes.c_int64),
-        ("outputs", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-        ("weights", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-    ]
-
-
 class Linear:
     """``x @ weight.T + bias`` with weights that never change.
 
+    Compiled code multiplies where there is any, then rows are float32 or bfloat16, and what comes
+    out is of the same dtype. Elsewhere rows have the dtype of the weights.
+
     Args:
-        weight_OI: the matrix; not kept if it is packed.
+        weight_OI: the matrix; not kept if it is laid out.
         bias_O: added to every row, or None.
         packed: lay the weights out for the CPU, if this machine can; False keeps them as
             they are.
@@ -78,22 +67,43 @@ class Linear:
         self.outputs, self.inputs = weight_OI.shape
         self.dtype = weight_OI.dtype
         self.bias_O = bias_O
-        self.packed = packed and weight_OI.device.type == "cpu" and _can(self.dtype)
-        self.parts: ctypes.Array[Matrix] | None = None
-        """Its matrices as compiled code multiplies them; None: torch multiplies."""
-        code = library() if self.packed and self.dtype in DTYPES else None
-        if code is not None:
-            self._lay(code, weight_OI.contiguous())
+        self.packed = packed and weight_OI.device.type == "cpu"
+        self.product: Product | None = None
+        """The same for compiled code, if there is any."""
+        if self.packed and self.dtype in DTYPES and works():
+            self.product = Product([store_numbers(weight_OI)], bias_O)
             return
+        self.packed = self.packed and packing_works(self.dtype)
         self._weight = _pack(weight_OI) if self.packed else weight_OI
+
+    @classmethod
+    def stored(cls, parts: Sequence[Stored], bias_O: Tensor | None, dtype: torch.dtype) -> Linear:
+        """Some matrices of equal inputs in the layout of compiled code, one above the other.
+
+        Args:
+            parts: the matrices.
+            bias_O: added to every row, or None.
+            dtype: of ``dense``.
+        """
+        self = cls.__new__(cls)
+        self.product = Product(parts, bias_O)
+        self.outputs, self.inputs = self.product.outputs, parts[0].inputs
+        self.dtype, self.bias_O, self.packed = dtype, bias_O, True
+        return self
+
+    @property
+    def min_rows(self) -> int:
+        """Fewer rows are not faster."""
+        return MIN_ROWS if self.packed and self.product is None else 1
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Give [T, O]. A packed row comes out the same, bit for bit, whatever rows are beside it.
 
-        That is measured, not proved: `outpace check` measures it on the user's machine.
+        Of compiled products that holds by the order of their sums. Of others it is measured, not
+        proved: `outpace check` measures it on the user's machine.
         """
-        if self.parts is not None:
-            return self._compiled(x_TI)
+        if self.product is not None:
+            return self.product(x_TI)
         if not self.packed:
             return F.linear(x_TI, self._weight, self.bias_O)
         rows = x_TI.shape[0]
@@ -103,50 +113,22 @@ class Linear:
         filled_TI[:rows] = x_TI
         return _multiply(filled_TI, self._weight, self.bias_O)[:rows]
 
-    def _lay(self, code: ctypes.CDLL, weight_OI: Tensor) -> None:
-        kind, groups = int(self.dtype is torch.bfloat16), -(-self.outputs // 16)
-        size, threads = code.outpace_group_bytes(kind, self.inputs), torch.get_num_threads()
-        self._weight = torch.empty(groups * size, dtype=torch.uint8)
-        bias = 0
-        if self.bias_O is not None:
-            self._bias = F.pad(self.bias_O.float(), (0, groups * 16 - self.outputs))
-            bias = self._bias.data_ptr()
-        row_bytes = self.inputs * weight_OI.element_size()
-        numbers = [weight_OI.data_ptr(), row_bytes, None, self.outputs, self.inputs]
-        code.outpace_store(kind, *numbers, self._weight.data_ptr(), threads)
-        self.parts = (Matrix * 1)(Matrix(kind, self.outputs, self.inputs, self._weight.data_ptr(), bias))
-
-    def _compiled(self, x_TI: Tensor) -> Tensor:
-        code, parts = library(), self.parts
-        assert code is not None and parts is not None
-        x_TI = x_TI.detach().contiguous()
-        rows = len(x_TI)
-        y_TO = torch.empty(rows, self.outputs, dtype=self.dtype)
-        operands = torch.empty(code.outpace_room(parts, len(parts), rows), dtype=torch.uint8)
-        at = [one.data_ptr() for one in (x_TI, y_TO, operands)]
-        half = [int(one.dtype is torch.bfloat16) for one in (x_TI, y_TO)]
-        threads = torch.get_num_threads()
-        code.outpace_product(
-            parts, len(parts), at[0], self.inputs, half[0], rows, at[1], self.outputs, half[1], at[2], threads
-        )
-        return y_TO
-
     def dense(self) -> Tensor:
         """The matrix [O, I] as it was given; a copy if packed."""
-        code = library()
-        if self.parts is not None and code is not None:
-            out = torch.empty(self.outputs, self.inputs)
-            code.outpace_dense(self.parts, out.data_ptr(), torch.get_num_threads())
-            return out.to(self.dtype)
+        if self.product is not None:
+            return self.product.dense().to(self.dtype)
         return self._weight.to_dense() if self.packed else self._weight
 
     @property
     def nbytes(self) -> int:
         """Bytes read by a product, bias included."""
+        bias = 0 if self.bias_O is None else self.bias_O.nbytes
+        if self.product is not None:
+            return self.product.nbytes + bias
         return self.plain_nbytes()
 
     def plain_nbytes(self) -> int:
-        """Bytes of the matrix as it was given, bias included."""
+        """Bytes of the matrix in ``dtype``, bias included."""
         bias = 0 if self.bias_O is None else self.bias_O.nbytes
         return self.outputs * self.inputs * self.dtype.itemsize + bias
 

@@ -104,7 +104,6 @@ class Programs:
     ) -> None:
         self._config, self._blocks, self._ends = config, blocks, ends
         self._turns, self._shape = turns, shape
-        self._dtype = ends.embed.dtype
         self._windows = list({block.window: None for block in blocks})
         self._known: dict[object, _List] = {}
         self._free: list[_Buffers] = []
@@ -120,9 +119,9 @@ class Programs:
         return (
             fits(shape, embed.dtype, embed.device)
             and config.hidden_size % LANES == 0
-            and all(one.parts is not None for block in blocks for one in block.linears)
+            and all(one.product is not None for block in blocks for one in block.linears)
             and all(block.gate_up.outputs % (2 * LANES) == 0 for block in blocks)
-            and ends.head.parts is not None
+            and ends.head.product is not None
         )
 
     def run(
@@ -147,7 +146,8 @@ class Programs:
         picked = array("q", [*rows.wanted, *rows.riders])
         counts = len(rows.ids), len(picked), headed
         buffers = self._free.pop() if self._free else _Buffers(self._config, self._shape)
-        buffers.fit(counts[0], [*(one for b in self._blocks for one in b.linears), self._ends.head])
+        if counts[0] > buffers.most:
+            buffers.fit(counts[0], [*(one for b in self._blocks for one in b.linears), self._ends.head])
         stream_TH = buffers.rows(_STREAM, counts[0])
         stream_TH.copy_(embed(rows.ids))
         for start, embed_RH in rows.embeds:
@@ -162,10 +162,7 @@ class Programs:
         else:
             self._joining(buffers, rows, cache, depth, counts, picked, taps, seen)
         self._free.append(buffers)
-        for name, value in seen.items():
-            if not name.startswith("hidden") or name == "hidden.-1":
-                seen[name] = value.to(self._dtype)
-        return Results(seen, last_TH.to(self._dtype), logits_TV)
+        return Results(seen, last_TH, logits_TV)
 
     def _joining(
         self,
@@ -327,8 +324,8 @@ class _Lister:
         )
 
     def _product(self, linear: Linear, from_: int, to: int, rows: int = _ALL) -> None:
-        parts, width = linear.parts, linear.outputs
-        assert parts is not None
+        assert linear.product is not None
+        parts, width = linear.product.matrices, linear.outputs
         self._op(
             _PRODUCT,
             rows=rows,
@@ -361,20 +358,20 @@ class _Buffers:
             _GATED: config.ffn_size,
             _PICKED: hidden,
         }
-        self._most = 0
+        self.most = 0
+        """Rows that there is room for."""
         self.lent: dict[int, Tensor] = {}
         self.address = (ctypes.c_void_p * (_TAP + 3 * config.num_layers + 2))()
 
     def fit(self, rows: int, linears: Sequence[Linear]) -> None:
         """Make room for so many rows, which these matrices multiply."""
-        if rows <= self._most:
-            return
-        self._most = max(rows, 2 * self._most, 16)
+        self.most = max(rows, 2 * self.most, 16)
         for buffer, width in self._widths.items():
-            self.lend(buffer, torch.zeros(self._most, width))
+            self.lend(buffer, torch.zeros(self.most, width))
         code = library()
         assert code is not None
-        most = max(code.outpace_room(one.parts, len(one.parts), self._most) for one in linears if one.parts)
+        products = [one.product.matrices for one in linears if one.product is not None]
+        most = max(code.outpace_room(parts, len(parts), self.most) for parts in products)
         self.lend(_OPERANDS, torch.zeros(most, dtype=torch.uint8))
 
     def lend(self, buffer: int, memory: Tensor) -> None:
