@@ -167,8 +167,8 @@ class Runner:
                 self._take_turns(part, part.contenders, number, turn, label)
                 if self.disturb:
                     with disturbed():
-                        again = f"{label}disturbed, "
-                        self._take_turns(part, part.contenders, number, turn, again, part.disturbed)
+                        where = f"{label}disturbed, "
+                        self._take_turns(part, part.contenders, number, turn, where, part.disturbed)
         for turn in range(self.repeat, self.max_repeat):
             wide = wide_cells(part)
             for number in range(len(units)):

@@ -9,7 +9,7 @@
 #include "team.h"
 
 /* program.py has the same lists. */
-enum { NORM, PRODUCT, TURN, ATTEND, GATE, ADD, COPY, PICK };
+enum { NORM, PRODUCT, TURN, ATTEND, GATE, ADD, COPY, PICK, EMBED, BEST };
 
 typedef struct {
     int64_t kind;
@@ -23,7 +23,7 @@ typedef struct {
     int64_t parts; /* PRODUCT: matrices, whose outputs stand side by side */
     const Matrix *part;
     const float *weight; /* NORM; TURN: of all heads, or NULL */
-    float floor;
+    float floor;         /* EMBED: a factor */
 } Op;
 
 typedef struct {
@@ -32,8 +32,9 @@ typedef struct {
     void *const *buffer;
     const int64_t *rows;
     const int64_t *picked;
+    const int64_t *ids, *positions; /* of all rows */
     const Pass *const *pass;
-    const float *const *turn; /* per table [rows, width]: cosines and sines of pairs */
+    const float *const *turn; /* per table [positions, width]: cosines and sines of pairs */
     char *keys, *values;
     int64_t key_layer, value_layer; /* bytes */
     int64_t threads;
@@ -64,7 +65,7 @@ static void norm_rows(const void *context, const void *self, int64_t piece) {
 static void turn_rows(const void *context, const void *self, int64_t piece) {
     ROWS(p->heads * width) {
         float *own = row_of(p, op->to, row, p->heads * width);
-        const float *turn = p->turn[op->index] + row * width;
+        const float *turn = p->turn[op->index] + p->positions[row] * width;
         for (int64_t head = 0; head < p->turned; head++, own += width) {
             if (op->weight)
                 norm(own, NULL, op->weight + head * width, op->floor, own, width, 0, 0);
@@ -94,6 +95,19 @@ static void copy_rows(const void *context, const void *self, int64_t piece) {
         const int64_t from = op->kind == PICK ? p->picked[row] : row;
         memcpy(row_of(p, op->to, row, width), row_of(p, op->from, from, width), 4 * width);
     }
+}
+
+static void embed_rows(const void *context, const void *self, int64_t piece) {
+    ROWS(width) {
+        float *to = row_of(p, op->to, row, width);
+        const int64_t id = p->ids[row];
+        dense_outputs(op->part, id / GROUP, id % GROUP, id % GROUP + 1, to);
+        for (int64_t i = 0; i < width; i++) to[i] *= op->floor;
+    }
+}
+
+static void best_rows(const void *context, const void *self, int64_t piece) {
+    ROWS(width) best(row_of(p, op->from, row, width), width, (double *)p->buffer[op->to] + 2 * row);
 }
 
 static Product product_of(const Program *p, const Op *op) {
@@ -138,6 +152,8 @@ static Task *plan(const Program *p, const Op *op, Task *task) {
     case ADD: *task++ = (Task){add_more, op, pieces_of(rows, width)}; break;
     case COPY:
     case PICK: *task++ = (Task){copy_rows, op, pieces_of(rows, width)}; break;
+    case EMBED: *task++ = (Task){embed_rows, op, pieces_of(rows, width)}; break;
+    case BEST: *task++ = (Task){best_rows, op, pieces_of(rows, width)}; break;
     case PRODUCT: {
         const Product product = product_of(p, op);
         *task++ = (Task){prepare_rows, op, prepare_pieces(&product)};

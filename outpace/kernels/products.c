@@ -270,46 +270,49 @@ static __attribute__((noinline)) void lifted(const Wide *wide, float *out) {
     for (int i = 0; i < SPAN * GROUP; i++) out[i] += ((const float *)wide->least)[i % GROUP];
 }
 
-/* The numbers that a matrix stands for, [outputs, inputs], float32. */
-static void dense_piece(const void *to, const void *self, int64_t g) {
-    const Matrix *m = self;
-    float *out = (float *)to;
+/* The numbers that outputs `first` to `last` of a group stand for, one output after the other. */
+static void dense_outputs(const Matrix *m, int64_t group, int64_t first, int64_t last, float *out) {
     const int kind = (int)m->kind;
-    {
-        const char *panel = (const char *)m->weights + g * group_bytes(kind, m->inputs);
-        const int64_t left = m->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
-        for (int64_t b = 0; b < blocks_of(m); b++) {
-            float one[SPAN * GROUP];
-            Wide wide;
+    const char *panel = (const char *)m->weights + group * group_bytes(kind, m->inputs);
+    for (int64_t b = 0; b < blocks_of(m); b++) {
+        float one[SPAN * GROUP];
+        Wide wide;
 #define KIND(kind)                                                                                \
     case kind: widen_block(kind, panel, b, &wide); break
-            switch (kind) {
-            KIND(Q4_0);
-            KIND(Q4_1);
-            KIND(Q5_0);
-            KIND(Q5_1);
-            KIND(Q8_0);
-            KIND(Q4_K);
-            KIND(Q5_K);
-            KIND(Q6_K);
-            }
-#undef KIND
-            const int64_t here = m->inputs - b * SPAN < SPAN ? m->inputs - b * SPAN : SPAN;
-            if (is_coded(kind)) {
-                scaled(&wide, kind == Q6_K ? 2 : 1, one);
-                if (has_least(kind)) lifted(&wide, one);
-            } else for (int64_t i = 0; i < here; i++)
-                for (int o = 0; o < GROUP; o++) {
-                    const int64_t in = b * SPAN + i;
-                    if (kind == F32) one[i * GROUP + o] = ((const float *)panel)[in * GROUP + o];
-                    else one[i * GROUP + o] = widened(((const bf16 *)panel)[(in / 2 * GROUP + o) * 2 + in % 2]);
-                }
-            for (int64_t o = 0; o < count; o++)
-                for (int64_t i = 0; i < here; i++)
-                    out[(g * GROUP + o) * m->inputs + b * SPAN + i] = one[i * GROUP + o];
+        switch (kind) {
+        KIND(Q4_0);
+        KIND(Q4_1);
+        KIND(Q5_0);
+        KIND(Q5_1);
+        KIND(Q8_0);
+        KIND(Q4_K);
+        KIND(Q5_K);
+        KIND(Q6_K);
         }
+#undef KIND
+        const int64_t here = m->inputs - b * SPAN < SPAN ? m->inputs - b * SPAN : SPAN;
+        if (is_coded(kind)) {
+            scaled(&wide, kind == Q6_K ? 2 : 1, one);
+            if (has_least(kind)) lifted(&wide, one);
+        } else for (int64_t i = 0; i < here; i++)
+            for (int64_t o = first; o < last; o++) {
+                const int64_t in = b * SPAN + i;
+                const bf16 *half = (const bf16 *)panel + (in / 2 * GROUP + o) * 2 + in % 2;
+                one[i * GROUP + o] = kind == F32 ? ((const float *)panel)[in * GROUP + o] : widened(*half);
+            }
+        for (int64_t o = first; o < last; o++)
+            for (int64_t i = 0; i < here; i++)
+                out[(o - first) * m->inputs + b * SPAN + i] = one[i * GROUP + o];
     }
 }
+
+static void dense_piece(const void *to, const void *self, int64_t g) {
+    const Matrix *m = self;
+    const int64_t left = m->outputs - g * GROUP;
+    dense_outputs(m, g, 0, left < GROUP ? left : GROUP, (float *)to + g * GROUP * m->inputs);
+}
+
+/* The numbers that a matrix stands for, [outputs, inputs], float32. */
 void outpace_dense(const Matrix *m, float *out, int64_t threads) {
     const Task task = {dense_piece, m, groups_of(m)};
     run_tasks(&task, 1, out, threads);

@@ -42,7 +42,7 @@ from outpace.models.graphs import PaddedAttention, Record, StaticPasses, cuda_re
 from outpace.models.packed import Linear, Room
 from outpace.models.passes import PassRows, Rotation
 from outpace.models.products import works
-from outpace.models.program import Programs
+from outpace.models.program import Programs, Results
 from outpace.models.quantize import check_kind, note
 from outpace.models.rowwise import gated
 from outpace.models.text import Tokenizer
@@ -277,8 +277,9 @@ class Decoder(Target):
         headed = picked if rows.rider_logits else fed
         compiled = self._programs is not None and self.static is None
         work = self._compiled if compiled else self._by_torch
-        features, last_TH, logits_TV = work(rows, cache, depth, taps, headed)
-        logits_TV = capped(logits_TV, self.config.logit_softcap)
+        got = work(rows, cache, depth, taps, headed)
+        cap = self.config.logit_softcap
+        features, last_TH, logits_TV = got.taps, got.last_TH, capped(got.logits_TV, cap)
         return Scored(
             logits_TV[:fed],
             rows.start_B,
@@ -287,20 +288,21 @@ class Decoder(Target):
             last_TH[fed:picked] if rows.riders else None,
             logits_TV[fed:] if rows.rider_logits else None,
             rows.rider_start_B if rows.riders else (0,),
+            got.best if cap is None else None,
         )
 
     def _compiled(
         self, rows: PassRows, cache: DenseCache, depth: int, taps: frozenset[str], headed: int
-    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    ) -> Results:
         assert self._programs is not None
         with torch.no_grad():
             got = self._programs.run(rows, cache, depth, taps, self.embed, headed)
             features = {name: rows.without_riders(got.taps[name]) for name in taps}
-        return features, got.last_TH, got.logits_TV
+        return replace(got, taps=features)
 
     def _by_torch(
         self, rows: PassRows, cache: DenseCache, depth: int, taps: frozenset[str], headed: int
-    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    ) -> Results:
         """Features, normed rows that are wanted, and logits of the first ``headed`` of them."""
         picked = [*rows.wanted, *rows.riders]
         with torch.inference_mode():
@@ -320,7 +322,7 @@ class Decoder(Target):
             if headed:
                 raw_TV = self._ends.head(last_TH[: max(headed, self._min_rows)])[:headed]
                 logits_TV = self._room.widened(raw_TV)
-        return features, last_TH, logits_TV
+        return Results(features, last_TH, logits_TV, None)
 
     def _body(
         self, rows: PassRows, cache: DenseCache, depth: int, taps: frozenset[str]

@@ -30,14 +30,17 @@ from outpace.kernels.compiled import LANES, library
 from outpace.models.attention import HeadShape, Span
 from outpace.models.blocks import Block, Ends
 from outpace.models.families import DecoderConfig
-from outpace.models.fused import fits, views
+from outpace.models.fused import View, fits, views
 from outpace.models.packed import Linear, Room
 from outpace.models.passes import PassRows, Rotation
 from outpace.models.rowwise import KINDS, Norm
 
-_NORM, _PRODUCT, _TURN, _ATTEND, _GATE, _ADD, _COPY, _PICK = range(8)  # pass.c has the same
-_STREAM, _NORMED, _HEADS, _ATTENDED, _ADDED, _WIDE, _GATED, _PICKED, _LAST, _LOGITS, _OPERANDS = range(11)
-_TAP = 11
+_NORM, _PRODUCT, _TURN, _ATTEND, _GATE, _ADD, _COPY, _PICK, _EMBED, _BEST = range(10)
+"""Kinds of operations, as in pass.c."""
+_STREAM, _NORMED, _HEADS, _ATTENDED, _ADDED, _WIDE, _GATED, _PICKED, _LAST, _LOGITS, _OPERANDS, _FOUND = (
+    range(12)
+)
+_TAP = 12
 """Buffers; the first feature wanted has this number."""
 _ALL, _SOME, _HEADED = range(3)
 """Counts of rows: of the pass, of those whose results are wanted, of those with logits."""
@@ -62,7 +65,10 @@ class _Call(ctypes.Structure):
     _fields_ = [
         ("op", ctypes.c_void_p),
         ("ops", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in "buffer rows picked pass_ turn keys values".split()),
+        *(
+            (name, ctypes.c_void_p)
+            for name in "buffer rows picked ids positions pass_ turn keys values".split()
+        ),
         *((name, ctypes.c_int64) for name in "key_layer value_layer threads heads turned".split()),
     ]
 
@@ -76,11 +82,29 @@ class _List:
     """Features that they copy, the first one to buffer ``_TAP``."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Results:
     """What a pass gives, all of it memory of its own but for the logits."""
 
-    def __init__(self, taps: dict[str, Tensor], last_TH: Tensor, logits_TV: Tensor) -> None:
-        self.taps, self.last_TH, self.logits_TV = taps, last_TH, logits_TV
+    taps: dict[str, Tensor]
+    """Of all rows."""
+    last_TH: Tensor
+    """Normed, of the rows picked."""
+    logits_TV: Tensor
+    best: tuple[list[int], list[float]] | None
+    """Index and value of the largest of each row of logits."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Way:
+    """What the operations of a pass read besides buffers."""
+
+    cache: DenseCache
+    taps: frozenset[str]
+    picked: array[int]
+    ids: array[int]
+    seen: dict[str, Tensor]
+    """Features found so far."""
 
 
 class Programs:
@@ -108,6 +132,9 @@ class Programs:
         self._known: dict[object, _List] = {}
         self._free: list[_Buffers] = []
         self._room = Room()
+        head = ends.head.product
+        self._tied = config.tied_head and head is not None and len(head.matrices) == 1
+        """Whether the head holds the embedding, to the bit."""
         code = library()
         assert code is not None
         self._run = code.outpace_run
@@ -143,37 +170,35 @@ class Programs:
             embed: gives float32 vectors of ids.
             headed: how many of the rows picked have logits: the first ones.
         """
-        picked = array("q", [*rows.wanted, *rows.riders])
-        counts = len(rows.ids), len(picked), headed
+        seen: dict[str, Tensor] = {}
+        way = _Way(cache, taps, array("q", [*rows.wanted, *rows.riders]), array("q", rows.ids), seen)
+        counts = len(rows.ids), len(way.picked), headed
         buffers = self._free.pop() if self._free else _Buffers(self._config, self._shape)
         if counts[0] > buffers.most:
             buffers.fit(counts[0], [*(one for b in self._blocks for one in b.linears), self._ends.head])
-        stream_TH = buffers.rows(_STREAM, counts[0])
-        stream_TH.copy_(embed(rows.ids))
-        for start, embed_RH in rows.embeds:
-            stream_TH[start : start + len(embed_RH)] = embed_RH
-        seen: dict[str, Tensor] = {}
-        last_TH = torch.empty(len(picked), self._config.hidden_size)
+        last_TH = torch.empty(counts[1], self._config.hidden_size)
         logits_TV = self._room.rows(headed, self._config.vocab_size)
+        found = (ctypes.c_double * (2 * headed))()
         buffers.lend(_LAST, last_TH)
         buffers.lend(_LOGITS, logits_TV)
-        if not rows.resumed:
-            self._some(buffers, range(depth), True, rows.spans, cache, counts, picked, taps, seen)
+        buffers.address[_FOUND] = ctypes.addressof(found)
+        embedded = self._tied and not rows.embeds and not rows.resumed
+        if not embedded or not 0 <= min(rows.ids) <= max(rows.ids) < self._config.vocab_size:
+            embedded = False
+            stream_TH = buffers.lent[_STREAM][: counts[0]]
+            stream_TH.copy_(embed(rows.ids))
+            for start, embed_RH in rows.embeds:
+                stream_TH[start : start + len(embed_RH)] = embed_RH
+        if rows.resumed:
+            self._joining(buffers, rows, depth, counts, way)
         else:
-            self._joining(buffers, rows, cache, depth, counts, picked, taps, seen)
+            listed = self._list(range(depth), embedded, True, taps)
+            self._some(buffers, listed, rows.spans, counts, way)
         self._free.append(buffers)
-        return Results(seen, last_TH, logits_TV)
+        return Results(seen, last_TH, logits_TV, ([int(one) for one in found[::2]], found[1::2]))
 
     def _joining(
-        self,
-        buffers: _Buffers,
-        rows: PassRows,
-        cache: DenseCache,
-        depth: int,
-        counts: tuple[int, int, int],
-        picked: array[int],
-        taps: frozenset[str],
-        seen: dict[str, Tensor],
+        self, buffers: _Buffers, rows: PassRows, depth: int, counts: tuple[int, int, int], way: _Way
     ) -> None:
         """Run a pass whose rows do not all begin at the first layer."""
         stream_TH = buffers.lent[_STREAM]
@@ -190,50 +215,43 @@ class Programs:
             index = torch.tensor(running)
             if few:
                 buffers.lend(_STREAM, whole_TH[index])
-            count = (len(running), 0, 0)
-            self._some(buffers, range(begin, end), False, spans, cache, count, picked, taps, seen)
+            listed = self._list(range(begin, end), False, False, way.taps)
+            self._some(buffers, listed, spans, (len(running), 0, 0), way)
             if few:
                 whole_TH[index] = buffers.lent[_STREAM]
                 buffers.lend(_STREAM, stream_TH)
-        if f"hidden.{depth}" in taps:
-            seen[f"hidden.{depth}"] = whole_TH.clone()
-        self._some(buffers, range(depth, depth), True, [], cache, counts, picked, taps, seen)
+        if f"hidden.{depth}" in way.taps:
+            way.seen[f"hidden.{depth}"] = whole_TH.clone()
+        self._some(buffers, self._list(range(depth, depth), False, True, way.taps), [], counts, way)
 
     def _some(
-        self,
-        buffers: _Buffers,
-        layers: range,
-        ends: bool,
-        spans: Sequence[Span],
-        cache: DenseCache,
-        counts: tuple[int, int, int],
-        picked: array[int],
-        taps: frozenset[str],
-        seen: dict[str, Tensor],
+        self, buffers: _Buffers, listed: _List, spans: Sequence[Span], counts: tuple[int, int, int], way: _Way
     ) -> None:
-        """Run some layers on the rows of the stream, and what follows the last one if ``ends``."""
-        listed = self._list(layers, ends, taps)
+        """Run the operations of a list on rows of the stream."""
         for i, name in enumerate(listed.taps):
-            seen[name] = torch.empty(counts[0], self._config.hidden_size)
-            buffers.lend(_TAP + i, seen[name])
+            way.seen[name] = torch.empty(counts[0], self._config.hidden_size)
+            buffers.lend(_TAP + i, way.seen[name])
         shape = self._shape
-        seen_by, turns = [], []
+        seen_by, turns, positions = list[View](), list[Tensor](), array("q")
+        cache, keys, values = way.cache, way.cache.key_store, way.cache.value_store
         if spans:
             head, out = buffers.lent[_HEADS].data_ptr(), buffers.lent[_ATTENDED]
             given = views(cache, spans, shape, self._windows, head, out)
             seen_by = [given[window] for window in self._windows]
-            positions = [position for span in spans for position in span.positions]
-            turns = [rotation.at(positions) for rotation in self._turns]
+            positions.extend(position for span in spans for position in span.positions)
+            length = max(positions) + 1
+            turns = [rotation.table(length) for rotation in self._turns]
         told = (ctypes.c_void_p * len(seen_by))(*(ctypes.addressof(view.told) for view in seen_by))
         turn = (ctypes.c_void_p * len(turns))(*(one.data_ptr() for one in turns))
         rows = (ctypes.c_int64 * 3)(*counts)
-        keys, values = cache.key_store, cache.value_store
         call = _Call(
             op=ctypes.addressof(listed.ops),
             ops=len(listed.ops),
             buffer=ctypes.addressof(buffers.address),
             rows=ctypes.addressof(rows),
-            picked=picked.buffer_info()[0],
+            picked=way.picked.buffer_info()[0],
+            ids=way.ids.buffer_info()[0],
+            positions=positions.buffer_info()[0],
             pass_=ctypes.addressof(told),
             turn=ctypes.addressof(turn),
             keys=keys.data_ptr(),
@@ -246,13 +264,14 @@ class Programs:
         )
         self._run(ctypes.byref(call))
 
-    def _list(self, layers: range, ends: bool, taps: frozenset[str]) -> _List:
-        name = (layers, ends, taps)
+    def _list(self, layers: range, begins: bool, ends: bool, taps: frozenset[str]) -> _List:
+        """The operations of some layers, of the embedding before and of what follows them."""
+        name = (layers.start, layers.stop, begins, ends, taps)
         known = self._known.get(name)
         if known is None:
             lister = _Lister(self._config, self._shape, self._windows, taps)
-            ending = self._ends if ends else None
-            known = self._known[name] = lister.list(self._blocks, layers, ending)
+            first, last = (self._ends if one else None for one in (begins, ends))
+            known = self._known[name] = lister.list(self._blocks, layers, first, last)
         return known
 
 
@@ -267,9 +286,13 @@ class _Lister:
         self._taps: list[str] = []
         self._ops: list[_Op] = []
 
-    def list(self, blocks: Sequence[Block], layers: range, ends: Ends | None) -> _List:
-        """The layers, and what follows the last one of a pass if it is given."""
+    def list(self, blocks: Sequence[Block], layers: range, begins: Ends | None, ends: Ends | None) -> _List:
+        """The layers, the embedding before them and what follows them if these are given."""
         hidden, added = self._config.hidden_size, _NONE
+        if begins is not None and begins.head.product is not None:
+            part = ctypes.addressof(begins.head.product.matrices)
+            scale = float(torch.tensor(self._config.embed_scale, dtype=begins.embed.dtype))
+            self._op(_EMBED, to=_STREAM, width=hidden, part=part, floor=scale)
         for layer in layers:
             block = blocks[layer]
             self._norm(block.attn_norm, _STREAM, _NORMED, added)
@@ -312,6 +335,7 @@ class _Lister:
                 self._op(_PICK, rows=_SOME, from_=_STREAM, to=_PICKED, width=hidden)
                 self._norm(ends.norm, _PICKED, _LAST, rows=_SOME)
             self._product(ends.head, _LAST, _LOGITS, rows=_HEADED)
+            self._op(_BEST, rows=_HEADED, from_=_LOGITS, to=_FOUND, width=self._config.vocab_size)
         return _List((_Op * len(self._ops))(*self._ops), tuple(self._taps))
 
     def _op(self, kind: int, **fields: object) -> None:
@@ -378,7 +402,3 @@ class _Buffers:
         """Use this as a buffer, from now on."""
         self.lent[buffer] = memory
         self.address[buffer] = memory.data_ptr()
-
-    def rows(self, buffer: int, count: int) -> Tensor:
-        """The first rows of a buffer."""
-        return self.lent[buffer][:count]

@@ -1,5 +1,8 @@
 """A pass in one call gives what torch gives operation by operation, on any number of threads."""
 
+import ctypes
+import math
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from outpace.models import program
 from outpace.models.decoder import Decoder
 from outpace.models.program import Programs
 from outpace.models.weights import SafetensorsCheckpoint
+from outpace.rows import best_rows
 from outpace.types import Draft, Feed, Resume, Riders
 from tests.models.making import save_hf
 
@@ -213,3 +217,52 @@ def test_a_pass_that_fails_leaves_nothing_behind(made, monkeypatch):
     cache.drop(0)
     again = compiled.score([Feed.chain(0, [1])], cache).logits_TV
     assert off([again], [plain.score([Feed.chain(0, [1])], begun(plain)).logits_TV]) < 2e-5
+
+
+def best_of(x_RV):
+    """What the operation for it says of rows."""
+    out, rows = (ctypes.c_double * (2 * len(x_RV)))(), (ctypes.c_int64 * 1)(len(x_RV))
+    buffer = (ctypes.c_void_p * 2)(x_RV.data_ptr(), ctypes.addressof(out))
+    op = program._Op(kind=program._BEST, from_=0, to=1, width=x_RV.shape[1])
+    call = program._Call(
+        op=ctypes.addressof(op),
+        ops=1,
+        buffer=ctypes.addressof(buffer),
+        rows=ctypes.addressof(rows),
+        threads=2,
+    )
+    library().outpace_run(ctypes.byref(call))
+    return [int(i) for i in out[::2]], out[1::2]
+
+
+@pytest.mark.parametrize("width", [1, 7, 16, 100, 5003])
+def test_the_largest_of_a_row_is_the_first_of_equal_ones(width):
+    generator = torch.Generator().manual_seed(width)
+    x_RV = torch.randint(-5, 5, (40, width), generator=generator).float()
+    x_RV[1] = -math.inf
+    x_RV[2, width // 2] = math.inf
+    x_RV[3, : width - 1] = -math.inf
+    assert best_of(x_RV) == best_rows([x_RV])
+    for at in {0, width // 2, width - 1}:
+        x_RV[5, at] = math.nan
+        assert math.isnan(best_of(x_RV)[1][5]), at
+        x_RV[5, at] = 0.0
+
+
+def test_a_pass_says_what_is_largest(made):
+    for name in ("llama", "gemma3"):
+        compiled, _ = made(name)
+        scored = compiled.score([Feed.tree(0, 7, TREE), Feed.chain(1, [1], want=())], begun(compiled))
+        assert scored.best == (best_rows([scored.logits_TV]) if name == "llama" else None), "caps make ties"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_head_gives_the_vectors_of_ids(tmp_path, dtype):
+    save_hf(tmp_path, "gemma3", **{**SIZES, "tie_word_embeddings": True})
+    decoder = Decoder.load(SafetensorsCheckpoint(tmp_path), dtype=dtype)
+    assert decoder._programs._tied and decoder.config.embed_scale != 1.0
+    ids = [0, 1, 15, 16, 40, 95, 95]
+    scored = decoder.score(
+        [Feed.chain(0, ids)], begun(decoder, slots=1, length=1), taps=frozenset({"hidden.0"})
+    )
+    assert torch.equal(scored.taps["hidden.0"], decoder.embed(ids))
