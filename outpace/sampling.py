@@ -340,7 +340,10 @@ def laws_of_batch(scored: Scored, warps: Sequence[Warp], drafts: Sequence[Draft]
     plain = [slice(*s) for s, warp in zip(spans, warps, strict=True) if warp.plain]
     index: list[int] = []
     value: list[float] = []
-    if plain:
+    if plain and scored.best is not None:
+        index = [one for part in plain for one in scored.best[0][part]]
+        value = [one for part in plain for one in scored.best[1][part]]
+    elif plain:
         whole = len(plain) == len(spans)
         index, value = best_rows([scored.logits_TV] if whole else [scored.logits_TV[part] for part in plain])
     laws, start = [], 0

@@ -189,7 +189,8 @@ def prefill(
     clock.lap("score")
     ending = [i for i, end in enumerate(whole) if end]
     plan, draft = Plan("none", NOTHING), Draft()
-    last = Scored(scored.logits_TV, tuple(range(len(ending) + 1)))  # one row per ending prompt
+    # One row per ending prompt.
+    last = Scored(scored.logits_TV, tuple(range(len(ending) + 1)), best=scored.best)
     judged = _judge(
         machine, [rows[i] for i in ending], [plan] * len(ending), [draft] * len(ending), last, False
     )

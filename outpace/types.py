@@ -336,6 +336,9 @@ class Scored:
     rider_hidden_RH: Tensor | None = None
     rider_logits_RV: Tensor | None = None
     rider_start_B: tuple[int, ...] = (0,)
+    best: tuple[Sequence[int], Sequence[float]] | None = None
+    """Index and value of the largest of every row of logits, as `outpace.rows.best_rows` gives
+    them, if the pass found them on its way."""
 
     def of(self, index: int) -> Scored:
         """The part of one feed, as views."""

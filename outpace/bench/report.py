@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from outpace.bench import stats
@@ -106,10 +107,19 @@ def _rows(part: Measured, end_ids: Collection[int]) -> list[dict[str, Any]]:
             {
                 **cell(measured),
                 "about": dict(contender.about),
+                "disturbed": _disturbed(part.disturbed.get(contender.name, {}), runs),
                 "groups": {name: cell(units) for name, units in groups.items()},
             }
         )
     return rows
+
+
+def _disturbed(runs: Runs, idle: Runs) -> dict[str, Any] | None:
+    """Speed beside a process that takes a core, over the speed without it, unit by unit."""
+    if not runs:
+        return None
+    ratios = sorted(one for rounds in stats.paired_ratios(runs, idle) for one in rounds)
+    return {"ratio": median(ratios) if ratios else None, "least": min(ratios, default=None)}
 
 
 def prompts_of(units: Sequence[Unit]) -> list[int]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from outpace.bench import stats
+from outpace.bench.disturb import disturbed
 from outpace.bench.records import Case, Contender, Run, Settings
 from outpace.bench.stats import Key
 from outpace.bench.synthetic import Texts
@@ -44,6 +45,8 @@ class Measured:
     """Contender -> (unit, round) -> run. For every key of any of them `none` has a run."""
     left_out: list[Key] = field(default_factory=list)
     """What was disturbed each time it was tried."""
+    disturbed: dict[str, Runs] = field(default_factory=dict)
+    """The same, measured again while another process took a core; empty if that was not asked."""
 
     def group(self, unit: int) -> str:
         """The category of a unit's prompts."""
@@ -73,6 +76,7 @@ class Runner:
         max_repeat: most rounds over the units of a category in which a contender's interval is
             still wide.
         need_texts: a contender wants the plain answers before its turn.
+        disturb: let contenders answer every unit once more while another process takes a core.
         tick: told what is under way and how many units were answered since the last call.
     """
 
@@ -85,6 +89,7 @@ class Runner:
         repeat: int = 1,
         max_repeat: int = 1,
         need_texts: bool = False,
+        disturb: bool = False,
         tick: Tick = lambda part, units: None,
     ) -> None:
         self.contenders = list(contenders)
@@ -93,6 +98,7 @@ class Runner:
         self.texts = texts
         self.batch, self.repeat, self.max_repeat = batch, repeat, max_repeat
         self.need_texts = need_texts or batch > 1
+        self.disturb = disturb
         self.tick = tick
         self.session = Session()
 
@@ -123,7 +129,8 @@ class Runner:
         units = len(make_units(cases, self.batch))
         count = 2 * len(make_units(first_seed(cases), self.batch))
         for one in settings:
-            count += self.repeat * units * len(self._fit(one)) + self.need_texts * units
+            count += self.repeat * units * len(self._fit(one)) * (1 + self.disturb)
+            count += self.need_texts * units
         return count
 
     def _fit(self, settings: Settings) -> list[Contender]:
@@ -162,6 +169,10 @@ class Runner:
         for turn in range(self.repeat):
             for number in range(len(units)):
                 self._take_turns(part, part.contenders, number, turn, label)
+                if self.disturb:
+                    with disturbed():
+                        where = f"{label}disturbed, "
+                        self._take_turns(part, part.contenders, number, turn, where, part.disturbed)
         for turn in range(self.repeat, self.max_repeat):
             wide = wide_cells(part)
             for number in range(len(units)):
@@ -200,11 +211,29 @@ class Runner:
         return warm
 
     def _take_turns(
-        self, part: Measured, contenders: Sequence[Contender], unit: int, turn: int, label: str
+        self,
+        part: Measured,
+        contenders: Sequence[Contender],
+        unit: int,
+        turn: int,
+        label: str,
+        into: dict[str, Runs] | None = None,
     ) -> None:
-        """Let contenders answer a unit until nothing disturbs them, a few times at most."""
+        """Let contenders answer a unit until nothing disturbs them, a few times at most.
+
+        Args:
+            part: what is being measured.
+            contenders: who answers; those that left are passed over.
+            unit: which.
+            turn: the round.
+            label: for the display.
+            into: where runs are noted; None: as those of the part. Runs that go elsewhere are
+                disturbed on purpose, and taken as they come.
+        """
         for _ in range(_TRIES):
             done = self._turn(part, contenders, unit, turn, label)
+            if into is not None:
+                break
             plain = done[PLAIN]
             if not any(stats.disturbed(run, plain) for run in done.values()):
                 break
@@ -212,7 +241,7 @@ class Runner:
             part.left_out.append((unit, turn))
             return
         for name, run in done.items():
-            part.runs[name][unit, turn] = run
+            (part.runs if into is None else into).setdefault(name, {})[unit, turn] = run
 
     def _turn(
         self, part: Measured, contenders: Sequence[Contender], unit: int, turn: int, label: str

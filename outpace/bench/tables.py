@@ -32,6 +32,7 @@ def tables(report: Report) -> list[Table]:
     if any(row["repeats"] > 1 for row in rows):
         out.append(_repeats(rows))
     out.append(_keyed(rows))
+    out.append(_disturbed(rows))
     return [table for table in out if table.rows]
 
 
@@ -208,6 +209,15 @@ def _repeats(rows: Sequence[Figures]) -> Table:
         "Repeats: the interval is that of measuring these very prompts again",
         ("method", "category", "speed-up", "half-width", "without loops", "rounds", "each round"),
         tuple(out),
+    )
+
+
+def _disturbed(rows: Sequence[Figures]) -> Table:
+    told = [(label(row), row["disturbed"]) for row in rows if row.get("disturbed")]
+    return Table(
+        "Beside a process that takes a core: decode tokens per second over those without it",
+        ("method", "median", "least"),
+        tuple((name, number(cell["ratio"]), number(cell["least"])) for name, cell in told),
     )
 
 

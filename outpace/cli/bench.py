@@ -164,6 +164,14 @@ def bench(
             help="Most rounds over a category where a speed-up is not settled to 0.02.",
         ),
     ] = None,
+    disturb: Annotated[
+        bool,
+        option(
+            "--disturb",
+            panel=_HOW,
+            help="Measure every unit once more while another process spins on a core.",
+        ),
+    ] = False,
     seed: Annotated[
         int, option("--seed", panel=_HOW, metavar="S", help="First seed of sampled answers.")
     ] = 0,
@@ -233,6 +241,7 @@ def bench(
             repeat=repeat,
             max_repeat=max(repeat, max_repeat or 1),
             need_texts=rates is not None,
+            disturb=disturb,
         )
         runner.session.notes += asked.notes
         measure(runner, asked.cases, modes)
@@ -249,6 +258,7 @@ def bench(
             "ignore_eos": modes[0].ignore_eos,
             "repeat": repeat,
             "max_repeat": runner.max_repeat,
+            "disturb": disturb,
             "seed": seed,
             "drafters": drafters,
             "peers": named,

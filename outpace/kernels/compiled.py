@@ -2,8 +2,7 @@
 
 A file is kept per source, compiler and processor in the cache folder, so that this takes half a
 second once. Where it cannot be done there is a slower way: no C compiler, no processor with fused
-multiply-add, a system other than Linux, or a torch whose threads are not those of GNU OpenMP,
-beside which a second team of threads would stand in the way.
+multiply-add, a system other than Linux, or a torch without an OpenMP whose threads can be borrowed.
 """
 
 from __future__ import annotations
@@ -26,17 +25,33 @@ from outpace.config import cache_folder, may_compile
 
 LOG = logging.getLogger("outpace.compiled")
 _COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
-_THREADS = "libgomp.so.1"
+_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-pthread", "-shared", "-fPIC")
+OPENMP = ("libgomp.so.1", "libiomp5.so", "libomp.so.5", "libomp.so")
+"""Libraries that torch may have its threads from, the usual one first."""
 LANES = 16
 """Numbers of the widest vector; of code that works on whole vectors, widths are multiples of it."""
 DTYPES = (torch.float32, torch.bfloat16)
 """Of numbers that the code reads and writes."""
 _SECONDS = 60.0
+_ARGUMENTS = {
+    "outpace_host": "a",
+    "outpace_threads": "",
+    "outpace_run": "a",
+    "outpace_attend": "aaai",
+    "outpace_norm": "aaafaiiiiii",
+    "outpace_gate": "aaiiiii",
+    "outpace_product": "aiaiiiaiiai",
+    "outpace_room": "aii",
+    "outpace_store": "iaiaiiai",
+    "outpace_group_bytes": "ii",
+    "outpace_dense": "aai",
+}
+"""Of every function: addresses, whole numbers of 64 bits, floats."""
+_TYPES = {"a": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
 
 @functools.cache
-def library(name: str) -> ctypes.CDLL | None:
+def library(name: str = "pass") -> ctypes.CDLL | None:
     """Load the code of ``name.c`` beside this file; compiled first, if it never was.
 
     Returns:
@@ -46,12 +61,32 @@ def library(name: str) -> ctypes.CDLL | None:
         return None
     source = Path(__file__).with_name(f"{name}.c")
     try:
-        ctypes.CDLL(_THREADS, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-        return ctypes.CDLL(str(_compiled(source)))
+        threads = _threads()
+        code = ctypes.CDLL(str(_compiled(source)))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         LOG.info("%s is not compiled (%s); torch computes instead", source.name, " ".join(said.split())[:200])
         return None
+    for function, letters in _ARGUMENTS.items():
+        getattr(code, function).argtypes = [_TYPES[letter] for letter in letters]
+        getattr(code, function).restype = ctypes.c_int64
+    code.outpace_host(threads)
+    return code
+
+
+def _threads() -> ctypes.c_void_p:
+    """The function of torch's OpenMP that runs another one on several threads.
+
+    Raises:
+        OSError: torch has none.
+    """
+    for name in OPENMP:
+        try:
+            loaded = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+            return ctypes.cast(loaded.GOMP_parallel, ctypes.c_void_p)
+        except (OSError, AttributeError):
+            continue
+    raise OSError("torch has no OpenMP whose threads can be borrowed")
 
 
 def _compiled(source: Path) -> Path:

@@ -1,5 +1,7 @@
 /* Vectors of float32 as wide as the processor's, and what they are read from and written to. */
 
+#pragma once
+
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -72,4 +74,15 @@ INLINE vec power(vec x) {
     y = y * f + 6.9314720e-1f;
     y = y * f + 1.0f;
     return (vec)(((ivec)y + (whole << 23)) & ~none);
+}
+
+/* Rows are worked on in pieces of about GRAIN numbers. */
+enum { GRAIN = 1 << 13 };
+INLINE int64_t pieces_of(int64_t rows, int64_t width) {
+    const int64_t pieces = (rows * width + GRAIN - 1) / GRAIN;
+    return pieces < rows ? pieces : rows;
+}
+INLINE void part_of(int64_t rows, int64_t pieces, int64_t piece, int64_t *start, int64_t *stop) {
+    *start = rows * piece / pieces;
+    *stop = rows * (piece + 1) / pieces;
 }

@@ -2,7 +2,7 @@
 
 `outpace.models.attention` says what is computed and what is promised; there it is done with
 products of matrices, a dozen per layer and group of slots, which on a CPU read keys and values at
-a quarter of the speed of its memory, and fill up shorter slots to the longest. ``attend.c`` does
+a quarter of the speed of its memory, and fill up shorter slots to the longest. ``attend.h`` does
 the same in one call per layer. Its sums run in another order, and in a bfloat16 model it rounds
 queries and weights as well, so its results differ from those of torch by rounding: a process uses
 one of the two for all passes of a model.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def fits(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> bool:
         and shape.group <= _MOST
         and shape.width <= _WIDEST
         and shape.width % LANES == 0
-        and library("attend") is not None
+        and library() is not None
     )
 
 
@@ -85,9 +85,10 @@ class FusedAttention:
         windows: frozenset[int | None],
         dtype: torch.dtype,
     ) -> None:
-        code = library("attend")
+        code = library()
         assert code is not None
         self._attend = code.outpace_attend
+        self._threads = torch.get_num_threads()
         kv, queries, width = shape.kv, shape.queries, shape.width
         self.head_TXD = torch.zeros(rows, queries + 2 * kv, width)
         self.turned_TXE = torch.view_as_complex(
@@ -95,27 +96,19 @@ class FusedAttention:
         )
         self._out = torch.zeros(rows, queries * width, dtype=dtype)
         self._stores = cache.key_store, cache.value_store
-        place = array("q")
-        for span in spans:
-            for row in span.stored:
-                place.extend((span.slot, row))
-        self._passes = {
-            window: _Pass(self.head_TXD, self._out, self._stores, place, spans, shape, window)
-            for window in windows
-        }
+        self._passes = views(cache, spans, shape, windows, self.head_TXD.data_ptr(), self._out)
 
     def __call__(self, layer: int, window: int | None) -> Tensor:
         """Store keys and values, attend; as ``Attention.__call__``."""
         keys, values = (
-            ctypes.c_void_p(store.data_ptr() + layer * store.stride(0) * store.element_size())
-            for store in self._stores
+            store.data_ptr() + layer * store.stride(0) * store.element_size() for store in self._stores
         )
-        self._attend(ctypes.byref(self._passes[window].told), keys, values)
+        self._attend(ctypes.byref(self._passes[window].told), keys, values, self._threads)
         return self._out
 
 
 class _Told(ctypes.Structure):
-    """``Pass`` of attend.c."""
+    """``Pass`` of attend.h."""
 
     _fields_ = [
         *(
@@ -129,10 +122,10 @@ class _Told(ctypes.Structure):
                 "value_stride",
                 "bfloat16",
                 "half",
-                "threads",
                 "news",
                 "units",
                 "chunks",
+                "parts",
             )
         ),
         *(
@@ -143,7 +136,33 @@ class _Told(ctypes.Structure):
     ]
 
 
-class _Pass:
+def views(
+    cache: DenseCache,
+    spans: Sequence[Span],
+    shape: HeadShape,
+    windows: Iterable[int | None],
+    head: int,
+    out: Tensor,
+) -> dict[int | None, View]:
+    """What the rows of a pass see, by window.
+
+    Args:
+        cache: keys and values; room for the rows is reserved already.
+        spans: rows of the pass, in order, without gaps.
+        shape: the decoder's heads.
+        windows: the distinct sliding windows of its layers.
+        head: address of float32 [T, X, D], queries, keys and values of a layer.
+        out: where results go.
+    """
+    place = array("q")
+    for span in spans:
+        for row in span.stored:
+            place.extend((span.slot, row))
+    stores = cache.key_store, cache.value_store
+    return {window: View(head, out, stores, place, spans, shape, window) for window in windows}
+
+
+class View:
     """What the rows of a pass see through one window, cut into units of work.
 
     It holds the memory that ``told`` points to.
@@ -151,7 +170,7 @@ class _Pass:
 
     def __init__(
         self,
-        head_TXD: Tensor,
+        head: int,
         out: Tensor,
         stores: tuple[Tensor, Tensor],
         place: array[int],
@@ -179,11 +198,11 @@ class _Pass:
             value_stride=values.stride(1),
             bfloat16=out.dtype == torch.bfloat16,
             half=keys.dtype == torch.bfloat16,
-            threads=torch.get_num_threads(),
             news=len(place) // 2,
             units=len(self._unit) // 2,
             chunks=len(self._chunk) // 6,
-            head=head_TXD.data_ptr(),
+            parts=parts,
+            head=head,
             out=out.data_ptr(),
             place=_address(place),
             unit=_address(self._unit),

@@ -34,11 +34,15 @@ class Rotation:
 
     def at(self, positions: Sequence[int]) -> Tensor:
         """Give complex [T, 1, E], the factors of the rows at ``positions``."""
-        longest = max(positions) + 1
-        if longest > len(self._table_PE):
-            self._grow(max(longest, 512, len(self._table_PE) * 3 // 2))
-        index = torch.tensor(positions, device=self._table_PE.device)
-        return self._table_PE.index_select(0, index).unsqueeze(1)
+        table_PE = self.table(max(positions) + 1)
+        index = torch.tensor(positions, device=table_PE.device)
+        return table_PE.index_select(0, index).unsqueeze(1)
+
+    def table(self, length: int) -> Tensor:
+        """Give complex [P, E], the factors of the positions below ``length``, and of more."""
+        if length > len(self._table_PE):
+            self._grow(max(length, 512, len(self._table_PE) * 3 // 2))
+        return self._table_PE
 
     def _grow(self, length: int) -> None:
         done, rope = len(self._table_PE), self._rope

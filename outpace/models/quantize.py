@@ -82,7 +82,7 @@ class _Rounded(Linear):
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self.outputs, self.inputs = weight_OI.shape
         self.dtype, self.bias_O = weight_OI.dtype, bias_O
-        self.packed = True
+        self.packed, self.product = True, None
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Give [T, O]. A row comes out the same, bit for bit, whatever rows are beside it."""

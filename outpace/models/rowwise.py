@@ -1,7 +1,7 @@
 """What happens row by row between two products of matrices: sums, norms, gates.
 
 On a CPU every operation of torch costs some microseconds and a reading of its rows, and there are a
-dozen of these per layer. ``rowwise.c`` does them in two calls, compiled when first needed as
+dozen of these per layer. ``rowwise.h`` does them in two calls, compiled when first needed as
 attention is; torch does it everywhere else, and is the oracle of the tests. Either way a row's
 numbers depend on that row alone. They differ in the last bits, since compiled code rounds once
 where torch rounds after each operation: a process uses one of the two for all passes of a model.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ ACTIVATION: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
 """By its name in ``DecoderConfig.activation``."""
-_KINDS = {"silu": 0, "gelu_tanh": 1}  # rowwise.c has the same numbers
+KINDS = {"silu": 0, "gelu_tanh": 1}  # rowwise.h has the same numbers
 
 
 class Norm:
@@ -40,9 +40,11 @@ class Norm:
 
     def __init__(self, weight_H: Tensor, config: DecoderConfig) -> None:
         size = weight_H.shape[-1]
-        self._weight_H = (weight_H.float() + config.norm_offset) * size**0.5
-        self._least = (size * config.norm_eps) ** 0.5
-        self._floor = torch.tensor(self._least, device=weight_H.device)
+        self.weight_H = ((weight_H.float() + config.norm_offset) * size**0.5).contiguous()
+        """Times the root of the width: what compiled code multiplies by."""
+        self.least = (size * config.norm_eps) ** 0.5
+        """Added to a row's length as another coordinate."""
+        self._floor = torch.tensor(self.least, device=weight_H.device)
         self._simple = weight_H.dim() == 1 and weight_H.is_cpu and size % LANES == 0
 
     def __call__(self, x_TH: Tensor, out: Tensor | None = None, add: Tensor | None = None) -> Tensor:
@@ -59,14 +61,14 @@ class Norm:
                 x_TH.add_(add)
             # sqrt(|x|^2 + H * eps) as a hypotenuse: one small operation instead of four.
             length_T1 = torch.linalg.vector_norm(x_TH, dim=-1, keepdim=True).hypot_(self._floor)
-            return torch.mul(x_TH / length_T1, self._weight_H, out=out)
+            return torch.mul(x_TH / length_T1, self.weight_H, out=out)
         out = torch.empty_like(x_TH) if out is None else out
         rows, width = x_TH.shape
         code.outpace_norm(
             x_TH.data_ptr(),
             None if add is None else add.data_ptr(),
-            self._weight_H.data_ptr(),
-            self._least,
+            self.weight_H.data_ptr(),
+            self.least,
             out.data_ptr(),
             out.stride(0),
             rows,
@@ -100,18 +102,11 @@ def gated(activation: str, gate_up_TF: Tensor) -> Tensor:
         rows,
         width,
         gate_up_TF.dtype is torch.bfloat16,
-        _KINDS[activation],
+        KINDS[activation],
         torch.get_num_threads(),
     )
     return out_TF
 
 
-@cache
 def _code() -> ctypes.CDLL | None:
-    code = library("rowwise")
-    if code is not None:
-        whole, address = ctypes.c_int64, ctypes.c_void_p
-        code.outpace_norm.argtypes = [address, address, address, ctypes.c_float, address, *[whole] * 6]
-        code.outpace_gate.argtypes = [address, address, *[whole] * 5]
-        code.outpace_norm.restype = code.outpace_gate.restype = None
-    return code
+    return library()

@@ -210,6 +210,7 @@ def test_every_key_is_in_the_glossary(report):
         "rows",
         "method",
         "kind",
+        "disturbed",
         "drafted_share",
         "tokens_per_second",
         "decode_tokens_per_second",

@@ -1,12 +1,16 @@
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from outpace import Engine, registry
-from outpace.bench import workloads
+from outpace.bench import disturb, tables, workloads
 from outpace.bench.ours import Ours
 from outpace.cli.contenders import gather
 from outpace.cli.drafting import PlanOptions
+from tests.support import until
 
 ROWS = [
     {"prompt": "a b c a b c a b", "category": "x"},
@@ -261,3 +265,35 @@ def test_a_peer_is_compared_on_the_same_prompts(outpace):
     assert (peer["method"], peer["kind"], peer["equal_to_none"]) == ("hf", "peer", None)
     assert peer["about"]["dtype"] == "float32" and peer["speedup"] > 0
     assert peer["sequences"] == plain["sequences"] == 2
+
+
+def test_a_process_takes_a_core_beside_every_unit_and_ends(outpace, monkeypatch):
+    started = []
+    true = disturb.subprocess.Popen
+
+    def popen(*arguments, **options):
+        started.append(true(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(disturb.subprocess, "Popen", popen)
+    ran = outpace(*few("--drafters", "none", "--disturb", "--json", "--repeat", "2"))
+    assert ran.code == 0, ran.err
+    report = json.loads(ran.out)
+    cell = report["rows"][0]["disturbed"]
+    assert 0 < cell["least"] <= cell["ratio"]
+    assert len(started) == 2 * len(ROWS) and all(one.returncode == -9 for one in started)
+    assert "Beside a process that takes a core" in tables.markdown(report)
+
+
+def test_what_takes_a_core_ends_with_whoever_started_it():
+    with pytest.raises(KeyboardInterrupt), disturb.disturbed() as number:
+        assert Path(f"/proc/{number}").exists()
+        raise KeyboardInterrupt
+    assert not Path(f"/proc/{number}").exists()
+    script = (
+        "from outpace.bench.disturb import disturbed\nimport os\n"
+        "with disturbed() as number: print(number, flush=True); os._exit(0)"
+    )
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    spinning = Path(f"/proc/{int(told.stdout)}/cmdline")
+    until(lambda: not spinning.exists() or spinning.read_bytes() == b"")

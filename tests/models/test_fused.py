@@ -13,9 +13,7 @@ from outpace.models import fused
 from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.fused import FusedAttention, attention, fits, stored
 
-needs_code = pytest.mark.skipif(
-    compiled.library("attend") is None, reason="C cannot be compiled for this machine"
-)
+needs_code = pytest.mark.skipif(compiled.library() is None, reason="C cannot be compiled for this machine")
 BASES = (0, 1, 5, 63, 64, 100, 126, 127, 128, 200, 255, 300)
 ROWS = 512
 GROUPED, WIDE, MANY = (3, 3, 64), (1, 2, 256), (1, 32, 16)
@@ -124,7 +122,7 @@ def test_a_row_gets_the_same_bits_whatever_is_beside_it(dtype):
         cache = cache_of(shape, 3, kept=dtype)
         attend = FusedAttention(cache, spans, max(4, len(rows)), shape, frozenset({None}), dtype)
         attend.head_TXD[: len(rows)] = head[rows]
-        attend._passes[None].told.threads = threads
+        attend._threads = threads
         return attend(0, None)[: len(rows)].clone()
 
     for base in BASES:
@@ -176,7 +174,7 @@ def test_what_it_does_not_know_is_left_to_products(monkeypatch):
     assert not fits(usual, torch.float32, torch.device("meta"))
     assert stored(usual, torch.bfloat16, cpu) is torch.bfloat16
     assert stored(usual, torch.float32, cpu) is torch.float32
-    monkeypatch.setattr(fused, "library", lambda name: None)
+    monkeypatch.setattr(fused, "library", lambda *name: None)
     assert kind() is Attention
     assert stored(usual, torch.bfloat16, cpu) is torch.float32, "what products multiply"
 
@@ -210,17 +208,17 @@ def test_code_is_compiled_once_and_otherwise_left_out(tmp_path, monkeypatch, cap
     assert len(calls) == 4, "what it includes may have changed"
 
     library = compiled.library.__wrapped__
-    assert library("attend") is None, "what was written is no library"
-    assert "attend.c is not compiled (" in caplog.text
+    assert library() is None, "what was written is no library"
+    assert "pass.c is not compiled (" in caplog.text
 
     def refuses(command, **options):
         raise subprocess.CalledProcessError(1, command, stderr="error: no\nvectors")
 
     monkeypatch.setattr(subprocess, "run", refuses)
     monkeypatch.setattr(compiled, "_processor", lambda: b"a third")
-    assert library("attend") is None and "(error: no vectors)" in caplog.text
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert library("attend") is None and "there is no C compiler" in caplog.text
+    assert library() is None and "(error: no vectors)" in caplog.text
+    monkeypatch.setattr("shutil.which", lambda *name: None)
+    assert library() is None and "there is no C compiler" in caplog.text
     caplog.clear()
     monkeypatch.setenv("OUTPACE_COMPILE", "0")
-    assert library("attend") is None and not caplog.text
+    assert library() is None and not caplog.text

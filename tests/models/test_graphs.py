@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from outpace.models import graphs, rowwise
+from outpace.models import graphs, packed, rowwise
 from outpace.models.decoder import Decoder
 from outpace.models.tiny import tiny
 from outpace.models.weights import SafetensorsCheckpoint
@@ -63,6 +63,7 @@ class Recorder:
 def as_on_a_gpu(monkeypatch):
     """Nothing is compiled for a CPU: a tape holds operations of torch alone."""
     monkeypatch.setattr(rowwise, "_code", lambda: None)
+    monkeypatch.setattr(packed, "works", lambda: False)
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])

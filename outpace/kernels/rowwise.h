@@ -2,9 +2,10 @@
    rowwise.py does with operations of torch, each in one reading. What a row gets depends on that
    row alone, bit for bit. */
 
+#pragma once
+
 #include "lanes.h"
 
-enum { SMALL = 1 << 14 }; /* numbers that are not worth waking another thread for */
 enum { SILU, GELU_TANH }; /* rowwise.py has the same numbers */
 
 INLINE vec read(Row from, int64_t at, const int half) {
@@ -43,6 +44,19 @@ INLINE vec sigmoid(vec x) {
     return top / (1 + e);
 }
 
+/* Rotate neighbouring numbers of a row by the angle whose cosine and sine `turn` has. Two numbers
+   fill 64 bits, the even one below. */
+typedef uint64_t pairs __attribute__((vector_size(BYTES), aligned(4), may_alias));
+INLINE void rotate(float *x, const float *turn, int64_t width) {
+    const uint64_t low = 0xffffffff;
+    for (int64_t i = 0; i < width; i += LANES) {
+        const pairs both = *(const pairs *)(x + i), angle = *(const pairs *)(turn + i);
+        const pairs cosine = (angle & low) | (angle << 32), sine = (angle & ~low) | (angle >> 32);
+        const vec other = (vec)(((both >> 32) | (both << 32)) ^ 0x80000000); /* -odd, even */
+        store(x + i, (vec)both * (vec)cosine + other * (vec)sine);
+    }
+}
+
 /* An activation of the first half of a row, times the second. */
 INLINE void gate(Row from, void *out, int64_t width, const int half, const int kind) {
     for (int64_t i = 0; i < width; i += LANES) {
@@ -54,38 +68,26 @@ INLINE void gate(Row from, void *out, int64_t width, const int half, const int k
     }
 }
 
-#define ROWS                                                                                      \
-    _Pragma("omp parallel for schedule(static) num_threads((int)threads) if (rows * width > SMALL)") \
-    for (int64_t row = 0; row < rows; row++)
-
-/* x [rows, width] float32; more [rows, width]; weight [width]; out [rows, stride]. `half_more` and
-   `half_out` say what is bfloat16. */
-void outpace_norm(float *x, const void *more, const float *weight, float floor, void *out,
-                  int64_t stride, int64_t rows, int64_t width, int64_t half_more,
-                  int64_t half_out, int64_t threads) {
-    ROWS {
-        float *own = x + row * width;
-        Row add = more ? past(more, row * width, half_more) : NULL;
-        void *to = (void *)past(out, row * stride, half_out);
-        if (half_out && half_more) norm(own, add, weight, floor, to, width, 1, 1);
-        else if (half_out) norm(own, add, weight, floor, to, width, 0, 1);
-        else if (half_more) norm(own, add, weight, floor, to, width, 1, 0);
-        else norm(own, add, weight, floor, to, width, 0, 0);
+/* Index and value of the largest number of a row, the lowest index on ties. A row that holds a NaN
+   gives it. */
+INLINE void best(const float *x, int64_t width, double *out) {
+    vec top = all(-INFINITY);
+    ivec odd = {0};
+    float most = -INFINITY;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        const vec one = load(x + i);
+        const ivec more = one > top;
+        top = (vec)(((ivec)one & more) | ((ivec)top & ~more));
+        odd |= one != one;
     }
-}
-
-/* from [rows, 2 * width]; out [rows, width]; both bfloat16 if `half` is set. */
-void outpace_gate(const void *from, void *out, int64_t rows, int64_t width, int64_t half,
-                  int64_t kind, int64_t threads) {
-    ROWS {
-        Row own = past(from, 2 * row * width, half);
-        void *to = (void *)past(out, row * width, half);
-        if (kind == SILU) {
-            if (half) gate(own, to, width, 1, SILU);
-            else gate(own, to, width, 0, SILU);
-        } else {
-            if (half) gate(own, to, width, 1, GELU_TANH);
-            else gate(own, to, width, 0, GELU_TANH);
-        }
+    for (int n = 0; n < LANES; n++) {
+        most = top[n] > most ? top[n] : most;
+        if (odd[n]) most = NAN;
     }
+    for (; i < width; i++)
+        if (!(x[i] <= most)) most = isnan(most) ? most : x[i];
+    int64_t at = 0;
+    while (at + 1 < width && x[at] != most && !isnan(most)) at++;
+    out[0] = (double)at, out[1] = most;
 }

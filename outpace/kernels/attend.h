@@ -10,12 +10,14 @@
      for which there is an instruction. It wants queries and weights in bfloat16 as well.
    - Blocks are merged in order, each weighted by its own largest score.
 
-   Work is cut into units, one block of positions for a few rows of one slot and one head of keys,
-   which threads take as they come; then rows are merged. A unit reads each key and value once,
+   Work is cut into units, one block of positions for a few rows of one slot and one head of keys;
+   then rows are merged. A unit reads each key and value once,
    for up to MOST query rows. Keys lie coordinate by coordinate, so that neighbouring positions
    fill a vector; values lie row by row, so that neighbouring coordinates do.
 
    Letters: G query heads per head of keys, D width of a head, C rows of a slot, M = rows * G. */
+
+#pragma once
 
 #include "lanes.h"
 
@@ -53,8 +55,8 @@ typedef struct {
 
 /* All that the layers of a pass have in common. fused.py has the same list. */
 typedef struct {
-    int64_t kv, group, width, capacity, key_stride, value_stride, bfloat16, half, threads;
-    int64_t news, units, chunks;
+    int64_t kv, group, width, capacity, key_stride, value_stride, bfloat16, half;
+    int64_t news, units, chunks, parts;
     float *head;          /* [T, (G + 2) * kv, D]: queries, keys, values of the pass */
     void *out;            /* [T, kv * G * D], float32, or bfloat16 if `bfloat16` is set */
     const int64_t *place; /* [news, 2]: slot and row of each new key */
@@ -355,23 +357,30 @@ INLINE void keep(const Pass *p, int64_t row, const int half, void *keys, void *v
     }
 }
 
-INLINE void attend(const Pass *p, const int half, void *keys, void *values) {
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < p->news; row++) keep(p, row, half, keys, values);
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < p->units * p->kv; i++) {
-        const int64_t *unit = p->unit + i / p->kv * 2;
-        attend_block(p, p->chunk + unit[0], unit[1], i % p->kv, half, keys, values);
-    }
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < p->chunks * p->kv; i++) merge(p, p->chunk + i / p->kv, i % p->kv);
+/* Pieces of the three tasks of a layer: storing, blocks, merging. */
+static int64_t keep_pieces(const Pass *p) { return pieces_of(p->news, 2 * p->kv * p->width); }
+static int64_t block_pieces(const Pass *p) { return p->units * p->kv; }
+static int64_t merge_pieces(const Pass *p) {
+    return p->parts * p->width <= 2 * GRAIN ? p->chunks > 0 : p->chunks * p->kv;
 }
 
-/* Store the new keys and values of a layer, and attend. */
-void outpace_attend(const Pass *p, void *keys, void *values) {
-#pragma omp parallel num_threads((int)p->threads)
-    {
-        if (p->half) attend(p, 1, keys, values);
-        else attend(p, 0, keys, values);
+static void keep_piece(const Pass *p, int64_t piece, void *keys, void *values) {
+    int64_t row, stop;
+    part_of(p->news, keep_pieces(p), piece, &row, &stop);
+    for (; row < stop; row++) {
+        if (p->half) keep(p, row, 1, keys, values);
+        else keep(p, row, 0, keys, values);
     }
+}
+
+static void block_piece(const Pass *p, int64_t piece, Row keys, Row values) {
+    const int64_t *unit = p->unit + piece / p->kv * 2;
+    if (p->half) attend_block(p, p->chunk + unit[0], unit[1], piece % p->kv, 1, keys, values);
+    else attend_block(p, p->chunk + unit[0], unit[1], piece % p->kv, 0, keys, values);
+}
+
+static void merge_piece(const Pass *p, int64_t piece) {
+    int64_t one, stop;
+    part_of(p->chunks * p->kv, merge_pieces(p), piece, &one, &stop);
+    for (; one < stop; one++) merge(p, p->chunk + one / p->kv, one % p->kv);
 }

@@ -1,0 +1,244 @@
+/* A pass in one call: a list of operations, which models/program.py plans, over a team of threads.
+
+   Rows lie one after another in buffers of float32. What a row gets depends on that row and on
+   what it sees, bit for bit: not on the rows beside it and not on the number of threads. */
+
+#include "attend.h"
+#include "products.c"
+#include "rowwise.h"
+#include "team.h"
+
+/* program.py has the same lists. */
+enum { NORM, PRODUCT, TURN, ATTEND, GATE, ADD, COPY, PICK, EMBED, BEST };
+
+typedef struct {
+    int64_t kind;
+    int64_t rows;  /* which of the counts of rows */
+    int64_t from;  /* buffer that is read */
+    int64_t to;    /* buffer that is written */
+    int64_t more;  /* NORM, ADD: buffer to be added to `from` first, or -1; PRODUCT: operands */
+    int64_t width; /* numbers of a row of `to`; TURN: of a head */
+    int64_t index; /* ATTEND: which pass; TURN: which table; GATE: which activation */
+    int64_t layer; /* ATTEND: of keys and values */
+    int64_t parts; /* PRODUCT: matrices, whose outputs stand side by side */
+    const Matrix *part;
+    const float *weight; /* NORM; TURN: of all heads, or NULL */
+    float floor;         /* EMBED: a factor */
+} Op;
+
+typedef struct {
+    const Op *op;
+    int64_t ops;
+    void *const *buffer;
+    const int64_t *rows;
+    const int64_t *picked;
+    const int64_t *ids, *positions; /* of all rows */
+    const Pass *const *pass;
+    const float *const *turn; /* per table [positions, width]: cosines and sines of pairs */
+    char *keys, *values;
+    int64_t key_layer, value_layer; /* bytes */
+    int64_t threads;
+    int64_t heads, turned;          /* of queries, keys and values; of those that rotate */
+} Program;
+
+INLINE float *row_of(const Program *p, int64_t buffer, int64_t row, int64_t width) {
+    return (float *)p->buffer[buffer] + row * width;
+}
+static int64_t rows_of(const Program *p, const Op *op) { return p->rows[op->rows]; }
+
+#define ROWS(numbers)                                                                             \
+    const Program *p = context;                                                                   \
+    const Op *op = self;                                                                          \
+    const int64_t width = op->width;                                                              \
+    int64_t row, stop;                                                                            \
+    part_of(rows_of(p, op), pieces_of(rows_of(p, op), numbers), piece, &row, &stop);              \
+    for (; row < stop; row++)
+
+static void norm_rows(const void *context, const void *self, int64_t piece) {
+    ROWS(width) {
+        const float *more = op->more < 0 ? NULL : row_of(p, op->more, row, width);
+        norm(row_of(p, op->from, row, width), more, op->weight, op->floor,
+             row_of(p, op->to, row, width), width, 0, 0);
+    }
+}
+
+static void turn_rows(const void *context, const void *self, int64_t piece) {
+    ROWS(p->heads * width) {
+        float *own = row_of(p, op->to, row, p->heads * width);
+        const float *turn = p->turn[op->index] + p->positions[row] * width;
+        for (int64_t head = 0; head < p->turned; head++, own += width) {
+            if (op->weight)
+                norm(own, NULL, op->weight + head * width, op->floor, own, width, 0, 0);
+            rotate(own, turn, width);
+        }
+    }
+}
+
+static void gate_rows(const void *context, const void *self, int64_t piece) {
+    ROWS(2 * width) {
+        const float *from = row_of(p, op->from, row, 2 * width);
+        if (op->index == SILU) gate(from, row_of(p, op->to, row, width), width, 0, SILU);
+        else gate(from, row_of(p, op->to, row, width), width, 0, GELU_TANH);
+    }
+}
+
+static void add_more(const void *context, const void *self, int64_t piece) {
+    ROWS(width) {
+        float *to = row_of(p, op->to, row, width);
+        const float *more = row_of(p, op->more, row, width);
+        for (int64_t i = 0; i < width; i++) to[i] += more[i];
+    }
+}
+
+static void copy_rows(const void *context, const void *self, int64_t piece) {
+    ROWS(width) {
+        const int64_t from = op->kind == PICK ? p->picked[row] : row;
+        memcpy(row_of(p, op->to, row, width), row_of(p, op->from, from, width), 4 * width);
+    }
+}
+
+static void embed_rows(const void *context, const void *self, int64_t piece) {
+    ROWS(width) {
+        float *to = row_of(p, op->to, row, width);
+        const int64_t id = p->ids[row];
+        dense_outputs(op->part, id / GROUP, id % GROUP, id % GROUP + 1, to);
+        for (int64_t i = 0; i < width; i++) to[i] *= op->floor;
+    }
+}
+
+static void best_rows(const void *context, const void *self, int64_t piece) {
+    ROWS(width) best(row_of(p, op->from, row, width), width, (double *)p->buffer[op->to] + 2 * row);
+}
+
+static Product product_of(const Program *p, const Op *op) {
+    return (Product){.part = op->part, .parts = op->parts, .x = p->buffer[op->from],
+                     .x_stride = op->part->inputs, .rows = rows_of(p, op), .y = p->buffer[op->to],
+                     .stride = op->width, .operands = p->buffer[op->more], .threads = p->threads};
+}
+static void prepare_rows(const void *context, const void *self, int64_t piece) {
+    const Product product = product_of(context, self);
+    prepare_piece(&product, piece);
+}
+static void multiply_rows(const void *context, const void *self, int64_t piece) {
+    const Product product = product_of(context, self);
+    multiply_piece(&product, piece);
+}
+
+#define LAYER                                                                                     \
+    const Program *p = context;                                                                   \
+    const Op *op = self;                                                                          \
+    const Pass *pass = p->pass[op->index];                                                        \
+    char *keys = p->keys + op->layer * p->key_layer;                                              \
+    char *values = p->values + op->layer * p->value_layer;
+
+static void store_new(const void *context, const void *self, int64_t piece) {
+    LAYER keep_piece(pass, piece, keys, values);
+}
+static void attend_blocks(const void *context, const void *self, int64_t piece) {
+    LAYER block_piece(pass, piece, keys, values);
+}
+static void merge_blocks(const void *context, const void *self, int64_t piece) {
+    const Program *p = context;
+    merge_piece(p->pass[((const Op *)self)->index], piece);
+}
+
+/* An operation is up to three tasks. */
+static Task *plan(const Program *p, const Op *op, Task *task) {
+    const int64_t rows = rows_of(p, op), width = op->width;
+    switch (op->kind) {
+    case NORM: *task++ = (Task){norm_rows, op, pieces_of(rows, width)}; break;
+    case TURN: *task++ = (Task){turn_rows, op, pieces_of(rows, p->heads * width)}; break;
+    case GATE: *task++ = (Task){gate_rows, op, pieces_of(rows, 2 * width)}; break;
+    case ADD: *task++ = (Task){add_more, op, pieces_of(rows, width)}; break;
+    case COPY:
+    case PICK: *task++ = (Task){copy_rows, op, pieces_of(rows, width)}; break;
+    case EMBED: *task++ = (Task){embed_rows, op, pieces_of(rows, width)}; break;
+    case BEST: *task++ = (Task){best_rows, op, pieces_of(rows, width)}; break;
+    case PRODUCT: {
+        const Product product = product_of(p, op);
+        *task++ = (Task){prepare_rows, op, prepare_pieces(&product)};
+        *task++ = (Task){multiply_rows, op, multiply_pieces(&product)};
+        break;
+    }
+    case ATTEND:
+        *task++ = (Task){store_new, op, keep_pieces(p->pass[op->index])};
+        *task++ = (Task){attend_blocks, op, block_pieces(p->pass[op->index])};
+        *task++ = (Task){merge_blocks, op, merge_pieces(p->pass[op->index])};
+    }
+    return task;
+}
+
+/* Run all operations; gives how many threads were used. */
+int64_t outpace_run(const Program *p) {
+    Task task[3 * p->ops + 1], *end = task;
+    for (int64_t i = 0; i < p->ops; i++) end = plan(p, p->op + i, end);
+    return run_tasks(task, end - task, p, p->threads);
+}
+
+/* Store the new keys and values of a layer, and attend. */
+void outpace_attend(const Pass *pass, void *keys, void *values, int64_t threads) {
+    const Op op = {.kind = ATTEND};
+    const Program p = {.op = &op, .ops = 1, .pass = &pass, .rows = &pass->news, .keys = keys,
+                       .values = values, .threads = threads};
+    outpace_run(&p);
+}
+
+/* Rows apart from a pass, of either dtype. */
+typedef struct {
+    float *x;
+    const void *more;
+    const float *weight;
+    float floor;
+    void *out;
+    int64_t stride, rows, width, half_more, half_out, kind;
+} Apart;
+
+static void norm_apart(const void *context, const void *self, int64_t piece) {
+    const Apart *a = self;
+    int64_t row, stop;
+    part_of(a->rows, pieces_of(a->rows, a->width), piece, &row, &stop);
+    for (; row < stop; row++) {
+        float *own = a->x + row * a->width;
+        Row add = a->more ? past(a->more, row * a->width, a->half_more) : NULL;
+        void *to = (void *)past(a->out, row * a->stride, a->half_out);
+        if (a->half_out && a->half_more) norm(own, add, a->weight, a->floor, to, a->width, 1, 1);
+        else if (a->half_out) norm(own, add, a->weight, a->floor, to, a->width, 0, 1);
+        else if (a->half_more) norm(own, add, a->weight, a->floor, to, a->width, 1, 0);
+        else norm(own, add, a->weight, a->floor, to, a->width, 0, 0);
+    }
+}
+
+static void gate_apart(const void *context, const void *self, int64_t piece) {
+    const Apart *a = self;
+    int64_t row, stop;
+    part_of(a->rows, pieces_of(a->rows, 2 * a->width), piece, &row, &stop);
+    for (; row < stop; row++) {
+        Row own = past(a->more, 2 * row * a->width, a->half_out);
+        void *to = (void *)past(a->out, row * a->width, a->half_out);
+        if (a->kind == SILU) {
+            if (a->half_out) gate(own, to, a->width, 1, SILU);
+            else gate(own, to, a->width, 0, SILU);
+        } else {
+            if (a->half_out) gate(own, to, a->width, 1, GELU_TANH);
+            else gate(own, to, a->width, 0, GELU_TANH);
+        }
+    }
+}
+
+/* x [rows, width] float32; more [rows, width]; weight [width]; out [rows, stride]. `half_more` and
+   `half_out` say what is bfloat16. */
+void outpace_norm(float *x, const void *more, const float *weight, float floor, void *out,
+                  int64_t stride, int64_t rows, int64_t width, int64_t half_more,
+                  int64_t half_out, int64_t threads) {
+    const Apart a = {x, more, weight, floor, out, stride, rows, width, half_more, half_out, 0};
+    const Task task = {norm_apart, &a, pieces_of(rows, width)};
+    run_tasks(&task, 1, NULL, threads);
+}
+
+/* from [rows, 2 * width]; out [rows, width]; both bfloat16 if `half` is set. */
+void outpace_gate(const void *from, void *out, int64_t rows, int64_t width, int64_t half,
+                  int64_t kind, int64_t threads) {
+    const Apart a = {NULL, from, NULL, 0, out, width, rows, width, 0, half, kind};
+    const Task task = {gate_apart, &a, pieces_of(rows, 2 * width)};
+    run_tasks(&task, 1, NULL, threads);
+}

@@ -1,0 +1,194 @@
+/* A list of tasks, one after another, over the threads that torch computes with.
+
+   A task is cut into pieces, which threads take from a counter as they come; a piece does the same
+   whoever takes it, so results do not depend on the number of threads. Who ends the last piece of
+   a task does by itself all tasks of one piece that follow, and then opens the next one. Nobody
+   waits for a thread that holds no piece, so one that the system does not let run costs nothing
+   unless it was stopped in the middle of a piece.
+
+   Threads are borrowed from torch's OpenMP, once for the whole list, through its entry point
+   `GOMP_parallel`: threads of our own would share the cores with those, which spin for milliseconds
+   after every parallel operation of torch. The team keeps its own time inside.
+
+   Another process may take a core. Then a piece that takes 20 us takes a time slice, 3 ms or more,
+   while everybody waits. Whoever leads a list notices waits that are long beside the pieces that he
+   did himself, sends away as many threads as were late, and later tries one more again. */
+
+#pragma once
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <time.h>
+
+typedef void (*Work)(const void *context, const void *self, int64_t piece);
+typedef struct {
+    Work work;
+    const void *self;
+    int64_t pieces;
+} Task;
+
+typedef void (*Host)(void (*)(void *), void *, unsigned, unsigned);
+static Host host;    /* `GOMP_parallel`; without it everything runs on the calling thread */
+static int orphaned; /* a child of fork has no threads but its own */
+
+enum {
+    SPINS = 2000,            /* looks at a counter before the clock is read */
+    LATE = 100 * 1000,       /* ns; a shorter wait says nothing */
+    LATE_PIECES = 4,         /* and so does one of fewer pieces */
+    LATE_SHARE = 8,          /* waits below this part of a list are borne */
+    NAP = 20 * 1000,         /* ns; sleeping lets the system move a thread to this core */
+    SHORTEST = 20 * 1000000, /* ns that fewer threads are used for, doubled while that goes on */
+    LONGEST = 1000 * 1000000,
+    CALM = 50, /* lists in a row without a wait after which the past is forgotten */
+};
+
+/* How many threads a calling thread uses now. */
+typedef struct {
+    int64_t limit, allowed, pause, retry, calm;
+} Mood;
+static _Thread_local Mood mood;
+
+typedef struct {
+    const Task *task;
+    const void *context;
+    int64_t tasks;
+    const Mood *leader;
+    _Alignas(64) _Atomic uint64_t ticket; /* task << 32 | next piece */
+    _Alignas(64) _Atomic int64_t done;    /* pieces of that task */
+    _Atomic int64_t leaving;              /* threads that are to leave after their piece */
+    int64_t waited, late;                 /* by the leader: ns of long waits, threads missed */
+    int64_t left;                         /* when he was through */
+} List;
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
+}
+
+static inline void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void nap(void) {
+    const struct timespec t = {0, NAP};
+    nanosleep(&t, NULL);
+}
+
+/* Do all tasks of one piece from `at` on, then open the next one. */
+static void open_from(List *list, int64_t at) {
+    for (; at < list->tasks && list->task[at].pieces <= 1; at++)
+        if (list->task[at].pieces == 1) list->task[at].work(list->context, list->task[at].self, 0);
+    atomic_store_explicit(&list->done, 0, memory_order_relaxed);
+    atomic_store_explicit(&list->ticket, (uint64_t)at << 32, memory_order_release);
+}
+
+/* Wait until another task than `at` is open. */
+static void await(List *list, int64_t at, int leads, int64_t longest) {
+    int64_t began = 0, held = 0;
+    for (int64_t spins = 0;; spins++) {
+        const uint64_t ticket = atomic_load_explicit(&list->ticket, memory_order_acquire);
+        if ((int64_t)(ticket >> 32) != at) break;
+        relax();
+        if (spins < SPINS) continue;
+        const int64_t now = now_ns();
+        if (!began) began = now;
+        spins = SPINS - 64;
+        if (now - began <= LATE) continue;
+        if (leads && !held && now - began > LATE_PIECES * longest) {
+            held = list->task[at].pieces - atomic_load(&list->done);
+            if (held > list->late) list->late = held;
+            if (held > 0) atomic_store(&list->leaving, held);
+        }
+        nap();
+    }
+    if (held) list->waited += now_ns() - began;
+}
+
+static void take_part(void *given) {
+    List *list = given;
+    const int leads = list->leader == &mood;
+    for (;;) {
+        uint64_t ticket = atomic_load_explicit(&list->ticket, memory_order_acquire);
+        int64_t at = ticket >> 32, longest = 0;
+        if (at == list->tasks) break;
+        for (;;) {
+            ticket = atomic_fetch_add_explicit(&list->ticket, 1, memory_order_acq_rel);
+            if ((int64_t)(ticket >> 32) != at) longest = 0;
+            at = ticket >> 32;
+            if (at == list->tasks) break;
+            const Task *task = list->task + at;
+            const int64_t piece = ticket & UINT32_MAX;
+            if (piece >= task->pieces) break;
+            const int64_t began = leads ? now_ns() : 0;
+            task->work(list->context, task->self, piece);
+            if (leads) {
+                const int64_t took = now_ns() - began;
+                if (took > longest) longest = took;
+            }
+            if (atomic_fetch_add_explicit(&list->done, 1, memory_order_acq_rel) + 1 == task->pieces)
+                open_from(list, at + 1);
+            if (!leads && atomic_load_explicit(&list->leaving, memory_order_relaxed) > 0) {
+                if (atomic_fetch_sub(&list->leaving, 1) > 0) return;
+            }
+        }
+        if (at == list->tasks) break;
+        await(list, at, leads, longest);
+    }
+    if (leads) list->left = now_ns();
+}
+
+/* What was seen of a list says how many threads the next one gets. */
+static void learn(List *list, int64_t began, int64_t ended) {
+    Mood *m = &mood;
+    const int64_t missed = ended - list->left; /* until the last thread came to the end */
+    if (missed > LATE) list->waited += missed;
+    if (list->waited * LATE_SHARE > ended - began) {
+        const int64_t fewer = list->late > 1 ? list->late : 1;
+        m->allowed = m->allowed > fewer ? m->allowed - fewer : 1;
+        m->pause = m->pause ? m->pause * 2 : SHORTEST;
+        if (m->pause > LONGEST) m->pause = LONGEST;
+        m->retry = ended + m->pause;
+        m->calm = 0;
+    } else if (++m->calm >= CALM) {
+        m->pause = 0;
+    }
+}
+
+/* Run tasks on at most `threads` threads; gives how many were used. */
+static int64_t run_tasks(const Task *task, int64_t tasks, const void *context, int64_t threads) {
+    Mood *m = &mood;
+    if (m->limit != threads) *m = (Mood){.limit = threads, .allowed = threads};
+    List list = {.task = task, .context = context, .tasks = tasks, .leader = m};
+    open_from(&list, 0);
+    if (atomic_load(&list.ticket) >> 32 == (uint64_t)tasks) return 1;
+    const int64_t began = now_ns();
+    if (m->allowed < m->limit && began >= m->retry) m->allowed++, m->calm = 0;
+    if (m->allowed == 1 || host == NULL || orphaned) {
+        take_part(&list);
+        return 1;
+    }
+    const int64_t used = m->allowed;
+    host(take_part, &list, (unsigned)used, 0);
+    learn(&list, began, now_ns());
+    return used;
+}
+
+static void orphan(void) { orphaned = 1; }
+
+/* Say how threads are had; once, before anything runs. */
+void outpace_host(void *parallel) {
+    if (host == NULL) pthread_atfork(NULL, NULL, orphan);
+    host = (Host)parallel;
+}
+
+/* How many threads the calling thread's next list gets. */
+int64_t outpace_threads(void) { return mood.limit ? mood.allowed : 0; }

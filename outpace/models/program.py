@@ -1,0 +1,404 @@
+"""A pass in one call of compiled code, for CPUs.
+
+`Decoder.run_layers` calls a dozen operations per layer, each of which wakes the threads, waits for
+the last one and comes back to Python. Here the operations of a pass are listed once and run by
+``pass.c`` together: Python says per pass only which rows there are and what they see. torch stays
+for whatever this does not know, and is the oracle of the tests. Numbers between two operations are
+float32 whatever the weights are, so results differ from those of torch by rounding: a process uses
+one of the two for all passes of a model.
+
+A list depends on the layers that run and on the features wanted. Buffers belong to a pass while it
+runs; passes one after another use the same ones.
+
+Shape letters: T rows of a pass, H hidden size, V vocabulary, X heads of all kinds, D their width,
+F width of an MLP.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from outpace.cache.dense import DenseCache
+from outpace.kernels.compiled import LANES, library
+from outpace.models.attention import HeadShape, Span
+from outpace.models.blocks import Block, Ends
+from outpace.models.families import DecoderConfig
+from outpace.models.fused import View, fits, views
+from outpace.models.packed import Linear, Room
+from outpace.models.passes import PassRows, Rotation
+from outpace.models.rowwise import KINDS, Norm
+
+_NORM, _PRODUCT, _TURN, _ATTEND, _GATE, _ADD, _COPY, _PICK, _EMBED, _BEST = range(10)
+"""Kinds of operations, as in pass.c."""
+_STREAM, _NORMED, _HEADS, _ATTENDED, _ADDED, _WIDE, _GATED, _PICKED, _LAST, _LOGITS, _OPERANDS, _FOUND = (
+    range(12)
+)
+_TAP = 12
+"""Buffers; the first feature wanted has this number."""
+_ALL, _SOME, _HEADED = range(3)
+"""Counts of rows: of the pass, of those whose results are wanted, of those with logits."""
+_NONE = -1
+
+
+class _Op(ctypes.Structure):
+    """``Op`` of pass.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in "kind rows from_ to more width index layer".split()),
+        ("parts", ctypes.c_int64),
+        ("part", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("floor", ctypes.c_float),
+    ]
+
+
+class _Call(ctypes.Structure):
+    """``Program`` of pass.c."""
+
+    _fields_ = [
+        ("op", ctypes.c_void_p),
+        ("ops", ctypes.c_int64),
+        *(
+            (name, ctypes.c_void_p)
+            for name in "buffer rows picked ids positions pass_ turn keys values".split()
+        ),
+        *((name, ctypes.c_int64) for name in "key_layer value_layer threads heads turned".split()),
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _List:
+    """The operations of some layers."""
+
+    ops: ctypes.Array[_Op]
+    taps: tuple[str, ...]
+    """Features that they copy, the first one to buffer ``_TAP``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Results:
+    """What a pass gives, all of it memory of its own but for the logits."""
+
+    taps: dict[str, Tensor]
+    """Of all rows."""
+    last_TH: Tensor
+    """Normed, of the rows picked."""
+    logits_TV: Tensor
+    best: tuple[list[int], list[float]] | None
+    """Index and value of the largest of each row of logits."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Way:
+    """What the operations of a pass read besides buffers."""
+
+    cache: DenseCache
+    taps: frozenset[str]
+    picked: array[int]
+    ids: array[int]
+    seen: dict[str, Tensor]
+    """Features found so far."""
+
+
+class Programs:
+    """The passes of a decoder as lists of operations.
+
+    Args:
+        config: of the decoder.
+        blocks: its layers, all of which have compiled products; see ``runs``.
+        ends: what is before and after them.
+        turns: its rotary tables.
+        shape: its heads.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        blocks: Sequence[Block],
+        ends: Ends,
+        turns: Sequence[Rotation],
+        shape: HeadShape,
+    ) -> None:
+        self._config, self._blocks, self._ends = config, blocks, ends
+        self._turns, self._shape = turns, shape
+        self._windows = list({block.window: None for block in blocks})
+        self._known: dict[object, _List] = {}
+        self._free: list[_Buffers] = []
+        self._room = Room()
+        head = ends.head.product
+        self._tied = config.tied_head and head is not None and len(head.matrices) == 1
+        """Whether the head holds the embedding, to the bit."""
+        code = library()
+        assert code is not None
+        self._run = code.outpace_run
+
+    @staticmethod
+    def runs(config: DecoderConfig, blocks: Sequence[Block], ends: Ends, shape: HeadShape) -> bool:
+        """Whether compiled code runs these layers."""
+        embed = ends.embed
+        return (
+            fits(shape, embed.dtype, embed.device)
+            and config.hidden_size % LANES == 0
+            and all(one.product is not None for block in blocks for one in block.linears)
+            and all(block.gate_up.outputs % (2 * LANES) == 0 for block in blocks)
+            and ends.head.product is not None
+        )
+
+    def run(
+        self,
+        rows: PassRows,
+        cache: DenseCache,
+        depth: int,
+        taps: frozenset[str],
+        embed: Callable[[Sequence[int]], Tensor],
+        headed: int,
+    ) -> Results:
+        """Run a pass.
+
+        Args:
+            rows: of the pass; room for them is reserved in the cache.
+            cache: where keys and values go.
+            depth: how many layers.
+            taps: names of features wanted, of all rows.
+            embed: gives float32 vectors of ids.
+            headed: how many of the rows picked have logits: the first ones.
+        """
+        seen: dict[str, Tensor] = {}
+        way = _Way(cache, taps, array("q", [*rows.wanted, *rows.riders]), array("q", rows.ids), seen)
+        counts = len(rows.ids), len(way.picked), headed
+        buffers = self._free.pop() if self._free else _Buffers(self._config, self._shape)
+        if counts[0] > buffers.most:
+            buffers.fit(counts[0], [*(one for b in self._blocks for one in b.linears), self._ends.head])
+        last_TH = torch.empty(counts[1], self._config.hidden_size)
+        logits_TV = self._room.rows(headed, self._config.vocab_size)
+        found = (ctypes.c_double * (2 * headed))()
+        buffers.lend(_LAST, last_TH)
+        buffers.lend(_LOGITS, logits_TV)
+        buffers.address[_FOUND] = ctypes.addressof(found)
+        embedded = self._tied and not rows.embeds and not rows.resumed
+        if not embedded or not 0 <= min(rows.ids) <= max(rows.ids) < self._config.vocab_size:
+            embedded = False
+            stream_TH = buffers.lent[_STREAM][: counts[0]]
+            stream_TH.copy_(embed(rows.ids))
+            for start, embed_RH in rows.embeds:
+                stream_TH[start : start + len(embed_RH)] = embed_RH
+        if rows.resumed:
+            self._joining(buffers, rows, depth, counts, way)
+        else:
+            listed = self._list(range(depth), embedded, True, taps)
+            self._some(buffers, listed, rows.spans, counts, way)
+        self._free.append(buffers)
+        return Results(seen, last_TH, logits_TV, ([int(one) for one in found[::2]], found[1::2]))
+
+    def _joining(
+        self, buffers: _Buffers, rows: PassRows, depth: int, counts: tuple[int, int, int], way: _Way
+    ) -> None:
+        """Run a pass whose rows do not all begin at the first layer."""
+        stream_TH = buffers.lent[_STREAM]
+        whole_TH = stream_TH[: counts[0]]
+        borders = [0, *rows.levels, depth]
+        for begin, end in pairwise(borders):
+            for start, layer, hidden_KH in rows.resumed:
+                if layer == begin:
+                    whole_TH[start : start + len(hidden_KH)] = hidden_KH
+            spans, running = rows.running(begin)
+            if not spans:
+                continue
+            few = len(running) < counts[0]
+            index = torch.tensor(running)
+            if few:
+                buffers.lend(_STREAM, whole_TH[index])
+            listed = self._list(range(begin, end), False, False, way.taps)
+            self._some(buffers, listed, spans, (len(running), 0, 0), way)
+            if few:
+                whole_TH[index] = buffers.lent[_STREAM]
+                buffers.lend(_STREAM, stream_TH)
+        if f"hidden.{depth}" in way.taps:
+            way.seen[f"hidden.{depth}"] = whole_TH.clone()
+        self._some(buffers, self._list(range(depth, depth), False, True, way.taps), [], counts, way)
+
+    def _some(
+        self, buffers: _Buffers, listed: _List, spans: Sequence[Span], counts: tuple[int, int, int], way: _Way
+    ) -> None:
+        """Run the operations of a list on rows of the stream."""
+        for i, name in enumerate(listed.taps):
+            way.seen[name] = torch.empty(counts[0], self._config.hidden_size)
+            buffers.lend(_TAP + i, way.seen[name])
+        shape = self._shape
+        seen_by, turns, positions = list[View](), list[Tensor](), array("q")
+        cache, keys, values = way.cache, way.cache.key_store, way.cache.value_store
+        if spans:
+            head, out = buffers.lent[_HEADS].data_ptr(), buffers.lent[_ATTENDED]
+            given = views(cache, spans, shape, self._windows, head, out)
+            seen_by = [given[window] for window in self._windows]
+            positions.extend(position for span in spans for position in span.positions)
+            length = max(positions) + 1
+            turns = [rotation.table(length) for rotation in self._turns]
+        told = (ctypes.c_void_p * len(seen_by))(*(ctypes.addressof(view.told) for view in seen_by))
+        turn = (ctypes.c_void_p * len(turns))(*(one.data_ptr() for one in turns))
+        rows = (ctypes.c_int64 * 3)(*counts)
+        call = _Call(
+            op=ctypes.addressof(listed.ops),
+            ops=len(listed.ops),
+            buffer=ctypes.addressof(buffers.address),
+            rows=ctypes.addressof(rows),
+            picked=way.picked.buffer_info()[0],
+            ids=way.ids.buffer_info()[0],
+            positions=positions.buffer_info()[0],
+            pass_=ctypes.addressof(told),
+            turn=ctypes.addressof(turn),
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            key_layer=keys.stride(0) * keys.element_size(),
+            value_layer=values.stride(0) * values.element_size(),
+            threads=torch.get_num_threads(),
+            heads=shape.queries + 2 * shape.kv,
+            turned=shape.queries + shape.kv,
+        )
+        self._run(ctypes.byref(call))
+
+    def _list(self, layers: range, begins: bool, ends: bool, taps: frozenset[str]) -> _List:
+        """The operations of some layers, of the embedding before and of what follows them."""
+        name = (layers.start, layers.stop, begins, ends, taps)
+        known = self._known.get(name)
+        if known is None:
+            lister = _Lister(self._config, self._shape, self._windows, taps)
+            first, last = (self._ends if one else None for one in (begins, ends))
+            known = self._known[name] = lister.list(self._blocks, layers, first, last)
+        return known
+
+
+class _Lister:
+    """Lists the operations of some layers."""
+
+    def __init__(
+        self, config: DecoderConfig, shape: HeadShape, windows: Sequence[int | None], taps: frozenset[str]
+    ) -> None:
+        self._config, self._shape, self._windows = config, shape, windows
+        self._wanted = taps
+        self._taps: list[str] = []
+        self._ops: list[_Op] = []
+
+    def list(self, blocks: Sequence[Block], layers: range, begins: Ends | None, ends: Ends | None) -> _List:
+        """The layers, the embedding before them and what follows them if these are given."""
+        hidden, added = self._config.hidden_size, _NONE
+        if begins is not None and begins.head.product is not None:
+            part = ctypes.addressof(begins.head.product.matrices)
+            scale = float(torch.tensor(self._config.embed_scale, dtype=begins.embed.dtype))
+            self._op(_EMBED, to=_STREAM, width=hidden, part=part, floor=scale)
+        for layer in layers:
+            block = blocks[layer]
+            self._norm(block.attn_norm, _STREAM, _NORMED, added)
+            self._tap(f"hidden.{layer}", _STREAM)
+            self._tap(f"attn_in.{layer}", _NORMED)
+            self._product(block.qkv, _NORMED, _HEADS)
+            each = block.qk_norm
+            self._op(
+                _TURN,
+                to=_HEADS,
+                width=self._shape.width,
+                index=block.rope,
+                weight=None if each is None else each.weight_H.data_ptr(),
+                floor=0.0 if each is None else each.least,
+            )
+            self._op(_ATTEND, index=self._windows.index(block.window), layer=layer)
+            self._product(block.out, _ATTENDED, _ADDED)
+            if block.after_attn is not None:
+                self._norm(block.after_attn, _ADDED, _ADDED)
+            self._tap(f"attn_out.{layer}", _ADDED)
+            self._norm(block.mlp_norm, _STREAM, _NORMED, _ADDED)
+            self._product(block.gate_up, _NORMED, _WIDE)
+            width, kind = block.gate_up.outputs // 2, KINDS[self._config.activation]
+            self._op(_GATE, from_=_WIDE, to=_GATED, width=width, index=kind)
+            self._product(block.down, _GATED, _ADDED)
+            if block.after_mlp is not None:
+                self._norm(block.after_mlp, _ADDED, _ADDED)
+            added = _ADDED
+        if layers:
+            self._op(_ADD, to=_STREAM, more=_ADDED, width=hidden)
+        if ends is not None:
+            if layers:
+                self._tap(f"hidden.{layers.stop}", _STREAM)
+            if "hidden.-1" in self._wanted:
+                self._taps.append("hidden.-1")
+                normed = _TAP + len(self._taps) - 1
+                self._norm(ends.norm, _STREAM, normed)
+                self._op(_PICK, rows=_SOME, from_=normed, to=_LAST, width=hidden)
+            else:
+                self._op(_PICK, rows=_SOME, from_=_STREAM, to=_PICKED, width=hidden)
+                self._norm(ends.norm, _PICKED, _LAST, rows=_SOME)
+            self._product(ends.head, _LAST, _LOGITS, rows=_HEADED)
+            self._op(_BEST, rows=_HEADED, from_=_LOGITS, to=_FOUND, width=self._config.vocab_size)
+        return _List((_Op * len(self._ops))(*self._ops), tuple(self._taps))
+
+    def _op(self, kind: int, **fields: object) -> None:
+        self._ops.append(_Op(kind=kind, **fields))
+
+    def _norm(self, norm: Norm, from_: int, to: int, more: int = _NONE, rows: int = _ALL) -> None:
+        width, weight = self._config.hidden_size, norm.weight_H.data_ptr()
+        self._op(
+            _NORM, rows=rows, from_=from_, to=to, more=more, width=width, weight=weight, floor=norm.least
+        )
+
+    def _product(self, linear: Linear, from_: int, to: int, rows: int = _ALL) -> None:
+        assert linear.product is not None
+        parts, width = linear.product.matrices, linear.outputs
+        self._op(
+            _PRODUCT,
+            rows=rows,
+            from_=from_,
+            to=to,
+            more=_OPERANDS,
+            width=width,
+            parts=len(parts),
+            part=ctypes.addressof(parts),
+        )
+
+    def _tap(self, name: str, buffer: int) -> None:
+        if name in self._wanted:
+            self._op(_COPY, from_=buffer, to=_TAP + len(self._taps), width=self._config.hidden_size)
+            self._taps.append(name)
+
+
+class _Buffers:
+    """Memory of a pass, and the addresses of it and of what is lent to it."""
+
+    def __init__(self, config: DecoderConfig, shape: HeadShape) -> None:
+        hidden, head = config.hidden_size, shape.width * (shape.queries + 2 * shape.kv)
+        self._widths = {
+            _STREAM: hidden,
+            _NORMED: hidden,
+            _HEADS: head,
+            _ATTENDED: shape.width * shape.queries,
+            _ADDED: hidden,
+            _WIDE: 2 * config.ffn_size,
+            _GATED: config.ffn_size,
+            _PICKED: hidden,
+        }
+        self.most = 0
+        """Rows that there is room for."""
+        self.lent: dict[int, Tensor] = {}
+        self.address = (ctypes.c_void_p * (_TAP + 3 * config.num_layers + 2))()
+
+    def fit(self, rows: int, linears: Sequence[Linear]) -> None:
+        """Make room for so many rows, which these matrices multiply."""
+        self.most = max(rows, 2 * self.most, 16)
+        for buffer, width in self._widths.items():
+            self.lend(buffer, torch.zeros(self.most, width))
+        code = library()
+        assert code is not None
+        products = [one.product.matrices for one in linears if one.product is not None]
+        most = max(code.outpace_room(parts, len(parts), self.most) for parts in products)
+        self.lend(_OPERANDS, torch.zeros(most, dtype=torch.uint8))
+
+    def lend(self, buffer: int, memory: Tensor) -> None:
+        """Use this as a buffer, from now on."""
+        self.lent[buffer] = memory
+        self.address[buffer] = memory.data_ptr()

@@ -1,0 +1,145 @@
+"""Tasks over borrowed threads: each piece once, in order, and fewer threads while some are late."""
+
+import ctypes
+import multiprocessing
+import subprocess
+import threading
+import time
+
+import pytest
+
+from outpace.kernels import compiled
+from outpace.kernels.compiled import library
+
+pytestmark = pytest.mark.skipif(library() is None, reason="C cannot be compiled for this machine")
+
+SOURCE = r"""
+#include "team.h"
+#include <stdlib.h>
+
+typedef struct { int64_t *done, *order, sleep, leader; } Seen;
+static _Atomic int64_t clock_;
+static _Thread_local int64_t me;
+
+static void work(const void *context, const void *self, int64_t piece) {
+    const Seen *seen = context;
+    const int64_t first = (int64_t)self;
+    __atomic_fetch_add(&seen->done[first + piece], 1, __ATOMIC_SEQ_CST);
+    seen->order[first + piece] = atomic_fetch_add(&clock_, 1);
+    if (seen->sleep && (int64_t)&me != seen->leader) {
+        const struct timespec t = {0, seen->sleep};
+        nanosleep(&t, NULL);
+    } else {
+        const int64_t end = now_ns() + 5000;
+        while (now_ns() < end) relax();
+    }
+}
+
+int64_t outpace_try(const int64_t *pieces, int64_t tasks, int64_t *done, int64_t *order, int64_t sleep,
+            int64_t threads) {
+    Task task[64];
+    Seen seen = {done, order, sleep, (int64_t)&me};
+    int64_t first = 0;
+    for (int64_t i = 0; i < tasks; first += pieces[i++])
+        task[i] = (Task){work, (void *)first, pieces[i]};
+    return run_tasks(task, tasks, &seen, threads);
+}
+"""
+PIECES = [1, 0, 40, 1, 1, 7, 0, 300, 2, 1]
+
+
+@pytest.fixture(scope="module")
+def team(tmp_path_factory):
+    """Runs tasks of so many pieces: on how many threads, how often each piece, and when."""
+    folder = tmp_path_factory.mktemp("team")
+    (folder / "try.c").write_text(SOURCE)
+    built = folder / "try.so"
+    here = ["-I", str(compiled.Path(compiled.__file__).parent)]
+    command = [next(filter(None, map(compiled.shutil.which, compiled._COMPILERS))), *compiled._FLAGS, *here]
+    subprocess.run([*command, "-o", str(built), str(folder / "try.c")], check=True)
+    code = ctypes.CDLL(str(built))
+    code.outpace_host.argtypes = [ctypes.c_void_p]
+    code.outpace_host(compiled._threads())
+    code.outpace_try.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        *[ctypes.c_void_p] * 2,
+        *[ctypes.c_int64] * 2,
+    ]
+    code.outpace_threads.restype = code.outpace_try.restype = ctypes.c_int64
+
+    def run(pieces=PIECES, threads=4, sleep=0):
+        counts = (ctypes.c_int64 * len(pieces))(*pieces)
+        done, order = ((ctypes.c_int64 * max(1, sum(pieces)))() for _ in range(2))
+        used = code.outpace_try(counts, len(pieces), done, order, sleep, threads)
+        return used, list(done)[: sum(pieces)], list(order)[: sum(pieces)]
+
+    run.threads = code.outpace_threads
+    return run
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_every_piece_is_done_once_and_tasks_follow_each_other(team, threads):
+    for _ in range(20):
+        used, done, order = team(threads=threads)
+        assert 1 <= used <= threads
+        assert done == [1] * sum(PIECES)
+        first = 0
+        for count in PIECES:
+            assert not first or not count or max(order[:first]) < min(order[first : first + count])
+            first += count
+
+
+def test_nothing_to_do_is_done(team):
+    assert team([])[1] == team([0, 0])[1] == []
+
+
+def in_a_thread(work):
+    """What a new thread makes of it: what a team remembers is remembered per thread."""
+    out = []
+    thread = threading.Thread(target=lambda: out.append(work()))
+    thread.start()
+    thread.join()
+    return out[0]
+
+
+def test_who_is_late_is_sent_away_and_asked_again(team):
+    def work():
+        team(threads=2)
+        late = [team([20], 2, sleep=20_000_000)[0] for _ in range(4)]
+        fewer = team.threads()
+        time.sleep(1.1)  # longer than the longest pause
+        again = [team([20], 2)[0] for _ in range(3)]
+        return late, fewer, again
+
+    late, fewer, again = in_a_thread(work)
+    assert late[0] == 2 and late[-1] == 1, "20 ms for a piece of 5 us"
+    assert fewer == 1
+    assert 2 in again
+
+
+def test_two_threads_have_teams_of_their_own(team):
+    def work():
+        return all(team(threads=2)[1] == [1] * sum(PIECES) for _ in range(50))
+
+    out = []
+    both = [threading.Thread(target=lambda: out.append(work())) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert out == [True, True]
+
+
+def test_a_child_of_fork_works_alone(team):
+    team(threads=2)
+    pipe, end = multiprocessing.Pipe()
+
+    def child():
+        used, done, _ = team(threads=2)
+        end.send((used, done == [1] * sum(PIECES)))
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    assert pipe.poll(20) and pipe.recv() == (1, True)
+    process.join()
