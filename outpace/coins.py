@@ -111,18 +111,12 @@ class KeyedCoins(Coins):
 
 
 def later_seed(seed: int, turn: int) -> int:
-    """The seed of a request's later answer, 48 bits; that of the first (0) is the seed itself.
-
-    Hashed and not counted up, so that seed 7 shares no answer with seed 8.
-    """
+    """The seed of an answer of a request: its own for the first (0), else 48 bits hashed from it."""
     return seed if turn == 0 else _mix(_mix(seed, int(Stream.ANSWER)), turn) >> 16
 
 
 def key_of(seed: int, prompt: Sequence[int]) -> int:
-    """What names the coins of a text, 64 bits: the same for the same seed and prompt alone.
-
-    Two prompts under one seed meet independent coins. Cost: a hash over the ids.
-    """
+    """What names the coins of a text: two prompts under one seed meet independent coins."""
     ids = np.asarray(prompt, dtype="<i8").tobytes()
     digest = hashlib.blake2b(ids, digest_size=8, key=seed.to_bytes(8, "little")).digest()
     return int.from_bytes(digest, "little")
