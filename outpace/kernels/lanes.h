@@ -1,5 +1,7 @@
 /* Vectors of float32 as wide as the processor's, and what they are read from and written to. */
 
+#pragma once
+
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

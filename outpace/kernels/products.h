@@ -1,0 +1,530 @@
+/* Products of rows with matrices whose weights stay as they are stored, for CPUs.
+
+   Weights are widened in registers, once for all rows of a tile. Every output of every row is a sum
+   over inputs in one fixed order, so a row's results do not depend on the rows beside it, on the
+   number of threads or on how the work is cut, bit for bit.
+
+   Codes. Weights of 4 to 8 bits come in blocks of SPAN inputs, which share a scale and perhaps a
+   least value. A row becomes integers of 16 bits with a scale per block, once per product: each
+   number is off by at most 2^-16 of the largest in its block. The sum over a block is then an
+   integer, which is exact: a code is at most 2^7, a number 2^15, a block has 2^5 of them. Scale and
+   least value enter once per block, in float32: d * dx * sum(q x) + m * sum(x).
+
+   Numbers. Weights in bfloat16 and float32 are multiplied in float32; where the processor has an
+   instruction for pairs of bfloat16, rows are rounded to it.
+
+   Layout. GROUP outputs lie together, block by block, and in a block pair of inputs by pair of
+   inputs. Of 64 bytes, each 4 belong to one output: the even input of a pair is in the lower half,
+   the odd one in the upper. Such a half holds four codes of 4 bits, or two of 8, of as many pairs.
+
+   matrix   `weights` in this layout (outpace_store makes it), `bias` or NULL
+   operands rows as the products of a matrix want them; `product_room` says how many bytes
+   piece    some groups of outputs for all rows: any thread may take any piece */
+
+#pragma once
+
+#include "lanes.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+enum { GROUP = 16, SPAN = 32, PAIRS = SPAN / 2, VECS = GROUP / LANES };
+/* products.py has the same numbers. */
+enum { F32, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, KINDS };
+
+typedef struct {
+    int64_t kind, outputs, inputs;
+    const void *weights;
+    const float *bias; /* [groups * GROUP], or NULL */
+} Matrix;
+
+typedef int16_t svec __attribute__((vector_size(BYTES), aligned(2), may_alias));
+
+#define EACH(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
+
+/* ---- What the instructions of a processor are needed for ---- */
+
+/* Sums of products of integers, one per output. */
+#if defined(__aarch64__)
+typedef struct {
+    int32x4_t low, high; /* each sum in two parts, beside each other */
+} isum;
+INLINE isum add_pair(isum sum, svec weights, const int16_t *pair) {
+    const int16x4_t x = vreinterpret_s16_s32(vld1_dup_s32((const int32_t *)pair));
+    const int16x8_t w = (int16x8_t)weights;
+    sum.low = vmlal_s16(sum.low, vget_low_s16(w), x);
+    sum.high = vmlal_s16(sum.high, vget_high_s16(w), x);
+    return sum;
+}
+INLINE vec total(isum sum) {
+    return __builtin_convertvector((ivec)vpaddq_s32(sum.low, sum.high), vec);
+}
+#else
+typedef ivec isum;
+INLINE isum add_pair(isum sum, svec weights, const int16_t *pair) {
+    int32_t both;
+    memcpy(&both, pair, sizeof both);
+#if defined(__AVX512VNNI__)
+    return (ivec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(both));
+#elif defined(__AVX512BW__)
+    return sum + (ivec)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(both));
+#elif defined(__AVXVNNI__)
+    return (ivec)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)weights, _mm256_set1_epi32(both));
+#else
+    return sum + (ivec)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(both));
+#endif
+}
+INLINE vec total(isum sum) { return __builtin_convertvector(sum, vec); }
+#endif
+
+/* Numbers of 16 bits as integers, and those of float16 as float32. */
+INLINE ivec load_words(const uint16_t *from) {
+    return __builtin_convertvector(*(const hvec *)from, ivec);
+}
+INLINE vec load_float16(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__F16C__)
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#elif defined(__aarch64__)
+    return (vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+#else
+    const ivec bits = load_words(from); /* of numbers, not of infinities */
+    const vec size = (vec)((bits & 0x7fff) << 13) * 0x1p112f;
+    return (vec)((ivec)size | (bits & 0x8000) << 16);
+#endif
+}
+
+/* Where sums of pairs of bfloat16 are one instruction, rows are bfloat16 too. */
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+enum { HALVES = 1 };
+INLINE vec add_halves(vec sum, ivec weights, const bf16 *pair) {
+    int32_t both;
+    memcpy(&both, pair, sizeof both);
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(both));
+}
+#else
+enum { HALVES = 0 };
+INLINE vec add_halves(vec sum, ivec weights, const bf16 *pair) {
+    sum += (vec)(weights << 16) * widened(pair[0]);
+    return sum + (vec)(weights & (int32_t)0xffff0000) * widened(pair[1]);
+}
+#endif
+
+/* ---- Layout ---- */
+
+INLINE int is_coded(const int kind) { return kind > BF16; }
+INLINE int code_bits(const int kind) {
+    return kind == Q8_0 ? 8 : kind == Q6_K ? 6 : kind == Q5_0 || kind == Q5_1 || kind == Q5_K ? 5 : 4;
+}
+INLINE int has_least(const int kind) {
+    return kind == Q4_1 || kind == Q5_1 || kind == Q4_K || kind == Q5_K;
+}
+/* Bytes of a group: codes of a block, the block, what stands before `PER` blocks. */
+INLINE int code_bytes(const int kind) { return code_bits(kind) * GROUP * SPAN / 8; }
+INLINE int in_two_levels(const int kind) { return kind >= Q4_K; }
+INLINE int block_bytes(const int kind) {
+    return code_bytes(kind) + 2 * GROUP * (kind == Q4_1 || kind == Q5_1 ? 2 : 1);
+}
+INLINE int head_bytes(const int kind) {
+    return in_two_levels(kind) ? 2 * GROUP * (has_least(kind) ? 2 : 1) : 0;
+}
+enum { PER = 8 };
+INLINE int64_t block_at(const int kind, int64_t block) {
+    return block * block_bytes(kind) + (block / PER + 1) * head_bytes(kind);
+}
+INLINE int64_t blocks_of(const Matrix *m) { return (m->inputs + SPAN - 1) / SPAN; }
+INLINE int64_t groups_of(const Matrix *m) { return (m->outputs + GROUP - 1) / GROUP; }
+INLINE int64_t group_bytes(const int kind, int64_t inputs) {
+    const int64_t blocks = (inputs + SPAN - 1) / SPAN;
+    if (kind == F32) return inputs * GROUP * 4;
+    if (kind == BF16) return (inputs + 1) / 2 * GROUP * 4;
+    return blocks * block_bytes(kind) + (blocks + PER - 1) / PER * head_bytes(kind);
+}
+
+/* ---- Codes ---- */
+
+/* Codes of four pairs: eighths `part` of a block's inputs, of LANES outputs from `v` on. */
+INLINE void widen(const int kind, const char *block, const int part, const int v, svec *q) {
+    typedef uint16_t uvec __attribute__((vector_size(BYTES), aligned(2), may_alias));
+    const char *from = block + v * BYTES;
+    if (kind == Q8_0) {
+        EACH(i, 2) {
+            const svec w = *(const svec *)(from + (2 * part + i) * 64);
+            q[2 * i] = (w << 8) >> 8;
+            q[2 * i + 1] = w >> 8;
+        }
+        return;
+    }
+    const uvec w = *(const uvec *)(from + part * 64);
+    if (kind == Q4_0) {
+        q[0] = (svec)(w << 12) >> 12;
+        q[1] = (svec)(w << 8) >> 12;
+        q[2] = (svec)(w << 4) >> 12;
+        q[3] = (svec)w >> 12;
+        return;
+    }
+    q[0] = (svec)(w & 15);
+    q[1] = (svec)(w >> 4 & 15);
+    q[2] = (svec)(w >> 8 & 15);
+    q[3] = (svec)(w >> 12);
+    if (code_bits(kind) == 4) return;
+    /* One or two more bits of every code, pair after pair. */
+    const int more = code_bits(kind) - 4;
+    const uint16_t mask = more == 1 ? 16 : 48;
+    const uvec h = *(const uvec *)(from + 256 + (more == 1 ? 0 : part / 2 * 64));
+    EACH(t, 4) {
+        const int at = (4 * part + t) * more % 16;
+        q[t] |= (svec)((at < 4 ? h << (4 - at) : h >> (at - 4)) & mask);
+        if (kind == Q5_0) q[t] -= 16;
+        if (kind == Q6_K) q[t] -= 32;
+    }
+}
+
+/* Scales and least values of LANES outputs; `half` of a block where each has its own scale. */
+INLINE vec scale_of(const int kind, const char *block, const char *head, const int v, const int half) {
+    const uint16_t *own = (const uint16_t *)(block + code_bytes(kind)) + v * LANES;
+    if (!in_two_levels(kind)) return load_float16(own);
+    const ivec both = load_words(own);
+    ivec whole = both & 255;
+    if (kind == Q6_K) whole = both << (half ? 16 : 24) >> 24;
+    return load_float16((const uint16_t *)head + v * LANES) * __builtin_convertvector(whole, vec);
+}
+INLINE vec least_of(const int kind, const char *block, const char *head, const int v) {
+    const uint16_t *own = (const uint16_t *)(block + code_bytes(kind)) + v * LANES;
+    if (!in_two_levels(kind)) return load_float16(own + GROUP);
+    const vec whole = __builtin_convertvector(load_words(own) >> 8, vec);
+    return load_float16((const uint16_t *)head + GROUP + v * LANES) * -whole;
+}
+
+/* Rows as codes want them: integers [blocks, rows, SPAN], then scales [blocks, rows] and sums. */
+typedef struct {
+    const int16_t *x;
+    const float *scale, *sum;
+    int64_t rows;
+} Whole;
+INLINE Whole whole(const void *operands, int64_t blocks, int64_t rows) {
+    const int16_t *x = operands;
+    const float *scale = (const float *)(x + blocks * rows * SPAN);
+    return (Whole){x, scale, scale + blocks * rows, rows};
+}
+
+INLINE void prepare_block(const float *from, int16_t *to, float *scale, float *sum) {
+    enum { COUNT = SPAN / LANES };
+    vec x[COUNT], most = {0}, zero = {0};
+    EACH(i, COUNT) {
+        x[i] = load(from + i * LANES);
+        const vec size = (vec)((ivec)x[i] & 0x7fffffff);
+        const ivec more = size > most;
+        most = (vec)(((ivec)size & more) | ((ivec)most & ~more));
+        zero += x[i] * 0.0f; /* not 0 where a number is not finite */
+    }
+    float top = 0, none = 0;
+    for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top, none += zero[i];
+    const int tiny = top < 1e-30f;
+    const vec by = all(tiny ? 0.0f : 32767 / top);
+    ivec counts = {0};
+    EACH(i, COUNT) {
+        /* The sum with 1.5 * 2^23 ends in the nearest whole number. */
+        const ivec one = (ivec)(x[i] * by + 12582912.0f) - 0x4b400000;
+        typedef int16_t small __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
+        *(small *)(to + i * LANES) = __builtin_convertvector(one, small);
+        counts += one;
+    }
+    int32_t count = 0;
+    for (int i = 0; i < LANES; i++) count += counts[i];
+    *scale = (tiny ? 0 : top / 32767) + none;
+    *sum = *scale * (float)count;
+}
+
+/* A few rows, few enough for registers. */
+INLINE void few_rows(const int kind, const int tall, const char *panel, int64_t blocks, Whole w,
+                     int64_t row, float *out) {
+    const int halves = kind == Q6_K ? 2 : 1;
+    vec sum[4][VECS];
+    EACH(r, tall) EACH(v, VECS) sum[r][v] = (vec){0};
+    for (int64_t b = 0; b < blocks; b++) {
+        const char *block = panel + block_at(kind, b);
+        const char *head = panel + block_at(kind, b / PER * PER) - head_bytes(kind);
+        const int64_t at = b * w.rows + row;
+        const int16_t *x = w.x + at * SPAN;
+        EACH(half, halves) {
+            isum part[4][VECS];
+            EACH(r, tall) EACH(v, VECS) part[r][v] = (isum){0};
+            EACH(i, 4 / halves) {
+                const int eighth = half * 2 + i;
+                svec q[VECS][4];
+                EACH(v, VECS) widen(kind, block, eighth, v, q[v]);
+                EACH(t, 4) EACH(r, tall) EACH(v, VECS)
+                part[r][v] = add_pair(part[r][v], q[v][t], x + r * SPAN + eighth * 8 + 2 * t);
+            }
+            EACH(v, VECS) {
+                const vec d = scale_of(kind, block, head, v, half);
+                EACH(r, tall) sum[r][v] += total(part[r][v]) * d * w.scale[at + r];
+            }
+        }
+        if (has_least(kind)) EACH(v, VECS) {
+            const vec least = least_of(kind, block, head, v);
+            EACH(r, tall) sum[r][v] += least * w.sum[at + r];
+        }
+    }
+    EACH(r, tall) EACH(v, VECS) store(out + r * GROUP + v * LANES, sum[r][v]);
+}
+
+/* A block of a group, widened: for many rows. */
+typedef struct {
+    svec q[PAIRS][VECS];
+    vec scale[2][VECS], least[VECS];
+} Wide;
+
+INLINE void widen_block(const int kind, const char *panel, int64_t b, Wide *wide) {
+    const char *block = panel + block_at(kind, b);
+    const char *head = panel + block_at(kind, b / PER * PER) - head_bytes(kind);
+    EACH(part, 4) EACH(v, VECS) {
+        svec q[4];
+        widen(kind, block, part, v, q);
+        EACH(t, 4) wide->q[4 * part + t][v] = q[t];
+    }
+    EACH(v, VECS) {
+        wide->scale[0][v] = scale_of(kind, block, head, v, 0);
+        if (kind == Q6_K) wide->scale[1][v] = scale_of(kind, block, head, v, 1);
+        if (has_least(kind)) wide->least[v] = least_of(kind, block, head, v);
+    }
+}
+
+enum { TALL_CODES = 4, MANY = 64 };
+
+/* What a block brings to `tall` rows, added to [tall, GROUP]. */
+INLINE void add_block(const int kind, const int tall, const Wide *wide, const int16_t *x,
+                      const float *scale, const float *sum, float *out) {
+    const int halves = kind == Q6_K ? 2 : 1;
+    EACH(half, halves) {
+        isum part[TALL_CODES][VECS];
+        EACH(r, tall) EACH(v, VECS) part[r][v] = (isum){0};
+        EACH(i, PAIRS / halves) {
+            const int pair = half * PAIRS / 2 + i;
+            EACH(r, tall) EACH(v, VECS)
+            part[r][v] = add_pair(part[r][v], wide->q[pair][v], x + r * SPAN + 2 * pair);
+        }
+        EACH(r, tall) EACH(v, VECS) {
+            float *to = out + r * GROUP + v * LANES;
+            vec all = load(to) + total(part[r][v]) * wide->scale[half][v] * scale[r];
+            if (has_least(kind)) all += wide->least[v] * sum[r];
+            store(to, all);
+        }
+    }
+}
+
+/* Rows by few or by many; y [rows, GROUP] of a group, by `put`. */
+typedef struct {
+    void *to;
+    int64_t stride;
+    int half;
+} Result;
+
+INLINE void put(const Matrix *m, int64_t group, const float *sums, int64_t count, Result y,
+                int64_t row) {
+    const int64_t first = group * GROUP, left = m->outputs - first;
+    for (int64_t r = 0; r < count; r++) {
+        float one[GROUP];
+        const int64_t at = (row + r) * y.stride + first;
+        EACH(v, VECS) {
+            vec sum = load(sums + r * GROUP + v * LANES);
+            if (m->bias) sum += load(m->bias + first + v * LANES);
+            store(one + v * LANES, sum);
+        }
+        if (left >= GROUP && y.half) EACH(v, VECS)
+            store_half((bf16 *)y.to + at + v * LANES, load(one + v * LANES));
+        else if (left >= GROUP) memcpy((float *)y.to + at, one, sizeof one);
+        else if (y.half) for (int i = 0; i < left; i++) ((bf16 *)y.to)[at + i] = rounded(one[i]);
+        else memcpy((float *)y.to + at, one, left * sizeof *one);
+    }
+}
+
+enum { FEW = 2 };
+
+INLINE void coded_piece(const int kind, const Matrix *m, const void *operands, int64_t rows,
+                        Result y, int64_t first, int64_t last) {
+    const int64_t blocks = blocks_of(m), bytes = group_bytes(kind, m->inputs);
+    const char *weights = m->weights;
+    const Whole w = whole(operands, blocks, rows);
+    float sums[MANY * GROUP] __attribute__((aligned(64)));
+    if (rows <= FEW) {
+        for (int64_t g = first; g < last; g++) {
+            if (rows == 1) few_rows(kind, 1, weights + g * bytes, blocks, w, 0, sums);
+            else few_rows(kind, 2, weights + g * bytes, blocks, w, 0, sums);
+            put(m, g, sums, rows, y, 0);
+        }
+        return;
+    }
+    for (int64_t row = 0; row < rows; row += MANY) {
+        const int64_t count = rows - row < MANY ? rows - row : MANY;
+        for (int64_t g = first; g < last; g++) {
+            memset(sums, 0, count * GROUP * sizeof *sums);
+            for (int64_t b = 0; b < blocks; b++) {
+                Wide wide;
+                widen_block(kind, weights + g * bytes, b, &wide);
+                const int64_t at = b * rows + row;
+                int64_t r = 0;
+#define ADD(tall)                                                                                 \
+    add_block(kind, tall, &wide, w.x + (at + r) * SPAN, w.scale + at + r, w.sum + at + r,         \
+              sums + r * GROUP)
+                for (; r + TALL_CODES <= count; r += TALL_CODES) ADD(TALL_CODES);
+                switch (count - r) {
+                case 3: ADD(3); break;
+                case 2: ADD(2); break;
+                case 1: ADD(1); break;
+                }
+#undef ADD
+            }
+            put(m, g, sums, count, y, row);
+        }
+    }
+}
+
+/* ---- Numbers ---- */
+
+/* Rows as numbers want them: float32 or bfloat16 [rows, inputs], filled up to even with zeros. */
+INLINE int in_halves(const int kind) { return HALVES && kind == BF16; }
+INLINE int64_t filled(int64_t inputs) { return (inputs + 1) / 2 * 2; }
+
+enum { TALL_NUMBERS = 6, WIDE_NUMBERS = LANES == 8 ? 1 : 2 };
+
+INLINE void number_rows(const int kind, const int tall, const int wide, const char *panel,
+                        int64_t bytes, int64_t inputs, const char *x, float *out) {
+    enum { MOST = 4 };
+    vec sum[TALL_NUMBERS][MOST * VECS];
+    const int64_t row = filled(inputs);
+    EACH(r, tall) EACH(v, wide * VECS) sum[r][v] = (vec){0};
+    if (kind == F32) {
+        const float *one = (const float *)x;
+        for (int64_t i = 0; i < inputs; i++) {
+            vec w[MOST * VECS];
+            EACH(v, wide * VECS)
+            w[v] = load((const float *)(panel + v / VECS * bytes) + i * GROUP + v % VECS * LANES);
+            EACH(r, tall) EACH(v, wide * VECS) sum[r][v] += w[v] * one[r * row + i];
+        }
+    } else {
+        for (int64_t i = 0; i < inputs; i += 2) {
+            ivec w[MOST * VECS];
+            EACH(v, wide * VECS)
+            w[v] = *(const ivec *)(panel + v / VECS * bytes + i * GROUP * 2 + v % VECS * BYTES);
+            if (HALVES) {
+                const bf16 *pair = (const bf16 *)x + i;
+                EACH(r, tall) EACH(v, wide * VECS) sum[r][v] = add_halves(sum[r][v], w[v], pair + r * row);
+            } else {
+                const float *pair = (const float *)x + i;
+                EACH(v, wide * VECS) {
+                    const vec even = (vec)(w[v] << 16), odd = (vec)(w[v] & (int32_t)0xffff0000);
+                    EACH(r, tall) {
+                        sum[r][v] += even * pair[r * row];
+                        sum[r][v] += odd * pair[r * row + 1];
+                    }
+                }
+            }
+        }
+    }
+    EACH(v, wide * VECS) EACH(r, tall)
+    store(out + (v / VECS * tall + r) * GROUP + v % VECS * LANES, sum[r][v]);
+}
+
+INLINE void number_piece(const int kind, const Matrix *m, const void *operands, int64_t rows,
+                         Result y, int64_t first, int64_t last) {
+    const int64_t bytes = group_bytes(kind, m->inputs);
+    const int64_t row_bytes = filled(m->inputs) * (in_halves(kind) ? 2 : 4);
+    float sums[4 * TALL_NUMBERS * GROUP] __attribute__((aligned(64)));
+#define NUMBERS(tall, wide)                                                                       \
+    {                                                                                             \
+        number_rows(kind, tall, wide, panel, bytes, m->inputs, x, sums);                          \
+        EACH(n, wide) put(m, g + n, sums + n * tall * GROUP, tall, y, row);                       \
+        g += wide;                                                                                \
+        break;                                                                                    \
+    }
+    for (int64_t row = 0, tall; row < rows; row += tall) {
+        const char *x = (const char *)operands + row * row_bytes;
+        tall = rows - row < TALL_NUMBERS ? rows - row : TALL_NUMBERS;
+        for (int64_t g = first; g < last;) {
+            const char *panel = (const char *)m->weights + g * bytes;
+            if (last - g >= 4) switch (tall) {
+                case 1: NUMBERS(1, 4)
+                case 2: NUMBERS(2, 2)
+                case 3: NUMBERS(3, WIDE_NUMBERS)
+                case 4: NUMBERS(4, WIDE_NUMBERS)
+                case 5: NUMBERS(5, WIDE_NUMBERS)
+                default: NUMBERS(6, WIDE_NUMBERS)
+                }
+            else switch (tall) {
+                case 1: NUMBERS(1, 1)
+                case 2: NUMBERS(2, 1)
+                case 3: NUMBERS(3, 1)
+                case 4: NUMBERS(4, 1)
+                case 5: NUMBERS(5, 1)
+                default: NUMBERS(6, 1)
+                }
+        }
+    }
+#undef NUMBERS
+}
+
+/* ---- What is called ---- */
+
+/* Bytes of the operands of so many rows. Matrices of equal `product_operands` share them. */
+INLINE int product_operands(int64_t kind) { return is_coded(kind) ? 0 : in_halves(kind) ? 1 : 2; }
+INLINE int64_t product_room(const Matrix *m, int64_t rows) {
+    const int64_t bytes = is_coded(m->kind) ? blocks_of(m) * (2 * SPAN + 8)
+                                            : filled(m->inputs) * (in_halves(m->kind) ? 2 : 4);
+    return (rows * bytes + 63) / 64 * 64;
+}
+
+/* Write the operands of rows `first` to `last` of `rows`; x [rows, stride], bfloat16 if `half`. */
+static void product_prepare(const Matrix *m, const void *x, int64_t stride, int half, int64_t rows,
+                            int64_t first, int64_t last, void *operands) {
+    const int64_t inputs = m->inputs;
+    const int codes = is_coded(m->kind), halves = in_halves(m->kind);
+    const Whole w = whole(operands, blocks_of(m), rows);
+    for (int64_t r = first; r < last; r++) {
+        Row row = past(x, r * stride, half);
+        float *wide = (float *)operands + r * filled(inputs);
+        bf16 *narrow = (bf16 *)operands + r * filled(inputs);
+        for (int64_t i = 0; i < inputs; i += SPAN) {
+            float one[SPAN] = {0};
+            const int64_t count = inputs - i < SPAN ? inputs - i : SPAN, b = i / SPAN;
+            const float *from = one;
+            if (half) for (int n = 0; n < count; n++) one[n] = widened(((const bf16 *)row)[i + n]);
+            else if (count == SPAN) from = (const float *)row + i;
+            else memcpy(one, (const float *)row + i, count * sizeof *one);
+            if (codes) {
+                const int64_t at = b * rows + r;
+                prepare_block(from, (int16_t *)w.x + at * SPAN, (float *)w.scale + at,
+                              (float *)w.sum + at);
+                continue;
+            }
+            const int64_t even = count == SPAN ? SPAN : filled(count);
+            if (halves) for (int n = 0; n < even; n++) narrow[i + n] = rounded(from[n]);
+            else memcpy(wide + i, from, even * sizeof *from);
+        }
+    }
+}
+
+/* Write outputs of groups `first` to `last` for all rows; y [rows, stride], bfloat16 if `half`. */
+static void product_piece(const Matrix *m, const void *operands, int64_t rows, void *y,
+                          int64_t stride, int half, int64_t first, int64_t last) {
+    const Result result = {y, stride, half};
+#define KIND(kind)                                                                                \
+    case kind: coded_piece(kind, m, operands, rows, result, first, last); break
+    switch (m->kind) {
+    case F32: number_piece(F32, m, operands, rows, result, first, last); break;
+    case BF16: number_piece(BF16, m, operands, rows, result, first, last); break;
+    KIND(Q4_0);
+    KIND(Q4_1);
+    KIND(Q5_0);
+    KIND(Q5_1);
+    KIND(Q8_0);
+    KIND(Q4_K);
+    KIND(Q5_K);
+    KIND(Q6_K);
+    }
+#undef KIND
+}
