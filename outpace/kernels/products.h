@@ -42,6 +42,13 @@ typedef struct {
 
 typedef int16_t svec __attribute__((vector_size(BYTES), aligned(2), may_alias));
 
+/* Compilers would keep products for later, more than there are registers, or read an operand from
+   memory once per row. */
+#if defined(__aarch64__)
+#define IN_REGISTER(x) ({ __asm__("" : "+w"(x)); x; })
+#else
+#define IN_REGISTER(x) ({ __asm__("" : "+v"(x)); x; })
+#endif
 #define EACH(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
 
 /* ---- What the instructions of a processor are needed for ---- */
@@ -69,12 +76,13 @@ INLINE isum add_pair(isum sum, svec weights, const int16_t *pair) {
 #if defined(__AVX512VNNI__)
     return (ivec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(both));
 #elif defined(__AVX512BW__)
-    return sum + (ivec)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(both));
+    sum += (ivec)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(both));
 #elif defined(__AVXVNNI__)
     return (ivec)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)weights, _mm256_set1_epi32(both));
 #else
-    return sum + (ivec)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(both));
+    sum += (ivec)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(both));
 #endif
+    return IN_REGISTER(sum);
 }
 INLINE vec total(isum sum) { return __builtin_convertvector(sum, vec); }
 #endif
@@ -297,25 +305,44 @@ INLINE void widen_block(const int kind, const char *panel, int64_t b, Wide *wide
 enum { TALL_CODES = 4, MANY = 64 };
 
 /* What a block brings to `tall` rows, added to [tall, GROUP]. */
-INLINE void add_block(const int kind, const int tall, const Wide *wide, const int16_t *x,
-                      const float *scale, const float *sum, float *out) {
-    const int halves = kind == Q6_K ? 2 : 1;
+INLINE void add_tile(const int halves, const int least, const int tall, const Wide *wide,
+                     const int16_t *x, const float *scale, const float *sum, float *out) {
     EACH(half, halves) {
         isum part[TALL_CODES][VECS];
         EACH(r, tall) EACH(v, VECS) part[r][v] = (isum){0};
         EACH(i, PAIRS / halves) {
             const int pair = half * PAIRS / 2 + i;
+            svec q[VECS];
+            EACH(v, VECS) q[v] = wide->q[pair][v], IN_REGISTER(q[v]);
             EACH(r, tall) EACH(v, VECS)
-            part[r][v] = add_pair(part[r][v], wide->q[pair][v], x + r * SPAN + 2 * pair);
+            part[r][v] = add_pair(part[r][v], q[v], x + r * SPAN + 2 * pair);
         }
         EACH(r, tall) EACH(v, VECS) {
             float *to = out + r * GROUP + v * LANES;
             vec all = load(to) + total(part[r][v]) * wide->scale[half][v] * scale[r];
-            if (has_least(kind)) all += wide->least[v] * sum[r];
+            if (least) all += wide->least[v] * sum[r];
             store(to, all);
         }
     }
 }
+/* The same for some rows. */
+INLINE void add_rows(const int halves, const int least, const Wide *wide, const int16_t *x,
+                     const float *scale, const float *sum, int64_t rows, float *out) {
+#define TILE(tall)                                                                                    add_tile(halves, least, tall, wide, x + r * SPAN, scale + r, sum + r, out + r * GROUP)
+    int64_t r = 0;
+    for (; r + TALL_CODES <= rows; r += TALL_CODES) TILE(TALL_CODES);
+    switch (rows - r) {
+    case 3: TILE(3); break;
+    case 2: TILE(2); break;
+    case 1: TILE(1); break;
+    }
+#undef TILE
+}
+#define ROWS(name, halves, least)                                                                     static __attribute__((noinline)) void name(const Wide *wide, const int16_t *x,                                                               const float *scale, const float *sum,                                                             int64_t rows, float *out) {                                add_rows(halves, least, wide, x, scale, sum, rows, out);                                      }
+ROWS(add_scaled, 1, 0)
+ROWS(add_lifted, 1, 1)
+ROWS(add_halved, 2, 0)
+#undef ROWS
 
 /* Rows by few or by many; y [rows, GROUP] of a group, by `put`. */
 typedef struct {
@@ -367,17 +394,8 @@ INLINE void coded_piece(const int kind, const Matrix *m, const void *operands, i
                 Wide wide;
                 widen_block(kind, weights + g * bytes, b, &wide);
                 const int64_t at = b * rows + row;
-                int64_t r = 0;
-#define ADD(tall)                                                                                 \
-    add_block(kind, tall, &wide, w.x + (at + r) * SPAN, w.scale + at + r, w.sum + at + r,         \
-              sums + r * GROUP)
-                for (; r + TALL_CODES <= count; r += TALL_CODES) ADD(TALL_CODES);
-                switch (count - r) {
-                case 3: ADD(3); break;
-                case 2: ADD(2); break;
-                case 1: ADD(1); break;
-                }
-#undef ADD
+                (kind == Q6_K ? add_halved : has_least(kind) ? add_lifted : add_scaled)(
+                    &wide, w.x + at * SPAN, w.scale + at, w.sum + at, count, sums);
             }
             put(m, g, sums, count, y, row);
         }
@@ -442,9 +460,10 @@ INLINE void number_piece(const int kind, const Matrix *m, const void *operands, 
         g += wide;                                                                                \
         break;                                                                                    \
     }
+    const int64_t most = kind == BF16 && LANES == 8 ? 4 : TALL_NUMBERS;
     for (int64_t row = 0, tall; row < rows; row += tall) {
         const char *x = (const char *)operands + row * row_bytes;
-        tall = rows - row < TALL_NUMBERS ? rows - row : TALL_NUMBERS;
+        tall = rows - row < most ? rows - row : most;
         for (int64_t g = first; g < last;) {
             const char *panel = (const char *)m->weights + g * bytes;
             if (last - g >= 4) switch (tall) {
