@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outpace.models.families import DecoderConfig
 from outpace.models.packed import Linear
+from outpace.models.products import Stored, store_numbers, store_place
 from outpace.models.quantize import quantized
 from outpace.models.rowwise import Norm
 from outpace.models.weights import Checkpoint
@@ -90,32 +92,46 @@ class Embedding:
         return self.matrix_VH[torch.tensor(ids, dtype=torch.int64).to(self.device)]
 
 
-def read_ends(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    packed: bool,
-    quantize: str | None = None,
-) -> Ends:
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What weights become."""
+
+    dtype: torch.dtype
+    device: torch.device
+    packed: bool = True
+    """Lay them out for the CPU."""
+    quantize: str | None = None
+    """Round projections and head."""
+    stored: bool = False
+    """Leave quantized matrices as they are stored, where compiled code multiplies them."""
+
+
+def head_name(config: DecoderConfig) -> str:
+    """Name of the tensor that holds the rows of the head."""
+    return "model.embed_tokens.weight" if config.tied_head else "lm_head.weight"
+
+
+def read_ends(checkpoint: Checkpoint, form: Form) -> Ends:
     """Read the embedding, the last norm and the head; the embedding is never quantized."""
-    read = _Reader(checkpoint, dtype, device, packed, quantize)
-    tied = checkpoint.config.tied_head
-    head_VH = read.tensor("model.embed_tokens.weight" if tied else "lm_head.weight")
-    head = read.lay(head_VH, None)
-    embed = Embedding(checkpoint, dtype, device, keep=not (tied and head.packed))
+    read = _Reader(checkpoint, form)
+    name, dtype = head_name(checkpoint.config), form.dtype
+    head = read.linear([name.removesuffix(".weight")], False)
+    by_rows = checkpoint.config.tied_head and head.packed
+    if form.stored and checkpoint.blocks("model.embed_tokens.weight"):
+        by_rows, dtype = True, torch.float32
+    embed = Embedding(checkpoint, dtype, form.device, keep=not by_rows)
     return Ends(embed=embed, norm=read.norm("model.norm"), head=head)
 
 
-def read_block(
-    checkpoint: Checkpoint,
-    layer: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    packed: bool,
-    quantize: str | None = None,
-) -> Block:
+def read_head(checkpoint: Checkpoint, form: Form, order_D: Tensor) -> Linear | None:
+    """Some rows of the head as they are stored; None where ``read_ends`` expands it."""
+    part = _Reader(checkpoint, form).stored(head_name(checkpoint.config), order_D)
+    return None if part is None else Linear.stored([part], None, form.dtype)
+
+
+def read_block(checkpoint: Checkpoint, layer: int, form: Form) -> Block:
     """Read one layer."""
-    config, read = checkpoint.config, _Reader(checkpoint, dtype, device, packed, quantize)
+    config, read = checkpoint.config, _Reader(checkpoint, form)
     at = f"model.layers.{layer}."
     attn, mlp = at + "self_attn.", at + "mlp."
     sandwich = config.sandwich_norms
@@ -147,16 +163,13 @@ def release() -> None:
 @dataclass(frozen=True, slots=True)
 class _Reader:
     checkpoint: Checkpoint
-    dtype: torch.dtype
-    device: torch.device
-    packed: bool
-    quantize: str | None
+    form: Form
 
     def tensor(self, name: str) -> Tensor:
-        return self.checkpoint.tensor(name, self.dtype).to(self.device)
+        return self.checkpoint.tensor(name, self.form.dtype).to(self.form.device)
 
     def norm(self, name: str) -> Norm:
-        weight_H = self.checkpoint.tensor(f"{name}.weight").to(self.device)
+        weight_H = self.checkpoint.tensor(f"{name}.weight").to(self.form.device)
         return Norm(weight_H, self.checkpoint.config)
 
     def head_norm(self, attn: str) -> Norm:
@@ -166,21 +179,39 @@ class _Reader:
             _paired(self.checkpoint.tensor(f"{attn}{one}_norm.weight"), config.head_dim) for one in "qk"
         )
         weight_XD = torch.stack([query_D] * config.num_heads + [key_D] * config.num_kv_heads)
-        return Norm(weight_XD.to(self.device), config)
+        return Norm(weight_XD.to(self.form.device), config)
 
     def linear(self, names: Sequence[str], bias: bool) -> Linear:
         """Several projections of one input as one."""
-        weight_OI = torch.cat([self._part(f"{name}.weight") for name in names])
+        form, weights = self.form, [f"{name}.weight" for name in names]
         bias_O = torch.cat([self._part(f"{name}.bias") for name in names]) if bias else None
-        return self.lay(weight_OI, bias_O)
+        parts = [self.stored(name) for name in weights]
+        if any(parts):
+            whole = [
+                part or store_numbers(self._part(name)) for part, name in zip(parts, weights, strict=True)
+            ]
+            return Linear.stored(whole, bias_O, form.dtype)
+        weight_OI = torch.cat([self._part(name) for name in weights])
+        if form.quantize is not None:
+            return quantized(weight_OI, bias_O, form.quantize)
+        return Linear(weight_OI, bias_O, form.packed)
 
-    def lay(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-        if self.quantize is not None:
-            return quantized(weight_OI, bias_O, self.quantize)
-        return Linear(weight_OI, bias_O, self.packed)
+    def stored(self, name: str, chosen_D: Tensor | None = None) -> Stored | None:
+        """A matrix, or some of its rows, as stored; None where it is to be expanded."""
+        blocks = self.checkpoint.blocks(name) if self.form.stored else None
+        if blocks is None:
+            return None
+        place, order_O = blocks
+        straight_O = torch.arange(place.shape[0])
+        order_O = self._turned(name, straight_O if order_O is None else order_O)
+        if chosen_D is not None:
+            order_O = order_O[chosen_D]
+        return store_place(place, None if torch.equal(order_O, straight_O) else order_O)
 
     def _part(self, name: str) -> Tensor:
-        part = self.tensor(name)
+        return self._turned(name, self.tensor(name))
+
+    def _turned(self, name: str, part: Tensor) -> Tensor:
         turned = ".q_proj." in name or ".k_proj." in name
         return _paired(part, self.checkpoint.config.head_dim) if turned else part
 

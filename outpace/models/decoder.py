@@ -25,12 +25,23 @@ from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError
 from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, TREE, Target
-from outpace.models.blocks import Block, Embedding, Ends, capped, read_block, read_ends, release
+from outpace.models.blocks import (
+    Block,
+    Embedding,
+    Ends,
+    Form,
+    capped,
+    read_block,
+    read_ends,
+    read_head,
+    release,
+)
 from outpace.models.families import DecoderConfig
 from outpace.models.fused import FusedAttention, attention, stored
 from outpace.models.graphs import PaddedAttention, Record, StaticPasses, cuda_recorder
-from outpace.models.packed import MIN_ROWS, Linear, Room
+from outpace.models.packed import Linear, Room
 from outpace.models.passes import PassRows, Rotation
+from outpace.models.products import works
 from outpace.models.quantize import check_kind, note
 from outpace.models.rowwise import gated
 from outpace.models.text import Tokenizer
@@ -62,12 +73,17 @@ class Decoder(Target):
         blocks: Sequence[Block],
         ends: Ends,
         turns: Sequence[Rotation],
+        form: Form,
     ) -> None:
         self.config, self.defaults = config, checkpoint.defaults
         self.name, self.digest = checkpoint.name, checkpoint.digest
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_positions = len(blocks), config.max_positions
-        self.device, self.dtype = ends.embed.device, ends.embed.dtype
+        self.device, self.dtype, self._form = form.device, form.dtype, form
+        compiled = ends.head.product is not None
+        self._between = torch.float32 if compiled else form.dtype
+        """Dtype of rows between products."""
+        self._min_rows = ends.head.min_rows
         self.checkpoint = checkpoint
         """What it was read from: tensors one at a time, by Hugging Face name."""
         self._blocks, self._ends, self._turns = blocks, ends, turns
@@ -99,6 +115,7 @@ class Decoder(Target):
         device: torch.device | str = "cpu",
         packed: bool = True,
         quantize: str | None = None,
+        stored: bool = False,
     ) -> Decoder:
         """Read the weights, layer by layer: expand, merge, lay out, forget the original.
 
@@ -109,12 +126,14 @@ class Decoder(Target):
             packed: lay the weights out for the CPU where that works; False is the oracle.
             quantize: round projections and head to ``int8`` or ``int4``. That is another model,
                 with another name and digest; what is computed stays in ``dtype``.
+            stored: leave quantized matrices as they are stored, where compiled code multiplies
+                them; ``dtype`` is then that of everything else.
 
         Raises:
             ModelError: another dtype, a weight file that is corrupt or truncated, or what
                 ``check_kind`` raises.
 
-        Memory: the weights in ``dtype``, a tied head twice, and one layer on its way.
+        Memory: the weights in ``dtype`` or as stored, and one layer on its way.
         """
         if dtype not in DTYPES:
             known = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
@@ -122,14 +141,16 @@ class Decoder(Target):
         config, where = checkpoint.config, torch.device(device)
         if quantize is not None:
             check_kind(quantize, where)
-        ends = read_ends(checkpoint, dtype, where, packed, quantize)
+        stored = stored and packed and quantize is None and works(where.type)
+        form = Form(dtype, where, packed, quantize, stored)
+        ends = read_ends(checkpoint, form)
         blocks = []
         for layer in range(config.num_layers):
-            blocks.append(read_block(checkpoint, layer, dtype, where, packed, quantize))
+            blocks.append(read_block(checkpoint, layer, form))
             release()
         turns = [Rotation(rope, where) for rope in config.ropes]
-        decoder = cls(checkpoint, config, blocks, ends, turns)
-        decoder.note = checkpoint.note(dtype)
+        decoder = cls(checkpoint, config, blocks, ends, turns, form)
+        decoder.note = checkpoint.note(dtype, stored)
         if quantize is not None:
             linears = [ends.head, *(one for block in blocks for one in block.linears)]
             lines = [decoder.note, note(linears, quantize)]
@@ -188,7 +209,7 @@ class Decoder(Target):
             rope_of_layer=tuple(self.config.rope_of_layer[i] for i in layers),
         )
         blocks = [self._blocks[i] for i in layers]
-        part = Decoder(self.checkpoint, config, blocks, self._ends, self._turns)
+        part = Decoder(self.checkpoint, config, blocks, self._ends, self._turns, self._form)
         chosen = "-".join(str(i) for i in layers)
         part.quantize = self.quantize
         part.name, part.digest = f"{self.name}[layers={chosen}]", f"{self.digest}:{chosen}"
@@ -198,7 +219,7 @@ class Decoder(Target):
 
     def embed(self, ids: Sequence[int]) -> Tensor:
         """Vectors [T, H] of token ids as a pass takes them in, float32."""
-        scale = torch.tensor(self.config.embed_scale, dtype=self.dtype)
+        scale = torch.tensor(self.config.embed_scale, dtype=self._ends.embed.dtype)
         return self._ends.embed(ids).float() * float(scale)
 
     def head(self, hidden_TH: Tensor, vocab: VocabMap | None = None) -> Tensor:
@@ -208,21 +229,25 @@ class Decoder(Target):
         rows of a draft vocabulary are copied at its first use and kept.
         """
         learning = torch.is_grad_enabled() and hidden_TH.requires_grad
-        head, x_TH = self._head_of(vocab), hidden_TH.to(self.dtype)
-        logits = F.linear(x_TH, head.dense()) if learning else head(x_TH)
+        head, x_TH = self.unembedding(vocab), hidden_TH.to(self._between)
+        logits = F.linear(x_TH, head.dense().to(x_TH.dtype)) if learning else head(x_TH)
         return capped(logits.float(), self.config.logit_softcap)
 
-    def _head_of(self, vocab: VocabMap | None) -> Linear:
+    def unembedding(self, vocab: VocabMap | None) -> Linear:
+        """Its head, to share, or the rows of a draft vocabulary, which are copied once."""
         if vocab is None:
             return self._ends.head
         for known, head in self._reduced:
             if known is vocab:
                 return head
-        if self.config.tied_head and self.quantize is None:
-            rows = self._ends.embed(vocab.to_target_D.tolist())
-        else:
-            rows = self._ends.head.dense()[vocab.to_target_D.to(self.device)]
-        self._reduced.append((vocab, Linear(rows, packed=self._ends.head.packed)))
+        part = read_head(self.checkpoint, self._form, vocab.to_target_D)
+        if part is None:
+            if self.config.tied_head and self.quantize is None:
+                rows = self._ends.embed(vocab.to_target_D.tolist())
+            else:
+                rows = self._ends.head.dense()[vocab.to_target_D.to(self.device)]
+            part = Linear(rows, packed=self._ends.head.packed)
+        self._reduced.append((vocab, part))
         return self._reduced[-1][1]
 
     def score(
@@ -252,13 +277,13 @@ class Decoder(Target):
         picked = [*rows.wanted, *rows.riders]
         with torch.inference_mode():
             x_TH, seen = self._body(rows, cache, depth, taps)
-            last_TH, index = x_TH, [*picked, *[0] * (MIN_ROWS - len(picked))]
+            last_TH, index = x_TH, [*picked, *[0] * (self._min_rows - len(picked))]
             if "hidden.-1" in taps:
-                last_TH = self._ends.norm(x_TH).to(self.dtype)
+                last_TH = self._ends.norm(x_TH).to(self._between)
                 seen["hidden.-1"] = last_TH
             last_TH = last_TH.index_select(0, torch.tensor(index, device=self.device))
             if "hidden.-1" not in taps:
-                last_TH = self._ends.norm(last_TH).to(self.dtype)
+                last_TH = self._ends.norm(last_TH).to(self._between)
         # Made outside of inference mode these are ordinary tensors, which autograd may use.
         with torch.no_grad():
             features = {name: rows.without_riders(seen[name]).clone() for name in taps}
@@ -267,7 +292,7 @@ class Decoder(Target):
             headed = all_ if rows.rider_logits else fed
             logits_TV = torch.empty(0, self.vocab_size, dtype=torch.float32, device=self.device)
             if headed:
-                raw_TV = self._ends.head(last_TH[: max(headed, MIN_ROWS)])[:headed]
+                raw_TV = self._ends.head(last_TH[: max(headed, self._min_rows)])[:headed]
                 logits_TV = capped(self._room.widened(raw_TV), self.config.logit_softcap)
         return Scored(
             logits_TV[:fed],
@@ -298,7 +323,7 @@ class Decoder(Target):
                 continue
             x_TH = stream_TH
             if len(running) < len(rows.ids):
-                filling = [running[0]] * (MIN_ROWS - len(running))
+                filling = [running[0]] * (self._min_rows - len(running))
                 x_TH = stream_TH[torch.tensor([*running, *filling], device=self.device)]
             self._layers(x_TH, range(begin, end), spans, cache, taps, seen)
             if x_TH is not stream_TH:
@@ -310,7 +335,7 @@ class Decoder(Target):
     def _embed(self, rows: PassRows) -> Tensor:
         """The residual stream before the first layer, with rows of zeros behind if few."""
         count = len(rows.ids)
-        size = (max(count, MIN_ROWS), self.hidden_size)
+        size = (max(count, self._min_rows), self.hidden_size)
         stream_TH = torch.zeros(size, dtype=torch.float32, device=self.device)
         stream_TH[:count] = self.embed(rows.ids)
         for start, embed_RH in rows.embeds:
@@ -330,7 +355,7 @@ class Decoder(Target):
         positions = [position for span in spans for position in span.positions]
         positions += [0] * (len(x_TH) - len(positions))
         turn = [rotation.at(positions) for rotation in self._turns]
-        attend = attention(cache, spans, len(x_TH), self._shape, self._windows, self.dtype)
+        attend = attention(cache, spans, len(x_TH), self._shape, self._windows, self._between)
         self.run_layers(x_TH, layers, turn, attend, taps, seen)
 
     def run_layers(
@@ -354,7 +379,7 @@ class Decoder(Target):
         """
         qkv_TY, turned_TXE = attend.head_TXD.flatten(1), attend.turned_TXE
         qk_TXD = attend.head_TXD[:, : turned_TXE.shape[1]]
-        normed_TH = torch.empty(x_TH.shape, dtype=self.dtype, device=self.device)
+        normed_TH = torch.empty(x_TH.shape, dtype=self._between, device=self.device)
         y_TH: Tensor | None = None  # of the layer before, not added yet
         for layer in layers:
             block = self._blocks[layer]

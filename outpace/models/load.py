@@ -39,8 +39,9 @@ def load_target(
         model: a short name (``smollm2-135m``, ``tiny``, ``tiny:SEED``), a folder in the layout
             of Hugging Face, a ``.gguf`` file, a hub id ``owner/name``, a causal language model
             of transformers in memory, or a target, which comes back as it is.
-        dtype: ``float32``, ``bfloat16``, or ``auto``: bfloat16 where the device multiplies it
-            natively, which halves the bytes read per pass, else float32. A model in memory
+        dtype: ``float32``, ``bfloat16``, or ``auto``: weights of a GGUF file as they are stored,
+            where compiled code multiplies them on a CPU; else bfloat16 where the device multiplies
+            it natively, which halves the bytes read per pass, or float32. A model in memory
             keeps its own; asking for another one is an error.
         device: where to compute; None is the CPU, or where a model in memory is; ``auto``
             takes a GPU if there is one.
@@ -72,7 +73,7 @@ def load_target(
     if not isinstance(model, (str, Path)):
         return _in_memory(model, wanted, place, backend, tokenizer, quantize)
     place = place or torch.device("cpu")
-    return _by_name(str(model), wanted or fast_dtype(place), place, backend, quantize)
+    return _by_name(str(model), wanted, place, backend, quantize)
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
@@ -112,8 +113,9 @@ def _device(device: str | torch.device | None) -> torch.device | None:
 
 
 def _by_name(
-    name: str, dtype: torch.dtype, device: torch.device, backend: str, quantize: str | None
+    name: str, wanted: torch.dtype | None, device: torch.device, backend: str, quantize: str | None
 ) -> Target:
+    dtype = wanted or fast_dtype(device)
     if name == "tiny" or name.startswith("tiny:"):
         return _tiny(name, dtype, device, backend, quantize)
     try:
@@ -135,7 +137,7 @@ def _by_name(
             return _hf(name, dtype, device, str(reason), quantize)
         raise error
     if backend != "hf":
-        return _own(checkpoint, dtype, device, quantize)
+        return _own(checkpoint, dtype, device, quantize, stored=wanted is None)
     if _config_of(name) is None:
         raise ModelError(f"{name} is a GGUF file, which only the own decoder reads: backend='own'")
     return _hf(name, dtype, device, None, quantize)
@@ -151,10 +153,16 @@ def _tiny(name: str, dtype: torch.dtype, device: torch.device, backend: str, qua
     return target if quantize is None else target.quantized(quantize)
 
 
-def _own(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantize: str | None) -> Target:
+def _own(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantize: str | None,
+    stored: bool = False,
+) -> Target:
     from outpace.models.decoder import Decoder
 
-    return Decoder.load(checkpoint, dtype=dtype, device=device, quantize=quantize)
+    return Decoder.load(checkpoint, dtype=dtype, device=device, quantize=quantize, stored=stored)
 
 
 def _hf(

@@ -43,8 +43,22 @@ class Checkpoint(ABC):
     def _read(self, name: str, place: Place, dtype: torch.dtype | None) -> Tensor:
         """Read one tensor that exists."""
 
-    def note(self, dtype: torch.dtype) -> str | None:
-        """Say in one line what loading in ``dtype`` expands, or None if nothing is quantized."""
+    def note(self, dtype: torch.dtype, stored: bool = False) -> str | None:
+        """Say in one line what loading makes of quantized tensors; None if there are none.
+
+        Args:
+            dtype: what is expanded becomes this.
+            stored: whether matrices stay as they are stored, as far as ``blocks`` has them.
+        """
+        return None
+
+    def blocks(self, name: str) -> tuple[Place, Tensor | None] | None:
+        """Where the blocks of a quantized matrix lie, and which of its rows each row is.
+
+        Returns:
+            None where it is not quantized, or so that compiled code cannot multiply it. No order
+            means that rows are stored in order.
+        """
         return None
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from outpace.cache.dense import DenseCache
 from outpace.models.base import Target
-from outpace.models.blocks import read_block
+from outpace.models.blocks import Form, read_block
 from outpace.models.families import DecoderConfig
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.packed import Linear
@@ -115,7 +115,7 @@ class BlockNet:
         config, dtype, device = shape.decoder, target.dtype, target.device
         self.shape, self.dtype, self.device, self._target = shape, dtype, device, target
         layers = _Layers(config, {f"model.{name}": one for name, one in tensors.items()})
-        self._blocks = [read_block(layers, i, dtype, device, packed) for i in range(config.num_layers)]
+        self._blocks = [read_block(layers, i, Form(dtype, device, packed)) for i in range(config.num_layers)]
         self._fc, self._token = (
             Linear(tensors[f"{name}.weight"].to(device, dtype), None, packed) for name in ("fc", "token")
         )

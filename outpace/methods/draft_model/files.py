@@ -14,18 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outpace.drafters.trained import (
-    CONFIG,
-    decoder_from_json,
-    head_name,
-    lender,
-    read_config,
-    read_tensors,
-    vocab_map,
-)
+from outpace.drafters.trained import CONFIG, decoder_from_json, lender, read_config, read_tensors, vocab_map
 from outpace.errors import ModelError
 from outpace.models.base import Target
-from outpace.models.blocks import Embedding, Ends, read_block
+from outpace.models.blocks import Embedding, Ends, Form, read_block
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.models.memory import MemoryCheckpoint
@@ -93,17 +85,13 @@ def load_trained(folder: Path, target: Target, dtype: str | None = None) -> tupl
             )
     checkpoint = PartCheckpoint(config, tensors, name=f"{target.name}/draft_model", rows=rows)
     kind, where = target.dtype, target.device
-    blocks = [read_block(checkpoint, i, kind, where, True) for i in range(config.num_layers)]
-    if HEAD in tensors:
-        head_DW = checkpoint.tensor(HEAD, kind)
-    else:
-        head_DW = lent.checkpoint.tensor(head_name(lent), kind)
-        head_DW = head_DW if vocab is None else head_DW[vocab.to_target_D]
+    form = Form(kind, where)
+    blocks = [read_block(checkpoint, i, form) for i in range(config.num_layers)]
     ends = Ends(
         embed=Embedding(checkpoint, kind, where, True) if EMBED in tensors else lent.embedding,
         norm=Norm(checkpoint.tensor("model.norm.weight").to(where), config),
-        head=Linear(head_DW.to(where)),
+        head=Linear(checkpoint.tensor(HEAD, kind).to(where)) if HEAD in tensors else lent.unembedding(vocab),
     )
     turns = [Rotation(rope, where) for rope in config.ropes]
-    model = Decoder(checkpoint, config, blocks, ends, turns)
+    model = Decoder(checkpoint, config, blocks, ends, turns, form)
     return model, None if vocab is None else vocab.to_target_D.to(where)

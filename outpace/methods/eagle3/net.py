@@ -25,7 +25,7 @@ from torch import Tensor
 from outpace.cache.dense import DenseCache
 from outpace.models.attention import HeadShape
 from outpace.models.base import Target
-from outpace.models.blocks import read_block
+from outpace.models.blocks import Form, read_block
 from outpace.models.families import DecoderConfig
 from outpace.models.few_rows import attend_few, few_is_best
 from outpace.models.fused import attention
@@ -114,7 +114,7 @@ class EagleNet:
         self.hidden_size = config.hidden_size
         layer = {f"model.{name}": one for name, one in tensors.items()}
         layer.setdefault(f"{LAYER}input_layernorm.weight", torch.ones(config.hidden_size))
-        self._block = read_block(_OneLayer(config, layer), 0, dtype, device, packed)
+        self._block = read_block(_OneLayer(config, layer), 0, Form(dtype, device, packed))
         self._heads = HeadShape(
             config.num_kv_heads,
             config.num_heads // config.num_kv_heads,
@@ -287,9 +287,10 @@ class _AtHand:
         ids = id_D.tolist()
         vector_DH = target.embed(ids)
         self._all, self._device = target.embed, target.device
-        self._vector_DH = vector_DH.to(target.dtype)
-        exact = torch.equal(self._vector_DH.float(), vector_DH)
-        self._row = {token: row for row, token in enumerate(ids)} if exact else {}
+        small_DH = vector_DH.to(target.dtype)
+        exact = torch.equal(small_DH.float(), vector_DH)
+        self._vector_DH = small_DH if exact else vector_DH
+        self._row = {token: row for row, token in enumerate(ids)}
 
     def __call__(self, ids: Sequence[int]) -> Tensor:
         try:

@@ -25,6 +25,7 @@ from outpace.models.fields import Fields
 from outpace.models.gguf.file import PLAIN, read_header, read_rows, read_tensor
 from outpace.models.gguf.text import build_tokenizer, end_ids
 from outpace.models.places import Place
+from outpace.models.products import CODED
 from outpace.models.rope import Rope
 from outpace.models.text import Tokenizer
 from outpace.models.weights import Checkpoint
@@ -86,19 +87,35 @@ class GGUFCheckpoint(Checkpoint):
         """Build the tokenizer from the file's metadata."""
         return build_tokenizer(self.metadata)
 
-    def note(self, dtype: torch.dtype) -> str | None:
-        """Say what is stored, and what it becomes in ``dtype``."""
+    def note(self, dtype: torch.dtype, stored: bool = False) -> str | None:
+        """Say what is stored, and what it becomes; see the base class."""
         sizes: dict[str, int] = {}
+        kept = expanded = 0
         for place in self.places.values():
             sizes[place.kind] = sizes.get(place.kind, 0) + place.size
+            if stored and place.kind in CODED:
+                kept += place.size
+            else:
+                expanded += torch.Size(place.shape).numel() * dtype.itemsize
         kinds = sorted((k for k in sizes if k not in PLAIN), key=lambda kind: -sizes[kind])
         if not kinds:
             return None
-        elements = sum(torch.Size(place.shape).numel() for place in self.places.values())
-        return (
-            f"{' and '.join(kinds)} GGUF, {sum(sizes.values()) / 1e6:.0f} MB on disk, expanded to "
-            f"{str(dtype).removeprefix('torch.')}: {elements * dtype.itemsize / 1e6:.0f} MB"
-        )
+        start = f"{' and '.join(kinds)} GGUF, {sum(sizes.values()) / 1e6:.0f} MB on disk"
+        name = str(dtype).removeprefix("torch.")
+        if not kept:
+            return f"{start}, expanded to {name}: {expanded / 1e6:.0f} MB"
+        if CODED.issuperset(kinds):
+            return f"{start}, multiplied as stored"
+        but = " and ".join(kind for kind in kinds if kind not in CODED)
+        return f"{start}, multiplied as stored but for {but}, expanded to {name}: {expanded / 1e6:.0f} MB"
+
+    def blocks(self, name: str) -> tuple[Place, Tensor | None] | None:
+        """Blocks of a matrix; see the base class."""
+        place = self.places[name]
+        if place.kind not in CODED or len(place.shape) != 2:
+            return None
+        heads = self._interleaved(name)
+        return place, split_halves(torch.arange(place.shape[0]), heads) if heads else None
 
     def rows(self, name: str, dtype: torch.dtype) -> Callable[[Sequence[int]], Tensor]:
         """Read and expand rows from the file; see the base class."""
@@ -107,13 +124,16 @@ class GGUFCheckpoint(Checkpoint):
         return read_rows(self.places[name], dtype)
 
     def _read(self, name: str, place: Place, dtype: torch.dtype | None) -> Tensor:
-        tensor = read_tensor(place, dtype)
-        if self.config.family == "llama" and "_proj" in name:
-            if "q_proj" in name:
-                return split_halves(tensor, self.config.num_heads)
-            if "k_proj" in name:
-                return split_halves(tensor, self.config.num_kv_heads)
-        return tensor
+        tensor, heads = read_tensor(place, dtype), self._interleaved(name)
+        return split_halves(tensor, heads) if heads else tensor
+
+    def _interleaved(self, name: str) -> int:
+        """Heads of a tensor whose rows are in the order of ``split_halves``; 0: they are not."""
+        if self.config.family != "llama":
+            return 0
+        if "q_proj" in name:
+            return self.config.num_heads
+        return self.config.num_kv_heads if "k_proj" in name else 0
 
 
 def split_halves(tensor: Tensor, num_heads: int) -> Tensor:
