@@ -17,8 +17,9 @@ from torch import Tensor
 from outpace.drafters.trained import CONFIG, decoder_from_json, lender, read_config, read_tensors, vocab_map
 from outpace.errors import ModelError
 from outpace.models.base import Target
-from outpace.models.blocks import Embedding, Ends, Form, read_block
+from outpace.models.blocks import Ends, Form, read_block
 from outpace.models.decoder import Decoder
+from outpace.models.embedding import Embedding
 from outpace.models.families import DecoderConfig
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.packed import Linear
