@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from types import TracebackType
 
 
@@ -27,3 +28,57 @@ class PassClock:
     ) -> None:
         self.seconds += time.perf_counter() - self._began
         self.count += 1
+
+
+class StepClock:
+    """Wall-clock seconds per verb of a step, and how many of them were spent inside passes.
+
+    Args:
+        target: of the target's passes.
+        drafters: of the drafters' passes; one that several share counts once.
+    """
+
+    def __init__(self, target: PassClock, drafters: Iterable[PassClock]) -> None:
+        self.seconds: dict[str, float] = {}
+        self.passes: dict[str, float] = {}
+        self.draft_levels = 0
+        self._target = target
+        # A target that drafts for itself has one clock: the verb tells for whom it ran.
+        self._drafters = list({id(clock): clock for clock in drafters}.values())
+        self._then = self._now()
+
+    def lap(self, verb: str) -> None:
+        """End a verb."""
+        now, then = self._now(), self._then
+        own = 2 if verb == "score" else 1
+        self.seconds[verb] = now[0] - then[0]
+        self.passes[verb] = now[own] - then[own]
+        if verb == "draft":
+            self.draft_levels = int(now[3] - then[3])
+        self._then = now
+
+    def _now(self) -> tuple[float, float, float, int]:
+        """Time, seconds in drafters' passes, seconds in the target's, drafters' passes."""
+        return (
+            time.perf_counter(),
+            sum(clock.seconds for clock in self._drafters),
+            self._target.seconds,
+            sum(clock.count for clock in self._drafters),
+        )
+
+
+class Clocks(PassClock):
+    """Several clocks as one to read; each is counted once."""
+
+    def __init__(self, clocks: Iterable[PassClock]) -> None:
+        self._clocks = list({id(clock): clock for clock in clocks}.values())
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        """Of all of them."""
+        return sum(clock.seconds for clock in self._clocks)
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        """Passes of all of them."""
+        return sum(clock.count for clock in self._clocks)

@@ -11,7 +11,6 @@ trained drafter is one as well:
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import types
 import typing
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from outpace.errors import SpecError, UnknownNameError
+from outpace.files import parse_json
 
 C = TypeVar("C")
 
@@ -108,7 +108,7 @@ def method_of(folder: str) -> str:
         SpecError: it is none, or its name cannot stand in a method spec.
     """
     try:
-        said = json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
+        said = parse_json((Path(folder).expanduser() / "config.json").read_bytes())
         method = said["method"] if "target_digest" in said else None
     except (OSError, ValueError, TypeError, KeyError):
         method = None

@@ -5,13 +5,36 @@ line prints the message and exits with 2; a traceback means a bug of ours.
 """
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+from typing import Any
 
 _FEW = 6  # names that fit into a message even where one of them is near
+_LONGEST, _SHOWN = 1500, 200  # characters of a message, and of a value in it
+
+
+def shown(value: Any) -> str:
+    """Write a value as in Python, cut to what fits into a message."""
+    writer = reprlib.Repr()
+    writer.maxstring = writer.maxother = writer.maxlong = _SHOWN // 2
+    writer.maxlist = writer.maxtuple = writer.maxdict = 8
+    writer.maxlevel = 3
+    return shorten(writer.repr(value), _SHOWN)
+
+
+def shorten(text: str, longest: int = _LONGEST) -> str:
+    """Cut the middle out of a text that is longer than so many characters."""
+    if len(text) <= longest:
+        return text
+    half = longest // 2 - 3
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 class OutpaceError(ValueError):
-    """Base of all errors that a user can mend."""
+    """Base of all errors that a user can mend; a message too long to read loses its middle."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(shorten(message))
 
 
 class ModelError(OutpaceError):

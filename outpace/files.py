@@ -6,11 +6,12 @@ And files of text that users name: read as UTF-8, with one message where that ca
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from outpace.errors import RequestError
 
@@ -67,6 +68,39 @@ def reading(path: Path, what: str = "", newline: str | None = None) -> Iterator[
         # A reader in pieces counts from its last one; the file is read again to say where it is.
         decoded(path.read_bytes(), what or str(path))
         raise
+
+
+_DEEPEST, _BITS = 64, 128  # transformers writes 10^30 for "no limit"
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse the JSON of a file, within bounds.
+
+    Raises:
+        ValueError: no JSON, values nested deeper than `_DEEPEST`, a whole number of more than `_BITS`
+            bits, or half a surrogate pair.
+    """
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"values are nested deeper than {_DEEPEST}") from None
+    level = [content]
+    for _ in range(_DEEPEST):
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inner += one
+                inner += one.values()
+            elif isinstance(one, list):
+                inner += one
+            elif isinstance(one, str):
+                one.isascii() or one.encode()
+            elif isinstance(one, int) and one.bit_length() > _BITS:
+                raise ValueError(f"a whole number has more than {_BITS} bits")
+        if not inner:
+            return content
+        level = inner
+    raise ValueError(f"values are nested deeper than {_DEEPEST}")
 
 
 def read_text(path: Path, what: str = "") -> str:

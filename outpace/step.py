@@ -12,12 +12,12 @@ prompt is a pass whose tokens are already decided. There is no second path throu
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from outpace.cache.base import KVCache, Lease
+from outpace.clock import StepClock
 from outpace.coins import Coins, Stream
 from outpace.drafters.base import Drafter
 from outpace.errors import LogitsError, OutpaceError, RequestError
@@ -76,6 +76,15 @@ class StepSequence(Protocol):
         """Append what was emitted, which ``cut`` has passed."""
         ...
 
+    def fail(self, error: Exception) -> None:
+        """End here, since its own part of a step broke; or raise, and end the whole step."""
+        ...
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended so."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class Machine:
@@ -111,12 +120,16 @@ def step(machine: Machine, rows: Sequence[StepSequence]) -> list[Outcome]:
         rows: sequences whose prompts are committed but for the pending token.
 
     Returns:
-        One outcome per row. Its ``scored`` is valid until the next pass.
+        One outcome per row, without those that failed. Its ``scored`` is valid until the next pass.
+
+    Raises:
+        Exception: before COMMIT no row has changed, and the step may be run again. If ``observe``,
+            ``learn`` or a listener raises, all rows are committed.
 
     Effects: appends at least one token to every row; ``cache.length == len(row.tokens) - 1``
-    holds before and after.
+    holds before and after. A row whose own part breaks, from its verdict to its commit, fails alone.
     """
-    clock = _Clock(machine)
+    clock = _clock(machine)
     plans, views = _plan(machine, rows)
     clock.lap("plan")
     num_uncached_B = [
@@ -133,20 +146,20 @@ def step(machine: Machine, rows: Sequence[StepSequence]) -> list[Outcome]:
     clock.lap("score")
     verdicts = _judge(machine, rows, plans, drafts, scored, machine.want_laws)
     clock.lap("judge")
-    outcomes = []
-    for i, (row, plan, draft) in enumerate(zip(rows, plans, drafts, strict=True)):
+
+    def outcome(i: int) -> Outcome:
+        row, plan, draft = rows[i], plans[i], drafts[i]
         verdict = row.cut(verdicts[i])
         # The last emitted token becomes the pending one, so its own row is not kept.
         kept = (0, *(node + 1 for node in verdict.kept[: len(verdict.emitted) - 1]))
         fed = (row.tokens[-1], *verdict.emitted[:-1])
-        outcomes.append(
-            Outcome(draft, scored.of(i), verdict, fed, kept, len(row.tokens) - 1, drafter=plan.drafter)
-        )
-    _commit(machine, rows, outcomes)
-    machine.policy.learn(views, [_evidence(outcome) for outcome in outcomes])
+        return Outcome(draft, scored.of(i), verdict, fed, kept, len(row.tokens) - 1, drafter=plan.drafter)
+
+    outcomes = _commit(machine, rows, outcome)
+    machine.policy.learn([views[i] for i in outcomes], [_evidence(one) for one in outcomes.values()])
     clock.lap("commit")
     _tell(machine, rows, outcomes, clock, plans, num_uncached_B)
-    return outcomes
+    return list(outcomes.values())
 
 
 def prefill(
@@ -163,7 +176,7 @@ def prefill(
     Returns:
         One outcome per row, ``forced``; ``emitted`` is empty while the prompt goes on.
     """
-    clock = _Clock(machine)
+    clock = _clock(machine)
     held = [machine.cache.length(row.slot) for row in rows]
     upto = [n + machine.chunk for n in held] if ends is None else ends
     chunks = [tuple(r.tokens[n:end]) for r, n, end in zip(rows, held, upto, strict=True)]
@@ -181,18 +194,18 @@ def prefill(
     judged = _judge(
         machine, [rows[i] for i in ending], [plan] * len(ending), [draft] * len(ending), last, False
     )
-    verdicts = dict(zip(ending, judged, strict=True))
+    verdicts = {ending[i]: verdict for i, verdict in judged.items()}
     clock.lap("judge")
-    outcomes = []
-    for i, (row, chunk) in enumerate(zip(rows, chunks, strict=True)):
-        verdict = row.cut(verdicts[i]) if i in verdicts else Verdict((), ())
-        outcomes.append(
-            Outcome(draft, scored.of(i), verdict, chunk, tuple(range(len(chunk))), held[i], forced=True)
-        )
-    _commit(machine, rows, outcomes)
+
+    def outcome(i: int) -> Outcome:
+        verdict = rows[i].cut(verdicts[i]) if i in verdicts else Verdict((), ())
+        kept = tuple(range(len(chunks[i])))
+        return Outcome(draft, scored.of(i), verdict, chunks[i], kept, held[i], forced=True)
+
+    outcomes = _commit(machine, rows, outcome)
     clock.lap("commit")
     _tell(machine, rows, outcomes, clock)
-    return outcomes
+    return list(outcomes.values())
 
 
 def _plan(machine: Machine, rows: Sequence[StepSequence]) -> tuple[list[Plan], list[PolicyRow]]:
@@ -307,30 +320,64 @@ def _judge(
     drafts: Sequence[Draft],
     scored: Scored,
     want_laws: bool,
-) -> list[Verdict]:
+) -> dict[int, Verdict]:
+    """Judge every draft; a row whose draft cannot be judged fails, and has no verdict."""
     laws = laws_of_batch(scored, [row.warp for row in rows], drafts)
-    verdicts = []
-    for row, plan, draft, law in zip(rows, plans, drafts, laws, strict=True):
+    verdicts = {}
+    for i, (row, plan, draft, law) in enumerate(zip(rows, plans, drafts, laws, strict=True)):
         verifier = row.verifiers[plan.drafter]
         try:
-            verdicts.append(verifier.judge(draft, law, row.coins(Stream.JUDGE), want_laws=want_laws))
-        except (LogitsError, RequestError) as error:
-            raise type(error)(f"sequence {row.number}, pass {machine.steps}: {error}") from error
+            verdicts[i] = verifier.judge(draft, law, row.coins(Stream.JUDGE), want_laws=want_laws)
+        except Exception as error:
+            if isinstance(error, LogitsError | RequestError):
+                error = type(error)(f"sequence {row.number}, pass {machine.steps}: {error}")
+            machine.cache.drop(row.slot)
+            row.fail(error)
     return verdicts
 
 
-def _commit(machine: Machine, rows: Sequence[StepSequence], outcomes: Sequence[Outcome]) -> None:
-    for row, outcome in zip(rows, outcomes, strict=True):
-        machine.cache.keep(row.slot, outcome.row_F)
-        row.extend(outcome)
-    watching: dict[str, list[int]] = {}
+def _commit(
+    machine: Machine, rows: Sequence[StepSequence], outcome: Callable[[int], Outcome]
+) -> dict[int, Outcome]:
+    """Commit row by row, each wholly before the next, and then tell the drafters.
+
+    A row that fails on the way ends, and no other notices: what belongs to the others is touched
+    in their own turn alone.
+
+    Args:
+        machine: as of the step.
+        rows: all of the step; those that have failed are left out.
+        outcome: cuts the verdict of a row; this and all after it is part of the row's commit.
+
+    Returns:
+        Row -> outcome, without those that failed.
+    """
+    outcomes: dict[int, Outcome] = {}
     for i, row in enumerate(rows):
-        for name in row.states:
+        if row.failed:
+            continue
+        try:
+            one = outcome(i)
+            machine.cache.keep(row.slot, one.row_F)
+            row.extend(one)
+        except Exception as error:
+            machine.cache.drop(row.slot)
+            row.fail(error)
+        else:
+            outcomes[i] = one
+    watching: dict[str, list[int]] = {}
+    for i in outcomes:
+        for name in rows[i].states:
             watching.setdefault(name, []).append(i)
     for name, indices in watching.items():
         machine.drafters[name].observe(
             [rows[i].states[name] for i in indices], [outcomes[i] for i in indices]
         )
+    return outcomes
+
+
+def _clock(machine: Machine) -> StepClock:
+    return StepClock(machine.target.clock, [one.clock for one in machine.drafters.values()])
 
 
 def _context(rows: Sequence[StepSequence]) -> int:
@@ -350,8 +397,8 @@ def _evidence(outcome: Outcome) -> Evidence:
 def _tell(
     machine: Machine,
     rows: Sequence[StepSequence],
-    outcomes: Sequence[Outcome],
-    clock: _Clock,
+    outcomes: Mapping[int, Outcome],
+    clock: StepClock,
     plans: Sequence[Plan] = (),
     num_uncached_B: Sequence[int] = (),
 ) -> None:
@@ -360,11 +407,11 @@ def _tell(
     if not machine.listeners:
         return
     records = []
-    for i, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
+    for i, outcome in outcomes.items():
         e = _evidence(outcome)
         records.append(
             RowRecord(
-                row.number,
+                rows[i].number,
                 e.drafter,
                 e.drafted,
                 e.accepted,
@@ -375,7 +422,7 @@ def _tell(
                 num_uncached_B[i] if num_uncached_B else 0,
             )
         )
-    passed = sum(len(o.row_F) if o.forced else _rows_of(o.draft) for o in outcomes)
+    passed = sum(len(o.row_F) if o.forced else _rows_of(o.draft) for o in outcomes.values())
     record = StepRecord(
         machine.steps - 1,
         tuple(records),
@@ -383,7 +430,7 @@ def _tell(
         passed,
         clock.passes,
         clock.draft_levels,
-        prompt=all(outcome.forced for outcome in outcomes),
+        prompt=all(outcome.forced for outcome in outcomes.values()),
         context=_context(rows),
     )
     for listener in machine.listeners:
@@ -393,35 +440,3 @@ def _tell(
 def _rows_of(draft: Draft) -> int:
     """Rows of a pass: the pending token, the guesses, and their riders."""
     return 1 + len(draft) + (0 if draft.riders is None else len(draft.riders.node_R))
-
-
-class _Clock:
-    """Wall-clock seconds per verb, and how many of them were spent inside passes."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.seconds: dict[str, float] = {}
-        self.passes: dict[str, float] = {}
-        self.draft_levels = 0
-        self._target = machine.target.clock
-        # A target that drafts for itself has one clock: the verb tells for whom it ran.
-        self._drafters = list({id(d.clock): d.clock for d in machine.drafters.values()}.values())
-        self._then = self._now()
-
-    def lap(self, verb: str) -> None:
-        """End a verb."""
-        now, then = self._now(), self._then
-        own = 2 if verb == "score" else 1
-        self.seconds[verb] = now[0] - then[0]
-        self.passes[verb] = now[own] - then[own]
-        if verb == "draft":
-            self.draft_levels = int(now[3] - then[3])
-        self._then = now
-
-    def _now(self) -> tuple[float, float, float, int]:
-        """Time, seconds in drafters' passes, seconds in the target's, drafters' passes."""
-        return (
-            time.perf_counter(),
-            sum(clock.seconds for clock in self._drafters),
-            self._target.seconds,
-            sum(clock.count for clock in self._drafters),
-        )

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "clock": "",
     "files": "errors",
     "curve": "",
-    "config": "errors",
+    "config": "errors files",
     "registry": "errors",
     "params": "errors",
     "rows": "",
@@ -32,22 +32,23 @@ MAY_IMPORT = {
     "sampling": "errors params rows types",
     # The contracts: what a step is written against. A tree's row lends a slot of a cache.
     "cache.base": "",
-    "tree": "errors types coins sampling cache.base",
+    "tree": "errors files types coins sampling cache.base",
     "models.base": "errors clock types cache.base",
     "drafters.base": "clock types tree models.base",
+    "drafters.wrapping": "clock tree drafters.base",
     "verifiers.base": "errors types coins",
     "policies.costs": "types",
     "policies.base": "types coins policies.costs",
     # The step knows contracts and no implementation, so methods may stand on it.
-    "step": "errors types coins sampling tree cache.base models.base drafters.base verifiers.base"
+    "step": "errors clock types coins sampling tree cache.base models.base drafters.base verifiers.base"
     " policies.base",
     # The implementations. A policy sees numbers only; a verifier sees laws and coins only.
     "cache": "errors tree cache.base",
     # Compiled code, and how it is built and loaded.
     "kernels": "errors config files",
-    "models": "kernels errors config types coins tree cache cache.base models.base",
+    "models": "kernels errors files config types coins tree cache cache.base models.base",
     # Folders of trained drafters, whoever wrote them: no method is known there.
-    "drafters.trained": "errors config types models models.base",
+    "drafters.trained": "errors files config types models models.base",
     # A cascade calls the step; what is made of other drafters finds them through the registry.
     "drafters": "errors config files registry clock rows types coins sampling tree step cache.base"
     " models models.base drafters.base drafters.trained verifiers.base policies.base",
@@ -63,12 +64,12 @@ MAY_IMPORT = {
     " cache.base models models.base drafters drafters.base verifiers verifiers.base policies.base engine",
     # A room may import everything below it, and no other room.
     "methods": "errors config files registry params clock rows stops types coins sampling tree step"
-    " cache cache.base models models.base drafters drafters.base drafters.trained verifiers.base"
-    " policies.base engine analysis train",
+    " cache cache.base models models.base drafters drafters.base drafters.wrapping drafters.trained"
+    " verifiers.base policies.base engine analysis train",
     "bench": "kernels errors config files registry params types tree models models.base drafters.base engine",
     # Many requests at once, and their way in from the network.
-    "serving": "errors config registry params stops types coins sampling tree step cache.base"
-    " models models.base drafters.base verifiers.base policies.base engine",
+    "serving": "errors clock config registry params stops types coins sampling tree step cache.base"
+    " models models.base drafters.base drafters.wrapping verifiers.base policies.base engine",
     "server": "errors config registry params sampling models engine serving",
     "cli": "kernels errors config files registry params models models.base drafters drafters.trained"
     " engine analysis bench train serving server",

@@ -5,8 +5,9 @@
     3 tokens    greedy text equals plain decoding, token for token       here
     4 hardware  where it does not, by how much the two tokens differ     here
 
-Level 3 is a promise in float32, and in every dtype for the own decoder on a CPU. Elsewhere
-rounding may differ between a pass over one row and a pass over many; then level 4 measures it.
+Level 3 is a promise of targets whose rows do not depend on the pass they are in
+(``Target.equal_rows``): of the own decoder on a CPU, in every dtype. Elsewhere rounding differs
+between a pass over one row and a pass over many, in float32 too; then level 4 measures it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from outpace.config import MethodSpec, needs_settings
 from outpace.drafters.base import ExpandingDrafter
 from outpace.engine.engine import Engine
 from outpace.models.base import LAYERS, TREE, Target
-from outpace.models.decoder import Decoder
 from outpace.params import SamplingParams
 from outpace.types import Feed
 
@@ -125,7 +125,7 @@ def check(
         model=target.name,
         dtype=str(target.dtype).removeprefix("torch."),
         device=target.device.type,
-        promised=promised(target),
+        promised=target.equal_rows,
         prompts=len(cases),
         max_new_tokens=max_new_tokens,
         laws=laws,
@@ -138,12 +138,6 @@ def check(
 def sequences_of(cases: int, specs: int) -> int:
     """How many answers ``check`` generates."""
     return cases * (2 + specs * len(BATCHES))
-
-
-def promised(target: Target) -> bool:
-    """Whether greedy tokens are promised to equal plain decoding."""
-    own_on_cpu = isinstance(target, Decoder) and target.device.type == "cpu"
-    return own_on_cpu or target.dtype in (torch.float32, torch.float64)
 
 
 def _count(tally: Tally, target: Target, case: Case, batch: int, want: tuple[int, ...], result: Any) -> None:

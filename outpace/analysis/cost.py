@@ -34,7 +34,7 @@ from outpace.config import cache_folder
 from outpace.drafters.base import Request
 from outpace.engine.method import Method
 from outpace.errors import RequestError
-from outpace.files import write_whole
+from outpace.files import parse_json, write_whole
 from outpace.kernels.compiled import library
 from outpace.models.base import Target
 from outpace.params import SamplingParams
@@ -186,7 +186,7 @@ def measure_drafter(
         levels: deepest draft.
         repeat: timed rounds, after one that is not counted.
     """
-    drafter, budget = method.drafter, method.budget
+    drafter, budget = method.preferred.drafter, method.preferred.budget
     chain = budget.shape.parent_N is None
     deepest = 0 if budget.max_nodes == 0 else levels if chain else min(levels, budget.max_depth)
     room = target.max_positions - deepest - 1
@@ -354,13 +354,13 @@ def kept(
     key = _key(kind, target, spec)
     file = _file(key, target)
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = parse_json(file.read_bytes())
         if data["key"] != key:
             raise ValueError("it was written by another version")
         return read(data["value"])
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         if note is not None:
             note(f"{file} is ignored: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     if make is None:

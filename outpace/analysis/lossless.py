@@ -76,6 +76,16 @@ class Report:
     """Rows in the shapes of a server, where that was asked for."""
 
     @property
+    def promise(self) -> str:
+        """What this target promises of greedy tokens, and why."""
+        if self.promised:
+            return "promised: every row of a pass is what it is alone"
+        return (
+            "not promised here, measured: the rows of this target may differ in the last bits between "
+            "passes of different shapes; the own decoder on a CPU promises it"
+        )
+
+    @property
     def tallies(self) -> dict[str, Tally]:
         """``plain`` and all drafters, under the names of their rows."""
         guessing = {spec: tally for spec, tally in self.drafters.items() if spec != "none"}
@@ -120,6 +130,7 @@ class Report:
             "dtype": self.dtype,
             "device": self.device,
             "promised": self.promised,
+            "promise": self.promise,
             "sequences": sequences,
             "different": len(differences),
             "share": len(differences) / sequences if sequences else 0.0,

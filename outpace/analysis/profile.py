@@ -82,6 +82,9 @@ class Learned:
         """Read what ``dataclasses.asdict`` gave, through JSON."""
         known = {name: _tuple(value) for name, value in data["known"].items()}
         own = {name: _tuple(data[name]) for name in cls.__slots__ if name != "known"}
+        numbers = (own["speedup"], own["mean_emitted"], *own["expected_D"])
+        if type(own["spec"]) is not str or not all(type(one) in (int, float) for one in numbers):
+            raise ValueError("a drafter's spec must be text, and its figures numbers")
         return cls(known=KnownDrafter(**known), **own)
 
 
@@ -264,8 +267,8 @@ def learn(
     """
     steps = [step for answer in answers for step in answer.steps]
     rows = [step.rows[0] for step in steps]
-    asked = min(method.budget.max_depth, method.budget.max_nodes, _DEEPEST)
-    previewed = method.drafter.traits.previews
+    asked = min(method.preferred.budget.max_depth, method.preferred.budget.max_nodes, _DEEPEST)
+    previewed = method.preferred.drafter.traits.previews
     kept_D, tried_D = _by_depth(answers, asked, max_new_tokens, previewed)
     known = KnownDrafter(kept_D=kept_D, tried_D=tried_D, **_prices(steps))
     deepest = min(_DEEPEST, max((row.depth for row in rows), default=0))

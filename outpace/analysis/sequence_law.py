@@ -172,6 +172,7 @@ class _Running:
     warp: Warp
     fate: Fate
     number: int = 0
+    failed: bool = False
 
     @property
     def missing(self) -> int:
@@ -186,6 +187,10 @@ class _Running:
 
     def cut(self, verdict: Verdict) -> Verdict:
         return verdict.cut(self.missing)
+
+    def fail(self, error: Exception) -> None:
+        """End the whole step."""
+        raise error
 
     def extend(self, outcome: Outcome) -> None:
         self.tokens.extend(outcome.verdict.emitted)

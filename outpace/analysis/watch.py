@@ -31,7 +31,7 @@ def watched(method: Method, outcome: SeenOutcome, level: SeenLevel | None = None
         outcome: told of every sequence's outcome, prompts included.
         level: told of the laws behind drafts; a drafter that cannot expand calls it never.
     """
-    drafter = method.drafter
+    drafter = method.preferred.drafter
     observe = drafter.observe
 
     def observing(states: Sequence[Any], outcomes: Sequence[Outcome]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from outpace.bench.workloads import Prompt, builtin
 from outpace.errors import RequestError
-from outpace.files import read_text
+from outpace.files import parse_json, read_text
 
 BUILTIN = "builtin"
 ROLES = ("system", "user", "assistant")
@@ -217,7 +217,7 @@ def _rows(path: Path, text: str) -> Iterator[tuple[int, Any]]:
     for line, content in enumerate(text.split("\n"), start=1):
         if content.strip():
             try:
-                yield line, json.loads(content)
+                yield line, parse_json(content)
             except ValueError as error:
                 raise RequestError(
                     f"{path}, line {line}: not JSON ({error}); a workload has one JSON object "
@@ -228,7 +228,7 @@ def _rows(path: Path, text: str) -> Iterator[tuple[int, Any]]:
 def _list(path: Path, text: str) -> Iterator[tuple[int, Any]]:
     """Items of a JSON list, read one by one so that the line of each is known."""
     try:
-        count = len(json.loads(text))
+        count = len(parse_json(text))
     except ValueError as error:
         raise RequestError(f"{path}: not JSON ({error})") from None
     decoder = json.JSONDecoder()

@@ -6,11 +6,12 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
-from outpace.bench.records import Case, Kind, Run, Settings
+from outpace.bench.records import STALL, Case, Kind, Run, Settings
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
 from outpace.engine.requests import Ready
@@ -67,6 +68,7 @@ class Ours:
             counters=tuple(result.counters for result in results),
             verb_seconds=watch.verbs,
             draft_levels=watch.draft_levels,
+            stalled_seconds=watch.stalled(),
             peak_memory_bytes=peak[0] if peak else None,
         )
 
@@ -114,12 +116,19 @@ class _Watch:
         self.first = self.last = 0.0
         self.draft_levels = 0
         self.verbs: dict[str, float] = {}
+        self.steps: list[float] = []
+
+    def stalled(self) -> float:
+        """Seconds of decoding steps beyond `STALL` times their median."""
+        most = STALL * median(self.steps) if self.steps else 0.0
+        return sum(max(0.0, spent - most) for spent in self.steps)
 
     def __call__(self, record: StepRecord) -> None:
-        self.last = time.perf_counter()
+        before, self.last = self.last, time.perf_counter()
         if record.prompt:
             self.first = self.last
             return
+        self.steps.append(self.last - (before or self.last))
         inside = record.pass_seconds
         draft, score = inside.get("draft", 0.0), inside.get("score", 0.0)
         caught_up = inside.get("commit", 0.0)  # a drafter's model reads what was emitted

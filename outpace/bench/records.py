@@ -10,6 +10,9 @@ from outpace.engine.results import Counters
 
 Kind = Literal["drafter", "peer"]
 
+STALL = 4.0
+"""Times the median step of a run beyond which a step's time is the machine's."""
+
 VERBS = ("plan", "draft_host", "draft_pass", "score_host", "score_pass", "judge", "commit", "other")
 """Keys of ``verb_shares``; together they are the whole of a run's decoding."""
 
@@ -52,6 +55,8 @@ class Run:
     """Decoding by VERBS, ``other`` left out; empty for a peer."""
     draft_levels: int = 0
     """Passes of the drafters' models while drafting."""
+    stalled_seconds: float = 0.0
+    """Of decoding, beyond STALL times the median step: something else had the machine. 0 for a peer."""
     peak_memory_bytes: int | None = None
 
     @property
@@ -63,6 +68,12 @@ class Run:
     def decode_seconds(self) -> float:
         """Seconds after the first token."""
         return self.seconds - self.prefill_seconds
+
+    @property
+    def mean_emitted(self) -> float | None:
+        """Tokens per pass of the target; None for a peer that does not tell."""
+        passes = sum(one.passes for one in self.counters)
+        return sum(one.new_tokens - 1 for one in self.counters) / passes if passes else None
 
 
 class Contender(Protocol):

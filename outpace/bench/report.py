@@ -7,16 +7,16 @@ and laid beside another. `outpace.bench.tables` shows it to people.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from outpace.bench import stats
-from outpace.bench.records import Contender
+from outpace.bench.records import Contender, Run
 from outpace.bench.runner import PLAIN, Measured, Runs, Session, Unit, compared
 from outpace.errors import RequestError
-from outpace.files import write_whole
+from outpace.files import parse_json, write_whole
 
 Report = dict[str, Any]
 
@@ -45,6 +45,12 @@ def build(session: Session, provenance: Mapping[str, Any], end_ids: Collection[i
         "notes": [*session.notes],
         "provenance": dict(provenance),
     }
+    left_out = sum(len(part.left_out) for part in session.parts)
+    report["left_out"] = left_out
+    if left_out:
+        report["notes"].append(
+            f"{left_out} units are left out: the machine did something else each time they were measured"
+        )
     report["notes"] += _remarks(report)
     return report
 
@@ -66,7 +72,7 @@ def _rows(part: Measured, end_ids: Collection[int]) -> list[dict[str, Any]]:
     looped = {
         unit
         for (unit, turn), run in plain.items()
-        if turn == 0 and any(stats.loops(tokens) for tokens in run.tokens)
+        if (unit, turn - 1) not in plain and any(stats.loops(tokens) for tokens in run.tokens)
     }
     measured = sorted({unit for runs in part.runs.values() for unit, _ in runs})
     prompt_of = prompts_of(part.units)
@@ -101,7 +107,7 @@ def _rows(part: Measured, end_ids: Collection[int]) -> list[dict[str, Any]]:
             {
                 **cell(measured),
                 "about": dict(contender.about),
-                "disturbed": _disturbed(part.disturbed.get(contender.name, {}), runs),
+                "disturbed": _disturbed(part.beside.get(contender.name, {}), runs),
                 "groups": {name: cell(units) for name, units in groups.items()},
             }
         )
@@ -153,11 +159,14 @@ def figures(
         promised: whether its texts ought to equal the plain ones.
         end_ids: see ``build``.
     """
-    first = [run for (_, turn), run in runs.items() if turn == 0]
+    first = list({unit: runs[unit, turn] for unit, turn in sorted(runs, reverse=True)}.values())[::-1]
     texts = [tokens for run in first for tokens in run.tokens]
     by_round = stats.unit_ratios(runs, plain)
     ratios = list(by_round.values())
     by_unit = [sum(rounds) / len(rounds) for rounds in ratios]
+    speedup, bound = stats.mean(by_unit), stats.mean(_emitted(runs.values()))
+    if refused := speedup is not None and stats.impossible(speedup, bound):
+        by_unit, by_round, ratios = [], {}, []
     whole = [sum(rounds) / len(rounds) for rounds in stats.paired_ratios(runs, plain, end_to_end=True)]
     counted = [one for run in first for one in run.counters]
     sums = stats.add_up(counted) if counted else None
@@ -174,11 +183,12 @@ def figures(
         "decode_tokens_per_second": _per(sum(run.decode_tokens for run in runs.values()), decode),
         "prefill_seconds": stats.median([run.prefill_seconds for run in runs.values()]),
         "speedup": stats.mean(by_unit),
+        "impossible_speedup": speedup if refused else None,
         "speedup_interval": _plain(stats.prompt_interval(by_unit, [prompt_of[unit] for unit in by_round])),
         "speedup_median": stats.median(by_unit),
         "repeat_interval": _plain(stats.repeat_interval(ratios)),
         "repeat_speedups": _by_round(ratios),
-        "end_to_end_speedup": stats.mean(whole),
+        "end_to_end_speedup": None if refused else stats.mean(whole),
         "mean_emitted": None if sums is None else sums.mean_emitted,
         "acceptance_rate": None if sums is None else sums.acceptance_rate,
         "acceptance_by_depth": None if sums is None else stats.acceptance_by_depth(sums),
@@ -195,6 +205,11 @@ def figures(
     }
 
 
+def _emitted(runs: Iterable[Run]) -> list[float]:
+    """Tokens per pass of each run that tells."""
+    return [emitted for run in runs if (emitted := run.mean_emitted) is not None]
+
+
 def _by_round(ratios: Sequence[Sequence[float]]) -> list[float]:
     """The speed-up of every round that all units took part in."""
     rounds = min(map(len, ratios), default=0)
@@ -206,7 +221,7 @@ def _equal(runs: Runs, plain: Runs) -> float | None:
     same = [
         mine == theirs
         for key, run in runs.items()
-        for mine, theirs in zip(run.tokens, plain[key[0], 0].tokens, strict=True)
+        for mine, theirs in zip(run.tokens, plain[key].tokens, strict=True)
     ]
     return sum(same) / len(same) if same else None
 
@@ -244,6 +259,13 @@ def _remarks(report: Report) -> list[str]:
             "ignored so that all answers are equally long"
         )
     for row in report["rows"]:
+        cells = {"all prompts": row, **row["groups"]}
+        for name, cell in cells.items():
+            if (wrong := cell["impossible_speedup"]) is not None:
+                lines.append(
+                    f"{row['method']}, {name}: no speed-up, since {wrong:.2f} at {cell['mean_emitted']:.2f} "
+                    "tokens per pass is impossible: something disturbed the plain runs"
+                )
         if row["synthetic"]:
             lines.append(f"{row['method']} is synthetic: its guesses were looked up and cost nothing")
     return lines
@@ -278,7 +300,7 @@ def read(path: Path) -> Report:
     """
     file = path / "report.json" if path.is_dir() else path
     try:
-        report = json.loads(file.read_text(encoding="utf-8"))
+        report = parse_json(file.read_bytes())
     except OSError as error:
         raise RequestError(f"cannot read report {file}: {error.strerror}") from error
     except ValueError as error:

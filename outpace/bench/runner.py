@@ -6,6 +6,7 @@
 
 A unit is committed when every contender has answered it; what was interrupted halfway is dropped.
 So whatever is measured is paired, and stopping at any time leaves a valid, smaller measurement.
+A unit whose passes stall, or whose speed-up is impossible, is measured again, then left out and counted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from outpace.bench import stats
-from outpace.bench.disturb import disturbed
+from outpace.bench.disturb import spinning
 from outpace.bench.records import Case, Contender, Run, Settings
 from outpace.bench.stats import Key
 from outpace.bench.synthetic import Texts
@@ -25,6 +26,7 @@ PLAIN = "none"
 NARROW = 0.02
 """A cell is settled once its interval is at most this much wide on either side."""
 _WARM_UP = 16  # tokens
+_TRIES = 3  # of a unit that is disturbed
 
 Unit = tuple[Case, ...]
 Tick = Callable[[str, int], None]
@@ -41,8 +43,10 @@ class Measured:
     """Those that took part, `none` first."""
     runs: dict[str, Runs] = field(default_factory=dict)
     """Contender -> (unit, round) -> run. For every key of any of them `none` has a run."""
-    disturbed: dict[str, Runs] = field(default_factory=dict)
-    """The same, measured again while another process took a core; empty if that was not asked."""
+    beside: dict[str, Runs] = field(default_factory=dict)
+    """The same once more, beside a process that takes a core; empty if that was not asked."""
+    left_out: list[Key] = field(default_factory=list)
+    """What was disturbed each time it was tried."""
 
     def group(self, unit: int) -> str:
         """The category of a unit's prompts."""
@@ -165,10 +169,11 @@ class Runner:
         for turn in range(self.repeat):
             for number in range(len(units)):
                 self._take_turns(part, part.contenders, number, turn, label)
-                if self.disturb:
-                    with disturbed():
-                        where = f"{label}disturbed, "
-                        self._take_turns(part, part.contenders, number, turn, where, part.disturbed)
+                if self.disturb and (number, turn) in part.runs[PLAIN]:
+                    with spinning():
+                        done = self._turn(part, part.contenders, number, turn, f"{label}disturbed, ")
+                    for name, run in done.items():
+                        part.beside.setdefault(name, {})[number, turn] = run
         for turn in range(self.repeat, self.max_repeat):
             wide = wide_cells(part)
             for number in range(len(units)):
@@ -207,24 +212,24 @@ class Runner:
         return warm
 
     def _take_turns(
-        self,
-        part: Measured,
-        contenders: Sequence[Contender],
-        unit: int,
-        turn: int,
-        label: str,
-        into: dict[str, Runs] | None = None,
+        self, part: Measured, contenders: Sequence[Contender], unit: int, turn: int, label: str
     ) -> None:
-        """Let contenders answer a unit, a different one first each time.
+        """Let contenders answer a unit until nothing disturbs them, a few times at most."""
+        for _ in range(_TRIES):
+            done = self._turn(part, contenders, unit, turn, label)
+            plain = done[PLAIN]
+            if not any(stats.disturbed(run, plain) for run in done.values()):
+                break
+        else:
+            part.left_out.append((unit, turn))
+            return
+        for name, run in done.items():
+            part.runs[name][unit, turn] = run
 
-        Args:
-            part: what is being measured.
-            contenders: who answers; those that left are passed over.
-            unit: which.
-            turn: the round.
-            label: for the display.
-            into: where runs are noted; None: as those of the part.
-        """
+    def _turn(
+        self, part: Measured, contenders: Sequence[Contender], unit: int, turn: int, label: str
+    ) -> dict[str, Run]:
+        """Let each contender answer a unit once, a different one first each time."""
         first = (unit + turn) % len(contenders)
         where = f"{label}{part.group(unit)}"
         done: dict[str, Run] = {}
@@ -241,8 +246,7 @@ class Runner:
                 del part.runs[contender.name]
                 self.session.notes.append(f"{contender.name} left the benchmark: {error}")
             self.tick(where, 1)
-        for name, run in done.items():
-            (part.runs if into is None else into).setdefault(name, {})[unit, turn] = run
+        return done
 
 
 def make_units(

@@ -22,6 +22,9 @@ LONGEST_PERIOD = 32
 """Tokens of the longest period that counts as a loop."""
 LOOPS = 0.2
 """A text of which a larger share loops is left out where loops are left out."""
+FEWEST = 5
+"""Prompts below which an interval over prompts is not given: it would promise too much."""
+_SHORTEST, _STALLED, _NOISE = 0.05, 0.1, 0.03  # seconds; shares of decoding and of a speed-up
 _DRAWS = 4000
 _LEVEL = (2.5, 97.5)  # percentiles: a 95 % interval
 
@@ -76,6 +79,27 @@ def unit_ratios(
     return ratios
 
 
+def stalled(run: Run) -> bool:
+    """Whether something else had the machine for a good part of a run's decoding."""
+    return run.stalled_seconds > max(_SHORTEST, _STALLED * run.decode_seconds)
+
+
+def impossible(ratio: float, emitted: float | None) -> bool:
+    """Whether a speed-up is larger than the tokens per pass allow, beyond the noise of timing."""
+    return emitted is not None and ratio > emitted * (1 + _NOISE)
+
+
+def disturbed(run: Run, plain: Run) -> bool:
+    """Whether a run cannot be compared with the plain one: it stalled, or the plain one must have.
+
+    Runs too short to tell from noise are taken as they are.
+    """
+    if stalled(run):
+        return True
+    told = min(run.decode_seconds, plain.decode_seconds) > _SHORTEST
+    return told and impossible(decode_rate(run) / decode_rate(plain), run.mean_emitted)
+
+
 def mean(values: Sequence[float]) -> float | None:
     """Arithmetic mean; None of nothing."""
     return float(np.mean(values)) if len(values) else None
@@ -98,12 +122,12 @@ def prompt_interval(values: Sequence[float], prompts: Sequence[int], seed: int =
         seed: of the resampling.
 
     Returns:
-        Percentiles of the means; None for fewer than two prompts, which say nothing about how
+        Percentiles of the means; None for fewer than `FEWEST` prompts, which say too little about how
         prompts differ.
     """
     _, prompt_U = np.unique(np.asarray(prompts), return_inverse=True)
     count_P = np.bincount(prompt_U)
-    if len(count_P) < 2:
+    if len(count_P) < FEWEST:
         return None
     sum_P = np.bincount(prompt_U, np.asarray(values))
     coins = np.random.default_rng(seed)

@@ -20,7 +20,7 @@ from outpace.bench.records import Case, Settings
 from outpace.config import MethodSpec
 from outpace.drafters.base import Drafter, Request
 from outpace.engine.engine import Engine
-from outpace.engine.method import Method
+from outpace.engine.method import SingleMethod
 from outpace.errors import RequestError, SpecError
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
@@ -108,7 +108,7 @@ class Synthetic(Ours):
             config = SyntheticConfig(acceptance=tuple(acceptance))
         except ValueError as error:
             raise SpecError(f"synthetic drafter: {error}") from None
-        method = Method(MethodSpec("none"), engine.target)
+        method = SingleMethod(MethodSpec("none"), engine.target)
         method.drafter = SyntheticDrafter.load(config, engine.target)
         method.budget = Budget(max_nodes=len(acceptance), max_depth=len(acceptance))
         method.spec = f"synthetic[acceptance={','.join(f'{rate:g}' for rate in acceptance)}]"

@@ -148,8 +148,7 @@ def show_report(report: Report) -> None:
         [(name, str(oracle.cases), str(oracle.agreed)) for name, oracle in report.oracles.items()],
         numbers=("cases", "agreed"),
     )
-    said = "promised" if report.promised else "not promised here, measured"
-    show.write(f"3 tokens    greedy text equals plain decoding ({said})\n")
+    show.write(f"3 tokens    greedy text equals plain decoding ({report.promise})\n")
     show.table(
         ("drafter", "sequences", "equal", "drafted", "accepted", "first difference"),
         [

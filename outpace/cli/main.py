@@ -29,7 +29,7 @@ from outpace.cli import (
     train,
     tune,
 )
-from outpace.errors import OutpaceError
+from outpace.errors import OutpaceError, shorten
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer gives it no public name
 
@@ -123,7 +123,7 @@ def _usage(error: Any) -> str:
 
 def _fail(message: str) -> int:
     _drop_stdout()
-    print(f"outpace: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"outpace: error: {shorten(' '.join(message.split()))}", file=sys.stderr)
     return 2
 
 

@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from outpace import registry
-from outpace.clock import PassClock
 from outpace.config import PLAN_KEYS, MethodSpec, build
 from outpace.drafters.base import Drafter
 from outpace.errors import SpecError
 from outpace.models.base import Target
-
-
-class Clocks(PassClock):
-    """Several clocks as one to read; each is counted once."""
-
-    def __init__(self, clocks: Sequence[PassClock]) -> None:
-        self._clocks = list({id(clock): clock for clock in clocks}.values())
-
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        """Of all of them."""
-        return sum(clock.seconds for clock in self._clocks)
-
-    @property
-    def count(self) -> int:  # type: ignore[override]
-        """Passes of all of them."""
-        return sum(clock.count for clock in self._clocks)
 
 
 def split_parts(text: str, who: str) -> list[MethodSpec]:

@@ -15,7 +15,6 @@ Shape letters: V vocabulary, D draft vocabulary, H hidden size.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outpace.config import data_folder
-from outpace.errors import ModelError
+from outpace.errors import ModelError, shorten, shown
+from outpace.files import parse_json
 from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig, Rope
-from outpace.models.fields import brief, read_json
+from outpace.models.fields import MOST, Fields, brief, read_json
 
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "provenance.json"
 """Files of a drafter folder."""
@@ -97,7 +97,7 @@ def method_of(folder: Path) -> str | None:
 def read_measured(folder: Path) -> Mapping[str, Any] | None:
     """What was measured of a drafter when it was made, from its provenance; None if nothing was."""
     try:
-        content = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+        content = parse_json((folder / PROVENANCE).read_bytes())
         measured = content.get("measured")
     except (OSError, ValueError, AttributeError):
         return None
@@ -112,15 +112,19 @@ def read_config(path: Path, target: Target, method: str | None = None) -> dict[s
     """
     config = read_json(path / CONFIG)
     missing = [
-        key for key in ("method", "target", "target_digest", "hidden_size", "vocab_size") if key not in config
+        key
+        for key in ("method", "target", "target_digest", "hidden_size", "vocab_size")
+        if config.get(key) is None
     ]
     if missing:
         raise ModelError(f"{path / CONFIG} lacks {', '.join(map(repr, missing))}")
+    _check_types(Fields(str(path / CONFIG), {}, config))
     if method is not None and config["method"] != method:
-        raise ModelError(f"{path} holds a drafter of method {config['method']!r}, not {method!r}")
+        raise ModelError(f"{path} holds a drafter of method {shown(config['method'])}, not {method!r}")
     if config["target_digest"] != target.digest:
         raise ModelError(
-            f"{path} was trained for {config['target']} ({config['target_digest']}), not for "
+            f"{path} was trained for {shorten(config['target'], 80)} "
+            f"({shorten(config['target_digest'], 80)}), not for "
             f"{target.name} ({target.digest}); make one with: "
             f"outpace train {config['method']} --model {target.name}"
         )
@@ -128,6 +132,24 @@ def read_config(path: Path, target: Target, method: str | None = None) -> dict[s
         if config[key] != getattr(target, key):
             raise ModelError(f"{path} has {key} {config[key]}, but {target.name} has {getattr(target, key)}")
     return config
+
+
+_TEXTS = ("method", "target", "target_digest", "draft", "draft_digest")
+_SIZES = ("hidden_size", "vocab_size", "draft_vocab_size", "slots", "layer")
+_PARTS, _MOST_PARTS = ("heads", "layers", "blocks", "riders", "ensemble"), 256
+
+
+def _check_types(read: Fields) -> None:
+    """Refuse a value of another type than any method gives the key of that name."""
+    for key in _TEXTS:
+        if read.get(key) is not None:
+            read.text(key)
+    for key in (*_SIZES, *_PARTS):
+        if isinstance(read.get(key), list):
+            raise ModelError(f"{read.source}: {key!r} must be a whole number, got {shown(read.get(key))}")
+        read.whole(key, most=_MOST_PARTS if key in _PARTS else MOST)
+    read.texts("taps")
+    read.mapping("decoder")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -178,7 +200,9 @@ def decoder_from_json(data: Mapping[str, Any], source: Path) -> DecoderConfig:
         ropes = tuple(Rope(**{**rope, "divisors": tuple(rope["divisors"])}) for rope in data["ropes"])
         tuples = {key: tuple(data[key]) for key in ("windows", "rope_of_layer")}
         return DecoderConfig(**{**data, **tuples, "ropes": ropes})
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{source}: the decoder's fields are not right: {brief(error)}") from error
+    except ModelError as error:
         raise ModelError(f"{source}: the decoder's fields are not right: {error}") from error
 
 

@@ -13,8 +13,7 @@ import torch
 from outpace import registry
 from outpace.config import DEFAULT_DRAFTER, MethodSpec
 from outpace.drafters.base import Request
-from outpace.engine.method import Method, make
-from outpace.engine.portfolio import Portfolio
+from outpace.engine.method import Method, SingleMethod, make
 from outpace.engine.requests import Ready, Wanted, check, each, settle, together
 from outpace.engine.results import Chunk, Result
 from outpace.engine.scheduler import run
@@ -89,14 +88,18 @@ class Engine:
     def method(self, spec: str | None = None) -> Method:
         """The drafter of a spec, loaded on first use and kept; None: the engine's own."""
         parsed = MethodSpec.parse(self.drafter if spec is None else spec)
-        if str(parsed) not in self._methods:
+        name = str(parsed)
+        if name not in self._methods:
             cls = registry.load("drafter", parsed.name)
-            if issubclass(cls, Portfolio):
-                made: Method = cls(parsed, self.target, self.allow_lossy, self.costs, self.method)
+            if issubclass(cls, Method):  # it picks among drafters
+                self._methods[name] = cls(parsed, self.target, self.allow_lossy, self.costs, self._single)
             else:
-                made = Method(parsed, self.target, self.allow_lossy, self.costs)
-            self._methods[str(parsed)] = made
-        return self._methods[str(parsed)]
+                self._methods[name] = SingleMethod(parsed, self.target, self.allow_lossy, self.costs)
+        return self._methods[name]
+
+    def _single(self, spec: MethodSpec) -> SingleMethod:
+        """One member of a method that picks."""
+        return self.method(str(spec)).preferred
 
     @overload
     def generate(

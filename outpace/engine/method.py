@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +19,69 @@ from outpace.types import Budget, StepRecord
 from outpace.verifiers.base import Verifier
 
 
-class Method:
+class Method(ABC):
+    """How a request is drafted for: by one drafter, or by several of which a policy picks."""
+
+    spec: str
+    """Normalised."""
+    policy: Policy
+    verifier: Verifier
+    verifier_spec: MethodSpec
+    names_verifier: bool
+    """Whether the spec names the verifier."""
+
+    @property
+    @abstractmethod
+    def members(self) -> Mapping[str, SingleMethod]:
+        """Method spec -> method, of the drafters that the policy may pick, preferred first."""
+
+    @property
+    def preferred(self) -> SingleMethod:
+        """The first member."""
+        return next(iter(self.members.values()))
+
+    @abstractmethod
+    def verifiers(self, chosen: Verifier) -> dict[str, Verifier]:
+        """Drafter -> who judges its drafts; ``"none"`` is always among them.
+
+        Args:
+            chosen: this method's own verifier, or the one that a request needs in its place.
+        """
+
+    def keyed(self, reproducible: bool | None, seeded: bool) -> bool:
+        """Whether the text is to be a function of prompt and seed alone, whoever drafts.
+
+        Args:
+            reproducible: what the request says; None says nothing.
+            seeded: whether it names a seed, which is a wish of its own unless the method spec
+                names a verifier.
+
+        Raises:
+            SpecError: the request says so, and the method spec names another verifier.
+        """
+        if reproducible is None:
+            return seeded and not self.names_verifier
+        if reproducible and self.names_verifier and not self.verifier.reproduces:
+            right = registry.able("verifier", registry.REPRODUCES)[0].name
+            raise SpecError(
+                f"reproducible text needs verifier={right}, not {self.verifier_spec}; drop one of the two"
+            )
+        return reproducible
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether plans and drafts follow from the sequence alone, not from what others said."""
+        return self.policy.deterministic and all(
+            one.drafter.traits.deterministic for one in self.members.values()
+        )
+
+    @property
+    def watchers(self) -> tuple[Callable[[StepRecord], None], ...]:
+        """Listeners that keep the policy's costs up to date, if it reads them."""
+        return () if self.policy.deterministic else (self.policy.costs.watch,)
+
+
+class SingleMethod(Method):
     """A drafter that is ready to run, with its budget, verifier and policy.
 
     Args:
@@ -73,49 +136,13 @@ class Method:
             )
 
     @property
-    def members(self) -> Mapping[str, Method]:
-        """Method spec -> method, of the drafters that the policy may pick; itself alone."""
+    def members(self) -> Mapping[str, SingleMethod]:
+        """Itself alone."""
         return {self.spec: self}
 
     def verifiers(self, chosen: Verifier) -> dict[str, Verifier]:
-        """Drafter -> who judges its drafts.
-
-        Args:
-            chosen: this method's own verifier, or the one that a request needs in its place.
-        """
+        """The same for all drafts."""
         return {self.spec: chosen, "none": chosen}
-
-    def keyed(self, reproducible: bool | None, seeded: bool) -> bool:
-        """Whether the text is to be a function of prompt and seed alone, whoever drafts.
-
-        Args:
-            reproducible: what the request says; None says nothing.
-            seeded: whether it names a seed, which is a wish of its own unless the method spec
-                names a verifier.
-
-        Raises:
-            SpecError: the request says so, and the method spec names another verifier.
-        """
-        if reproducible is None:
-            return seeded and not self.names_verifier
-        if reproducible and self.names_verifier and not self.verifier.reproduces:
-            right = registry.able("verifier", registry.REPRODUCES)[0].name
-            raise SpecError(
-                f"reproducible text needs verifier={right}, not {self.verifier_spec}; drop one of the two"
-            )
-        return reproducible
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether plans and drafts follow from the sequence alone, not from what others said."""
-        return self.policy.deterministic and all(
-            one.drafter.traits.deterministic for one in self.members.values()
-        )
-
-    @property
-    def watchers(self) -> tuple[Callable[[StepRecord], None], ...]:
-        """Listeners that keep the policy's costs up to date, if it reads them."""
-        return () if self.policy.deterministic else (self.policy.costs.watch,)
 
 
 def read_size(text: str | None, who: str) -> int | None:

@@ -19,18 +19,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from outpace import registry
 from outpace.config import MethodSpec, build, split_specs
-from outpace.drafters.base import Drafter, Traits
+from outpace.drafters.base import Traits
 from outpace.drafters.trained import candidates, read_measured
-from outpace.engine.method import Method, make
+from outpace.engine.method import Method, SingleMethod, make
 from outpace.errors import OutpaceError, SpecError
 from outpace.models.base import Target
 from outpace.policies.base import Policy
 from outpace.policies.costs import Costs
-from outpace.types import Budget
 from outpace.verifiers.base import Verifier
 
 LONGEST = 48
@@ -61,6 +59,7 @@ class Portfolio(Method):
 
     Config = PortfolioConfig
     traits = Traits()
+    """It asks nothing of a target; its members do."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class Portfolio(Method):
         target: Target,
         allow_lossy: bool = False,
         costs: Costs | None = None,
-        find: Callable[[str], Method] | None = None,
+        find: Callable[[MethodSpec], SingleMethod] | None = None,
     ) -> None:
         own, plan = spec.split()
         who = f"drafter {spec.name!r}"
@@ -92,7 +91,7 @@ class Portfolio(Method):
         """Drafters that take no part, and why: not trained for this target, or not the fastest."""
         self._costs = own_costs = self.policy.costs = costs or Costs()
         self._target = target
-        self._find = find or (lambda one: Method(MethodSpec.parse(one), target, allow_lossy, own_costs))
+        self._find = find or (lambda one: SingleMethod(one, target, allow_lossy, own_costs))
         self._named = [*self._specs(self.config.drafters), *self._specs(self.config.add)]
         named = [p["verifier"] for one in self._named if "verifier" in (p := one.split()[1])]
         self.names_verifier = bool(named)
@@ -108,14 +107,14 @@ class Portfolio(Method):
         """Read a list of members; mistakes in names show before anything is loaded."""
         specs = [MethodSpec.parse(part) for part in split_specs(text or "", "+")]
         for one in specs:
-            if issubclass(registry.load("drafter", one.name), Portfolio):
+            if issubclass(registry.load("drafter", one.name), Method):
                 raise SpecError(f"{self.spec}: {one.name} cannot be a member of itself")
         return specs
 
     @cached_property
-    def members(self) -> Mapping[str, Method]:
+    def members(self) -> Mapping[str, SingleMethod]:
         """Method spec -> member, preferred first. Loaded now, if this is the first look."""
-        made = {str(spec): self._find(str(spec)) for spec in self._named}
+        made = {str(spec): self._find(spec) for spec in self._named}
         if not self.config.drafters:
             named = {spec.name for spec in self._named}
             rows = [row for row in registry.entries("drafter") if row.name not in named]
@@ -138,23 +137,23 @@ class Portfolio(Method):
                 self._costs.suppose(name, 0.0)
         return made or self._loaded([MethodSpec("none")])
 
-    def _loaded(self, specs: Iterable[MethodSpec]) -> dict[str, Method]:
+    def _loaded(self, specs: Iterable[MethodSpec]) -> dict[str, SingleMethod]:
         """Those of the members that can run here; of the others, why not is noted."""
-        made: dict[str, Method] = {}
+        made: dict[str, SingleMethod] = {}
         for spec in specs:
             try:
-                made[str(spec)] = self._find(str(spec))
+                made[str(spec)] = self._find(spec)
             except OutpaceError as error:  # not trained for this target, or it cannot run it
                 self.left_out[spec.name] = str(error)
         return made
 
-    def _fastest(self, names: Sequence[str]) -> dict[str, Method]:
+    def _fastest(self, names: Sequence[str]) -> dict[str, SingleMethod]:
         """The trained model that was measured fastest of those that can run here.
 
         One alone, because each that takes part follows the text in every pass.
         """
         speed = {name: _measured_speed(name, self._target) for name in names}
-        made: dict[str, Method] = {}
+        made: dict[str, SingleMethod] = {}
         for name in sorted(names, key=lambda name: -speed[name]):
             if made and speed[name] >= 0.0:
                 self.left_out[name] = (
@@ -165,16 +164,6 @@ class Portfolio(Method):
             else:  # one without a folder of its own says itself what it lacks
                 made |= self._loaded([MethodSpec(name)])
         return made
-
-    @property
-    def drafter(self) -> Drafter[Any]:  # type: ignore[override]
-        """The preferred member's."""
-        return next(iter(self.members.values())).drafter
-
-    @property
-    def budget(self) -> Budget:  # type: ignore[override]
-        """The preferred member's."""
-        return next(iter(self.members.values())).budget
 
     def verifiers(self, chosen: Verifier) -> dict[str, Verifier]:
         """Each member's own, unless the request asked for another one than this method's."""

@@ -145,19 +145,12 @@ class Sequence:
         return Budget(max_nodes=self._most, max_depth=depth) if depth > 0 else NOTHING
 
     def cut(self, verdict: Verdict) -> Verdict:
-        """Shorten a verdict at the first stop, and note why the text ends there.
-
-        An error while the text is read ends this sequence and no other.
-        """
+        """Shorten a verdict at the first stop, and note why the text ends there."""
         left = self._max_positions - len(self.tokens)
-        try:
-            length, self.finish_reason = self.stops.cut(verdict.emitted[:left])
-            if self.finish_reason is None and length == left:
-                self.stops.close("length")
-                self.finish_reason = self.stops.reason
-        except Exception as error:
-            self.fail(error)
-            return verdict.cut(1)
+        length, self.finish_reason = self.stops.cut(verdict.emitted[:left])
+        if self.finish_reason is None and length == left:
+            self.stops.close("length")
+            self.finish_reason = self.stops.reason
         return verdict.cut(length)
 
     def caught_up(self) -> None:
@@ -167,6 +160,11 @@ class Sequence:
     def fail(self, error: Exception) -> None:
         """End here, since something broke."""
         self.error, self.finish_reason = error, "error"
+
+    @property
+    def failed(self) -> bool:
+        """Whether something broke."""
+        return self.error is not None
 
     def cancel(self) -> None:
         """End here, since nobody wants the rest."""

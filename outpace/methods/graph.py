@@ -40,9 +40,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.clock import PassClock
 from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, ExpandingDrafter, Request, Traits
+from outpace.drafters.wrapping import WrappingDrafter
 from outpace.errors import SpecError
 from outpace.models.base import TREE, Target
 from outpace.tree.growth import Branch, DraftRow
@@ -101,7 +101,7 @@ class _Graph:
         return next(found, None)
 
 
-class Graph(Drafter[Any]):
+class Graph(WrappingDrafter[Any]):
     """Lets the branches of a tree share what the draft model says.
 
     Its states are those of the draft model.
@@ -116,20 +116,10 @@ class Graph(Drafter[Any]):
 
     def __init__(self, config: GraphConfig, draft: ExpandingDrafter[Any]) -> None:
         self.config, self.draft = config, draft
-        self._follow()
+        super().__init__([draft])
         self._graphs: dict[int, _Graph] = {}
         self._id_D: Tensor | None = None
         draft.between = self._expand
-
-    @property
-    def clock(self) -> PassClock:
-        """Of the draft model."""
-        return self.draft.clock
-
-    def _follow(self) -> None:
-        """Read what the draft model reads, which may change while it runs."""
-        inner = self.draft.traits
-        self.traits = replace(self.traits, taps=inner.taps, deterministic=inner.deterministic)
 
     @classmethod
     def load(cls, config: GraphConfig, target: Target) -> Graph:
@@ -151,6 +141,10 @@ class Graph(Drafter[Any]):
                 f"draft_model[model=M] or eagle3, got {config.draft}"
             )
         return cls(config, draft)
+
+    def inner(self, state: Any) -> list[tuple[Drafter[Any], Any]]:
+        """The draft model, with the same state."""
+        return [(self.draft, state)]
 
     def begin(self, request: Request) -> Any:
         """The draft model's state."""
@@ -199,11 +193,7 @@ class Graph(Drafter[Any]):
     def observe(self, states: Sequence[Any], outcomes: Sequence[Outcome]) -> None:
         """The draft model's own."""
         self.draft.observe(states, outcomes)
-        self._follow()
-
-    def num_uncached(self, state: Any, tokens: Sequence[int]) -> int:
-        """The draft model's own."""
-        return self.draft.num_uncached(state, tokens)
+        self.follow()
 
     def mark(self, state: Any) -> Any:
         """The draft model's own."""
@@ -212,7 +202,3 @@ class Graph(Drafter[Any]):
     def rewind(self, state: Any, mark: Any) -> Any:
         """The draft model's own."""
         return self.draft.rewind(state, mark)
-
-    def end(self, state: Any) -> None:
-        """The draft model's own."""
-        self.draft.end(state)

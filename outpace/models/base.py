@@ -56,6 +56,13 @@ class Target(ABC):
     note: str | None = None
     """One line worth telling the user, for example that quantized weights were expanded."""
 
+    @property
+    def equal_rows(self) -> bool:
+        """Whether a row comes out the same to the last bit in every pass: alone, in a tree, beside
+        others. Only then is greedy text promised to be that of plain decoding.
+        """
+        return False
+
     @abstractmethod
     def new_cache(self, capacity: int = 0) -> KVCache:
         """An empty cache for this model.

@@ -5,12 +5,13 @@ Qwen3 and Gemma 3, so that the decoder has one block and no family names in it. 
 config asks for that the record cannot say is refused by name.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outpace.errors import ModelError
-from outpace.models.fields import Fields, token_ids
+from outpace.errors import ModelError, shown
+from outpace.models.fields import MOST, MOST_LAYERS, Fields, token_ids
 from outpace.models.rope import Rope
 
 __all__ = [
@@ -69,6 +70,15 @@ WINDOWED, FULL = "sliding_attention", "full_attention"
 """Layer types as config files name them."""
 
 
+_COUNTS = (
+    *("vocab_size", "hidden_size", "ffn_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    "max_positions",
+)
+_NUMBERS = (
+    *("norm_eps", "norm_offset", "embed_scale", "attention_scale", "attention_softcap", "logit_softcap"),
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
     """Shape and arithmetic of one decoder."""
@@ -125,7 +135,21 @@ class DecoderConfig:
     """Per layer: index into ``ropes``."""
 
     def __post_init__(self) -> None:
-        """Refuse shapes that cannot be built."""
+        """Refuse values of another type, and shapes that cannot be built."""
+        for name in _COUNTS:
+            value, most = getattr(self, name), MOST_LAYERS if name == "num_layers" else MOST
+            if type(value) is not int or not 0 < value <= most:
+                raise ModelError(f"{name} must be a whole number from 1 to {most}, got {shown(value)}")
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if value is not None and not (type(value) in (int, float) and math.isfinite(value)):
+                raise ModelError(f"{name} must be a number, got {shown(value)}")
+        if self.activation not in _ACTIVATIONS.values():
+            raise ModelError(f"activation {shown(self.activation)} is not supported")
+        fits = all(window is None or (type(window) is int and window > 0) for window in self.windows)
+        fits &= all(type(i) is int and 0 <= i < len(self.ropes) for i in self.rope_of_layer)
+        if not fits or not len(self.windows) == len(self.rope_of_layer) == self.num_layers:
+            raise ModelError(f"windows and rope_of_layer do not fit {self.num_layers} layers")
         if self.num_kv_heads <= 0 or self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads"
@@ -177,14 +201,14 @@ class DecoderConfig:
         family, config = _text_part(config)
         read = Fields("config.json", _DEFAULTS[family], config)
         heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
-        layers = read.count("num_hidden_layers")
+        layers = read.count("num_hidden_layers", most=MOST_LAYERS)
         head_dim = read.count("head_dim", hidden // heads)
         gemma = family == "gemma3"
         activation = read.get("hidden_activation") if gemma else None
         activation = activation or read.get("hidden_act")
-        if activation not in _ACTIVATIONS:
+        if not isinstance(activation, str) or activation not in _ACTIVATIONS:
             raise ModelError(
-                f"activation {activation!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
+                f"activation {shown(activation)} is not supported; supported: {', '.join(_ACTIVATIONS)}"
             )
         kinds = _layer_types(family, read, layers)
         by_kind = _hf_ropes(family, read, head_dim)
@@ -222,22 +246,23 @@ class DecoderConfig:
 
 def unsupported(name: object) -> ModelError:
     """Give the error for an architecture that is not in ``FAMILIES``."""
-    return ModelError(f"architecture {name!r} is not supported; supported: {', '.join(FAMILIES)}")
+    return ModelError(f"architecture {shown(name)} is not supported; supported: {', '.join(FAMILIES)}")
 
 
 def _text_part(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Give the family, and the mapping that describes the language model."""
-    architectures = config.get("architectures") or []
+    read = Fields("config.json", {}, config)
+    architectures = read.texts("architectures")
     kind = config.get("model_type")
     for name in architectures:
         if not name.endswith(("ForCausalLM", "ForConditionalGeneration")):
             raise unsupported(name)
-    if kind not in _ALIASES:
+    if not isinstance(kind, str) or kind not in _ALIASES:
         raise unsupported(kind or ", ".join(architectures) or None)
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(f"weights quantized by {method!r} are not supported, only plain and GGUF")
-    inner = config.get("text_config")
+    if quantization := read.mapping("quantization_config"):
+        method = quantization.get("quant_method", "unknown")
+        raise ModelError(f"weights quantized by {shown(method)} are not supported, only plain and GGUF")
+    inner = read.mapping("text_config")
     if inner:
         tied = config.get("tie_word_embeddings")
         config = ({} if tied is None else {"tie_word_embeddings": tied}) | dict(inner)
@@ -247,7 +272,7 @@ def _text_part(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 
 def _layer_types(family: str, read: Fields, layers: int) -> list[str]:
-    types = read.get("layer_types")
+    types: Sequence[str] | None = read.texts("layer_types") if read.get("layer_types") is not None else None
     window = read.get("sliding_window")
     if family in ("qwen2", "qwen3") and not read.get("use_sliding_window"):
         window = None
@@ -258,12 +283,12 @@ def _layer_types(family: str, read: Fields, layers: int) -> list[str]:
             every = read.count("sliding_window_pattern")
             types = [WINDOWED if (i + 1) % every else FULL for i in range(layers)]
         elif family in ("qwen2", "qwen3"):
-            first = read.get("max_window_layers")
+            first = read.number("max_window_layers", zero=True)
             types = [WINDOWED if i >= first else FULL for i in range(layers)]
         else:
             types = [FULL] * layers
     if len(types) != layers or not set(types) <= {WINDOWED, FULL}:
-        raise ModelError(f"layer_types must name {layers} layers as {FULL} or {WINDOWED}, got {types}")
+        raise ModelError(f"layer_types must name {layers} layers as {FULL} or {WINDOWED}, got {shown(types)}")
     # Gemma 3 picks a layer's rotary table by its type, so the type stays even without a window.
     if window is None and family != "gemma3":
         return [FULL] * layers
@@ -273,7 +298,7 @@ def _layer_types(family: str, read: Fields, layers: int) -> list[str]:
 def _hf_ropes(family: str, read: Fields, head_dim: int) -> dict[str, Rope]:
     """Give the rotary table of each layer type."""
     positions, theta = read.count("max_position_embeddings"), read.number("rope_theta")
-    said = dict(read.get("rope_scaling") or read.get("rope_parameters") or {})
+    said = dict(read.mapping("rope_scaling") or read.mapping("rope_parameters"))
     nested = {kind: said[kind] for kind in (FULL, WINDOWED) if isinstance(said.get(kind), dict)}
     outer = {"partial_rotary_factor": read.get("partial_rotary_factor")}
     thetas = {FULL: theta, WINDOWED: theta}

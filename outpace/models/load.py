@@ -11,8 +11,8 @@ import torch
 from outpace.errors import ModelError, UnknownNameError
 from outpace.models.base import Target
 from outpace.models.families import DecoderConfig
-from outpace.models.fields import brief, read_json
-from outpace.models.packed import packing_works
+from outpace.models.fields import BadValue, brief, check_counts, read_json
+from outpace.models.onednn import packing_works
 from outpace.models.weights import Checkpoint
 from outpace.models.zoo import open_checkpoint
 
@@ -126,10 +126,13 @@ def _by_name(
         config = _config_of(name)
         if backend == "own" or config is None:
             raise
+        check_counts("config.json", config)
         if backend == "hf":
             return _hf(name, dtype, device, None, quantize)
         try:
             DecoderConfig.from_hf(config)
+        except BadValue:
+            raise
         except ModelError as reason:
             return _hf(name, dtype, device, str(reason), quantize)
         raise error

@@ -6,15 +6,15 @@ arXiv:2306.15595); "dynamic", the NTK-aware base that grows with the text; YaRN 
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outpace.errors import ModelError
-from outpace.models.fields import Fields
+from outpace.errors import ModelError, shown
+from outpace.models.fields import MOST, Fields
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "divided")
 
@@ -51,6 +51,16 @@ class Rope:
     """yarn: round the bounds of the ramp to whole dimensions."""
     divisors: tuple[float, ...] = ()
     """divided: one divisor per frequency."""
+
+    def __post_init__(self) -> None:
+        """Refuse values of another type."""
+        numbers = (self.theta, self.factor, self.low_freq_factor, self.high_freq_factor, self.beta_fast)
+        maybe = (self.attention_factor, self.mscale, self.mscale_all_dim)
+        all_numbers = (*numbers, self.beta_slow, *self.divisors, *(x for x in maybe if x is not None))
+        right = all(type(x) in (int, float) and math.isfinite(x) for x in all_numbers)
+        right &= all(type(x) is int and 0 <= x <= MOST for x in (self.dim, self.original_max_positions))
+        if not right or self.kind not in KINDS or self.theta <= 0 or self.factor <= 0:
+            raise ModelError(f"the rotary table {shown(asdict(self))} cannot be built")
 
     @property
     def depends_on_length(self) -> bool:
@@ -129,12 +139,13 @@ class Rope:
         Raises:
             ModelError: an unknown kind, a partial rotation, a missing or impossible value.
         """
-        said = Fields(f"rope scaling of {parameters}", {}, parameters)
+        said = Fields("rope scaling", {}, parameters)
         kind = said.text("rope_type", said.text("type", "default"))
         if said.get("mrope_section"):
             kind = "mrope"
         if kind not in KINDS[:-1]:
-            raise ModelError(f"rope scaling {kind!r} is not supported; supported: {', '.join(KINDS[:-1])}")
+            known = ", ".join(KINDS[:-1])
+            raise ModelError(f"rope scaling {shown(kind)} is not supported; supported: {known}")
         if (part := said.number("partial_rotary_factor", 1.0)) != 1.0:
             raise ModelError(f"partial_rotary_factor {part} is not supported, only 1.0")
         original = said.count("original_max_position_embeddings", max_positions)
@@ -161,3 +172,42 @@ class Rope:
             mscale_all_dim=said.maybe("mscale_all_dim", zero=True),
             truncate=bool(said.get("truncate", True)),
         )
+
+
+class Rotation:
+    """One rotary table, by position, as long as needed so far.
+
+    A row is rotated by its own position alone. "dynamic" scaling therefore gives a row the
+    frequencies of the text that ends with it: what decoding token by token gives, and, beyond
+    the context that the model was made for, not what a fresh pass of transformers over the
+    whole text gives, which turns early keys anew whenever the text grows.
+    """
+
+    def __init__(self, rope: Rope, device: torch.device) -> None:
+        self._rope = rope
+        self._table_PE = torch.empty(0, rope.dim // 2, dtype=torch.complex64, device=device)
+
+    def at(self, positions: Sequence[int]) -> Tensor:
+        """Give complex [T, 1, E], the factors of the rows at ``positions``."""
+        table_PE = self.table(max(positions) + 1)
+        index = torch.tensor(positions, device=table_PE.device)
+        return table_PE.index_select(0, index).unsqueeze(1)
+
+    def table(self, length: int) -> Tensor:
+        """Give complex [P, E], the factors of the positions below ``length``, and of more."""
+        if length > len(self._table_PE):
+            self._grow(max(length, 512, len(self._table_PE) * 3 // 2))
+        return self._table_PE
+
+    def _grow(self, length: int) -> None:
+        done, rope = len(self._table_PE), self._rope
+        position_P1 = torch.arange(done, length, dtype=torch.float32)[:, None]
+        if rope.depends_on_length:
+            each = [rope.frequencies(position + 1) for position in range(done, length)]
+            frequency, factor = torch.stack([one for one, _ in each]), each[0][1]
+        else:
+            frequency, factor = rope.frequencies(length)
+        with torch.inference_mode(False):
+            angle_PE = position_P1 * frequency
+            table_PE = torch.complex(angle_PE.cos() * factor, angle_PE.sin() * factor)
+            self._table_PE = torch.cat([self._table_PE, table_PE.to(self._table_PE.device)])

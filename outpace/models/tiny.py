@@ -165,6 +165,11 @@ class TableTarget(Target):
             self._known[context] = law_V
         return law_V
 
+    @property
+    def equal_rows(self) -> bool:
+        """A table says the same in every pass."""
+        return True
+
     def new_cache(self, capacity: int = 0) -> KVCache:
         """An empty cache; ``capacity`` is of no use here."""
         return TableCache()

@@ -1,7 +1,6 @@
 """Checkpoints: a model on disk, and its tensors one at a time."""
 
 import hashlib
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outpace.errors import ModelError
+from outpace.errors import ModelError, shown
+from outpace.files import parse_json
 from outpace.models.families import DecoderConfig, GenerationDefaults
-from outpace.models.fields import read_json
+from outpace.models.fields import brief, read_json
 from outpace.models.places import Place, RowFile, read_bytes, read_plain
 from outpace.models.text import Tokenizer
 
@@ -195,7 +195,7 @@ def _read_header(path: Path) -> dict[str, Place]:
     if not 2 <= length <= total - 8:
         raise ModelError(f"{path} is truncated or no safetensors file ({total} bytes)")
     try:
-        header = json.loads(read_bytes(path, 8, length))
+        header = parse_json(read_bytes(path, 8, length))
         header.pop("__metadata__", None)
         places = {}
         for name, entry in header.items():
@@ -208,17 +208,18 @@ def _read_header(path: Path) -> dict[str, Place]:
                 kind=str(entry["dtype"]),
             )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} has a corrupt header: {error}") from error
+        raise ModelError(f"{path} has a corrupt header: {brief(error)}") from error
     for name, place in places.items():
         if place.start < 8 + length or place.size < 0:
-            raise ModelError(f"{path} has a corrupt header: {name!r} lies inside it")
+            raise ModelError(f"{path} has a corrupt header: {shown(name)} lies inside it")
         if place.kind in DTYPES:
             needed = math.prod(place.shape) * DTYPES[place.kind].itemsize
             if place.size != needed:
-                raise ModelError(f"{path} has a corrupt header: {name!r} needs {needed} bytes")
+                raise ModelError(f"{path} has a corrupt header: {shown(name)} needs {needed} bytes")
         if place.start + place.size > total:
             raise ModelError(
-                f"{path} is truncated: {name!r} ends at byte {place.start + place.size}, the file at {total}"
+                f"{path} is truncated: {shown(name)} ends at byte {place.start + place.size}, "
+                f"the file at {total}"
             )
     return places
 

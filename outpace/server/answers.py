@@ -42,6 +42,8 @@ class Writer(ABC):
         self.ask, self._tokenizer = ask, tokenizer
         self._id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._about = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
+        self.lossless = True
+        """Whether the answers have the distribution of the model; said in every answer and chunk."""
         self._written = [0] * ask.answers
         each = [one for one in ask.ready for _ in range(ask.n)]
         self._tracer = Tracer(each, tokenizer) if ask.traced else None
@@ -94,6 +96,7 @@ class Writer(ABC):
             "id": self._id,
             "object": self.whole,
             **self._about,
+            "lossless": self.lossless,
             "choices": choices,
             "usage": self.usage(results),
             "metrics": metrics(results),
@@ -159,7 +162,8 @@ class Writer(ABC):
         }
 
     def _chunk(self, choices: list[Json]) -> Json:
-        chunk: Json = {"id": self._id, "object": self.part, **self._about, "choices": choices}
+        chunk: Json = {"id": self._id, "object": self.part, **self._about, "lossless": self.lossless}
+        chunk["choices"] = choices
         if self.ask.running_usage:
             read, written = sum(len(r.ids) for r in self.ask.ready), sum(self._written)
             chunk["usage"] = {

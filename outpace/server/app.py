@@ -56,7 +56,9 @@ class Server:
         self.tokenizer = target.tokenizer
         self.fingerprint = f"outpace-{__version__}-{target.digest}"
         self.began = int(time.time())
-        self.meters = Meters(name, service.stats)
+        self.meters = Meters(
+            name, service.stats, dict.fromkeys(service.drafters, True) | dict.fromkeys(service.lossy, False)
+        )
         grammars = open_grammars(target.tokenizer, target.vocab_size, service.engine.eos_ids)
         self.reader = Reader(service, name, limits, grammars)
 
@@ -66,6 +68,7 @@ class Server:
         ask = await off_loop(read)
         call = Call(self.service, ask, self.meters, began, self.limits.request_seconds)
         writes = writer(ask, self.name, self.fingerprint, self.tokenizer)
+        writes.lossless = all(self.service.lossless(one) for one in ask.ready)
         call.start(request.scope.get("caller", ""))
         if ask.stream:
             return EventStream(chunks(call, writes), self.limits.request_seconds, call.cancel)
@@ -89,6 +92,8 @@ class Server:
             "device": str(target.device),
             "threads": torch.get_num_threads(),
             "drafters": list(self.service.drafters),
+            "lossless": not self.service.lossy,
+            "lossy_drafters": list(self.service.lossy),
         }
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -25,10 +25,21 @@ class Meters:
     Args:
         model: what the model is called; a label of every figure.
         stats: gives the service's own figures, read when somebody asks.
+        lossless: drafter -> whether its answers have the distribution of the model.
     """
 
-    def __init__(self, model: str, stats: Callable[[], ServiceStats]) -> None:
+    def __init__(
+        self, model: str, stats: Callable[[], ServiceStats], lossless: Mapping[str, bool] | None = None
+    ) -> None:
         self._registry = CollectorRegistry()
+        about = Gauge(
+            PREFIX + "lossless",
+            "1 if answers drafted by it have the distribution of the model, else 0.",
+            ["model_name", "drafter"],
+            registry=self._registry,
+        )
+        for drafter, kept in (lossless or {}).items():
+            about.labels(model, drafter).set(kept)
         self._registry.register(_FromService(model, stats))
 
         def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:

@@ -19,13 +19,16 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from outpace import registry
+from outpace.clock import PassClock
 from outpace.config import MethodSpec
 from outpace.drafters.base import Drafter, Request
-from outpace.engine.method import Method
+from outpace.drafters.wrapping import WrappingDrafter
+from outpace.engine.method import Method, SingleMethod
 from outpace.errors import RequestError
 from outpace.models.base import Target
 from outpace.serving.events import ServiceStats
@@ -128,7 +131,7 @@ class _State:
     """A proposal that was not observed yet, or is being made."""
 
 
-class Watched(Drafter[_State]):
+class Watched(WrappingDrafter[_State]):
     """A drafter under observation, whose weights change between steps.
 
     Args:
@@ -139,6 +142,7 @@ class Watched(Drafter[_State]):
     def __init__(self, base: Drafter[Any], learner: Learner) -> None:
         self.base, self.learner = base, learner
         self.traits = replace(base.traits, deterministic=False)
+        super().__init__([base])
         self.broken: Exception | None = None
         """What the learner failed at; it is then left alone."""
         self._living: set[_State] = set()
@@ -147,6 +151,15 @@ class Watched(Drafter[_State]):
     def load(cls, config: Any, target: Target) -> Watched:
         """Made by ``Learning`` alone."""
         raise NotImplementedError("a service makes it")
+
+    @cached_property
+    def clock(self) -> PassClock:
+        """Of all versions so far, see ``_Timed``."""
+        return PassClock()
+
+    def inner(self, state: _State) -> list[tuple[Drafter[Any], Any]]:
+        """The version that drafts for the text."""
+        return [(state.drafter, state.inner)]
 
     def begin(self, request: Request) -> _State:
         """Ask the learner who drafts for this text."""
@@ -167,28 +180,19 @@ class Watched(Drafter[_State]):
         drafts = [Draft()] * len(rows)
         for row in rows:
             row.state.out = drafts[0]  # under way, from now until it is observed
-        for drafter, indices in self._by_drafter([row.state for row in rows]):
+        for drafter, indices in self.by_drafter([row.state for row in rows]):
             with _Timed(self, drafter):
                 own = drafter.propose([_inner(rows[i]) for i in indices])
             for i, draft in zip(indices, own, strict=True):
                 drafts[i] = rows[i].state.out = draft
         return drafts
 
-    def preview(self, rows: Sequence[DraftRow[_State]]) -> list[Sequence[float]]:
-        """What the versions tell."""
-        previews: list[Sequence[float]] = [()] * len(rows)
-        for drafter, indices in self._by_drafter([row.state for row in rows]):
-            with _Timed(self, drafter):
-                own = drafter.preview([_inner(rows[i]) for i in indices])
-            for i, preview in zip(indices, own, strict=True):
-                previews[i] = preview
-        return previews
-
     def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
         """Pass it on to the versions, and to the learner."""
-        for drafter, indices in self._by_drafter(states):
+        for drafter, indices in self.by_drafter(states):
             with _Timed(self, drafter):
                 drafter.observe([states[i].inner for i in indices], [outcomes[i] for i in indices])
+        self.follow()
         for state, outcome in zip(states, outcomes, strict=True):
             emitted = outcome.verdict.emitted
             state.tokens.extend(emitted)
@@ -235,7 +239,7 @@ class Watched(Drafter[_State]):
     def end(self, state: _State) -> None:
         """Pass it on, to the learner too."""
         self._living.discard(state)
-        state.drafter.end(state.inner)
+        super().end(state)
         if state.text is not None and self.broken is None:
             try:
                 self.learner.end(state.text)
@@ -246,12 +250,6 @@ class Watched(Drafter[_State]):
         """Learn no more; say why."""
         self.broken = error
         LOG.error("learning has stopped; serving goes on: %s", error, exc_info=error)
-
-    def _by_drafter(self, states: Sequence[_State]) -> list[tuple[Drafter[Any], list[int]]]:
-        found: dict[int, tuple[Drafter[Any], list[int]]] = {}
-        for i, state in enumerate(states):
-            found.setdefault(id(state.drafter), (state.drafter, []))[1].append(i)
-        return list(found.values())
 
 
 def _inner(row: DraftRow[_State]) -> DraftRow[Any]:
@@ -391,6 +389,6 @@ def learning_spec(methods: Mapping[str, Method]) -> str:
     return found[0]
 
 
-def members(methods: Mapping[str, Method]) -> dict[str, Method]:
+def members(methods: Mapping[str, Method]) -> dict[str, SingleMethod]:
     """Method spec -> method, of all that may be picked."""
     return {name: one for method in methods.values() for name, one in method.members.items()}

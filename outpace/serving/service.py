@@ -219,6 +219,25 @@ class Service:
         self._memory.check(min(len(request.ids) + params.max_new_tokens, self.engine.target.max_positions))
         return self._methods[name]
 
+    def lossless(self, request: Ready) -> bool:
+        """Whether its answers will have the distribution of the model.
+
+        Raises:
+            RequestError: it cannot be served.
+        """
+        method = self._check(request)
+        verifier = self.engine.verifier(method, request.reproducible, request.params)
+        return all(one.lossless for one in method.verifiers(verifier).values())
+
+    @property
+    def lossy(self) -> tuple[str, ...]:
+        """Of ``drafters``, those whose own verifiers change the distribution of the answers."""
+        return tuple(
+            spec
+            for spec, method in self._methods.items()
+            if not all(one.lossless for one in method.verifiers(method.verifier).values())
+        )
+
     @property
     def longest(self) -> int:
         """Tokens of the longest text, prompt and answer, that can be served."""

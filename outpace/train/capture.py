@@ -25,7 +25,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from outpace.errors import ModelError, OutpaceError, RequestError
-from outpace.files import write_whole
+from outpace.files import parse_json, write_whole
 from outpace.models.base import TAPS, Target
 from outpace.train.progress import Say, Tick
 from outpace.train.tokens import TokenSequence, TokenStore
@@ -80,7 +80,7 @@ class FeatureStore:
         """
         path = folder / "manifest.json"
         try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
+            manifest = parse_json(path.read_bytes())
             version = manifest["version"]
         except FileNotFoundError:
             raise RequestError(f"{folder} holds no features; capture them first") from None
@@ -175,7 +175,7 @@ class FeatureStore:
                     raise ValueError(f"it has {path.stat().st_size} bytes instead of {size}")
                 with path.open("rb") as file:
                     head = int.from_bytes(file.read(8), "little")
-                    header = json.loads(file.read(min(head, size)))
+                    header = parse_json(file.read(min(head, size)))
                 self._begins[name] = {tap: 8 + head + header[tap]["data_offsets"][0] for tap in self.taps}
             except (ValueError, KeyError, TypeError) as error:
                 raise _corrupt(path, str(error)) from None

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outpace.errors import ModelError
-from outpace.files import replaced
+from outpace.files import parse_json, replaced
 from outpace.models.fields import brief
 
 KEPT = 2
@@ -83,7 +83,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if header["sha256"] != _digest(tensors):
             raise ValueError("its digest does not fit its contents")
-        return tensors, json.loads(header["state"])
+        return tensors, parse_json(header["state"])
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         older = [one for one in paths(path.parent) if one < path]
         way = f"delete it to go on from {older[-1]}" if older else "delete it to begin anew"

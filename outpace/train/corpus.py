@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.errors import RequestError
-from outpace.files import read_text
+from outpace.files import parse_json, read_text
 from outpace.train.templates import passage_prompts
 
 Message = Mapping[str, str]
@@ -227,11 +227,11 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     number = 1
     try:
         if text.lstrip().startswith("["):
-            rows = json.loads(text)
+            rows = parse_json(text)
         else:
             for number, line in enumerate(text.split("\n"), 1):  # noqa: B007
                 if line.strip():
-                    rows.append(json.loads(line))
+                    rows.append(parse_json(line))
     except ValueError as error:
         raise RequestError(f"{path} line {number} is no JSON ({error}); mend the file") from None
     wrong = next((i for i, row in enumerate(rows, 1) if not isinstance(row, dict)), None)

@@ -33,7 +33,7 @@ from outpace.config import data_folder, world
 from outpace.drafters.trained import PROVENANCE, WEIGHTS, find, home, read_config, read_tensors, vocab_map
 from outpace.engine.engine import Engine
 from outpace.errors import ModelError, RequestError
-from outpace.files import write_whole
+from outpace.files import parse_json, write_whole
 from outpace.models.fields import read_json
 from outpace.train import checkpoint
 from outpace.train.batches import Batches, Features, Split
@@ -340,7 +340,7 @@ class Pipeline:
         }
         path = self.folder / "run.json"
         if self.resume and path.is_file():
-            began = json.loads(path.read_text(encoding="utf-8"))
+            began = parse_json(path.read_bytes())
             wrong = [key for key in plan if began.get(key) != json.loads(json.dumps(plan[key]))]
             if wrong:
                 key = wrong[0]
@@ -385,7 +385,7 @@ def begin_from(objective: Objective, folder: Path) -> None:
 def note_measured(folder: Path, measured: Mapping[str, Any]) -> None:
     """Add a measurement to the provenance of a drafter."""
     path = folder / PROVENANCE
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = parse_json(path.read_bytes())
     content["measured"] = dict(measured)
     write_whole(path, json.dumps(content, indent=1) + "\n")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from outpace.engine.engine import Engine
 from outpace.errors import ModelError, OutpaceError
-from outpace.files import write_whole
+from outpace.files import parse_json, write_whole
 from outpace.params import SamplingParams
 from outpace.train.progress import Say, Tick
 
@@ -145,7 +145,7 @@ def _rows(path: Path) -> Iterator[tuple[int, str]]:
         return
     for line, text in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
         try:
-            row = json.loads(text)
+            row = parse_json(text)
             yield int(row["number"]), str(row["prompt"])
         except (ValueError, KeyError, TypeError) as error:
             raise OutpaceError(

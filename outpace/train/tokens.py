@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from outpace.errors import ModelError, OutpaceError, RequestError
-from outpace.files import write_whole
+from outpace.files import parse_json, write_whole
 
 VERSION = 2
 """Of the layout; stores of another are refused."""
@@ -99,7 +99,7 @@ class TokenStore:
         """
         path = folder / "manifest.json"
         try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
+            manifest = parse_json(path.read_bytes())
             version = manifest["version"]
         except FileNotFoundError:
             raise RequestError(

@@ -9,12 +9,12 @@ chain      2x1        [-1,-1,0,0]
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from outpace.errors import SpecError
+from outpace.errors import SpecError, shown
+from outpace.files import parse_json
 from outpace.types import ROOT, Budget, Shape
 
 CHAIN = Shape()
@@ -45,8 +45,8 @@ def table(parents: Sequence[int]) -> Shape:
     if len(parents) > MAX_NODES:
         raise SpecError(f"tree table: {len(parents)} nodes, more than {MAX_NODES}")
     for node, parent in enumerate(parents):
-        if not ROOT <= parent < node:
-            raise SpecError(f"tree table: node {node} has parent {parent}, need an earlier node")
+        if type(parent) is not int or not ROOT <= parent < node:
+            raise SpecError(f"tree table: node {node} has parent {shown(parent)}, need an earlier node")
     return Shape(tuple(parents))
 
 
@@ -93,7 +93,7 @@ def read_shape(file: Path) -> Shape:
     """
     write = "write one with outpace analyze shape --out FILE.json"
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parse_json(file.read_bytes())
     except OSError as error:
         raise SpecError(f"cannot read tree file {file}: {error.strerror}; {write}") from None
     except ValueError:  # no UTF-8, or no JSON

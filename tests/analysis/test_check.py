@@ -3,12 +3,17 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from outpace import Engine
 from outpace.analysis import check as module
 from outpace.analysis.agreement import OracleReport
 from outpace.analysis.check import Case, check, sequences_of, standard_specs, with_trees
 from outpace.analysis.law import LawReport
+from outpace.models.base import Target
+from outpace.models.decoder import Decoder
+from outpace.models.hf.target import HFTarget
+from outpace.models.tiny import TableTarget
 
 SELF = "draft_model[model=tiny]"
 
@@ -94,7 +99,7 @@ def test_plain_batches_are_checked_as_well(engine, cases, no_laws):
 
 
 def test_where_nothing_is_promised_differences_are_only_measured(engine, cases, no_laws, monkeypatch):
-    monkeypatch.setattr(module, "promised", lambda target: False)
+    monkeypatch.setattr(Decoder, "equal_rows", False)
     report = check(Liar(engine, at=0), cases, [SELF], max_new_tokens=4)
     assert report.broken == [] and report.hardware()["different"] == 6
 
@@ -132,3 +137,16 @@ def test_the_standard_specs(engine):
         "draft_model[model=tiny tree=2x1]",
         "prompt_lookup",
     ]
+
+
+def test_only_targets_whose_rows_are_equal_promise_tokens(engine, cases, no_laws):
+    """transformers' kernels answer to the shape of the pass, in float32 too."""
+    assert engine.target.equal_rows and TableTarget.random(1).equal_rows
+    assert not HFTarget.equal_rows.fget(None) and not Target.equal_rows.fget(None)
+    kept = check(engine, cases, [], max_new_tokens=2)
+    measured = replace(kept, promised=False)
+    assert kept.promise.startswith("promised") and kept.hardware()["promise"] == kept.promise
+    assert measured.promise.startswith("not promised here, measured")
+    engine.target.device, before = torch.device("meta"), engine.target.device
+    assert not engine.target.equal_rows
+    engine.target.device = before

@@ -9,7 +9,7 @@ import torch
 from outpace.analysis import cost, roofline
 from outpace.cache.base import KVCache
 from outpace.config import MethodSpec
-from outpace.engine.method import Method
+from outpace.engine.method import SingleMethod
 from outpace.errors import RequestError
 from outpace.models.base import Target
 from outpace.models.tiny import TableCache, tiny
@@ -216,18 +216,18 @@ def test_a_folder_that_cannot_be_written_is_a_note(paced, own_folder):
 
 def test_drafters_are_timed_level_by_level():
     target = tiny()
-    small = Method(MethodSpec.parse("draft_model[model=tiny layers=1 tree=chain]"), target)
+    small = SingleMethod(MethodSpec.parse("draft_model[model=tiny layers=1 tree=chain]"), target)
     drafts = cost.measure_drafter(small, target, levels=4, repeat=3)
     assert drafts.passes_L == drafts.depth_L == (1, 2, 3, 4)  # a pass per level, none for the last
     assert all(0 < a < b for a, b in zip(drafts.pass_seconds_L, drafts.seconds_L, strict=True))
     assert drafts.per_level == drafts.seconds_L[-1] / 4
-    tree = Method(MethodSpec.parse("draft_model[model=tiny tree=4x2x1]"), target)
+    tree = SingleMethod(MethodSpec.parse("draft_model[model=tiny tree=4x2x1]"), target)
     assert cost.measure_drafter(tree, target, repeat=1).depth_L == (1, 2, 3)
-    words = Method(MethodSpec.parse("prompt_lookup"), target)
+    words = SingleMethod(MethodSpec.parse("prompt_lookup"), target)
     found = cost.measure_drafter(words, target, levels=3, repeat=1)
     assert found.depth_L == (1, 2, 3) and found.passes_L == (0, 0, 0)
     assert found.pass_seconds_L == (0, 0, 0)
-    nobody = Method(MethodSpec.parse("none"), target)
+    nobody = SingleMethod(MethodSpec.parse("none"), target)
     assert cost.measure_drafter(nobody, target).seconds_L == ()
     assert small.drafter.cache.open() == 0  # the slot was given back
 

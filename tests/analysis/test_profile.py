@@ -8,6 +8,7 @@ from outpace import Engine, RequestError
 from outpace.analysis import cost, profile
 from outpace.analysis.profile import Asked, Learned, Profile, _Answer
 from outpace.cli import tune
+from outpace.drafters.base import Traits
 from outpace.types import Budget, CostCurve, KnownDrafter, RowRecord, StepRecord
 
 CURVE = CostCurve(
@@ -73,11 +74,8 @@ def step(drafted, accepted, depth=None, levels=0, draft=0.0, rest=0.001, riders=
 
 
 def method(depth, previews=False):
-    return SimpleNamespace(
-        spec="m",
-        budget=Budget(depth, depth),
-        drafter=SimpleNamespace(traits=SimpleNamespace(previews=previews)),
-    )
+    drafter = SimpleNamespace(traits=Traits(previews=previews))
+    return SimpleNamespace(spec="m", preferred=SimpleNamespace(budget=Budget(depth, depth), drafter=drafter))
 
 
 PLAIN = [_Answer([step(0, 0)] * 10, 40.0)]

@@ -40,14 +40,16 @@ class Fake:
         if settings.max_new_tokens > 16:  # warm-up does not count
             turn = self.turns[unit] = self.turns.get(unit, -1) + 1
         count = settings.max_new_tokens
-        decode = max(self.pace(case, turn) for case in unit) * (count - 1)
+        pace = max(self.pace(case, turn) for case in unit)
+        decode = pace * (count - 1)
+        passes = max(1, int((count - 1) * min(1.0, pace)))  # as many as its speed-up needs
         return Run(
             tokens=tuple(tuple(self.text(case)[:count]) for case in unit),
             seconds=1.0 + decode,
             prefill_seconds=1.0,
             counters=()
             if self.kind == "peer"
-            else tuple(Counters(new_tokens=count, passes=count - 1) for _ in unit),
+            else tuple(Counters(new_tokens=count, passes=passes) for _ in unit),
             verb_seconds={} if self.kind == "peer" else {"score_pass": decode / 2},
         )
 

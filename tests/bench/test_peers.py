@@ -547,7 +547,7 @@ def test_a_child_is_made_from_a_target(python, gguf_file, tmp_path, monkeypatch)
 
 
 def test_the_child_needs_nothing_of_this_package():
-    source = Path(peers.__file__).with_name("peer_child.py").read_text(encoding="utf-8")
+    source = Path(peers.__file__).with_name("child.py").read_text(encoding="utf-8")
     assert "from outpace" not in source
     assert "import outpace" not in source
     assert set(PEERS) == {

@@ -1,10 +1,13 @@
 """Who runs when, what is dropped, and what a run of the engine reports."""
 
+from dataclasses import replace
+
 import pytest
 
 from outpace import Engine
 from outpace.bench.cases import make_cases, turn_id
 from outpace.bench.ours import Ours
+from outpace.bench.ours import _Watch as Watch
 from outpace.bench.records import VERBS, Case, Settings
 from outpace.bench.runner import Runner, make_units
 from outpace.bench.workloads import Prompt
@@ -228,3 +231,40 @@ def test_later_turns_follow_plain_answers(engine):
     assert second.ids == engine.encode(list(prompt.after([answer])))
     assert first.reference == tuple(engine.target.tokenizer.encode("hello", special=False))
     assert asked.notes == ["1 later turns left out: too long for the context of 1024"]
+
+
+class Stalling(Fake):
+    """Stalls whenever it answers ``case``, so many times."""
+
+    def __init__(self, name, case, times, **more):
+        super().__init__(name, **more)
+        self.case, self.left = case, times
+
+    def run(self, unit, settings):
+        done = super().run(unit, settings)
+        if unit[0].id == self.case and settings.max_new_tokens > 16 and self.left:
+            self.left -= 1
+            return replace(done, stalled_seconds=done.decode_seconds / 2)
+        return done
+
+
+@pytest.mark.parametrize(("times", "left_out"), [(0, 0), (2, 0), (3, 1)])
+def test_a_unit_that_stalls_is_repeated_then_left_out_and_counted(times, left_out):
+    found = session(Fake("none"), Stalling("one", "a", times))
+    (part,) = found.parts
+    assert part.left_out == [(0, 0)] * left_out
+    assert {len(runs) for runs in part.runs.values()} == {len(CASES) - left_out}
+
+
+def test_a_unit_whose_plain_run_was_slow_is_repeated():
+    """Twice as fast at 1.25 tokens per pass: the plain run was slow, and not a second time."""
+    plain = Fake("none", lambda case, turn: 2.0 if case.id == "a" and turn == 1 else 1.0)
+    found = session(plain, Fake("one", lambda case, turn: 0.8))
+    (part,) = found.parts
+    assert not part.left_out and part.runs["none"][0, 0].decode_seconds == 39.0
+
+
+def test_steps_of_a_run_that_stall_are_found():
+    watch = Watch()
+    watch.steps = [0.01] * 20 + [0.54]
+    assert watch.stalled() == pytest.approx(0.5)

@@ -88,25 +88,30 @@ def test_the_interval_over_prompts():
 
 def test_answers_to_one_prompt_are_no_new_prompts():
     """Four seeds that agree say as much as one; as prompts of their own they said twice that."""
-    values, prompts = [1.0, 1.5, 0.8, 1.1], [0, 1, 2, 3]
+    values, prompts = [1.0, 1.5, 0.8, 1.1, 1.1], [0, 1, 2, 3, 4]
     once = stats.prompt_interval(values, prompts)
     assert stats.prompt_interval(values * 4, prompts * 4) == pytest.approx(once)
-    as_units = stats.prompt_interval(values * 4, range(16))
+    as_units = stats.prompt_interval(values * 4, range(20))
     assert stats.half_width(as_units) == pytest.approx(stats.half_width(once) / 2, rel=0.15)
-    assert stats.prompt_interval(values, [5, 5, 5, 5]) is None
-    uneven = stats.prompt_interval([2.0, 2.0, 2.0, 1.0], [0, 0, 0, 1])
-    assert uneven == (1.0, 2.0), "a prompt keeps its share of the units"
+    assert stats.prompt_interval(values, [5, 5, 5, 5, 5]) is None
+    uneven = stats.prompt_interval([2.0] * 20 + [1.0] * 4, [*range(4)] * 5 + [4] * 4)
+    assert uneven == (pytest.approx(32 / 22), 2.0), "a prompt keeps its share of the units"
+
+
+def test_fewer_than_five_prompts_have_no_interval():
+    assert stats.prompt_interval([1.0, 1.5, 0.8, 1.1], range(4)) is None
+    assert stats.prompt_interval([1.0, 1.5, 0.8, 1.1, 1.2], range(5)) is not None
 
 
 def test_the_interval_over_repeats_knows_noise_alone():
     """Prompts that differ a lot, each measured with the same noise."""
     coins = np.random.default_rng(1)
-    prompts = np.array([1.0, 2.0, 3.0, 4.0])[:, None]
-    few, many = (prompts + coins.normal(0, 0.05, (4, rounds)) for rounds in (2, 32))
+    prompts = np.array([1.0, 2.0, 3.0, 4.0, 5.0])[:, None]
+    few, many = (prompts + coins.normal(0, 0.05, (5, rounds)) for rounds in (2, 32))
     wide, narrow = (stats.half_width(stats.repeat_interval(x.tolist())) for x in (few, many))
-    assert narrow == pytest.approx(1.96 * 0.05 / np.sqrt(4 * 32), rel=0.2)
+    assert narrow == pytest.approx(1.96 * 0.05 / np.sqrt(5 * 32), rel=0.2)
     assert narrow < wide < 0.1
-    over_prompts = stats.half_width(stats.prompt_interval(many.mean(1), range(4)))
+    over_prompts = stats.half_width(stats.prompt_interval(many.mean(1), range(5)))
     assert over_prompts > 10 * wide  # the prompts' own spread is no noise
     assert stats.repeat_interval([[1.0], [2.0]]) is None
 

@@ -50,8 +50,7 @@ def test_json_has_a_row_per_method_and_its_baseline(outpace):
     assert lookup["equal_to_none"] == synthetic["equal_to_none"] == 1.0
     assert synthetic["acceptance_by_depth"][0] == 1.0 and synthetic["mean_emitted"] > 1.5
     assert synthetic["acceptance_by_depth"][1:] == [0.0]
-    low, high = lookup["speedup_interval"]
-    assert low <= lookup["speedup"] <= high
+    assert lookup["speedup_interval"] is None, "three prompts are too few"
     assert set(lookup["groups"]) == {"x", "y"} and lookup["groups"]["x"]["sequences"] == 2
     assert sum(lookup["verb_shares"].values()) == pytest.approx(1)
     assert lookup["verb_shares"]["other"] > 0
@@ -104,7 +103,9 @@ def test_trees_and_verifiers_need_a_drafter_that_is_named(outpace):
 
 def test_all_drafters_with_a_tree_are_all_but_those_that_pick(monkeypatch):
     names = ("none", "suffix", "auto")
-    monkeypatch.setattr(registry, "rows", lambda kind: [registry.entry(kind, name) for name in names])
+    some = [registry.entry("drafter", name) for name in names]
+    every = registry.entries
+    monkeypatch.setattr(registry, "entries", lambda kind: some if kind == "drafter" else every(kind))
     notes = []
     engine = Engine.load("tiny", drafter="none", dtype="float32")
     found = gather(engine, None, notes, PlanOptions(tree_size=2))
@@ -285,13 +286,13 @@ def test_a_process_takes_a_core_beside_every_unit_and_ends(outpace, monkeypatch)
 
 
 def test_what_takes_a_core_ends_with_whoever_started_it():
-    with pytest.raises(KeyboardInterrupt), disturb.disturbed() as number:
+    with pytest.raises(KeyboardInterrupt), disturb.spinning() as number:
         assert Path(f"/proc/{number}").exists()
         raise KeyboardInterrupt
     assert not Path(f"/proc/{number}").exists()
     script = (
-        "from outpace.bench.disturb import disturbed\nimport os\n"
-        "with disturbed() as number: print(number, flush=True); os._exit(0)"
+        "from outpace.bench.disturb import spinning\nimport os\n"
+        "with spinning() as number: print(number, flush=True); os._exit(0)"
     )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     spinning = Path(f"/proc/{int(told.stdout)}/cmdline")

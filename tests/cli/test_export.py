@@ -51,7 +51,7 @@ def test_bad_input(outpace, tmp_path):
     assert ran.code == 2 and "no trained eagle3 for tiny" in ran.err
     Eagle3.build(Eagle3Config(), tiny(), None).save(tmp_path / "head", {})
     ran = outpace("export", str(tmp_path / "head"), "--format", "gguf", *out)
-    assert ran.code == 2 and "'gguf' is not one of speculators, eagle3, hf" in ran.err
+    assert ran.code == 2 and "cannot be written as 'gguf'; known: speculators, eagle3, hf" in ran.err
     assert ran.err.count("\n") == 1
 
 
@@ -62,6 +62,6 @@ def test_names_are_checked_before_a_model_is_loaded(outpace, tmp_path, monkeypat
     monkeypatch.setattr("outpace.models.load.load_target", load)
     out = ("--out", str(tmp_path / "out"))
     ran = outpace("export", "eagle3", "--format", "foo", *out)
-    assert ran.code == 2 and "'foo' is not one of speculators, eagle3, hf" in ran.err
+    assert ran.code == 2 and "eagle3 cannot be written as 'foo'; known: speculators, eagle3" in ran.err
     ran = outpace("export", "eagle4", "--format", "hf", *out)
-    assert ran.code == 2 and "unknown drafter 'eagle4'; did you mean eagle3" in ran.err
+    assert ran.code == 2 and "unknown method to export 'eagle4'; did you mean eagle3" in ran.err

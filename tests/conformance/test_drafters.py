@@ -362,12 +362,12 @@ def test_budgets_are_kept_and_dropped_drafts_forgotten(engine, spec, drawn):
     temperature = 0.0 if drawn is Drawn.CHOSEN else 0.9
     texts = [PROMPTS[0], PROMPTS[3], PROMPTS[0][:2]]
     for nodes, depth in ((0, 0), (1, 1), (3, 2), (4, 9), (9, 3)):
-        asked = method.budget
+        asked = method.preferred.budget
         budget = Budget(min(nodes, asked.max_nodes), depth, shape=asked.shape)
         with torch.no_grad():
-            rows = proposal_rows(engine.target, method.drafter, drawn, budget, temperature, texts)
-            first = method.drafter.propose(rows)
-            again = method.drafter.propose(rows)
+            rows = proposal_rows(engine.target, method.preferred.drafter, drawn, budget, temperature, texts)
+            first = method.preferred.drafter.propose(rows)
+            again = method.preferred.drafter.propose(rows)
         for draft, twin in zip(first, again, strict=True):
             assert len(draft) <= budget.max_nodes
             assert max(draft.depth_N, default=0) <= depth
@@ -378,14 +378,14 @@ def test_budgets_are_kept_and_dropped_drafts_forgotten(engine, spec, drawn):
             if temperature == 0.0:
                 assert all(group.drawn is Drawn.CHOSEN for group in draft.groups)
         for row in rows:
-            method.drafter.end(row.state)
+            method.preferred.drafter.end(row.state)
 
 
 def num_uncached(engine, spec, drafter):
     """Before its first draft, and after a draft of which nothing was kept; None: no draft came."""
     text = list(PROMPTS[0])
     with torch.no_grad():
-        asked = engine.method(spec).budget
+        asked = engine.method(spec).preferred.budget
         budget = Budget(min(3, asked.max_nodes), 2, shape=asked.shape)
         (row,) = proposal_rows(engine.target, drafter, Drawn.CHOSEN, budget, 0.0, [text])
         before = drafter.num_uncached(row.state, text)
@@ -404,7 +404,7 @@ def num_uncached(engine, spec, drafter):
 
 @pytest.mark.parametrize("spec", METHODS)
 def test_a_drafter_tells_how_much_it_has_to_read(engine, spec):
-    before, after, length = num_uncached(engine, spec, engine.method(spec).drafter)
+    before, after, length = num_uncached(engine, spec, engine.method(spec).preferred.drafter)
     assert 0 <= before <= 3 * length, "some have several models"
     if after is not None and not spec.startswith("select"):  # one member guesses, the others wait
         assert after <= 3, "a draft has read the text"
@@ -414,11 +414,11 @@ def test_a_drafter_tells_how_much_it_has_to_read(engine, spec):
 def test_a_drafter_that_needs_a_slot_lent_says_so(engine, spec):
     """It drafts little or nothing without one; all others draft the same."""
     method = engine.method(spec)
-    budget = Budget(min(4, method.budget.max_nodes), 3, shape=method.budget.shape)
+    budget = Budget(min(4, method.preferred.budget.max_nodes), 3, shape=method.preferred.budget.shape)
     with torch.no_grad():
-        rows = proposal_rows(engine.target, method.drafter, Drawn.CHOSEN, budget, 0.0, [PROMPTS[0]])
-        lent = method.drafter.propose(rows)[0].token_N
-        alone = method.drafter.propose([replace(row, lease=None) for row in rows])[0].token_N
-    assert (alone != lent) == method.drafter.traits.uses_target_cache
+        rows = proposal_rows(engine.target, method.preferred.drafter, Drawn.CHOSEN, budget, 0.0, [PROMPTS[0]])
+        lent = method.preferred.drafter.propose(rows)[0].token_N
+        alone = method.preferred.drafter.propose([replace(row, lease=None) for row in rows])[0].token_N
+    assert (alone != lent) == method.preferred.drafter.traits.uses_target_cache
     for row in rows:
-        method.drafter.end(row.state)
+        method.preferred.drafter.end(row.state)

@@ -138,6 +138,11 @@ class Row:
     def room(self):
         return Budget(1 << 20, self.missing) if self.missing > 0 else NOTHING
 
+    failed = False
+
+    def fail(self, error):
+        raise error
+
     def cut(self, verdict):
         return verdict.cut(self.missing)
 

@@ -34,11 +34,14 @@ greedy there; sampling is ours, with laws as in Spector and Re 2023, arXiv:2308.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from outpace.clock import PassClock
 from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, Request, Traits
+from outpace.drafters.wrapping import WrappingDrafter
 from outpace.errors import SpecError
 from outpace.methods.cascade.guesses import Guesses, State
 from outpace.methods.cascade.leaders import split, with_tails
@@ -78,7 +81,7 @@ def read_k(text: str) -> list[list[int]]:
     return rows
 
 
-class Cascade(Drafter[State]):
+class Cascade(WrappingDrafter[State]):
     """Levels of drafters, each sped up by those below it.
 
     Args:
@@ -94,8 +97,7 @@ class Cascade(Drafter[State]):
     def __init__(
         self, models: Sequence[Target], lookup: Drafter[None] | None, k: Sequence[Sequence[int]]
     ) -> None:
-        self._clock = PassClock()
-        self.traits = replace(self.traits, deterministic=lookup is None or lookup.traits.deterministic)
+        super().__init__([] if lookup is None else [lookup])
         self.lookup = None if lookup is None else LookupLevel(lookup)
         lowest: list[Level] = [] if self.lookup is None else [self.lookup]
         self.models: list[ModelLevel] = []
@@ -108,16 +110,16 @@ class Cascade(Drafter[State]):
                 verifier=build.made("verifier", "tree"),
                 coupled=build.made("verifier", "coupled"),
                 policy=build.made("policy", "fixed"),
-                clock=self._clock,
+                clock=self.clock,
             )
             self.models.insert(0, level)
             below = [level, *below]
         self.staged = _staged(below, k, 0)
 
-    @property
+    @cached_property
     def clock(self) -> PassClock:
         """Of the passes of all models."""
-        return self._clock
+        return PassClock()
 
     @classmethod
     def load(cls, config: CascadeConfig, target: Target) -> Cascade:
@@ -153,6 +155,12 @@ class Cascade(Drafter[State]):
                     f"row {row + 1} for {len(parts)} levels, {len(speaking)} of them models"
                 )
         return cls(speaking, lookup, k)
+
+    def inner(self, state: State) -> list[tuple[Drafter[Any], Any]]:
+        """The lookup below the models, if there is one."""
+        if self.lookup is None or state.reading is None:
+            return []
+        return [(self.lookup.drafter, state.reading.state)]
 
     def begin(self, request: Request) -> State:
         """Slots in the models' caches, and the lookup's state."""
@@ -191,10 +199,11 @@ class Cascade(Drafter[State]):
                     prompts[slot] = outcome.fed
             if prompts:
                 level.reader.read(prompts, level.cache)
+        self.follow()
 
     def num_uncached(self, state: State, tokens: Sequence[int]) -> int:
-        """By all models together."""
-        return sum(
+        """Sum over all levels."""
+        return super().num_uncached(state, tokens) + sum(
             len(tokens) - level.cache.length(slot)
             for level, slot in zip(self.models, state.slots, strict=True)
         )
@@ -205,7 +214,7 @@ class Cascade(Drafter[State]):
             level.cache.real.close(slot)
         if self.lookup is not None and state.reading is not None:
             self.lookup.back(state.reading)
-            self.lookup.drafter.end(state.reading.state)
+        super().end(state)
 
 
 def no_model(level: object) -> SpecError:

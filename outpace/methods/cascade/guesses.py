@@ -65,6 +65,7 @@ class Guesses:
     """
 
     number = 0
+    failed = False
     policy_state: Any = None
 
     def __init__(self, row: DraftRow[State], most: int, leaders: int = 1) -> None:
@@ -129,6 +130,10 @@ class Guesses:
     def cut(self, verdict: Verdict) -> Verdict:
         """A length fixed before anything was drawn, so what is left has its law."""
         return verdict.cut(self.most - self.count)
+
+    def fail(self, error: Exception) -> None:
+        """End the whole step."""
+        raise error
 
     def extend(self, outcome: Outcome) -> None:
         """Take what a level emitted, with its true laws."""

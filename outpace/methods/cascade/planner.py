@@ -198,11 +198,11 @@ def measure(
         RequestError: nothing was drafted.
     """
     params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, ignore_eos=True, seed=0)
-    loaded = engine.method(f"cascade[levels={levels}]").drafter
+    loaded = engine.method(f"cascade[levels={levels}]").preferred.drafter
     assert isinstance(loaded, Cascade)
     k = probe_k(len(loaded.models), loaded.lookup is not None)
     method = engine.method(spec_of(levels, k))
-    probe = method.drafter
+    probe = method.preferred.drafter
     assert isinstance(probe, Cascade)
     lookup = len(probe.models) + 1
     tail_k = [[1] * len(probe.models) + [LOOKUP_QUOTA]]

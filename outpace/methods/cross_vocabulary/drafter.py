@@ -30,10 +30,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outpace.clock import PassClock
 from outpace.config import MethodSpec
 from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, Request, Traits
+from outpace.drafters.wrapping import WrappingDrafter
 from outpace.errors import ModelError, SpecError
 from outpace.methods.cross_vocabulary.follower import Follower, News, Reading
 from outpace.methods.cross_vocabulary.mirror import Mirror, to_draft
@@ -79,7 +79,7 @@ class State:
     """and what became of it."""
 
 
-class CrossVocabulary(Drafter[State]):
+class CrossVocabulary(WrappingDrafter[State]):
     """Drafts in another vocabulary.
 
     Args:
@@ -108,12 +108,9 @@ class CrossVocabulary(Drafter[State]):
                 f"{who}: its drafter drafts in slots of {model.name}, which nobody lends; use a "
                 "language model or a lookup"
             )
-        self.inner, self.model, self.target, self.by = inner, model, target, by
-        self.traits = replace(
-            self.traits,
-            samples=inner.traits.samples and by != "text",
-            deterministic=inner.traits.deterministic,
-        )
+        self.drafter, self.model, self.target, self.by = inner, model, target, by
+        self.traits = replace(self.traits, samples=inner.traits.samples and by != "text")
+        super().__init__([inner])
         self.follower = Follower(inner)
         self.source, self.goal = Spelling.of(model, who), Spelling.of(target, who)
         self.common = shared(self.source, self.goal, model, target.vocab_size)
@@ -126,11 +123,6 @@ class CrossVocabulary(Drafter[State]):
         self._likeliest = Warp(
             SamplingParams(temperature=0.0).resolved(None), (), frozenset(), model.vocab_size
         )
-
-    @property
-    def clock(self) -> PassClock:
-        """Of the inner drafter."""
-        return self.inner.clock
 
     @classmethod
     def load(cls, config: CrossVocabularyConfig, target: Target) -> CrossVocabulary:
@@ -152,6 +144,10 @@ class CrossVocabulary(Drafter[State]):
             )
         return cls(build.drafter(specs[0], model), model, target, config.by)
 
+    def inner(self, state: State) -> list[tuple[Drafter[Any], Any]]:
+        """The drafter of the draft model."""
+        return [(self.drafter, state.reading.state)]
+
     def begin(self, request: Request) -> State:
         """Write what the target's cache holds already in draft tokens; the rest comes later."""
         mirror = self.bridge.mirror()
@@ -164,7 +160,7 @@ class CrossVocabulary(Drafter[State]):
             said.extend(request.reference)
             reference = tuple(said.ids)
         told = mirror.stable if request.num_cached else 0
-        state = self.inner.begin(
+        state = self.drafter.begin(
             replace(request, prompt=tuple(whole.ids), num_cached=told, reference=reference)
         )
         return State(mirror, Reading(state, told))
@@ -179,7 +175,7 @@ class CrossVocabulary(Drafter[State]):
             by_text = self._by_text(row)
             if state.mirror.ids and (by_text or not state.mirror.held):
                 able.append((i, row, by_text))
-        answers = self.inner.propose([self._ask(row, by_text) for _, row, by_text in able])
+        answers = self.drafter.propose([self._ask(row, by_text) for _, row, by_text in able])
         for (i, row, by_text), answer in zip(able, answers, strict=True):
             if by_text:
                 out[i] = retokenized(
@@ -192,7 +188,7 @@ class CrossVocabulary(Drafter[State]):
                     common=self.common,
                 )
             else:
-                out[i] = in_target_ids(answer, self.common, type(self.inner).__name__)
+                out[i] = in_target_ids(answer, self.common, type(self.drafter).__name__)
             row.state.asked, row.state.given = answer, out[i]
         return out
 
@@ -237,10 +233,11 @@ class CrossVocabulary(Drafter[State]):
             )
             state.asked = state.given = None
         self.follower.follow(news)
+        self.follow()
 
     def num_uncached(self, state: State, tokens: Sequence[int]) -> int:
-        """In its own tokens."""
-        return self.inner.num_uncached(state.reading.state, state.mirror.ids)
+        """Counted in tokens of the draft model."""
+        return super().num_uncached(state, state.mirror.ids)
 
     def mark(self, state: State) -> tuple[Mirror, int]:
         """The text so far. Cost: that of copying it."""
@@ -258,4 +255,4 @@ class CrossVocabulary(Drafter[State]):
 
     def end(self, state: State) -> None:
         """End the inner drafter's state."""
-        self.inner.end(state.reading.state)
+        self.drafter.end(state.reading.state)

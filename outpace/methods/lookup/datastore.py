@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outpace.errors import ModelError, RequestError
-from outpace.files import reading, replaced
+from outpace.files import parse_json, reading, replaced
 from outpace.methods.lookup.files import vocabulary
 from outpace.models.base import Target
 from outpace.models.text import Tokenizer
@@ -83,7 +83,7 @@ class Datastore:
         except OSError as error:
             raise ModelError(f"no datastore at {path} ({error.strerror}); {_AGAIN}") from None
         try:
-            header = json.loads(data[len(_MAGIC) : _HEADER])
+            header = parse_json(data[len(_MAGIC) : _HEADER])
             count, size = int(header["tokens"]), int(header["vocab_size"])
             sums = (str(header["checksum"]), str(header["vocabulary"]))
         except (ValueError, KeyError, TypeError):
@@ -270,8 +270,8 @@ def _documents(path: Path, file: TextIO) -> Iterator[str]:
         return
     for number, line in enumerate(file, 1):
         try:
-            value = json.loads(line) if line.strip() else ""
-        except json.JSONDecodeError:
+            value = parse_json(line) if line.strip() else ""
+        except ValueError:
             raise RequestError(f"{path} line {number} is not JSON; give one value per line") from None
         yield "\n".join(_strings(value))
 

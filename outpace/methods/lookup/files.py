@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.errors import ModelError
-from outpace.files import write_whole
+from outpace.files import parse_json, write_whole
 from outpace.models.text import Tokenizer
 
 _SAMPLED = 4096
@@ -84,7 +84,7 @@ def read(path: Path, kind: str, vocabulary: str, remedy: str) -> tuple[dict[str,
     except OSError as error:
         raise ModelError(f"cannot read {kind} {path}: {error.strerror}; {remedy}") from error
     try:
-        header = json.loads(line)
+        header = parse_json(line)
         said = header["outpace"], header["vocabulary"], header["bytes"], header["crc"]
     except (ValueError, TypeError, KeyError):
         raise ModelError(f"{path} is not a {kind}; {remedy}") from None

@@ -38,9 +38,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outpace import registry
-from outpace.clock import PassClock
 from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, Request, Traits
+from outpace.drafters.wrapping import WrappingDrafter
 from outpace.errors import SpecError
 from outpace.methods.ouroboros.phrases import Phrases, Pool, discarded
 from outpace.models.base import Target
@@ -93,7 +93,7 @@ class _State:
     """The same with phrases."""
 
 
-class Ouroboros(Drafter[_State]):
+class Ouroboros(WrappingDrafter[_State]):
     """Lengthens the drafts of another drafter with phrases.
 
     Args:
@@ -107,24 +107,14 @@ class Ouroboros(Drafter[_State]):
     def __init__(self, config: OuroborosConfig, draft: Drafter[Any]) -> None:
         self.config = config
         self.phrases = Phrases(config.tokens, config.remembered, config.phrases, config.shared)
-        self.inner, self.sped = draft, False
+        self.draft, self.sped = draft, False
         if config.faster and draft.language_model is not None:
             cascade = registry.load("drafter", "cascade")
             k = [[config.length], [config.phrases * config.tokens]]
-            self.inner, self.sped = cascade([draft.language_model], self.phrases, k), True
+            self.draft, self.sped = cascade([draft.language_model], self.phrases, k), True
         deterministic = draft.traits.deterministic and not config.shared
         self.traits = replace(self.traits, deterministic=deterministic)
-        self._follow()
-
-    @property
-    def clock(self) -> PassClock:
-        """Of the draft model."""
-        return self.inner.clock
-
-    def _follow(self) -> None:
-        """Read what the draft model reads, and draft in a slot where it does."""
-        inner = self.inner.traits
-        self.traits = replace(self.traits, taps=inner.taps, uses_target_cache=inner.uses_target_cache)
+        super().__init__([self.draft])
 
     @classmethod
     def load(cls, config: OuroborosConfig, target: Target) -> Ouroboros:
@@ -144,9 +134,13 @@ class Ouroboros(Drafter[_State]):
             )
         return cls(config, draft)
 
+    def inner(self, state: _State) -> list[tuple[Drafter[Any], Any]]:
+        """The drafter that is lengthened."""
+        return [(self.draft, state.inner)]
+
     def begin(self, request: Request) -> _State:
         """A pool with the phrases of what is held already."""
-        inner = self.inner.begin(request)
+        inner = self.draft.begin(request)
         pool = inner.reading.state if self.sped else self.phrases.begin(request)
         state = _State(inner, pool)
         pool.read(state.tail, request.prompt[: request.num_cached])
@@ -154,7 +148,7 @@ class Ouroboros(Drafter[_State]):
 
     def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
         """What the draft model says, and phrases behind it."""
-        drafts = self.inner.propose([self._asked(row) for row in rows])
+        drafts = self.draft.propose([self._asked(row) for row in rows])
         out = []
         for row, draft in zip(rows, drafts, strict=True):
             row.state.draft = draft
@@ -203,18 +197,10 @@ class Ouroboros(Drafter[_State]):
                 state.pool.read(state.tail, outcome.fed)
             state.pool.read(state.tail, outcome.verdict.emitted)
         own = [_own(state, outcome) for state, outcome in zip(states, outcomes, strict=True)]
-        self.inner.observe([state.inner for state in states], own)
-        self._follow()
+        self.draft.observe([state.inner for state in states], own)
+        self.follow()
         for state in states:
             state.draft = state.given = None
-
-    def num_uncached(self, state: _State, tokens: Sequence[int]) -> int:
-        """By the drafter that is lengthened."""
-        return self.inner.num_uncached(state.inner, tokens)
-
-    def end(self, state: _State) -> None:
-        """Give back what the draft model took."""
-        self.inner.end(state.inner)
 
 
 def _own(state: _State, outcome: Outcome) -> Outcome:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from outpace.drafters.trained import CONFIG, find, read_config, read_tensors, vocab_map
-from outpace.errors import ModelError
+from outpace.errors import ModelError, shown
 from outpace.law import VocabMap
 from outpace.methods.ppd.trees import Rates
 from outpace.models.base import Target
@@ -57,7 +57,10 @@ def read_prompts(path: str | None, target: Target) -> Prompts:
             f"weights have {columns} draft tokens"
         )
     rates = said.get("acceptance") or []
-    if rates and len(rates) != wanted[0]:
-        raise ModelError(f"{folder / CONFIG}: acceptance of {len(rates)} of {wanted[0]} riders")
-    falling = tuple(tuple(accumulate(map(float, row), min)) for row in rates)
+    try:
+        falling = tuple(tuple(accumulate(map(float, row), min)) for row in rates)
+    except (TypeError, ValueError):
+        raise ModelError(f"{folder / CONFIG}: acceptance must be numbers, got {shown(rates)}") from None
+    if falling and len(falling) != wanted[0]:
+        raise ModelError(f"{folder / CONFIG}: acceptance of {len(falling)} of {wanted[0]} riders")
     return Prompts(embed_KEH=tensors[PROMPTS].float(), vocab=vocab, rate_KB=falling)

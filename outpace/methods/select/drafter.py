@@ -28,9 +28,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from outpace.clock import PassClock
 from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, Request, Traits
+from outpace.drafters.wrapping import WrappingDrafter
 from outpace.errors import SpecError
 from outpace.methods.select.forest import merge
 from outpace.models.base import Target
@@ -85,7 +85,7 @@ class _State:
     """The member that drafted alone, because it samples."""
 
 
-class Select(Drafter[_State]):
+class Select(WrappingDrafter[_State]):
     """Asks several drafters and checks what is likeliest.
 
     Args:
@@ -98,24 +98,14 @@ class Select(Drafter[_State]):
 
     def __init__(self, config: SelectConfig, members: Sequence[Drafter[Any]]) -> None:
         self.config, self.members = config, tuple(members)
-        self.traits = replace(
-            self.traits,
-            taps=frozenset[str]().union(*(member.traits.taps for member in members)),
-            samples=any(member.traits.samples for member in members),
-            deterministic=all(member.traits.deterministic for member in members),
-        )
         # A pass that one member resumes has no features of the layers below for the others.
         tapped = [i for i, member in enumerate(self.members) if member.traits.taps]
         self._lent = [set(tapped) <= {i} for i in range(len(self.members))]
+        self.traits = replace(self.traits, samples=any(member.traits.samples for member in members))
+        super().__init__(members)
         self._budgets = [
             budget(m.traits.default_tree, m.traits.default_nodes, m.traits.default_nodes) for m in members
         ]
-        self._clock = build.Clocks([member.clock for member in members])
-
-    @property
-    def clock(self) -> PassClock:
-        """Of all members."""
-        return self._clock
 
     @classmethod
     def load(cls, config: SelectConfig, target: Target) -> Select:
@@ -131,6 +121,17 @@ class Select(Drafter[_State]):
         if len(set(names)) < max(2, len(names)):
             raise SpecError(f"{who}: members must be two or more different drafters, got {config.members}")
         return cls(config, [build.drafter(spec, target) for spec in specs])
+
+    def follow(self) -> None:
+        """Take over the members' traits; one that is lent no slot does not need it."""
+        super().follow()
+        lent = [m for m, lent in zip(self.members, self._lent, strict=True) if lent]
+        uses = any(member.traits.uses_target_cache for member in lent)
+        self.traits = replace(self.traits, uses_target_cache=uses)
+
+    def inner(self, state: _State) -> list[tuple[Drafter[Any], Any]]:
+        """All members."""
+        return list(zip(self.members, state.members, strict=True))
 
     def begin(self, request: Request) -> _State:
         """States of all members."""
@@ -204,6 +205,7 @@ class Select(Drafter[_State]):
             if state.given is outcome.draft and not outcome.forced:
                 self._learn(state, outcome.verdict)
             state.drafts, state.given, state.picked = [], None, None
+        self.follow()
 
     def _own(self, state: _State, i: int, outcome: Outcome) -> Outcome:
         """The outcome with a member's own draft, if it left a memo to learn by."""
@@ -229,12 +231,6 @@ class Select(Drafter[_State]):
                     record.kept += RATE * (len(kept) - record.kept)
                     record.drafted += RATE * (max(draft.depth_N) - record.drafted)
 
-    def num_uncached(self, state: _State, tokens: Sequence[int]) -> int:
-        """By all members together."""
-        return sum(
-            member.num_uncached(own, tokens) for member, own in zip(self.members, state.members, strict=True)
-        )
-
     def mark(self, state: _State) -> list[Any]:
         """Marks of all members."""
         marks = [m.mark(own) for m, own in zip(self.members, state.members, strict=True)]
@@ -244,8 +240,3 @@ class Select(Drafter[_State]):
         """Members one by one."""
         pairs = zip(self.members, state.members, mark, strict=False)
         return _State([m.rewind(own, its) for m, own, its in pairs], mark[-1])
-
-    def end(self, state: _State) -> None:
-        """End all members."""
-        for member, own in zip(self.members, state.members, strict=True):
-            member.end(own)

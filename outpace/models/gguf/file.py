@@ -17,7 +17,8 @@ import gguf
 import torch
 from torch import Tensor
 
-from outpace.errors import ModelError
+from outpace.errors import ModelError, shown
+from outpace.models.fields import brief
 from outpace.models.gguf.blocks import GRAIN, expand
 from outpace.models.places import Place, RowFile, read_plain, read_portions
 
@@ -32,6 +33,8 @@ QUANTIZED = (
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_LONGEST, _MOST, _DEEPEST, _DIMS = 1 << 24, 1 << 24, 4, 4
+"""Bytes of a string, entries of an array, arrays within arrays, and dimensions of a tensor at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +68,7 @@ def read_header(path: Path) -> GGUFFile:
     except (struct.error, _Short) as error:
         raise ModelError(f"{path} is truncated or corrupt: its header does not end") from error
     except (UnicodeDecodeError, KeyError, OverflowError, MemoryError) as error:
-        raise ModelError(f"{path} has a corrupt header: {error!r}") from error
+        raise ModelError(f"{path} has a corrupt header: {brief(error)}") from error
 
 
 def read_tensor(place: Place, dtype: torch.dtype | None = None) -> Tensor:
@@ -130,13 +133,14 @@ class _Cursor:
 
     def string(self) -> str:
         length = self.scalar("Q")
+        if length > _LONGEST:
+            raise _Short
         start = self.take(length)
         return self.content[start : start + length].decode()
 
     def strings(self, count: int) -> list[str]:
         """Read many strings; as ``string``, without its calls, since vocabularies are long."""
-        if count * 8 > self.total - self.at:
-            raise _Short
+        self.room(count, 8)
         content, at, length_of = self.content, self.at, struct.Struct("<Q").unpack_from
         found = []
         for _ in range(count):
@@ -148,7 +152,12 @@ class _Cursor:
         self.at = at
         return found
 
-    def value(self, kind: int) -> Any:
+    def room(self, count: int, size: int) -> None:
+        """Refuse more entries than the file can hold, or than an array may have."""
+        if count > _MOST or count * size > self.total - self.at:
+            raise _Short
+
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
@@ -157,8 +166,11 @@ class _Cursor:
         if inner == _STRING:
             return self.strings(count)
         if inner == _ARRAY:
-            self.take(0, count)
-            return [self.value(inner) for _ in range(count)]
+            self.room(count, 12)
+            if depth == _DEEPEST:
+                raise _Short
+            return [self.value(inner, depth + 1) for _ in range(count)]
+        self.room(count, 1)
         return list(self.scalars(_SCALARS[inner], count))
 
 
@@ -175,18 +187,21 @@ def _parse(path: Path, content: mmap.mmap, total: int) -> GGUFFile:
     entries = []
     for _ in range(num_tensors):
         name, dims = cursor.string(), cursor.scalar("I")
+        if dims > _DIMS:
+            raise ModelError(f"{path} has a corrupt header: {shown(name)} has {dims} dimensions")
         shape = cursor.scalars("Q", dims)[::-1]
         entries.append((name, shape, *cursor.scalars("I", 1), *cursor.scalars("Q", 1)))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment <= 0:
-        raise ModelError(f"{path} has a corrupt header: alignment {alignment!r}")
+        raise ModelError(f"{path} has a corrupt header: alignment {shown(alignment)}")
     data = -(-cursor.at // alignment) * alignment
     places = {}
     for name, shape, kind, offset in entries:
         place = _place(path, name, shape, kind, data + offset)
         if place.start + place.size > total:
             raise ModelError(
-                f"{path} is truncated: {name!r} ends at byte {place.start + place.size}, the file at {total}"
+                f"{path} is truncated: {shown(name)} ends at byte {place.start + place.size}, "
+                f"the file at {total}"
             )
         places[name] = place
     return GGUFFile(path=path, metadata=metadata, places=places)
@@ -197,11 +212,11 @@ def _place(path: Path, name: str, shape: tuple[int, ...], kind: int, start: int)
     label = known[kind].name if kind in known else f"number {kind}"
     if label not in PLAIN and label not in QUANTIZED:
         raise ModelError(
-            f"{path}: {name!r} is stored as {label}, which is not supported; "
+            f"{path}: {shown(name)} is stored as {label}, which is not supported; "
             f"supported: {', '.join((*PLAIN, *QUANTIZED))}"
         )
     block, block_bytes = gguf.GGML_QUANT_SIZES[known[kind]]
     if not shape or 0 in shape or shape[-1] % block:
-        raise ModelError(f"{path}: {name!r} of type {label} cannot have shape {list(shape)}")
+        raise ModelError(f"{path}: {shown(name)} of type {label} cannot have shape {list(shape)}")
     size = math.prod(shape) // block * block_bytes
     return Place(path=path, start=start, size=size, shape=shape, kind=label)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.errors import ModelError
+from outpace.errors import ModelError, shown
 from outpace.models.families import (
     FAMILIES,
     FULL,
@@ -120,7 +120,7 @@ class GGUFCheckpoint(Checkpoint):
     def rows(self, name: str, dtype: torch.dtype) -> Callable[[Sequence[int]], Tensor]:
         """Read and expand rows from the file; see the base class."""
         if "_proj" in name:
-            raise ModelError(f"rows of {name!r} are not stored in order")
+            raise ModelError(f"rows of {shown(name)} are not stored in order")
         return read_rows(self.places[name], dtype)
 
     def _read(self, name: str, place: Place, dtype: torch.dtype | None) -> Tensor:
@@ -235,7 +235,7 @@ def _hf_name(name: str, family: str) -> str | None:
         return f"model.layers.{found[1]}.{table[found[2]]}.{found[3]}"
     if name.startswith("rope_") or ".rope_" in name or ".attn_rot_embd" in name:
         return None
-    raise ModelError(f"tensor {name!r} has no place in a model of architecture {family!r}")
+    raise ModelError(f"tensor {shown(name)} has no place in a model of architecture {shown(family)}")
 
 
 def _layer_types(window: int | None, pattern: Any, layers: int) -> list[str]:
@@ -245,7 +245,7 @@ def _layer_types(window: int | None, pattern: Any, layers: int) -> list[str]:
     elif isinstance(pattern, int) and pattern >= 0:
         windowed = [not pattern or (layer + 1) % pattern > 0 for layer in range(layers)]
     else:
-        raise ModelError(f"sliding_window_pattern {pattern!r} does not fit {layers} layers")
+        raise ModelError(f"sliding_window_pattern {shown(pattern)} does not fit {layers} layers")
     return [WINDOWED if window and one else FULL for one in windowed]
 
 

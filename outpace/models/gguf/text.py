@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from outpace.errors import ModelError
+from outpace.errors import ModelError, shown
 from outpace.models.fields import Fields, brief
 from outpace.models.text import SPACE_MARK, Tokenizer
 from outpace.models.text_files import surround
@@ -54,8 +54,8 @@ def end_ids(metadata: Mapping[str, Any]) -> set[int]:
     model that has them: files name one token where the model was trained with two.
     """
     vocabulary, types = _vocabulary(metadata)
-    named = {metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")}
-    found = {id for id in named if isinstance(id, int) and id < len(vocabulary)}
+    named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    found = {id for id in named if type(id) is int and 0 <= id < len(vocabulary)}
     for id, (token, kind) in enumerate(zip(vocabulary, types, strict=True)):
         if kind in (_CONTROL, _USER_DEFINED) and token in _END_TEXTS:
             found.add(id)
@@ -75,13 +75,13 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     byte_level = kind == "gpt2"
     if kind not in ("gpt2", "llama"):
         raise ModelError(
-            f"GGUF tokenizer {kind!r} is not supported; supported: gpt2 (byte-level BPE) and "
+            f"GGUF tokenizer {shown(kind)} is not supported; supported: gpt2 (byte-level BPE) and "
             "llama (SentencePiece BPE)"
         )
     named = {
         role: vocabulary[id]
         for role, key in _NAMED.items()
-        if isinstance(id := metadata.get(f"tokenizer.ggml.{key}_token_id"), int) and id < len(vocabulary)
+        if type(id := metadata.get(f"tokenizer.ggml.{key}_token_id")) is int and 0 <= id < len(vocabulary)
     }
     prefixed = not byte_level and bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     try:
@@ -124,7 +124,7 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: Sequence[str]) -> tuple
     pre = _SAME_AS.get(said, said)
     if pre not in _PATTERNS:
         raise ModelError(
-            f"GGUF pre-tokenizer {said!r} is not supported; supported: "
+            f"GGUF pre-tokenizer {shown(said)} is not supported; supported: "
             f"{', '.join(sorted({*_PATTERNS, *_SAME_AS}))}"
         )
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]

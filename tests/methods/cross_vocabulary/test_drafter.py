@@ -614,7 +614,7 @@ def test_a_marked_state_comes_back(engine, other):
 def test_a_model_is_rewound_to_the_first_token_that_changed(engine, other):
     target, model = engine.target, table(5, stranger())
     cross = CrossVocabulary(DraftModel(model, model.vocab_size), model, target, "text")
-    encode, inner = target.tokenizer.encode, cross.inner
+    encode, inner = target.tokenizer.encode, cross.drafter
     state = cross.begin(Request(prompt=()))
     forced = Outcome(
         Draft(),

@@ -217,6 +217,7 @@ def test_no_slot_is_lent_while_somebody_else_reads_features(engine, target, monk
         verifiers=dict.fromkeys(both, method.verifier),
         room=lambda: Budget(3, 3),
         cut=lambda verdict: verdict,
+        failed=False,
         extend=lambda outcome: None,
     )
     (outcome,) = step(Machine(target, cache, both, method.policy), [running])

@@ -5,7 +5,7 @@ import pytest
 
 from outpace.config import MethodSpec
 from outpace.drafters.base import Request
-from outpace.engine.method import Method
+from outpace.engine.method import SingleMethod
 from outpace.errors import SpecError
 from outpace.methods.lookup.adaptive_ngram import AdaptiveNgram, AdaptiveNgramConfig
 from outpace.models.load import load_target
@@ -151,4 +151,4 @@ def test_siblings_come_from_shorter_contexts():
 )
 def test_bad_settings_are_refused(spec, says):
     with pytest.raises(SpecError, match=says):
-        Method(MethodSpec.parse(spec), load_target("tiny"))
+        SingleMethod(MethodSpec.parse(spec), load_target("tiny"))

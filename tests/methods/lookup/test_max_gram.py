@@ -7,7 +7,7 @@ from outpace.config import MethodSpec
 from outpace.curve import assumed
 from outpace.drafters import worth
 from outpace.drafters.base import Request
-from outpace.engine.method import Method
+from outpace.engine.method import SingleMethod
 from outpace.errors import ModelError, SpecError
 from outpace.methods.lookup.automaton import HOPS, SuffixAutomaton
 from outpace.methods.lookup.bigram import WIDTH, BigramTable, usual_place
@@ -276,13 +276,13 @@ def test_the_users_own_table_is_found(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match=r"cannot read bigram table .*nowhere.* No such file"):
         load(MaxGramConfig(table=str(tmp_path / "nowhere")), target)
     spec = f"max_gram[table={usual_place('else')}]"
-    assert Method(MethodSpec.parse(spec), target).drafter.table.after(1)
+    assert SingleMethod(MethodSpec.parse(spec), target).drafter.table.after(1)
     for wrong, says in (
         ("max_gram[min_match=0]", "min_match must be at least 1, got 0"),
         ("max_gram[table=x bigram=false]", "table=x contradicts bigram=false"),
     ):
         with pytest.raises(SpecError, match=says):
-            Method(MethodSpec.parse(wrong), target)
+            SingleMethod(MethodSpec.parse(wrong), target)
 
 
 def test_vocabularies_are_told_apart():

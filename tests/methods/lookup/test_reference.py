@@ -4,7 +4,7 @@ import pytest
 
 from outpace.config import MethodSpec
 from outpace.drafters.base import Request
-from outpace.engine.method import Method
+from outpace.engine.method import SingleMethod
 from outpace.errors import SpecError
 from outpace.methods.lookup.reference import Reference, ReferenceConfig
 from outpace.models.load import load_target
@@ -167,4 +167,4 @@ def test_an_empty_reference_drafts_nothing():
 
 def test_bad_settings_are_refused():
     with pytest.raises(SpecError, match="source must be prompt or request, got file"):
-        Method(MethodSpec.parse("reference[source=file]"), load_target("tiny"))
+        SingleMethod(MethodSpec.parse("reference[source=file]"), load_target("tiny"))

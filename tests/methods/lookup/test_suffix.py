@@ -7,7 +7,7 @@ import pytest
 from outpace import Engine
 from outpace.config import MethodSpec
 from outpace.drafters.base import Request
-from outpace.engine.method import Method
+from outpace.engine.method import SingleMethod
 from outpace.errors import ModelError, SpecError
 from outpace.methods.lookup import history as module
 from outpace.methods.lookup.history import LEVELS, SAMPLES, SMALLEST, History, Keeper
@@ -298,7 +298,7 @@ def test_the_engine_remembers_between_requests_and_runs(tmp_path):
 )
 def test_bad_settings_are_refused(spec, says):
     with pytest.raises(ValueError, match=says) as caught:
-        Method(MethodSpec.parse(spec), load_target("tiny"))
+        SingleMethod(MethodSpec.parse(spec), load_target("tiny"))
     assert isinstance(caught.value, SpecError) or "mean" in says
 
 
@@ -307,4 +307,4 @@ def test_a_store_of_another_vocabulary_is_refused(tmp_path):
     history.add([1, 2, 3])
     history.save(tmp_path / "past", "of another model")
     with pytest.raises(ModelError, match="another vocabulary"):
-        Method(MethodSpec.parse(f"suffix[store={tmp_path / 'past'}]"), load_target("tiny"))
+        SingleMethod(MethodSpec.parse(f"suffix[store={tmp_path / 'past'}]"), load_target("tiny"))

@@ -271,7 +271,7 @@ def test_the_draft_model_is_told_of_its_own_guesses_alone():
     state, draft = asked(drafter, Budget(12, 12))
     assert len(draft) > 2
     told = []
-    drafter.inner.observe = lambda states, outcomes: told.extend(outcomes)
+    drafter.draft.observe = lambda states, outcomes: told.extend(outcomes)
     scored = SimpleNamespace(logits_TV=TableTarget.random(1, 4).law_after(()).expand(3, -1))
     verdict = Verdict((0, 1, 2), (*draft.token_N[:3], 1))
     outcome = Outcome(draft, scored, verdict, (2, *draft.token_N[:3]), (0, 1, 2, 3), 8)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outpace.errors import ModelError
-from outpace.files import write_whole
+from outpace.files import parse_json, write_whole
 from outpace.models.fields import brief
 
 Vector = npt.NDArray[np.float32]
@@ -141,7 +141,7 @@ def read_topics(path: Path, most: int) -> dict[str, Router]:
     if most == 1 or not path.is_file():
         return {}
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = parse_json(path.read_bytes())
         return {name: Router.from_json(one, most) for name, one in said.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(

@@ -22,7 +22,7 @@ from typing import Any
 
 from outpace.drafters.trained import CONFIG, WEIGHTS
 from outpace.errors import ModelError
-from outpace.files import write_whole
+from outpace.files import parse_json, write_whole
 from outpace.models.fields import brief
 
 FORMAT = 1
@@ -59,7 +59,7 @@ class Versions:
     def _read(self) -> None:
         path = self.folder / MANIFEST
         try:
-            said = json.loads(path.read_text(encoding="utf-8"))
+            said = parse_json(path.read_bytes())
             if said["format"] != FORMAT or said["about"] != self.about:
                 raise ValueError(f"it is about {said['about']}, not {self.about}")
             self.entries = {int(one["number"]): dict(one) for one in said["versions"]}
