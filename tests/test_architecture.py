@@ -45,7 +45,7 @@ MAY_IMPORT = {
     # The implementations. A policy sees numbers only; a verifier sees laws and coins only.
     "cache": "errors tree cache.base",
     # Compiled code, and how it is built and loaded.
-    "kernels": "errors config",
+    "kernels": "errors config files",
     "models": "kernels errors files config types coins tree cache cache.base models.base",
     # Folders of trained drafters, whoever wrote them: no method is known there.
     "drafters.trained": "errors files config types models models.base",
@@ -71,7 +71,7 @@ MAY_IMPORT = {
     "serving": "errors clock config registry params stops types coins sampling tree step cache.base"
     " models models.base drafters.base drafters.wrapping verifiers.base policies.base engine",
     "server": "errors config registry params sampling models engine serving",
-    "cli": "errors config files registry params models models.base drafters drafters.trained"
+    "cli": "kernels errors config files registry params models models.base drafters drafters.trained"
     " engine analysis bench train serving server",
     "__main__": "cli",
 }

@@ -21,7 +21,7 @@ _LONGEST = 3600.0
 
 
 @contextlib.contextmanager
-def disturbed() -> Iterator[int]:
+def spinning() -> Iterator[int]:
     """Let another process spin on one core; gives its id.
 
     It ends with the block, also where Ctrl-C or an error ends that, and with this process.

@@ -107,7 +107,7 @@ def _rows(part: Measured, end_ids: Collection[int]) -> list[dict[str, Any]]:
             {
                 **cell(measured),
                 "about": dict(contender.about),
-                "disturbed": _disturbed(part.disturbed.get(contender.name, {}), runs),
+                "disturbed": _disturbed(part.beside.get(contender.name, {}), runs),
                 "groups": {name: cell(units) for name, units in groups.items()},
             }
         )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from outpace.bench import stats
-from outpace.bench.disturb import disturbed
+from outpace.bench.disturb import spinning
 from outpace.bench.records import Case, Contender, Run, Settings
 from outpace.bench.stats import Key
 from outpace.bench.synthetic import Texts
@@ -43,10 +43,10 @@ class Measured:
     """Those that took part, `none` first."""
     runs: dict[str, Runs] = field(default_factory=dict)
     """Contender -> (unit, round) -> run. For every key of any of them `none` has a run."""
+    beside: dict[str, Runs] = field(default_factory=dict)
+    """The same once more, beside a process that takes a core; empty if that was not asked."""
     left_out: list[Key] = field(default_factory=list)
     """What was disturbed each time it was tried."""
-    disturbed: dict[str, Runs] = field(default_factory=dict)
-    """The same, measured again while another process took a core; empty if that was not asked."""
 
     def group(self, unit: int) -> str:
         """The category of a unit's prompts."""
@@ -169,10 +169,11 @@ class Runner:
         for turn in range(self.repeat):
             for number in range(len(units)):
                 self._take_turns(part, part.contenders, number, turn, label)
-                if self.disturb:
-                    with disturbed():
-                        where = f"{label}disturbed, "
-                        self._take_turns(part, part.contenders, number, turn, where, part.disturbed)
+                if self.disturb and (number, turn) in part.runs[PLAIN]:
+                    with spinning():
+                        done = self._turn(part, part.contenders, number, turn, f"{label}disturbed, ")
+                    for name, run in done.items():
+                        part.beside.setdefault(name, {})[number, turn] = run
         for turn in range(self.repeat, self.max_repeat):
             wide = wide_cells(part)
             for number in range(len(units)):
@@ -211,29 +212,11 @@ class Runner:
         return warm
 
     def _take_turns(
-        self,
-        part: Measured,
-        contenders: Sequence[Contender],
-        unit: int,
-        turn: int,
-        label: str,
-        into: dict[str, Runs] | None = None,
+        self, part: Measured, contenders: Sequence[Contender], unit: int, turn: int, label: str
     ) -> None:
-        """Let contenders answer a unit until nothing disturbs them, a few times at most.
-
-        Args:
-            part: what is being measured.
-            contenders: who answers; those that left are passed over.
-            unit: which.
-            turn: the round.
-            label: for the display.
-            into: where runs are noted; None: as those of the part. Runs that go elsewhere are
-                disturbed on purpose, and taken as they come.
-        """
+        """Let contenders answer a unit until nothing disturbs them, a few times at most."""
         for _ in range(_TRIES):
             done = self._turn(part, contenders, unit, turn, label)
-            if into is not None:
-                break
             plain = done[PLAIN]
             if not any(stats.disturbed(run, plain) for run in done.values()):
                 break
@@ -241,7 +224,7 @@ class Runner:
             part.left_out.append((unit, turn))
             return
         for name, run in done.items():
-            (part.runs if into is None else into).setdefault(name, {})[unit, turn] = run
+            part.runs[name][unit, turn] = run
 
     def _turn(
         self, part: Measured, contenders: Sequence[Contender], unit: int, turn: int, label: str

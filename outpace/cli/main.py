@@ -59,6 +59,14 @@ def _whole(
     """Take the options that stand before a command."""
 
 
+@app.command(name="version")
+def _version() -> None:
+    """Print the version, and which code computes on this machine's processor."""
+    from outpace.kernels.compiled import described
+
+    show.write(f"outpace {__version__}\ncode    {described()}\n")
+
+
 for _module in (generate, chat, serve, check, bench, train, export, analyze, tune, methods, build):
     _module.register(app)
 

@@ -25,25 +25,18 @@ from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError
 from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, TREE, Target
-from outpace.models.blocks import (
-    Block,
-    Embedding,
-    Ends,
-    Form,
-    capped,
-    read_block,
-    read_ends,
-    read_head,
-    release,
-)
+from outpace.models.blocks import Block, Ends, Form, capped, read_block, read_ends, read_head, release
+from outpace.models.embedding import Embedding
 from outpace.models.families import DecoderConfig
 from outpace.models.fused import FusedAttention, attention, stored
 from outpace.models.graphs import PaddedAttention, Record, StaticPasses, cuda_recorder
-from outpace.models.packed import Linear, Room
-from outpace.models.passes import PassRows, Rotation
+from outpace.models.packed import Linear
+from outpace.models.passes import PassRows
 from outpace.models.products import works
 from outpace.models.program import Programs, Results
 from outpace.models.quantize import check_kind, note
+from outpace.models.room import Room
+from outpace.models.rope import Rotation
 from outpace.models.rowwise import gated
 from outpace.models.text import Tokenizer
 from outpace.models.weights import Checkpoint

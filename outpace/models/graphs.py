@@ -25,7 +25,8 @@ from torch import Tensor
 
 from outpace.cache.dense import DenseCache
 from outpace.models.attention import HeadShape, Span
-from outpace.models.passes import PassRows, Rotation
+from outpace.models.passes import PassRows
+from outpace.models.rope import Rotation
 
 ROWS = (4, 8, 16, 32, 64)
 """Rows per slot; longer feeds run eagerly."""

@@ -12,7 +12,7 @@ from outpace.errors import ModelError, UnknownNameError
 from outpace.models.base import Target
 from outpace.models.families import DecoderConfig
 from outpace.models.fields import BadValue, brief, check_counts, read_json
-from outpace.models.packed import packing_works
+from outpace.models.onednn import packing_works
 from outpace.models.weights import Checkpoint
 from outpace.models.zoo import open_checkpoint
 

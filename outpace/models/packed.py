@@ -11,43 +11,15 @@ Shape letters: T rows, I inputs, O outputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from outpace.kernels.compiled import DTYPES
+from outpace.models import onednn
+from outpace.models.onednn import MIN_ROWS, packing_works
 from outpace.models.products import Product, Stored, store_numbers, works
-
-MIN_ROWS = 4
-"""Fewer rows are filled up to this many. oneDNN is no slower at 4 rows than at 1, and 1 row in
-float32 takes another kernel, whose sums are rounded otherwise."""
-
-ROOM = 512
-"""Most rows of logits whose memory is kept."""
-
-
-@cache
-def packing_works(dtype: torch.dtype) -> bool:
-    """Whether this machine multiplies packed weights of ``dtype``, and gets them right.
-
-    Tried once per process, on a small matrix; any failure means no.
-    """
-    if dtype not in (torch.float32, torch.bfloat16):
-        return False
-    ones = torch.ones(MIN_ROWS, 48)
-    weight_OI = torch.arange(96 * 48).remainder(7).sub(3).reshape(96, 48).float()
-    try:
-        if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return False
-        # Sums of small whole numbers: exact in either dtype, whatever the order.
-        packed = _pack(weight_OI.to(dtype))
-        out_TO = _multiply(ones.to(dtype), packed, None)
-        same = torch.equal(out_TO.float(), ones @ weight_OI.T)
-        return same and torch.equal(packed.to_dense().float(), weight_OI)
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return False
 
 
 class Linear:
@@ -74,7 +46,7 @@ class Linear:
             self.product = Product([store_numbers(weight_OI)], bias_O)
             return
         self.packed = self.packed and packing_works(self.dtype)
-        self._weight = _pack(weight_OI) if self.packed else weight_OI
+        self._weight = onednn.pack(weight_OI) if self.packed else weight_OI
 
     @classmethod
     def stored(cls, parts: Sequence[Stored], bias_O: Tensor | None, dtype: torch.dtype) -> Linear:
@@ -108,10 +80,10 @@ class Linear:
             return F.linear(x_TI, self._weight, self.bias_O)
         rows = x_TI.shape[0]
         if rows >= MIN_ROWS:
-            return _multiply(x_TI, self._weight, self.bias_O)
+            return onednn.multiply(x_TI, self._weight, self.bias_O)
         filled_TI = x_TI.new_zeros(MIN_ROWS, self.inputs)
         filled_TI[:rows] = x_TI
-        return _multiply(filled_TI, self._weight, self.bias_O)[:rows]
+        return onednn.multiply(filled_TI, self._weight, self.bias_O)[:rows]
 
     def dense(self) -> Tensor:
         """The matrix [O, I] as it was given; a copy if packed."""
@@ -131,39 +103,3 @@ class Linear:
         """Bytes of the matrix in ``dtype``, bias included."""
         bias = 0 if self.bias_O is None else self.bias_O.nbytes
         return self.outputs * self.inputs * self.dtype.itemsize + bias
-
-
-class Room:
-    """Memory for the logits of one pass after another, on a CPU.
-
-    Logits of a batch are many megabytes. Taken anew for every pass, of another size each time, they
-    come from the system and go back to it, page by page: 70 to 130 rows over 49152 tokens take 13
-    to 23 ms on average, of which 9 are left where memory stays. So a result holds until the next.
-    """
-
-    def __init__(self) -> None:
-        self._kept: Tensor | None = None
-
-    def widened(self, x_TV: Tensor) -> Tensor:
-        """The same in float32. Memory: the largest number of rows so far, up to `ROOM`."""
-        if x_TV.dtype == torch.float32 or x_TV.device.type != "cpu":
-            return x_TV.float()
-        return self.rows(*x_TV.shape).copy_(x_TV)
-
-    def rows(self, count: int, width: int) -> Tensor:
-        """Memory for float32 [count, width], to be written; holds until the next call."""
-        if count > ROOM or not torch.is_inference_mode_enabled():  # where autograd runs it may be kept
-            return torch.empty(count, width)
-        if self._kept is None or len(self._kept) < count:
-            self._kept = torch.empty(count, width)
-        return self._kept[:count]
-
-
-def _pack(weight_OI: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous())
-    return packed
-
-
-def _multiply(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
-    out_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, packed, bias_O, "none", [], "")
-    return out_TO

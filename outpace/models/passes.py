@@ -1,6 +1,6 @@
-"""What a pass is made of before any weight is touched: its rows, and how they are rotated.
+"""What a pass is made of before any weight is touched: its rows.
 
-Shape letters: T rows of a pass, D width of a head, E = D / 2, P positions.
+Shape letters: T rows of a pass, H hidden size.
 """
 
 from __future__ import annotations
@@ -15,47 +15,7 @@ from torch import Tensor
 from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError
 from outpace.models.attention import Span
-from outpace.models.rope import Rope
 from outpace.types import Feed, Riders
-
-
-class Rotation:
-    """One rotary table, by position, as long as needed so far.
-
-    A row is rotated by its own position alone. "dynamic" scaling therefore gives a row the
-    frequencies of the text that ends with it: what decoding token by token gives, and, beyond
-    the context that the model was made for, not what a fresh pass of transformers over the
-    whole text gives, which turns early keys anew whenever the text grows.
-    """
-
-    def __init__(self, rope: Rope, device: torch.device) -> None:
-        self._rope = rope
-        self._table_PE = torch.empty(0, rope.dim // 2, dtype=torch.complex64, device=device)
-
-    def at(self, positions: Sequence[int]) -> Tensor:
-        """Give complex [T, 1, E], the factors of the rows at ``positions``."""
-        table_PE = self.table(max(positions) + 1)
-        index = torch.tensor(positions, device=table_PE.device)
-        return table_PE.index_select(0, index).unsqueeze(1)
-
-    def table(self, length: int) -> Tensor:
-        """Give complex [P, E], the factors of the positions below ``length``, and of more."""
-        if length > len(self._table_PE):
-            self._grow(max(length, 512, len(self._table_PE) * 3 // 2))
-        return self._table_PE
-
-    def _grow(self, length: int) -> None:
-        done, rope = len(self._table_PE), self._rope
-        position_P1 = torch.arange(done, length, dtype=torch.float32)[:, None]
-        if rope.depends_on_length:
-            each = [rope.frequencies(position + 1) for position in range(done, length)]
-            frequency, factor = torch.stack([one for one, _ in each]), each[0][1]
-        else:
-            frequency, factor = rope.frequencies(length)
-        with torch.inference_mode(False):
-            angle_PE = position_P1 * frequency
-            table_PE = torch.complex(angle_PE.cos() * factor, angle_PE.sin() * factor)
-            self._table_PE = torch.cat([self._table_PE, table_PE.to(self._table_PE.device)])
 
 
 class PassRows:

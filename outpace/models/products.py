@@ -50,6 +50,11 @@ class Stored:
     memory: Tensor
     """uint8; starts at a whole line of the processor's cache."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its outputs, without what fills up the last group."""
+        return self.memory.nbytes * self.outputs // (-(-self.outputs // _GROUP) * _GROUP)
+
     def dense(self) -> Tensor:
         """The numbers that it stands for: float32 [O, I]."""
         out_OI = torch.empty(self.outputs, self.inputs)
@@ -73,7 +78,7 @@ class Product:
     def __init__(self, parts: Sequence[Stored], bias_O: Tensor | None) -> None:
         self.parts = tuple(parts)
         self.outputs = sum(part.outputs for part in parts)
-        self.nbytes = sum(part.memory.nbytes for part in parts)
+        self.nbytes = sum(part.nbytes for part in parts)
         self._biases: list[Tensor] = []
         first, matrices = 0, []
         for part in parts:

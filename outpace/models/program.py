@@ -31,8 +31,10 @@ from outpace.models.attention import HeadShape, Span
 from outpace.models.blocks import Block, Ends
 from outpace.models.families import DecoderConfig
 from outpace.models.fused import View, fits, views
-from outpace.models.packed import Linear, Room
-from outpace.models.passes import PassRows, Rotation
+from outpace.models.packed import Linear
+from outpace.models.passes import PassRows
+from outpace.models.room import Room
+from outpace.models.rope import Rotation
 from outpace.models.rowwise import KINDS, Norm
 
 _NORM, _PRODUCT, _TURN, _ATTEND, _GATE, _ADD, _COPY, _PICK, _EMBED, _BEST = range(10)

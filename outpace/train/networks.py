@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outpace.models.families import DecoderConfig
-from outpace.models.passes import Rotation
-from outpace.models.rope import Rope
+from outpace.models.rope import Rope, Rotation
 from outpace.models.rowwise import ACTIVATION
 
 Turn = tuple[Tensor, Tensor]

@@ -286,13 +286,13 @@ def test_a_process_takes_a_core_beside_every_unit_and_ends(outpace, monkeypatch)
 
 
 def test_what_takes_a_core_ends_with_whoever_started_it():
-    with pytest.raises(KeyboardInterrupt), disturb.disturbed() as number:
+    with pytest.raises(KeyboardInterrupt), disturb.spinning() as number:
         assert Path(f"/proc/{number}").exists()
         raise KeyboardInterrupt
     assert not Path(f"/proc/{number}").exists()
     script = (
-        "from outpace.bench.disturb import disturbed\nimport os\n"
-        "with disturbed() as number: print(number, flush=True); os._exit(0)"
+        "from outpace.bench.disturb import spinning\nimport os\n"
+        "with spinning() as number: print(number, flush=True); os._exit(0)"
     )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     spinning = Path(f"/proc/{int(told.stdout)}/cmdline")

@@ -41,7 +41,7 @@ OPTIONS = {
         --quantize --shapes --threads
     """,
     "bench": """
-        -b -d -m -o -t -w --allow-lossy --answers --batch --device --drafters --dtype --help --json
+        -b -d -m -o -t -w --allow-lossy --answers --batch --device --disturb --drafters --dtype --help --json
         --limit --max-new-tokens --max-repeat --model --out --peer-python --peers --quantize
         --repeat --seed --synthetic-acceptance --temperature --threads --tree --tree-size --verifier
         --workload
@@ -83,6 +83,7 @@ OPTIONS = {
         -d -m -o -w --device --drafters --dtype --help --json --limit --max-new-tokens --model
         --out --quantize --threads --workload
     """,
+    "version": "--help",
     "methods": "-m --help --json --model",
     "build": "--help",
     "build bigram": "-m -o --help --json --model --out",

@@ -2,13 +2,12 @@
 
 import ctypes
 import multiprocessing
-import subprocess
 import threading
 import time
 
 import pytest
 
-from outpace.kernels import compiled
+from outpace.kernels import build, compiled
 from outpace.kernels.compiled import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="C cannot be compiled for this machine")
@@ -54,9 +53,7 @@ def team(tmp_path_factory):
     folder = tmp_path_factory.mktemp("team")
     (folder / "try.c").write_text(SOURCE)
     built = folder / "try.so"
-    here = ["-I", str(compiled.Path(compiled.__file__).parent)]
-    command = [next(filter(None, map(compiled.shutil.which, compiled._COMPILERS))), *compiled._FLAGS, *here]
-    subprocess.run([*command, "-o", str(built), str(folder / "try.c")], check=True)
+    build.compile_to(built, [build.NATIVE, "-I", str(build.FOLDER)], folder / "try.c")
     code = ctypes.CDLL(str(built))
     code.outpace_host.argtypes = [ctypes.c_void_p]
     code.outpace_host(compiled._threads())

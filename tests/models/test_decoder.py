@@ -10,7 +10,7 @@ from transformers.models.gemma3 import modeling_gemma3
 from outpace.errors import ModelError
 from outpace.models import fused
 from outpace.models.decoder import Decoder
-from outpace.models.packed import packing_works
+from outpace.models.onednn import packing_works
 from outpace.models.weights import SafetensorsCheckpoint
 from outpace.types import Draft, Feed, Resume, Riders, VocabMap
 from tests.models.making import save_hf

@@ -1,8 +1,6 @@
 """Compiled attention gives what products give, and a row the same bits whatever is beside it."""
 
-import logging
 import random
-import subprocess
 
 import pytest
 import torch
@@ -177,48 +175,3 @@ def test_what_it_does_not_know_is_left_to_products(monkeypatch):
     monkeypatch.setattr(fused, "library", lambda *name: None)
     assert kind() is Attention
     assert stored(usual, torch.bfloat16, cpu) is torch.float32, "what products multiply"
-
-
-def test_code_is_compiled_once_and_otherwise_left_out(tmp_path, monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "outpace.compiled")
-    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
-    monkeypatch.setenv("OUTPACE_COMPILE", "1")
-    calls = []
-
-    def compiler(command, **options):
-        calls.append(command)
-        assert options["check"] and options["timeout"] > 0
-        with open(command[command.index("-o") + 1], "wb") as file:
-            file.write(b"\x7fELF")
-
-    monkeypatch.setattr(subprocess, "run", compiler)
-    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
-    source = tmp_path / "some.c"
-    source.write_text("int one;")
-    made = compiled._compiled(source)
-    assert made == compiled._compiled(source) and len(calls) == 1
-    assert [path.name for path in made.parent.iterdir()] == [made.name], "nothing else is left"
-    monkeypatch.setattr(compiled, "_processor", lambda: b"another")
-    assert compiled._compiled(source) != made and len(calls) == 2
-    source.write_text("int two;")
-    compiled._compiled(source)
-    assert len(calls) == 3
-    (tmp_path / "some.h").write_text("int two;")
-    compiled._compiled(source)
-    assert len(calls) == 4, "what it includes may have changed"
-
-    library = compiled.library.__wrapped__
-    assert library() is None, "what was written is no library"
-    assert "pass.c is not compiled (" in caplog.text
-
-    def refuses(command, **options):
-        raise subprocess.CalledProcessError(1, command, stderr="error: no\nvectors")
-
-    monkeypatch.setattr(subprocess, "run", refuses)
-    monkeypatch.setattr(compiled, "_processor", lambda: b"a third")
-    assert library() is None and "(error: no vectors)" in caplog.text
-    monkeypatch.setattr("shutil.which", lambda *name: None)
-    assert library() is None and "there is no C compiler" in caplog.text
-    caplog.clear()
-    monkeypatch.setenv("OUTPACE_COMPILE", "0")
-    assert library() is None and not caplog.text

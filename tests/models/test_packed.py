@@ -2,8 +2,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from outpace.models import packed
-from outpace.models.packed import MIN_ROWS, ROOM, Linear, Room, packing_works
+from outpace.models import onednn, packed
+from outpace.models.onednn import MIN_ROWS, packing_works
+from outpace.models.packed import Linear
+from outpace.models.room import ROOM, Room
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -58,7 +60,8 @@ def test_what_cannot_be_packed_is_multiplied_plainly(monkeypatch):
         raise RuntimeError("could not create a primitive")
 
     packing_works.cache_clear()
-    monkeypatch.setattr(packed, "_pack", broken)
+    monkeypatch.setattr(packed, "works", lambda: False)
+    monkeypatch.setattr(onednn, "pack", broken)
     try:
         assert not packing_works(torch.float32)
         x, weight, offset = problem(torch.float32, MIN_ROWS)
@@ -70,9 +73,9 @@ def test_what_cannot_be_packed_is_multiplied_plainly(monkeypatch):
 
 
 def test_a_packing_that_multiplies_wrong_is_not_used(monkeypatch):
-    right = packed._multiply
+    right = onednn.multiply
     packing_works.cache_clear()
-    monkeypatch.setattr(packed, "_multiply", lambda x, weight, bias: right(x, weight, bias) + 1)
+    monkeypatch.setattr(onednn, "multiply", lambda x, weight, bias: right(x, weight, bias) + 1)
     try:
         assert not packing_works(torch.float32)
     finally:

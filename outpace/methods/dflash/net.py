@@ -39,7 +39,7 @@ from outpace.models.blocks import Form, read_block
 from outpace.models.families import DecoderConfig
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.packed import Linear
-from outpace.models.passes import Rotation
+from outpace.models.rope import Rotation
 from outpace.models.rowwise import Norm, gated
 
 EPS = 1e-6

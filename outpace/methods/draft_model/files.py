@@ -17,12 +17,13 @@ from torch import Tensor
 from outpace.drafters.trained import CONFIG, decoder_from_json, lender, read_config, read_tensors, vocab_map
 from outpace.errors import ModelError
 from outpace.models.base import Target
-from outpace.models.blocks import Embedding, Ends, Form, read_block
+from outpace.models.blocks import Ends, Form, read_block
 from outpace.models.decoder import Decoder
+from outpace.models.embedding import Embedding
 from outpace.models.families import DecoderConfig
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.packed import Linear
-from outpace.models.passes import Rotation
+from outpace.models.rope import Rotation
 from outpace.models.rowwise import Norm
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -30,8 +30,10 @@ from outpace.models.families import DecoderConfig
 from outpace.models.few_rows import attend_few, few_is_best
 from outpace.models.fused import attention
 from outpace.models.memory import MemoryCheckpoint
-from outpace.models.packed import MIN_ROWS, Linear
-from outpace.models.passes import PassRows, Rotation
+from outpace.models.onednn import MIN_ROWS
+from outpace.models.packed import Linear
+from outpace.models.passes import PassRows
+from outpace.models.rope import Rotation
 from outpace.models.rowwise import Norm, gated
 
 LAYER = "model.layers.0."

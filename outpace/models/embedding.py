@@ -1,0 +1,40 @@
+"""The vectors of token ids, in memory or read from a checkpoint.
+
+Shape letters: T rows, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outpace.models.weights import Checkpoint
+
+
+class Embedding:
+    """The vectors of token ids.
+
+    On a CPU a tied matrix is in memory once already, laid out for the head, which cannot be read
+    by rows; then the rows of a pass are read from the checkpoint, some 50 us for a few of them.
+
+    Args:
+        checkpoint: where it is stored.
+        dtype: of the vectors.
+        device: where they are wanted.
+        keep: hold the matrix in memory.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, keep: bool) -> None:
+        name = "model.embed_tokens.weight"
+        self.dtype, self.device = dtype, device
+        self.matrix_VH = checkpoint.tensor(name, dtype).to(device) if keep else None
+        self._rows = None if keep else checkpoint.rows(name, dtype)
+
+    def __call__(self, ids: Sequence[int]) -> Tensor:
+        """Vectors [T, H], as stored."""
+        if self._rows is not None:
+            return self._rows(ids).to(self.device)
+        assert self.matrix_VH is not None
+        return self.matrix_VH[torch.tensor(ids, dtype=torch.int64).to(self.device)]

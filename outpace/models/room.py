@@ -1,0 +1,38 @@
+"""Memory for logits that is kept from one pass to the next.
+
+Shape letters: T rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROOM = 512
+"""Most rows of logits whose memory is kept."""
+
+
+class Room:
+    """Memory for the logits of one pass after another, on a CPU.
+
+    Logits of a batch are many megabytes. Taken anew for every pass, of another size each time, they
+    come from the system and go back to it, page by page: 70 to 130 rows over 49152 tokens take 13
+    to 23 ms on average, of which 9 are left where memory stays. So a result holds until the next.
+    """
+
+    def __init__(self) -> None:
+        self._kept: Tensor | None = None
+
+    def widened(self, x_TV: Tensor) -> Tensor:
+        """The same in float32. Memory: the largest number of rows so far, up to `ROOM`."""
+        if x_TV.dtype == torch.float32 or x_TV.device.type != "cpu":
+            return x_TV.float()
+        return self.rows(*x_TV.shape).copy_(x_TV)
+
+    def rows(self, count: int, width: int) -> Tensor:
+        """Memory for float32 [count, width], to be written; holds until the next call."""
+        if count > ROOM or not torch.is_inference_mode_enabled():  # where autograd runs it may be kept
+            return torch.empty(count, width)
+        if self._kept is None or len(self._kept) < count:
+            self._kept = torch.empty(count, width)
+        return self._kept[:count]
