@@ -195,9 +195,9 @@ def test_every_key_is_in_the_glossary(enumerated_once):
     keys |= set(keys_of(json.loads(run("methods", "prompt_lookup", "--json"))))
     keys |= set(keys_of(json.loads(run("check", "--prompts", "1", *tiny))))
     assert {"speedup", "baseline", "same_tokens", "planted_bugs_caught", "first_difference"} <= keys
-    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    glossary = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
     known = set(re.findall(r"`([a-z_]+)`", glossary))
-    assert not keys - known, f"not in docs/glossary.md: {sorted(keys - known)}"
+    assert not keys - known, f"not in docs/json.md: {sorted(keys - known)}"
 
 
 def commands(group=None, depth=1):
