@@ -29,7 +29,7 @@ BANNED = tuple(
 )
 TEXT = {
     "",
-    *".py .c .h .md .toml .txt .cfg .ini .yml .yaml .json .jsonl .jinja .js .css .html .sh .typed".split(),
+    *".py .c .h .md .toml .txt .cfg .ini .yml .yaml .json .jsonl .jinja .js .css .html .sh .svg .typed".split(),
 }
 BINARY = {".safetensors"}
 """What no person wrote."""
