@@ -208,13 +208,13 @@ class _Table:
 @lru_cache(maxsize=1)
 def _table() -> _Table:
     """Read all tables once, ours first. Imports no class."""
-    methods = {(one.kind, one.name): one for one in builtin()}
+    methods: dict[tuple[str, str], MethodEntry] = {(one.kind, one.name): one for one in builtin()}
     package: dict[tuple[str, str], str] = {}
     broken = []
     for point in entry_points(group=_METHODS):
         who = _source(point)
         try:
-            rows = {(one.kind, one.name): one for one in _rows(point.load())}
+            rows: dict[tuple[str, str], MethodEntry] = {(r.kind, r.name): r for r in _rows(point.load())}
             for kind, name in rows.keys() & methods.keys():
                 raise ValueError(f"there is a {kind} {name!r} already; rename this one")
         except Exception as error:  # whatever a stranger's module may raise
@@ -248,6 +248,8 @@ def _rows(module: Any) -> tuple[MethodEntry, ...]:
             raise TypeError(f"ENTRIES holds {row!r}, which is no MethodEntry")
         if row.kind not in get_args(Kind):
             raise ValueError(f"{row.name!r} has the kind {row.kind!r}; known: {', '.join(get_args(Kind))}")
+        if sum((one.kind, one.name) == (row.kind, row.name) for one in rows) > 1:
+            raise ValueError(f"ENTRIES holds two {row.kind}s {row.name!r}")
     return rows
 
 
