@@ -141,12 +141,13 @@ def test_it_enters_as_our_methods_do(at_home, capsys):
 def test_the_commands_of_the_page_work(trained, at_home):
     """From training to a column in a benchmark."""
     (made,) = (json.loads(said) for words, said in trained.items() if words.startswith("train"))
+    shown = json.loads(trained["bench --drafters none,markov"])
     assert made["measured"]["method"] == "markov" and made["held_out"]["acceptance"][0] > 0.1
     (shown,) = (
         json.loads(said) for words, said in trained.items() if words == "bench --drafters none,markov"
     )
     rows = {row["method"]: row for row in shown["rows"]}
-    assert rows["markov"]["mean_emitted"] > 1 and rows["markov"]["equal_to_baseline"] == 1
+    assert rows["markov"]["mean_emitted"] > 1 and rows["markov"]["equal_to_none"] == 1
     status = {one["name"]: one["status"] for one in json.loads(run("methods", "--model", "tiny", "--json"))}
     assert status["markov"] == "trained here" and status["bigram"] == "ready"
 
@@ -202,7 +203,7 @@ def conformance(home, installed, which):
     ]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout
-    return int(re.search(r"(\d+) passed", ran.stdout)[1]) if "passed" in ran.stdout else ran.stdout.count(".")
+    return ran.stdout.count(".")
 
 
 @pytest.mark.parametrize(
