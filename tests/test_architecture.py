@@ -149,12 +149,12 @@ def _names(module: str, tree: ast.Module) -> list[str]:
     if layer(module) == "methods":
         return []
     words = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    allowed, out = NAMES.get(module, "").split(), []
+    wrong, out = drafters() - set(NAMES.get(module, "").split()), []
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Constant) and isinstance(node.value, str)) or id(node) in words:
             continue
         name = node.value.strip().partition("[")[0]
-        if name in drafters() and name not in allowed:
+        if name in wrong:
             out.append(f"line {node.lineno}: names the method {name!r}; look it up by ability or kind")
         if node.value.startswith("outpace.methods") and module != "outpace.registry":
             out.append(f"line {node.lineno}: names a module of outpace.methods")
