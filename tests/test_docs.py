@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.util
 import io
 import json
 import re
@@ -10,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -104,40 +102,6 @@ def test_the_demo_is_the_readmes():
     (command,) = [x for x in dry.stdout.splitlines() if "outpace generate" in x]
     prompt = shlex.split(command)[-1]
     assert f'outpace generate --compare "{prompt}"' in joined(README.read_text(encoding="utf-8"))
-
-
-def test_the_walk_through_works(tmp_path, monkeypatch):
-    page = blocks(ROOT / "docs" / "add-a-drafter.md")
-    module, test = [text for language, text in page if language == "python"]
-    (entry,) = [text for language, text in page if language == "toml"]
-    assert '[project.entry-points."outpace.drafters"]' in entry
-    ((name, value),) = re.findall(r'^(\w+) = "([\w.:]+)"$', entry, re.MULTILINE)
-    (tmp_path / "bigram.py").write_text(module)
-    (tmp_path / "test_bigram.py").write_text(test)
-    monkeypatch.syspath_prepend(tmp_path)
-    point = EntryPoint(name, value, "outpace.drafters")
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
-    registry._table.cache_clear()
-    try:
-        spec = importlib.util.spec_from_file_location("test_bigram", tmp_path / "test_bigram.py")
-        tests = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(tests)
-        wanted = [thing for word, thing in vars(tests).items() if word.startswith("test_")]
-        for each in wanted:
-            each()
-        assert len(wanted) == 3
-        listed = {row["name"]: row for row in json.loads(run("methods", "--json"))}
-        assert listed["bigram"]["summary"].startswith("Follows the newest successor")
-    finally:
-        registry._table.cache_clear()
-        sys.modules.pop("bigram", None)
-
-
-def test_the_walk_throughs_file_obeys_the_linters(tmp_path):
-    text = next(t for kind, t in blocks(ROOT / "docs" / "add-a-drafter.md") if kind == "python")
-    (tmp_path / "bigram.py").write_text(text)
-    settings = ["--config", str(ROOT / "pyproject.toml"), "--ignore", "D"]
-    subprocess.run([sys.executable, "-m", "ruff", "check", *settings, tmp_path], check=True)
 
 
 def test_the_methods_page_is_up_to_date():

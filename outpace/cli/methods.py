@@ -46,6 +46,8 @@ def methods(
     as_json: Annotated[bool, option("--json", help="Print a JSON list.")] = False,
 ) -> None:
     """List drafters, verifiers and policies, or show the settings of one."""
+    for line in registry.broken():
+        show.note(line)
     if name is not None and model is not None:
         raise RequestError(f"give NAME or --model, got {name} and {model}; --model lists drafters")
     if name is not None:
