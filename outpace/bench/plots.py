@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.bench.records import VERBS
+from outpace.files import replaced
 
 Report = Mapping[str, Any]
 
@@ -95,7 +96,8 @@ def paint(
             for suffix in ("png", "svg"):
                 path = out / f"{name}.{suffix}"
                 plain = {"Date": None} if suffix == "svg" else {}
-                figure.savefig(path, dpi=160, bbox_inches="tight", metadata=plain)
+                with replaced(path) as fresh:
+                    figure.savefig(fresh, format=suffix, dpi=160, bbox_inches="tight", metadata=plain)
                 written.append(path)
     return written
 
