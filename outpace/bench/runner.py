@@ -143,7 +143,9 @@ class Runner:
         for number, unit in enumerate(units):
             for again in (number % 2, 1 - number % 2):
                 self.tick(f"noise floor: {unit[0].group}", 0)
-                run = self.plain.run(unit, settings)
+                for _ in range(_TRIES):
+                    if not stats.stalled(run := self.plain.run(unit, settings)):
+                        break
                 self.session.noise[again][number, 0] = run
                 self.tick(f"noise floor: {unit[0].group}", 1)
             self._remember(unit, run, settings)
@@ -230,8 +232,8 @@ class Runner:
             into: where runs are noted; None: as those of the part. Runs that go elsewhere are
                 disturbed on purpose, and taken as they come.
         """
-        for _ in range(_TRIES):
-            done = self._turn(part, contenders, unit, turn, label)
+        for attempt in range(_TRIES):
+            done = self._turn(part, contenders, unit, turn, label, 0 if attempt else 1)
             if into is not None:
                 break
             plain = done[PLAIN]
@@ -244,7 +246,7 @@ class Runner:
             (part.runs if into is None else into).setdefault(name, {})[unit, turn] = run
 
     def _turn(
-        self, part: Measured, contenders: Sequence[Contender], unit: int, turn: int, label: str
+        self, part: Measured, contenders: Sequence[Contender], unit: int, turn: int, label: str, count: int
     ) -> dict[str, Run]:
         """Let each contender answer a unit once, a different one first each time."""
         first = (unit + turn) % len(contenders)
@@ -262,7 +264,7 @@ class Runner:
                 part.contenders.remove(contender)
                 del part.runs[contender.name]
                 self.session.notes.append(f"{contender.name} left the benchmark: {error}")
-            self.tick(where, 1)
+            self.tick(where, count)
         return done
 
 
