@@ -38,9 +38,20 @@ def test_a_head_by_folder_and_by_method(outpace, tmp_path, by_name):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == "owner/model"
     assert "model.safetensors: " in ran.out and " bytes" in ran.out
-    again = outpace(
-        "export", source, "--model", "tiny", "-f", "speculators", "-o", str(tmp_path / "again"), "--json"
+    again = (
+        "export",
+        source,
+        "--model",
+        "tiny",
+        "-f",
+        "speculators",
+        "-o",
+        str(tmp_path / "again"),
+        "--json",
     )
+    nameless = outpace(*again)
+    assert nameless.code == 2 and "add --verifier" in nameless.err and not (tmp_path / "again").exists()
+    again = outpace(*again, "--verifier", "owner/model")
     found = json.loads(again.out)
     assert found["format"] == "speculators" and found["written"] == {
         str(path): path.stat().st_size for path in (tmp_path / "again").iterdir()
