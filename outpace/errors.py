@@ -88,7 +88,7 @@ class UnknownNameError(OutpaceError):
     """
 
     def __init__(self, kind: str, name: str, known: Iterable[str], notes: Sequence[str] = ()) -> None:
-        self.kind, self.name, self.known = kind, name, sorted(known)
+        self.kind, self.name, self.known = kind, name, sorted(set(known))
         near = difflib.get_close_matches(name, self.known, n=3, cutoff=0.6)
         hints = [f"did you mean {' or '.join(near)}?"] if near else []
         if not near or len(self.known) <= _FEW:

@@ -91,7 +91,7 @@ def _one(name: str, as_json: bool) -> None:
     for row, cls in zip(found, classes, strict=True):
         shape = f" {natural_shape(cls)}" if row.kind == "drafter" else ""
         paper = f" After {row.paper}." if row.paper else ""
-        show.write(f"{row.kind} {name}: {row.summary}.{shape}{paper}\n")
+        show.write(f"{row.kind} {name}: {row.summary.rstrip('.')}.{shape}{paper}\n")
         settings = settings_of(cls.Config)
         if settings:
             show.table(
@@ -150,7 +150,8 @@ def _figures(measured: Any) -> tuple[str, str, str]:
     """Speed-up, mean emitted, and where that was measured."""
     if measured is None or measured.get("speedup") is None:
         return "", "", ""
-    where = f"{measured.get('threads')} threads, {measured.get('dtype')}, {measured.get('cpu')}"
+    threads = show.count(measured.get("threads") or 0, "thread")
+    where = f"{threads}, {measured.get('dtype')}, {measured.get('cpu')}"
     return f"{measured['speedup']:.2f}", f"{measured['mean_emitted']:.2f}", where
 
 
