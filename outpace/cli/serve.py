@@ -12,7 +12,7 @@ from outpace import registry
 from outpace.cli import show
 from outpace.cli.keys import read_keys
 from outpace.cli.options import ModelOptions, at_least_one, notes, option, spread
-from outpace.config import MethodSpec
+from outpace.config import MethodSpec, build
 from outpace.errors import ModelError, RequestError
 from outpace.params import SamplingParams
 from outpace.serving.keyed import check_stores
@@ -200,7 +200,7 @@ def serve(
         option(
             "--learn",
             panel=_LEARN,
-            help="Learn the drafter draft_model from what is asked and answered, while serving. "
+            help="Train drafters that can learn, such as draft_model, on requests and answers while serving. "
             "Texts stay in memory, weights are kept on the disk.",
         ),
     ] = False,
@@ -350,8 +350,10 @@ def learner_for(engine: Engine, specs: list[str], topics: int, folder: str | Non
 
     spec = learning_spec({one: engine.method(one) for one in specs})
     where = None if folder is None else Path(folder).expanduser()
-    kind = registry.load("learner", MethodSpec.parse(spec).name)
-    learner: Learner = kind.open(engine.target, spec, kind.Config(topics=topics), where)
+    method = MethodSpec.parse(spec).name
+    kind = registry.load("learner", method)
+    given = {} if topics == 1 else {"topics": str(topics)}
+    learner: Learner = kind.open(engine.target, spec, build(kind.Config, given, f"learner {method!r}"), where)
     return learner
 
 

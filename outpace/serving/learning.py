@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from outpace import registry
 from outpace.clock import PassClock
@@ -75,6 +75,22 @@ class Version(Protocol):
 class Learner(Protocol):
     """Learns from verified passes. Everything is called on one thread."""
 
+    Config: ClassVar[type]
+    """Frozen keyword-only dataclass of settings, all with defaults. A learner that keeps apart texts
+    of several topics has the setting ``topics``, their largest number per key."""
+
+    @classmethod
+    def open(cls, target: Target, spec: str, config: Any, folder: Path | None = None) -> Learner:
+        """Begin to learn for the drafter of a method spec.
+
+        Args:
+            folder: where versions are kept; None: in the user's data folder.
+
+        Raises:
+            ModelError: a drafter that cannot learn, damaged files, or a folder in use.
+        """
+        ...
+
     @property
     def spec(self) -> str:
         """Method spec of the drafter that learns."""
@@ -107,7 +123,7 @@ class Learner(Protocol):
         ...
 
     def counts(self) -> Mapping[str, float]:
-        """Figures by name."""
+        """Figures by name; `outpace.server.metrics` has those that a server reports."""
         ...
 
     def close(self) -> None:
