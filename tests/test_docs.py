@@ -248,6 +248,8 @@ def written(page):
 def command_lines():
     """(page, words) of every command of every page; what follows two spaces or a # explains it."""
     for page in PAGES:
+        if page.name == "add-a-method.md":
+            continue  # tests/test_add_a_method.py runs its commands, with the package that it builds
         for block in written(page):
             lines = [line for line in joined(block).splitlines() if line and not line.startswith("#")]
             if lines and lines[0].split()[0] in PROGRAMS:
