@@ -225,7 +225,7 @@ PROGRAMS = (
     ".venv/bin/pip",
     ".venv/bin/python",
 )
-NAMES = {"M": "tiny", "OUT": "tiny", "smollm2-135m": "tiny"}
+NAMES = {"M": "tiny", "model-q4.gguf": "tiny", "owner/name": "tiny", "OUT": "tiny", "smollm2-135m": "tiny"}
 """Words of commands that stand for something."""
 REDUCED = {"generate": (*SHORT, "--dtype", "float32"), "methods": (), "build": (), "train": ("--dry-run",)}
 """Commands that are run, with what makes them short; the others are read, names and options."""
