@@ -103,7 +103,8 @@ class Batch:
         if self._soon(answer):
             return False
         try:
-            slot = self.memory.enter(answer.tokens, answer.ready.key, list(self.running))
+            stored = answer.ready.prompt_logprobs is None  # keys that are copied come without logits
+            slot = self.memory.enter(answer.tokens, answer.ready.key, list(self.running), stored=stored)
         except Exception as error:  # no memory for this one
             self.drop(answer, error)
             return True
@@ -139,7 +140,7 @@ class Batch:
         if self._scheduler.busy_reading:
             return True
         ids, key, store = answer.tokens, answer.ready.key, self.memory.store
-        if not reading or not store.most:
+        if not reading or not store.most or answer.ready.prompt_logprobs is not None:
             return False
         same = max((shared_prefix(row.tokens, ids) for row in reading if row.key == key), default=0)
         return same // PAGE * PAGE > store.known(key, ids)
