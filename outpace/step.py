@@ -13,8 +13,7 @@ prompt is a pass whose tokens are already decided. There is no second path throu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -51,6 +50,8 @@ class StepSequence(Protocol):
 
     number: int
     """For records."""
+    read_prompt: Callable[[int, Tensor], None] | None
+    """Called with the logits of the prompt's tokens from a place on; None: nobody wants them."""
     tokens: list[int]
     """Committed ids; the last one is pending."""
     slot: int
@@ -69,11 +70,6 @@ class StepSequence(Protocol):
 
     def room(self) -> Budget:
         """What this sequence has room for: context, tokens still wanted, the request's limits."""
-        ...
-
-    @property
-    def read_prompt(self) -> Callable[[int, Tensor], None] | None:
-        """Called with the logits of the prompt's tokens from a place on; None: nobody wants them."""
         ...
 
     def cut(self, verdict: Verdict) -> Verdict:
@@ -195,7 +191,10 @@ def prefill(
     ]
     scored = machine.target.score(feeds, machine.cache, taps=machine.taps(rows))
     clock.lap("score")
-    scored = _last_rows(rows, held, whole, scored)
+    for i, row in enumerate(rows):
+        if row.read_prompt:
+            row.read_prompt(held[i], scored.of(i).logits_TV)
+    scored = scored.last(whole)
     ending = [i for i, end in enumerate(whole) if end]
     plan, draft = Plan("none", NOTHING), Draft()
     last = Scored(scored.logits_TV, tuple(range(len(ending) + 1)))  # one row per ending prompt
@@ -214,19 +213,6 @@ def prefill(
     clock.lap("commit")
     _tell(machine, rows, outcomes, clock)
     return list(outcomes.values())
-
-
-def _last_rows(
-    rows: Sequence[StepSequence], held: Sequence[int], whole: Sequence[bool], scored: Scored
-) -> Scored:
-    """Hand logits of prompts to those who look at them, and keep the last row of each that ends."""
-    if not any(row.read_prompt for row in rows):
-        return scored
-    for i, (row, start) in enumerate(zip(rows, held, strict=True)):
-        if row.read_prompt is not None:
-            row.read_prompt(start, scored.of(i).logits_TV)
-    kept = [scored.start_B[i + 1] - 1 for i, end in enumerate(whole) if end]
-    return replace(scored, logits_TV=scored.logits_TV[kept], start_B=(0, *accumulate(whole)))
 
 
 def _plan(machine: Machine, rows: Sequence[StepSequence]) -> tuple[list[Plan], list[PolicyRow]]:

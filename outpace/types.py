@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -355,6 +356,13 @@ class Scored:
             rider_start = (0, b - a)
         part = self.logits_TV[lo:hi]
         return Scored(part, (0, hi - lo), taps, tap_start, *riders, rider_start)
+
+    def last(self, ending: Sequence[bool]) -> Scored:
+        """With the last row alone of every feed that ends, and no other logits."""
+        kept = [stop - 1 for stop, end in zip(self.start_B[1:], ending, strict=True) if end]
+        if len(kept) == self.start_B[-1]:
+            return self
+        return replace(self, logits_TV=self.logits_TV[kept], start_B=(0, *accumulate(map(int, ending))))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -342,7 +342,6 @@ class Engine:
             draft_tokens=ready.draft_tokens,
             reference=ready.reference,
             key=ready.key,
-            prompt_logprobs=ready.prompt_logprobs,
         )
 
     def verifier(

@@ -20,8 +20,6 @@ from outpace.stops import StopChecker
 from outpace.types import NOTHING, Budget, Outcome, Verdict
 from outpace.verifiers.base import Verifier
 
-_ROWS = 32  # of logits whose log-probabilities are taken at a time
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
@@ -54,7 +52,6 @@ class Sequence:
         draft_tokens: most guesses per pass; None leaves it to drafter and policy.
         reference: what its drafters may read besides the text.
         key: whose it is.
-        prompt_logprobs: alternatives to report per token of the prompt; None: report nothing of it.
     """
 
     def __init__(
@@ -74,7 +71,6 @@ class Sequence:
         draft_tokens: int | None = None,
         reference: tuple[int, ...] | None = None,
         key: str = "",
-        prompt_logprobs: int | None = None,
     ) -> None:
         self.number = number
         self.index = index
@@ -107,14 +103,11 @@ class Sequence:
         """Not yet taken by a reader."""
         self.watch: Callable[[Outcome], Any] | None = None
         """Looks at every pass that emits something, while it is there."""
+        self.read_prompt: Callable[[int, Tensor], None] | None = None
         self._max_positions = max_positions
         self._most = 1 << 20 if draft_tokens is None else draft_tokens
         self._text = ""
         self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs = prompt_logprobs
-        self._prompt_found: list[TokenLogprobs | None] = [None] * (
-            0 if prompt_logprobs is None else len(prompt)
-        )
         self._passes = self._drafted = self._accepted = 0
         self._by_drafter: dict[str, DrafterCounts] = {}
         self._drafted_at: list[int] = []
@@ -136,19 +129,6 @@ class Sequence:
     def reading(self) -> bool:
         """Whether text must be read before it can go on: its prompt, or what its slot has lost."""
         return self.behind or self.new_tokens == 0
-
-    @property
-    def read_prompt(self) -> Callable[[int, Tensor], None] | None:
-        """Takes the logits of its prompt, while it is read, if their probabilities are wanted."""
-        return self._read if self._prompt_logprobs is not None and self.new_tokens == 0 else None
-
-    def _read(self, start: int, logits_JV: Tensor) -> None:
-        """Note the log-probabilities of the tokens that follow those from ``start`` on."""
-        following = self.tokens[start + 1 : start + 1 + len(logits_JV)]
-        for lo in range(0, len(following), _ROWS):  # in parts, since each takes copies of its rows
-            part = following[lo : lo + _ROWS]
-            found = logprobs(logits_JV[lo : lo + len(part)], part, self._prompt_logprobs or 0)
-            self._prompt_found[start + 1 + lo : start + 1 + lo + len(part)] = found
 
     @property
     def goal(self) -> int:
@@ -265,7 +245,6 @@ class Sequence:
             seed=self.seed,
             lossless=self.setup.lossless,
             logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
-            prompt_logprobs=tuple(self._prompt_found),
             queue_seconds=0.0 if self.asked is None else self._began - self.asked,
             cached_tokens=self.num_cached,
             by_drafter=dict(self._by_drafter),
