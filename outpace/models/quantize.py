@@ -1,37 +1,25 @@
 """Linear layers whose weights are rounded to 8 or 4 bits, so that a pass has less to read.
 
-torchao rounds them; torch's own kernels multiply what torchao's tensors hold, and expand weights
-on their way into the registers. (torchao's product of int8 weights expands the whole matrix in
-memory at every call.) These kernels sum a row in one order whatever rows are beside it, so rows
-stay bit-equal; docs/devices.md has the figures, and for how many rows this pays.
+Weights are rounded to blocks that GGUF files have as well (Q8_0 and Q4_1) and multiplied as these
+are. Where code cannot be compiled, torch multiplies what they stand for, in the model's dtype.
 
-Shape letters: T rows, I inputs, O outputs.
+Shape letters: O outputs, I inputs, F inputs filled up to whole blocks, B blocks.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator, Sequence
-from importlib import import_module
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from outpace.errors import ModelError, UnknownNameError
+from outpace.models.gguf.blocks import expand
 from outpace.models.packed import Linear
+from outpace.models.products import store_rows, works
 
-KINDS = ("int8", "int4")
-"""int8: a scale per output. int4: a scale and a zero per group of inputs."""
-
-_GROUP = 32
-"""Inputs of an int4 matrix that share a scale and a zero."""
-_LANES = 16
-"""The int8 kernel reads so many inputs at once, past the end if they are no multiple of it."""
-_BLOCK = 16
-"""The int4 layout holds outputs in this multiple."""
+BLOCK = 32
+"""Inputs that share a scale."""
 _PORTION = 8192
 """Outputs rounded at once: rounding needs several times their memory."""
 
@@ -41,140 +29,79 @@ def check_kind(kind: str, device: torch.device) -> None:
 
     Raises:
         UnknownNameError: no such kind.
-        ModelError: another device than a CPU, or torchao is missing or does not fit.
+        ModelError: another device than a CPU.
     """
     if kind not in KINDS:
-        raise UnknownNameError("quantization", kind, KINDS)
+        raise UnknownNameError("quantization", kind, tuple(KINDS))
     if device.type != "cpu":
         raise ModelError(f"quantize={kind!r} works on the CPU, not on {device}; leave one out")
-    _tensor_class(kind)
 
 
 def quantized(weight_OI: Tensor, bias_O: Tensor | None, kind: str) -> Linear:
-    """Round a matrix; one whose inputs do not fit the kernel stays as it is.
+    """Round a matrix.
 
     Args:
-        weight_OI: not kept, if it fits.
+        weight_OI: float32 or bfloat16; not kept.
         bias_O: stays as it is.
         kind: one of ``KINDS``.
     """
-    if weight_OI.shape[1] % (_LANES if kind == "int8" else _GROUP):
-        return Linear(weight_OI, bias_O)
-    return Int8Linear(weight_OI, bias_O) if kind == "int8" else Int4Linear(weight_OI, bias_O)
+    name, rounded = KINDS[kind]
+    inputs, dtype = weight_OI.shape[1], weight_OI.dtype
+    rows = torch.cat([rounded(_blocks(part_OI.float())) for part_OI in torch.split(weight_OI, _PORTION)])
+    if works():
+        return Linear.stored([store_rows(name, rows, inputs)], bias_O, dtype)
+    dense_OF = expand(rows.view(-1), name).view(len(rows), -1)
+    return Linear(dense_OF[:, :inputs].to(dtype), bias_O)
 
 
 def note(linears: Sequence[Linear], kind: str) -> str:
     """Say in one line what quantizing did to the bytes of a model."""
-    left = sum(not isinstance(one, _Rounded) for one in linears)
-    before = sum(Linear.plain_nbytes(one) for one in linears)
+    before = sum(one.plain_nbytes() for one in linears)
     after = sum(one.nbytes for one in linears)
     dtype = str(linears[0].dtype).removeprefix("torch.")
-    but = f"; {left} of {len(linears)} matrices do not fit and stay {dtype}" if left else ""
     return (
-        f"weights rounded to {kind} by torchao, the model is another one now: "
-        f"{before / 1e6:,.1f} MB of {dtype} before, {after / 1e6:,.1f} MB after{but}"
+        f"weights rounded to {kind}, the model is another one now: "
+        f"{before / 1e6:,.1f} MB of {dtype} before, {after / 1e6:,.1f} MB after"
     )
 
 
-class _Rounded(Linear):
-    """``x @ weight.T + bias`` with rounded weights."""
-
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        self.outputs, self.inputs = weight_OI.shape
-        self.dtype, self.bias_O = weight_OI.dtype, bias_O
-        self.packed, self.product = True, None
-
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        """Give [T, O]. A row comes out the same, bit for bit, whatever rows are beside it."""
-        out_TO = self._multiply(x_TI.contiguous())
-        return out_TO if self.bias_O is None else out_TO.add_(self.bias_O)
-
-    def _multiply(self, x_TI: Tensor) -> Tensor:
-        raise NotImplementedError
+def _blocks(weight_OI: Tensor) -> Tensor:
+    """Blocks [O, B, 32]; the last one is filled up with the last weight."""
+    missing = -weight_OI.shape[1] % BLOCK
+    filled_OF = torch.cat([weight_OI, weight_OI[:, -1:].expand(-1, missing)], 1)
+    return filled_OF.view(len(weight_OI), -1, BLOCK)
 
 
-class Int8Linear(_Rounded):
-    """Weights as 8-bit whole numbers, symmetric, with a scale for each output."""
-
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
-        super().__init__(weight_OI, bias_O)
-        make, per_row = _tensor_class("int8"), _granularity()
-        parts = [make.from_hp(part, per_row) for part in _portions(weight_OI)]
-        self._weight = torch.cat([part.qdata for part in parts])
-        self._scale_O = torch.cat([part.scale.flatten() for part in parts]).to(self.dtype)
-
-    def _multiply(self, x_TI: Tensor) -> Tensor:
-        out_TO: Tensor = torch.ops.aten._weight_int8pack_mm(x_TI, self._weight, self._scale_O)
-        return out_TO
-
-    def dense(self) -> Tensor:
-        """The matrix [O, I] that the whole numbers stand for; a copy."""
-        return (self._weight.float() * self._scale_O.float()[:, None]).to(self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes read by a product, bias included."""
-        bias = 0 if self.bias_O is None else self.bias_O.nbytes
-        return self._weight.nbytes + self._scale_O.nbytes + bias
+def _eight(weight_OBI: Tensor) -> Tensor:
+    """Q8_0: a scale, and codes from -127 to 127."""
+    scale_OB1 = (weight_OBI.abs().amax(-1, keepdim=True) / 127).half()
+    code_OBI = _divided(weight_OBI, scale_OB1).clamp_(-127, 127).to(torch.int8)
+    return _rows(scale_OB1, code_OBI)
 
 
-class Int4Linear(_Rounded):
-    """Weights as 4-bit whole numbers, with a scale and a zero for each group of inputs."""
-
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
-        super().__init__(weight_OI, bias_O)
-        make = _tensor_class("int4")
-        filled_OI = F.pad(weight_OI, (0, 0, 0, -self.outputs % _BLOCK))
-        parts = [make.from_hp(part, [1, _GROUP]) for part in _portions(filled_OI)]
-        self._weight = torch.cat([part.qdata for part in parts])
-        self._scale_zero = torch.cat([part.scale_and_zero for part in parts], 1)
-        """[I / group, O, 2]."""
-
-    def _multiply(self, x_TI: Tensor) -> Tensor:
-        out_TO: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x_TI, self._weight, _GROUP, self._scale_zero
-        )
-        return out_TO if out_TO.shape[1] == self.outputs else out_TO[:, : self.outputs].contiguous()
-
-    def dense(self) -> Tensor:
-        """The matrix [O, I] that the whole numbers stand for; a copy, slow."""
-        return self._multiply(torch.eye(self.inputs, dtype=self.dtype)).T.contiguous()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes read by a product, bias included."""
-        bias = 0 if self.bias_O is None else self.bias_O.nbytes
-        return self._weight.nbytes + self._scale_zero.nbytes + bias
+def _four(weight_OBI: Tensor) -> Tensor:
+    """Q4_1: a scale, the least value, and codes from 0 to 15."""
+    low_OB1, high_OB1 = weight_OBI.aminmax(dim=-1, keepdim=True)
+    scale_OB1, least_OB1 = ((high_OB1 - low_OB1) / 15).half(), low_OB1.half()
+    code_OBI = _divided(weight_OBI - least_OB1.float(), scale_OB1).clamp_(0, 15).to(torch.uint8)
+    half = BLOCK // 2
+    return _rows(scale_OB1, least_OB1, code_OBI[..., :half] | code_OBI[..., half:] << 4)
 
 
-def _tensor_class(kind: str) -> Any:
-    """Torchao's tensor of that kind; imported only here, as it takes two seconds."""
-    where = "torchao.quantization" if kind == "int8" else "torchao.prototype.quantization.int4"
-    name = "Int8Tensor" if kind == "int8" else "Int4OpaqueTensor"
-    try:
-        with _silence():
-            return getattr(import_module(where), name)
-    except (ImportError, AttributeError) as error:
-        raise ModelError(
-            f"quantize={kind!r} needs torchao 0.18, and {where}.{name} cannot be had ({error}); "
-            "install it with: pip install 'outpace[quantize]'"
-        ) from error
+def _divided(x_OBI: Tensor, scale_OB1: Tensor) -> Tensor:
+    """Whole numbers of scales; 0 where a scale is 0."""
+    wide_OB1 = scale_OB1.float()
+    return torch.where(wide_OB1 > 0, x_OBI / wide_OB1, 0.0).round_()
 
 
-def _portions(weight_OI: Tensor) -> list[Tensor]:
-    return [weight_OI[i : i + _PORTION] for i in range(0, len(weight_OI), _PORTION)]
+def _rows(*parts: Tensor) -> Tensor:
+    """The bytes of all parts of a block, block after block: uint8, a row per output."""
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1).flatten(1)
 
 
-def _granularity() -> Any:
-    return import_module("torchao.quantization").PerRow()
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Keep to itself what torchao logs when it is imported: kernels of GPUs that are not here."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
-    try:
-        yield
-    finally:
-        logging.disable(before)
+KINDS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "int8": ("Q8_0", _eight),
+    "int4": ("Q4_1", _four),
+}
+"""By name the type of the blocks, and what makes them. int8: a scale per block of inputs. int4: a
+scale and a least value."""

@@ -1,7 +1,6 @@
 """Rounded weights: what the products are, that rows stay bit-equal, and whose drafter fits."""
 
 import random
-from importlib import import_module
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from outpace.errors import ModelError, UnknownNameError
 from outpace.models import quantize
 from outpace.models.decoder import Decoder
 from outpace.models.load import load_target
-from outpace.models.packed import Linear
+from outpace.models.products import works
 from outpace.models.weights import SafetensorsCheckpoint
 from outpace.types import Draft, Feed, VocabMap
 from tests.models.making import save_hf
@@ -53,14 +52,14 @@ def tokens(count, seed=0):
 def test_a_product_is_that_of_the_rounded_matrix(dtype, kind, outputs):
     x, weight, bias = problem(dtype, 5, outputs, 64)
     rounded = quantize.quantized(weight, bias, kind)
-    assert type(rounded) is not Linear
+    assert rounded.product is not None or not works()
     dense = rounded.dense()
     want = x.double() @ dense.double().T + bias.double()
-    # The matrix and the product are each rounded to the dtype, over 64 terms of size 1.
-    slack = {torch.float32: 1e-4, torch.bfloat16: 0.15}[dtype]
+    # Rows are rounded to 16 bits or to the dtype, over 64 terms of size 1.
+    slack = {torch.float32: 1e-3, torch.bfloat16: 0.15}[dtype]
     assert (rounded(x).double() - want).abs().max() < slack
     # No weight moved by more than half a step (int4: a whole one, at the ends of its range).
-    groups = weight.float().view(outputs, -1, 64 if kind == "int8" else quantize._GROUP)
+    groups = weight.float().view(outputs, -1, quantize.BLOCK)
     step = groups.abs().amax(-1, keepdim=True) / STEPS[kind]
     moved = (dense.float().view_as(groups) - groups).abs() / step
     assert 0.2 < moved.max() < 1.1
@@ -87,22 +86,35 @@ def test_portions_are_rounded_as_the_whole(kind, monkeypatch):
     assert parts.nbytes == whole.nbytes
 
 
+@pytest.mark.skipif(not works(), reason="code cannot be compiled here")
 def test_bytes_are_counted_as_they_lie():
     _, weight, bias = problem(torch.bfloat16, 1, 96, 64)
-    assert quantize.quantized(weight, bias, "int8").nbytes == 96 * 64 + 2 * 96 + 2 * 96
-    # Half a byte each, a scale and a zero of two bytes for every 32, and the bias.
+    # A scale of two bytes for every 32, and as much for a least value; and the bias.
+    assert quantize.quantized(weight, bias, "int8").nbytes == 96 * 64 + 96 * 2 * 2 + 2 * 96
     assert quantize.quantized(weight, bias, "int4").nbytes == 96 * 64 // 2 + 96 * 2 * 4 + 2 * 96
 
 
 @pytest.mark.parametrize("kind", quantize.KINDS)
-def test_what_does_not_fit_the_kernel_stays_as_it_is(kind):
-    """The int8 kernel would read past the end of these rows, and crash."""
-    x, weight, _ = problem(torch.bfloat16, 4, 72, 40)
-    plain = quantize.quantized(weight, None, kind)
-    assert type(plain) is Linear
-    assert torch.equal(plain(x), Linear(weight)(x))
-    text = quantize.note([plain, quantize.quantized(weight[:, :32], None, kind)], kind)
-    assert "1 of 2 matrices do not fit and stay bfloat16" in text
+def test_blocks_that_are_not_full_are_filled_up(kind):
+    x, weight, bias = problem(torch.float32, 4, 24, 40)
+    rounded = quantize.quantized(weight + 5, bias, kind)
+    want = x.double() @ rounded.dense().double().T + bias.double()
+    assert (rounded(x).double() - want).abs().max() < 0.01
+    step = 2 * (weight + 5).abs().max() / 15
+    assert ((rounded.dense() - weight - 5).abs() < step).all()
+    same = torch.full((16, 64), 0.25)
+    assert torch.equal(quantize.quantized(same, None, "int4").dense(), same), "no range to divide by"
+    assert not quantize.quantized(torch.zeros(16, 64), None, kind).dense().any()
+
+
+@pytest.mark.parametrize("kind", quantize.KINDS)
+def test_what_cannot_be_compiled_is_expanded(kind, monkeypatch):
+    _, weight, bias = problem(torch.float32, 5, 48, 64)
+    stored = quantize.quantized(weight, bias, kind)
+    monkeypatch.setattr(quantize, "works", lambda: False)
+    expanded = quantize.quantized(weight, bias, kind)
+    assert torch.equal(expanded.dense(), stored.dense())
+    assert expanded.nbytes == expanded.plain_nbytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -147,7 +159,6 @@ def test_the_rounded_model_is_a_model_of_its_own(folder, kind):
     assert rounded.name == f"{plain.name}[{kind}]"
     assert rounded.dtype == plain.dtype
     linears = [rounded._ends.head, *(one for b in rounded._blocks for one in b.linears)]
-    assert not any(type(one) is Linear for one in linears)
     assert rounded.weight_bytes == sum(one.nbytes for one in linears) < 0.6 * plain.weight_bytes
     before, after = plain.weight_bytes / 1e6, rounded.weight_bytes / 1e6
     assert f"{before:,.1f} MB of bfloat16 before, {after:,.1f} MB after" in rounded.note
@@ -173,7 +184,7 @@ def test_the_head_learns_and_unembeds_a_part_of_the_vocabulary(folder, kind):
     feed_V = torch.full((96,), -1)
     feed_V[keep] = torch.arange(3)
     # The same rounded matrix, in another product.
-    close = {"rtol": 1e-4, "atol": 1e-4}
+    close = {"rtol": 1e-3, "atol": 1e-3}
     torch.testing.assert_close(decoder.head(hidden, VocabMap(keep, feed_V)), whole[:, keep], **close)
     learner = hidden.clone().requires_grad_()
     logits = decoder.head(learner)
@@ -195,7 +206,7 @@ def test_greedy_text_is_the_same_with_any_drafter(kind):
     assert [one.tokens for one in exact] != [one.tokens for one in plain]
 
 
-def test_what_cannot_be_rounded_is_refused_in_one_line(folder, monkeypatch):
+def test_what_cannot_be_rounded_is_refused_in_one_line(folder):
     with pytest.raises(UnknownNameError, match="did you mean int8"):
         load_target(folder, quantize="int88")
     with pytest.raises(ModelError, match="works on the CPU, not on meta"):
@@ -206,13 +217,3 @@ def test_what_cannot_be_rounded_is_refused_in_one_line(folder, monkeypatch):
     with pytest.raises(ModelError, match="in memory and not rounded to 'int4'"):
         load_target(target, quantize="int4")
     assert load_target(target.quantized("int4"), quantize="int4").quantize == "int4"
-
-    def missing(name, *rest, **more):
-        if name.startswith("torchao"):
-            raise ModuleNotFoundError(f"No module named {name!r}")
-        return import_module(name, *rest, **more)
-
-    monkeypatch.setattr(quantize, "import_module", missing)
-    for kind in quantize.KINDS:
-        with pytest.raises(ModelError, match=r"pip install 'outpace\[quantize\]'"):
-            load_target(folder, quantize=kind)
