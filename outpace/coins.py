@@ -1,9 +1,10 @@
 """Randomness as a function: every coin is named, none is drawn from a stream.
 
-A coin is a counter-based hash of (seed, stream, position of the pending token, key). The stream
-names the use, the key the node and the draw (and the level of a cascade). The pending position
-grows at every step, so no coin is used twice; batching, preemption and the order of calls change
-none. What was made with a seed's coins must not be drafted from under the same coins.
+A coin is a counter-based hash of (seed, stream, position of the pending token, key). A request's
+prompt is mixed into its seed (`key_of`), so that two prompts under one seed share no coin. The
+stream names the use, the key the node and the draw (and the level of a cascade). The pending
+position grows at every step, so no coin is used twice; batching, preemption and the order of calls
+change none. What was made with a seed's coins must not be drafted from under the same coins.
 
 One kind is keyed by the *absolute* position instead: `race`, the Gumbel race that picks a token
 as a function of its law and the coin of its position alone. Whoever races the same law at the
@@ -16,7 +17,9 @@ drafted twice, and a policy or drafter that reads refused tokens then biases the
 from __future__ import annotations
 
 import enum
+import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -35,6 +38,7 @@ class Stream(enum.IntEnum):
     JUDGE = 2
     POLICY = 4
     RACE = 5
+    ANSWER = 6
 
 
 class Coins(ABC):
@@ -61,7 +65,7 @@ class KeyedCoins(Coins):
     """The real thing.
 
     Args:
-        seed: of the request.
+        seed: what names the coins of a text; ``key_of`` mixes the prompt into a request's seed.
         position: index of the pending token in its sequence, prompt included.
         stream: what the coins are for.
     """
@@ -104,6 +108,18 @@ class KeyedCoins(Coins):
         count = min(count, int((law.prob_S > 0).sum()))
         order = time_S.topk(count, largest=False).indices
         return [int(t) for t in (order if law.id_S is None else law.id_S[order]).tolist()]
+
+
+def later_seed(seed: int, turn: int) -> int:
+    """The seed of an answer of a request: its own for the first (0), else 48 bits hashed from it."""
+    return seed if turn == 0 else _mix(_mix(seed, int(Stream.ANSWER)), turn) >> 16
+
+
+def key_of(seed: int, prompt: Sequence[int]) -> int:
+    """What names the coins of a text: two prompts under one seed meet independent coins."""
+    ids = np.asarray(prompt, dtype="<i8").tobytes()
+    digest = hashlib.blake2b(ids, digest_size=8, key=seed.to_bytes(8, "little")).digest()
+    return int.from_bytes(digest, "little")
 
 
 def exponentials(key: int, id_S: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ line prints the message and exits with 2; a traceback means a bug of ours.
 
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _FEW = 6  # names that fit into a message even where one of them is near
@@ -84,12 +84,13 @@ class UnknownNameError(OutpaceError):
         kind: what was looked up, for example ``"drafter"``.
         name: the name that was given.
         known: every name that would have been right.
+        notes: sentences to add, such as why a package's names are missing.
     """
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
-        self.kind, self.name, self.known = kind, name, sorted(known)
+    def __init__(self, kind: str, name: str, known: Iterable[str], notes: Sequence[str] = ()) -> None:
+        self.kind, self.name, self.known = kind, name, sorted(set(known))
         near = difflib.get_close_matches(name, self.known, n=3, cutoff=0.6)
         hints = [f"did you mean {' or '.join(near)}?"] if near else []
         if not near or len(self.known) <= _FEW:
             hints.append(f"known: {', '.join(self.known)}")
-        super().__init__(f"unknown {kind} {name!r}; {' '.join(hints)}")
+        super().__init__("; ".join([f"unknown {kind} {name!r}; {' '.join(hints)}", *notes]))

@@ -6,9 +6,13 @@ And files of text that users name: read as UTF-8, with one message where that ca
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
 import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,7 +27,7 @@ def replaced(path: Path) -> Iterator[Path]:
     After an error the old file stays. Missing folders are made.
 
     Raises:
-        OSError: a folder cannot be made, or the file not written.
+        OSError: a folder cannot be made, or the file not written; it names the path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
@@ -37,8 +41,66 @@ def replaced(path: Path) -> Iterator[Path]:
         with fresh.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(fresh, path)
+    except OSError as error:
+        if error.filename not in (None, str(fresh)):
+            raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+    except Exception as error:
+        # How libraries written in Rust tell of a full disk.
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
     finally:
         fresh.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def filled(folder: Path) -> Iterator[Path]:
+    """Give a new folder to write to; afterwards its files take their places in ``folder``.
+
+    After an error nothing of them is left, and no folder that was not there before.
+
+    Raises:
+        OSError: a folder cannot be made.
+    """
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
+    try:
+        fresh.mkdir()
+        yield fresh
+        if folder.exists():
+            for file in fresh.iterdir():
+                os.replace(file, folder / file.name)
+        else:
+            fresh.rename(folder)
+    except OSError as error:
+        named = str(error.filename).replace(str(fresh), str(folder))
+        raise OSError(error.errno, error.strerror, named) from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        for one in made:
+            with contextlib.suppress(OSError):  # it holds something, so it stays
+                one.rmdir()
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be written, or made; nothing is left there.
+
+    Raises:
+        OSError: it names the folder.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
+    there = next((one for one in (folder, *folder.parents) if one.exists()), Path("."))
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".", suffix=".part") as file:
+            file.write(bytes(1 << 16))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from error
 
 
 def write_whole(path: Path, data: bytes | str) -> None:

@@ -1,23 +1,21 @@
 """The one table of methods: name -> where its class is.
 
 Classes are imported on first use. The drafting methods of this package are listed in
-`outpace.methods`, and nowhere else. A third party adds entries through entry points, one group
-per kind (``outpace.drafters``, ``outpace.verifiers``, and so on): each names a class with a
-docstring, or a `MethodEntry`. They are imported when they are asked for by name, or listed.
+`outpace.methods`, and nowhere else. Other packages add methods by a table of the same form: an entry
+point of the group ``outpace.methods`` names a module that holds ``ENTRIES``. The table is read at the
+start of every command, so its module should import nothing but this one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
-import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from outpace.errors import OutpaceError, UnknownNameError
 
@@ -197,27 +195,37 @@ _CORE = (
 )
 
 
-_GROUPS: tuple[tuple[Kind, str], ...] = (
-    ("drafter", "outpace.drafters"),
-    ("verifier", "outpace.verifiers"),
-    ("policy", "outpace.policies"),
-    ("objective", "outpace.objectives"),
-    ("learner", "outpace.learners"),
-    ("builder", "outpace.builders"),
-    ("exporter", "outpace.exporters"),
-)
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Every method, and why tables of other packages are left out."""
+
+    methods: Mapping[tuple[str, str], MethodEntry]
+    package: Mapping[tuple[str, str], str]
+    """The package of each method that comes with another one."""
+    broken: tuple[str, ...]
 
 
 @lru_cache(maxsize=1)
-def _table() -> dict[tuple[str, str], MethodEntry | _PlugIn]:
-    """Every method, ours first; read once, never changed. Imports no class."""
-    table: dict[tuple[str, str], MethodEntry | _PlugIn] = {(one.kind, one.name): one for one in builtin()}
-    for kind, group in _GROUPS:
-        for point in entry_points(group=group):
-            if (kind, point.name) in table:
-                raise OutpaceError(f"two {kind}s are called {point.name!r}; rename that of {_source(point)}")
-            table[kind, point.name] = _PlugIn(point, kind)
-    return table
+def _table() -> _Table:
+    """Read all tables once, ours first. Imports no class."""
+    methods: dict[tuple[str, str], MethodEntry] = {(one.kind, one.name): one for one in builtin()}
+    package: dict[tuple[str, str], str] = {}
+    broken = []
+    for point in entry_points(group=_METHODS):
+        who = _source(point)
+        try:
+            rows: dict[tuple[str, str], MethodEntry] = {(r.kind, r.name): r for r in _rows(point.load())}
+            for kind, name in rows.keys() & methods.keys():
+                raise ValueError(f"there is a {kind} {name!r} already; rename this one")
+        except Exception as error:  # whatever a stranger's module may raise
+            broken.append(
+                f"the methods of {who} are left out, {point.value} cannot be used: "
+                f"{type(error).__name__}: {error}; mend or uninstall it"
+            )
+            continue
+        methods.update(rows)
+        package.update(dict.fromkeys(rows, who))
+    return _Table(methods, package, tuple(broken))
 
 
 def builtin() -> tuple[MethodEntry, ...]:
@@ -229,80 +237,53 @@ def _methods() -> tuple[MethodEntry, ...]:
     """What `outpace.methods` lists; nothing if the folder was left out."""
     if importlib.util.find_spec(_METHODS) is None:
         return ()
-    entries: tuple[MethodEntry, ...] = importlib.import_module(_METHODS).ENTRIES
-    return entries
+    return _rows(importlib.import_module(_METHODS))
+
+
+def _rows(module: Any) -> tuple[MethodEntry, ...]:
+    """The rows of a table."""
+    rows = tuple(module.ENTRIES)
+    for row in rows:
+        if not isinstance(row, MethodEntry):
+            raise TypeError(f"ENTRIES holds {row!r}, which is no MethodEntry")
+        if row.kind not in get_args(Kind):
+            raise ValueError(f"{row.name!r} has the kind {row.kind!r}; known: {', '.join(get_args(Kind))}")
+        if sum((one.kind, one.name) == (row.kind, row.name) for one in rows) > 1:
+            raise ValueError(f"ENTRIES holds two {row.kind}s {row.name!r}")
+    return rows
 
 
 def _source(point: Any) -> str:
     """Who installed an entry point."""
     dist = getattr(point, "dist", None)
-    return "a plug-in" if dist is None else f"the package {dist.name} {dist.version}"
+    return f"the plug-in {point.name!r}" if dist is None else f"the package {dist.name} {dist.version}"
 
 
-class _PlugIn:
-    """An entry point, imported when it is asked for.
-
-    Its methods raise OutpaceError, naming who installed it, if it cannot be imported.
-    """
-
-    def __init__(self, point: Any, kind: Kind) -> None:
-        self._point, self._kind = point, kind
-
-    def entry(self) -> MethodEntry:
-        """Its entry; a bare class is described by its docstring."""
-        point = self._point
-        with self._blamed():
-            found = point.load()
-            if isinstance(found, MethodEntry):
-                return replace(found, name=point.name, kind=self._kind)
-            if not isinstance(found, type):
-                raise TypeError("it is no class and no MethodEntry")
-            summary = (inspect.getdoc(found) or "").partition("\n")[0]
-        return MethodEntry(point.name, self._kind, "plug-in", point.value, summary)
-
-    def listed(self) -> MethodEntry:
-        """Its entry for a list: one that is broken says so in its summary."""
-        try:
-            return self.entry()
-        except OutpaceError as error:
-            return MethodEntry(self._point.name, self._kind, "plug-in", self._point.value, str(error))
-
-    def load(self) -> Any:
-        """Its class."""
-        path = self.entry().path
-        with self._blamed():
-            return _import(path)
-
-    @contextlib.contextmanager
-    def _blamed(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # whatever a stranger's module may raise
-            raise OutpaceError(
-                f"{self._kind} {self._point.name!r} of {_source(self._point)} cannot be loaded "
-                f"from {self._point.value}: {type(error).__name__}: {error}; mend or uninstall it"
-            ) from error
+def broken() -> tuple[str, ...]:
+    """Why packages that are installed add no methods; a sentence each."""
+    return _table().broken
 
 
 def entries(kind: Kind | None = None) -> list[MethodEntry]:
     """Methods of one kind, or all drafters, verifiers and policies, in table order."""
     kinds = _DECODING if kind is None else (kind,)
-    return [
-        one if isinstance(one, MethodEntry) else one.listed()
-        for (of_kind, _), one in _table().items()
-        if of_kind in kinds
-    ]
+    return [one for one in _table().methods.values() if one.kind in kinds]
 
 
 def entry(kind: Kind, name: str) -> MethodEntry:
     """One method.
 
     Raises:
-        UnknownNameError: with near names.
-        OutpaceError: a plug-in that cannot be imported.
+        UnknownNameError: with near names, and what was left out.
     """
-    found = _find(kind, name)
-    return found if isinstance(found, MethodEntry) else found.entry()
+    table = _table()
+    found = table.methods.get((kind, name))
+    if found is not None:
+        return found
+    if kind == "drafter" and (Path(name) / "config.json").is_file():
+        raise OutpaceError(f"no drafter is called {name!r}; for the folder write ./{name}")
+    known = [n for of_kind, n in table.methods if of_kind == kind]
+    raise UnknownNameError(_CALLED.get(kind, kind), name, known, table.broken)
 
 
 def able(kind: Kind, ability: str) -> list[MethodEntry]:
@@ -322,22 +303,22 @@ def can(kind: Kind, name: str, ability: str) -> bool:
 
 
 def load(kind: Kind, name: str) -> Any:
-    """The class (or function) of a method; imports its module on first use. Raises as ``entry``."""
-    found = _find(kind, name)
-    return _import(found.path) if isinstance(found, MethodEntry) else found.load()
+    """The class (or function, or module) of a method; imports its module on first use.
 
-
-def _find(kind: Kind, name: str) -> MethodEntry | _PlugIn:
-    found = _table().get((kind, name))
-    if found is not None:
-        return found
-    if kind == "drafter" and (Path(name) / "config.json").is_file():
-        raise OutpaceError(f"no drafter is called {name!r}; for the folder write ./{name}")
-    known = [n for of_kind, n in _table() if of_kind == kind]
-    raise UnknownNameError(_CALLED.get(kind, kind), name, known)
-
-
-def _import(path: str) -> Any:
-    module, _, name = path.partition(":")
-    found = importlib.import_module(module)
-    return getattr(found, name) if name else found
+    Raises:
+        UnknownNameError: as ``entry``.
+        OutpaceError: a method of another package that cannot be imported.
+    """
+    row = entry(kind, name)
+    module, _, attribute = row.path.partition(":")
+    try:
+        found = importlib.import_module(module)
+        return getattr(found, attribute) if attribute else found
+    except Exception as error:  # whatever a stranger's module may raise
+        who = _table().package.get((kind, name))
+        if who is None:
+            raise
+        raise OutpaceError(
+            f"{kind} {name!r} of {who} cannot be loaded from {row.path}: "
+            f"{type(error).__name__}: {error}; mend or uninstall it"
+        ) from error

@@ -132,34 +132,17 @@ def step(machine: Machine, rows: Sequence[StepSequence]) -> list[Outcome]:
     clock = _clock(machine)
     plans, views = _plan(machine, rows)
     clock.lap("plan")
-    num_uncached_B = [
+    uncached_B = [
         _num_uncached(machine, row, plan.drafter) if plan.budget.max_nodes else 0
         for row, plan in zip(rows, plans, strict=True)
     ]
     drafts = _draft(machine, rows, plans)
     clock.lap("draft")
-    scored = machine.target.score(
-        [Feed.tree(r.slot, r.tokens[-1], d) for r, d in zip(rows, drafts, strict=True)],
-        machine.cache,
-        taps=machine.taps(rows),
-    )
-    clock.lap("score")
-    verdicts = _judge(machine, rows, plans, drafts, scored, machine.want_laws)
-    clock.lap("judge")
-
-    def outcome(i: int) -> Outcome:
-        row, plan, draft = rows[i], plans[i], drafts[i]
-        verdict = row.cut(verdicts[i])
-        # The last emitted token becomes the pending one, so its own row is not kept.
-        kept = (0, *(node + 1 for node in verdict.kept[: len(verdict.emitted) - 1]))
-        fed = (row.tokens[-1], *verdict.emitted[:-1])
-        return Outcome(draft, scored.of(i), verdict, fed, kept, len(row.tokens) - 1, drafter=plan.drafter)
-
-    outcomes = _commit(machine, rows, outcome)
-    machine.policy.learn([views[i] for i in outcomes], [_evidence(one) for one in outcomes.values()])
-    clock.lap("commit")
-    _tell(machine, rows, outcomes, clock, plans, num_uncached_B)
-    return list(outcomes.values())
+    parts = [
+        _Part(row, Feed.tree(row.slot, row.tokens[-1], draft), len(row.tokens) - 1, plan, draft, view, n)
+        for row, plan, draft, view, n in zip(rows, plans, drafts, views, uncached_B, strict=True)
+    ]
+    return _pass(machine, parts, clock)
 
 
 def prefill(
@@ -177,34 +160,55 @@ def prefill(
         One outcome per row, ``forced``; ``emitted`` is empty while the prompt goes on.
     """
     clock = _clock(machine)
-    held = [machine.cache.length(row.slot) for row in rows]
-    upto = [n + machine.chunk for n in held] if ends is None else ends
-    chunks = [tuple(r.tokens[n:end]) for r, n, end in zip(rows, held, upto, strict=True)]
-    whole = [n + len(c) == len(r.tokens) for r, n, c in zip(rows, held, chunks, strict=True)]
-    feeds = [
-        Feed.chain(row.slot, chunk, want=(len(chunk) - 1,) if end else ())
-        for row, chunk, end in zip(rows, chunks, whole, strict=True)
-    ]
-    scored = machine.target.score(feeds, machine.cache, taps=machine.taps(rows))
+    parts = []
+    for i, row in enumerate(rows):
+        start = machine.cache.length(row.slot)
+        end = start + machine.chunk if ends is None else ends[i]
+        chunk = row.tokens[start:end]
+        last = (len(chunk) - 1,) if start + len(chunk) == len(row.tokens) else ()
+        parts.append(_Part(row, Feed.chain(row.slot, chunk, want=last), start))
+    return _pass(machine, parts, clock)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """What one sequence has in a pass: its pending token and a draft, or tokens that are decided."""
+
+    row: StepSequence
+    feed: Feed
+    start: int
+    """Position of the first token fed."""
+    plan: Plan = field(default_factory=lambda: Plan("none", NOTHING))
+    draft: Draft = field(default_factory=Draft)
+    view: PolicyRow | None = None
+    """What the policy saw; None for decided tokens."""
+    num_uncached: int = 0
+
+    def outcome(self, scored: Scored, verdict: Verdict) -> Outcome:
+        """Cut the verdict, and say which tokens enter the cache."""
+        emits = self.view is not None or self.feed.wanted > 0
+        verdict = self.row.cut(verdict) if emits else verdict
+        if self.view is None:
+            fed = self.feed.token_J
+            return Outcome(self.draft, scored, verdict, fed, tuple(range(len(fed))), self.start, forced=True)
+        # The last emitted token becomes the pending one, so its own row is not kept.
+        kept = (0, *(node + 1 for node in verdict.kept[: len(verdict.emitted) - 1]))
+        fed = (self.row.tokens[-1], *verdict.emitted[:-1])
+        return Outcome(self.draft, scored, verdict, fed, kept, self.start, drafter=self.plan.drafter)
+
+
+def _pass(machine: Machine, parts: Sequence[_Part], clock: StepClock) -> list[Outcome]:
+    """SCORE, JUDGE and COMMIT, for drafts and for tokens that are decided."""
+    rows = [part.row for part in parts]
+    scored = machine.target.score([part.feed for part in parts], machine.cache, taps=machine.taps(rows))
     clock.lap("score")
-    ending = [i for i, end in enumerate(whole) if end]
-    plan, draft = Plan("none", NOTHING), Draft()
-    # One row per ending prompt.
-    last = Scored(scored.logits_TV, tuple(range(len(ending) + 1)), best=scored.best)
-    judged = _judge(
-        machine, [rows[i] for i in ending], [plan] * len(ending), [draft] * len(ending), last, False
-    )
-    verdicts = {ending[i]: verdict for i, verdict in judged.items()}
+    verdicts = _judge(machine, parts, scored)
     clock.lap("judge")
-
-    def outcome(i: int) -> Outcome:
-        verdict = rows[i].cut(verdicts[i]) if i in verdicts else Verdict((), ())
-        kept = tuple(range(len(chunks[i])))
-        return Outcome(draft, scored.of(i), verdict, chunks[i], kept, held[i], forced=True)
-
-    outcomes = _commit(machine, rows, outcome)
+    outcomes = _commit(machine, parts, scored, verdicts)
+    _observe(machine, parts, outcomes)
+    _learn(machine, parts, outcomes)
     clock.lap("commit")
-    _tell(machine, rows, outcomes, clock)
+    _report(machine, parts, outcomes, clock)
     return list(outcomes.values())
 
 
@@ -313,21 +317,17 @@ def _num_uncached(machine: Machine, row: StepSequence, name: str) -> int:
     return machine.drafters[name].num_uncached(row.states[name], row.tokens)
 
 
-def _judge(
-    machine: Machine,
-    rows: Sequence[StepSequence],
-    plans: Sequence[Plan],
-    drafts: Sequence[Draft],
-    scored: Scored,
-    want_laws: bool,
-) -> dict[int, Verdict]:
+def _judge(machine: Machine, parts: Sequence[_Part], scored: Scored) -> dict[int, Verdict]:
     """Judge every draft; a row whose draft cannot be judged fails, and has no verdict."""
-    laws = laws_of_batch(scored, [row.warp for row in rows], drafts)
-    verdicts = {}
-    for i, (row, plan, draft, law) in enumerate(zip(rows, plans, drafts, laws, strict=True)):
-        verifier = row.verifiers[plan.drafter]
+    judged = [i for i, part in enumerate(parts) if part.feed.wanted]
+    warps = [parts[i].row.warp for i in judged]
+    laws = laws_of_batch(scored, warps, [parts[i].draft for i in judged])
+    verdicts = {i: Verdict((), ()) for i in range(len(parts)) if i not in judged}
+    for i, law in zip(judged, laws, strict=True):
+        row, draft = parts[i].row, parts[i].draft
+        verifier = row.verifiers[parts[i].plan.drafter]
         try:
-            verdicts[i] = verifier.judge(draft, law, row.coins(Stream.JUDGE), want_laws=want_laws)
+            verdicts[i] = verifier.judge(draft, law, row.coins(Stream.JUDGE), want_laws=machine.want_laws)
         except Exception as error:
             if isinstance(error, LogitsError | RequestError):
                 error = type(error)(f"sequence {row.number}, pass {machine.steps}: {error}")
@@ -337,43 +337,48 @@ def _judge(
 
 
 def _commit(
-    machine: Machine, rows: Sequence[StepSequence], outcome: Callable[[int], Outcome]
+    machine: Machine, parts: Sequence[_Part], scored: Scored, verdicts: Mapping[int, Verdict]
 ) -> dict[int, Outcome]:
-    """Commit row by row, each wholly before the next, and then tell the drafters.
+    """Commit row by row, each wholly before the next.
 
     A row that fails on the way ends, and no other notices: what belongs to the others is touched
     in their own turn alone.
 
-    Args:
-        machine: as of the step.
-        rows: all of the step; those that have failed are left out.
-        outcome: cuts the verdict of a row; this and all after it is part of the row's commit.
-
     Returns:
-        Row -> outcome, without those that failed.
+        Part -> outcome, without those that failed.
     """
     outcomes: dict[int, Outcome] = {}
-    for i, row in enumerate(rows):
-        if row.failed:
+    for i, part in enumerate(parts):
+        if part.row.failed:
             continue
         try:
-            one = outcome(i)
-            machine.cache.keep(row.slot, one.row_F)
-            row.extend(one)
+            one = part.outcome(scored.of(i), verdicts[i])
+            machine.cache.keep(part.row.slot, one.row_F)
+            part.row.extend(one)
         except Exception as error:
-            machine.cache.drop(row.slot)
-            row.fail(error)
+            machine.cache.drop(part.row.slot)
+            part.row.fail(error)
         else:
             outcomes[i] = one
+    return outcomes
+
+
+def _observe(machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Outcome]) -> None:
+    """Tell every drafter once what was committed."""
     watching: dict[str, list[int]] = {}
     for i in outcomes:
-        for name in rows[i].states:
+        for name in parts[i].row.states:
             watching.setdefault(name, []).append(i)
     for name, indices in watching.items():
-        machine.drafters[name].observe(
-            [rows[i].states[name] for i in indices], [outcomes[i] for i in indices]
-        )
-    return outcomes
+        states = [parts[i].row.states[name] for i in indices]
+        machine.drafters[name].observe(states, [outcomes[i] for i in indices])
+
+
+def _learn(machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Outcome]) -> None:
+    """Tell the policy what became of its plans."""
+    planned = [(view, one) for i, one in outcomes.items() if (view := parts[i].view) is not None]
+    if planned:
+        machine.policy.learn([view for view, _ in planned], [_evidence(one) for _, one in planned])
 
 
 def _clock(machine: Machine) -> StepClock:
@@ -394,13 +399,8 @@ def _evidence(outcome: Outcome) -> Evidence:
     )
 
 
-def _tell(
-    machine: Machine,
-    rows: Sequence[StepSequence],
-    outcomes: Mapping[int, Outcome],
-    clock: StepClock,
-    plans: Sequence[Plan] = (),
-    num_uncached_B: Sequence[int] = (),
+def _report(
+    machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Outcome], clock: StepClock
 ) -> None:
     """Hand listeners the step as numbers."""
     machine.steps += 1
@@ -408,30 +408,29 @@ def _tell(
         return
     records = []
     for i, outcome in outcomes.items():
-        e = _evidence(outcome)
+        part, seen = parts[i], _evidence(outcome)
         records.append(
             RowRecord(
-                rows[i].number,
-                e.drafter,
-                e.drafted,
-                e.accepted,
+                part.row.number,
+                seen.drafter,
+                seen.drafted,
+                seen.accepted,
                 outcome.verdict.emitted,
-                e.depth,
-                e.censored,
-                plans[i].choice if plans else None,
-                num_uncached_B[i] if num_uncached_B else 0,
+                seen.depth,
+                seen.censored,
+                part.plan.choice,
+                part.num_uncached,
             )
         )
-    passed = sum(len(o.row_F) if o.forced else _rows_of(o.draft) for o in outcomes.values())
     record = StepRecord(
         machine.steps - 1,
         tuple(records),
         clock.seconds,
-        passed,
+        sum(len(o.row_F) if o.forced else _rows_of(o.draft) for o in outcomes.values()),
         clock.passes,
         clock.draft_levels,
         prompt=all(outcome.forced for outcome in outcomes.values()),
-        context=_context(rows),
+        context=_context([part.row for part in parts]),
     )
     for listener in machine.listeners:
         listener(record)

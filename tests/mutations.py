@@ -161,7 +161,7 @@ def profile(target):
         mean_emitted=1.9,
         drafted=40,
         accepted=20,
-        hinted=False,
+        previewed=False,
         known=known,
         expected_D=(1.2, 1.5),
     )

@@ -71,7 +71,7 @@ MAY_IMPORT = {
     "serving": "errors clock config registry params stops types coins sampling tree step cache.base"
     " models models.base drafters.base drafters.wrapping verifiers.base policies.base engine",
     "server": "errors config registry params sampling models engine serving",
-    "cli": "kernels errors config files registry params models models.base drafters drafters.trained"
+    "cli": "kernels errors config files registry params tree models models.base drafters drafters.trained"
     " engine analysis bench train serving server",
     "__main__": "cli",
 }
@@ -79,6 +79,16 @@ TYPE_ONLY = {("models.base", "models")}
 """Edges that exist in annotations alone, below ``if TYPE_CHECKING``."""
 EXEMPT = {"outpace"}
 """The public surface names the public names of every layer."""
+
+NAMES = {
+    # module: names of methods that its strings may hold, outside docstrings; and why.
+    "outpace.bench.peers.child": "prompt_lookup",  # an option of OpenVINO
+    "outpace.bench.peers.contenders": "prompt_lookup",  # an option of transformers and OpenVINO
+    "outpace.bench.formats": "reference",  # a field of a file of prompts
+    "outpace.bench.workloads": "reference",  # the same
+}
+"""`none` and `auto`, which are no rooms, may be named by all. Texts that hold a name among other words
+are help and examples."""
 
 CHANGERS = frozenset("append add update setdefault pop popitem clear extend insert remove discard".split())
 
@@ -129,6 +139,28 @@ def imports(tree: ast.Module, known: set[str]) -> Iterator[tuple[str, bool]]:
                 yield (full if named else str(node.module)), id(node) in for_types
 
 
+def drafters() -> set[str]:
+    """Names of drafters that have a room."""
+    return {row.name for row in registry.builtin() if row.kind == "drafter"} - {"none", "auto"}
+
+
+def _names(module: str, tree: ast.Module) -> list[str]:
+    """Strings that name a method or a room: the name alone, a method spec of it, or a module."""
+    if layer(module) == "methods":
+        return []
+    words = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    wrong, out = drafters() - set(NAMES.get(module, "").split()), []
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Constant) and isinstance(node.value, str)) or id(node) in words:
+            continue
+        name = node.value.strip().partition("[")[0]
+        if name in wrong:
+            out.append(f"line {node.lineno}: names the method {name!r}; look it up by ability or kind")
+        if node.value.startswith("outpace.methods") and module != "outpace.registry":
+            out.append(f"line {node.lineno}: names a module of outpace.methods")
+    return out
+
+
 def faults(module: str, source: str, known: set[str]) -> list[str]:
     """Everything that is wrong with one module."""
     if not source.isascii():
@@ -141,6 +173,7 @@ def faults(module: str, source: str, known: set[str]) -> list[str]:
         if target.startswith("outpace") and module not in EXEMPT:
             out += _edge(module, target, type_only)
     out += _transformers(module, tree)
+    out += _names(module, tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
             out.append(f"line {node.lineno}: global")
@@ -278,6 +311,17 @@ def test_the_registry_names_classes_that_exist():
         ("outpace.law", "def f():\n    import outpace.types", "may import: nothing of ours"),
         ("outpace.verifiers.tree", "from outpace.verifiers.match import follow", "imports method"),
         ("outpace.methods.lookup.other", "from outpace.methods.graph import Graph", "reaches into the room"),
+        ("outpace.engine.engine", "from outpace.methods.graph import Graph", "imports outpace.methods.graph"),
+        (
+            "outpace.server.app",
+            "def f():\n    import outpace.methods.lookup",
+            "imports outpace.methods.lookup",
+        ),
+        ("outpace.drafters.parts", "import outpace.methods", "imports outpace.methods"),
+        ("outpace.engine.engine", "HOME = 'outpace.methods.graph'", "names a module of outpace.methods"),
+        ("outpace.engine.engine", "A = x == 'eagle3'", "names the method 'eagle3'"),
+        ("outpace.engine.engine", "A = f'suffix[tree={x}]'", "names the method 'suffix'"),
+        ("outpace.engine.portfolio", "A = 'suffix[tree=2x2]'", "names the method 'suffix'"),
         ("outpace.engine.engine", "from outpace import Engine", "the public surface"),
         ("outpace.quantum.core", "import outpace.types", "has no row"),
         ("outpace.coins", "X = 1", "no docstring"),
@@ -304,6 +348,15 @@ def test_the_checks_can_fail(module, source, fault):
     except SyntaxError as error:
         found = [str(error)]
     assert any(fault in line for line in found), found
+
+
+def test_every_exception_is_needed():
+    modules = sources()
+    for module, names in NAMES.items():
+        tree = ast.parse(modules[module])
+        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        held = {text.strip().partition("[")[0] for text in texts if isinstance(text, str)}
+        assert set(names.split()) <= held, module
 
 
 def test_a_good_module_passes():

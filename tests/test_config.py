@@ -1,11 +1,11 @@
 import dataclasses
 import json
 import sys
-from importlib.metadata import EntryPoint
 
 import pytest
 
 from outpace import registry
+from outpace.cli.main import main
 from outpace.config import PLAN_KEYS, MethodSpec, build, needs_settings, split_specs
 from outpace.errors import OutpaceError, SpecError, UnknownNameError
 from outpace.methods.lookup.prompt_lookup import PromptLookupConfig
@@ -73,78 +73,68 @@ def test_the_registry_suggests_near_names_and_its_classes_keep_the_contract():
 
 
 @pytest.fixture
-def plug(monkeypatch):
-    """Installs entry points for drafters."""
+def plug(tmp_path, monkeypatch):
+    """Installs a package with a table of methods, as pip would."""
 
-    def install(**value_of):
-        points = [EntryPoint(n, v, "outpace.drafters") for n, v in value_of.items()]
-        monkeypatch.setattr(
-            registry, "entry_points", lambda group: points if group == "outpace.drafters" else []
-        )
+    def install(source, name="stranger"):
+        info = tmp_path / f"{name}-1.2.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+        (info / "entry_points.txt").write_text(f"[outpace.methods]\n{name} = {name}\n")
+        (tmp_path / f"{name}.py").write_text(f"from outpace.registry import MethodEntry\n{source}\n")
+        installed.append(name)
         registry._table.cache_clear()
 
+    installed = []
+    monkeypatch.syspath_prepend(tmp_path)
     yield install
     monkeypatch.undo()
     registry._table.cache_clear()
+    for name in installed:
+        sys.modules.pop(name, None)
 
 
 HOME = "outpace.methods.lookup.prompt_lookup:PromptLookupConfig"
 
 
-def test_a_plugin_adds_a_row_and_cannot_take_a_name(plug):
-    plug(mine=HOME)
-    assert registry.load("drafter", "mine") is PromptLookupConfig
+def test_a_package_adds_rows_as_we_do(plug):
+    plug(
+        f"ENTRIES = (MethodEntry('mine', 'drafter', 'lookup', '{HOME}', 'Mine.', auto=True),\n"
+        "    MethodEntry('lost', 'policy', 'policy', 'nowhere:Lost', 'Lost.'))"
+    )
     row = registry.entry("drafter", "mine")
-    assert (row.summary, row.path, row.family) == ("Settings of the drafter.", HOME, "plug-in")
-    plug(none=HOME)
-    with pytest.raises(OutpaceError, match="two drafters are called 'none'; rename that of a plug"):
-        registry.entries()
+    assert (row.name, row.summary, row.auto) == ("mine", "Mine.", True)
+    assert registry.load("drafter", "mine") is PromptLookupConfig
+    assert [row.name for row in registry.entries("policy")][-1] == "lost" and not registry.broken()
+    with pytest.raises(UnknownNameError, match="did you mean mine"):
+        registry.entry("drafter", "mien")
+    with pytest.raises(OutpaceError, match=r"'lost' of the package stranger 1.2 .* ModuleNotFoundError"):
+        registry.load("policy", "lost")
 
 
-def test_a_plugin_may_be_a_row_whose_class_is_imported_later(plug, tmp_path, monkeypatch):
-    (tmp_path / "strange.py").write_text(
-        "from outpace.registry import MethodEntry\n"
-        f"ROW = MethodEntry('other', 'drafter', 'lookup', '{HOME}', 'Strange.', auto=True)\n"
-        "LOST = MethodEntry('lost', 'drafter', 'lookup', 'nowhere:Lost', 'Lost.')\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    plug(strange="strange:ROW", lost="strange:LOST")
-    row = registry.entry("drafter", "strange")
-    assert (row.name, row.summary, row.auto) == ("strange", "Strange.", True)
-    assert registry.load("drafter", "strange") is PromptLookupConfig
-    assert registry.entry("drafter", "lost").summary == "Lost."
-    with pytest.raises(OutpaceError, match=r"'lost' of .* ModuleNotFoundError"):
-        registry.load("drafter", "lost")
-
-
-def test_a_broken_plugin_is_blamed_when_it_is_used_and_not_before(plug, tmp_path, monkeypatch):
-    package = tmp_path / "breaker-1.2.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: breaker\nVersion: 1.2\n")
-    (package / "entry_points.txt").write_text(
-        "[outpace.drafters]\nbroken = broken_one:Broken\nthing = math:pi\n"
-    )
-    (tmp_path / "broken_one.py").write_text("raise RuntimeError('it was written on a Friday')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    registry._table.cache_clear()
-    try:
-        assert registry.entry("drafter", "none").name == "none"
-        assert registry.load("drafter", "none")
-        assert "broken_one" not in sys.modules, "nothing is imported for another's sake"
-        for call in (registry.entry, registry.load):
-            with pytest.raises(OutpaceError) as error:
-                call("drafter", "broken")
-            assert "'broken' of the package breaker 1.2" in str(error.value)
-            assert "RuntimeError: it was written on a Friday" in str(error.value)
-        with pytest.raises(OutpaceError, match="it is no class and no MethodEntry"):
-            registry.load("drafter", "thing")
-        listed = {row.name: row for row in registry.entries("drafter")}
-        assert "breaker 1.2 cannot be loaded" in listed["broken"].summary
-        with pytest.raises(UnknownNameError, match="did you mean broken"):
-            registry.entry("drafter", "brokn")
-    finally:
-        monkeypatch.undo()
-        registry._table.cache_clear()
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("raise RuntimeError('it was written on a Friday')", "RuntimeError: it was written on a Friday"),
+        ("ENTRIES = (print,)", "which is no MethodEntry"),
+        ("PAGES = ()", "has no attribute 'ENTRIES'"),
+        (f"ENTRIES = (MethodEntry('a', 'drafer', 'lookup', '{HOME}', 'A.'),)", "known: drafter, verifier"),
+        (f"ENTRIES = (MethodEntry('none', 'drafter', 'none', '{HOME}', 'A.'),)", "a drafter 'none' already"),
+        (f"ENTRIES = (MethodEntry('a', 'drafter', 'x', '{HOME}', 'A.'),) * 2", "ENTRIES holds two drafters"),
+    ],
+)
+def test_a_broken_table_is_left_out_and_blamed(plug, source, why, capsys):
+    fine = f"ENTRIES = (MethodEntry('fine', 'drafter', 'lookup', '{HOME}', 'Fine.'),)"
+    plug(source)
+    plug(fine, name="another")
+    assert registry.load("drafter", "none") and registry.entry("drafter", "fine")
+    (line,) = registry.broken()
+    assert "the package stranger 1.2" in line and why in line
+    with pytest.raises(UnknownNameError) as error:
+        registry.entry("drafter", "a")
+    assert line in str(error.value)
+    assert main(["methods", "none"]) == 0
+    assert "stranger 1.2" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.util
 import io
 import json
 import re
@@ -10,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ import typer
 import outpace
 from outpace import registry
 from outpace.cli.main import app, main
+from outpace.config import MethodSpec, split_specs
 from outpace.engine import engine
 from outpace.engine.results import Counters, Result
 from outpace.sampling import TokenLogprobs
@@ -104,40 +103,6 @@ def test_the_demo_is_the_readmes():
     (command,) = [x for x in dry.stdout.splitlines() if "outpace generate" in x]
     prompt = shlex.split(command)[-1]
     assert f'outpace generate --compare "{prompt}"' in joined(README.read_text(encoding="utf-8"))
-
-
-def test_the_walk_through_works(tmp_path, monkeypatch):
-    page = blocks(ROOT / "docs" / "add-a-drafter.md")
-    module, test = [text for language, text in page if language == "python"]
-    (entry,) = [text for language, text in page if language == "toml"]
-    assert '[project.entry-points."outpace.drafters"]' in entry
-    ((name, value),) = re.findall(r'^(\w+) = "([\w.:]+)"$', entry, re.MULTILINE)
-    (tmp_path / "bigram.py").write_text(module)
-    (tmp_path / "test_bigram.py").write_text(test)
-    monkeypatch.syspath_prepend(tmp_path)
-    point = EntryPoint(name, value, "outpace.drafters")
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
-    registry._table.cache_clear()
-    try:
-        spec = importlib.util.spec_from_file_location("test_bigram", tmp_path / "test_bigram.py")
-        tests = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(tests)
-        wanted = [thing for word, thing in vars(tests).items() if word.startswith("test_")]
-        for each in wanted:
-            each()
-        assert len(wanted) == 3
-        listed = {row["name"]: row for row in json.loads(run("methods", "--json"))}
-        assert listed["bigram"]["summary"].startswith("Follows the newest successor")
-    finally:
-        registry._table.cache_clear()
-        sys.modules.pop("bigram", None)
-
-
-def test_the_walk_throughs_file_obeys_the_linters(tmp_path):
-    text = next(t for kind, t in blocks(ROOT / "docs" / "add-a-drafter.md") if kind == "python")
-    (tmp_path / "bigram.py").write_text(text)
-    settings = ["--config", str(ROOT / "pyproject.toml"), "--ignore", "D"]
-    subprocess.run([sys.executable, "-m", "ruff", "check", *settings, tmp_path], check=True)
 
 
 def test_the_methods_page_is_up_to_date():
@@ -244,3 +209,102 @@ def test_the_readme_names_every_command():
     for command in listed:
         assert command in run("--help")
     assert "Apache-2.0" in text and outpace.__version__ in (ROOT / "pyproject.toml").read_text()
+
+
+INDENTED = re.compile(r"(?:^(?: {4}.*)?\n)+", re.MULTILINE)
+PROGRAMS = (
+    "outpace",
+    "make",
+    "pip",
+    "python",
+    "torchrun",
+    "git",
+    "cd",
+    ".ci/run",
+    ".venv/bin/pip",
+    ".venv/bin/python",
+)
+NAMES = {"M": "tiny", "OUT": "tiny", "smollm2-135m": "tiny"}
+"""Words of commands that stand for something."""
+REDUCED = {"generate": (*SHORT, "--dtype", "float32"), "methods": (), "build": (), "train": ("--dry-run",)}
+"""Commands that are run, with what makes them short; the others are read, names and options."""
+TRAINED = re.compile(
+    r"generate.*(draft_model|early_exit|kangaroo|bigram)|acceptance|exit_layer|\./|--resume|--start|--only-data"
+    r"|--quantize|--self-prompts"
+)
+"""What needs a drafter that was trained, more layers than the smallest model, or another package."""
+
+
+def written(page):
+    """Every block of a page, fenced or indented, as text."""
+    text = page.read_text(encoding="utf-8")
+    yield from (block for _, block in FENCE.findall(text))
+    for found in INDENTED.findall(FENCE.sub("", text)):
+        if found.strip():
+            yield "\n".join(line[4:] for line in found.strip("\n").splitlines())
+
+
+def command_lines():
+    """(page, words) of every command of every page; what follows two spaces or a # explains it."""
+    for page in PAGES:
+        for block in written(page):
+            lines = [line for line in joined(block).splitlines() if line and not line.startswith("#")]
+            if lines and lines[0].split()[0] in PROGRAMS:
+                for line in lines:
+                    yield page.name, shlex.split(re.sub(r"\s{2,}[^-\s\"'].*$", "", line), comments=True)
+
+
+COMMANDS = list(command_lines())
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: str(value)[:60])
+def test_every_command_of_every_page_can_be_given(page, words, tmp_path, monkeypatch):
+    """It is run where it is short, or can be made so; else its options and methods are looked up."""
+    assert words[0] in PROGRAMS, f"{page}: a block of commands holds {words}"
+    if words[0] in ("python", "torchrun"):
+        assert words[1].startswith("tools/") is (ROOT / words[1]).is_file() or "-m" in words
+    if words[0] != "outpace":
+        return
+    words = [NAMES.get(word, word) for word in words[1:] if word != "..." or words[1] != "train"]
+    assert words[0] in {name for (name,) in commands()}, f"{page}: {words}"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes").mkdir()
+    for name in ("notes/a.txt", "book.txt", "article.txt", "stories.txt"):
+        (tmp_path / name).write_text("A river runs to the sea, and a road to the town. " * 40)
+    rows = ({"prompt": f"tell {i}"} for i in range(120))
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [str(path) for w in words for path in (sorted(tmp_path.glob(w)) if "*" in w else [w])]
+    if page != "README.md" and words[0] in REDUCED and not TRAINED.search(" ".join(words)):
+        own = words[0] != "train" or {"--self-prompts", "--prompts"} & set(words)
+        given = () if own else ("--prompts", "questions.jsonl")
+        model = () if "--model" in words or "-m" in words else ("--model", "tiny")
+        bare = words[0] == "methods" and "--model" not in words
+        monkeypatch.setenv("OUTPACE_DATA", str(tmp_path / "data"))
+        run(*words, *given, *(() if bare else model), *REDUCED[words[0]])
+        return
+    command = typer.main.get_command(app)
+    while words and hasattr(command, "commands") and words[0] in command.commands:
+        command, words = command.commands[words[0]], words[1:]
+    command.make_context("outpace", list(words), resilient_parsing=False)
+    for flag in ("--drafter", "--drafters", "-d"):
+        if flag in words:
+            for spec in split_specs(words[words.index(flag) + 1]):
+                name = MethodSpec.parse(spec).name
+                assert spec in ("all", "bigram") or "/" in spec or registry.entry("drafter", name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_indented_python_runs(page):
+    """Alone, on the smallest model."""
+    for block in written(page):
+        if (
+            block.startswith(("import outpace\n", "from outpace"))
+            and "Engine.load" in block
+            and "def " not in block
+        ):
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(block.replace("smollm2-135m", "tiny"), page.name, "exec"), {})
+
+
+def test_commands_were_found():
+    assert len(COMMANDS) > 60 and {words[0] for _, words in COMMANDS} <= set(PROGRAMS)

@@ -1,7 +1,11 @@
 """A file is the old one or the new one, whatever happens while it is written."""
 
+import errno
+import os
+
 import pytest
 
+from outpace import files
 from outpace.errors import RequestError
 from outpace.files import decoded, read_text, reading, replaced, write_whole
 
@@ -62,3 +66,37 @@ def test_what_is_not_utf8_is_said_with_its_place(tmp_path, before):
 def test_what_cannot_be_read_is_called_as_wanted(tmp_path):
     with pytest.raises(RequestError, match="cannot read prompt file x: No such file"):
         read_text(tmp_path / "x", "prompt file x")
+
+
+def test_a_folder_is_filled_whole_or_not_at_all(tmp_path):
+    there, new = tmp_path / "there", tmp_path / "a" / "b"
+    there.mkdir()
+    (there / "old").write_text("old")
+    for folder in (there, new):
+        with pytest.raises(ZeroDivisionError), files.filled(folder) as fresh:
+            (fresh / "one").write_text("1")
+            raise ZeroDivisionError
+    assert [one.name for one in tmp_path.rglob("*")] == ["there", "old"]
+    for folder in (there, new):
+        with files.filled(folder) as fresh:
+            (fresh / "one").write_text("1")
+    assert sorted(one.name for one in there.iterdir()) == ["old", "one"]
+    assert [one.name for one in new.iterdir()] == ["one"]
+
+
+def test_a_full_disk_names_the_path(tmp_path, monkeypatch):
+    """As Python and as libraries in Rust tell of it."""
+
+    def full(number):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left") as caught, files.replaced(tmp_path / "x"):
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
+    assert caught.value.filename == str(tmp_path / "x") and caught.value.errno == errno.ENOSPC
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        files.write_whole(tmp_path / "x", "text")
+    assert caught.value.filename == str(tmp_path / "x")
+    with pytest.raises(OSError, match="No space left") as caught:
+        files.check_writable(tmp_path / "new")
+    assert caught.value.filename == str(tmp_path / "new") and not list(tmp_path.iterdir())

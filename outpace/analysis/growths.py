@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outpace.analysis.tables import Recipe, Sapling, World
-from outpace.drafters.base import Drafter, ExpandingDrafter, Request
+from outpace.drafters.base import Drafter, ExpandingDrafter, Request, Traits
 from outpace.models.base import Target
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
@@ -32,8 +32,7 @@ class TableDrafter(ExpandingDrafter[None]):
     """Guesses by the draft distributions of a world, and estimates by another table."""
 
     Config: ClassVar[type] = World
-    default_nodes = 8
-    estimates = True
+    traits = Traits(default_nodes=8, samples=True, estimates=True)
 
     def __init__(self, world: World) -> None:
         self.world = world

@@ -67,7 +67,7 @@ def write_answers(
                 f"{max(len(run.tokens) for run in turns)} in a batch; use --batch 1"
             )
         row = {
-            "question_id": prompt.id,
+            "question_id": int(prompt.id) if prompt.numbered else prompt.id,
             "category": prompt.category,
             "answer_id": _answer_id(method, prompt.id, turns),
             "model_id": method,

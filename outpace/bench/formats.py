@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ def read_workload(name_or_path: str) -> list[Prompt]:
         chosen = found
         try:
             prompt = found.read(_PromptRow(row, path.stem, number))
+            said = (row.get(key) for key in ("id", "question_id", "task_id"))
+            prompt = replace(prompt, numbered=any(type(id) is int and str(id) == prompt.id for id in said))
         except ValueError as error:
             raise RequestError(f"{at}: {error}") from None
         if prompt.id in lines:

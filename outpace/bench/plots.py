@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.bench.records import VERBS
+from outpace.files import replaced
 
 Report = Mapping[str, Any]
 
@@ -42,6 +43,7 @@ _STYLE = {
     "svg.hashsalt": "outpace",
 }
 _LABEL = 34  # characters of a line of a label
+_FEWEST = 20  # drafts of a depth whose acceptance says something
 _SHOWN = 0.05  # smallest share that has room for its number
 ALL = "all"
 
@@ -95,7 +97,8 @@ def paint(
             for suffix in ("png", "svg"):
                 path = out / f"{name}.{suffix}"
                 plain = {"Date": None} if suffix == "svg" else {}
-                figure.savefig(path, dpi=160, bbox_inches="tight", metadata=plain)
+                with replaced(path) as fresh:
+                    figure.savefig(fresh, format=suffix, dpi=160, bbox_inches="tight", metadata=plain)
                 written.append(path)
     return written
 
@@ -151,7 +154,9 @@ def _speedup(figure: Any, report: Report) -> bool:
     axes.grid(axis="y", visible=False)
     axes.set_ylim(len(blocks) - 0.5, -0.5)
     axes.margins(x=0.06)
-    axes.set_xlabel("decode tokens per second over none (mean of paired ratios, 95 % interval)")
+    axes.set_xlabel(
+        "decode tokens per second over none (mean of paired ratios; 95 % interval from 5 prompts on)"
+    )
     axes.set_title(_about(report, "Speed-up"), loc="left")
     _legend(figure, axes, "upper" if len(blocks) > 1 else "lower")
     return True
@@ -164,25 +169,25 @@ def _acceptance(figure: Any, report: Report) -> bool:
         return False
     figure.set_size_inches(7.5, 4.6)
     axes = figure.add_subplot()
-    deepest = 1
+    deepest, drawn_few = 1, False
     for index, row in enumerate(rows):
         shares = [(d, s) for d, s in enumerate(row["acceptance_by_depth"], 1) if s is not None]
         deepest = max(deepest, len(row["acceptance_by_depth"]))
         colour = COLOURS[index % len(COLOURS)]
-        axes.plot(
-            *zip(*shares, strict=True),
-            marker=_marker(index),
-            ms=5.5,
-            lw=1.6,
-            color=colour,
-            mfc="white" if row.get("kind") == "peer" else colour,
-            clip_on=False,
-            label=_name(row),
-        )
+        counts = row.get("drafted_by_depth") or []
+        sure = [one for one in shares if one[0] > len(counts) or counts[one[0] - 1] >= _FEWEST]
+        few = shares[max(0, len(sure) - 1) :]
+        look = {"marker": _marker(index), "ms": 5.5, "lw": 1.6, "color": colour, "clip_on": False}
+        mfc = "white" if row.get("kind") == "peer" else colour
+        axes.plot(*(zip(*sure, strict=True) if sure else ((), ())), mfc=mfc, label=_name(row), **look)
+        if len(sure) < len(shares):
+            drawn_few = True
+            axes.plot(*zip(*few, strict=True), **look | {"marker": "", "ls": ":", "lw": 1.0})
     axes.set_xlim(0.7, deepest + 0.3)
     axes.set_ylim(0, 1)
     axes.set_xticks(range(1, deepest + 1, 1 + deepest // 16))
-    axes.set_xlabel("depth of the guess (1 follows the pending token)")
+    said = f"; dotted: fewer than {_FEWEST} drafts" if drawn_few else ""
+    axes.set_xlabel(f"depth of the guess (1 follows the pending token){said}")
     axes.set_ylabel("accepted share of drafts that deep")
     axes.set_title(_about(report, "Acceptance by depth"), loc="left")
     _legend(figure, axes)
@@ -358,7 +363,8 @@ def _legend(figure: Any, axes: Any, side: str = "lower") -> None:
 def _about(report: Report, what: str) -> str:
     """Title: what is shown, and of which model, how it was run."""
     p = report.get("provenance") or report.get("passes") or {}
-    threads = p.get("threads")
+    threads, count = p.get("threads"), p.get("prompts")
+    told = p["config"] if isinstance(p.get("config"), Mapping) else p
     parts = [
         str(part)
         for part in (
@@ -366,6 +372,8 @@ def _about(report: Report, what: str) -> str:
             p.get("dtype"),
             p.get("gpu"),
             threads and f"{threads} thread{'s' if threads != 1 else ''}",
+            count and f"n = {count} prompts of {told.get('workload', 'a workload')}",
+            told.get("temperature") is not None and f"temperature {told['temperature']:g}",
         )
         if part
     ]

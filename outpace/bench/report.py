@@ -192,6 +192,7 @@ def figures(
         "mean_emitted": None if sums is None else sums.mean_emitted,
         "acceptance_rate": None if sums is None else sums.acceptance_rate,
         "acceptance_by_depth": None if sums is None else stats.acceptance_by_depth(sums),
+        "drafted_by_depth": None if sums is None else list(sums.drafted_at),
         "passes": None if sums is None else sums.passes,
         "drafted": None if sums is None else sums.drafted,
         "drafted_share": None if sums is None else stats.drafted_share(sums),

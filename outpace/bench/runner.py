@@ -143,7 +143,9 @@ class Runner:
         for number, unit in enumerate(units):
             for again in (number % 2, 1 - number % 2):
                 self.tick(f"noise floor: {unit[0].group}", 0)
-                run = self.plain.run(unit, settings)
+                for _ in range(_TRIES):
+                    if not stats.stalled(run := self.plain.run(unit, settings)):
+                        break
                 self.session.noise[again][number, 0] = run
                 self.tick(f"noise floor: {unit[0].group}", 1)
             self._remember(unit, run, settings)
@@ -171,7 +173,7 @@ class Runner:
                 self._take_turns(part, part.contenders, number, turn, label)
                 if self.disturb and (number, turn) in part.runs[PLAIN]:
                     with spinning():
-                        done = self._turn(part, part.contenders, number, turn, f"{label}disturbed, ")
+                        done = self._turn(part, part.contenders, number, turn, f"{label}disturbed, ", 1)
                     for name, run in done.items():
                         part.beside.setdefault(name, {})[number, turn] = run
         for turn in range(self.repeat, self.max_repeat):
@@ -215,8 +217,8 @@ class Runner:
         self, part: Measured, contenders: Sequence[Contender], unit: int, turn: int, label: str
     ) -> None:
         """Let contenders answer a unit until nothing disturbs them, a few times at most."""
-        for _ in range(_TRIES):
-            done = self._turn(part, contenders, unit, turn, label)
+        for attempt in range(_TRIES):
+            done = self._turn(part, contenders, unit, turn, label, 0 if attempt else 1)
             plain = done[PLAIN]
             if not any(stats.disturbed(run, plain) for run in done.values()):
                 break
@@ -227,7 +229,7 @@ class Runner:
             part.runs[name][unit, turn] = run
 
     def _turn(
-        self, part: Measured, contenders: Sequence[Contender], unit: int, turn: int, label: str
+        self, part: Measured, contenders: Sequence[Contender], unit: int, turn: int, label: str, count: int
     ) -> dict[str, Run]:
         """Let each contender answer a unit once, a different one first each time."""
         first = (unit + turn) % len(contenders)
@@ -245,7 +247,7 @@ class Runner:
                 part.contenders.remove(contender)
                 del part.runs[contender.name]
                 self.session.notes.append(f"{contender.name} left the benchmark: {error}")
-            self.tick(where, 1)
+            self.tick(where, count)
         return done
 
 

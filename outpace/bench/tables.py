@@ -40,9 +40,10 @@ def heading(report: Report) -> str:
     """What was measured, in one line."""
     p = report["provenance"]
     c = p["config"]
+    threads, prompts = (f"{p[key]} {key[:-1]}{'s' * (p[key] != 1)}" for key in ("threads", "prompts"))
     return (
-        f"{p['model']}, {p['dtype']}, {p['gpu'] or p['cpu']}, {p['threads']} threads: "
-        f"{p['prompts']} prompts of {c['workload']}, {c['max_new_tokens']} new tokens, "
+        f"{p['model']}, {p['dtype']}, {p['gpu'] or p['cpu']}, {threads}: "
+        f"{prompts} of {c['workload']}, {c['max_new_tokens']} new tokens, "
         f"temperature {c['temperature']:g}, batch {c['batch']}"
     )
 

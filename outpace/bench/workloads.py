@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _BUILTIN = Path(__file__).with_name("builtin.jsonl")
@@ -16,6 +16,8 @@ class Prompt:
 
     id: str
     """Unique within the workload."""
+    numbered: bool = field(default=False, kw_only=True)
+    """Whether its file has the id as a whole number."""
     category: str
     """Reports group by it."""
     messages: tuple[dict[str, str], ...]

@@ -151,9 +151,11 @@ def _picture(figure: Any, found: dict[str, Any]) -> bool:
     for axes, (drawn, part) in zip(grid, parts.items(), strict=True):
         steps = range(1, len(part["bound"]) + 1)
         axes.plot(steps, part["bound"], "--", color="0.4", label="at most")
-        for name, curve in part["verifiers"].items():
+        for index, (name, curve) in enumerate(part["verifiers"].items()):
             lossy = " (lossy)" if name == "typical" else ""
-            axes.plot(steps[: len(curve)], curve, "o-", markersize=4, label=name + lossy)
+            # Later ones are thinner and smaller, so that equal curves all show.
+            look = {"lw": max(1.0, 4.0 - index), "ms": max(3.0, 9.0 - 2 * index), "mfc": "none"}
+            axes.plot(steps[: len(curve)], curve, marker="osD^v*"[index % 6], label=name + lossy, **look)
         axes.set_title(_NAMES[drawn], fontsize="medium")
         axes.set_xticks(steps)
         axes.legend(fontsize="small")

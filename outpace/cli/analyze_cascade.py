@@ -27,12 +27,14 @@ _PLACES = 5
 
 
 def register(group: typer.Typer) -> None:
-    """Add the command to ``outpace analyze``."""
+    """Add a command to ``outpace analyze`` for every planner, such as that of cascades."""
     epilog = _EXAMPLES.strip().replace("[", r"\[")
-    group.command(epilog=epilog)(spread(cascade))
+    for entry in registry.entries("planner"):
+        group.command(entry.name, epilog=epilog)(spread(plan))
 
 
-def cascade(
+def plan(
+    context: typer.Context,
     *,
     model: ModelOptions,
     texts: WorkloadOptions,
@@ -62,7 +64,7 @@ def cascade(
     as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
     out: Annotated[
         Path | None,
-        option("--out", "-o", panel=_OUTPUT, metavar="DIR", help="Write cascade.json into this folder."),
+        option("--out", "-o", panel=_OUTPUT, metavar="DIR", help="Write METHOD.json into this folder."),
     ] = None,
 ) -> None:
     """Measure how far every level's guesses are kept, and name the K that should gain most.
@@ -70,11 +72,12 @@ def cascade(
     Times passes of all models here, so let nothing else run.
     """
     at_least(8, "--max-new-tokens", max_new_tokens)
-    wanted = [f"cascade[levels={levels} k={text}]" for text in k or ()]
+    method = str(context.info_name)
+    wanted = [f"{method}[levels={levels} k={text}]" for text in k or ()]
     prompts = texts.read()
 
-    planner = registry.load("planner", "cascade")
-    for spec in (f"cascade[levels={levels}]", *wanted):
+    planner = registry.load("planner", method)
+    for spec in (f"{method}[levels={levels}]", *wanted):
         planner.check_levels(spec)
     engine = model.load(drafter="none")
     for spec in wanted:
@@ -109,16 +112,16 @@ def cascade(
     if as_json:
         show.write_json(report)
     else:
-        show_report(found, report, measure)
+        show_report(method, found, report, measure)
     if out is not None:
-        show.save(out / "cascade.json", json.dumps(report, indent=1) + "\n")
+        show.save(out / f"{method}.json", json.dumps(report, indent=1) + "\n")
 
 
 def _numbers(promise: Any) -> dict[str, Any]:
     return {"predicted": promise.speedup, "emitted": promise.emitted, "steps": list(promise.steps)}
 
 
-def show_report(found: Any, report: dict[str, Any], measured: bool) -> None:
+def show_report(method: str, found: Any, report: dict[str, Any], measured: bool) -> None:
     """Print for people."""
     show.write(
         f"{found.names[0]}, levels {found.levels}, temperature {report['temperature']:g}, "
@@ -146,7 +149,7 @@ def show_report(found: Any, report: dict[str, Any], measured: bool) -> None:
     if measured:
         names |= {"really emitted": "measured_emitted", "measured": "measured"}
     show.table(
-        ("cascade", "k", *names),
+        (method, "k", *names),
         [
             (row["kind"], row["k"], *(f"{row[name]:.2f}" for name in names.values()))
             for row in report["configurations"]

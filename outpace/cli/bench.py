@@ -18,6 +18,7 @@ from outpace.cli.drafting import PlanOptions, read_specs
 from outpace.cli.options import ModelOptions, at_least_one, option, spread
 from outpace.config import DEFAULT_DRAFTER
 from outpace.errors import RequestError
+from outpace.files import check_writable
 
 if TYPE_CHECKING:
     from outpace.bench.cases import Asked
@@ -217,7 +218,7 @@ def bench(
     rates = None if synthetic_acceptance is None else read_rates(synthetic_acceptance)
     prompts = read_workload(workload)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)  # what cannot be written is said before the work
+        check_writable(out)  # what cannot be written is said before the work
     engine = model.load(drafter="none", allow_lossy=plan.allow_lossy)
     tokenizer = engine.target.tokenizer
     if answers is not None and tokenizer is None:
@@ -265,15 +266,16 @@ def bench(
             "synthetic_acceptance": rates,
         },
     )
+    if as_json:
+        show.write_json(report)
+    else:
+        show_report(report)
+    # After the table: a disk that is full by now costs files and no figures.
     if out is not None:
         save(report, out)
     if answers is not None and tokenizer is not None:
         for path in save_answers(answers, runner.session, asked, tokenizer.decode):
             show.note(f"wrote {path}")
-    if as_json:
-        show.write_json(report)
-    else:
-        show_report(report)
     if report["partial"]:
         raise typer.Exit(130)
 

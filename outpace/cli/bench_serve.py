@@ -18,6 +18,7 @@ from outpace.cli.options import ModelOptions, at_least_one, option, spread
 from outpace.cli.started import started
 from outpace.config import MethodSpec, split_specs
 from outpace.errors import RequestError
+from outpace.files import check_writable
 
 if TYPE_CHECKING:
     from outpace.bench.load_report import Report
@@ -202,7 +203,7 @@ def serve(
     prompts = read_workload(workload)
     key = None if api_key_file is None else read_keys((), api_key_file)[0]
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)  # what cannot be written is said before the work
+        check_writable(out)  # what cannot be written is said before the work
     most = max((one.concurrency or 0 for one in arrivals), default=0)
     session = Session([MIXED] if mixed else specs)
     plan = Plan(
@@ -243,12 +244,13 @@ def serve(
             },
         ),
     )
-    if out is not None:
-        save(report, out)
     if as_json:
         show.write_json(report)
     else:
         show_report(report)
+    # After the table: a disk that is full by now costs files and no figures.
+    if out is not None:
+        save(report, out)
     if report["partial"]:
         raise typer.Exit(130)
 

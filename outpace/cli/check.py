@@ -10,7 +10,7 @@ import typer
 from outpace.cli import show
 from outpace.cli.drafting import read_specs
 from outpace.cli.options import ModelOptions, at_least_one, option, spread
-from outpace.errors import UnknownNameError
+from outpace.errors import OutpaceError, UnknownNameError
 
 if TYPE_CHECKING:
     from outpace.analysis.lossless import Report, Tally
@@ -89,9 +89,16 @@ def check(
     from outpace.bench.workloads import builtin
 
     target = engine.target
-    specs = standard_specs(target, model.model) if named is None else with_trees(named, target)
-    for spec in specs:
-        engine.method(spec)  # a drafter that cannot be loaded is said before hours of work
+    specs = []
+    for spec in standard_specs(target, model.model) if named is None else with_trees(named, target):
+        try:
+            engine.method(spec)  # a drafter that cannot be loaded is said before hours of work
+        except OutpaceError as error:
+            if named is not None:
+                raise
+            show.note(f"{spec} is left out: {error}")
+        else:
+            specs.append(spec)
     usable = evenly(fitting(engine, builtin(), max_new_tokens), prompts)
     cases = [Case(prompt.id, ids) for prompt, ids in usable]
     with show.progress(sequences_of(len(cases), len(specs)), "answers") as tick:

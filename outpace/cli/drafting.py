@@ -68,6 +68,10 @@ class PlanOptions:
         if parsed.name == "none":
             return known(spec)
         text = known(str(parsed.planned(**self._plan)))
+        if self.tree is not None:
+            from outpace.tree.shapes import parse_shape
+
+            parse_shape(self.tree)  # a wrong shape is told before that nobody here takes one
         if parsed.name == DEFAULT_DRAFTER and self._plan:
             said = " ".join(f"--{key.replace('_', '-')} {v}" for key, v in self._plan.items())
             raise SpecError(

@@ -46,6 +46,8 @@ def methods(
     as_json: Annotated[bool, option("--json", help="Print a JSON list.")] = False,
 ) -> None:
     """List drafters, verifiers and policies, or show the settings of one."""
+    for line in registry.broken():
+        show.note(line)
     if name is not None and model is not None:
         raise RequestError(f"give NAME or --model, got {name} and {model}; --model lists drafters")
     if name is not None:
@@ -89,7 +91,7 @@ def _one(name: str, as_json: bool) -> None:
     for row, cls in zip(found, classes, strict=True):
         shape = f" {natural_shape(cls)}" if row.kind == "drafter" else ""
         paper = f" After {row.paper}." if row.paper else ""
-        show.write(f"{row.kind} {name}: {row.summary}.{shape}{paper}\n")
+        show.write(f"{row.kind} {name}: {row.summary.rstrip('.')}.{shape}{paper}\n")
         settings = settings_of(cls.Config)
         if settings:
             show.table(
@@ -148,7 +150,8 @@ def _figures(measured: Any) -> tuple[str, str, str]:
     """Speed-up, mean emitted, and where that was measured."""
     if measured is None or measured.get("speedup") is None:
         return "", "", ""
-    where = f"{measured.get('threads')} threads, {measured.get('dtype')}, {measured.get('cpu')}"
+    threads = show.count(measured.get("threads") or 0, "thread")
+    where = f"{threads}, {measured.get('dtype')}, {measured.get('cpu')}"
     return f"{measured['speedup']:.2f}", f"{measured['mean_emitted']:.2f}", where
 
 

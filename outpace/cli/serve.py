@@ -12,7 +12,7 @@ from outpace import registry
 from outpace.cli import show
 from outpace.cli.keys import read_keys
 from outpace.cli.options import ModelOptions, at_least_one, notes, option, spread
-from outpace.config import MethodSpec
+from outpace.config import MethodSpec, build
 from outpace.errors import ModelError, RequestError
 from outpace.params import SamplingParams
 from outpace.serving.keyed import check_stores
@@ -95,6 +95,24 @@ def serve(
     api_key_file: Annotated[
         Path | None, option("--api-key-file", panel=_SERVER, metavar="FILE", help="Keys, one per line.")
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        option(
+            "--allowed-host",
+            panel=_SERVER,
+            metavar="NAME",
+            help="A further name that clients may call the server by, such as that of a proxy. Repeatable.",
+        ),
+    ] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        option(
+            "--allowed-origin",
+            panel=_SERVER,
+            metavar="ORIGIN",
+            help="A site, such as https://example.org, whose pages may call the API (CORS). Repeatable.",
+        ),
+    ] = None,
     max_batch: Annotated[
         int, option("--max-batch", panel=_LIMITS, metavar="N", help="Answers at a time.")
     ] = 32,
@@ -164,6 +182,16 @@ def serve(
     max_connections: Annotated[
         int, option("--max-connections", panel=_LIMITS, metavar="N", help="Connections at a time.")
     ] = 512,
+    max_per_key: Annotated[
+        int | None,
+        option(
+            "--max-per-key",
+            panel=_LIMITS,
+            metavar="N",
+            show_default="no bound",
+            help="Most answers under way for one key.",
+        ),
+    ] = None,
     timeout: Annotated[
         int, option("--timeout", panel=_LIMITS, metavar="S", help="Longest request, seconds.")
     ] = 600,
@@ -172,7 +200,7 @@ def serve(
         option(
             "--learn",
             panel=_LEARN,
-            help="Learn the drafter draft_model from what is asked and answered, while serving. "
+            help="Train drafters that can learn, such as draft_model, on requests and answers while serving. "
             "Texts stay in memory, weights are kept on the disk.",
         ),
     ] = False,
@@ -231,6 +259,7 @@ def serve(
         ("--max-new-tokens", max_new_tokens),
         ("--max-body-kb", max_body_kb),
         ("--max-connections", max_connections),
+        ("--max-per-key", max_per_key),
         ("--timeout", timeout),
         ("--grace", grace),
         ("--pages", pages),
@@ -265,6 +294,7 @@ def serve(
             new_tokens=max_new_tokens,
             answers=max_answers,
             request_seconds=float(timeout),
+            per_key=max_per_key,
             connections=max_connections,
             grace_seconds=float(grace),
         )
@@ -293,7 +323,16 @@ def serve(
             "--api-key-file asks for keys"
         )
     show.note(f"outpace: serving {name or engine.target.name} with {', '.join(service.drafters)}")
-    run(service, name=name or engine.target.name, host=host, port=port, keys=keys, limits=limits)
+    run(
+        service,
+        name=name or engine.target.name,
+        host=host,
+        port=port,
+        keys=keys,
+        allowed_hosts=allowed_host or [],
+        origins=allowed_origin or [],
+        limits=limits,
+    )
 
 
 def body_bytes(engine: Engine, kb: int | None) -> int:
@@ -311,8 +350,10 @@ def learner_for(engine: Engine, specs: list[str], topics: int, folder: str | Non
 
     spec = learning_spec({one: engine.method(one) for one in specs})
     where = None if folder is None else Path(folder).expanduser()
-    kind = registry.load("learner", MethodSpec.parse(spec).name)
-    learner: Learner = kind.open(engine.target, spec, kind.Config(topics=topics), where)
+    method = MethodSpec.parse(spec).name
+    kind = registry.load("learner", method)
+    given = {} if topics == 1 else {"topics": str(topics)}
+    learner: Learner = kind.open(engine.target, spec, build(kind.Config, given, f"learner {method!r}"), where)
     return learner
 
 

@@ -147,6 +147,10 @@ def train(
     from outpace.train.distributed import take_device
 
     take_device(model.device)
+    if out is not None:
+        from outpace.train.install import check_destination
+
+        check_destination(out)
     engine = model.load(drafter="none")
 
     from outpace.train.pipeline import Pipeline, made_to_json, work_folder

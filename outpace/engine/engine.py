@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 import torch
 
 from outpace import registry
+from outpace.coins import key_of
 from outpace.config import DEFAULT_DRAFTER, MethodSpec
 from outpace.drafters.base import Request
 from outpace.engine.method import Method, SingleMethod, make
@@ -328,7 +329,7 @@ class Engine:
             warp=Warp(params, ids, self.eos_ids, self.target.vocab_size),
             stops=StopChecker(params, self.eos_ids, text),
             seed=ready.seed,
-            coins=ready.seed if seeded else secrets.randbits(64),
+            coins=key_of(ready.seed, ids) if seeded else secrets.randbits(64),
             slot=slot,
             setup=Setup(
                 drafter=method.spec,

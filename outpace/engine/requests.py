@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any
 
+from outpace.coins import later_seed
 from outpace.errors import PromptTooLong, RequestError, UnknownNameError
 from outpace.models.base import Target
 from outpace.models.prompts import Prompt, Reference, check_ids, listed, refusal
@@ -43,12 +44,12 @@ class Ready:
     """Whether every piece of its answer brings its pass along."""
 
     def each(self) -> Iterator[Ready]:
-        """One for each of the ``params.n`` answers, numbered from 0. A seed that the user gave
-        is counted up; other seeds are drawn anew.
+        """One for each of the ``params.n`` answers, numbered from 0. The first has the seed that the
+        user gave, later ones seeds that are hashed from it; where none was given they are drawn.
         """
         for turn in range(self.params.n):
             given = self.params.seed is not None or turn == 0
-            seed = self.seed + turn if given else secrets.randbits(48)
+            seed = later_seed(self.seed, turn) if given else secrets.randbits(48)
             yield replace(self, index=turn, seed=seed)
 
 

@@ -24,7 +24,7 @@ after a path with a copy in it. What drafts in the target's own slot (`early_exi
     graph[draft=draft_model[model=M] tree=4x3x2x1]
     graph[draft=eagle3 tree=dynamic tree_size=24]
 
-Cost: a hash per expanded node; a copy of the logits' rows of a level that has copies.
+Cost: a hash per expanded node; a copy of the logits' rows of every level, and another where copies are.
 Paper: Gong et al. 2024 (GSD), arXiv:2407.16207. Theirs is greedy, or lossy; it keeps one merged
 edge per node, which here every copy is.
 
@@ -180,7 +180,8 @@ class Graph(WrappingDrafter[Any]):
             new = iter(logits_FD)
             for branch in run:
                 graph = self._graphs[id(branch.state)]
-                graph.logits |= {node: next(new) for node in branch.nodes}
+                # The next pass may overwrite what this one returned, and copies come later.
+                graph.logits |= {node: next(new).clone() for node in branch.nodes}
             if len(logits_FD) == sum(len(branch.nodes) for branch in branches):
                 return logits_FD, self._id_D
         rows = [

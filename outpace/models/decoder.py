@@ -392,15 +392,15 @@ class Decoder(Target):
         Args:
             x_TH: float32.
             layers: which.
-            turn: per rotary table the factors of the rows, complex [T, 1, E].
+            turn: per rotary table, complex factors [T, 1, E].
             attend: where the rows write, and what they see.
-            taps: names of features to put into ``seen``, of all rows.
-            seen: name -> feature.
+            taps: features to put into ``seen``.
+            seen: name -> feature, of all rows.
         """
         qkv_TY, turned_TXE = attend.head_TXD.flatten(1), attend.turned_TXE
         qk_TXD = attend.head_TXD[:, : turned_TXE.shape[1]]
         normed_TH = torch.empty(x_TH.shape, dtype=self._between, device=self.device)
-        y_TH: Tensor | None = None  # of the layer before, not added yet
+        y_TH: Tensor | None = None  # of the layer before
         for layer in layers:
             block = self._blocks[layer]
             block.attn_norm(x_TH, normed_TH, add=y_TH)
@@ -414,8 +414,7 @@ class Decoder(Target):
             y_TH = block.out(attend(layer, block.window))
             if block.after_attn is not None:
                 y_TH = block.after_attn(y_TH.float())
-            if taps:
-                _tap(taps, seen, f"attn_out.{layer}", y_TH)
+            _tap(taps, seen, f"attn_out.{layer}", y_TH)
             block.mlp_norm(x_TH, normed_TH, add=y_TH)
             y_TH = block.down(gated(self.config.activation, block.gate_up(normed_TH)))
             if block.after_mlp is not None:
@@ -424,11 +423,10 @@ class Decoder(Target):
             x_TH.add_(y_TH)
 
     def _depth(self, layers: int | None) -> int:
-        if layers is None:
-            return self.num_layers
-        if not 0 < layers <= self.num_layers:
+        depth = self.num_layers if layers is None else layers
+        if not 0 < depth <= self.num_layers:
             raise ModelError(f"cannot run {layers} layers of {self.name}: it has {self.num_layers}")
-        return layers
+        return depth
 
     def _check_taps(self, taps: frozenset[str], depth: int, resumed: int) -> None:
         for name in taps:

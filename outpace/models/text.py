@@ -7,6 +7,7 @@ stream and a whole text can never disagree.
 import codecs
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import tokenizers
 from outpace.errors import ModelError, PromptTooLong, RequestError
 from outpace.models.chat import check_messages, compile_template, render
 from outpace.models.fields import brief, read_json, token_ids
+from outpace.models.literal import LiteralEncoder
 from outpace.models.text_files import ROLES, chat_templates, more_special, named_tokens, surround_as_said
 
 SPACE_MARK = "\u2581"
@@ -168,9 +170,12 @@ class Tokenizer:
             raise RequestError(
                 f"text has half a surrogate pair at character {error.start}; it has no UTF-8 form"
             ) from error
+        self._check_length(text, most)
+        return _encoded(self._backend, text, special)
+
+    def _check_length(self, text: str, most: int | None) -> None:
         if most is not None and len(text) > _PIECE and self._exceeds(text, most):
             raise PromptTooLong(most)
-        return _encoded(self._backend, text, special)
 
     def _exceeds(self, text: str, most: int) -> bool:
         """Whether a text has more tokens for sure; reads no more of it than that takes."""
@@ -248,15 +253,38 @@ class Tokenizer:
         generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         most_tokens: int | None = None,
+        special_in_messages: bool = False,
         **variables: Any,
     ) -> list[int]:
-        """Turn a conversation into token ids; as ``chat_text``, then encoded as it stands.
+        """Turn a conversation into token ids; as ``chat_text``, then encoded.
+
+        Args:
+            messages: as for ``chat_text``, like the arguments that are not named here.
+            generation_prompt: likewise.
+            tools: likewise.
+            most_tokens: refuse a conversation that is sure to have more.
+            special_in_messages: whether a special token that is written in a message, a tool or a
+                variable is that token, as in the template; otherwise it is text.
+            **variables: likewise.
 
         Raises:
             PromptTooLong: as ``encode``.
+            RequestError: as ``chat_text``; a special token that cannot be spelled as text.
         """
-        text = self.chat_text(messages, generation_prompt=generation_prompt, tools=tools, **variables)
-        return self.encode(text, special=False, most=most_tokens)
+        messages, given = check_messages(messages), {**variables, "tools": tools}
+        literal = None if special_in_messages else self.literal
+        if literal is None or not literal.finds([messages, given]):
+            text = self.chat_text(messages, generation_prompt=generation_prompt, **given)
+            return self.encode(text, special=False, most=most_tokens)
+        hidden = literal.hidden(given)
+        text = self.chat_text(literal.hidden(messages), generation_prompt=generation_prompt, **hidden)
+        self._check_length(literal.shown(text), most_tokens)
+        return literal.encode(text)
+
+    @cached_property
+    def literal(self) -> LiteralEncoder:
+        """Encodes conversations that special tokens are written in; made when first asked for."""
+        return LiteralEncoder(self._backend, self.special_ids, lambda b, text: _encoded(b, text, False))
 
     def _id_of(self, role: str) -> int | None:
         token = self._named.get(role)

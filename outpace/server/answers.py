@@ -56,7 +56,7 @@ class Writer(ABC):
     def _delta(self, index: int, ids: Sequence[int], text: str) -> Json:
         """The part of a piece that holds new text; its values are empty if there is none."""
 
-    def _rest(self, index: int) -> Json:
+    def _rest(self, index: int, result: Result) -> Json:
         """The part of a piece that holds what was kept back until the end, as ``_delta``."""
         return self._delta(index, (), "")
 
@@ -124,7 +124,7 @@ class Writer(ABC):
 
     def ending(self, index: int, result: Result) -> list[Json]:
         """The last chunks of an answer."""
-        rest, out = self._rest(index), []
+        rest, out = self._rest(index, result), []
         common = {"index": index, "logprobs": None}
         if any(rest.values()):
             out.append(self._chunk([{**common, **rest, "finish_reason": None}]))
@@ -276,9 +276,10 @@ class ChatWriter(Writer):
         message: Json = {"role": "assistant", "content": result.text, "refusal": None}
         if self._readers:
             reader = self._readers[index]
-            parts = (reader.push(result.tokens, result.text), reader.close())
+            cut = result.finish_reason == "length"
+            parts = (reader.push(result.tokens, result.text), reader.close(cut))
             message["content"] = "".join(part.text for part in parts)
-            calls = [call for part in parts for call in part.calls]
+            calls = [call for part in parts for call in self._counted(part).calls]
             if calls:
                 message["content"] = message["content"] or None
                 message["tool_calls"] = _joined(calls)
@@ -287,10 +288,20 @@ class ChatWriter(Writer):
     def _delta(self, index: int, ids: Sequence[int], text: str) -> Json:
         if not self._readers:
             return {"delta": {"content": text} if text else {}}
-        return {"delta": _said(self._readers[index].push(ids, text))}
+        return {"delta": _said(self._counted(self._readers[index].push(ids, text)))}
 
-    def _rest(self, index: int) -> Json:
-        return {"delta": _said(self._readers[index].close()) if self._readers else {}}
+    def _rest(self, index: int, result: Result) -> Json:
+        if not self._readers:
+            return {"delta": {}}
+        cut = result.finish_reason == "length"
+        return {"delta": _said(self._counted(self._readers[index].close(cut)))}
+
+    def _counted(self, found: Found) -> Found:
+        """What was found, without the calls behind the first one where only one may be."""
+        offer = self.ask.offer
+        if offer is None or offer.parallel:
+            return found
+        return Found(found.text, [call for call in found.calls if call["index"] == 0])
 
     def _reason(self, index: int, result: Result) -> str | None:
         if self._readers and result.finish_reason == "stop":

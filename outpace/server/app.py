@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from importlib import resources
 from typing import TypeVar
@@ -13,6 +14,7 @@ import torch
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from outpace import __version__
@@ -23,7 +25,7 @@ from outpace.server.errors import MISTAKES, ApiError, error_body, from_defect, f
 from outpace.server.grammar import open_grammars
 from outpace.server.limits import Limits
 from outpace.server.metrics import CONTENT_TYPE, Meters
-from outpace.server.middleware import Counting, Defects, Guard
+from outpace.server.middleware import Counting, Defects, Guard, Stopping
 from outpace.server.parsing import Ask, Reader
 from outpace.server.request_handler import Call
 from outpace.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -56,6 +58,7 @@ class Server:
         self.tokenizer = target.tokenizer
         self.fingerprint = f"outpace-{__version__}-{target.digest}"
         self.began = int(time.time())
+        self._under_way: Counter[str] = Counter()
         self.meters = Meters(
             name, service.stats, dict.fromkeys(service.drafters, True) | dict.fromkeys(service.lossy, False)
         )
@@ -69,14 +72,41 @@ class Server:
         call = Call(self.service, ask, self.meters, began, self.limits.request_seconds)
         writes = writer(ask, self.name, self.fingerprint, self.tokenizer)
         writes.lossless = all(self.service.lossless(one) for one in ask.ready)
-        call.start(request.scope.get("caller", ""))
+        end = self._start(call, request.scope.get("caller", ""))
         if ask.stream:
-            return EventStream(chunks(call, writes), self.limits.request_seconds, call.cancel)
+            return EventStream(chunks(call, writes), self.limits.request_seconds, end)
         try:
             answer = await until_left(whole(call, writes), request.receive)
         finally:
-            call.cancel()
+            end()
         return Response(status_code=499) if answer is None else JsonResponse(answer)
+
+    def _start(self, call: Call, key: str) -> Callable[[], None]:
+        """Queue a request; give what ends it, which may be called more than once.
+
+        Raises:
+            ApiError: as ``Call.start``; 429, its key has too many answers under way.
+        """
+        most, count = self.limits.per_key, call.ask.answers
+        if most is not None and self._under_way[key] + count > most:
+            raise ApiError(
+                429,
+                f"{self._under_way[key]} answers are under way for this key, and {count} more are too many "
+                f"(at most {most}); wait for one to end",
+                headers={"Retry-After": "1"},
+            )
+        call.start(key)
+        self._under_way[key] += count
+        left = [count]
+
+        def end() -> None:
+            call.cancel()
+            self._under_way[key] -= left[0]
+            if not self._under_way[key]:
+                del self._under_way[key]
+            left[0] = 0
+
+        return end
 
     def about(self) -> Json:
         """The model, as ``/v1/models`` lists it."""
@@ -155,6 +185,7 @@ def create_app(
     name: str,
     keys: Sequence[str] = (),
     hosts: frozenset[str] | None = None,
+    origins: Sequence[str] = (),
     limits: Limits | None = None,
 ) -> FastAPI:
     """Put a server in front of a service.
@@ -164,6 +195,7 @@ def create_app(
         name: what clients call the model.
         keys: bearer keys; none lets everybody in.
         hosts: host names that the server answers to; None: any.
+        origins: sites whose pages may call the API from a browser; ``*``: all.
         limits: bounds of requests.
 
     Raises:
@@ -178,6 +210,14 @@ def create_app(
     # The last one stands outermost: what the guard refuses is counted, and what fails is guarded.
     app.add_middleware(Defects)
     app.add_middleware(Guard, keys=keys, hosts=hosts, limits=limits)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+        )
+    app.add_middleware(Stopping)
     app.add_middleware(Counting, meters=server.meters, routes=app.routes)
     _errors(app)
     _api(app, server)
@@ -223,6 +263,7 @@ def _tools(app: FastAPI, server: Server) -> None:
     async def detokenize(body: DetokenizeBody) -> Response:
         return JsonResponse({"prompt": await off_loop(lambda: reader.detokenize(body))})
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         if server.service.closing:
@@ -251,6 +292,7 @@ def _page(app: FastAPI) -> None:
         headers = {"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"}
         return Response(folder.joinpath(name).read_bytes(), media_type=kind, headers=headers)
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return file("chat.html", "text/html; charset=utf-8")

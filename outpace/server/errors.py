@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from outpace.errors import OutpaceError, RequestError, SpecError, UnknownNameError
+from outpace.errors import OutpaceError, PromptTooLong, RequestError, SpecError, UnknownNameError
 
 LOG = logging.getLogger("outpace.server")
 MISTAKES = (RequestError, SpecError, UnknownNameError)
@@ -39,33 +39,48 @@ class ApiError(HTTPException):
         message: what was wrong, the value that was given, what to do.
         param: the field it is about.
         headers: to send along.
+        code: for programs; None: the HTTP status.
     """
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        code: str | None = None,
     ) -> None:
         super().__init__(status, message, dict(headers or {}))
-        self.message, self.param = message, param
+        self.message, self.param, self.code = message, param, code
 
     def body(self) -> dict[str, Any]:
         """The JSON object that says so."""
-        return error_body(self.status_code, self.message, self.param)
+        return error_body(self.status_code, self.message, self.param, self.code)
 
 
-def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
     """What every error looks like. Half surrogate pairs of a client become question marks."""
     return {
         "error": {
             "message": _sendable(message),
             "type": _TYPES.get(status, "server_error"),
             "param": None if param is None else _sendable(param),
-            "code": status,
+            "code": code or status,
         }
     }
 
 
+def too_long(message: str, param: str) -> ApiError:
+    """A prompt that is longer than it may be, in the code that clients know."""
+    return ApiError(400, message, param, code="context_length_exceeded")
+
+
 def from_mistake(error: OutpaceError) -> ApiError:
     """A mistake in a request that was found below HTTP, one of ``MISTAKES``."""
+    if isinstance(error, PromptTooLong):
+        return too_long(str(error), "prompt")
     param = "speculation.drafter" if isinstance(error, SpecError | UnknownNameError) else None
     return ApiError(400, str(error), param)
 

@@ -26,9 +26,11 @@ class Limits:
     schema_chars: int = 1 << 16
     """Longest JSON schema, expression or grammar, as text."""
     read_seconds: float = 30.0
-    """Longest wait for the next piece of a body."""
+    """Longest wait for the next piece of a body; all of it may take twice as long."""
     request_seconds: float = 600.0
     """Longest time from the last byte of a request to the last of its answer."""
+    per_key: int | None = None
+    """Most answers under way for one key; more are answered 429. None: no bound."""
     connections: int = 512
     """Most connections at a time; more are answered 503."""
     grace_seconds: float = 30.0

@@ -17,6 +17,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 _PER_TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.0)
+_TOKENS = tuple(float(factor * 10**power) for power in range(6) for factor in (1, 2, 5))
 
 
 class Meters:
@@ -62,6 +63,23 @@ class Meters:
         self._whole = histogram(
             "e2e_request_latency_seconds", "From the request to the last token.", _SECONDS
         )
+        self._queue = histogram("request_queue_time_seconds", "From the request to its start.", _SECONDS)
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "From the start of a request to its first token.", _SECONDS
+        )
+        self._decode = histogram(
+            "request_decode_time_seconds", "From the first token of an answer to its last.", _SECONDS
+        )
+        self._inference = histogram(
+            "request_inference_time_seconds", "From the start of a request to its last token.", _SECONDS
+        )
+        self._read = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self._written = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        self._per_output = histogram(
+            "time_per_output_token_seconds",
+            "As request_time_per_output_token_seconds, under the name of older dashboards.",
+            _PER_TOKEN,
+        )
         self._http = Counter(
             PREFIX + "http_responses",
             "Responses by path and status.",
@@ -82,8 +100,16 @@ class Meters:
         """An answer has ended, so long after its request."""
         self._whole.observe(seconds)
         self._seconds, self._answers = self._seconds + result.seconds, self._answers + 1
+        decode = result.seconds - result.prefill_seconds
+        self._queue.observe(result.queue_seconds)
+        self._prefill.observe(result.prefill_seconds)
+        self._decode.observe(decode)
+        self._inference.observe(result.seconds)
+        self._read.observe(result.prompt_tokens)
+        self._written.observe(len(result.tokens))
         if len(result.tokens) > 1:
-            self._per_token.observe((result.seconds - result.prefill_seconds) / (len(result.tokens) - 1))
+            for histogram in (self._per_token, self._per_output):
+                histogram.observe(decode / (len(result.tokens) - 1))
 
     def responded(self, path: str, status: int) -> None:
         """A response went out."""
@@ -129,7 +155,10 @@ class _FromService(Collector):
             "acceptance": (GaugeMetricFamily, "Held-out acceptance at the last judgement."),
             "kept_rows": (GaugeMetricFamily, "Judged tokens in memory."),
             "branches": (GaugeMetricFamily, "Drafters that are learned: keys times topics."),
-            "broken": (GaugeMetricFamily, "1 if learning has failed and stopped."),
+            "broken": (
+                GaugeMetricFamily,
+                "1 if learning has failed and stopped, or waits for room on the disk.",
+            ),
         }
         for name, (kind, what) in kinds.items():
             made = kind(f"{PREFIX}learning_{name}", what, labels=["model_name"])

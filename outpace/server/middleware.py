@@ -9,10 +9,11 @@ import hmac
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
-from outpace.server.encoding import JsonResponse
+from outpace.server.encoding import JsonResponse, to_json
 from outpace.server.errors import ApiError, from_defect
 from outpace.server.limits import Limits
 from outpace.server.metrics import Meters
+from outpace.server.sse import event
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -22,6 +23,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = frozenset({"/", "/health", "/static/chat.js", "/static/chat.css"})
 """Paths that need no key: the page itself holds nothing secret."""
+_LAST_WORDS = 2.0  # seconds for an error to reach its reader
 _SAFE = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -109,13 +111,16 @@ class Guard:
     def _patient(self, receive: Receive) -> Receive:
         """Read a body that is neither too long nor too slow; afterwards wait for ever."""
         taken, whole = 0, False
+        loop = asyncio.get_running_loop()
+        end = loop.time() + 2 * self._limits.read_seconds
 
         async def bounded() -> Message:
             nonlocal taken, whole
             if whole:
                 return await receive()
             try:
-                message = await asyncio.wait_for(receive(), self._limits.read_seconds)
+                left = min(self._limits.read_seconds, end - loop.time())
+                message = await asyncio.wait_for(receive(), max(0.0, left))
             except asyncio.TimeoutError as error:
                 raise ApiError(408, "the body came too slowly", headers={"Connection": "close"}) from error
             taken += len(message.get("body", b""))
@@ -154,6 +159,41 @@ class Counting:
             return path
         known = any(getattr(route, "path", None) == scope["path"] for route in self._routes)
         return str(scope["path"]) if known else "other"  # refused before it had a route
+
+
+class Stopping:
+    """ASGI middleware that says 503 where the server gives a request up, as its grace has ended.
+
+    It stands outside of everything that cancels by itself: what reaches it came from the server.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun: Message | None = None
+
+        async def watching(message: Message) -> None:
+            nonlocal begun
+            begun = message if message["type"] == "http.response.start" else begun
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watching)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+            with contextlib.suppress(asyncio.TimeoutError):  # whoever does not read is left
+                await asyncio.wait_for(self._say(begun, scope, receive, send), _LAST_WORDS)
+
+    async def _say(self, begun: Message | None, scope: Scope, receive: Receive, send: Send) -> None:
+        error = ApiError(503, "the server is stopping; try again elsewhere", headers={"Connection": "close"})
+        if begun is None:
+            await JsonResponse(error.body(), 503, error.headers)(scope, receive, send)
+            return
+        streamed = any(b"event-stream" in value for _, value in begun["headers"])
+        body = b"".join(map(event, (to_json(error.body()), b"[DONE]"))) if streamed else b""
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 class Defects:

@@ -15,7 +15,7 @@ from outpace.config import MethodSpec
 from outpace.engine.requests import Ready
 from outpace.errors import PromptTooLong
 from outpace.params import SamplingParams
-from outpace.server.errors import ApiError
+from outpace.server.errors import ApiError, too_long
 from outpace.server.limits import Limits
 from outpace.server.schema import (
     ChatBody,
@@ -44,6 +44,7 @@ _TAKEN = {
     "add_generation_prompt": "give the field add_generation_prompt",
     "generation_prompt": "give the field add_generation_prompt",
     "most_tokens": "leave it out",
+    "special_in_messages": "give the field special_tokens_in_messages",
     "self": "leave it out, since a template means itself by that",
 }
 """Variables that a request may not put into a chat template, and what to do."""
@@ -92,6 +93,8 @@ class Reader:
     def __init__(self, service: Service, name: str, limits: Limits, grammars: Grammars | None = None) -> None:
         self.service, self.name, self.limits, self.grammars = service, name, limits, grammars
         self.target = service.engine.target
+        if self.target.tokenizer is not None:
+            _ = self.target.tokenizer.literal  # half a second, which no stream shall wait for
 
     def completion(self, body: CompletionBody) -> Ask:
         """Read a completion.
@@ -139,10 +142,10 @@ class Reader:
         parallel = body.parallel_tool_calls is not False
         calls = bool(tools) or body.tool_choice not in (None, "none", "auto")
         form = self._toolbox.wish(tools, body.tool_choice, parallel) if calls else None
-        ids = self._messages(body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt)
+        ids = self._messages(body, body.messages, tools)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         ask = self._ask(body, [ids], longest, logprobs, continues=False, form=form)
-        return replace(ask, offer=self._toolbox.offer(tools) if tools else None)
+        return replace(ask, offer=self._toolbox.offer(tools, parallel) if tools else None)
 
     def tokenize(self, body: TokenizeBody) -> list[int]:
         """Token ids of a text or of messages."""
@@ -150,9 +153,7 @@ class Reader:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give prompt or messages, one of the two", "prompt")
         if body.messages is not None:
-            return self._messages(
-                body.messages, body.tools, body.chat_template_kwargs, body.add_generation_prompt
-            )
+            return self._messages(body, body.messages, body.tools)
         assert body.prompt is not None
         encoded: list[int] = self.tokenizer.encode(
             body.prompt, special=body.add_special_tokens, most=self._most
@@ -165,7 +166,7 @@ class Reader:
         """The text of token ids."""
         self.check_model(body.model)
         if len(body.tokens) > self._most:
-            raise PromptTooLong(self._most, len(body.tokens))
+            raise too_long(str(PromptTooLong(self._most, len(body.tokens))), "tokens")
         wrong = max(body.tokens, default=0)
         if wrong >= self.target.vocab_size:
             raise ApiError(
@@ -197,11 +198,11 @@ class Reader:
 
     def _messages(
         self,
+        body: ChatBody | TokenizeBody,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Tool] | None,
-        variables: Mapping[str, Any] | None,
-        generation_prompt: bool,
     ) -> list[int]:
+        variables = body.chat_template_kwargs
         wrong = sorted(_TAKEN.keys() & (variables or {}).keys())
         if wrong:
             raise ApiError(
@@ -213,13 +214,17 @@ class Reader:
         plain: list[dict[str, Any]] | None = None
         if tools or any(one.get("tool_calls") or one.get("role") == "tool" for one in kept):
             kept, plain = self._toolbox.conversation(kept, tools)
-        ids: list[int] = self.tokenizer.chat(
-            kept,
-            generation_prompt=generation_prompt,
-            tools=plain,
-            most_tokens=self._most,
-            **(variables or {}),
-        )
+        try:
+            ids: list[int] = self.tokenizer.chat(
+                kept,
+                generation_prompt=body.add_generation_prompt,
+                tools=plain,
+                most_tokens=self._most,
+                special_in_messages=body.special_tokens_in_messages,
+                **(variables or {}),
+            )
+        except PromptTooLong as error:
+            raise too_long(str(error), "messages") from error
         return ids
 
     @cached_property
@@ -257,7 +262,7 @@ class Reader:
                 f"got {logprobs}; ask for fewer",
                 "logprobs",
             )
-        self._check_lengths(prompts, longest)
+        self._check_lengths(prompts, longest, "prompt" if continues else "messages")
         speculation = body.speculation or Speculation()
         settings = self._settings(body, logprobs, form)
         reference = None if body.prediction is None else self._reference(body.prediction.text)
@@ -302,15 +307,15 @@ class Reader:
             ) from error
         return ids
 
-    def _check_lengths(self, prompts: Sequence[Sequence[int]], longest: int | None) -> None:
+    def _check_lengths(self, prompts: Sequence[Sequence[int]], longest: int | None, param: str) -> None:
         limits = self.limits
         over = max(len(ids) for ids in prompts)
         if limits.prompt_tokens is not None and over > limits.prompt_tokens:
-            raise ApiError(
-                400,
-                f"a prompt has {over} tokens, and at most {limits.prompt_tokens} are read; shorten it",
-                "prompt",
+            raise too_long(
+                f"a prompt has {over} tokens, and at most {limits.prompt_tokens} are read; shorten it", param
             )
+        if over > self._most:
+            raise too_long(str(PromptTooLong(self._most, over)), param)
         if longest is not None and limits.new_tokens is not None and longest > limits.new_tokens:
             raise ApiError(
                 400,
@@ -339,7 +344,7 @@ class Reader:
             "frequency_penalty": body.frequency_penalty,
             "logit_bias": None if body.logit_bias is None else _bias(body.logit_bias),
             "allowed_tokens": body.allowed_token_ids,
-            "seed": body.seed,
+            "seed": _seed(body.seed),
             "n": body.n,
             "min_tokens": body.min_tokens,
             "stop": tuple(stop) or None,
@@ -410,6 +415,11 @@ def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
         field = f"messages.{number}.{unknown[0]}"
         raise ApiError(400, f"unknown field {field!r}; leave it out", field)
     return kept
+
+
+def _seed(given: int | None) -> int | None:
+    """A seed of ours; negative ones, which some clients send, are seeds too."""
+    return given if given is None or given >= 0 else given % (1 << 63)
 
 
 def _bias(given: Mapping[str, float]) -> dict[int, float]:

@@ -32,12 +32,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def host_names(host: str, keys: Sequence[str]) -> frozenset[str] | None:
-    """Names that a server answers to: its own, where loopback is all that protects it."""
-    if keys or not is_loopback(host):
+def host_names(host: str, keys: Sequence[str], allowed: Sequence[str] = ()) -> frozenset[str] | None:
+    """Names that a server answers to: its own, where loopback is all that protects it; and those
+    that are allowed, of which none means any where it is protected otherwise.
+    """
+    if (keys or not is_loopback(host)) and not allowed:
         return None
     own = f"[{host.strip('[]')}]" if ":" in host else host
-    return _LOOPBACK | {own}
+    return _LOOPBACK | {own.lower()} | {name.lower() for name in allowed}
 
 
 def serve(
@@ -47,6 +49,8 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     keys: Sequence[str] = (),
+    allowed_hosts: Sequence[str] = (),
+    origins: Sequence[str] = (),
     limits: Limits | None = None,
     quiet: bool = False,
 ) -> None:
@@ -60,6 +64,8 @@ def serve(
         host: where to listen.
         port: likewise; 0 takes a free one.
         keys: bearer keys.
+        allowed_hosts: further host names that the server answers to.
+        origins: sites whose pages may call the API.
         limits: bounds of requests.
         quiet: log nothing but errors.
 
@@ -68,7 +74,8 @@ def serve(
     """
     limits = limits or Limits()
     try:
-        app = create_app(service, name=name, keys=keys, hosts=host_names(host, keys), limits=limits)
+        hosts = host_names(host, keys, allowed_hosts)
+        app = create_app(service, name=name, keys=keys, hosts=hosts, origins=origins, limits=limits)
         server = make_server(app, host=host, port=port, limits=limits, quiet=quiet)
         # A body of many small lists makes Python search for garbage. Without this it searches the
         # model and all libraries too, and every stream waits for that.
@@ -119,6 +126,25 @@ def _impatient(seconds: float) -> type[asyncio.Protocol]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self.loop.call_later(seconds, self._look, None)
+
+        def eof_received(self) -> bool:  # type: ignore[override]
+            """The client writes no more. One that waits for its answer gets it."""
+            waits = self.cycle is not None and not self.cycle.response_complete
+            if waits and not self.cycle.more_body:
+                self.cycle.keep_alive = False
+                self._probe(2)
+                return True
+            return False
+
+        def _probe(self, times: int) -> None:
+            """Find out whether it still reads: what is sent to one that left makes writing fail."""
+            nothing = {
+                h11.SEND_RESPONSE: h11.InformationalResponse(status_code=102, headers=[]),
+                h11.SEND_BODY: h11.Data(data=b":\n\n"),  # only streams of events take long here
+            }.get(self.conn.our_state)
+            if times and nothing is not None and not self.transport.is_closing():
+                self.transport.write(self.conn.send(nothing) or b"")
+                self.loop.call_later(0.05, self._probe, times - 1)
 
         def _look(self, before: Any) -> None:
             """End it if no request has come since the last look, and none is being answered."""

@@ -116,6 +116,8 @@ class StreamOptions(Body):
     """Send a last chunk with ``usage`` and ``metrics``, and no choices."""
     continuous_usage_stats: bool = False
     """Send ``usage`` so far with every chunk."""
+    include_obfuscation: bool = False
+    """Not read: nothing is added to chunks to hide their length."""
 
 
 class Speculation(Body):
@@ -227,7 +229,17 @@ class Generation(Body):
     """What completions and chat have in common. None counts as not given."""
 
     UNREAD: ClassVar[frozenset[str]] = frozenset(
-        {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+        {
+            "user",
+            "metadata",
+            "store",
+            "service_tier",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "reasoning_effort",
+            "verbosity",
+        }
     )
     """Fields that are taken and not read."""
 
@@ -253,7 +265,7 @@ class Generation(Body):
     """Token id -> what is added to its logit."""
     allowed_token_ids: Ids | None = None
     """If given, nothing else is generated."""
-    seed: int | None = Field(default=None, ge=0, lt=1 << 64)
+    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 64)
     """Names the coins: same seed, same settings, same text."""
     n: int | None = Field(default=None, ge=1)
     """Answers per prompt."""
@@ -281,10 +293,13 @@ class Generation(Body):
     """Send token ids along."""
     user: str | None = None
     metadata: Plain | None = None
-    store: Literal[False] | None = None
+    store: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
 
 
 class CompletionBody(Generation):
@@ -318,11 +333,13 @@ class ChatBody(Generation):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """``none`` tells the model of no tools; ``required``, or a function: the answer is calls."""
     parallel_tool_calls: bool | None = None
-    """False: exactly one call; only with a ``tool_choice`` that asks for calls."""
+    """False: at most one call."""
     chat_template_kwargs: Plain | None = None
     """More values for the chat template."""
     add_generation_prompt: bool = True
     """End the prompt with the opening of the assistant's turn."""
+    special_tokens_in_messages: bool = False
+    """Whether a special token that is written in a message is that token; otherwise it is text."""
     modalities: Annotated[list[Literal["text"]], _FAST] | None = None
 
 
@@ -337,6 +354,8 @@ class TokenizeBody(Body):
     tools: Tools | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: Plain | None = None
+    special_tokens_in_messages: bool = False
+    """As in chats."""
     return_token_strs: bool = False
     """Send the text of every token along."""
 

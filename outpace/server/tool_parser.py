@@ -89,7 +89,7 @@ class CallReader:
         """What was read since a mark, as long as it may yet turn out to be text."""
         self._open = False
         """Whether a call was told since the last mark."""
-        self._after_call = self._over = False
+        self._after_call = self._over = self._cut = False
         self._gap = ""
         """Blanks before a call, which text behind it gets back."""
         self._marks = {} if tokenizer is None else special_marks(form, tokenizer)
@@ -116,9 +116,13 @@ class CallReader:
         self._read(text)
         return self._take()
 
-    def close(self) -> Found:
-        """The text has ended: give what was held back."""
-        self._over = True
+    def close(self, cut: bool = False) -> Found:
+        """The text has ended: give what was held back.
+
+        Args:
+            cut: it ended at a limit. The beginning of a call is then neither call nor text.
+        """
+        self._over, self._cut = True, cut
         with contextlib.suppress(StopIteration):
             self._machine.send("")
         return self._take()
@@ -161,6 +165,8 @@ class CallReader:
             yield from self._closing("")
         elif self._open:
             self._again.extendleft(reversed(held))
+        elif self._cut and not self._again and mark.endswith(self._form.opens):
+            pass  # the end came first: nobody knows whose name it was
         else:
             self._say(held[: len(mark)])
             self._again.extendleft(reversed(held[len(mark) :]))
@@ -174,7 +180,8 @@ class CallReader:
         while True:
             character = yield from self._next()
             if not character:
-                self._say(waiting)
+                if not (self._cut and len(waiting.strip()) > 1):
+                    self._say(waiting)
                 return ""
             waiting += character
             if start and self._form.bare and waiting.lstrip() == "{":
@@ -225,7 +232,8 @@ class CallReader:
         while not rest.endswith(closes):
             last = yield from self._next()
             if not last:
-                self._say(rest)
+                if not (self._cut and rest and closes.startswith(rest)):
+                    self._say(rest)
                 return ""
             rest += last
         return closes

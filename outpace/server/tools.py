@@ -54,6 +54,8 @@ class Offer:
 
     form: Format
     names: frozenset[str]
+    parallel: bool = True
+    """Whether there may be several; otherwise the first one counts."""
 
 
 class Toolbox:
@@ -86,11 +88,11 @@ class Toolbox:
                 return form
         return LLAMA3 if '"parameters": {"probe_key"' in both else None
 
-    def offer(self, tools: Sequence[Tool] | None) -> Offer | None:
+    def offer(self, tools: Sequence[Tool] | None, parallel: bool = True) -> Offer | None:
         """What to look for in an answer; None: nothing."""
         if not tools or self.form is None:
             return None
-        return Offer(self.form, frozenset(tool.function.name for tool in tools))
+        return Offer(self.form, frozenset(tool.function.name for tool in tools), parallel)
 
     def conversation(
         self, messages: Sequence[Json], tools: Sequence[Tool] | None
@@ -135,12 +137,6 @@ class Toolbox:
                 )
             tools, parallel = [tools[names.index(choice.function.name)]], False
         strict = any(tool.function.strict for tool in tools)
-        if not parallel and not must:
-            raise ApiError(
-                400,
-                "parallel_tool_calls: false needs a tool_choice that asks for a call; leave it out",
-                "parallel_tool_calls",
-            )
         if not (must or strict):
             return None
         field = "tool_choice" if must else "tools"
@@ -182,11 +178,11 @@ class Toolbox:
             more = " (gap block)*" if parallel and form is HERMES else ""
             return f"start: block{more}\nblock: {block}\n{body}"
         opening = f"opening: TEXT {spelled(form.opens)}"
+        many = "*" if parallel else "?"
         if form.opens not in special:  # text ends where the mark does
             opening = f"opening[lazy]: TEXT {spelled(form.opens)}"
-        return (
-            f"start: block* rest\nrest: TEXT\n{_TEXT}\n{opening}\nblock: opening{begin} call{after}\n{body}"
-        )
+        block = f"block: opening{begin} call{after}\n"
+        return f"start: block{many} rest\nrest: TEXT\n{_TEXT}\n{opening}\n{block}{body}"
 
 
 def _schema(form: Format, tools: Sequence[Tool], *, strict: bool) -> Json:

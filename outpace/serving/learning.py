@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from outpace import registry
 from outpace.clock import PassClock
@@ -41,6 +41,8 @@ SHARE = 0.02
 IDLE_SECONDS = 0.02
 """How long to learn at a time while nobody waits; a request that comes then waits so long, or for
 a unit of work."""
+RETRY = 60.0
+"""Seconds that learning pauses after a version could not be written."""
 PATIENCE = 5.0
 """Seconds after idle time in which passes are left alone: who is being answered notices a unit of
 work between two tokens, and more idle time will come."""
@@ -72,6 +74,22 @@ class Version(Protocol):
 
 class Learner(Protocol):
     """Learns from verified passes. Everything is called on one thread."""
+
+    Config: ClassVar[type]
+    """Frozen keyword-only dataclass of settings, all with defaults. A learner that keeps apart texts
+    of several topics has the setting ``topics``, their largest number per key."""
+
+    @classmethod
+    def open(cls, target: Target, spec: str, config: Any, folder: Path | None = None) -> Learner:
+        """Begin to learn for the drafter of a method spec.
+
+        Args:
+            folder: where versions are kept; None: in the user's data folder.
+
+        Raises:
+            ModelError: a drafter that cannot learn, damaged files, or a folder in use.
+        """
+        ...
 
     @property
     def spec(self) -> str:
@@ -105,7 +123,7 @@ class Learner(Protocol):
         ...
 
     def counts(self) -> Mapping[str, float]:
-        """Figures by name."""
+        """Figures by name; `outpace.server.metrics` has those that a server reports."""
         ...
 
     def close(self) -> None:
@@ -308,6 +326,8 @@ class Learning:
         self._saved = 0.0
         """Seconds that learning may take; below 0 after a unit that took longer."""
         self._then, self._idled = now(), float("-inf")
+        self._paused = float("-inf")
+        """Until then learning waits for room on the disk."""
         self._figures = learner.counts()
 
     def after_pass(self) -> None:
@@ -339,16 +359,20 @@ class Learning:
     def stats(self, stats: ServiceStats) -> LearningStats:
         """A snapshot of a service with the learner's figures, as of the last pass. Any thread."""
         plain = {field.name: getattr(stats, field.name) for field in fields(ServiceStats)}
-        broken = float(self.watched.broken is not None)
+        broken = float(self.watched.broken is not None or self._now() < self._paused)
         return LearningStats(**plain, learned={**self._figures, "broken": broken})
 
     @property
     def _busy(self) -> bool:
-        return self.watched.broken is None and self.learner.busy
+        return self.watched.broken is None and self._now() >= self._paused and self.learner.busy
 
     def _step(self, budget_s: float) -> None:
         try:
             version = self.learner.step(budget_s)
+        except OSError as error:  # nothing has changed, and there may be room again later
+            self._paused = self._now() + RETRY
+            LOG.error("learning pauses for %g seconds; serving goes on: %s", RETRY, error)
+            return
         except Exception as error:
             self.watched.fail(error)
             return
@@ -370,7 +394,7 @@ class LearningStats(ServiceStats):
     """A snapshot of a service that learns."""
 
     learned: Mapping[str, float]
-    """The learner's figures by name; ``broken`` is 1 if it has failed."""
+    """The learner's figures by name; ``broken`` is 1 if it has failed, or waits for room on the disk."""
 
 
 def learning_spec(methods: Mapping[str, Method]) -> str:

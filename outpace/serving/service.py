@@ -172,8 +172,8 @@ class Service:
         """Queue a request; returns at once.
 
         Args:
-            request: from ``request``, or made by hand. ``params.n`` answers are made, with seeds
-                ``seed``, ``seed + 1``, ...; they are numbered from 0.
+            request: from ``request``, or made by hand. ``params.n`` answers are made, the
+                first with its seed; they are numbered from 0.
             listen: called with the events of all its answers. If it raises, the request is
                 cancelled and it is not called again.
             key: whose request it is; nothing is shared between different keys, unless the service

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from outpace.drafters.trained import CONFIG, PROVENANCE, WEIGHTS
 from outpace.errors import RequestError
-from outpace.files import replaced
+from outpace.files import check_writable, replaced
 
 PARTS = {CONFIG, WEIGHTS, PROVENANCE, "tree.json"}
 """Files of drafter folders; one that holds anything else is not replaced."""
@@ -32,6 +32,10 @@ def check_destination(out: Path) -> None:
             raise RequestError(f"{where}: it holds {strange[0]}, which would be lost; {way}")
     elif out.exists():
         raise RequestError(f"{where}: it is a file; {way}")
+    try:
+        check_writable(out.resolve().parent)
+    except OSError as error:
+        raise RequestError(f"{where}: {error.strerror}; {way}") from error
 
 
 def install_folder(source: Path, out: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outpace.drafters.trained import CONFIG, WEIGHTS, lender
 from outpace.errors import ModelError
-from outpace.files import replaced, write_whole
+from outpace.files import filled, replaced, write_whole
 from outpace.models.base import Target
 from outpace.models.families import HF_ACTIVATIONS, DecoderConfig
 from outpace.models.rope import Rope
@@ -78,14 +78,11 @@ def class_of(target: Target) -> str:
 
 
 def write(out: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Path]:
-    out.mkdir(parents=True, exist_ok=True)
-    with replaced(out / WEIGHTS) as fresh:
-        save_file(
-            {name: one.detach().contiguous() for name, one in sorted(tensors.items())},
-            fresh,
-            metadata={"format": "pt"},
-        )
-    write_whole(out / CONFIG, json.dumps(dict(config), indent=2) + "\n")
+    stored = {name: one.detach().contiguous() for name, one in sorted(tensors.items())}
+    with filled(out) as folder:
+        with replaced(folder / WEIGHTS) as fresh:
+            save_file(stored, fresh, metadata={"format": "pt"})
+        write_whole(folder / CONFIG, json.dumps(dict(config), indent=2) + "\n")
     return [out / CONFIG, out / WEIGHTS]
 
 

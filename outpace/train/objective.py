@@ -21,7 +21,7 @@ from outpace.drafters.trained import CONFIG, PROVENANCE, WEIGHTS
 from outpace.files import replaced, write_whole
 from outpace.law import VocabMap
 from outpace.models.base import Target
-from outpace.train.align import Aligned
+from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import CHUNK
 
@@ -166,6 +166,34 @@ def guesses(
 def _chunks(rows: Tensor) -> range:
     """First rows of chunks; one of no rows if there are none."""
     return range(0, max(1, len(rows)), CHUNK)
+
+
+@torch.no_grad()
+def judge_rows(
+    batch: Batch, target: Target, vocab: VocabMap | None, hidden_BAH: Tensor, head_DH: Tensor
+) -> Step:
+    """Held-out acceptance of a drafter whose row reads a token and guesses the next one.
+
+    Args:
+        hidden_BAH: what the head reads at the learning rows of ``Aligned(batch, DRAFT_MODEL)``.
+        head_DH: the drafter's head.
+    """
+    aligned = Aligned(batch, DRAFT_MODEL)
+    p_ND, truth_N = laws_for(batch, aligned, target, vocab)
+    row_BA, text_BA = aligned.law(DRAFT_MODEL), aligned.token(DRAFT_MODEL)
+    truth_BA = text_BA if truth_N is None else truth_N[row_BA]
+    guess_R, alpha_R = guesses(hidden_BAH.flatten(0, 1), head_DH, vocab, p_ND, row_BA.flatten())
+    right_BA, alpha_BA = guess_R.view_as(truth_BA) == truth_BA, alpha_R.view_as(truth_BA)
+    chain, size = Chain(aligned.real_BA), right_BA.shape[1]
+    # Row a guessed the text at depth 1; the row after it is the same chain at depth 2.
+    for i in range(min(DEPTHS, size)):
+        chain.narrow(size - i)
+        chain.add(aligned.follows(i), right_BA[:, i:], (text_BA == truth_BA)[:, i:], alpha_BA[:, i:])
+    for _ in range(size, DEPTHS):
+        chain.narrow(0)
+        chain.add(right_BA[:, :0], right_BA[:, :0], right_BA[:, :0], alpha_BA[:, :0])
+    tokens = int(aligned.real_BA.sum())
+    return chain.step(torch.zeros(()), tokens, with_overlap=truth_N is not None)
 
 
 def draft_ids(token: Tensor, vocab: VocabMap | None) -> Tensor:

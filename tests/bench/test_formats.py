@@ -172,3 +172,15 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}')
     with pytest.raises(RequestError, match=r"latin\.jsonl is not UTF-8 text \(byte 15\)"):
         read_workload(str(tmp_path / "latin.jsonl"))
+
+
+def test_whole_numbers_as_ids_stay_whole_numbers(tmp_path):
+    from outpace.bench.answers import write_answers
+    from outpace.bench.records import Run
+
+    file, out = tmp_path / "w.jsonl", tmp_path / "answers.jsonl"
+    file.write_text('{"id": 81, "prompt": "a"}\n{"id": "82", "prompt": "b"}\n{"prompt": "c"}\n')
+    prompts = read_workload(str(file))
+    runs = [[Run(tokens=((1, 2),), seconds=2.0, prefill_seconds=1.0)]] * 3
+    write_answers(out, "none", prompts, runs, decode=str)
+    assert [json.loads(line)["question_id"] for line in out.read_text().splitlines()] == [81, "82", "w-3"]

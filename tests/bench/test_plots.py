@@ -175,3 +175,16 @@ def test_without_matplotlib_there_is_one_line(tmp_path, monkeypatch):
     told = []
     assert plots.draw(report(), tmp_path, note=told.append) == []
     assert told == ["no plots: matplotlib is not installed; try pip install 'outpace[plots]'"]
+
+
+def test_few_drafts_are_dotted_and_titles_say_what_was_asked():
+    figure = Figure()
+    rows = [row("suffix", acceptance_by_depth=[0.7, 0.4, 1.0], drafted_by_depth=[200, 30, 3])]
+    about = {"model": "tiny", "prompts": 8, "config": {"workload": "builtin", "temperature": 0.7}}
+    assert plots._acceptance(figure, {"rows": rows, "provenance": about})
+    (axes,) = figure.axes
+    sure, few = axes.lines
+    assert sure.get_xydata().tolist() == [[1, 0.7], [2, 0.4]] and sure.get_linestyle() == "-"
+    assert few.get_xydata().tolist() == [[2, 0.4], [3, 1.0]] and few.get_linestyle() == ":"
+    assert "fewer than 20 drafts" in axes.get_xlabel()
+    assert "n = 8 prompts of builtin, temperature 0.7" in axes.get_title(loc="left").replace("\n", " ")

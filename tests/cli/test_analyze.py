@@ -5,6 +5,7 @@ import pytest
 from outpace import Engine, RequestError
 from outpace.analysis.acceptance import MOST, RULES, measure
 from outpace.bench import formats, workloads
+from outpace.cli import analyze
 
 DRAFTER = "draft_model[model=tiny layers=1]"
 FEW = (
@@ -114,3 +115,14 @@ def test_the_text_is_the_plain_one_and_the_method_is_left_as_it_was():
     assert engine.method(single).verifier is usual
     with pytest.raises(RequestError, match="name one that samples"):
         measure(engine, "prompt_lookup", [prompt], max_new_tokens=8, temperature=0.8)
+
+
+def test_equal_curves_all_show():
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    curves = {"bound": [0.5, 0.6], "verifiers": {"match": [0.5, 0.6], "tree": [0.5, 0.6]}}
+    names = list(analyze._NAMES)
+    about = {"model": "tiny", "drafter": "draft_model", "temperature": 1.0, "positions": 9}
+    assert analyze._picture(figure, {**about, "drafts": dict.fromkeys(names[:4], curves)})
+    below, above = figure.axes[0].lines[1:]
+    assert below.get_linewidth() > above.get_linewidth() and below.get_markersize() > above.get_markersize()
+    assert above.get_markerfacecolor() == "none"

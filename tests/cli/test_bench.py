@@ -297,3 +297,16 @@ def test_what_takes_a_core_ends_with_whoever_started_it():
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     spinning = Path(f"/proc/{int(told.stdout)}/cmdline")
     until(lambda: not spinning.exists() or spinning.read_bytes() == b"")
+
+
+def test_a_full_disk_costs_files_and_no_figures(outpace, tmp_path, monkeypatch):
+    """The disk is full once the benchmark has run; before, it was not."""
+    from outpace.bench import report
+
+    def full(path, data):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(report, "write_whole", full)
+    ran = outpace(*few("--drafters", "prompt_lookup", "--out", str(tmp_path / "out")))
+    assert ran.code == 2 and "Speed-up over none" in ran.out
+    assert "report.json: No space left on device" in ran.err and not (tmp_path / "out").exists()

@@ -1,4 +1,5 @@
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -100,3 +101,15 @@ def test_shapes_of_a_server_are_checked_if_asked_for(outpace, monkeypatch):
 def test_shapes_that_nobody_has_are_refused(outpace):
     ran = outpace(*FEW, "--shapes", "train")
     assert ran.code == 2 and "unknown shapes 'train'; known: serve" in ran.err
+
+
+def test_a_drafter_whose_package_is_missing_is_left_out(outpace, monkeypatch, enumerated_once):
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    few = ("--model", "tiny", "--prompts", "1", "--max-new-tokens", "2")
+    ran = outpace("check", *few)
+    assert ran.code == 0 and "quantized_self is left out: " in ran.err and "torchao" in ran.err
+    assert "quantized_self" not in ran.out and "suffix" in ran.out
+    ran = outpace("check", *few, "--drafters", "quantized_self")
+    assert ran.code == 2 and "pip install 'outpace[quantize]'" in ran.err
+    ran = outpace("bench", *few[:2], "--limit", "1", "--max-new-tokens", "2", "--drafters", "all")
+    assert ran.code == 0 and "quantized_self takes no part: " in ran.out

@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from safetensors import SafetensorError
 
 from outpace.drafters.trained import home
 from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 from outpace.models.tiny import tiny
+from outpace.train import llama
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +38,20 @@ def test_a_head_by_folder_and_by_method(outpace, tmp_path, by_name):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == "owner/model"
     assert "model.safetensors: " in ran.out and " bytes" in ran.out
-    again = outpace(
-        "export", source, "--model", "tiny", "-f", "speculators", "-o", str(tmp_path / "again"), "--json"
+    again = (
+        "export",
+        source,
+        "--model",
+        "tiny",
+        "-f",
+        "speculators",
+        "-o",
+        str(tmp_path / "again"),
+        "--json",
     )
+    nameless = outpace(*again)
+    assert nameless.code == 2 and "add --verifier" in nameless.err and not (tmp_path / "again").exists()
+    again = outpace(*again, "--verifier", "owner/model")
     found = json.loads(again.out)
     assert found["format"] == "speculators" and found["written"] == {
         str(path): path.stat().st_size for path in (tmp_path / "again").iterdir()
@@ -65,3 +78,19 @@ def test_names_are_checked_before_a_model_is_loaded(outpace, tmp_path, monkeypat
     assert ran.code == 2 and "eagle3 cannot be written as 'foo'; known: speculators, eagle3" in ran.err
     ran = outpace("export", "eagle4", "--format", "hf", *out)
     assert ran.code == 2 and "unknown method to export 'eagle4'; did you mean eagle3" in ran.err
+
+
+def test_a_full_disk_leaves_no_half_of_a_folder(outpace, tmp_path, monkeypatch):
+    def full(*args, **more):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    Eagle3.build(Eagle3Config(), tiny(), None).save(tmp_path / "head", {})
+    monkeypatch.setattr(llama, "save_file", full)
+    out = tmp_path / "more" / "out"
+    ran = outpace(
+        *("export", str(tmp_path / "head"), "--model", "tiny", "-f", "speculators", "-o", str(out)),
+        *("--verifier", "owner/model"),
+    )
+    assert ran.code == 2 and ran.err.count("\n") == 1 and "No space left on device" in ran.err
+    assert f"{out}/model.safetensors: No space" in ran.err
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["head"]

@@ -202,3 +202,9 @@ def test_what_a_model_was_made_into_is_said(outpace):
     assert ran.code == 0 and ran.out.count("\n") == 1
     note = ran.err.splitlines()[0]
     assert note.startswith("outpace: ") and "float32" in note and "Q4_1" in note
+
+
+def test_a_wrong_tree_is_told_whoever_drafts(outpace):
+    for drafter in ("auto", "suffix"):
+        ran = outpace("generate", "a b", "--model", "tiny", "--drafter", drafter, "--tree", "4x")
+        assert ran.code == 2 and "unknown tree '4x'" in ran.err

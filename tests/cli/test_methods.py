@@ -1,10 +1,12 @@
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from outpace import registry
+from outpace.cli import methods
 from outpace.drafters.trained import read_measured
 
 SHIPPED = Path(registry.__file__).parent / "weights"
@@ -88,3 +90,20 @@ def test_every_shipped_drafter_says_what_it_gained():
         measured = read_measured(folder)
         assert measured is not None, f"{folder} has no 'measured' in its provenance.json"
         assert measured["speedup"] > 0 and measured["mean_emitted"] > 1, folder
+
+
+def test_names_of_several_kinds_are_listed_once(outpace):
+    ran = outpace("methods", "nothing-like-it")
+    assert ran.code == 2 and ran.err.count(" auto,") == 1
+
+
+def test_a_summary_ends_with_one_full_stop(outpace, monkeypatch):
+    row = replace(registry.entry("drafter", "suffix"), summary="Follows the newest successor of a token.")
+    monkeypatch.setattr(registry, "entries", lambda *kinds: [row])
+    ran = outpace("methods", "suffix")
+    assert "successor of a token. " in ran.out and ".." not in ran.out.partition("\n")[0]
+
+
+def test_one_thread_is_no_threads():
+    measured = {"speedup": 1.5, "mean_emitted": 2.0, "threads": 1, "dtype": "float32", "cpu": "x"}
+    assert methods._figures(measured)[2] == "1 thread, float32, x"

@@ -157,3 +157,15 @@ def test_bad_input_is_one_line(outpace, data_folder, arguments, message):
 def test_help_shows_examples(outpace):
     ran = outpace("train", "--help")
     assert ran.code == 0 and "outpace train eagle3 --resume" in ran.out
+
+
+def test_where_a_drafter_goes_is_checked_before_a_model_is_loaded(outpace, tmp_path, monkeypatch):
+    def full(number):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "file").write_text("x")
+    for out, said in (("file", "it is a file"), ("file/below", "Not a directory"), ("new", "No space left")):
+        if out == "new":
+            monkeypatch.setattr("os.fsync", full)
+        ran = outpace("train", "medusa", "--model", "no-such-model", "--out", str(tmp_path / out))
+        assert ran.code == 2 and said in ran.err and ran.err.count("\n") == 1, ran.err

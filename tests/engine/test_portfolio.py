@@ -135,7 +135,7 @@ def test_a_seed_is_a_promise_whatever_the_clock_says(monkeypatch, engine):
 def test_every_member_of_a_batch_gives_back_its_states(engine):
     spec = "auto[drafters=draft_model[model=tiny]+suffix]"
     engine.generate(PROMPTS * 2, drafter=spec, max_new_tokens=9)
-    assert not engine.method(spec).drafter.cache._slots and not engine.cache._slots
+    assert not engine.method(spec).preferred.drafter.cache._slots and not engine.cache._slots
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,9 @@ def test_honest_templates_write_what_they_did():
         "{{ '<' + m['content'].strip().replace('a', 'bb') + '>' }}{% endfor %}{{ ns.all }}"
         "{{ [1, 'x', {'k': 2}] | tojson(indent=2) }}{{ '%s-%05d' % ('a', 7) }}{{ ['a', 'b'] | join(', ') }}"
         "{{ '{:>4}|{}'.format(1, 'z') }}{{ 'x\ny' | indent(2) }}{{ 7 * 6 }}{{ 2 ** 8 }}{{ 'ab' * 2 }}"
-        "{{ messages | map(attribute='role') | list }}{{ (['ab'] * 10000) | map('upper') | join('c') | length }}{{ ([1, 2] + [3])[::-1] }}{{ 'q' | center(5) }}"  # noqa: E501
+        "{{ messages | map(attribute='role') | list }}"
+        "{{ (['ab'] * 10000) | map('upper') | join('c') | length }}{{ ([1, 2] + [3])[::-1] }}"
+        "{{ 'q' | center(5) }}"
     )
     said = [{"role": "user", "content": " a "}, {"role": "assistant", "content": "b"}]
     assert render(compile_template(source), said) == (

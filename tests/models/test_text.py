@@ -76,7 +76,7 @@ def test_chat_as_transformers(pair: tuple[Any, Tokenizer, Path]) -> None:
             )
             got = ours.chat_text(TALK, generation_prompt=generation_prompt, **extra)
             assert got == want
-            ids = ours.chat(TALK, generation_prompt=generation_prompt, **extra)
+            ids = ours.chat(TALK, generation_prompt=generation_prompt, special_in_messages=True, **extra)
             assert ids == theirs(want, add_special_tokens=False)["input_ids"]
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}]}]
     assert ours.chat(parts) == ours.chat([{"role": "user", "content": "ab"}])

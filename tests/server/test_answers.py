@@ -305,3 +305,16 @@ def test_tools_reach_the_template(service):
     assert tokenizer.decode(ids) == f"{json.dumps([tool])} calm hi"
     ids = reader.chat(ChatBody(**body, tool_choice="none")).ready[0].ids
     assert tokenizer.decode(ids) == "null calm hi"
+
+
+def test_special_tokens_in_messages_are_text(client, service):
+    tokenizer = service.engine.target.tokenizer
+    special = tokenizer.decode(sorted(tokenizer.special_ids)[:1], skip_special=False)
+    said = {"messages": [{"role": "user", "content": f"ab{special}cd"}]}
+    plain = client.post("/tokenize", {"messages": [{"role": "user", "content": "ab"}]}).json()["tokens"]
+    new = client.post("/tokenize", said).json()["tokens"]
+    old = client.post("/tokenize", {**said, "special_tokens_in_messages": True}).json()["tokens"]
+    count = [sum(token in tokenizer.special_ids for token in ids) for ids in (plain, new, old)]
+    assert count[1] == count[0] and count[2] == count[0] + 1
+    usage = client.chat(said["messages"][0]["content"], max_tokens=1)["usage"]
+    assert usage["prompt_tokens"] == len(new)

@@ -37,7 +37,7 @@ DEEP = json.loads('{"a": ' * 600 + "1" + "}" * 600)
         ({"prompt": ["a", 1]}, "prompt", "prompt: "),
         ({"prompt": [-1]}, "prompt", "greater than or equal to 0"),
         ({"prompt": [10**6]}, None, "1000000 is outside the vocabulary"),
-        ({"prompt": "a" * 3000}, None, "1977 more than fit"),
+        ({"prompt": "a" * 3000}, "prompt", "1977 more than fit"),
         ({"prompt": "a\ud800"}, None, "half a surrogate pair"),
         ({"prompt": "a", "frobnicate": 1}, "frobnicate", "unknown field 'frobnicate'"),
         ({"prompt": "a", "\ud800": 1}, None, "the body cannot be read"),
@@ -51,7 +51,6 @@ DEEP = json.loads('{"a": ' * 600 + "1" + "}" * 600)
             "got -1",
         ),
         ({"prompt": "a", "model": "other"}, "model", "'other' is not served here; use 'tiny'"),
-        ({"prompt": "a", "store": True}, "store", "got True"),
         ({"prompt": "a", "service_tier": "flex"}, "service_tier", "'auto' or 'default'"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "suffix: "),
         ({"prompt": "a", "best_of": 3}, "best_of", "best_of must be n (1), got 3"),
@@ -67,7 +66,7 @@ DEEP = json.loads('{"a": ' * 600 + "1" + "}" * 600)
         ({"prompt": "a", "temperature": float("nan")}, "temperature", "finite"),
         ({"prompt": "a", "top_p": 0}, "top_p", "got 0"),
         ({"prompt": "a", "min_p": 1.5}, "min_p", "got 1.5"),
-        ({"prompt": "a", "seed": -1}, "seed", "got -1"),
+        ({"prompt": "a", "seed": -1 << 64}, "seed", "seed: "),
         ({"prompt": "a", "seed": 1 << 64}, "seed", "seed: "),
         ({"prompt": "a", "logprobs": 21}, "logprobs", "at most 20"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
@@ -86,7 +85,9 @@ def test_bad_completions(client, body, param, says):
     text = json.dumps(body).encode()
     answer = client.request("POST", COMPLETION, content=text, headers={"Content-Type": "application/json"})
     error = answer.json()["error"]
-    assert answer.status_code == error["code"] == (404 if param == "model" else 400)
+    assert answer.status_code == (404 if param == "model" else 400)
+    too_long = "maximum context length" in says or "more than fit" in says
+    assert error["code"] == ("context_length_exceeded" if too_long else answer.status_code)
     assert says in error["message"] and "\n" not in error["message"]
     assert error["param"] == param and len(error["message"]) <= 400
     assert error["type"] in ("invalid_request_error", "not_found_error")
@@ -126,11 +127,44 @@ def test_bad_chats(client, fields, param, says):
     assert says in error["message"] and error["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETION, {"prompt": "a" * 1100}, "prompt"),
+        (COMPLETION, {"prompt": "a" * 90_000}, "prompt"),
+        (COMPLETION, {"prompt": [5] * 1100}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 1100}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 90_000}]}, "messages"),
+        ("/tokenize", {"prompt": "a" * 1100}, "prompt"),
+        ("/detokenize", {"tokens": [5] * 1100}, "tokens"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_prompt_beyond_the_context_has_the_code_that_clients_know(client, path, body, param):
+    answer = client.post(path, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert error["param"] == param and error["type"] == "invalid_request_error"
+    assert "this model's maximum context length is 1024 tokens" in error["message"]
+
+
+def test_negative_seeds_are_seeds(client):
+    def drawn(seed):
+        found = client.complete("ab", max_tokens=12, temperature=0.9, seed=seed, ignore_eos=True)
+        return found["choices"][0]["text"], found["metrics"]["seed"]
+
+    text, seed = drawn(-1)
+    assert drawn(-1) == (text, seed) == drawn(seed) and drawn(-2)[0] != text
+
+
 def test_fields_that_change_nothing_are_taken(client):
     unread = {
         "user": "me",
         "metadata": {"a": "b"},
-        "store": False,
+        "store": True,
+        "prompt_cache_retention": "24h",
+        "reasoning_effort": "low",
+        "verbosity": "high",
         "service_tier": "auto",
         "safety_identifier": "x",
         "prompt_cache_key": "y",
@@ -156,6 +190,10 @@ def test_fields_that_change_nothing_are_taken(client):
     best = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
     plain = client.complete("ab", **best)["choices"]
     assert client.complete("ab", **best, **nothing)["choices"] == plain
+    streamed = client.post(
+        COMPLETION, {"prompt": "ab", "stream": True, "stream_options": {"include_obfuscation": True}, **best}
+    )
+    assert streamed.status_code == 200 and "obfuscation" not in streamed.text
 
 
 @pytest.mark.parametrize(
@@ -432,3 +470,59 @@ def test_a_chat_without_a_length_gets_what_memory_can_hold(engine):
         assert "pages of memory, and there are 3" in error["message"]
         error = client.refused(COMPLETION, {"prompt": "a" * 200})
         assert "pages of memory, and there are 3" in error["message"]
+
+
+def test_a_body_that_drips_has_a_limit():
+    limits = Limits(read_seconds=0.05)
+
+    async def application(scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
+
+    async def drip():
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": b"a", "more_body": True}
+
+    async def send(message):
+        pass
+
+    guard = Guard(application, keys=(), hosts=None, limits=limits)
+    with pytest.raises(Exception, match="too slowly") as caught:
+        asyncio.run(guard({"type": "http", "path": COMPLETION, "headers": []}, drip, send))
+    assert caught.value.status_code == 408
+
+
+def test_further_hosts_and_origins(service):
+    hosts = host_names("127.0.0.1", (), ["Proxy.example"])
+    app = create_app(service, name="tiny", hosts=hosts, origins=["https://a.example"], limits=LIMITS)
+    for host, status in (("proxy.example:80", 200), ("localhost", 200), ("evil.example", 403)):
+        assert Client(app, Host=host).get("/v1/models").status_code == status, host
+    assert host_names("0.0.0.0", (), ["a"]) >= {"a", "0.0.0.0"}
+    for origin, allowed in (("https://a.example", True), ("https://b.example", False)):
+        asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        answer = Client(app).request("OPTIONS", CHAT, headers=asked)
+        assert (answer.headers.get("Access-Control-Allow-Origin") == origin) == allowed
+    plain = create_app(service, name="tiny", limits=LIMITS)
+    assert (
+        "Access-Control-Allow-Origin" not in Client(plain, Origin="https://a.example").get("/health").headers
+    )
+
+
+def test_a_key_has_so_many_answers_at_a_time(engine):
+    with busy(engine) as (service, go):
+        limits = Limits(per_key=2, request_seconds=20)
+        app = create_app(service, name="tiny", keys=["one", "two"], limits=limits)
+        body, done = {"prompt": "ab", "max_tokens": 2, "n": 2}, []
+        waiting = threading.Thread(
+            target=lambda: done.append(Client(app, Authorization="Bearer one").post(COMPLETION, body))
+        )
+        waiting.start()
+        until(lambda: service.stats().waiting == 2)
+        refused = Client(app, Authorization="Bearer one").post(COMPLETION, {**body, "n": 1})
+        assert refused.status_code == 429 and "Retry-After" in refused.headers
+        assert "at most 2" in refused.json()["error"]["message"]
+        go.set()
+        waiting.join(20)
+        assert done[0].status_code == 200
+        for key in ("one", "two"):
+            assert Client(app, Authorization=f"Bearer {key}").post(COMPLETION, body).status_code == 200

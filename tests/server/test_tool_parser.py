@@ -82,6 +82,19 @@ def test_calls_are_found_however_the_text_is_cut(form, text, left, calls, whole,
     assert read(form, text, step) == (left, calls, whole)
 
 
+@pytest.mark.parametrize("form", [HERMES, MISTRAL], ids=lambda form: form.name)
+def test_a_call_that_is_cut_off_leaks_nothing(form):
+    call = f"[{ONE}]" if form is MISTRAL else f"\n{ONE}\n"
+    text = f"So.\n{form.opens}{call}{form.closes}"
+    for end in range(len("So.\n") + 2, len(text) + 1):
+        reader = CallReader(form, {"f"})
+        parts = [reader.push((), text[:end]), reader.close(cut=True)]
+        assert "".join(part.text for part in parts).strip() == "So.", text[:end]
+    reader = CallReader(form, {"f"})  # what is no beginning of a call stays, also before a limit
+    parts = [reader.push((), f"a {form.opens} b <"), reader.close(cut=True)]
+    assert "".join(part.text for part in parts) == f"a {form.opens} b <"
+
+
 def test_nothing_is_lost_or_made_up():
     """Whatever a text holds, without a call all of it comes back."""
     pieces = ["<tool_call>", "</tool_call>", "{", "}", '"name"', ":", '"f', "\\", " ", "[", ","]

@@ -178,6 +178,8 @@ def test_text_stays_text(talk):
 def test_a_call_that_is_cut_is_no_reason_to_call(talk):
     choice = talk("call", max_tokens=45)
     assert choice["finish_reason"] == "length"
+    early = talk("call", max_tokens=12)["message"]  # before the name
+    assert "tool_calls" not in early and "<" not in (early["content"] or "")
     choice = talk("call", stop=["Os"])
     assert choice["finish_reason"] == "stop"
     assert [c["function"]["name"] for c in choice["message"]["tool_calls"]] == ["weather"]
@@ -194,6 +196,8 @@ def test_a_call_may_be_asked_for(app, talk, kind):
     assert name == "weather" and arguments["city"] in ("Rome", "Oslo")
     one = talk("both", tool_choice="required", parallel_tool_calls=False)
     assert len(one["message"]["tool_calls"]) == 1
+    free = talk("both", parallel_tool_calls=False)
+    assert calls_of(free["message"]) == [OSLO] and free["finish_reason"] == "tool_calls"
     if kind in ("hermes", "silent"):
         assert talk("call", tool_choice="required")["message"]["tool_calls"]
 
@@ -300,7 +304,6 @@ def test_what_the_model_reads(app, kind):
             "tools.0.function.mood",
             "unknown field",
         ),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "leave it out"),
         (
             {"tool_choice": "required", "response_format": {"type": "json_object"}},
             "tool_choice",

@@ -269,3 +269,62 @@ def test_a_connection_that_asks_nothing_is_closed(service, monkeypatch):
                 patience.ends()
             until(lambda: patience.ends() or select.select([kept.sock], [], [], 0)[0])
             assert kept.sock.recv(1) == b""  # and closed, once it does not
+
+
+def server_of(app, limits):
+    """A server on a thread, its address, and the thread."""
+    server = make_server(app, host="127.0.0.1", port=0, limits=limits)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    until(lambda: server.started)
+    return server, ("127.0.0.1", server.servers[0].sockets[0].getsockname()[1]), thread
+
+
+def test_when_the_grace_ends_waiting_clients_are_told(service, brake, caplog):
+    limits = Limits(grace_seconds=1)
+    app = create_app(service, name="tiny", limits=limits)
+    server, (host, port), thread = server_of(app, limits)
+    url, found = f"http://{host}:{port}/v1/completions", {}
+
+    def ask(stream):
+        found[stream] = httpx.post(url, json={"prompt": "ab", "stream": stream, **LONG}, timeout=30)
+
+    asking = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+    with brake.on():
+        for one in asking:
+            one.start()
+        assert brake.held.wait(20)
+        until(lambda: len(server.server_state.tasks) == 2)
+        server.should_exit = True
+        for one in [*asking, thread]:
+            one.join(20)
+    assert (found[False].status_code, found[True].status_code) == (503, 200)
+    error = found[False].json()["error"]
+    assert error["code"] == 503 and "stopping" in error["message"]
+    *_, last, done, nothing = found[True].text.split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == 503
+    assert (done, nothing) == ("data: [DONE]", "")
+    assert "Traceback" not in caplog.text and "Exception in ASGI" not in caplog.text
+
+
+def test_a_client_that_half_closes_gets_its_answer(address):
+    port = int(address.rpartition(":")[2])
+    body = json.dumps({"prompt": "ab", "max_tokens": 40, "ignore_eos": True}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    ).encode()
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.settimeout(20)
+        connection.sendall(head + body)
+        connection.shutdown(socket.SHUT_WR)
+        text = b""
+        while more := connection.recv(1 << 16):
+            text += more
+    assert b"HTTP/1.1 200 OK" in text and b'"finish_reason":"length"' in text
+
+
+def test_head_requests(address):
+    for path in ("/", "/health"):
+        answer = httpx.head(f"{address}{path}")
+        assert answer.status_code == 200 and not answer.content

@@ -18,7 +18,7 @@ from outpace.methods.draft_model.online.learner import OnlineLearner
 from outpace.models.tiny import tiny
 from outpace.server.metrics import Meters
 from outpace.serving.events import Done, Failed, ServiceStats
-from outpace.serving.learning import PATIENCE, Learning, Watched, learning_spec
+from outpace.serving.learning import PATIENCE, RETRY, Learning, Watched, learning_spec
 from outpace.serving.service import Service
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Outcome, Scored, Verdict
@@ -319,6 +319,27 @@ def test_a_greedy_accountant_would_be_noticed():
 
 
 # What it must not do.
+
+
+def test_learning_goes_on_when_the_disk_has_room_again(caplog):
+    learner, made = learning(0.1, 0.001)
+    step, tried = learner.step, []
+
+    def full(budget_s):
+        tried.append(learner.now)
+        raise OSError("no space left on device")
+
+    learner.step = full
+    with caplog.at_level(logging.ERROR):
+        assert not made.idle() and len(tried) == 1
+    assert "learning pauses for 60 seconds" in caplog.text
+    assert made.stats(ServiceStats()).learned["broken"] == 1
+    learner.now += RETRY - 1
+    assert not made.idle() and len(tried) == 1
+    learner.now += 2
+    learner.step = step
+    assert made.idle() and learner.steps == 1
+    assert made.stats(ServiceStats()).learned["broken"] == 0
 
 
 @pytest.mark.parametrize("place", ["begin", "observe", "end", "step"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from outpace import Engine, RequestError
+from outpace.coins import later_seed
 from outpace.drafters import model_rows
 from outpace.drafters.base import Traits
 from outpace.drafters.model_rows import ModelDrafter
@@ -150,8 +151,8 @@ def test_n_answers_have_seeds_of_their_own(engine):
         results = heard.results
         free = ask(service, PROMPT, heard=Heard(2), n=2, **own).results
     for index, result in results.items():
-        again = engine.generate(PROMPT, seed=5 + index, drafter="none", **own)
-        assert result.tokens == again.tokens and result.seed == 5 + index
+        again = engine.generate(PROMPT, seed=later_seed(5, index), drafter="none", **own)
+        assert result.tokens == again.tokens and result.seed == later_seed(5, index)
     assert free[0].seed != free[1].seed
 
 

@@ -34,18 +34,7 @@ from outpace.models.decoder import Decoder
 from outpace.train.align import DRAFT_MODEL, Aligned, places
 from outpace.train.batches import Batch
 from outpace.train.losses import check, head_loss
-from outpace.train.objective import (
-    DEPTHS,
-    LAST,
-    Chain,
-    Objective,
-    Step,
-    draft_ids,
-    guesses,
-    laws_for,
-    target_laws,
-    write_drafter,
-)
+from outpace.train.objective import LAST, Objective, Step, draft_ids, judge_rows, target_laws, write_drafter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,23 +144,8 @@ class DraftModelObjective(Objective):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
-        aligned = Aligned(batch, DRAFT_MODEL)
-        p_ND, truth_N = laws_for(batch, aligned, self.target, self.vocab)
-        hidden_BAW, row_BA = self.hidden(batch, aligned), aligned.law(DRAFT_MODEL)
-        text_BA = aligned.token(DRAFT_MODEL)
-        truth_BA = text_BA if truth_N is None else truth_N[row_BA]
-        guess_R, alpha_R = guesses(hidden_BAW.flatten(0, 1), self.head(), self.vocab, p_ND, row_BA.flatten())
-        right_BA, alpha_BA = guess_R.view_as(truth_BA) == truth_BA, alpha_R.view_as(truth_BA)
-        chain, size = Chain(aligned.real_BA), right_BA.shape[1]
-        # Row a guessed the text at depth 1; the row after it is the same chain at depth 2.
-        for i in range(min(DEPTHS, size)):
-            chain.narrow(size - i)
-            chain.add(aligned.follows(i), right_BA[:, i:], (text_BA == truth_BA)[:, i:], alpha_BA[:, i:])
-        for _ in range(size, DEPTHS):
-            chain.narrow(0)
-            chain.add(right_BA[:, :0], right_BA[:, :0], right_BA[:, :0], alpha_BA[:, :0])
-        tokens = int(aligned.real_BA.sum())
-        return chain.step(torch.zeros(()), tokens, with_overlap=truth_N is not None)
+        hidden_BAW = self.hidden(batch, Aligned(batch, DRAFT_MODEL))
+        return judge_rows(batch, self.target, self.vocab, hidden_BAW, self.head())
 
     @property
     def on_policy_share(self) -> float:

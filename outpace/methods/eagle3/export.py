@@ -47,7 +47,13 @@ def export(source: Path, form: str, out: Path, target: Target, verifier: str | N
     if not head.shape.fused:
         raise ModelError(f"{source} is an EAGLE-1 or EAGLE-2 head; {form} is for EAGLE-3")
     if form == "speculators":
-        return write(out, *_speculators(head, target, verifier or target.name))
+        name = target.name if verifier is None else verifier
+        if verifier is None and "/" not in name:
+            raise ModelError(
+                f"{form} names the model by a hub id, and {name} is none; add --verifier, as in "
+                f"--verifier owner/{name}"
+            )
+        return write(out, *_speculators(head, target, name))
     return write(out, *_authors(head, target))
 
 

@@ -172,7 +172,7 @@ class EarlyExit(ExpandingDrafter[ExitState]):
                 logits_FD = self.head.logits(asked, feeds, scored.taps[name])
             for j, (one, i) in enumerate(zip(rows, members, strict=True)):
                 lo, hi = scored.tap_start_B[j], scored.tap_start_B[j + 1]
-                one.hidden.append(scored.taps[name][lo:hi])
+                one.hidden.append(scored.taps[name][lo:hi].clone())
                 parts[i] = logits_FD[lo:hi]
         logits = [parts[i] for i in range(len(branches))]
         out_FD = logits[0] if len(logits) == 1 else torch.cat(logits)

@@ -147,7 +147,7 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
         scored = self.target.score(feeds, rows[0].lease.cache, taps=self.traits.taps, layers=self.layer)
         hidden_TH, start_B = scored.taps[self.tap], scored.tap_start_B
         for i, one in enumerate(rows):
-            one.hidden.append(hidden_TH[start_B[i] : start_B[i + 1]])
+            one.hidden.append(hidden_TH[start_B[i] : start_B[i + 1]].clone())
         with self.clock:
             y_FH = self.rows.run(branches, feeds, hidden_TH)
             with torch.no_grad():

@@ -128,7 +128,10 @@ class Ppd(ExpandingDrafter[PromptState]):
         nodes = len(_STOCK.parent_N or ())
         seconds_R = pass_seconds(target)
         machine = solve(prompts.rate_KB, seconds_R, chains=chains, most_nodes=nodes)
-        return cls(prompts, target, machine)
+        made = cls(prompts, target, machine)
+        # Another load may measure other costs and draft other trees.
+        made.traits = replace(made.traits, deterministic=False)
+        return made
 
     def begin(self, request: Request) -> PromptState:
         """Nothing is known until riders were in a pass."""

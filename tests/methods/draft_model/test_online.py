@@ -28,10 +28,10 @@ from outpace.methods.draft_model.online.data import (
 )
 from outpace.methods.draft_model.online.learner import OnlineLearner
 from outpace.methods.draft_model.online.topics import ENOUGH, Router
-from outpace.methods.draft_model.online.versions import BASE, Versions
 from outpace.models.tiny import tiny
 from outpace.serving.learning import Watched
 from outpace.train import losses
+from outpace.train.versions import BASE, Versions
 from outpace.types import Draft, Outcome, Scored, Verdict
 from tests.support import until
 
@@ -490,7 +490,7 @@ def test_kill_9(tmp_path):
 import os, sys
 from pathlib import Path
 from outpace import files
-from outpace.methods.draft_model.online.versions import Versions
+from outpace.train.versions import Versions
 {inspect.getsource(little)}
 for _ in sys.stdin:
     child = os.fork()

@@ -348,6 +348,12 @@ def test_text_is_plain_text_in_either_dtype(folder, dtype):
     assert [r.tokens for r in timed] == [r.tokens for r in plain], "rows by their price here"
 
 
+def test_trees_shaped_by_timing_promise_no_text_of_a_seed(folder):
+    engine = Engine.load("tiny", dtype="float32", drafter="none")
+    assert not engine.method(f"ppd[model={folder}]").deterministic
+    assert engine.method(f"ppd[model={folder} rows=24]").deterministic
+
+
 def test_what_is_read(target, folder, tmp_path):
     prompts = read_prompts(str(folder), target)
     assert prompts.embed_KEH.shape == (RIDERS, 1, target.hidden_size)

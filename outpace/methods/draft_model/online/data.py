@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from outpace.methods.draft_model.drafter import DraftModel
-from outpace.methods.draft_model.online.versions import Versions
 from outpace.rows import top
 from outpace.train.batches import Batch
 from outpace.train.losses import TINY
+from outpace.train.versions import Versions
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]

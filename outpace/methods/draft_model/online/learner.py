@@ -1,6 +1,6 @@
 """Learning while serving: the draft model is distilled on what the target refused of it.
 
-    observe   verified passes -> logits of refused tokens, which wait (`online_inbox`)
+    observe   verified passes -> logits of refused tokens, which wait (`inbox`)
     read      logits -> laws -> pieces of text, per branch
     round     learn from some pieces -> judge on held-out requests -> a version, or none
     review    a version that drafts is compared with its parent on what came since; it may go back
@@ -13,7 +13,7 @@ observations, the seed and the number of units between them, and on no clock.
 Requests that are held out are recorded whole and never learned from: on refused tokens alone any
 change looks like progress. A version is judged as it is stored, in bfloat16.
 
-Texts stay in memory and go with the process. On the disk are versions (`online_disk`).
+Texts stay in memory and go with the process. On the disk are versions (`outpace.train.versions`).
 
 Paper: Online Speculative Decoding, Liu et al. 2023, arXiv:2310.07177. As in its text, the law that
 teaches is that of the refused token itself; the other changes are the held-out judgement, several
@@ -40,10 +40,10 @@ from outpace.methods.draft_model.drafter import DraftModel, DraftModelConfig
 from outpace.methods.draft_model.online.data import Branch, Buffer, Marks, OnlineConfig, Text, Version
 from outpace.methods.draft_model.online.inbox import Inbox
 from outpace.methods.draft_model.online.net import Desk
-from outpace.methods.draft_model.online.topics import Router, read_topics, write_topics
-from outpace.methods.draft_model.online.versions import BASE, TOPICS, Lock, Versions, digest_of
+from outpace.methods.draft_model.online.topics import TOPICS, Router, read_topics, write_topics
 from outpace.models.base import Target
 from outpace.train.memory import keep_freed_memory
+from outpace.train.versions import BASE, Lock, Versions, digest_of
 from outpace.types import ROOT, Outcome
 
 SURE = 2.0

@@ -27,6 +27,8 @@ from outpace.files import parse_json, write_whole
 from outpace.models.fields import brief
 
 Vector = npt.NDArray[np.float32]
+TOPICS = "topics.json"
+"""What tells topics apart, in the folder of what is learned."""
 
 BUCKETS = 1024
 READ = 512

@@ -1,7 +1,6 @@
 """The versions of a learned drafter on disk: whole or not there, whenever the process dies.
 
     FOLDER/lock                      one server at a time learns here
-    FOLDER/topics.json               what tells topics apart
     FOLDER/BRANCH/manifest.json      versions, which one drafts, what they were made from
     FOLDER/BRANCH/v000003/           a drafter folder
 
@@ -26,7 +25,7 @@ from outpace.files import parse_json, write_whole
 from outpace.models.fields import brief
 
 FORMAT = 1
-MANIFEST, TOPICS, LOCK = "manifest.json", "topics.json", "lock"
+MANIFEST, LOCK = "manifest.json", "lock"
 BASE = 0
 """The number of the drafter that learning started from, which lies elsewhere."""
 
