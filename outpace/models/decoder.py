@@ -295,6 +295,8 @@ class Decoder(Target):
         assert self._programs is not None
         with torch.no_grad():
             got = self._programs.run(rows, cache, depth, taps, self.embed, headed)
+            if not taps:
+                return got
             features = {name: rows.without_riders(got.taps[name]) for name in taps}
         return replace(got, taps=features)
 

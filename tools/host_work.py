@@ -1,0 +1,55 @@
+"""Measure what a step of one sequence takes outside of compiled code: Python, sampling, records.
+
+    python tools/host_work.py none prompt_lookup auto
+
+Prints per method the median step and the median and the fastest tenth of what is left of steps
+without the passes' calls of compiled code. A median counts on a quiet machine only.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from itertools import pairwise
+
+from outpace import Engine, SamplingParams
+
+PROMPT = "Question: Tell me about the history of the city of Paris in some detail.\nAnswer:"
+TOKENS, ROUNDS = 96, 4
+
+
+def main(methods: list[str]) -> None:
+    """Measure methods, one after the other."""
+    inside = [0.0]
+    for method in methods:
+        engine = Engine.load("smollm2-135m", drafter=method)
+        programs = engine.target._programs
+        if programs is None:
+            sys.exit("passes are not compiled here")
+        run = programs._run
+
+        def timed(call: object, run: object = run) -> None:
+            began = time.perf_counter()
+            run(call)
+            inside[0] += time.perf_counter() - began
+
+        programs._run = timed
+        marks: list[tuple[float, float]] = []
+        engine.listeners.append(lambda record, marks=marks: marks.append((time.perf_counter(), inside[0])))
+        steps: list[tuple[float, float]] = []
+        for turn in range(ROUNDS):
+            marks.clear()
+            engine.generate(PROMPT, SamplingParams(temperature=0, max_new_tokens=TOKENS, ignore_eos=True))
+            if turn:
+                steps += [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(marks)]
+        host = sorted(1e3 * (whole - within) for whole, within in steps)
+        middle, few = statistics.median(host), host[len(host) // 10]
+        step = 1e3 * statistics.median(whole for whole, _ in steps)
+        print(
+            f"{method}: {len(steps)} steps of {step:.2f} ms, outside {middle:.3f} ms, fastest tenth {few:.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or ["none"])
