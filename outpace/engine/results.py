@@ -1,4 +1,4 @@
-"""What a request returns, with the counters of the glossary (docs/glossary.md)."""
+"""What a request returns, with the counters of docs/json.md."""
 
 from __future__ import annotations
 
