@@ -1,0 +1,61 @@
+"""The results of the README come from a report."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("readme_results", ROOT / "tools" / "readme_results.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(method, speedup, **groups):
+    return {
+        "method": method,
+        "speedup": speedup,
+        "mean_emitted": None if method == "hf" else 2.0,
+        "groups": {name: {"speedup": value} for name, value in groups.items()},
+    }
+
+
+REPORT = {
+    "rows": [row("none", 1.0), row("hf", 0.5, chat=0.4), row("auto", 2.5, chat=1.5, edit=5.25, code=None)],
+    "noise_floor": {"speedup": 1.01, "speedup_interval": [0.99, 1.03]},
+    "partial": False,
+    "provenance": {
+        "model": "m",
+        "dtype": "bfloat16",
+        "cpu": "C",
+        "gpu": None,
+        "device": "cpu",
+        "threads": 2,
+        "prompts": 64,
+        "date": "2026-11-22T10:00",
+        "command": "outpace bench --out report",
+    },
+}
+
+
+def test_rows_are_ordered_and_span_their_categories(tool):
+    block = tool.render(REPORT)
+    assert "| `auto` | 2.50 x | 2.00 | 1.50 (chat), 5.25 (edit) |\n| `hf` | 0.50 x |  |" in block
+    assert "outpace bench --out report" in block and "`none`" not in block
+
+
+def test_the_block_goes_into_its_place_twice(tool):
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    once = tool.replaced(page, tool.render(REPORT))
+    assert once != page
+    assert tool.replaced(once, tool.render(REPORT)) == once
+
+
+def test_a_page_without_a_place_is_refused(tool):
+    with pytest.raises(ValueError, match="once each"):
+        tool.replaced("page", tool.render(REPORT))
