@@ -16,14 +16,15 @@ island. The keeper lived there alone, and the supply boat came once a month. Whe
 automated in 1963, the keeper left, and the house stood empty until the village turned it into a \
 small museum.
 
-.PHONY: help demo test check-slow lint docs clean
+.PHONY: help demo test check-slow lint docs site clean
 
 help:
 	@echo "make demo        answer a prompt plainly and speculatively, and compare"
 	@echo "make test        run the tests"
 	@echo "make check-slow  run the longer checks, marked slow"
-	@echo "make lint        ruff and mypy"
+	@echo "make lint        ruff, mypy, and the length of sentences in README and docs"
 	@echo "make docs        write docs/methods.md anew from the registry"
+	@echo "make site        build the documentation as a site, into site/"
 	@echo "make clean       remove .venv, caches and build output"
 
 demo: $(STAMP)
@@ -42,12 +43,18 @@ lint: $(STAMP)
 	@$(BIN)/ruff format --quiet --check .
 	@echo "mypy --strict"
 	@$(BIN)/mypy --no-error-summary
+	@echo "sentences"
+	@$(BIN)/python tools/sentences.py
 
 docs: $(STAMP)
 	@$(BIN)/python tools/methods_page.py
 
+site: docs
+	@$(PIP) install $(PIP_FLAGS) --quiet -c constraints.txt -e '.[docs]'
+	@$(BIN)/python -m mkdocs build --quiet --strict
+
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find outpace tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip says a line per package it fetches; --quiet would leave minutes of silence.

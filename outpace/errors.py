@@ -50,12 +50,7 @@ class RequestError(OutpaceError):
 
 
 class PromptTooLong(RequestError):
-    """A prompt that the model's context cannot hold.
-
-    Args:
-        most: tokens of the longest prompt that fits.
-        count: tokens that the prompt has; None: they were not all counted.
-    """
+    """A prompt of ``count`` tokens (None: not counted) where at most ``most`` fit the context."""
 
     def __init__(self, most: int, count: int | None = None) -> None:
         has = f"more than {most} tokens" if count is None else f"{count} tokens, {count - most} more than fit"

@@ -124,7 +124,7 @@ _CORE = (
         "verifier",
         "verifier",
         "outpace.verifiers.typical:Typical",
-        "Keeps what the target finds plausible; changes the law of the output",
+        "Keeps what the target finds plausible; changes the distribution of the output",
         "Medusa, arXiv:2401.10774",
         lossless=False,
     ),

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from outpace.cache.base import KVCache, Lease
 from outpace.clock import StepClock
 from outpace.coins import Coins, Stream
@@ -25,7 +27,6 @@ from outpace.models.base import TREE, Target
 from outpace.policies.base import Evidence, Policy, PolicyRow, within
 from outpace.sampling import Warp, laws_of_batch
 from outpace.tree.growth import DraftRow
-from outpace.tree.mask import is_chain
 from outpace.types import (
     NOTHING,
     Budget,
@@ -48,6 +49,8 @@ class StepSequence(Protocol):
 
     number: int
     """For records."""
+    read_prompt: Callable[[int, Tensor], None] | None
+    """Called with the logits of the prompt's tokens from a place on; None: nobody wants them."""
     tokens: list[int]
     """Committed ids; the last one is pending."""
     slot: int
@@ -142,7 +145,7 @@ def step(machine: Machine, rows: Sequence[StepSequence]) -> list[Outcome]:
         _Part(row, Feed.tree(row.slot, row.tokens[-1], draft), len(row.tokens) - 1, plan, draft, view, n)
         for row, plan, draft, view, n in zip(rows, plans, drafts, views, uncached_B, strict=True)
     ]
-    return _pass(machine, parts, clock)
+    return _pass(machine, parts, _score(machine, parts), clock)
 
 
 def prefill(
@@ -166,8 +169,13 @@ def prefill(
         end = start + machine.chunk if ends is None else ends[i]
         chunk = row.tokens[start:end]
         last = (len(chunk) - 1,) if start + len(chunk) == len(row.tokens) else ()
-        parts.append(_Part(row, Feed.chain(row.slot, chunk, want=last), start))
-    return _pass(machine, parts, clock)
+        feed = Feed.chain(row.slot, chunk, want=None if row.read_prompt else last)
+        parts.append(_Part(row, feed, start, ends=bool(last)))
+    scored = _score(machine, parts)
+    for i, part in enumerate(parts):
+        if part.row.read_prompt:
+            part.row.read_prompt(part.start, scored.of(i).logits_TV)
+    return _pass(machine, parts, scored.last([part.ends for part in parts]), clock)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,11 +191,12 @@ class _Part:
     view: PolicyRow | None = None
     """What the policy saw; None for decided tokens."""
     num_uncached: int = 0
+    ends: bool = True
+    """Whether a token follows; not while a prompt goes on."""
 
     def outcome(self, scored: Scored, verdict: Verdict) -> Outcome:
         """Cut the verdict, and say which tokens enter the cache."""
-        emits = self.view is not None or self.feed.wanted > 0
-        verdict = self.row.cut(verdict) if emits else verdict
+        verdict = self.row.cut(verdict) if self.ends else verdict
         if self.view is None:
             fed = self.feed.token_J
             return Outcome(self.draft, scored, verdict, fed, tuple(range(len(fed))), self.start, forced=True)
@@ -197,10 +206,13 @@ class _Part:
         return Outcome(self.draft, scored, verdict, fed, kept, self.start, drafter=self.plan.drafter)
 
 
-def _pass(machine: Machine, parts: Sequence[_Part], clock: StepClock) -> list[Outcome]:
-    """SCORE, JUDGE and COMMIT, for drafts and for tokens that are decided."""
-    rows = [part.row for part in parts]
-    scored = machine.target.score([part.feed for part in parts], machine.cache, taps=machine.taps(rows))
+def _score(machine: Machine, parts: Sequence[_Part]) -> Scored:
+    taps = machine.taps([part.row for part in parts])
+    return machine.target.score([part.feed for part in parts], machine.cache, taps=taps)
+
+
+def _pass(machine: Machine, parts: Sequence[_Part], scored: Scored, clock: StepClock) -> list[Outcome]:
+    """JUDGE and COMMIT, for drafts and for tokens that are decided."""
     clock.lap("score")
     verdicts = _judge(machine, parts, scored)
     clock.lap("judge")
@@ -252,27 +264,12 @@ def _draft(machine: Machine, rows: Sequence[StepSequence], plans: Sequence[Plan]
         except LogitsError as error:
             raise LogitsError(f"drafter {name}, pass {machine.steps}: {error}") from error
         for i, row, draft in zip(indices, wanted, answers, strict=True):
-            _check(draft, row, name)
+            if fault := row.fault(draft):
+                raise OutpaceError(f"drafter {name!r} broke its contract: a draft of {fault}")
             if draft.resume is None:
                 machine.cache.drop(rows[i].slot)  # what the drafter tried there
             drafts[i] = draft
     return drafts
-
-
-def _check(draft: Draft, row: DraftRow[Any], name: str) -> None:
-    """Raise OutpaceError, naming the drafter, unless a draft is what was asked for."""
-    most = row.budget
-    nodes, rows, depth = len(draft), _rows_of(draft) - 1, max(draft.depth_N, default=0)
-    wrong = None
-    if nodes > most.max_nodes or depth > most.max_depth or rows > most.max_rows:
-        wrong = (
-            f"{nodes} nodes, {depth} levels and {rows} rows, where {most.max_nodes}, "
-            f"{most.max_depth} and {most.max_rows} were granted"
-        )
-    elif row.chain and not is_chain(draft.parent_N):
-        wrong = "several branches, where chains alone can be checked"
-    if wrong is not None:
-        raise OutpaceError(f"drafter {name!r} broke its contract: a draft of {wrong}")
 
 
 def _draft_row(
@@ -319,7 +316,7 @@ def _num_uncached(machine: Machine, row: StepSequence, name: str) -> int:
 
 def _judge(machine: Machine, parts: Sequence[_Part], scored: Scored) -> dict[int, Verdict]:
     """Judge every draft; a row whose draft cannot be judged fails, and has no verdict."""
-    judged = [i for i, part in enumerate(parts) if part.feed.wanted]
+    judged = [i for i, part in enumerate(parts) if part.ends]
     warps = [parts[i].row.warp for i in judged]
     laws = laws_of_batch(scored, warps, [parts[i].draft for i in judged])
     verdicts = {i: Verdict((), ()) for i in range(len(parts)) if i not in judged}
@@ -426,7 +423,7 @@ def _report(
         machine.steps - 1,
         tuple(records),
         clock.seconds,
-        sum(len(o.row_F) if o.forced else _rows_of(o.draft) for o in outcomes.values()),
+        sum(len(o.row_F) if o.forced else o.draft.num_rows for o in outcomes.values()),
         clock.passes,
         clock.draft_levels,
         prompt=all(outcome.forced for outcome in outcomes.values()),
@@ -434,8 +431,3 @@ def _report(
     )
     for listener in machine.listeners:
         listener(record)
-
-
-def _rows_of(draft: Draft) -> int:
-    """Rows of a pass: the pending token, the guesses, and their riders."""
-    return 1 + len(draft) + (0 if draft.riders is None else len(draft.riders.node_R))

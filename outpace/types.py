@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -165,6 +166,11 @@ class Draft(Rooted):
             children.setdefault(parent, []).append(node)
         groups = tuple(Group(p, Drawn.CHOSEN, tuple(c)) for p, c in children.items())
         return cls(tuple(tokens), tuple(up), groups, memo=memo)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a pass: the pending token, the guesses, and their riders."""
+        return 1 + len(self) + (0 if self.riders is None else len(self.riders.node_R))
 
     @cached_property
     def depth_N(self) -> tuple[int, ...]:
@@ -358,6 +364,14 @@ class Scored:
             rider_start = (0, b - a)
         part = self.logits_TV[lo:hi]
         return Scored(part, (0, hi - lo), taps, tap_start, *riders, rider_start)
+
+    def last(self, ending: Sequence[bool]) -> Scored:
+        """With the last row alone of every feed that ends, and no other logits."""
+        kept = [stop - 1 for stop, end in zip(self.start_B[1:], ending, strict=True) if end]
+        if len(kept) == self.start_B[-1]:
+            return self
+        starts = (0, *accumulate(map(int, ending)))
+        return replace(self, logits_TV=self.logits_TV[kept], start_B=starts, best=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

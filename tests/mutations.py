@@ -333,6 +333,8 @@ def fault(words):
     took = time.process_time() - began
     if took > SECONDS:
         return f"took {took:.1f} s"
+    note = "outpace: taken from the model's generation config: "
+    said = "".join(line for line in said.splitlines(keepends=True) if not line.startswith(note))
     if code not in (0, 2) or "Traceback" in said:
         return f"exit {code}: {said[:500]}"
     if code == 2 and (said.count("\n") != 1 or len(said) > LETTERS):

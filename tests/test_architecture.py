@@ -1,6 +1,6 @@
 """Imports point one way, and state has no place to hide. Reads the source; imports no torch.
 
-The table of allowed edges is the architecture; docs/architecture.md says why it is so.
+The table of allowed edges is the architecture; docs/how/architecture.md says why it is so.
 """
 
 import ast

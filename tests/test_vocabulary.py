@@ -29,7 +29,8 @@ BANNED = tuple(
 )
 TEXT = {
     "",
-    *".py .c .h .md .toml .txt .cfg .ini .yml .yaml .json .jsonl .jinja .js .css .html .sh .typed".split(),
+    *".py .c .h .md .toml .txt .cfg .ini .yml .yaml .json .jsonl .jinja .js .css .html .sh .svg".split(),
+    ".typed",
 }
 BINARY = {".safetensors"}
 """What no person wrote."""

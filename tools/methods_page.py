@@ -18,6 +18,28 @@ HEAD = """\
 
 # Methods
 
+## Map of the field
+
+Generalized speculative decoding: anything may draft, and the target verifies. Every family has a row.
+
+| family | the idea | here | coming | out of scope, and why |
+|---|---|---|---|---|
+| guesses from text | copy what followed the same words | `prompt_lookup`, `max_gram`, `suffix`, `adaptive_ngram`, `reference`, `retrieval`, `recycling`, `lookahead` | shipped n-gram tables; drafts from a grammar | |
+| draft models | a smaller model guesses | `draft_model` (distilled, on policy, online), `cross_vocabulary` | `redrafter`, `lstm`, `mlp_speculator` | |
+| the target's own layers | early exit, skipped layers, rounded weights | `early_exit`, `layer_skip`, `quantized_self` | learned exit thresholds (FREE), `s3d`, `s2d`, `sec` (stop and exit for code), skipping with shared keys and values | federated early exit for speech: no token tree, another task; pruning of diffusion models: no autoregressive decoding |
+| views of the KV cache | the target over a part of its context | | `triforce`, `token_select`, `window_self` | |
+| heads on the target's features | trained layers or heads guess | `eagle3` (reads EAGLE-1 and 2), `medusa`, `hydra`, `kangaroo`, `ppd` | `falcon`, `fspad`, `glide`, `mtp`, `streaming`, `coral`, Hydra++ | |
+| block drafters | many positions in one drafter pass | `dflash` (one layer) | `dflash` with several layers, `dspark`, `jetspec` | |
+| drafters of drafters | combine guesses | `cascade`, `ouroboros`, `graph`, `select`, `auto` | lenience, cascades that choose their levels, `hybrid` trees from two sources | |
+| trees | which guesses share a pass | chains, templates, Sequoia's shapes, dynamic trees | `cape`, calibrated dynamic trees | |
+| verification | what is kept, losslessly | `match`, `chain`, `tree`, `block`, `k_seq`, `greedy_plus_one`, `traversal`, `coupled` | | rules that change the distribution by default; `typical` needs `allow_lossy` |
+| length of drafts | how much to draft, and when | `fixed`, `confidence`, `specdecpp`, `schedule`, `bandit`, `goodput`, `auto` | acceptance heads for `eagle3` and block drafters | |
+| encoder-decoder targets | T5, BART; the source text as draft | | aggressive decoding, cascades of encoder-decoders | |
+
+*Coming* means planned and not there yet. Each method follows its paper, which its entry below names.
+
+## Method specs
+
 A *method spec* names a drafter and its settings, on the command line and in Python:
 
     prompt_lookup
@@ -25,11 +47,10 @@ A *method spec* names a drafter and its settings, on the command line and in Pyt
     draft_model[model=smollm2-135m layers=12 tree=4x2x1 policy=confidence]
     ./my-head[tree=chain]
 
-The last one is a folder that `outpace train` wrote, and stands for `METHOD[model=./my-head tree=chain]`; a
-path has a slash in it, or begins with a dot or `~`.
+The last one is a folder that `outpace train` wrote. It stands for `METHOD[model=./my-head tree=chain]`. A path has
+a slash in it, or begins with a dot or `~`.
 
-Besides its own settings, every drafter takes these; `auto` takes `policy` alone, and leaves the others to its
-members:
+Every drafter takes these settings besides its own. `auto` takes `policy` alone; its members take the others:
 
 | key | meaning |
 |---|---|
@@ -43,8 +64,8 @@ are installed, plug-ins included, and `outpace methods NAME` the settings of one
 """  # noqa: E501
 
 SECTIONS = (
-    ("drafter", "Drafters", "A drafter guesses and never decides."),
-    ("verifier", "Verifiers", "A verifier decides which guesses are kept, and adds one token."),
+    ("drafter", "Drafters", "A drafter proposes tokens and never decides."),
+    ("verifier", "Verifiers", "A verifier decides which guesses are kept, and adds one token of the target."),
     ("policy", "Policies", "A policy sees numbers only, and says how much to draft."),
 )
 

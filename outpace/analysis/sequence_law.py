@@ -173,6 +173,7 @@ class _Running:
     fate: Fate
     number: int = 0
     failed: bool = False
+    read_prompt: Any = None
 
     @property
     def missing(self) -> int:

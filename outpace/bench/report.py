@@ -1,6 +1,6 @@
 """From runs to a report: rows of figures, whole, by category, and without texts that loop.
 
-A report is plain values, with the keys of docs/glossary.md, so that it can be written, read back
+A report is plain values, with the keys of docs/json.md, so that it can be written, read back
 and laid beside another. `outpace.bench.tables` shows it to people.
 """
 

@@ -72,7 +72,7 @@ def acceptance(
         int, option("--max-new-tokens", metavar="N", help="Longest answer, tokens.")
     ] = 16,
     temperature: Annotated[
-        float, option("--temperature", "-t", metavar="T", help="Of both laws, above 0.")
+        float, option("--temperature", "-t", metavar="T", help="Of both distributions, above 0.")
     ] = 1.0,
     as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
     out: Annotated[

@@ -60,7 +60,9 @@ def plan(
         bool, option("--measure", help="Run every configuration, and plain decoding beside it.")
     ] = False,
     max_new_tokens: Annotated[int, option("--max-new-tokens", metavar="N", help="Tokens per answer.")] = 64,
-    temperature: Annotated[float, option("--temperature", "-t", metavar="T", help="Of all laws.")] = 0.0,
+    temperature: Annotated[
+        float, option("--temperature", "-t", metavar="T", help="Of all distributions.")
+    ] = 0.0,
     as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
     out: Annotated[
         Path | None,

@@ -95,7 +95,7 @@ def tree(
             help="Divides the logits; 0 always takes the likeliest token.",
         ),
     ] = None,
-    seed: Annotated[int, option("--seed", metavar="S", help="Names the coins.")] = 0,
+    seed: Annotated[int, option("--seed", metavar="S", help="The same seed gives the same text.")] = 0,
     steps: Annotated[
         int | None, option("--steps", metavar="K", show_default="all", help="Passes to show, from the first.")
     ] = None,
@@ -181,7 +181,9 @@ def shape(
     max_new_tokens: Annotated[
         int, option("--max-new-tokens", metavar="N", help="Longest answer, tokens.")
     ] = 48,
-    temperature: Annotated[float, option("--temperature", "-t", metavar="T", help="Of both laws.")] = 0.0,
+    temperature: Annotated[
+        float, option("--temperature", "-t", metavar="T", help="Of both distributions.")
+    ] = 0.0,
     nodes: Annotated[
         int | None,
         option(

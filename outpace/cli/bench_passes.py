@@ -131,7 +131,7 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 def report_of(engine: Engine, device: Device, curve: CostCurve, costs: list[DraftCost]) -> dict[str, Any]:
-    """Everything measured, as plain data; docs/glossary.md says what the keys mean."""
+    """Everything measured, as plain data; docs/json.md says what the keys mean."""
     target = engine.target
     one = curve.seconds_CR[0][0]
     floor = target.weight_bytes / device.bandwidth

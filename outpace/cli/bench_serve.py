@@ -170,7 +170,7 @@ def serve(
 ) -> None:
     """Put load on a server, drafter by drafter in turns, and report rates, delays and texts.
 
-    Ctrl-C ends it early and keeps what is measured. docs/serve.md says what the columns mean.
+    Ctrl-C ends it early and keeps what is measured. docs/bench.md says what the columns mean.
     """
     for name, value in (
         ("--requests", requests),

@@ -70,7 +70,7 @@ def check(
     ] = None,
     as_json: Annotated[bool, option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check that output is lossless: laws, code, tokens, hardware.
+    """Check that output is lossless: distributions, code, tokens, hardware.
 
     Every drafter answers built-in prompts, alone and in batches of 4, as chains and as trees.
 
@@ -134,7 +134,7 @@ def show_report(report: Report) -> None:
         f"{report.model}, {report.dtype}, {report.device}: {report.prompts} prompts x "
         f"{report.max_new_tokens} tokens, alone and in batches of 4\n\n"
     )
-    show.write("1 law       emitted tokens have the target's law (enumerated)\n")
+    show.write("1 law       emitted tokens have the target's distribution (enumerated)\n")
     show.table(
         ("verifier", "largest error", "cases", "growth rules", "planted bugs caught"),
         [

@@ -53,7 +53,7 @@ class PlanOptions:
         option(
             "--allow-lossy",
             panel=MODEL,
-            help="Permit verifiers that change the law of the output, such as typical.",
+            help="Permit verifiers that change the distribution of the output, such as typical.",
         ),
     ] = False
 

@@ -301,7 +301,7 @@ _COLUMNS = (
     "x plain",
     "gained s",
 )
-LOSSY = "lossy: not the model's own law"
+LOSSY = "lossy: not the model's own distribution"
 """What is said of a text that a lossy verifier let through."""
 _STRETCHES = 24  # rows that people may still read
 _SAME = {True: "yes", False: "no", None: "not promised (sampled)"}

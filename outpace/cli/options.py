@@ -298,7 +298,7 @@ class SamplingOptions:
             panel=_LAW,
             metavar="S",
             show_default="a new one each time",
-            help="Names the coins: same seed, same settings, same text.",
+            help="Same seed, same prompt, same settings: same text.",
         ),
     ] = None
     reproducible: Annotated[

@@ -77,7 +77,7 @@ class Engine:
             device: where to compute; None is the CPU, or where an in-memory model is.
             tokenizer: of an in-memory model; a transformers tokenizer.
             quantize: ``int8`` or ``int4``: round the weights; the target is then another model.
-            allow_lossy: permit verifiers that change the law of the output.
+            allow_lossy: permit verifiers that change the distribution of the output.
 
         Raises:
             ModelError, UnknownNameError, SpecError: with one line that says what to do.

@@ -87,7 +87,7 @@ class SingleMethod(Method):
     Args:
         spec: as the user wrote it.
         target: the model it drafts for.
-        allow_lossy: whether a verifier that changes the law of the output may be named.
+        allow_lossy: whether a verifier that changes the distribution of the output may be named.
         costs: what passes and drafts cost, for the policy; None lets it start from a guess.
     """
 
@@ -115,7 +115,7 @@ class SingleMethod(Method):
             costs.known_as(self.spec, str(spec.without("policy")))
         if not self.verifier.lossless and not allow_lossy:
             raise SpecError(
-                f"verifier {self.verifier_spec} changes the law of the output; if that is what you "
+                f"verifier {self.verifier_spec} changes the distribution of the output; if that is what you "
                 "want, say --allow-lossy, or Engine.load(..., allow_lossy=True)"
             )
         template = self.budget.shape.parent_N

@@ -40,6 +40,8 @@ class Ready:
     """As for ``Engine.generate``."""
     key: str = ""
     """Whose request it is; what is remembered of it serves requests of the same key alone."""
+    prompt_logprobs: int | None = None
+    """Alternatives to report for every token of the prompt; None reports nothing of it."""
     traced: bool = False
     """Whether every piece of its answer brings its pass along."""
 

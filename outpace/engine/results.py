@@ -1,4 +1,4 @@
-"""What a request returns, with the counters of the glossary (docs/glossary.md)."""
+"""What a request returns, with the counters of docs/json.md."""
 
 from __future__ import annotations
 
@@ -85,6 +85,8 @@ class Result:
     """Give it again, with the same settings, for the same text where one is promised."""
     lossless: bool = True
     logprobs: tuple[TokenLogprobs, ...] | None = field(default=None, repr=False)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = field(default=(), repr=False)
+    """One per token of the prompt, None for the first, if a service was asked for them."""
     queue_seconds: float = 0.0
     """From being asked for to the start that ``seconds`` counts from."""
     cached_tokens: int = 0

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from outpace.coins import KeyedCoins, Stream
 from outpace.engine.results import Chunk, Counters, DrafterCounts, Result
 from outpace.params import SamplingParams
@@ -101,6 +103,7 @@ class Sequence:
         """Not yet taken by a reader."""
         self.watch: Callable[[Outcome], Any] | None = None
         """Looks at every pass that emits something, while it is there."""
+        self.read_prompt: Callable[[int, Tensor], None] | None = None
         self._max_positions = max_positions
         self._most = 1 << 20 if draft_tokens is None else draft_tokens
         self._text = ""

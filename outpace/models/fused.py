@@ -8,7 +8,7 @@ queries and weights as well, so its results differ from those of torch by roundi
 one of the two for all passes of a model.
 
 Milliseconds of a pass over SmolLM2-135M in bfloat16, keys in float32, 2 cores with AVX-512, 512
-tokens of context (more in docs/architecture.md, also of keys in bfloat16):
+tokens of context (more in docs/results, also of keys in bfloat16):
 
     sequences x rows      1 x 1   1 x 32   1 x 128   8 x 1   64 x 1
     products               15.1     39.2     119.7    27.9    136.1

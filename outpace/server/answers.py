@@ -6,6 +6,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from outpace import registry
@@ -80,11 +81,12 @@ class Writer(ABC):
             events: per answer its pieces, in order.
         """
         choices = []
-        for index, result in enumerate(results):
+        shown = [self._shown(result) for result in results]
+        for index, result in enumerate(shown):
             choice: Json = {
                 "index": index,
                 **self._message(index, result),
-                "logprobs": None if result.logprobs is None else self._logprobs(index, result.logprobs),
+                "logprobs": None if result.logprobs is None else self._all_logprobs(index, result),
                 "finish_reason": self._reason(index, result),
             }
             if self.ask.token_ids:
@@ -98,13 +100,26 @@ class Writer(ABC):
             **self._about,
             "lossless": self.lossless,
             "choices": choices,
-            "usage": self.usage(results),
+            "usage": self.usage(shown),
             "metrics": metrics(results),
         }
+
+    def _shown(self, result: Result) -> Result:
+        """A result without the token that nobody wanted."""
+        if not self.ask.silent:
+            return result
+        none = None if result.logprobs is None else ()
+        return replace(result, text="", tokens=(), logprobs=none, finish_reason="length")
+
+    def _all_logprobs(self, index: int, result: Result) -> Json:
+        """Log-probabilities of a whole answer."""
+        return self._logprobs(index, result.logprobs or ())
 
     def piece(self, event: Tokens) -> Json | None:
         """A chunk for new tokens; None if there is nothing to say of them."""
         ask, index = self.ask, event.index
+        if ask.silent:
+            return None
         self._written[index] += len(event.ids)
         delta = self._delta(index, event.ids, event.text)
         told = any(delta.values()) or event.logprobs
@@ -124,6 +139,7 @@ class Writer(ABC):
 
     def ending(self, index: int, result: Result) -> list[Json]:
         """The last chunks of an answer."""
+        result = self._shown(result)
         rest, out = self._rest(index, result), []
         common = {"index": index, "logprobs": None}
         if any(rest.values()):
@@ -133,7 +149,8 @@ class Writer(ABC):
 
     def closing(self, results: Sequence[Result]) -> Json:
         """The chunk behind all answers: usage and figures."""
-        return {**self._chunk([]), "usage": self.usage(results), "metrics": metrics(results)}
+        shown = [self._shown(result) for result in results]
+        return {**self._chunk([]), "usage": self.usage(shown), "metrics": metrics(results)}
 
     def usage(self, results: Sequence[Result]) -> Json:
         """Tokens read and written. A prompt counts once, whatever its number of answers."""
@@ -224,6 +241,21 @@ class CompletionWriter(Writer):
     def _message(self, index: int, result: Result) -> Json:
         echo = "" if self.ask.echo is None else self.ask.echo[index // self.ask.n]
         return {"text": echo + result.text}
+
+    def _all_logprobs(self, index: int, result: Result) -> Json:
+        answer, found = result.logprobs or (), result.prompt_logprobs
+        if not found:
+            return self._logprobs(index, answer)
+        first = self.ask.ready[index // self.ask.n].ids[0]
+        start = self._logprobs(index, (TokenLogprobs(first, 0.0, ()),))
+        rest = self._logprobs(index, (*(one for one in found if one is not None), *answer))
+        return {
+            "tokens": start["tokens"] + rest["tokens"],
+            # Nothing comes before the first token that could tell its probability.
+            "token_logprobs": [None, *rest["token_logprobs"]],
+            "top_logprobs": [None, *rest["top_logprobs"]],
+            "text_offset": start["text_offset"] + rest["text_offset"],
+        }
 
     def _delta(self, index: int, ids: Sequence[int], text: str) -> Json:
         return {"text": text}

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from outpace import __version__
 from outpace.engine.results import Result
 from outpace.server.answers import ChatWriter, CompletionWriter, Json, Writer
+from outpace.server.description import describe
 from outpace.server.encoding import JsonResponse, to_json
 from outpace.server.errors import MISTAKES, ApiError, error_body, from_defect, from_mistake, from_validation
 from outpace.server.grammar import open_grammars
@@ -223,6 +224,7 @@ def create_app(
     _api(app, server)
     _tools(app, server)
     _page(app)
+    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     return app
 
 

@@ -71,6 +71,8 @@ class Ask:
     """Whether the request brought a prediction."""
     echo: tuple[str, ...] | None = None
     """Per prompt the text to put before the answer."""
+    silent: bool = False
+    """No token is wanted. One is made all the same, and left out."""
     offer: Offer | None = None
     """Calls that may be in the answer; None: it is text."""
 
@@ -110,20 +112,21 @@ class Reader:
                 "are not ranked, ask for n of them",
                 "best_of",
             )
-        if body.echo and body.logprobs is not None:
-            raise ApiError(
-                400,
-                "echo and logprobs exclude each other: prompts have no "
-                "log-probabilities here; drop one of the two",
-                "echo",
-            )
+        if body.stream and body.echo and body.logprobs is not None:
+            raise ApiError(400, "echo with logprobs is no stream; set stream to false", "stream")
         prompts = _prompts(body.prompt)
         self._check_count(len(prompts), body.n or 1)
         encoded = [self.service.engine.encode(prompt) for prompt in prompts]
         texts = None
         if body.echo:
             texts = tuple(self._text(p) for p in prompts)
-        return self._ask(body, encoded, body.max_tokens, body.logprobs, continues=True, echo=texts)
+        ask = self._ask(body, encoded, body.max_tokens, body.logprobs, continues=True, echo=texts)
+        if body.max_tokens == 0:
+            ask = replace(ask, silent=True)
+        if body.echo and body.logprobs is not None:
+            scored = [replace(one, prompt_logprobs=body.logprobs) for one in ask.ready]
+            ask = replace(ask, ready=tuple(scored))
+        return ask
 
     def chat(self, body: ChatBody) -> Ask:
         """Read a chat; raises as ``completion``."""
@@ -270,7 +273,7 @@ class Reader:
         for ids in prompts:
             room = max(1, self.service.longest - len(ids))
             usual = _COMPLETION_TOKENS if continues else room
-            most = longest or min(room, usual, limits.new_tokens or room)
+            most = min(room, usual, limits.new_tokens or room) if longest is None else max(1, longest)
             one = self.service.request(
                 ids,
                 SamplingParams(**settings, max_new_tokens=most),

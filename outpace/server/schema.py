@@ -309,8 +309,10 @@ class CompletionBody(Generation):
     """A text, token ids, or a list of either."""
     logprobs: int | None = Field(default=None, ge=0)
     """Report log-probabilities, with so many alternatives per token."""
+    max_tokens: int | None = Field(default=None, ge=0)
+    """Longest answer, tokens; 0: none, for the log-probabilities of the prompt alone."""
     echo: bool = False
-    """Put the prompt before the answer."""
+    """Put the prompt before the answer; with ``logprobs``, its log-probabilities too."""
     best_of: int | None = Field(default=None, ge=1)
     """Only the value of ``n``: answers are not ranked."""
     suffix: None = None

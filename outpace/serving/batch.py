@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from outpace.cache.base import PAGE, shared_prefix
 from outpace.drafters.base import Drafter
@@ -23,6 +24,7 @@ from outpace.serving.events import Done, Event, Failed, Listener, ServiceStats, 
 from outpace.serving.memory import Memory
 from outpace.serving.per_request_policy import Mixed, Own
 from outpace.serving.preemption import restart, resume, suspend
+from outpace.serving.prompt_scores import PromptScores
 from outpace.serving.trace import told
 from outpace.step import Machine
 
@@ -47,6 +49,8 @@ class Answer:
         self.asked = time.perf_counter()
         self.row: Running | None = None
         """Its sequence, once it has run."""
+        self.scores: PromptScores | None = None
+        """Of its prompt, if they are wanted."""
 
     @property
     def tokens(self) -> list[int]:
@@ -103,7 +107,8 @@ class Batch:
         if self._soon(answer):
             return False
         try:
-            slot = self.memory.enter(answer.tokens, answer.ready.key, list(self.running))
+            stored = answer.ready.prompt_logprobs is None  # keys that are copied come without logits
+            slot = self.memory.enter(answer.tokens, answer.ready.key, list(self.running), stored=stored)
         except Exception as error:  # no memory for this one
             self.drop(answer, error)
             return True
@@ -129,6 +134,9 @@ class Batch:
         row.policy_state = Own(method.policy, row.policy_state)
         row.asked, row.num_cached = answer.asked, self.engine.cache.length(slot)
         row.watch = told if ready.traced else None
+        if ready.prompt_logprobs is not None:
+            answer.scores = PromptScores(ready.ids, ready.prompt_logprobs)
+            row.read_prompt = answer.scores.read
         return row
 
     def _soon(self, answer: Answer) -> bool:
@@ -139,7 +147,7 @@ class Batch:
         if self._scheduler.busy_reading:
             return True
         ids, key, store = answer.tokens, answer.ready.key, self.memory.store
-        if not reading or not store.most:
+        if not reading or not store.most or answer.ready.prompt_logprobs is not None:
             return False
         same = max((shared_prefix(row.tokens, ids) for row in reading if row.key == key), default=0)
         return same // PAGE * PAGE > store.known(key, ids)
@@ -260,6 +268,8 @@ class Batch:
         self._release(row, answer)
         self._count_end(row.finish_reason or "")
         result = row.result()
+        if answer.scores is not None:
+            result = replace(result, prompt_logprobs=tuple(answer.scores.found))
         self._prompt += result.prompt_tokens
         self._cached += result.cached_tokens
         for name, counts in result.by_drafter.items():

@@ -98,13 +98,16 @@ class Memory:
                 f"pages of memory, and there are {self.pages}; ask for fewer tokens"
             )
 
-    def enter(self, ids: Sequence[int], key: str, running: Sequence[Running]) -> int | None:
+    def enter(
+        self, ids: Sequence[int], key: str, running: Sequence[Running], *, stored: bool = True
+    ) -> int | None:
         """Open a slot for a text, with what is known of it copied in.
 
         Args:
             ids: tokens that are going to be read.
             key: whose they are.
             running: the sequences that have slots.
+            stored: whether stored pages may be used.
 
         Returns:
             The slot; None if it must wait for memory.
@@ -117,7 +120,8 @@ class Memory:
             self._make_room(running, 1, min(needs, self.pages))
         slot = self.cache.open()
         try:
-            self.store.load(slot, key, ids)
+            if stored:
+                self.store.load(slot, key, ids)
         except BaseException:
             self.cache.close(slot)
             raise

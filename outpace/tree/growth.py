@@ -20,6 +20,7 @@ from outpace.cache.base import Lease
 from outpace.coins import Coins
 from outpace.sampling import Warp
 from outpace.tree.dynamic import Dynamic, Paths
+from outpace.tree.mask import is_chain
 from outpace.tree.shapes import children
 from outpace.types import ROOT, Budget, Draft, Drawn, Group, Law, Rooted, Signals
 
@@ -47,6 +48,19 @@ class DraftRow(Generic[S]):
     chain: bool = False
     """Whether no node may have two children: the verifier, or the target, takes chains only. The
     budget's shape is a chain then, which matters to drafters that branch by their own reasons."""
+
+    def fault(self, draft: Draft) -> str | None:
+        """Say what a draft has that was not asked for."""
+        most, depth = self.budget, max(draft.depth_N, default=0)
+        nodes, rows = len(draft), draft.num_rows - 1
+        if nodes > most.max_nodes or depth > most.max_depth or rows > most.max_rows:
+            return (
+                f"{nodes} nodes, {depth} levels and {rows} rows, where {most.max_nodes}, "
+                f"{most.max_depth} and {most.max_rows} were granted"
+            )
+        if self.chain and not is_chain(draft.parent_N):
+            return "several branches, where chains alone can be checked"
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -364,6 +364,18 @@ def test_peers_read_as_wide_as_we_multiply_and_reports_say_so(gguf_file, tmp_pat
     assert about["weights"].startswith("as exported in")
 
 
+def test_an_expanded_file_that_is_damaged_is_made_again(gguf_file, tmp_path, monkeypatch):
+    """Whoever maps a file that is too short is killed by the system."""
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
+    target = load_target(str(gguf_file), dtype="float32")
+    path, _ = peer_model("llamacpp", target, torch.float32)
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:100], whole[:-1]):
+        path.write_bytes(damaged)
+        assert peer_model("llamacpp", target, torch.float32)[0] == path
+        assert path.read_bytes() == whole
+
+
 # Child processes
 
 FAKES = {

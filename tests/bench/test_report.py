@@ -16,7 +16,7 @@ from outpace.errors import RequestError
 from outpace.models.tiny import tiny
 from tests.bench.fakes import CASES, LONG, Fake, case, session
 
-GLOSSARY = Path(__file__).parents[2] / "docs" / "glossary.md"
+GLOSSARY = Path(__file__).parents[2] / "docs" / "json.md"
 CONFIG = {"workload": "w", "max_new_tokens": 40, "temperature": 0.0, "batch": 1, "ignore_eos": True}
 
 

@@ -96,7 +96,7 @@ def test_compare_streams_the_text_once_and_draws_a_table(outpace):
 def test_a_lossy_verifier_is_allowed_and_marked(outpace):
     lossy = (*TINY, "-d", "suffix", "--verifier", "typical", "--allow-lossy", PROMPT)
     assert answer(outpace(*lossy, "--json"))["lossless"] is False
-    assert outpace(*lossy).err.splitlines()[-1].endswith("lossy: not the model's own law")
+    assert outpace(*lossy).err.splitlines()[-1].endswith("lossy: not the model's own distribution")
     got = answer(outpace(*lossy, "--compare", "--json"))
     assert got["lossless"] is False and got["baseline"]["lossless"] and got["same_tokens"] is None
     assert "same tokens: not promised (lossy" in outpace(*lossy, "--compare").err

@@ -98,9 +98,9 @@ def test_json_and_a_file_of_ones_own(outpace, timed, tmp_path):
     got = json.loads(ran.out)
     assert set(got) == KEYS and got["prompts"] == 3 and got["passes_measured_now"]
     (one,) = got["drafters"]
-    glossary = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text(encoding="utf-8")
+    glossary = (Path(__file__).parents[2] / "docs" / "json.md").read_text(encoding="utf-8")
     words = set(re.findall(r"`([A-Za-z_]+)`", glossary))
-    assert not {*got, *one, *one["known"]} - words, "every key is in the glossary"
+    assert not {*got, *one, *one["known"]} - words, "every key is on the page"
     assert one["spec"] == "suffix" and one["previewed"] and one["known"]["level"] == 0.0
     assert got["plots"] == ["deep/mine.png", "deep/mine.svg"]
     mine = json.loads((tmp_path / "deep" / "mine.json").read_text())

@@ -132,6 +132,8 @@ class Row:
     def missing(self):
         return self._whole - len(self.tokens)
 
+    read_prompt = None
+
     def coins(self, stream):
         return EnumeratingCoins(self.fate, 0, len(self.tokens) - 1, stream)
 

@@ -52,7 +52,7 @@ def test_nothing_comes_from_elsewhere(name):
         "insertAdjacentHTML",
         "document.write",
         "eval(",
-        "Storage",
+        "localStorage",
         "document.cookie",
         " style=",
         " onclick=",
@@ -244,10 +244,95 @@ def test_it_fits_narrow_screens_and_both_schemes(browser):
     assert len(seen) == 2
 
 
+MARKDOWN = """# A heading
+
+Some *words*, **strong ones**, `code` and [a link](https://example.org/a?b=c), but no <b>markup</b>.
+
+- one
+- two
+  - deeper
+1. first
+
+> said
+
+```python
+def f(x):
+    return "**x**"
+```
+The end. [bad](javascript:alert(1))"""
+
+
+@needs_browser
+def test_markdown_is_shown_as_it_is_meant(browser, tmp_path):
+    said = json.dumps(MARKDOWN)
+    browser.run(f"(() => {{ window.shown = new Answer(null); shown.recall({said}); }})()")
+    inside = "[...shown.page.querySelectorAll({})].map((one) => one.textContent)"
+    for where, texts in (
+        ("h3", ["A heading"]),
+        ("strong", ["strong ones"]),
+        ("em", ["words"]),
+        ("p code", ["code"]),
+        ("a", ["a link"]),
+        ("li li", ["deeper"]),
+        ("ol > li", ["first"]),
+        ("blockquote", ["said"]),
+        ("pre", ['def f(x):\n    return "**x**"']),
+        (".codehead span", ["python"]),
+    ):
+        assert browser.run(inside.format(json.dumps(where))) == texts, where
+    assert browser.run("shown.page.querySelector('a').href") == "https://example.org/a?b=c"
+    assert browser.run("shown.page.querySelectorAll('b, script, img').length") == 0
+    assert "<b>markup</b>" in browser.run("shown.page.textContent")
+    browser.shoot(tmp_path / "markdown.png")
+    browser.click("shown.page.querySelector('.copy')")
+    browser.until("['Copied', 'Not copied'].includes(shown.page.querySelector('.copy').textContent)")
+    browser.run("shown.box.remove(); mayRepeat()")
+
+
+@needs_browser
+def test_a_click_beside_a_tree_is_not_swallowed(browser):
+    """The tree that appears on hover lets clicks through to what is below it."""
+    browser.point(*browser.at("document.querySelectorAll('.pass')[1]"))
+    browser.until("!document.querySelector('#tree').hidden")
+    box = "document.querySelector('#tree').getBoundingClientRect()"
+    under = f"document.elementFromPoint({box}.x + {box}.width / 2, {box}.y + {box}.height / 2)"
+    assert browser.run(f"!{under}?.closest('#tree')")
+    browser.click("document.querySelectorAll('.pass')[1]")
+    assert browser.run("tree.pinned") and browser.run(f"Boolean({under}?.closest('#tree'))")
+    browser.press("Escape")
+    browser.point(5, 5)
+
+
+@needs_browser
+def test_an_answer_is_made_anew_and_all_survives_a_reload(browser, address):
+    turns = "[...document.querySelectorAll('.turn')].map((one) => one.className)"
+    before = browser.run("document.querySelector('.turn.assistant .words').textContent")
+    browser.run("document.querySelector('#temperature').value = 2")
+    browser.click("[...document.querySelectorAll('.repeat')].at(-1)")
+    browser.until("!running && document.querySelector('.repeat:not([hidden]):not([disabled])')")
+    after = browser.run("document.querySelector('.turn.assistant .words').textContent")
+    assert browser.run(turns) == ["turn user", "turn assistant"] and after != before
+    kept = browser.run("JSON.stringify(messages)")
+    browser.call("Page.reload")
+    browser.until("document.readyState === 'complete' && document.querySelectorAll('.turn').length === 2")
+    assert browser.run("JSON.stringify(messages)") == kept
+    assert browser.run("document.querySelector('.turn.user').textContent") == MARKUP
+    browser.until("!document.querySelector('#entry').hidden")  # the key was not kept
+    browser.type("#key", "let me in")
+    browser.press("Enter", windowsVirtualKeyCode=13, text="\r")
+    browser.until("document.querySelector('#model').textContent === 'tiny'")
+    browser.events[:] = [one for one in browser.events if "401" not in json.dumps(one)]
+    browser.click("document.querySelector('.repeat')")  # and the conversation goes on
+    browser.until("!running && document.querySelector('.again:not([hidden])')")
+    assert browser.run(turns) == ["turn user", "turn assistant"]
+
+
 @needs_browser
 def test_it_complains_of_nothing_and_asks_nobody_else(browser, address):
     browser.run("0")  # what was told before has been read
     assert browser.complaints() == []
-    assert len(browser.requests()) >= 3
+    assert len(browser.requests()) >= 2
     assert all(url.startswith(address) for url in browser.requests())
-    assert browser.run("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+    assert browser.run("localStorage.length + document.cookie.length") == 0
+    kept = browser.run("JSON.stringify(sessionStorage)")  # the conversation, in this tab alone
+    assert "let me in" not in kept and browser.run("sessionStorage.length") == 1

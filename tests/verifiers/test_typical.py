@@ -89,7 +89,7 @@ def test_the_engine_wants_to_be_told():
     spec = "draft_model[model=tiny layers=1 tree=2x1 verifier=typical[delta=0.2]]"
     prompt = [5, 9, 11, 5, 9, 11, 5, 9]
     strict = Engine.load("tiny", drafter="none", dtype="float32")
-    with pytest.raises(SpecError, match="changes the law of the output"):
+    with pytest.raises(SpecError, match="changes the distribution of the output"):
         strict.generate(prompt, drafter=spec)
     loose = Engine.load("tiny", drafter="none", dtype="float32", allow_lossy=True)
     settings = {"max_new_tokens": 24, "ignore_eos": True}

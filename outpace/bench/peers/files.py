@@ -75,7 +75,7 @@ def peer_model(engine: str, target: Target, dtype: torch.dtype) -> tuple[Path, d
         raise ModelError(f"it cannot read {target.name}; make one that it can read with: {how}")
     path = place.with_name(f"{place.name}-{width}.gguf")
     kinds = sorted({p.kind for p in checkpoint.places.values()} - set(PLAIN))
-    if not path.is_file():
+    if not _is_whole(path):
         expand_gguf(checkpoint.path, path, stored)
     origin = f", expanded from {' and '.join(kinds)}" if kinds else ""
     return path, about | {"weights": f"{width}{origin}"}
@@ -113,6 +113,15 @@ def expand_gguf(source: Path, path: Path, dtype: torch.dtype) -> None:
         for name, place in header.places.items():
             writer.write_tensor_data(read_tensor(place, kinds[name]).numpy())
         writer.close()
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file is there and holds all of its tensors; who maps a shorter one is killed."""
+    try:
+        read_header(path)
+    except (ModelError, OSError):
+        return False
+    return True
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

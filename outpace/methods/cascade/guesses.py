@@ -67,6 +67,7 @@ class Guesses:
     number = 0
     failed = False
     policy_state: Any = None
+    read_prompt: Any = None
 
     def __init__(self, row: DraftRow[State], most: int, leaders: int = 1) -> None:
         self.row, self.most, self.leaders = row, most, leaders

@@ -1,5 +1,6 @@
 // The page: one conversation, its tokens marked by who wrote them, the tree of every pass, speed
-// against plain decoding, figures per drafter. Texts of models are set as text, never as markup.
+// against plain decoding, figures per drafter. Texts of models are set as text, never as markup:
+// Markdown becomes elements that are made here, one by one.
 "use strict";
 
 const PLAIN = "none";
@@ -163,6 +164,151 @@ function speed(drafter, rate, emitted) {
       "\u201cRun plainly too\u201d measures it.";
 }
 
+// ---- Markdown
+
+const INLINE = /(`+)([^`]|[^`][^]*?[^`])\1(?!`)|\*\*(?=\S)([^]+?\S)\*\*|\*(?=[^\s*])([^*]*[^\s*])\*|\[([^\]\n]+)\]\((https?:[^\s)]+)\)/;
+const BLOCK = {
+  fence: /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)/, heading: /^(#{1,6})\s+(.*)$/, rule: /^ {0,3}([-*_])( *\1){2,} *$/,
+  item: /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/, quote: /^\s*>\s?(.*)$/,
+};
+const holdsMarkdown = (text) =>
+  /^ {0,3}(`{3}|~{3}|#{1,6}\s|\s*[-*+]\s|\d{1,9}[.)]\s|>\s)/m.test(text) || /`[^`\n]+`|\*\*\S[^\n]*\*\*/.test(text);
+
+function inline(into, text) {
+  let rest = text;
+  for (let found = INLINE.exec(rest); found; found = INLINE.exec(rest)) {
+    into.append(rest.slice(0, found.index));
+    const [, , code, strong, em, label, address] = found;
+    if (code !== undefined) into.append(make("code", "", code));
+    else if (strong !== undefined) inline(into.appendChild(make("strong")), strong);
+    else if (em !== undefined) inline(into.appendChild(make("em")), em);
+    else {
+      const link = into.appendChild(make("a", "", label));
+      link.href = address;
+      link.rel = "noopener noreferrer";
+      link.target = "_blank";
+    }
+    rest = rest.slice(found.index + found[0].length);
+  }
+  into.append(rest);
+  return into;
+}
+
+function codeBlock(code, language) {
+  const box = make("div", "code");
+  const head = box.appendChild(make("div", "codehead"));
+  head.append(make("span", "", language || "code"), copier("Copy code", () => code));
+  box.appendChild(make("pre")).append(make("code", "", code));
+  return box;
+}
+
+function copier(label, text) {
+  const button = make("button", "copy", label);
+  button.type = "button";
+  button.addEventListener("click", async () => {
+    const done = await copied(text());
+    button.textContent = done ? "Copied" : "Not copied";
+    setTimeout(() => { button.textContent = label; }, 1500);
+  });
+  return button;
+}
+
+// Pages that are not served safely have no clipboard of their own; there the old way is left.
+async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const field = document.body.appendChild(make("textarea", "heard"));
+    field.value = text;
+    field.select();
+    const done = document.execCommand("copy");
+    field.remove();
+    return done;
+  }
+}
+
+// The elements of a text in Markdown.
+function formatted(text) {
+  const out = document.createDocumentFragment();
+  const lines = text.split("\n");
+  const lists = []; // open lists: [indent, element]
+  let words = null;
+  for (let n = 0; n < lines.length; n += 1) {
+    const line = lines[n];
+    const fence = BLOCK.fence.exec(line);
+    const item = BLOCK.item.exec(line);
+    const heading = BLOCK.heading.exec(line);
+    const quote = BLOCK.quote.exec(line);
+    if (fence || heading || quote || !line.trim()) words = null;
+    if (fence || heading || quote) lists.length = 0;
+    if (fence) {
+      const code = [];
+      for (n += 1; n < lines.length && !lines[n].trim().startsWith(fence[1]); n += 1) code.push(lines[n]);
+      out.append(codeBlock(code.join("\n"), fence[2]));
+    } else if (heading) {
+      inline(out.appendChild(make(`h${Math.min(6, heading[1].length + 2)}`)), heading[2]);
+    } else if (BLOCK.rule.test(line)) {
+      lists.length = 0;
+      words = null;
+      out.append(make("hr"));
+    } else if (item) {
+      while (lists.length && lists.at(-1)[0] > item[1].length) lists.pop();
+      const kind = /\d/.test(item[2]) ? "OL" : "UL";
+      if (lists.at(-1)?.[0] === item[1].length && lists.at(-1)[1].tagName !== kind) lists.pop();
+      if (!lists.length || lists.at(-1)[0] < item[1].length) {
+        const list = make(kind);
+        if (kind === "OL") list.start = parseInt(item[2], 10);
+        (lists.at(-1)?.[1].lastElementChild ?? out).append(list);
+        lists.push([item[1].length, list]);
+      }
+      words = lists.at(-1)[1].appendChild(make("li"));
+      inline(words, item[3]);
+    } else if (quote) {
+      inline(out.appendChild(make("blockquote")), quote[1]);
+    } else if (line.trim()) {
+      if (words) words.append("\n");
+      else {
+        if (!/^\s/.test(line)) lists.length = 0;
+        words = (lists.at(-1)?.[1].lastElementChild ?? out).appendChild(make("p"));
+      }
+      inline(words, line.trim());
+    }
+  }
+  return out;
+}
+
+// ---- what survives a reload: the conversation, in this tab alone; never the key
+
+const KEPT = "outpace.conversation";
+
+function keep() {
+  try {
+    sessionStorage.setItem(KEPT, JSON.stringify(messages));
+  } catch {
+    // a browser that keeps nothing, or has no room
+  }
+}
+
+function restore() {
+  try {
+    for (const { role, content } of JSON.parse(sessionStorage.getItem(KEPT) || "[]")) {
+      messages.push({ role, content });
+      if (role === "user") turn("user", content);
+      else new Answer(null).recall(content);
+    }
+  } catch {
+    messages.length = 0;
+  }
+  mayRepeat();
+}
+
+// Only the last answer can be made anew.
+function mayRepeat() {
+  const all = [...document.querySelectorAll(".repeat")];
+  for (const button of all) button.hidden = button !== all.at(-1);
+}
+
 // ---- an answer
 
 function turn(role, text) {
@@ -200,16 +346,27 @@ function legend() {
 class Answer {
   constructor(sent) {
     this.sent = sent;
-    this.drafter = sent.speculation.drafter;
+    this.drafter = sent?.speculation.drafter;
     this.box = turn("assistant", "");
     this.words = this.box.appendChild(make("div", "words"));
     this.words.classList.toggle("coloured", at("colours").checked);
+    this.page = this.box.appendChild(make("div", "page"));
+    this.page.hidden = true;
     const foot = this.box.appendChild(make("div", "foot"));
     this.cost = foot.appendChild(make("span", "quiet"));
     this.again = foot.appendChild(make("button", "again", "Run plainly too"));
     this.again.type = "button";
     this.again.hidden = true;
     this.again.addEventListener("click", () => compare(this));
+    this.view = foot.insertBefore(make("button", "view"), this.again);
+    this.view.type = "button";
+    this.view.hidden = true;
+    this.view.addEventListener("click", () => this.look(this.page.hidden));
+    this.copy = foot.insertBefore(copier("Copy", () => this.text), this.again);
+    this.repeat = foot.insertBefore(make("button", "repeat", "Regenerate"), this.again);
+    this.repeat.type = "button";
+    this.repeat.addEventListener("click", () => regenerate(this));
+    this.copy.hidden = this.repeat.hidden = true;
     this.text = "";
     this.tokens = this.kept = this.passes = 0;
     this.first = null;
@@ -248,6 +405,31 @@ class Answer {
     this.cost.textContent = line;
   }
 
+  // Show it as a page, or token by token.
+  look(page) {
+    hide(true);
+    this.page.hidden = !page;
+    this.words.hidden = page;
+    this.view.textContent = page ? "Who wrote what" : "As a page";
+  }
+
+  // It has ended: Markdown is shown as it is meant.
+  settle() {
+    this.copy.hidden = this.repeat.hidden = false;
+    mayRepeat();
+    if (!holdsMarkdown(this.text)) return;
+    this.page.replaceChildren(formatted(this.text));
+    this.view.hidden = !this.sent;
+    this.look(true);
+  }
+
+  // One of an earlier load of this page; who wrote what is not known any more.
+  recall(text) {
+    this.text = text;
+    this.words.textContent = text;
+    this.settle();
+  }
+
   end({ usage, metrics }) {
     this.rate = metrics.tokens_per_second;
     this.metrics = metrics;
@@ -282,21 +464,43 @@ async function ask(text) {
   if (model === null) return;
   messages.push({ role: "user", content: text });
   turn("user", text);
+  await answer();
+}
+
+// Remove the last answer, and let the model write another one.
+async function regenerate(old) {
+  if (running) return;
+  if (model === null) await connect();
+  if (model === null) return;
+  if (messages.at(-1)?.role === "assistant") messages.pop();
+  if (messages.at(-1)?.role !== "user") return;
+  hide(true);
+  old.box.remove();
+  await answer();
+}
+
+// Answer the last message.
+async function answer() {
+  const text = messages.at(-1).content;
+  keep();
   const system = at("system").value.trim();
   const history = system ? [{ role: "system", content: system }, ...messages] : [...messages];
   const given = at("seed").value;
   const seed = given === "" ? crypto.getRandomValues(new Uint32Array(1))[0] : Number(given);
-  const answer = new Answer(body(history, at("drafter").value, seed));
+  const made = new Answer(body(history, at("drafter").value, seed));
   try {
-    answer.end(await stream(answer.sent, (chunk) => answer.take(chunk)));
-    at("told").textContent = `Answer: ${answer.text}`;
+    made.end(await stream(made.sent, (chunk) => made.take(chunk)));
+    at("told").textContent = `Answer: ${made.text}`;
   } catch (error) {
-    answer.fail(error);
+    made.fail(error);
   }
   // A conversation that was begun anew meanwhile goes on without this answer.
   if (messages.at(-1)?.content === text && messages.at(-1).role === "user") {
-    if (answer.text) messages.push({ role: "assistant", content: answer.text });
+    if (made.text) messages.push({ role: "assistant", content: made.text });
     else messages.pop();
+    keep();
+    if (made.text) made.settle();
+    if (made.box.getBoundingClientRect().bottom > innerHeight / 2) made.box.scrollIntoView({ block: "end" });
   }
   at("text").focus();
   figures();
@@ -660,7 +864,7 @@ at("talk").addEventListener("keydown", (event) => {
 function busy(on) {
   at("send").hidden = on;
   at("stop").hidden = !on;
-  for (const button of document.querySelectorAll(".again")) button.disabled = on;
+  for (const button of document.querySelectorAll(".again, .repeat")) button.disabled = on;
 }
 
 function aside(on) {
@@ -689,6 +893,7 @@ at("reset").addEventListener("click", () => {
   running?.abort();
   hide(true);
   messages.length = 0;
+  keep();
   at("talk").replaceChildren(at("hint"));
   at("hint").hidden = false;
   aside(false);
@@ -706,4 +911,5 @@ at("entry").addEventListener("submit", (event) => {
 });
 at("settings").addEventListener("submit", (event) => event.preventDefault());
 legend();
+restore();
 connect();

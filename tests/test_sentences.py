@@ -1,0 +1,58 @@
+"""The check of sentences counts what a reader reads, and fails over long ones."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[1] / "tools" / "sentences.py"
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("sentences", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_code_tables_headings_and_addresses_do_not_count(tool):
+    page = """# A heading of many words
+
+One [link text](https://example.org/a/long/address) here. Two with `some code of many words`!
+
+```sh
+not this. Nor this.
+```
+
+    nor an indented block
+
+| nor | a table |
+|---|---|
+
+- An item
+  goes on.
+- Another, e.g. This one
+"""
+    found = list(tool.sentences(page))
+    assert [tool.words(one) for one in found] == [4, 3, 4, 4]
+    assert found[0] == "One link text here"
+
+
+def test_a_long_sentence_fails(tool, tmp_path, capsys):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("Short. " * 3)
+    assert tool.main(["--root", str(tmp_path)]) == 0
+    (tmp_path / "docs" / "page.md").write_text("word " * 31 + "end.")
+    assert tool.main(["--root", str(tmp_path)]) == 1
+    assert "page.md: 32 words" in capsys.readouterr().err
+
+
+def test_a_high_median_fails(tool, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("Word " * 16 + "end.")
+    assert tool.main(["--root", str(tmp_path)]) == 1
+
+
+def test_our_own_pages_pass(tool):
+    assert tool.main([]) == 0

@@ -1,0 +1,84 @@
+"""Writes the results of README.md from the report of one run of `outpace bench`.
+
+outpace bench --drafters none,auto,suffix,prompt_lookup,eagle3 --peers hf,llamacpp --out report
+python tools/readme_results.py report/report.json
+python tools/readme_results.py report/report.json --print    print the block, change nothing
+
+The block stands between two comments, so the rest of the page stays as it is.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+BEGIN = "<!-- results: written by tools/readme_results.py -->"
+END = "<!-- end of results -->"
+
+
+def render(report: dict[str, Any]) -> str:
+    """The block: what was measured, a row per method, and the command."""
+    said, floor = report["provenance"], report["noise_floor"]
+    others = [row for row in report["rows"] if row["method"] != "none"]
+    if not others:
+        raise ValueError("the report has no method besides none")
+    processor = said["gpu"] or said["cpu"] or said["device"]
+    threads = "" if said["gpu"] else f", {said['threads']} threads"
+    low, high = floor["speedup_interval"] or (floor["speedup"],) * 2
+    head = (
+        f"{said['model']} in {said['dtype']} on {processor}{threads}: {said['prompts']} prompts,\n"
+        f"{said['date'][:10]}. Plain decoding against itself gave {floor['speedup']:.3f}, "
+        f"between {low:.3f} and {high:.3f}.\n"
+    )
+    if report["partial"]:
+        head += "The run was stopped early.\n"
+    table = ["| | speed-up | mean emitted | least and most of the categories |", "|---|---|---|---|"]
+    table += [_line(row) for row in sorted(others, key=lambda row: -(row["speedup"] or 0))]
+    return "\n".join([BEGIN, "", head, *table, "", "```text", said["command"], "```", "", END])
+
+
+def _line(row: dict[str, Any]) -> str:
+    found = {name: one["speedup"] for name, one in row["groups"].items() if one["speedup"] is not None}
+    span = ""
+    if found:
+        least, most = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
+        span = f"{found[least]:.2f} ({least}), {found[most]:.2f} ({most})"
+    speed = "" if row["speedup"] is None else f"{row['speedup']:.2f} x"
+    emitted = "" if row["mean_emitted"] is None else f"{row['mean_emitted']:.2f}"
+    return f"| `{row['method']}` | {speed} | {emitted} | {span} |"
+
+
+def replaced(page: str, block: str) -> str:
+    """The page with the block in its place."""
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise ValueError(f"the page must hold {BEGIN!r} and {END!r} once each")
+    before, rest = page.split(BEGIN)
+    return before + block + rest.split(END)[1]
+
+
+def main(arguments: list[str]) -> int:
+    """Fill the block of the README, or print it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("report", type=Path, help="report.json, or the folder that holds it")
+    parser.add_argument("--print", action="store_true", dest="show", help="print the block, change nothing")
+    options = parser.parse_args(arguments)
+    file = options.report / "report.json" if options.report.is_dir() else options.report
+    try:
+        block = render(json.loads(file.read_text(encoding="utf-8")))
+        page = replaced(README.read_text(encoding="utf-8"), block)
+    except (OSError, ValueError, KeyError) as error:
+        print(f"error: {file}: {error}", file=sys.stderr)
+        return 1
+    if options.show:
+        print(block)
+    else:
+        README.write_text(page, encoding="utf-8")
+        print("wrote README.md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
