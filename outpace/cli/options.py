@@ -100,7 +100,7 @@ class ModelOptions:
             "--dtype",
             panel=MODEL,
             metavar="D",
-            help="float32, bfloat16, or auto: the faster of the two here.",
+            help="float32, bfloat16, or auto: weights of a GGUF file as stored, else the faster of the two.",
         ),
     ] = "auto"
     quantize: Annotated[

@@ -73,7 +73,7 @@ class Engine:
             model: a name (``smollm2-135m``), folder, GGUF file, hub id, or a transformers
                 model that is already in memory.
             drafter: method spec of the drafter to use unless a call names another.
-            dtype: ``float32``, ``bfloat16``, or ``auto``, the faster of the two here.
+            dtype: ``float32``, ``bfloat16``, or ``auto``; see `load_target`.
             device: where to compute; None is the CPU, or where an in-memory model is.
             tokenizer: of an in-memory model; a transformers tokenizer.
             quantize: ``int8`` or ``int4``: round the weights; the target is then another model.

@@ -30,7 +30,6 @@ from outpace.models.families import DecoderConfig
 from outpace.models.few_rows import attend_few, few_is_best
 from outpace.models.fused import attention
 from outpace.models.memory import MemoryCheckpoint
-from outpace.models.onednn import MIN_ROWS
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
 from outpace.models.rope import Rotation
@@ -202,7 +201,7 @@ class EagleNet:
     def _inputs(self, ids: Sequence[int], stream_TH: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream, and what queries, keys and values read; rows are filled up."""
         count, hidden = len(ids), self.hidden_size
-        size, embed_TH = max(count, MIN_ROWS), self._embed(ids)
+        size, embed_TH = max(count, self._fc.min_rows), self._embed(ids)
         x_TH = torch.zeros(size, hidden, device=self.device)
         u_TI = torch.zeros(size, 2 * hidden, dtype=self.dtype, device=self.device)
         if self._hidden_norm is None:
@@ -248,7 +247,7 @@ class EagleNet:
         else:
             mixed_TY = attend(0, block.window)
         if len(rows.wanted) < len(rows.ids):
-            wanted = [*rows.wanted, *[0] * (MIN_ROWS - len(rows.wanted))]
+            wanted = [*rows.wanted, *[0] * (self._fc.min_rows - len(rows.wanted))]
             if not rows.wanted:
                 return x_TH
             index = torch.tensor(wanted, device=self.device)

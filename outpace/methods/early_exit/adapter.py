@@ -30,7 +30,6 @@ from outpace.models.base import Target
 from outpace.models.families import DecoderConfig
 from outpace.models.few_rows import attend_few, few_is_best
 from outpace.models.fused import attention
-from outpace.models.onednn import MIN_ROWS
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
 from outpace.models.rope import Rotation
@@ -126,7 +125,7 @@ class Adapter:
         """
         wanted, heads = rows.wanted, self._heads
         with torch.inference_mode():
-            size = max(len(rows.ids), MIN_ROWS)
+            size = max(len(rows.ids), self._qkv.min_rows)
             stream_TH = torch.zeros(size, self.config.hidden_size, device=self.device)
             stream_TH[: len(rows.ids)] = x_TH
             normed_TH = torch.empty(stream_TH.shape, dtype=self.dtype, device=self.device)
@@ -146,7 +145,7 @@ class Adapter:
                 mixed_TY = attend_few(cache, rows.spans[0], head_TXW, heads, self.dtype)
             else:
                 mixed_TY = attend(0, None)
-            index = torch.tensor([*wanted, *wanted[:1] * (MIN_ROWS - len(wanted))])
+            index = torch.tensor([*wanted, *wanted[:1] * (self._qkv.min_rows - len(wanted))])
             index = index.to(self.device)
             out_RH = self._out(mixed_TY.index_select(0, index))
             z_RH = stream_TH.index_select(0, index).add_(out_RH)
