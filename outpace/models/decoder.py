@@ -293,7 +293,8 @@ class Decoder(Target):
         self, rows: PassRows, cache: DenseCache, depth: int, taps: frozenset[str], headed: int
     ) -> Results:
         assert self._programs is not None
-        with torch.no_grad():
+        # Buffers outlive a pass, so they are ordinary tensors also where inference mode is on.
+        with torch.inference_mode(False), torch.no_grad():
             got = self._programs.run(rows, cache, depth, taps, self.embed, headed)
             if not taps:
                 return got
