@@ -31,10 +31,10 @@ OPTIONS = {
         --top-p --tree --tree-size --verifier
     """,
     "serve": """
-        -d -m -p --api-key --api-key-file --device --drafter --dtype --grace --help --host
-        --learn --learn-folder --learn-share --learn-topics --max-answers --max-batch --max-body-kb
-        --max-connections --max-new-tokens --max-prompt-tokens --max-queue --model --name --pages
-        --port --quantize --share-across-keys --stored-pages --threads --timeout
+        -d -m -p --allowed-host --allowed-origin --api-key --api-key-file --device --drafter
+        --dtype --grace --help --host --learn --learn-folder --learn-share --learn-topics --max-answers --max-batch --max-body-kb
+        --max-connections --max-new-tokens --max-per-key --max-prompt-tokens --max-queue --model
+        --name --pages --port --quantize --share-across-keys --stored-pages --threads --timeout
     """,
     "check": """
         -d -m --device --drafters --dtype --help --json --max-new-tokens --model --prompts

@@ -12,11 +12,11 @@ from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
 from outpace.law import VocabMap
 from outpace.methods.eagle3 import drafter as eagle3
-from outpace.methods.eagle3 import net as eagle
 from outpace.methods.eagle3.drafter import Eagle3, Eagle3Config
 from outpace.methods.eagle3.net import EagleNet
 from outpace.methods.eagle3.objective import Eagle3 as Objective
 from outpace.methods.eagle3.objective import Eagle3Config as Training
+from outpace.models import few_rows
 from outpace.models.attention import Attention, Span
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
@@ -376,14 +376,14 @@ def test_attention_of_few_rows_is_that_of_many_bit_for_bit(target, base, parents
     depths = many.slot(slot).tail_depths
     chain = depths == list(range(len(depths)))
     span = Span(slot, 0, range(base + first, base + len(parents)), base, parents, depths, chain)
-    assert eagle.is_few([span])
+    assert few_rows.is_few([span])
     rows = max(len(span.stored), 4)
     head = torch.zeros(rows, heads.queries + 2 * heads.kv, heads.width)
     head[: len(span.stored)] = torch.randn(len(span.stored), *head.shape[1:], generator=coins)
     attend = Attention(many, [span], rows, heads, frozenset({None}), torch.float32)
     attend.head_TXD.copy_(head)
     wanted = attend(0, None)[: len(span.stored)]
-    got = eagle.attend_few(cache, span, head, heads, torch.float32)
+    got = few_rows.attend_few(cache, span, head, heads, torch.float32)
     assert torch.equal(got[: len(span.stored)], wanted)
     assert all(map(torch.equal, cache.by_row, many.by_row))
     assert bool(got.isfinite().all())
@@ -395,7 +395,7 @@ def test_the_bits_of_attention_can_be_told_apart(target, monkeypatch):
     coins = torch.Generator().manual_seed(1)
     outs = []
     for block in (128, 64):
-        monkeypatch.setattr(eagle, "BLOCK", block)
+        monkeypatch.setattr(few_rows, "BLOCK", block)
         cache = DenseCache(1, heads.kv, heads.width)
         slot = cache.open()
         cache.append(slot, [0] * (base + 1), range(-1, base))
@@ -404,6 +404,6 @@ def test_the_bits_of_attention_can_be_told_apart(target, monkeypatch):
             store.copy_(torch.randn(store.shape, generator=coins))
         head = torch.randn(4, heads.queries + 2 * heads.kv, heads.width, generator=coins)
         span = Span(slot, 0, range(base, base + 1), base, [-1], [0], True)
-        outs.append(eagle.attend_few(cache, span, head, heads, torch.float32)[0])
+        outs.append(few_rows.attend_few(cache, span, head, heads, torch.float32)[0])
     assert not torch.equal(*outs)
     torch.testing.assert_close(*outs)
