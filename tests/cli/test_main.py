@@ -32,9 +32,10 @@ OPTIONS = {
     """,
     "serve": """
         -d -m -p --allowed-host --allowed-origin --api-key --api-key-file --device --drafter
-        --dtype --grace --help --host --learn --learn-folder --learn-share --learn-topics --max-answers --max-batch --max-body-kb
-        --max-connections --max-new-tokens --max-per-key --max-prompt-tokens --max-queue --model
-        --name --pages --port --quantize --share-across-keys --stored-pages --threads --timeout
+        --dtype --grace --help --host --learn --learn-folder --learn-share --learn-topics
+        --max-answers --max-batch --max-body-kb --max-connections --max-new-tokens --max-per-key
+        --max-prompt-tokens --max-queue --model --name --pages --port --quantize
+        --share-across-keys --stored-pages --threads --timeout
     """,
     "check": """
         -d -m --device --drafters --dtype --help --json --max-new-tokens --model --prompts
