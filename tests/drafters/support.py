@@ -13,6 +13,7 @@ from outpace.analysis.tables import distance
 from outpace.drafters.base import Drafter, Request
 from outpace.law import VocabMap
 from outpace.models.decoder import Decoder
+from outpace.models.program import Programs
 from outpace.models.tiny import TableTarget
 from outpace.params import SamplingParams
 from outpace.policies.fixed import Fixed, FixedConfig
@@ -164,6 +165,20 @@ def count_rows(monkeypatch, target):
         return real(self, x_TH, layers, spans, *rest)
 
     monkeypatch.setattr(Decoder, "_layers", counting)
+    layers_of, list_, some = {}, Programs._list, Programs._some
+
+    def listing(self, layers, *rest):
+        listed = list_(self, layers, *rest)
+        layers_of[id(listed)] = layers
+        return listed
+
+    def running(self, buffers, listed, spans, *rest):
+        for layer in layers_of[id(listed)]:
+            rows[layer] += sum(len(span.stored) for span in spans)
+        return some(self, buffers, listed, spans, *rest)
+
+    monkeypatch.setattr(Programs, "_list", listing)
+    monkeypatch.setattr(Programs, "_some", running)
     return rows
 
 

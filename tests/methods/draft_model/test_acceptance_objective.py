@@ -129,7 +129,7 @@ def test_the_loss_is_the_formula(target, batches, draft):
     with torch.no_grad():
         for parameter in objective.module.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    batch = objective.on_policy(batches[0], 3)
+    batch = objective.on_policy(batches[0], 1)
     state_RW, a_R = objective.rows(batch)
     with torch.no_grad():
         s = objective.module(state_RW).sigmoid().tolist()
@@ -191,7 +191,7 @@ def test_a_short_training_tells_refusals_from_acceptances(target, tmp_path):
         ids = (rows_VH @ torch.randn(rows_VH.shape[1], generator=coins) > 0).nonzero().squeeze(1)
         rows_VH[ids] = rows_VH[ids.roll(1)].clone()
     mistaken.save(tmp_path / "draft", {})
-    rows = [written(target, 10, seed=seed, new=20, temperature=1.0) for seed in range(3)]
+    rows = [written(target, 10, seed=seed, new=20, temperature=1.0) for seed in range(5)]
     held_out = written(target, 10, seed=99, new=20, temperature=1.0)
     objective = built(target, tmp_path / "draft", weight=1.0)
     start, seen = objective.evaluate(held_out), []
