@@ -61,7 +61,7 @@ class Columns(Target):
     ) -> Scored:
         """One pass of the model. Logits of riders stay as the model gives them."""
         scored = self.model.score(feeds, cache, taps=taps, layers=layers)
-        return replace(scored, logits_TV=self._laid_out(scored.logits_TV))
+        return replace(scored, logits_TV=self._laid_out(scored.logits_TV), best=None)
 
     def _laid_out(self, logits_TD: Tensor) -> Tensor:
         """Logits [T, V], float32 or as wide as they were. Cost: a row is written once."""

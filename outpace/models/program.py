@@ -179,13 +179,13 @@ class Programs:
         if counts[0] > buffers.most:
             buffers.fit(counts[0], [*(one for b in self._blocks for one in b.linears), self._ends.head])
         last_TH = torch.empty(counts[1], self._config.hidden_size)
-        logits_TV = self._room.rows(headed, self._config.vocab_size)
+        logits_TV = self._room.rows(headed, self._ends.head.outputs)
         found = (ctypes.c_double * (2 * headed))()
         buffers.lend(_LAST, last_TH)
         buffers.lend(_LOGITS, logits_TV)
         buffers.address[_FOUND] = ctypes.addressof(found)
         embedded = self._tied and not rows.embeds and not rows.resumed
-        if not embedded or not 0 <= min(rows.ids) <= max(rows.ids) < self._config.vocab_size:
+        if not embedded or not 0 <= min(rows.ids) <= max(rows.ids) < self._ends.head.outputs:
             embedded = False
             stream_TH = buffers.lent[_STREAM][: counts[0]]
             stream_TH.copy_(embed(rows.ids))
@@ -337,7 +337,7 @@ class _Lister:
                 self._op(_PICK, rows=_SOME, from_=_STREAM, to=_PICKED, width=hidden)
                 self._norm(ends.norm, _PICKED, _LAST, rows=_SOME)
             self._product(ends.head, _LAST, _LOGITS, rows=_HEADED)
-            self._op(_BEST, rows=_HEADED, from_=_LOGITS, to=_FOUND, width=self._config.vocab_size)
+            self._op(_BEST, rows=_HEADED, from_=_LOGITS, to=_FOUND, width=ends.head.outputs)
         return _List((_Op * len(self._ops))(*self._ops), tuple(self._taps))
 
     def _op(self, kind: int, **fields: object) -> None:
