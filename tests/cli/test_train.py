@@ -164,7 +164,11 @@ def test_where_a_drafter_goes_is_checked_before_a_model_is_loaded(outpace, tmp_p
         raise OSError(28, "No space left on device")
 
     (tmp_path / "file").write_text("x")
-    for out, said in (("file", "it is a file"), ("file/below", "Not a directory"), ("new", "No space left")):
+    for out, said in (
+        ("file", "it is a file"),
+        ("file/below", "cannot put a drafter"),
+        ("new", "No space left"),
+    ):
         if out == "new":
             monkeypatch.setattr("os.fsync", full)
         ran = outpace("train", "medusa", "--model", "no-such-model", "--out", str(tmp_path / out))

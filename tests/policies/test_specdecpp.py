@@ -374,6 +374,6 @@ def test_a_head_is_found_by_its_digests_and_others_are_refused(engine, target, h
             engine.generate([1, 2], drafter=f"draft_model[{DRAFT} acceptance={home}]")
 
     refused("was trained for", target_digest="0")
-    refused("need blocks of at least 0", blocks="2")
+    refused("'blocks' must be a positive whole number", blocks="2")
     refused(r"'blocks.2.weight' has shape None", blocks=3)
     refused("holds a drafter of method 'medusa'", method="medusa")

@@ -113,12 +113,12 @@ def test_speculators_field_by_field(target, tmp_path):
 
 def test_a_whole_vocabulary_has_no_maps(target, tmp_path):
     source = head(target, tmp_path / "head", vocab=False)
-    export(source, "speculators", tmp_path / "out", target)
+    export(source, "speculators", tmp_path / "out", target, "owner/model")
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert not {"d2t", "t2d"} & stored.keys()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["draft_vocab_size"] == 286
-    assert config["speculators_config"]["verifier"]["name_or_path"] == "tiny"
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "owner/model"
     assert read_head(tmp_path / "out", target).id_D is None
 
 

@@ -106,9 +106,9 @@ def test_the_network_computes_what_its_formulas_say(target, layers):
 @pytest.mark.parametrize("tree", ["chain", "3x2x1x1", "dynamic"])
 def test_recorded_laws_are_those_of_the_rows(target, drafter, tree):
     """q of every group is the softmax, at the temperature, of the row of its depth."""
-    shape = budget(tree, 12, 4).shape
+    shape = budget(tree, 30, 4).shape
     (draft,) = proposed(
-        drafter, [begun(drafter, target, TEXT)], [TEXT], Budget(12, 9, shape=shape), Drawn.IID, 0.8
+        drafter, [begun(drafter, target, TEXT)], [TEXT], Budget(30, 9, shape=shape), Drawn.IID, 0.8
     )
     assert max(draft.depth_N) == SLOTS and len(draft.groups) >= SLOTS, "no deeper than a block"
     law_SD = (said(drafter, target, TEXT) / 0.8).softmax(-1)

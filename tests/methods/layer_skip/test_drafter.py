@@ -98,7 +98,7 @@ def test_who_runs_the_model_in_its_place_waits_for_the_set(target):
     phrases = "ouroboros[draft=layer_skip[share=0.25] faster=true]"
     plain = engine.generate(TEXT, drafter="none", **LONG)
     assert engine.generate(TEXT, drafter=phrases, **LONG).tokens == plain.tokens
-    assert engine.method(phrases).drafter.inner.skip == IDLE, "it finds the set itself"
+    assert engine.method(phrases).drafter.draft.skip == IDLE, "it finds the set itself"
     ready = Engine(target, drafter="none")
     assert ready.method(phrases).drafter.sped, "the set is known"
     ready.method(cascade.replace("skip+", "skip[share=0.25]+"))

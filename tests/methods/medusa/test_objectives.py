@@ -34,7 +34,7 @@ def target():
 @pytest.fixture(scope="module")
 def batches(target):
     """Greedy texts, and sampled ones, which leave the target's likeliest token now and then."""
-    return [written(target, 4, seed=seed, new=14, temperature=0.7 * seed) for seed in range(2)]
+    return [written(target, 8, seed=seed, new=14, temperature=0.7 * seed) for seed in range(2)]
 
 
 def built(kind, training, target, vocab=None, **options):
@@ -199,7 +199,7 @@ def made(request, tmp_path_factory):
     ]
     pipeline = Pipeline(
         Engine.load("tiny", dtype="float32", drafter="none"),
-        read_options(request.param, settings, 1200),
+        read_options(request.param, settings, 3600),
         prompts=prompts,
         work=work,
         out=work / "out",
