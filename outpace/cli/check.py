@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from outpace.cli import show
 from outpace.cli.drafting import read_specs
-from outpace.cli.options import ModelOptions, at_least_one, option, spread
+from outpace.cli.options import AS_JSON, ModelOptions, epilog, option, spread
 from outpace.errors import OutpaceError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -36,39 +36,29 @@ _BATCH = 32  # as outpace serve has it
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(epilog=_EXAMPLES.strip().replace("[", r"\["))(spread(check))
+    app.command(epilog=epilog(_EXAMPLES))(spread(check))
 
 
 def check(
     *,
     model: ModelOptions,
-    drafters: Annotated[
-        str,
-        option(
-            "--drafters",
-            "-d",
-            metavar="SPECS",
-            help="Method specs with commas between them, or all: every lossless drafter that "
-            "needs no setting, and the model drafting for itself. Chains and trees.",
-        ),
-    ] = "all",
-    prompts: Annotated[
-        int, option("--prompts", metavar="N", help="Built-in prompts to answer, at most.")
-    ] = 8,
-    max_new_tokens: Annotated[
-        int, option("--max-new-tokens", metavar="N", help="Longest answer, tokens.")
-    ] = 64,
-    shapes: Annotated[
-        str | None,
-        option(
-            "--shapes",
-            metavar="NAME",
-            show_default="not checked",
-            help="serve: every row of a pass as a server runs it (batches, guesses, edges of "
-            "pages and of prompt chunks) must be bit for bit what it is alone.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, option("--json", help="Print one JSON object.")] = False,
+    drafters: str = option(
+        "all",
+        "Method specs with commas between them, or all: every lossless drafter that "
+        "needs no setting, and the model drafting for itself. Chains and trees.",
+        "-d",
+        metavar="SPECS",
+    ),
+    prompts: int = option(8, "Built-in prompts to answer, at most.", least=1),
+    max_new_tokens: int = option(64, "Longest answer, tokens.", least=1),
+    shapes: str | None = option(
+        None,
+        "serve: every row of a pass as a server runs it (batches, guesses, edges of "
+        "pages and of prompt chunks) must be bit for bit what it is alone.",
+        metavar="NAME",
+        shown="not checked",
+    ),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Check that output is lossless: distributions, code, tokens, hardware.
 
@@ -76,8 +66,6 @@ def check(
 
     Every token is compared with plain decoding. Exit code 1 if a promise is broken.
     """
-    at_least_one("--prompts", prompts)
-    at_least_one("--max-new-tokens", max_new_tokens)
     named = None if drafters == "all" else read_specs("--drafters", drafters)
     if shapes is not None and shapes not in SHAPES:
         raise UnknownNameError("shapes", shapes, SHAPES)
