@@ -67,7 +67,6 @@ class KeyedCoins(Coins):
     Args:
         seed: what names the coins of a text; ``key_of`` mixes the prompt into a request's seed.
         position: index of the pending token in its sequence, prompt included.
-        stream: what the coins are for.
     """
 
     __slots__ = ("_base", "_position", "_race")

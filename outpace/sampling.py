@@ -44,9 +44,7 @@ class Warp:
 
     Args:
         params: None counts as neutral.
-        prompt: counts for the repetition penalty.
         eos_ids: banned until ``min_tokens`` were generated, unless ``ignore_eos``.
-        vocab_size: of the target.
 
     Raises:
         RequestError: a setting names an id outside the vocabulary, or all tokens are banned.
@@ -170,10 +168,8 @@ class Warp:
         """The k likeliest tokens of each row after the same processors, best first.
 
         Args:
-            logits_FV: rows before any processor.
             paths: of each row, as for ``law``.
             k: wanted; a row where fewer may be generated gives fewer.
-            id_V: as for ``law``.
 
         Returns:
             Per row the tokens, and their probabilities at temperature 1 without truncation.
@@ -286,7 +282,6 @@ class Laws:
     Args:
         logits_JV: row 0 follows the pending token, row n + 1 follows node n.
         warp: of the sequence, before this step's tokens are committed.
-        draft: the tree.
         best: index and value of the largest logit of each row, where that is the law
             (``warp.plain``).
     """
@@ -380,7 +375,6 @@ def logprobs(logits_RV: Tensor, tokens: Sequence[int], k: int) -> list[TokenLogp
 
     Args:
         logits_RV: for each token the row that it was drawn from.
-        tokens: the emitted tokens.
         k: alternatives to report; the token itself is among them if it is likely enough.
 
     Cost: one host sync.

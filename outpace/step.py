@@ -154,7 +154,6 @@ def prefill(
     """Feed every row the next chunk of its prompt; a row whose prompt ends emits one token.
 
     Args:
-        machine: as for ``step``.
         rows: sequences whose tokens are all given; the cache holds a prefix of each.
         ends: how many tokens of each row are then committed; None: ``machine.chunk`` more. A row
             that is read up to its pending token only emits nothing, and goes on with ``step``.

@@ -156,9 +156,7 @@ class Draft(Rooted):
         """A deterministic draft: one CHOSEN group per parent, children in node order.
 
         Args:
-            tokens: ids in node order.
             parents: ROOT or an earlier node each; None makes a chain.
-            memo: kept for the drafter.
         """
         up = range(-1, len(tokens) - 1) if parents is None else parents
         children: dict[int, list[int]] = {}

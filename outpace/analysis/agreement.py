@@ -117,8 +117,6 @@ def check_oracle(
     """Compare verdicts on random trees, in every regime of laws.
 
     Args:
-        seed: of laws, trees and coins.
-        cases: per verifier; regimes take turns.
         names: of verifiers with an oracle; None: all of them, lossy ones too.
 
     Returns:

@@ -84,10 +84,8 @@ def best_size(
     """The template that emits most per second on a machine.
 
     Args:
-        acceptance: as for ``optimal``.
         cost: of the target's pass; the pending token is a row as well.
         draft_seconds_per_level: every level costs one pass of the drafter, however wide it is.
-        context: committed tokens.
         max_nodes: most guesses.
         max_depth: most levels.
 

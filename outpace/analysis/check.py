@@ -37,8 +37,6 @@ _TREE = "4x2x1"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One prompt."""
-
     id: str
     ids: tuple[int, ...]
 
@@ -47,7 +45,6 @@ def standard_specs(target: Target, model: str) -> list[str]:
     """Every lossless drafter that works without a setting, and the target drafting for itself.
 
     Args:
-        target: whose abilities decide.
         model: how a method spec names it.
     """
     specs = [
@@ -90,10 +87,7 @@ def check(
     """Run all four levels.
 
     Args:
-        engine: of the model to check.
-        cases: prompts.
         specs: normalised method specs of the drafters to check.
-        max_new_tokens: per sequence.
         tick: told what is under way and how many sequences were finished since the last call;
             ``sequences_of`` says how many there will be.
         done: told what came of each drafter as soon as it is known.

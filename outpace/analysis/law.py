@@ -44,8 +44,6 @@ CAUGHT = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class LawReport:
-    """What enumeration says of one verifier."""
-
     error: float
     """Largest difference of a sequence's probability from the target's, over all cases."""
     cases: int
@@ -62,7 +60,6 @@ def _one_hot(law: Law) -> Law:
 
 
 def _sparse(law: Law) -> Law:
-    """Two entries, out of order."""
     at = law.prob_S.topk(2).indices.flip(0)
     return Law(law.prob_S[at] / law.prob_S[at].sum(), at)
 

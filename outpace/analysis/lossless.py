@@ -44,7 +44,6 @@ class Tally:
     differences: list[Difference] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         first = dataclasses.asdict(self.differences[0]) if self.differences else None
         return {
             "sequences": self.sequences,
@@ -57,8 +56,6 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All four levels."""
-
     model: str
     dtype: str
     device: str
@@ -138,7 +135,6 @@ class Report:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {
             "model": self.model,
             "dtype": self.dtype,

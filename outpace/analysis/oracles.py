@@ -83,8 +83,6 @@ def k_seq(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdict:
 
 
 def greedy_plus_one(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdict:
-    """Oracle of `greedy_plus_one`."""
-
     def attempt(node: int, p_V: Tensor) -> tuple[int | None, Tensor]:
         for group in draft.groups:
             if group.parent != node or group.drawn is Drawn.CHOSEN or group.law is None:

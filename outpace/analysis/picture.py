@@ -29,8 +29,6 @@ from outpace.types import ROOT, Draft, Outcome
 
 
 class Fate(enum.Enum):
-    """What became of a guess."""
-
     ACCEPTED = "accepted"
     REFUSED = "refused"
     """Its parent was kept and it was not: another sibling, or the target's own token, came."""
@@ -40,8 +38,6 @@ class Fate(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guess:
-    """One node of a draft."""
-
     token: int
     text: str
     parent: int
@@ -66,8 +62,6 @@ class Added:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """One pass."""
-
     before: str
     """The answer up to the pending token, which is not in it."""
     pending: str
@@ -132,9 +126,6 @@ def film(
     """Answer a prompt and keep a picture of every pass.
 
     Args:
-        engine: of the target.
-        spec: method spec of the drafter.
-        ids: the prompt.
         params: sampling settings of one answer; the text is the one that ``generate`` gives with
             ``reproducible=False``.
         passes: end the answer after so many; None: when it ends by itself.
@@ -165,8 +156,6 @@ def film(
 
 
 class _Camera:
-    """Turns outcomes into pictures."""
-
     def __init__(self, engine: Engine, ids: Sequence[int], params: SamplingParams) -> None:
         self.pictures: list[Picture] = []
         self.first: tuple[int, ...] = ()

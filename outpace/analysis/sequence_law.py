@@ -148,7 +148,6 @@ class SequenceCase:
 
     @cached_property
     def target(self) -> TableTarget:
-        """The model."""
         return TableTarget.random(self.seed, self.vocab)
 
     def expected(self, context: Context) -> Law:
@@ -190,7 +189,6 @@ class _Running:
         return verdict.cut(self.missing)
 
     def fail(self, error: Exception) -> None:
-        """End the whole step."""
         raise error
 
     def extend(self, outcome: Outcome) -> None:
@@ -200,8 +198,6 @@ class _Running:
 
 @dataclass(frozen=True)
 class _State:
-    """Where a generation stands."""
-
     emitted: Context
     refused: int
     trust: int
@@ -223,7 +219,6 @@ class _Teller:
         self.slot = self.machine.cache.open()
 
     def output(self) -> dict[Context, float]:
-        """The law of the emitted tokens."""
         done: dict[Context, float] = defaultdict(float)
         open_: dict[_State, float] = {_State((), 0, 1, frozenset()): 1.0}
         while open_:

@@ -69,7 +69,6 @@ class World:
     _known: dict[tuple[int, Context], Law] = field(default_factory=dict)
 
     def p(self, context: Context) -> Law:
-        """Target law after a context."""
         return self._law(0, context, self.p_edit)
 
     def q(self, context: Context, drafter: int = 1) -> Law:
@@ -109,7 +108,6 @@ class Sapling:
         self._laws: list[Law] = []
 
     def path(self, node: int) -> Context:
-        """Tokens down to a node."""
         out: list[int] = []
         while node != ROOT:
             out.append(self._tokens[node])
@@ -152,11 +150,9 @@ class Sapling:
         return self.hang(parent, Drawn.CHOSEN, [t for t in best if t not in has][:count])
 
     def plant(self, draft: Draft) -> None:
-        """Be a draft that grew elsewhere."""
         self._planted = draft
 
     def done(self) -> Draft:
-        """The draft."""
         if self._planted is not None:
             return self._planted
         return Draft(tuple(self._tokens), tuple(self._parents), tuple(self._groups), tuple(self._laws))
@@ -166,8 +162,6 @@ Recipe = Callable[[Sapling], None]
 
 
 def chain(drawn: Drawn, depth: int = 2) -> Recipe:
-    """One draw per level."""
-
     def grow(s: Sapling) -> None:
         node = ROOT
         for _ in range(depth):
@@ -307,7 +301,6 @@ def distance(output: Output, p: Callable[[Context], Law], vocab: int, length: in
 
     Args:
         output: shorter sequences are continued by p.
-        p: target law after a context.
     """
     worst = abs(sum(output.values()) - 1)
 

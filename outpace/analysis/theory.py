@@ -91,8 +91,6 @@ def renewal(steps: Mapping[int, float], start: int, quota: int) -> tuple[dict[in
 
     Args:
         steps: size -> probability; sizes from 1.
-        start: where the first step starts.
-        quota: where they end, or beyond.
 
     Returns:
         Law of where they end, and the expected number of steps.
@@ -130,14 +128,11 @@ class Ladder:
 
     @property
     def levels(self) -> int:
-        """Language models and lookup."""
         return self.models + self.lookup
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one configuration should do."""
-
     speedup: float
     """Over plain decoding."""
     emitted: float
@@ -152,7 +147,6 @@ def predict(ladder: Ladder, k: Sequence[Sequence[int]]) -> Prediction:
     """Expected speed-up of a cascade, by exact laws of its token counts.
 
     Args:
-        ladder: acceptances and costs.
         k: as `outpace.methods.cascade.drafter` has it, in tokens.
     """
     laws: dict[int, dict[int, float]] = {}
@@ -237,7 +231,6 @@ def best_k(
     """The K that promises most, of those whose draft begins with the first level.
 
     Args:
-        ladder: acceptances and costs.
         allowed: (reviewer, level) -> whether that entry may be above 0.
 
     Cost: rows are improved one by one, each over all its values with the others fixed, until

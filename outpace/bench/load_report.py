@@ -47,8 +47,6 @@ class Round:
 
 @dataclass(slots=True)
 class Session:
-    """What was measured."""
-
     drafters: list[str]
     rounds: list[Round] = field(default_factory=list)
     alone: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -65,7 +63,6 @@ def build(session: Session, provenance: Mapping[str, Any]) -> Report:
     """Make the report. Rounds that not every drafter has ended are left out.
 
     Args:
-        session: what was measured.
         provenance: where the figures come from, as plain values.
     """
     drafters = session.drafters
@@ -199,7 +196,6 @@ def _remarks(report: Report) -> list[str]:
 
 
 def heading(report: Report) -> str:
-    """What was measured, in one line."""
     p = report["provenance"]
     c = p["config"]
     count = p["threads"]

@@ -28,7 +28,6 @@ class Ours:
 
     Args:
         engine: shared by all of them, so that they run on the same weights.
-        method: what drafts; ``Engine.method`` makes it.
     """
 
     kind: Kind = "drafter"

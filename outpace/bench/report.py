@@ -29,8 +29,6 @@ def build(session: Session, provenance: Mapping[str, Any], end_ids: Collection[i
     """Make the report of a benchmark.
 
     Args:
-        session: what was measured.
-        provenance: see `outpace.bench.provenance`.
         end_ids: tokens that would have ended the texts, had they counted.
 
     Raises:
@@ -155,9 +153,7 @@ def figures(
         runs: its runs; counters and texts are those of the first round, which the later ones
             repeat, times those of all rounds.
         plain: runs of plain decoding, of these units and rounds at least.
-        prompt_of: see ``prompts_of``.
         promised: whether its texts ought to equal the plain ones.
-        end_ids: see ``build``.
     """
     first = list({unit: runs[unit, turn] for unit, turn in sorted(runs, reverse=True)}.values())[::-1]
     texts = [tokens for run in first for tokens in run.tokens]

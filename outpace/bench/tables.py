@@ -17,8 +17,6 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Cells as text."""
-
     title: str
     columns: tuple[str, ...]
     """All but the first hold numbers."""
@@ -37,7 +35,6 @@ def tables(report: Report) -> list[Table]:
 
 
 def heading(report: Report) -> str:
-    """What was measured, in one line."""
     p = report["provenance"]
     c = p["config"]
     threads, prompts = (f"{p[key]} {key[:-1]}{'s' * (p[key] != 1)}" for key in ("threads", "prompts"))
@@ -49,7 +46,6 @@ def heading(report: Report) -> str:
 
 
 def noise_line(report: Report) -> str:
-    """The noise floor in one line."""
     noise = report["noise_floor"]
     return (
         f"noise floor: none against none {number(noise['speedup'], 3)} x "
@@ -319,9 +315,7 @@ def page(title: str, lead: Sequence[str], tables: Sequence[Table], provenance: M
     """A report as Markdown.
 
     Args:
-        title: its heading.
         lead: lines above the tables.
-        tables: what it says.
         provenance: with ``command``, and whatever else is needed to measure it again.
     """
     lines = [f"# {title}", "", *lead]
@@ -363,12 +357,10 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def share(value: float | None, digits: int = 1) -> str:
-    """A figure as a percentage."""
     return "-" if value is None else f"{value:.{digits}%}"
 
 
 def interval(value: Sequence[float] | None, digits: int = 2) -> str:
-    """Both ends of an interval."""
     return "-" if value is None else f"[{value[0]:.{digits}f}, {value[1]:.{digits}f}]"
 
 

@@ -51,7 +51,6 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the group of commands."""
     group = typer.Typer(
         name="analyze",
         help="Look into a model and a drafter: what could be accepted, and what is.",
@@ -107,7 +106,6 @@ def acceptance(
 
 
 def show_report(report: Acceptance, prompts: int) -> None:
-    """Print the curves for people."""
     found = report.to_json()
     show.write(
         f"{report.model}, drafter {report.drafter}, temperature {report.temperature:g}: mean over "

@@ -105,7 +105,6 @@ def _numbers(promise: Any) -> dict[str, Any]:
 
 
 def show_report(method: str, found: Any, report: dict[str, Any], measured: bool) -> None:
-    """Print for people."""
     show.write(
         f"{found.names[0]}, levels {found.levels}, temperature {report['temperature']:g}, "
         f"{show.count(report['prompts'], 'text')}\n\n"

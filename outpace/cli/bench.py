@@ -51,7 +51,6 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command and its sub-commands."""
     group = typer.Typer(invoke_without_command=True, epilog=epilog(_EXAMPLES))
     group.callback()(spread(bench))
     group.command(epilog="Try: outpace bench compare before/report.json after")(spread(compare))
@@ -227,14 +226,7 @@ def measure(runner: Runner, cases: list[Case], modes: list[Settings]) -> None:
 
 
 def report_of(engine: Engine, asked: Asked, session: Session, config: dict[str, Any]) -> Report:
-    """The report, with where its figures come from.
-
-    Args:
-        engine: what was measured.
-        asked: with what.
-        session: what came of it.
-        config: the options of the command.
-    """
+    """The report, with where its figures come from."""
     from outpace.bench.provenance import provenance
     from outpace.bench.report import build
 
@@ -285,7 +277,6 @@ def save_answers(
 
 
 def show_report(report: Report) -> None:
-    """Print a report for people."""
     from outpace.bench.tables import heading, noise_line, tables
 
     show.write(f"{heading(report)}\n")

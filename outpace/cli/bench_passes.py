@@ -30,7 +30,6 @@ Examples:
 
 
 def register(group: typer.Typer) -> None:
-    """Add the command."""
     group.command(epilog=epilog(_EXAMPLES))(spread(passes))
 
 
@@ -171,7 +170,6 @@ def _roofline(engine: Engine, device: Device, curve: CostCurve) -> dict[str, Any
 
 
 def show_report(report: dict[str, Any]) -> None:
-    """Print the report for people."""
     rows, contexts = report["rows"], report["contexts"]
     one = report["one_row_seconds"]
     show.write(

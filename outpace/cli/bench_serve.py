@@ -40,7 +40,6 @@ Examples:
 
 
 def register(group: typer.Typer) -> None:
-    """Add the command."""
     group.command("serve", epilog=epilog(_EXAMPLES))(spread(serve))
 
 
@@ -218,7 +217,6 @@ def save(report: Report, folder: Path) -> None:
 
 
 def show_report(report: Report) -> None:
-    """Print a report for people."""
     from outpace.bench.load_report import heading, table
 
     show.write(f"{heading(report)}\n")

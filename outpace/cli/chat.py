@@ -43,7 +43,6 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command(epilog=epilog(_EXAMPLES))(spread(chat))
 
 
@@ -112,7 +111,6 @@ class Talk:
         return Conversation(self._engine, **self._settings)
 
     def close(self) -> None:
-        """Give back what the conversation holds."""
         self._dialogue.close()
 
     def take(self, line: str) -> None:

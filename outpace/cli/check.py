@@ -35,7 +35,6 @@ _BATCH = 32  # as outpace serve has it
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command(epilog=epilog(_EXAMPLES))(spread(check))
 
 
@@ -117,7 +116,6 @@ def _tell(spec: str, tally: Tally) -> None:
 
 
 def show_report(report: Report) -> None:
-    """Print the report for people."""
     show.write(
         f"{report.model}, {report.dtype}, {report.device}: {report.prompts} prompts x "
         f"{report.max_new_tokens} tokens, alone and in batches of 4\n\n"

@@ -15,8 +15,6 @@ _NAMED: tuple[registry.Kind, ...] = ("verifier", "policy")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """How drafts are grown and verified."""
-
     tree: str | None = model_option(
         None,
         "chain, dynamic, children per level such as 4x2x1, or FILE.json.",
@@ -60,7 +58,6 @@ class PlanOptions:
 
     @property
     def _plan(self) -> dict[str, str | int]:
-        """Those that were given."""
         plan = {"tree": self.tree, "tree_size": self.tree_size, "verifier": self.verifier}
         return {key: value for key, value in plan.items() if value is not None}
 
@@ -104,10 +101,6 @@ def known(text: str) -> str:
 
 def read_specs(name: str, text: str) -> list[str]:
     """Method specs with commas between them, each as ``known``.
-
-    Args:
-        name: of the option.
-        text: its value.
 
     Raises:
         RequestError: there is none.

@@ -41,7 +41,6 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command(epilog=epilog(_EXAMPLES))(spread(generate))
 
 
@@ -182,7 +181,6 @@ def summary(results: list[Result]) -> str:
 
 
 def show_sides(sides: Sides) -> None:
-    """Draw the comparison on standard error."""
     fast, plain = sides.fast, sides.plain
     show.table(
         ("", "plain", "speculative"),
@@ -233,8 +231,6 @@ def show_explained(told: Explained) -> None:
 
 
 def _cells(one: Stretch, steps: str) -> tuple[str, ...]:
-    """A line of the table."""
-
     def rate(value: float | None, digits: int = 1) -> str:
         return "" if value is None else f"{value:.{digits}f}"
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command(epilog="Try: outpace methods prompt_lookup")(spread(methods))
 
 
@@ -102,7 +101,6 @@ def _one(name: str, as_json: bool) -> None:
 
 
 def _for_model(target: Target, as_json: bool) -> None:
-    """List drafters for one model."""
     found = [available(row, target) for row in registry.entries("drafter")]
     if as_json:
         show.write_json(found)

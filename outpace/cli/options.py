@@ -38,11 +38,8 @@ def option(
 
     Args:
         default: its value where it is not given; ``...`` where it must be.
-        help: may hold square brackets.
         names: short ones, or a long one that is not the parameter's own.
         shown: what the help says in place of the default.
-        least: smallest number that is accepted.
-        **more: as for ``typer.Option``.
     """
     told = {"help": help, "names": names, "shown": shown, "least": least, **more}
     return field(default=MISSING if default is ... else default, metadata=told)
@@ -177,8 +174,6 @@ def _tuned(engine: Engine) -> Engine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadOptions:
-    """Prompts to generate from."""
-
     workload: str = option(
         "builtin",
         "Prompts to generate from: builtin, or a file as for outpace bench.",

@@ -42,7 +42,6 @@ Then open http://127.0.0.1:8000 in a browser, or point a client at http://127.0.
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command(epilog=epilog(_EXAMPLES))(spread(serve))
 
 

@@ -39,7 +39,6 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command(epilog=epilog(_EXAMPLES))(spread(train))
 
 
@@ -259,8 +258,6 @@ def drafter_spec(method: str, folder: Path, found: bool) -> str:
     """The method spec that loads a drafter folder.
 
     Args:
-        method: name of the drafter.
-        folder: where it is.
         found: whether the name alone finds it.
 
     Raises:

@@ -41,7 +41,6 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command(epilog=epilog(_EXAMPLES))(spread(tune))
 
 
@@ -185,7 +184,6 @@ def lines(profile: Profile, curve: CostCurve, fresh: bool) -> list[str]:
 
 
 def _learned(one: Learned) -> str:
-    """A drafter in one line."""
     by_depth = [
         f"{kept / tried:.0%}" for kept, tried in zip(one.known.kept_D[:4], one.known.tried_D, strict=False)
     ]

@@ -39,16 +39,13 @@ class Columns(Target):
 
     @property
     def clock(self) -> PassClock:
-        """The model's own."""
         return self.model.clock
 
     @property
     def weight_bytes(self) -> int:
-        """The model's own."""
         return self.model.weight_bytes
 
     def new_cache(self, capacity: int = 0) -> KVCache:
-        """The model's own kind."""
         return self.model.new_cache(capacity)
 
     def score(

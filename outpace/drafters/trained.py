@@ -42,7 +42,6 @@ def find(method: str, target: Target, path: str | None = None) -> Path:
 
     Args:
         method: for example ``eagle3``.
-        target: its digest is the key.
         path: a folder that the user named; nothing else is then looked at.
 
     Raises:
@@ -186,7 +185,6 @@ def vocab_map(tensors: Mapping[str, Tensor], vocab_size: int) -> VocabMap | None
 
 
 def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:
-    """A decoder's shape as plain data."""
     return dataclasses.asdict(config)
 
 

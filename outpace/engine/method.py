@@ -37,7 +37,6 @@ class Method(ABC):
 
     @property
     def preferred(self) -> SingleMethod:
-        """The first member."""
         return next(iter(self.members.values()))
 
     @abstractmethod
@@ -85,8 +84,6 @@ class SingleMethod(Method):
     """A drafter that is ready to run, with its budget, verifier and policy.
 
     Args:
-        spec: as the user wrote it.
-        target: the model it drafts for.
         allow_lossy: whether a verifier that changes the distribution of the output may be named.
         costs: what passes and drafts cost, for the policy; None lets it start from a guess.
     """
@@ -141,7 +138,6 @@ class SingleMethod(Method):
         return {self.spec: self}
 
     def verifiers(self, chosen: Verifier) -> dict[str, Verifier]:
-        """The same for all drafts."""
         return {self.spec: chosen, "none": chosen}
 
 

@@ -50,8 +50,6 @@ class Portfolio(Method):
     """Drafts with whatever pays best for the text, the batch and the machine, or not at all.
 
     Args:
-        spec: as the user wrote it.
-        target: the model to draft for.
         allow_lossy: whether members may name a verifier that changes the distribution of the output.
         costs: what passes and drafts cost, for the policy.
         find: gives the method of a spec, so that a member that is in use by itself is loaded once.

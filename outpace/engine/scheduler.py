@@ -86,7 +86,6 @@ class Scheduler:
         return reading, [row for row in self.active if not row.reading]
 
     def _most(self, decoding: list[Running]) -> int:
-        """Tokens to read in one pass."""
         chunks = min(max(1.0, self._emitted), _ALONE) if decoding else _ALONE
         return round(self.machine.chunk * chunks)
 
@@ -134,7 +133,6 @@ def run(machine: Machine, sequences: Iterable[Running], batch: int | None = None
     """Run sequences to their ends.
 
     Args:
-        machine: see ``Scheduler``.
         sequences: taken one by one, as soon as there is room for another.
         batch: most sequences at a time; None takes all at once.
 

@@ -39,19 +39,11 @@ class Sequence:
 
     Args:
         number: for records; unique within the engine.
-        index: which answer of its request.
         prompt: ids, at least one.
-        params: resolved, see ``SamplingParams.resolved``.
-        warp: over this prompt.
         stops: tells where the text ends; also yields printable text.
         seed: of its text, if that is promised.
-        coins: names all its coins.
-        slot: of the target's cache.
-        setup: drafters, budgets, verifiers.
-        max_positions: context length of the target.
         draft_tokens: most guesses per pass; None leaves it to drafter and policy.
         reference: what its drafters may read besides the text.
-        key: whose it is.
     """
 
     def __init__(
@@ -117,12 +109,10 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        """Whether the last token is emitted."""
         return self.finish_reason is not None
 
     @property
     def new_tokens(self) -> int:
-        """Tokens emitted so far."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
@@ -138,7 +128,6 @@ class Sequence:
         return len(self.tokens) - (self.new_tokens > 0)
 
     def coins(self, stream: Stream) -> KeyedCoins:
-        """Coins for the present pending token."""
         return KeyedCoins(self._coins, len(self.tokens) - 1, stream)
 
     def room(self) -> Budget:
@@ -157,16 +146,13 @@ class Sequence:
         return verdict.cut(length)
 
     def caught_up(self) -> None:
-        """Its slot holds its text again."""
         self.behind, self.states = False, self.all_states
 
     def fail(self, error: Exception) -> None:
-        """End here, since something broke."""
         self.error, self.finish_reason = error, "error"
 
     @property
     def failed(self) -> bool:
-        """Whether something broke."""
         return self.error is not None
 
     def cancel(self) -> None:

@@ -20,8 +20,6 @@ from outpace.models.base import Target
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedSelfConfig:
-    """Settings of the drafter."""
-
     kind: str = "int8"
     """``int8`` or ``int4``."""
 

@@ -26,8 +26,6 @@ from outpace.models.weights import Checkpoint
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Block:
-    """Weights of one layer."""
-
     qkv: Linear
     """Dimensions of query and key heads are in pairs that rotate together."""
     out: Linear
@@ -43,19 +41,15 @@ class Block:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Its matrices."""
         return self.qkv, self.out, self.gate_up, self.down
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its matrices."""
         return sum(one.nbytes for one in self.linears)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Ends:
-    """Weights before and after the layers."""
-
     embed: Embedding
     norm: Norm
     head: Linear
@@ -68,8 +62,6 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What weights become."""
-
     dtype: torch.dtype
     device: torch.device
     packed: bool = True
@@ -104,7 +96,6 @@ def read_head(checkpoint: Checkpoint, form: Form, order_D: Tensor) -> Linear | N
 
 
 def read_block(checkpoint: Checkpoint, layer: int, form: Form) -> Block:
-    """Read one layer."""
     config, read = checkpoint.config, _Reader(checkpoint, form)
     at = f"model.layers.{layer}."
     attn, mlp = at + "self_attn.", at + "mlp."

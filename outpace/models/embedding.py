@@ -18,12 +18,6 @@ class Embedding:
 
     On a CPU a tied matrix is in memory once already, laid out for the head, which cannot be read
     by rows; then the rows of a pass are read from the checkpoint, some 50 us for a few of them.
-
-    Args:
-        checkpoint: where it is stored.
-        dtype: of the vectors.
-        device: where they are wanted.
-        keep: hold the matrix in memory.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, keep: bool) -> None:
@@ -33,7 +27,6 @@ class Embedding:
         self._rows = None if keep else checkpoint.rows(name, dtype)
 
     def __call__(self, ids: Sequence[int]) -> Tensor:
-        """Vectors [T, H], as stored."""
         if self._rows is not None:
             return self._rows(ids).to(self.device)
         assert self.matrix_VH is not None

@@ -149,10 +149,8 @@ def views(
     Args:
         cache: keys and values; room for the rows is reserved already.
         spans: rows of the pass, in order, without gaps.
-        shape: the decoder's heads.
         windows: the distinct sliding windows of its layers.
         head: address of float32 [T, X, D], queries, keys and values of a layer.
-        out: where results go.
     """
     place = array("q")
     for span in spans:

@@ -77,8 +77,6 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _List:
-    """The operations of some layers."""
-
     ops: ctypes.Array[_Op]
     taps: tuple[str, ...]
     """Features that they copy, the first one to buffer ``_TAP``."""
@@ -113,11 +111,8 @@ class Programs:
     """The passes of a decoder as lists of operations.
 
     Args:
-        config: of the decoder.
         blocks: its layers, all of which have compiled products; see ``runs``.
         ends: what is before and after them.
-        turns: its rotary tables.
-        shape: its heads.
     """
 
     def __init__(
@@ -143,7 +138,6 @@ class Programs:
 
     @staticmethod
     def runs(config: DecoderConfig, blocks: Sequence[Block], ends: Ends, shape: HeadShape) -> bool:
-        """Whether compiled code runs these layers."""
         embed = ends.embed
         return (
             fits(shape, embed.dtype, embed.device)
@@ -166,8 +160,6 @@ class Programs:
 
         Args:
             rows: of the pass; room for them is reserved in the cache.
-            cache: where keys and values go.
-            depth: how many layers.
             taps: names of features wanted, of all rows.
             embed: gives float32 vectors of ids.
             headed: how many of the rows picked have logits: the first ones.
@@ -278,8 +270,6 @@ class Programs:
 
 
 class _Lister:
-    """Lists the operations of some layers."""
-
     def __init__(
         self, config: DecoderConfig, shape: HeadShape, windows: Sequence[int | None], taps: frozenset[str]
     ) -> None:

@@ -36,7 +36,6 @@ class TableCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """No keys, no bytes."""
         return 0
 
     def _reserve(self, slots: int, rows: int) -> None:
@@ -63,9 +62,6 @@ class TableTarget(Target):
         Args:
             rule: gives the law after a context, the empty one included; the same at every
                 call. Probabilities of zero are fine.
-            vocab_size: V.
-            name: what reports call it.
-            eos_ids: tokens that end a text.
         """
         self._rule = rule
         self._known: dict[tuple[int, ...], Tensor] = {}
@@ -108,12 +104,9 @@ class TableTarget(Target):
         """Draw a table.
 
         Args:
-            seed: same seed, same laws.
-            vocab_size: V.
             order: how many last tokens the law depends on; None: on the whole context.
             sharpness: standard deviation of the logits; 0 makes every law uniform.
             zeros: share of tokens that a law forbids; one is always left.
-            eos_ids: tokens that end a text.
         """
 
         def rule(context: tuple[int, ...]) -> Tensor:
@@ -241,12 +234,7 @@ def tiny(
 
     Args:
         seed: same seed, same weights, whatever the dtype.
-        dtype: of the weights.
-        device: where they live.
-        layers: blocks.
         hidden_size: width; a multiple of 8.
-        sharpness: standard deviation of the logits.
-        max_positions: context length in tokens.
     """
     tokenizer = tiny_tokenizer()
     config = DecoderConfig.from_hf(

@@ -26,9 +26,6 @@ class Writer(ABC):
     """Writes the answer of one request.
 
     Args:
-        ask: the request.
-        model: what the model is called.
-        fingerprint: of its weights.
         tokenizer: the target's; None leaves texts of tokens empty.
     """
 
@@ -77,7 +74,6 @@ class Writer(ABC):
         """All answers in one piece.
 
         Args:
-            results: one per answer.
             events: per answer its pieces, in order.
         """
         choices = []
@@ -112,7 +108,6 @@ class Writer(ABC):
         return replace(result, text="", tokens=(), logprobs=none, finish_reason="length")
 
     def _all_logprobs(self, index: int, result: Result) -> Json:
-        """Log-probabilities of a whole answer."""
         return self._logprobs(index, result.logprobs or ())
 
     def piece(self, event: Tokens) -> Json | None:
@@ -138,7 +133,6 @@ class Writer(ABC):
         return chunk
 
     def ending(self, index: int, result: Result) -> list[Json]:
-        """The last chunks of an answer."""
         result = self._shown(result)
         rest, out = self._rest(index, result), []
         common = {"index": index, "logprobs": None}
@@ -217,8 +211,6 @@ class Writer(ABC):
 
 
 class CompletionWriter(Writer):
-    """Writes completions."""
-
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, ask: Ask, model: str, fingerprint: str, tokenizer: Any) -> None:
@@ -285,8 +277,6 @@ class CompletionWriter(Writer):
 
 
 class ChatWriter(Writer):
-    """Writes chat answers."""
-
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, ask: Ask, model: str, fingerprint: str, tokenizer: Any) -> None:
@@ -299,7 +289,6 @@ class ChatWriter(Writer):
         )
 
     def opening(self, index: int) -> list[Json]:
-        """Who speaks."""
         delta = {"role": "assistant", "content": None if self._readers else ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return [self._chunk([choice])]
@@ -363,7 +352,6 @@ class ChatWriter(Writer):
 
 
 def _said(found: Found) -> Json:
-    """A delta; without what is empty."""
     delta: Json = {"content": found.text} if found.text else {}
     return {**delta, "tool_calls": found.calls} if found.calls else delta
 

@@ -45,13 +45,7 @@ _PAGE_POLICY = (
 
 
 class Server:
-    """What the paths of one application share.
-
-    Args:
-        service: makes the answers.
-        name: what the model is called.
-        limits: bounds of requests.
-    """
+    """What the paths of one application share."""
 
     def __init__(self, service: Service, name: str, limits: Limits) -> None:
         target = service.engine.target
@@ -67,7 +61,6 @@ class Server:
         self.reader = Reader(service, name, limits, grammars)
 
     async def generate(self, request: Request, read: Callable[[], Ask], writer: type[Writer]) -> Response:
-        """Answer a completion or a chat."""
         began = time.perf_counter()
         ask = await off_loop(read)
         call = Call(self.service, ask, self.meters, began, self.limits.request_seconds)
@@ -137,7 +130,6 @@ async def off_loop(work: Callable[[], T]) -> T:
 
 
 async def whole(call: Call, writer: Writer) -> Json:
-    """Wait for all answers."""
     results: dict[int, Result] = {}
     events: list[list[Tokens]] = [[] for _ in range(call.ask.answers)]
     async with contextlib.aclosing(call.events()) as found:
@@ -193,11 +185,9 @@ def create_app(
 
     Args:
         service: open; whoever made it closes it.
-        name: what clients call the model.
         keys: bearer keys; none lets everybody in.
         hosts: host names that the server answers to; None: any.
         origins: sites whose pages may call the API from a browser; ``*``: all.
-        limits: bounds of requests.
 
     Raises:
         RequestError: a drafter with a store that requests with keys would never use.
@@ -308,8 +298,6 @@ def _page(app: FastAPI) -> None:
 
 
 def _errors(app: FastAPI) -> None:
-    """Every error leaves in one form."""
-
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> Response:
         return JsonResponse(error.body(), error.status_code, error.headers)

@@ -33,7 +33,6 @@ class Grammars:
     """Compiles grammars for one vocabulary. Safe to use from several threads.
 
     Args:
-        tokenizer: of the target.
         vocab_size: V; the tokenizer may know fewer tokens, and the others are never allowed.
         eos_ids: tokens that end a text, not empty.
     """
@@ -89,7 +88,6 @@ class Grammar:
         self._start, self._vocab_size, self._eos_ids = start, vocab_size, eos_ids
 
     def begin(self) -> Matcher:
-        """A position at the beginning."""
         return Matcher(self._start.deep_copy(), self._vocab_size, self._eos_ids)
 
 
@@ -121,7 +119,6 @@ class Matcher:
                 self._matcher.rollback(taken)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Committed tokens."""
         for token in tokens:
             self._over = self._over or token in self._eos_ids
             if not self._over:

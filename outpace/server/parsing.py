@@ -86,9 +86,6 @@ class Reader:
     """Reads bodies for one service.
 
     Args:
-        service: takes what comes out.
-        name: what the model is called.
-        limits: bounds of a request.
         grammars: compiles what ``response_format`` asks for; None where that is not installed.
     """
 
@@ -166,7 +163,6 @@ class Reader:
         return encoded
 
     def detokenize(self, body: DetokenizeBody) -> str:
-        """The text of token ids."""
         self.check_model(body.model)
         if len(body.tokens) > self._most:
             raise too_long(str(PromptTooLong(self._most, len(body.tokens))), "tokens")
@@ -179,7 +175,6 @@ class Reader:
 
     @property
     def _most(self) -> int:
-        """Tokens of the longest prompt."""
         return self.target.max_positions - 1
 
     def check_model(self, name: str | None) -> None:
@@ -189,7 +184,6 @@ class Reader:
 
     @property
     def tokenizer(self) -> Any:
-        """The target's; ApiError without one."""
         if self.target.tokenizer is None:
             raise ApiError(400, f"{self.target.name} has no tokenizer; give token ids", "prompt")
         return self.target.tokenizer

@@ -20,9 +20,6 @@ class Call:
     """The answers of one request under way. Lives on an event loop.
 
     Args:
-        service: makes them.
-        ask: the request.
-        meters: told when tokens come.
         began: when the request was there, by ``time.perf_counter``.
         seconds: how long it may take from then on.
     """
@@ -38,9 +35,6 @@ class Call:
 
     def start(self, key: str) -> None:
         """Queue the request; all of its prompts, or none.
-
-        Args:
-            key: whose it is.
 
         Raises:
             ApiError: 429, the queue is full; 503, the service ends or has broken.

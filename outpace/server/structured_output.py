@@ -14,8 +14,6 @@ _ANY_OBJECT = '{"type": "object"}'
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A form for an answer."""
-
     kind: Literal["schema", "regex", "choice", "grammar"]
     text: str
     """A JSON schema, an expression, a JSON list of texts, or a grammar of Lark."""
@@ -27,7 +25,6 @@ def wish(body: Generation, longest: int, calls: Wish | None = None) -> Wish | No
     """The form that a body asks for; None for plain text.
 
     Args:
-        body: of the request.
         longest: most characters of a schema or grammar.
         calls: the form of the calls that it asks for, or may get.
 

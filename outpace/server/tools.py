@@ -59,11 +59,7 @@ class Offer:
 
 
 class Toolbox:
-    """How one model is told of functions and writes calls.
-
-    Args:
-        tokenizer: with a chat template.
-    """
+    """How one model is told of functions and writes calls."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -112,7 +108,6 @@ class Toolbox:
         """The form that an answer must have so that it holds the calls that are asked for.
 
         Args:
-            tools: what may be called.
             choice: of the API; None: auto.
             parallel: whether one answer may hold several calls.
 
@@ -189,8 +184,6 @@ def _schema(form: Format, tools: Sequence[Tool], *, strict: bool) -> Json:
     """A JSON schema of one call.
 
     Args:
-        form: names the keys.
-        tools: what may be called.
         strict: hold only those to their schema that ask for it.
     """
     inner, options = {}, []

@@ -17,7 +17,6 @@ class Tracer:
     """Writes traces of the answers of one request.
 
     Args:
-        ready: the request of each answer.
         tokenizer: the target's; None leaves texts empty.
     """
 

@@ -72,8 +72,6 @@ class Batch:
 
     Args:
         engine: whose cache and target they run on.
-        methods: their drafters.
-        memory: gives slots.
         chunk: prompt tokens read between two plain steps of the others.
     """
 
@@ -153,7 +151,6 @@ class Batch:
         return same // PAGE * PAGE > store.known(key, ids)
 
     def drop_cancelled(self) -> None:
-        """End the answers that nobody wants."""
         for row, answer in list(self.running.items()):
             if answer.fate.cancelled:
                 row.cancel()
@@ -298,7 +295,6 @@ class Batch:
         self._finished[reason] = self._finished.get(reason, 0) + 1
 
     def stats(self, slots: int) -> ServiceStats:
-        """A snapshot, without those that wait."""
         pages = self.memory.counts(list(self.running))
         return ServiceStats(
             running=len(self.running),

@@ -33,8 +33,6 @@ LEAST_PAGES = 64
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """How the pages stand."""
-
     limit: int
     """0: there is none."""
     used: int
@@ -53,7 +51,6 @@ class Memory:
         pages: limit of everything together; None: a share of what is free on the device now.
         stored: most pages kept for prompts that begin alike; None: some 512 MB; 0: none.
         tail: rows that a pass may add to a slot beyond the pending one.
-        device: where the cache is.
 
     Raises:
         RequestError: too few pages, or a cache that cannot be limited.
@@ -105,8 +102,6 @@ class Memory:
 
         Args:
             ids: tokens that are going to be read.
-            key: whose they are.
-            running: the sequences that have slots.
             stored: whether stored pages may be used.
 
         Returns:
@@ -180,7 +175,6 @@ class Memory:
         self.cache.resize(slots, pages * PAGE)
 
     def counts(self, running: Sequence[Running]) -> PageCounts:
-        """How the pages stand."""
         used = sum(-(-self.cache.length(row.slot) // PAGE) for row in running)
         stored, limit = len(self.store), self.pages or 0
         return PageCounts(limit, used, stored, max(0, limit - self._allocated - stored))
@@ -199,7 +193,6 @@ def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
     """Memory that is free on a device; None if it cannot be told.
 
     Args:
-        device: where.
         root: of the file system in which a machine with a CPU alone tells of itself.
     """
     if device.type == "cuda":

@@ -44,9 +44,6 @@ def restart(
     """Begin drafters of a sequence anew.
 
     Args:
-        row: the sequence.
-        method: its drafters.
-        cache: holds its slot.
         names: which drafters; None: all.
         num_cached: tokens that no pass will show them; None: those that the slot holds, and the pending
             one too, unless the text is still being read.

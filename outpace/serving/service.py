@@ -156,8 +156,6 @@ class Service:
             chat: wrap a text prompt in the model's chat template.
             drafter: one of ``drafters``; None takes the first.
             draft_tokens: most guesses per pass; 0 drafts nothing.
-            reproducible: as in ``Engine.generate``.
-            reference: as in ``Engine.generate``.
 
         Raises:
             RequestError: what ``submit`` would refuse.
@@ -297,7 +295,6 @@ class Service:
             self._wake.notify()
 
     def _work(self) -> None:
-        """The service's thread."""
         try:
             while self._wait():
                 self._batch.drop_cancelled()

@@ -35,7 +35,6 @@ class Aligned:
     """The learning rows of a batch, and what stands ahead of them.
 
     Args:
-        batch: any batch.
         ahead: of the first guess, ``DRAFT_MODEL`` or ``EAGLE``.
     """
 
@@ -104,7 +103,6 @@ def next_tokens(batch: Batch) -> Tensor:
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:
-    """The batch on a device."""
     if batch.token_BT.device == device:
         return batch
     return replace(

@@ -43,7 +43,6 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Real tokens."""
         return int(self.length_B.sum())
 
 
@@ -74,13 +73,10 @@ class Batches:
         """Choose what to iterate over.
 
         Args:
-            store: the sequences.
             tokens_per_batch: most tokens of a batch, padding included.
             seed: of the order; the held-out split always comes in the same order.
-            split: ``train`` or ``held_out``.
             features: where ``taps`` are read; None if there are none.
             taps: names of the features that batches carry.
-            max_length: longer sequences lose their ends.
             rank: of this process, from 0.
             world: processes that share the batches of an epoch; each gets every world-th.
 
@@ -137,12 +133,10 @@ class Batches:
             index += 1
 
     def __iter__(self) -> Iterator[Batch]:
-        """All batches of epoch 0."""
         return (self.at(0, index) for index in range(self.count(0)))
 
     @property
     def tokens(self) -> int:
-        """Real tokens of an epoch."""
         return int(self._length_S[self._rows].sum())
 
     def _folded(self, epoch: int) -> int:

@@ -223,10 +223,7 @@ def capture(
     Args:
         target: the model that generated the answers.
         store: sequences; their features go to a folder beside them.
-        taps: names, see ``Target.score``.
-        rows: tokens of a pass, about.
         shard_bytes: size of a shard, about: what a killed process loses.
-        say: receives progress.
 
     Raises:
         ModelError: no such taps, or another target.

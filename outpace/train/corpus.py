@@ -47,7 +47,6 @@ class CorpusPrompt:
 
     @property
     def question(self) -> str:
-        """What the user said last."""
         return self.messages[-1]["content"]
 
 
@@ -61,7 +60,6 @@ class Source:
     licence: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {"name": self.name, "sha256": self.sha256, "prompts": self.prompts, "licence": self.licence}
 
 
@@ -285,7 +283,6 @@ def _plain(text: str) -> str:
 
 
 def _shuffled(prompts: list[CorpusPrompt]) -> list[CorpusPrompt]:
-    """In the order of their hashes."""
     return sorted(prompts, key=lambda p: hashlib.sha256(p.question.encode("utf-8", "replace")).digest())
 
 

@@ -48,11 +48,9 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of everything."""
         return self.generate_seconds + self.capture_seconds + self.train_seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {**asdict(self), "seconds": self.seconds}
 
 

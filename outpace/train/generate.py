@@ -36,8 +36,6 @@ _SAY_EVERY = 10.0  # seconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateConfig:
-    """How answers are made."""
-
     tokens: int = 1_000_000
     """Answer tokens wanted; answers under way when they are reached are finished."""
     greedy: float = 0.5
@@ -78,8 +76,6 @@ class GenerateConfig:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One answer that is wanted."""
-
     number: int
     prompt: int
     """Index of the prompt."""
@@ -136,9 +132,7 @@ def generate_answers(
         prompts: in the order in which they are taken; again and again with other coins.
         folder: of the store. One that holds a part of the same work is gone on with; to one that
             holds answers to other prompts, or by other settings, these are added.
-        config: how.
         about: more to tell of this work in the manifest: command, sources.
-        say: receives progress.
 
     Returns:
         The store, with at least ``config.tokens`` answer tokens in all.
@@ -219,7 +213,6 @@ class _Work:
         self._tell()
 
     def flush(self) -> None:
-        """Write the answers that wait."""
         waiting, self.waiting = self.waiting, []
         cut, self.cut = self.cut, dict.fromkeys(self.cut, 0)
         self.store.append(waiting, cut)

@@ -228,9 +228,6 @@ def head_loss(
     so backward only scales them. Under autocast the products are of its dtype.
 
     Args:
-        hidden_RH: the head's input.
-        head_DH: rows of the head.
-        name: one of ``LOSSES``.
         p_ND: the target's laws, for every loss but ``ce``.
         row_R: row of ``p_ND`` that belongs to each row.
         label_R: int64 draft ids, for ``ce``.

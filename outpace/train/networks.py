@@ -65,8 +65,6 @@ class Attention(nn.Module):
     """Attention whose rows see all earlier keys of a text, and keys of their own depths.
 
     Args:
-        config: shape and arithmetic.
-        window: as in ``DecoderConfig.windows``.
         inputs: width of what queries, keys and values read; the hidden size by default.
     """
 
@@ -95,7 +93,6 @@ class Attention(nn.Module):
         return q_BAKGD.permute(0, 2, 3, 1, 4)
 
     def keys(self, u_BTI: Tensor, turn: Turn) -> KeyValue:
-        """Turned keys, and values."""
         config = self._config
         shape = (*u_BTI.shape[:2], config.num_kv_heads, config.head_dim)
         k_BTKD = self.k_proj(u_BTI).view(shape)
@@ -108,7 +105,6 @@ class Attention(nn.Module):
         """Mix values, [B, A, H].
 
         Args:
-            q_BKGAD: from ``queries``.
             text: keys and values of all rows of the text.
             own: of the depths before and the present one, [B, K, A, D]: each row sees its own.
             place_BA: last row of the text that a row sees.
@@ -136,8 +132,6 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Gated MLP."""
-
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         hidden, ffn, bias = config.hidden_size, config.ffn_size, config.mlp_bias

@@ -66,7 +66,6 @@ class Objective(ABC):
         """A drafter before its first step, taken from the target or drawn from a seed.
 
         Args:
-            config: options.
             target: lends weights and computes laws; is never changed.
             vocab: the draft vocabulary; None is the target's whole.
 
@@ -87,7 +86,6 @@ class Objective(ABC):
         """Write the drafter folder, or replace its files, each in one step.
 
         Args:
-            folder: where; its parents are made.
             provenance: what made it, as plain data.
         """
 
@@ -176,7 +174,6 @@ def judge_rows(
 
     Args:
         hidden_BAH: what the head reads at the learning rows of ``Aligned(batch, DRAFT_MODEL)``.
-        head_DH: the drafter's head.
     """
     aligned = Aligned(batch, DRAFT_MODEL)
     p_ND, truth_N = laws_for(batch, aligned, target, vocab)
@@ -217,7 +214,6 @@ class Chain:
             known: whether what is right is known here.
             right: the guess is the target's likeliest token.
             follows: the text goes on with that token, so that the next depth is the same text.
-            overlap: alpha.
         """
         counted = self._alive & known
         self._counted.append(counted.sum())
@@ -230,7 +226,6 @@ class Chain:
         self._alive = self._alive[:, :size]
 
     def step(self, loss: Tensor, tokens: int, with_overlap: bool) -> Step:
-        """What was counted."""
         overlap = torch.stack(self._overlap).float() if with_overlap else torch.zeros(0)
         accepted, counted = torch.stack(self._accepted), torch.stack(self._counted)
         return Step(loss, tokens, accepted.float(), counted.float(), overlap)

@@ -23,8 +23,6 @@ from outpace.train.objective import Objective
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineConfig:
-    """What holds for every method."""
-
     vocab: int | None = 8192
     """Size of the draft vocabulary; none: the target's whole."""
     tokens_per_batch: int = 2048
@@ -46,8 +44,6 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """A method with all its settings."""
-
     method: str
     objective: type[Objective]
     own: Any
@@ -92,8 +88,6 @@ def read_options(method: str, pairs: Sequence[str], tokens: int | None = None) -
     """Read ``key=value`` pairs; later ones win.
 
     Args:
-        method: name of an objective.
-        pairs: as in the module's text.
         tokens: answer tokens wanted, in place of ``data.tokens``.
 
     Raises:

@@ -90,8 +90,6 @@ class Pipeline:
         """Prepare; nothing is written yet.
 
         Args:
-            engine: of the target.
-            options: method and settings.
             prompts: what the target answers; none: the answers that are there already are used.
             sources: the files that prompts came from.
             work: folder of everything that is made on the way.
@@ -120,12 +118,10 @@ class Pipeline:
 
     @property
     def folder(self) -> Path:
-        """Of the training under way."""
         return self.work / self.options.method
 
     @property
     def best(self) -> Path:
-        """Of the best drafter so far."""
         return self.folder / "best"
 
     @property
@@ -248,7 +244,6 @@ class Pipeline:
         """Do all that is left to do. ``out`` is replaced at the very end, in one step.
 
         Args:
-            report: called by the leading process.
             measure: what it gives is noted in the drafter's provenance; called by the leading
                 process when the drafter is trained, with the folder where it still is.
 
@@ -391,7 +386,6 @@ def note_measured(folder: Path, measured: Mapping[str, Any]) -> None:
 
 
 def command() -> str:
-    """What was typed."""
     return shlex.join(["outpace", *sys.argv[1:]])
 
 

@@ -21,12 +21,7 @@ def ranked(
     """The rank of the target's token among a row's, and alpha; both [R].
 
     Args:
-        y_RH: what the unembedding reads.
-        head_DH: its rows.
-        vocab: of its columns.
         truth_R: target ids of the right tokens.
-        p_ND: the target's laws.
-        row_R: which of them is whose.
 
     Returns:
         int64 ranks from 0, at most RANKS, which is also that of tokens that cannot be drafted; and
@@ -55,11 +50,9 @@ class Ranks:
         """The last column is for all further ranks."""
 
     def clear(self) -> None:
-        """Forget: the weights change."""
         self.count_SB.zero_()
 
     def add(self, depth: int, rank: Tensor) -> None:
-        """Count rows of one depth."""
         found = torch.bincount(rank, minlength=RANKS + 1)
         self.count_SB[depth] += found.to(self.count_SB.device)
 
@@ -92,5 +85,4 @@ class RankedChain:
         self._depth += 1
 
     def step(self, tokens: int) -> Step:
-        """What was counted."""
         return self._chain.step(torch.zeros(()), tokens, with_overlap=True)

@@ -29,8 +29,6 @@ _HOPELESS = 4  # rounds that give nothing new
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelfPromptConfig:
-    """How prompts are made."""
-
     count: int
     """Prompts wanted."""
     temperature: float = 0.8
@@ -80,8 +78,6 @@ def write_prompts(engine: Engine, path: Path, config: SelfPromptConfig, *, say: 
     Args:
         engine: of the target; its drafter is not used.
         path: of the file; one that is there is gone on with.
-        config: how.
-        say: receives progress.
 
     Returns:
         How many prompts the file holds: at least ``config.count``.

@@ -46,7 +46,6 @@ def passage_prompts(text: str, number: int, code: str | None) -> Iterator[str]:
     """Two prompts around a passage, of different kinds.
 
     Args:
-        text: the passage.
         number: of the passage in its file; kinds go round with it.
         code: language of the passage if it is code.
     """
@@ -81,7 +80,6 @@ def _word(text: str, coin: int) -> str:
 
 
 def _numbered(text: str) -> str:
-    """The text as three numbered passages."""
     parts = re.split(r"(?<=[.!?])\s+", text)
     size = max(1, -(-len(parts) // 3))
     groups = [" ".join(parts[i : i + size]) for i in range(0, len(parts), size)]

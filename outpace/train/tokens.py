@@ -35,8 +35,6 @@ GIVEN = -1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenSequence:
-    """A prompt with one answer."""
-
     number: int
     """Unique in its store; says which prompt and which coins it came from."""
     ids: NDArray[np.int32]
@@ -63,10 +61,7 @@ class TokenStore:
         """Make an empty store, or open the one that is there if it is of the same target.
 
         Args:
-            folder: made if it is missing.
             target: name of the model that answers.
-            digest: of its weights.
-            vocab_size: of the model.
             about: whatever else the manifest should tell: command, sources, sampling settings.
 
         Raises:

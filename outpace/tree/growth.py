@@ -255,10 +255,7 @@ def draw(law: Law, count: int, drawn: Drawn, coins: Coins, node: int, depth: int
     """Draw siblings from a law, in order.
 
     Args:
-        law: q after the node.
         count: draws wanted; DISTINCT and COUPLED give fewer if the support is smaller.
-        drawn: IID, DISTINCT, GREEDY_PLUS_ONE or COUPLED.
-        coins: stream DRAFT.
         node: parent of the siblings, part of the coins' key.
         depth: of the siblings, for the race of COUPLED.
     """

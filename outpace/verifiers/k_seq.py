@@ -44,7 +44,6 @@ def discount(p_S: Tensor, q_S: Tensor, k: int) -> tuple[float, float]:
     Args:
         p_S: target probabilities on the support of p.
         q_S: draft probabilities of the same tokens.
-        k: draws.
 
     What a rho asks of p less what p has of it falls as rho grows. Its zero is enclosed (regula
     falsi, Illinois variant), and the upper end returned: every rho from the zero on leaves a law.

@@ -78,12 +78,10 @@ def draws_of(draft: Draft, group: Group, size: int) -> Iterator[tuple[int, Tenso
 
 
 def matching(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdict:
-    """Oracle of `match`."""
     return _walk(draft, laws, size, lambda law, node, depth: coins.choose(law, node, -1))
 
 
 def racing(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdict:
-    """Oracle of `coupled`."""
     return _walk(draft, laws, size, lambda law, node, depth: coins.race(law, depth)[0])
 
 

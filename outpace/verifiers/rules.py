@@ -30,8 +30,6 @@ def follow(draft: Draft, laws: TargetLaws, pick: Pick, want_laws: bool) -> Verdi
 
     Args:
         draft: groups do not matter here, only tokens and parents.
-        laws: read at every visited node.
-        pick: called once per visited node.
         want_laws: whether the verdict carries the laws read.
     """
     child_of = {branch: node for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))}
@@ -57,8 +55,6 @@ def walk(draft: Draft, laws: TargetLaws, coins: Coins, attempt: Attempt, want_la
     nothing and changes no law; chosen siblings are kept with all the mass that they hold.
 
     Args:
-        draft: what ``attempt`` accepts.
-        laws: read at every visited node.
         coins: key (node, -1) is used here.
         attempt: called once per visited node that has groups.
         want_laws: whether the verdict carries the laws read.

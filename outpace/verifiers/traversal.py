@@ -48,8 +48,6 @@ class TraversalConfig:
 
 @dataclass(slots=True, eq=False)
 class Visit:
-    """A node that is being judged."""
-
     node: int
     weight: float
     """Probability with which the walk is to end here or below."""

@@ -48,8 +48,6 @@ there with about this probability, so the pass costs nothing on average."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeConfig:
-    """Settings of the tree verifier."""
-
     replacement: bool = False
     """Whether drafters shall draw siblings with replacement, as in SpecInfer. Without, every
     sibling is a new token, and more is accepted at low temperatures."""
@@ -147,7 +145,6 @@ class _Rest:
         self._set(residual(self.settled(), q))
 
     def settled(self) -> Law:
-        """The law itself."""
         if not self._struck:
             return self._law
         law = self._law.without(self._struck)

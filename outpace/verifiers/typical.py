@@ -32,8 +32,6 @@ from outpace.verifiers.rules import probs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TypicalConfig:
-    """How plausible a token must be."""
-
     epsilon: float = 0.09
     """A token with a larger probability is always kept."""
     delta: float = 0.3
@@ -88,6 +86,5 @@ class Typical(Verifier):
         return Verdict(kept, emitted, true)
 
     def threshold(self, p: Law) -> float:
-        """Probability that a token must exceed."""
         entropy = float(torch.special.entr(p.prob_S).sum())
         return min(self.config.epsilon, self.config.delta * math.exp(-entropy))

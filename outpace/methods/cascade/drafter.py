@@ -53,8 +53,6 @@ from outpace.types import Draft, Outcome
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CascadeConfig:
-    """Settings of the drafter."""
-
     levels: str = "draft_model+max_gram"
     """Specs of the drafters, strongest first, joined by ``+``: draft_model[model=M]+max_gram."""
     k: str | None = None
@@ -118,7 +116,6 @@ class Cascade(WrappingDrafter[State]):
 
     @cached_property
     def clock(self) -> PassClock:
-        """Of the passes of all models."""
         return PassClock()
 
     @classmethod
@@ -202,14 +199,12 @@ class Cascade(WrappingDrafter[State]):
         self.follow()
 
     def num_uncached(self, state: State, tokens: Sequence[int]) -> int:
-        """Sum over all levels."""
         return super().num_uncached(state, tokens) + sum(
             len(tokens) - level.cache.length(slot)
             for level, slot in zip(self.models, state.slots, strict=True)
         )
 
     def end(self, state: State) -> None:
-        """Give the slots back."""
         for level, slot in zip(self.models, state.slots, strict=True):
             level.cache.real.close(slot)
         if self.lookup is not None and state.reading is not None:

@@ -35,8 +35,6 @@ class Reading:
 
 @dataclass(slots=True, eq=False)
 class State:
-    """One sequence in all levels."""
-
     slots: list[int]
     """Of each language model's cache."""
     reading: Reading | None
@@ -60,7 +58,6 @@ class Guesses:
 
     Args:
         row: what was asked; its coins are the outer ones.
-        most: tokens that it may have.
         leaders: candidates wanted for the first token.
     """
 
@@ -88,12 +85,10 @@ class Guesses:
 
     @property
     def count(self) -> int:
-        """Guesses so far."""
         return len(self.laws)
 
     @property
     def guessed(self) -> list[int]:
-        """The tokens of the chain."""
         return self.tokens[len(self.row.tokens) :]
 
     @property
@@ -120,7 +115,6 @@ class Guesses:
         self.origin.append(level)
 
     def coins(self, stream: Stream) -> Coins:
-        """Of the inner pending token."""
         return CoinsAhead(self.row.coins, self._level, self.count, stream)
 
     def room(self) -> Budget:
@@ -133,7 +127,6 @@ class Guesses:
         return verdict.cut(self.most - self.count)
 
     def fail(self, error: Exception) -> None:
-        """End the whole step."""
         raise error
 
     def extend(self, outcome: Outcome) -> None:

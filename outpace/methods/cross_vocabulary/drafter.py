@@ -51,8 +51,6 @@ _WAYS = ("auto", "text", "tokens")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrossVocabularyConfig:
-    """Settings of the drafter."""
-
     model: str
     """Name, folder, GGUF file or hub id of the draft model."""
     by: str = "auto"
@@ -69,8 +67,6 @@ class CrossVocabularyConfig:
 
 @dataclass(slots=True, eq=False)
 class State:
-    """One sequence."""
-
     mirror: Mirror
     reading: Reading
     asked: Draft | None = None
@@ -85,8 +81,6 @@ class CrossVocabulary(WrappingDrafter[State]):
     Args:
         inner: drafts over the vocabulary of ``model``.
         model: the draft model; its tokenizer is what counts.
-        target: likewise.
-        by: one of ``text``, ``tokens``, ``auto``.
 
     Raises:
         ModelError: no tokenizer, or no shared tokens where only those may be drafted.
@@ -145,7 +139,6 @@ class CrossVocabulary(WrappingDrafter[State]):
         return cls(build.drafter(specs[0], model), model, target, config.by)
 
     def inner(self, state: State) -> list[tuple[Drafter[Any], Any]]:
-        """The drafter of the draft model."""
         return [(self.drafter, state.reading.state)]
 
     def begin(self, request: Request) -> State:
@@ -254,5 +247,4 @@ class CrossVocabulary(WrappingDrafter[State]):
         return State(mirror, reading)
 
     def end(self, state: State) -> None:
-        """End the inner drafter's state."""
         self.drafter.end(state.reading.state)

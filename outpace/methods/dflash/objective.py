@@ -50,8 +50,6 @@ from outpace.train.ranks import RankedChain, Ranks, ranked
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DflashTraining:
-    """Options of ``outpace train dflash``."""
-
     slots: int = 4
     """Tokens guessed at a time."""
     layers: int = 1
@@ -94,8 +92,6 @@ class Anchored(Aligned):
 
 
 class DflashObjective(Objective):
-    """One network in training."""
-
     Config = DflashTraining
     module: BlockNet
 

@@ -49,8 +49,6 @@ LABELS = ("token", "overlap")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AcceptanceTraining:
-    """Options of ``outpace train acceptance``."""
-
     draft: str | None = None
     """The draft model, as in ``draft_model[model=...]``; the one trained for the target by
     default."""
@@ -93,7 +91,6 @@ class HeadNet(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, x_RW: Tensor) -> Tensor:
-        """Log odds of acceptance, float32 [R]."""
         for i in range(self.shape.blocks):
             block = self.blocks[0 if self.shape.tied else i]
             x_RW = x_RW + F.silu(block(x_RW).float())

@@ -35,8 +35,6 @@ from outpace.models.load import load_target
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftModelConfig:
-    """Settings of the drafter."""
-
     model: str | None = None
     """Name, folder, GGUF file or hub id of the draft model; it may be the target itself, or a
     folder that ``outpace train draft_model`` wrote. Without it, the one trained for the target."""

@@ -30,14 +30,7 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class PartCheckpoint(MemoryCheckpoint):
-    """Tensors of a decoder that may lack the embedding and have a head of its own size.
-
-    Args:
-        config: shape; ``vocab_size`` is the target's.
-        tensors: by Hugging Face name.
-        name: for reports.
-        rows: of the head.
-    """
+    """Tensors of a decoder that may lack the embedding and have a head of its own size."""
 
     def __init__(self, config: DecoderConfig, tensors: Mapping[str, Tensor], *, name: str, rows: int) -> None:
         self._rows = rows
@@ -57,7 +50,6 @@ def load_trained(folder: Path, target: Target, dtype: str | None = None) -> tupl
     """Load a draft model that ``outpace train draft_model`` wrote.
 
     Args:
-        folder: its drafter folder.
         target: what it was trained for; lends what is not stored.
         dtype: must be the target's if given, since tensors are shared.
 

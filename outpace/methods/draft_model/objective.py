@@ -39,8 +39,6 @@ from outpace.train.objective import LAST, Objective, Step, draft_ids, judge_rows
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftModelTraining:
-    """Options of ``outpace train draft_model``."""
-
     layers: int = 2
     """Layers of the draft model."""
     take: str | None = None
@@ -72,8 +70,6 @@ class DraftModelTraining:
 
 
 class DraftModelObjective(Objective):
-    """One draft model in training."""
-
     Config = DraftModelTraining
     module: DraftNet
 

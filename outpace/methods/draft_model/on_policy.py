@@ -36,14 +36,9 @@ def student_answers(
     """Write the answers of a batch anew.
 
     Args:
-        net: the draft model.
-        embed_VW: what it reads.
-        head_DW: its head.
         vocab: its vocabulary; None is the whole.
         target: reads the texts; taps are those that the batch has.
         batch: every token that teaches is drawn again, left to right.
-        temperature: of the drawing.
-        seed: of the drawing.
 
     Returns:
         A batch of the same shape with other answers and their features.

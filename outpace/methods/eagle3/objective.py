@@ -54,8 +54,6 @@ from outpace.train.objective import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eagle3Config:
-    """Options of ``outpace train eagle3``."""
-
     steps: int = 3
     """Depths that training unrolls."""
     decay: float = 0.8
@@ -83,8 +81,6 @@ class Eagle3Config:
 
 
 class Eagle3(Objective):
-    """One EAGLE-3 head in training."""
-
     Config = Eagle3Config
     module: Eagle3Net
 

@@ -42,8 +42,6 @@ from outpace.types import NOTHING, Draft, Outcome
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EarlyExitConfig:
-    """Settings of the drafter."""
-
     layer: int | None = None
     """Layers that draft. Without it: those of a trained exit, or the first third."""
     exits: str | None = None
@@ -197,7 +195,6 @@ class EarlyExit(ExpandingDrafter[ExitState]):
             self.rows.observe(states, outcomes)
 
     def num_uncached(self, state: ExitState, tokens: Sequence[int]) -> int:
-        """Those whose features wait."""
         return len(state.ids)
 
     def mark(self, state: ExitState) -> Any:
@@ -206,7 +203,6 @@ class EarlyExit(ExpandingDrafter[ExitState]):
         return known, None if self.rows is None else self.rows.mark(state)
 
     def rewind(self, state: ExitState, mark: Any) -> ExitState:
-        """With what was known then."""
         state.beliefs, read = mark
         state.draft = state.rows = None
         if self.rows is not None:
@@ -214,6 +210,5 @@ class EarlyExit(ExpandingDrafter[ExitState]):
         return state
 
     def end(self, state: ExitState) -> None:
-        """Give the slot back."""
         if self.rows is not None:
             self.rows.cache.close(state.slot)

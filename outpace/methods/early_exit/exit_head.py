@@ -57,10 +57,6 @@ class ExitState(AdapterState):
 class ExitHead:
     """Reads an exit from its folder, and runs it.
 
-    Args:
-        folder: of the exit.
-        target: lends its head.
-
     Raises:
         ModelError: corrupt, made for another target, or of shapes that do not fit.
     """
@@ -95,7 +91,6 @@ class ExitHead:
         """Logits [T, D] of nodes, as growth gives them.
 
         Args:
-            branches: the nodes, of `ExitState`.
             fed: what the target was fed for them, in the slots lent.
             hidden_TH: its residual stream after layer e.
         """

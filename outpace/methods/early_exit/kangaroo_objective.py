@@ -55,8 +55,6 @@ DOUBT = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KangarooTraining:
-    """Options of ``outpace train kangaroo``."""
-
     exit_layer: int | None = None
     """Layers of the target that draft; a fifth of them by default."""
     loss: str = "kl"
@@ -113,8 +111,6 @@ class AdapterNet(nn.Module):
 
 
 class KangarooObjective(Objective):
-    """One adapter in training."""
-
     Config = KangarooTraining
     method: ClassVar[str] = "kangaroo"
     Net: ClassVar[type[AdapterNet]] = AdapterNet

@@ -34,8 +34,6 @@ from outpace.train.align import Aligned
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HydraTraining(MedusaTraining):
-    """Options of ``outpace train hydra``."""
-
     layers: int = 2
     """Blocks of a head behind the matrix that mixes its inputs."""
 

@@ -47,8 +47,6 @@ from outpace.train.ranks import RankedChain, Ranks, ranked
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MedusaTraining:
-    """Options of ``outpace train medusa``."""
-
     heads: int = 4
     """Tokens that can be guessed at a time."""
     layers: int = 2
@@ -91,8 +89,6 @@ class Head(nn.Module):
 
 
 class HeadsNet(nn.Module):
-    """All that is trained."""
-
     def __init__(self, shape: HeadsShape) -> None:
         super().__init__()
         self.shape = shape

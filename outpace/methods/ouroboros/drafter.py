@@ -51,8 +51,6 @@ from outpace.types import ROOT, Draft, Outcome
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OuroborosConfig:
-    """Settings of the drafter."""
-
     draft: str = "draft_model"
     """Spec of the drafter to start from, one that has a law: draft_model[model=M]."""
     length: int = 1
@@ -80,8 +78,6 @@ class OuroborosConfig:
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """One sequence."""
-
     inner: Any
     """The draft model's own."""
     pool: Pool
@@ -97,7 +93,6 @@ class Ouroboros(WrappingDrafter[_State]):
     """Lengthens the drafts of another drafter with phrases.
 
     Args:
-        config: settings.
         draft: it; draws where it is asked to.
     """
 
@@ -135,7 +130,6 @@ class Ouroboros(WrappingDrafter[_State]):
         return cls(config, draft)
 
     def inner(self, state: _State) -> list[tuple[Drafter[Any], Any]]:
-        """The drafter that is lengthened."""
         return [(self.draft, state.inner)]
 
     def begin(self, request: Request) -> _State:

@@ -53,8 +53,6 @@ _GUESSED_ROWS = 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PpdConfig:
-    """Settings of the drafter."""
-
     model: str | None = None
     """Folder of the prompt tokens; without it, the ones trained for the target."""
     rows: int | None = None
@@ -94,8 +92,6 @@ class Ppd(ExpandingDrafter[PromptState]):
     """Drafts what the riders of the last pass guessed, and sends new ones along.
 
     Args:
-        prompts: what rides.
-        target: unembeds.
         machine: trees and riders; None: by the prompts' rates, every row at the same cost.
     """
 

@@ -54,8 +54,6 @@ BLEND = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PpdTraining:
-    """Options of ``outpace train ppd``."""
-
     riders: int = 3
     """Prompt tokens: tokens that can be guessed at a time."""
     ensemble: int = 1
@@ -83,11 +81,7 @@ class PpdTraining:
 
 
 class PromptsNet(nn.Module):
-    """All that is trained.
-
-    Args:
-        start_KEH: where the vectors start.
-    """
+    """All that is trained."""
 
     start_KEH: Tensor
 
@@ -101,8 +95,6 @@ class PromptsNet(nn.Module):
 
 
 class Ppd(Objective):
-    """Prompt tokens in training."""
-
     Config = PpdTraining
     module: PromptsNet
 

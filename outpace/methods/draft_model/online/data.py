@@ -33,8 +33,6 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnlineConfig:
-    """How to learn from traffic."""
-
     topics: int = 1
     """Most topics of one key; each has a drafter of its own."""
     branches: int = 8
@@ -120,7 +118,6 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        """Judged tokens."""
         return len(self.place_R)
 
 
@@ -141,8 +138,6 @@ class Marks:
 
         Args:
             size: tokens from the first judged one on.
-            context: tokens before it.
-            end: nothing follows.
         """
         if not self._rows or not (end or len(self.ids) - self._rows[0][0] >= size):
             return None
@@ -174,7 +169,6 @@ class Buffer:
         self._fresh = 0
 
     def add(self, piece: Piece) -> None:
-        """Take a piece in."""
         self.pieces.append(piece)
         self.rows += piece.rows
         self.added += piece.rows
@@ -188,7 +182,6 @@ class Buffer:
 
         Args:
             tokens: most tokens, padding included; one piece may have more.
-            coins: says which old ones.
             replay: how often an old one is taken though there are new ones.
         """
         taken: list[Piece] = []
@@ -244,8 +237,6 @@ class Branch:
 
 @dataclass(slots=True, eq=False)
 class Text:
-    """One sequence under observation."""
-
     source: Branch
     held: bool
     marks: Marks
@@ -263,8 +254,6 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Version:
-    """A drafter that takes another's place."""
-
     branch: str
     number: int
     """0: what learning started from."""
@@ -329,7 +318,6 @@ def top_kl(z_RD: Tensor, id_RK: Tensor, p_RK: Tensor) -> Tensor:
     is left out of p: no q could give it.
 
     Args:
-        z_RD: draft logits.
         id_RK: draft ids of the entries of p, distinct; -1 where the vocabulary has none.
         p_RK: their probabilities; what is missing to 1 is the tail.
     """

@@ -40,7 +40,6 @@ class Inbox:
     """Keeps the order in which things came.
 
     Args:
-        top: entries of a law.
         dtype: of the model; logits are as exact in it as they were computed.
         collect: is told of every text that has got laws, and whether it has ended.
     """
@@ -51,7 +50,6 @@ class Inbox:
         self._rows = 0
 
     def __bool__(self) -> bool:
-        """Whether there is something to read."""
         return bool(self._shown)
 
     def put(self, rows_V: Sequence[Tensor], places: Sequence[tuple[Text, int]]) -> None:
@@ -85,6 +83,5 @@ class Inbox:
             self._rows -= len(one.places)
 
     def clear(self) -> None:
-        """Forget all."""
         self._shown.clear()
         self._rows = 0

@@ -73,12 +73,9 @@ class OnlineLearner:
     """Learns a draft model from verified passes. One thread at a time.
 
     Args:
-        target: lends embedding and head.
         base: the drafter folder that learning starts from.
         folder: of what is learned; made if absent, and locked.
-        config: how.
         spec: method spec under which the drafter drafts, as outcomes name it.
-        now: a clock, for budgets alone.
 
     Raises:
         ModelError: a drafter of another target, damaged files, or a folder in use.
@@ -361,7 +358,6 @@ class OnlineLearner:
         )
 
     def _change(self, branch: Branch) -> None:
-        """Let the current version draft."""
         branch.failures, branch.seen_at = 0, branch.held.added
         branch.drafter = self._load(branch.versions)
 
