@@ -208,6 +208,7 @@ class SamplingParams:
             )
 
     def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that end a text."""
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | eos_ids
 
 
