@@ -29,7 +29,7 @@ from outpace.models.base import Target
 from outpace.models.tiny import TableTarget
 from outpace.policies.base import Evidence, Policy, PolicyRow, within
 from outpace.sampling import SamplingParams, Warp
-from outpace.step import Machine, prefill, step
+from outpace.step import Machine, Member, prefill, step
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import CHAIN, parse_shape, widths
 from outpace.types import (
@@ -162,9 +162,8 @@ class _Running:
     """One sequence, as the step sees it."""
 
     case: SequenceCase
-    verifiers: Mapping[str, Verifier]
-    states: Mapping[str, Any]
-    budgets: Mapping[str, Budget]
+    members: Mapping[str, Member]
+    verifier: Verifier
     policy_state: Any
     slot: int
     tokens: list[int]
@@ -213,9 +212,9 @@ class _Teller:
         self.machine = Machine(
             target, target.new_cache(), {"moody": case.drafter.load(None, target)}, WaryPolicy(None), chunk=2
         )
-        self.verifiers = {"moody": verifier, "none": verifier}
+        self.verifier = verifier
         size = len(case.shape.parent_N or ()) or max(case.depth, case.nodes)
-        self.budgets = {"moody": Budget(size, case.depth, shape=case.shape, stop=case.stop)}
+        self.budget = Budget(size, case.depth, shape=case.shape, stop=case.stop)
         self.slot = self.machine.cache.open()
 
     def output(self) -> dict[Context, float]:
@@ -240,9 +239,8 @@ class _Teller:
         warp.advance(state.emitted)
         row = _Running(
             self.case,
-            self.verifiers,
-            {"moody": mood},
-            self.budgets,
+            {"moody": Member(mood, self.budget, self.verifier)},
+            self.verifier,
             trust,
             self.slot,
             [*_PROMPT, *state.emitted],

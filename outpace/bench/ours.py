@@ -38,7 +38,7 @@ class Ours:
         self.name = method.spec
         self.about: Mapping[str, Any] = {
             "dtype": str(engine.target.dtype).removeprefix("torch."),
-            "lossless": all(one.lossless for one in method.verifiers(method.verifier).values()),
+            "lossless": method.lossless(method.verifier),
             "synthetic": False,
         }
 

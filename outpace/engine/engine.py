@@ -27,7 +27,7 @@ from outpace.models.prompts import Prompt, as_prompts, as_reference, encode
 from outpace.params import SamplingParams
 from outpace.policies.costs import Costs
 from outpace.sampling import Warp
-from outpace.step import Machine
+from outpace.step import Machine, Member
 from outpace.stops import StopChecker
 from outpace.types import StepRecord
 from outpace.verifiers.base import Verifier
@@ -316,10 +316,10 @@ class Engine:
         )
         tokenizer = self.target.tokenizer
         text = None if tokenizer is None else tokenizer.text_stream(continues=ready.continues)
-        members, verifiers = method.members, method.verifiers(verifier)
+        judges = method.verifiers(verifier)
         # A draft that was read off an answer must not meet the coins that made that answer.
         seeded = (method.deterministic and ready.reference is None) or all(
-            one.reproduces for one in verifiers.values()
+            one.reproduces for one in (verifier, *judges.values())
         )
         return Running(
             number=self._count,
@@ -333,11 +333,13 @@ class Engine:
             slot=slot,
             setup=Setup(
                 drafter=method.spec,
-                states={name: one.drafter.begin(request) for name, one in members.items()},
-                budgets={name: one.budget for name, one in members.items()},
-                verifiers=verifiers,
+                members={
+                    name: Member(one.drafter.begin(request), one.budget, judges[name])
+                    for name, one in method.members.items()
+                },
+                verifier=verifier,
                 policy_state=method.policy.begin(),
-                lossless=all(one.lossless for one in verifiers.values()),
+                lossless=method.lossless(verifier),
             ),
             max_positions=self.target.max_positions,
             draft_tokens=ready.draft_tokens,
@@ -389,7 +391,7 @@ class Engine:
         """Give back its slot and its drafters' states, all of them even if one raises."""
         with ExitStack() as held:
             for name, one in method.members.items():
-                held.callback(one.drafter.end, row.all_states[name])
+                held.callback(one.drafter.end, row.all_members[name].state)
             if not keep_slot:
                 held.callback(self.cache.close, row.slot)
 

@@ -39,13 +39,18 @@ class Method(ABC):
     def preferred(self) -> SingleMethod:
         return next(iter(self.members.values()))
 
-    @abstractmethod
     def verifiers(self, chosen: Verifier) -> dict[str, Verifier]:
-        """Drafter -> who judges its drafts; ``"none"`` is always among them.
+        """Drafter -> who judges its drafts: each member's own, unless a request chose another.
 
         Args:
             chosen: this method's own verifier, or the one that a request needs in its place.
         """
+        own = chosen is self.verifier
+        return {name: one.verifier if own else chosen for name, one in self.members.items()}
+
+    def lossless(self, chosen: Verifier) -> bool:
+        """Whether all who judge keep the target's distribution."""
+        return chosen.lossless and all(one.lossless for one in self.verifiers(chosen).values())
 
     def keyed(self, reproducible: bool | None, seeded: bool) -> bool:
         """Whether the text is to be a function of prompt and seed alone, whoever drafts.
@@ -136,9 +141,6 @@ class SingleMethod(Method):
     def members(self) -> Mapping[str, SingleMethod]:
         """Itself alone."""
         return {self.spec: self}
-
-    def verifiers(self, chosen: Verifier) -> dict[str, Verifier]:
-        return {self.spec: chosen, "none": chosen}
 
 
 def read_size(text: str | None, who: str) -> int | None:

@@ -163,12 +163,6 @@ class Portfolio(Method):
                 made |= self._loaded([MethodSpec(name)])
         return made
 
-    def verifiers(self, chosen: Verifier) -> dict[str, Verifier]:
-        """Each member's own, unless the request asked for another one than this method's."""
-        own = chosen is self.verifier
-        named = {name: one.verifier if own else chosen for name, one in self.members.items()}
-        return {**named, "none": chosen}
-
 
 def _measured_speed(method: str, target: Target) -> float:
     """What a trained drafter gained when it was made; 0 if nobody measured it, -1 without one."""

@@ -16,6 +16,7 @@ from outpace.coins import KeyedCoins, Stream
 from outpace.engine.results import Chunk, Counters, DrafterCounts, Result
 from outpace.params import SamplingParams
 from outpace.sampling import TokenLogprobs, Warp, logprobs
+from outpace.step import Member
 from outpace.stops import StopChecker
 from outpace.types import NOTHING, Budget, Outcome, Verdict
 from outpace.verifiers.base import Verifier
@@ -27,9 +28,8 @@ class Setup:
 
     drafter: str
     """Normalised method spec, the preferred drafter."""
-    states: Mapping[str, Any]
-    budgets: Mapping[str, Budget]
-    verifiers: Mapping[str, Verifier]
+    members: Mapping[str, Member]
+    verifier: Verifier
     policy_state: Any = None
     lossless: bool = True
 
@@ -75,12 +75,10 @@ class Sequence:
         self.slot = slot
         self.setup = setup
         self.reference, self.key = reference, key
-        self.all_states = dict(setup.states)
-        """Drafter spec -> state."""
-        self.states: Mapping[str, Any] = self.all_states
+        self.all_members = setup.members
+        self.members = setup.members
         """Of these, the ones that follow the passes at present."""
-        self.budgets = setup.budgets
-        self.verifiers = setup.verifiers
+        self.verifier = setup.verifier
         self.policy_state = setup.policy_state
         self.finish_reason: str | None = None
         self.error: Exception | None = None
@@ -146,7 +144,7 @@ class Sequence:
         return verdict.cut(length)
 
     def caught_up(self) -> None:
-        self.behind, self.states = False, self.all_states
+        self.behind, self.members = False, self.all_members
 
     def fail(self, error: Exception) -> None:
         self.error, self.finish_reason = error, "error"

@@ -31,7 +31,7 @@ def resume(row: Sequence, method: Method, cache: KVCache, slot: int) -> None:
     again = frozenset(name for name, one in method.members.items() if one.drafter.traits.taps)
     restart(row, method, cache, again, num_cached=cache.length(slot))
     row.behind = True
-    row.states = {name: row.all_states[name] for name in again}
+    row.members = {name: row.all_members[name] for name in again}
 
 
 def restart(
@@ -53,5 +53,5 @@ def restart(
     request = Request(prompt=tuple(row.tokens), num_cached=num_cached, reference=row.reference, key=row.key)
     for name, one in method.members.items():
         if names is None or name in names:
-            one.drafter.end(row.all_states[name])
-            row.all_states[name] = one.drafter.begin(request)
+            one.drafter.end(row.all_members[name].state)
+            row.all_members[name].state = one.drafter.begin(request)

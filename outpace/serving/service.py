@@ -225,16 +225,12 @@ class Service:
         """
         method = self._check(request)
         verifier = self.engine.verifier(method, request.reproducible, request.params)
-        return all(one.lossless for one in method.verifiers(verifier).values())
+        return method.lossless(verifier)
 
     @property
     def lossy(self) -> tuple[str, ...]:
         """Of ``drafters``, those whose own verifiers change the distribution of the answers."""
-        return tuple(
-            spec
-            for spec, method in self._methods.items()
-            if not all(one.lossless for one in method.verifiers(method.verifier).values())
-        )
+        return tuple(spec for spec, method in self._methods.items() if not method.lossless(method.verifier))
 
     @property
     def longest(self) -> int:

@@ -11,6 +11,7 @@ import torch
 from outpace.coins import Coins, Stream
 from outpace.methods.cascade.ahead import CoinsAhead, WarpAhead
 from outpace.sampling import Warp
+from outpace.step import Member
 from outpace.tree.growth import DraftRow
 from outpace.types import NOTHING, ROOT, Budget, Draft, Drawn, Group, Law, Outcome, Signals, Verdict
 from outpace.verifiers.base import Verifier
@@ -77,9 +78,7 @@ class Guesses:
         """The other leaders, in the order in which they were drawn."""
         self.stopped = False
         self.warp: Warp = WarpAhead(row.warp, row.drawn is Drawn.CHOSEN)
-        self.states: Mapping[str, Any] = {BELOW: row.state}
-        self.budgets: Mapping[str, Budget] = {BELOW: Budget(1 << 16, 1 << 16)}
-        self.verifiers: Mapping[str, Verifier] = {}
+        self.members: Mapping[str, Member] = {}
         self.slot = self._level = 0
         self._context = 1 << 30
 
@@ -100,7 +99,8 @@ class Guesses:
         """Be a row of a level's machine from now on."""
         self._level, self._context = level, context
         self.slot = self.row.state.slots[level - 1]
-        self.verifiers = {BELOW: verifier, "none": verifier}
+        self.verifier = verifier
+        self.members = {BELOW: Member(self.row.state, Budget(1 << 16, 1 << 16), verifier)}
 
     def wants(self, total: int) -> bool:
         """Whether the present level may add to it, up to so many guesses."""

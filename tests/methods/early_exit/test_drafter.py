@@ -21,7 +21,7 @@ from outpace.methods.early_exit.shallow import ShallowRows, reordered
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
-from outpace.step import Machine, step
+from outpace.step import Machine, Member, step
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
 from outpace.tree.growth import Branch, DraftRow
@@ -204,17 +204,19 @@ def test_no_slot_is_lent_while_somebody_else_reads_features(engine, target, monk
     (row,) = leased(target, [TEXT], Budget(3, 3))
     cache = row.lease.cache
     both = {"early_exit": method.drafter, "none": reader}
-    states = {name: drafter.begin(Request(prompt=())) for name, drafter in both.items()}
+    members = {
+        name: Member(drafter.begin(Request(prompt=())), Budget(3, 3), method.verifier)
+        for name, drafter in both.items()
+    }
     running = SimpleNamespace(
         number=0,
         tokens=list(TEXT),
         slot=row.lease.slot,
         warp=row.warp,
         policy_state=None,
-        budgets={"early_exit": Budget(3, 3)},
-        states=states,
+        members=members,
         coins=lambda stream: row.coins,
-        verifiers=dict.fromkeys(both, method.verifier),
+        verifier=method.verifier,
         room=lambda: Budget(3, 3),
         cut=lambda verdict: verdict,
         failed=False,
