@@ -14,7 +14,7 @@ import torch
 from outpace.bench.records import STALL, Case, Kind, Run, Settings
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
-from outpace.engine.requests import Ready
+from outpace.engine.requests import GenerationRequest
 from outpace.engine.results import Result
 from outpace.params import SamplingParams
 from outpace.types import StepRecord
@@ -89,7 +89,7 @@ class Ours:
             )
             engine.check(case.ids, params)
             ready.append(
-                Ready(
+                GenerationRequest(
                     ids=case.ids,
                     params=params,
                     seed=case.seed,

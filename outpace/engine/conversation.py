@@ -7,7 +7,7 @@ from typing import Any
 
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
-from outpace.engine.requests import Ready
+from outpace.engine.requests import GenerationRequest
 from outpace.engine.results import Chunk
 from outpace.errors import RequestError
 from outpace.params import SamplingParams
@@ -73,7 +73,7 @@ class Conversation:
         return self._turn(ready, method, verifier, messages)
 
     def _turn(
-        self, ready: Ready, method: Method, verifier: Verifier, messages: list[dict[str, Any]]
+        self, ready: GenerationRequest, method: Method, verifier: Verifier, messages: list[dict[str, Any]]
     ) -> Iterator[Chunk]:
         """Open what the turn needs when its first piece is asked for, and run it."""
         engine = self.engine

@@ -15,11 +15,10 @@ from outpace.coins import key_of
 from outpace.config import DEFAULT_DRAFTER, MethodSpec
 from outpace.drafters.base import Request
 from outpace.engine.method import Method, SingleMethod, make
-from outpace.engine.requests import Ready, Wanted, check, each, settle, together
+from outpace.engine.requests import GenerationRequest, Wanted, check, each, settle, together
 from outpace.engine.results import Chunk, Result
 from outpace.engine.scheduler import run
-from outpace.engine.sequence import Sequence as Running
-from outpace.engine.sequence import Setup
+from outpace.engine.sequence import ActiveSequence, Setup
 from outpace.errors import RequestError
 from outpace.models.base import Target
 from outpace.models.load import load_target
@@ -243,7 +242,9 @@ class Engine:
                 if row.finished:
                     yield row.index, row.result()
 
-    def chunks(self, rows: Iterable[Running], method: Method, keep_slots: bool = False) -> Iterator[Chunk]:
+    def chunks(
+        self, rows: Iterable[ActiveSequence], method: Method, keep_slots: bool = False
+    ) -> Iterator[Chunk]:
         """Run sequences to their ends and hand out what becomes readable."""
         for part in self._run(rows, method, keep_slots=keep_slots):
             for row in part:
@@ -262,7 +263,7 @@ class Engine:
         chat: bool,
         reference: Any,
         first: int | None = None,
-    ) -> Iterator[Ready]:
+    ) -> Iterator[GenerationRequest]:
         """Check prompts and settings; answers are counted from 0, or share the number ``first``."""
         count = 0
         wanted, references = settle(params, settings, len(prompts)), each(reference, len(prompts))
@@ -274,7 +275,7 @@ class Engine:
 
     def ready(
         self, prompt: Prompt, params: SamplingParams, *, chat: bool = False, reference: Any = None
-    ) -> Ready:
+    ) -> GenerationRequest:
         """Encode and check one prompt with its settings, ``params.n`` answers of it together.
 
         Raises:
@@ -284,7 +285,7 @@ class Engine:
         resolved = params.resolved(self.target.defaults)
         self.check(ids, resolved)
         answers = chat if isinstance(prompt, str) else isinstance(prompt[0], Mapping)
-        return Ready(
+        return GenerationRequest(
             ids=ids,
             params=resolved,
             seed=secrets.randbits(48) if resolved.seed is None else resolved.seed,
@@ -292,11 +293,13 @@ class Engine:
             reference=as_reference(reference, self.target),
         )
 
-    def _open(self, ready: Iterable[Ready], method: Method, reproducible: bool | None) -> Iterator[Running]:
+    def _open(
+        self, ready: Iterable[GenerationRequest], method: Method, reproducible: bool | None
+    ) -> Iterator[ActiveSequence]:
         """Sequences in slots of their own, each opened when it is asked for."""
         self.verifier(method, reproducible)  # two wishes that contradict are said at once
 
-        def opened(one: Ready) -> Running:
+        def opened(one: GenerationRequest) -> ActiveSequence:
             slot = self.cache.open()
             try:
                 chosen = self.verifier(method, reproducible, one.params)
@@ -307,7 +310,9 @@ class Engine:
 
         return map(opened, ready)
 
-    def running(self, ready: Ready, slot: int, method: Method, verifier: Verifier) -> Running:
+    def running(
+        self, ready: GenerationRequest, slot: int, method: Method, verifier: Verifier
+    ) -> ActiveSequence:
         """A sequence whose slot may hold a prefix of its prompt already."""
         self._count += 1
         ids, params = ready.ids, ready.params
@@ -321,7 +326,7 @@ class Engine:
         seeded = (method.deterministic and ready.reference is None) or all(
             one.reproduces for one in (verifier, *judges.values())
         )
-        return Running(
+        return ActiveSequence(
             number=self._count,
             index=ready.index,
             prompt=ids,
@@ -359,8 +364,13 @@ class Engine:
         check(ids, params, self.target, self.eos_ids)
 
     def _run(
-        self, rows: Iterable[Running], method: Method, *, batch: int | None = None, keep_slots: bool = False
-    ) -> Iterator[list[Running]]:
+        self,
+        rows: Iterable[ActiveSequence],
+        method: Method,
+        *,
+        batch: int | None = None,
+        keep_slots: bool = False,
+    ) -> Iterator[list[ActiveSequence]]:
         """Run sequences; slots and drafter states are given back however it ends."""
         machine = Machine(
             self.target,
@@ -369,9 +379,9 @@ class Engine:
             method.policy,
             listeners=(*self.listeners, *method.watchers),
         )
-        living: set[Running] = set()
+        living: set[ActiveSequence] = set()
 
-        def joining() -> Iterator[Running]:
+        def joining() -> Iterator[ActiveSequence]:
             for row in rows:
                 living.add(row)
                 yield row
@@ -387,7 +397,7 @@ class Engine:
             for row in living:
                 self.release(row, method, keep_slots)
 
-    def release(self, row: Running, method: Method, keep_slot: bool = False) -> None:
+    def release(self, row: ActiveSequence, method: Method, keep_slot: bool = False) -> None:
         """Give back its slot and its drafters' states, all of them even if one raises."""
         with ExitStack() as held:
             for name, one in method.members.items():

@@ -19,7 +19,7 @@ Wanted = SamplingParams | Sequence[SamplingParams] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ready:
+class GenerationRequest:
     """One answer that is wanted, with nothing left to check."""
 
     ids: tuple[int, ...]
@@ -45,7 +45,7 @@ class Ready:
     traced: bool = False
     """Whether every piece of its answer brings its pass along."""
 
-    def each(self) -> Iterator[Ready]:
+    def each(self) -> Iterator[GenerationRequest]:
         """One for each of the ``params.n`` answers, numbered from 0. The first has the seed that the
         user gave, later ones seeds that are hashed from it; where none was given they are drawn.
         """

@@ -34,7 +34,7 @@ class Setup:
     lossless: bool = True
 
 
-class Sequence:
+class ActiveSequence:
     """One sequence. Not thread-safe; owned by the batch that runs it.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from outpace import registry
 from outpace.engine.results import DrafterCounts, Result
 from outpace.sampling import TokenLogprobs
-from outpace.server.parsing import Ask
+from outpace.server.parsing import ClientRequest
 from outpace.server.tool_parser import CallReader, Found
 from outpace.server.trace import Tracer
 from outpace.serving.events import Tokens
@@ -36,7 +36,7 @@ class Writer(ABC):
     part: ClassVar[str]
     """``object`` of a piece."""
 
-    def __init__(self, ask: Ask, model: str, fingerprint: str, tokenizer: Any) -> None:
+    def __init__(self, ask: ClientRequest, model: str, fingerprint: str, tokenizer: Any) -> None:
         self.ask, self._tokenizer = ask, tokenizer
         self._id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._about = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
@@ -213,7 +213,7 @@ class Writer(ABC):
 class CompletionWriter(Writer):
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, ask: Ask, model: str, fingerprint: str, tokenizer: Any) -> None:
+    def __init__(self, ask: ClientRequest, model: str, fingerprint: str, tokenizer: Any) -> None:
         super().__init__(ask, model, fingerprint, tokenizer)
         self._offset = [0] * ask.answers
         self._streams: dict[int, Any] = {}
@@ -279,7 +279,7 @@ class CompletionWriter(Writer):
 class ChatWriter(Writer):
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, ask: Ask, model: str, fingerprint: str, tokenizer: Any) -> None:
+    def __init__(self, ask: ClientRequest, model: str, fingerprint: str, tokenizer: Any) -> None:
         super().__init__(ask, model, fingerprint, tokenizer)
         offer = ask.offer
         self._readers = (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace import registry
 from outpace.config import MethodSpec
-from outpace.engine.requests import Ready
+from outpace.engine.requests import GenerationRequest
 from outpace.errors import PromptTooLong
 from outpace.params import SamplingParams
 from outpace.server.errors import ApiError, too_long
@@ -51,10 +51,10 @@ _TAKEN = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
+class ClientRequest:
     """One HTTP request, with nothing left to check."""
 
-    ready: tuple[Ready, ...]
+    ready: tuple[GenerationRequest, ...]
     """One per prompt."""
     n: int
     """Answers per prompt."""
@@ -95,7 +95,7 @@ class Reader:
         if self.target.tokenizer is not None:
             _ = self.target.tokenizer.literal  # half a second, which no stream shall wait for
 
-    def completion(self, body: CompletionBody) -> Ask:
+    def completion(self, body: CompletionBody) -> ClientRequest:
         """Read a completion.
 
         Raises:
@@ -125,7 +125,7 @@ class Reader:
             ask = replace(ask, ready=tuple(scored))
         return ask
 
-    def chat(self, body: ChatBody) -> Ask:
+    def chat(self, body: ChatBody) -> ClientRequest:
         """Read a chat; raises as ``completion``."""
         self.check_model(body.model)
         self._check_count(1, body.n or 1)
@@ -250,7 +250,7 @@ class Reader:
         continues: bool,
         echo: tuple[str, ...] | None = None,
         form: Wish | None = None,
-    ) -> Ask:
+    ) -> ClientRequest:
         limits = self.limits
         if logprobs is not None and logprobs > limits.logprobs:
             raise ApiError(
@@ -282,7 +282,7 @@ class Reader:
             raise ApiError(400, "stream_options needs stream; set it to true", "stream_options")
         if speculation.trace and not body.stream:
             raise ApiError(400, "speculation.trace needs stream; set it to true", "speculation")
-        return Ask(
+        return ClientRequest(
             ready=tuple(ready),
             n=body.n or 1,
             stream=bool(body.stream),

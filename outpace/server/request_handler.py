@@ -11,12 +11,13 @@ from dataclasses import replace
 from outpace.errors import LogitsError, QueueFull, RequestError, ServiceClosed
 from outpace.server.errors import ApiError, from_defect, from_mistake
 from outpace.server.metrics import Meters
-from outpace.server.parsing import Ask
+from outpace.server.parsing import ClientRequest
+from outpace.serving.batch import Ticket
 from outpace.serving.events import Done, Event, Failed, Tokens
-from outpace.serving.service import Service, Ticket
+from outpace.serving.service import Service
 
 
-class Call:
+class RequestHandler:
     """The answers of one request under way. Lives on an event loop.
 
     Args:
@@ -24,7 +25,9 @@ class Call:
         seconds: how long it may take from then on.
     """
 
-    def __init__(self, service: Service, ask: Ask, meters: Meters, began: float, seconds: float) -> None:
+    def __init__(
+        self, service: Service, ask: ClientRequest, meters: Meters, began: float, seconds: float
+    ) -> None:
         self.ask = ask
         self._service, self._meters = service, meters
         self._began, self._seconds = began, seconds

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from outpace.cache.base import PAGE, shared_prefix
 from outpace.drafters.base import Drafter
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
-from outpace.engine.requests import Ready
+from outpace.engine.requests import GenerationRequest
 from outpace.engine.results import Counters, DrafterCounts, Result
 from outpace.engine.scheduler import Scheduler
-from outpace.engine.sequence import Sequence as Running
+from outpace.engine.sequence import ActiveSequence
 from outpace.serving.events import Done, Event, Failed, Listener, ServiceStats, Tokens
 from outpace.serving.memory import Memory
-from outpace.serving.per_request_policy import Mixed, Own
+from outpace.serving.per_request_policy import Own, PerRequestPolicy
 from outpace.serving.preemption import restart, resume, suspend
 from outpace.serving.prompt_scores import PromptScores
 from outpace.serving.trace import told
@@ -31,23 +31,35 @@ from outpace.step import Machine
 LOG = logging.getLogger("outpace.serving")
 
 
-class Fate:
-    """What became of a request, known to all of its answers and to whoever asked."""
+class Ticket:
+    """A request under way. Safe to use from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, answers: int, nudge: Callable[[], None]) -> None:
+        self.answers = answers
+        """Answers that were asked for; each ends with one Done or Failed."""
         self.cancelled = False
         """Nobody wants the rest. Set from any thread."""
         self.deaf = False
         """Its listener has failed, and is not called again."""
+        self._nudge = nudge
+
+    def cancel(self) -> None:
+        """Drop what is not answered yet: it leaves before the next pass, and its memory is free.
+
+        Each answer that had not ended still gets its Done, with ``finish_reason`` cancelled.
+        Harmless if all have ended.
+        """
+        self.cancelled = True
+        self._nudge()
 
 
 class Answer:
     """One answer, from the queue to its end."""
 
-    def __init__(self, ready: Ready, listen: Listener, fate: Fate, method: Method) -> None:
-        self.ready, self.listen, self.fate, self.method = ready, listen, fate, method
+    def __init__(self, ready: GenerationRequest, listen: Listener, ticket: Ticket, method: Method) -> None:
+        self.ready, self.listen, self.ticket, self.method = ready, listen, ticket, method
         self.asked = time.perf_counter()
-        self.row: Running | None = None
+        self.row: ActiveSequence | None = None
         """Its sequence, once it has run."""
         self.scores: PromptScores | None = None
         """Of its prompt, if they are wanted."""
@@ -59,12 +71,12 @@ class Answer:
 
     def tell(self, event: Event) -> None:
         """Call its listener, unless that has failed."""
-        if self.fate.deaf:
+        if self.ticket.deaf:
             return
         try:
             self.listen(event)
         except Exception:
-            self.fate.deaf = self.fate.cancelled = True
+            self.ticket.deaf = self.ticket.cancelled = True
 
 
 class Batch:
@@ -77,7 +89,7 @@ class Batch:
 
     def __init__(self, engine: Engine, methods: Mapping[str, Method], memory: Memory, chunk: int) -> None:
         self.engine, self.memory = engine, memory
-        self.running: dict[Running, Answer] = {}
+        self.running: dict[ActiveSequence, Answer] = {}
         """In the order in which they entered."""
         self.victims: list[Answer] = []
         """Lost their slots to others, and are not queued again yet; latest first."""
@@ -90,7 +102,7 @@ class Batch:
                 engine.target,
                 engine.cache,
                 members,
-                Mixed(),
+                PerRequestPolicy(),
                 chunk=chunk,
                 listeners=(*engine.listeners, *watchers),
             )
@@ -125,7 +137,7 @@ class Batch:
         self._scheduler.join(answer.row)
         return True
 
-    def _begin(self, answer: Answer, slot: int) -> Running:
+    def _begin(self, answer: Answer, slot: int) -> ActiveSequence:
         ready, method = answer.ready, answer.method
         verifier = self.engine.verifier(method, ready.reproducible, ready.params)
         row = self.engine.running(ready, slot, method, verifier)
@@ -152,7 +164,7 @@ class Batch:
 
     def drop_cancelled(self) -> None:
         for row, answer in list(self.running.items()):
-            if answer.fate.cancelled:
+            if answer.ticket.cancelled:
                 row.cancel()
                 self._scheduler.leave(row)
                 self._deliver(row)
@@ -208,7 +220,7 @@ class Batch:
                 self._store(row)
             self._deliver(row)
 
-    def _store(self, row: Running) -> None:
+    def _store(self, row: ActiveSequence) -> None:
         """Keep its text for others; if that fails, it fails for this row alone."""
         try:
             self.memory.save(row)
@@ -217,10 +229,10 @@ class Batch:
                 self._scheduler.leave(row)
             row.fail(error)
 
-    def _place(self, row: Running) -> tuple[int, int]:
+    def _place(self, row: ActiveSequence) -> tuple[int, int]:
         return self.engine.cache.length(row.slot), len(row.tokens)
 
-    def _one_by_one(self, before: Mapping[Running, tuple[int, int]]) -> list[Running]:
+    def _one_by_one(self, before: Mapping[ActiveSequence, tuple[int, int]]) -> list[ActiveSequence]:
         """A pass broke: find out whose fault it was, and let the others go on."""
         for row, place in before.items():
             self.engine.cache.drop(row.slot)
@@ -240,7 +252,7 @@ class Batch:
         self._scheduler.active = [row for row in self._scheduler.active if not row.finished]
         return list(before)
 
-    def _deliver(self, row: Running) -> None:
+    def _deliver(self, row: ActiveSequence) -> None:
         """Note what became readable, and end what is finished."""
         answer = self.running[row]
         for chunk in row.chunks:
@@ -276,7 +288,7 @@ class Batch:
         else:
             self._say(answer, Done(index=row.index, result=result))
 
-    def _release(self, row: Running, answer: Answer, keep_slot: bool = False) -> None:
+    def _release(self, row: ActiveSequence, answer: Answer, keep_slot: bool = False) -> None:
         try:
             self.engine.release(row, answer.method, keep_slot)
         except Exception as error:

@@ -20,7 +20,7 @@ class Own:
     """Guesses that it was last planned."""
 
 
-class Mixed(Policy):
+class PerRequestPolicy(Policy):
     """Hands every sequence on to its own policy.
 
     Its rows' states are ``Own``. Policies whose plans do not depend on the batch come first, so

@@ -10,16 +10,16 @@ from __future__ import annotations
 from outpace.cache.base import KVCache
 from outpace.drafters.base import Request
 from outpace.engine.method import Method
-from outpace.engine.sequence import Sequence
+from outpace.engine.sequence import ActiveSequence
 
 
-def suspend(row: Sequence, cache: KVCache) -> None:
+def suspend(row: ActiveSequence, cache: KVCache) -> None:
     """Take the slot away from a sequence that no pass is running over."""
     cache.close(row.slot)
     row.slot = -1
 
 
-def resume(row: Sequence, method: Method, cache: KVCache, slot: int) -> None:
+def resume(row: ActiveSequence, method: Method, cache: KVCache, slot: int) -> None:
     """Give a suspended sequence a slot that holds a prefix of its tokens, not its pending one.
 
     Effects: ``row.reading`` holds until its text is read again.
@@ -35,7 +35,7 @@ def resume(row: Sequence, method: Method, cache: KVCache, slot: int) -> None:
 
 
 def restart(
-    row: Sequence,
+    row: ActiveSequence,
     method: Method,
     cache: KVCache,
     names: frozenset[str] | None = None,

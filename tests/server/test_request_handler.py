@@ -11,8 +11,9 @@ from outpace.errors import RequestError, ServiceClosed
 from outpace.server.app import create_app
 from outpace.server.metrics import Meters
 from outpace.server.request_handler import Call
+from outpace.serving.batch import Ticket
 from outpace.serving.events import Failed, ServiceStats, Tokens
-from outpace.serving.service import Service, Ticket
+from outpace.serving.service import Service
 from tests.server.conftest import LIMITS, Client
 
 BODY = {"prompt": "ab", "max_tokens": 3}
@@ -59,7 +60,7 @@ def leaves(kind, first):
         for step in steps if first == "event" else reversed(steps):
             step()
         await asyncio.wait({reader}, timeout=0.3)
-        noticed = reader.cancelled() and service.ticket.fate.cancelled
+        noticed = reader.cancelled() and service.ticket.cancelled
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
         return noticed
