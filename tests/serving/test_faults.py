@@ -7,6 +7,7 @@ import pytest
 from outpace import Engine
 from outpace import step as step_module
 from outpace.cache.base import KVCache
+from outpace.engine.sequence import ActiveSequence
 from outpace.methods.lookup.suffix import Suffix
 from outpace.models.decoder import Decoder
 from outpace.sampling import Warp
