@@ -100,7 +100,7 @@ _CORE = (
         "verifier",
         "verifier",
         "outpace.verifiers.k_seq:KSeq",
-        "Tries independent siblings against one discounted law",
+        "Tries independent siblings against one discounted distribution",
         "SpecTr, arXiv:2310.15141",
     ),
     MethodEntry(

@@ -109,7 +109,7 @@ class Machine:
     """Method spec -> drafter."""
     policy: Policy
     want_laws: bool = False
-    """Whether verdicts carry the laws of the emitted tokens; a cascade hands them up."""
+    """Whether verdicts carry the distributions of the emitted tokens; a cascade hands them up."""
     chunk: int = 256
     """Prompt tokens per pass beside sequences that decode; see ``outpace.engine.scheduler``."""
     listeners: Sequence[Callable[[StepRecord], None]] = ()

@@ -6,7 +6,7 @@ q depends on what was drawn: there it is the mean over sampled paths of refusals
 exactly.
 
 ``measure`` takes p and q from a model and a drafter: at every position of texts that the model
-generates plainly, the law that the drafter would have drawn from and the law of the target.
+generates plainly, the distribution that the drafter would have drawn from and the distribution of the target.
 
 Shape letters: V vocabulary, S support of q.
 """
@@ -43,7 +43,7 @@ def acceptance(
     """The probability that one of k drafts of a position is kept.
 
     Args:
-        q_V: draft law, dense, over the same ids.
+        q_V: draft distribution, dense, over the same ids.
         k: drafts, drawn as the verifier asks for them (see RULES).
         coins: needed by ``tree`` and ``traversal`` from three draws on.
 
@@ -258,7 +258,7 @@ class Acceptance:
 
 
 class Watcher(Verifier):
-    """Reads the laws at the pending token, and keeps nothing: the text is the plain one."""
+    """Reads the distributions at the pending token, and keeps nothing: the text is the plain one."""
 
     name = "watcher"
     takes = frozenset(Drawn)
@@ -300,7 +300,7 @@ def measure(
     """
     if not temperature > 0:
         raise RequestError(
-            f"at temperature {temperature:g} every law is one-hot and all verifiers agree; "
+            f"at temperature {temperature:g} every distribution is one-hot and all verifiers agree; "
             "give a temperature above 0"
         )
     own, _ = MethodSpec.parse(drafter).split()

@@ -45,7 +45,7 @@ def optimal(acceptance: Sequence[float], nodes: int, depth: int) -> Shape:
         are the best template of n nodes.
 
     Raises:
-        ValueError: no law in ``acceptance``, or a size out of range.
+        ValueError: no distribution in ``acceptance``, or a size out of range.
 
     Cost: O(nodes^2 * depth * siblings), vectorised over one ``nodes``; 64 nodes, 8 levels and 8
     siblings take some 30 ms.

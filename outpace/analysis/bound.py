@@ -6,7 +6,7 @@ largest probability of that is an optimal transport. Its dual asks for a set H o
     1 + min over H of P(H) - Q(H),      P(H) = p(H),  Q(H) = Pr(all k drafts lie in H)
 
 For draws from q, with and without replacement, the best H is a prefix of the tokens sorted by
-falling q / p (their laws are q-convex: along a chain of sets, the growth of Q per unit of q does
+falling q / p (their distributions are q-convex: along a chain of sets, the growth of Q per unit of q does
 not fall). Greedy drafts with one random sibling, and chosen ones, have closed forms.
 
 With replacement Q(H) is q(H)^k. Without, let a clock ring at rate q for every token; the draws are
@@ -53,7 +53,7 @@ def bound(p_V: Tensor, q_V: Tensor, k: int, drawn: Drawn) -> float:
     """The largest acceptance that a lossless verifier can reach at one position.
 
     Args:
-        q_V: draft law, dense, over the same ids.
+        q_V: draft distribution, dense, over the same ids.
         k: drafts, at least 1; more than q has tokens count as all of them.
         drawn: how they are picked: IID, DISTINCT, GREEDY_PLUS_ONE or CHOSEN (q's best).
 

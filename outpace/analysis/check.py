@@ -1,9 +1,9 @@
 """The losslessness report: what this model on this machine keeps of what is promised.
 
-    1 law       emitted tokens have the target's law, by enumeration     analysis/law.py
-    2 code      fast verifiers decide as their oracles do                analysis/agreement.py
-    3 tokens    greedy text equals plain decoding, token for token       here
-    4 hardware  where it does not, by how much the two tokens differ     here
+    1 distributions  what is emitted has that of the target, by enumeration    analysis/law.py
+    2 code           fast verifiers decide as their oracles do                 analysis/agreement.py
+    3 tokens         greedy text equals plain decoding, token for token        here
+    4 hardware       where it does not, by how much the two tokens differ      here
 
 Level 3 is a promise of targets whose rows do not depend on the pass they are in
 (``Target.equal_rows``): of the own decoder on a CPU, in every dtype. Elsewhere rounding differs
@@ -94,7 +94,7 @@ def check(
 
     Cost: enumeration takes seconds, then ``sequences_of(...)`` answers of the model.
     """
-    tick("laws", 0)
+    tick("distributions", 0)
     laws, oracles = check_laws(), check_oracle()
     params = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens)
     target = engine.target

@@ -3,7 +3,7 @@
     trace = film(engine, spec, ids, params, passes=4)
     trace.passes[0].guesses     token, q, p and fate of every guess
 
-At temperature 0 both laws are one-hot, which tells nothing; q and p are then shown as they are at
+At temperature 0 both distributions are one-hot, which tells nothing; q and p are then shown as they are at
 temperature 1, before truncation.
 
 Shape letters: F nodes expanded together, D draft vocabulary.
@@ -43,7 +43,7 @@ class Guess:
     parent: int
     """An earlier guess, or ROOT for the pending token."""
     q: float | None
-    """Probability in the law that its siblings were drawn from; None: the drafter has no law."""
+    """Probability in the distribution that its siblings were drawn from; None: there is none."""
     p: float
     """Probability that the target gives it after its parent."""
     fate: Fate
@@ -56,8 +56,8 @@ class Added:
     token: int
     text: str
     p: float
-    """Its probability in the target's law; where guesses were refused, it was drawn from what
-    the verifier left of that law."""
+    """Its probability in the target's distribution; where guesses were refused, it was drawn from what
+    the verifier left of that distribution."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +133,7 @@ def film(
     Raises:
         RequestError: settings out of range, or fewer than one pass asked for.
 
-    Cost: the answer's own, and the laws of all nodes of every tree.
+    Cost: the answer's own, and the distributions of all nodes of every tree.
     """
     if passes is not None and passes < 1:
         raise RequestError(f"need at least one pass to show, got {passes}")
@@ -235,7 +235,7 @@ class _Camera:
         )
 
     def _q(self, draft: Draft, node: int) -> float | None:
-        """The drafter's probability of a node, by the law it was drawn from, if it has one."""
+        """The drafter's probability of a node, by the distribution it was drawn from, if it has one."""
         token, parent = draft.token_N[node], draft.parent_N[node]
         for group in draft.groups_of[parent]:
             if group.law is not None and node in group.nodes:

@@ -1,4 +1,4 @@
-"""Known-wrong rules. The law test must catch each of them, or it proves nothing.
+"""Known-wrong rules. The distribution test must catch each of them, or it proves nothing.
 
 Most are mistakes that shipped somewhere: the wrong q, siblings touched after they were drawn, a
 residual that forgets something, a coin used twice.
@@ -35,7 +35,7 @@ class Planted:
     """Where it shows; empty: in ordinary ones."""
 
     def error(self, verifier: str, world: World) -> float:
-        """Largest error of the law of the output."""
+        """Largest error of the distribution of the output."""
         return step_error(self.wrong(RIGHT[verifier]), self.recipe, world, self.coins)
 
 

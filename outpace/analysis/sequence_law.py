@@ -1,4 +1,4 @@
-"""The law of whole generations: the real step, several times, on models that are tables.
+"""The distribution of whole generations: the real step, several times, on models that are tables.
 
 A case is a request: prompt, sampling settings, drafter, budget, policy, verifier. It is run by
 ``prefill`` and ``step`` themselves until enough tokens are emitted, once for every way the coins
@@ -142,7 +142,7 @@ class SequenceCase:
     coins: type[EnumeratingCoins] = EnumeratingCoins
 
     def error(self, verifier: Verifier) -> float:
-        """Largest error of the law of the emitted tokens."""
+        """Largest error of the distribution of the emitted tokens."""
         output = _Teller(self, verifier).output()
         return distance(output, self.expected, self.vocab, self.length)
 
@@ -151,7 +151,7 @@ class SequenceCase:
         return TableTarget.random(self.seed, self.vocab)
 
     def expected(self, context: Context) -> Law:
-        """Target law after the prompt and some emitted tokens, without a tree."""
+        """Target distribution after the prompt and some emitted tokens, without a tree."""
         warp = Warp(self.params, _PROMPT, frozenset(), self.vocab)
         warp.advance(context)
         return warp.law(self.target.law_after((*_PROMPT, *context)).log())

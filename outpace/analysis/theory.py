@@ -12,12 +12,12 @@ and from it follows all that can be written in closed form, with costs c in pass
     horizontal   E = 1 + sum_i prod_(j <= i) a_j                         cost 1 + sum_i c_i
 
 A real cascade counts tokens and not steps, acceptance changes along a draft, and a pass over many
-rows costs more than one over a single row. `predict` therefore computes the exact laws of the
+rows costs more than one over a single row. `predict` therefore computes the exact distributions of the
 numbers of tokens, level by level from the bottom up, from survival curves (``S[j]``: the
 probability that the first j tokens of a level's part are accepted) and measured costs.
 
 Paper: Chen et al. 2023, Cascade Speculative Drafting, arXiv:2312.11462, theorems 4.2 to 4.5
-(alpha and c as there; the renewal law of the token counts is ours).
+(alpha and c as there; the renewal distribution of the token counts is ours).
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Prediction:
 
 
 def predict(ladder: Ladder, k: Sequence[Sequence[int]]) -> Prediction:
-    """Expected speed-up of a cascade, by exact laws of its token counts.
+    """Expected speed-up of a cascade, by exact distributions of its token counts.
 
     Args:
         k: as `outpace.methods.cascade.drafter` has it, in tokens.

@@ -28,7 +28,7 @@ def watched(method: Method, outcome: SeenOutcome, level: SeenLevel | None = None
 
     Args:
         outcome: told of every sequence's outcome, prompts included.
-        level: told of the laws behind drafts; a drafter that cannot expand calls it never.
+        level: told of the distributions behind drafts; a drafter that cannot expand calls it never.
     """
     drafter = method.preferred.drafter
     observe = drafter.observe

@@ -50,7 +50,7 @@ class Ours:
         """Answer a unit in one batch.
 
         Every setting of sampling but the temperature is neutral, whatever the model recommends:
-        all contenders have to draw from the same law.
+        all contenders have to draw from the same distribution.
         """
         watch = _Watch()
         self.engine.listeners.append(watch)

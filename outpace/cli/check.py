@@ -120,7 +120,7 @@ def show_report(report: Report) -> None:
         f"{report.model}, {report.dtype}, {report.device}: {report.prompts} prompts x "
         f"{report.max_new_tokens} tokens, alone and in batches of 4\n\n"
     )
-    show.write("1 law       emitted tokens have the target's distribution (enumerated)\n")
+    show.write("1 distributions  what is emitted has that of the target (enumerated)\n")
     show.table(
         ("verifier", "largest error", "cases", "growth rules", "planted bugs caught"),
         [
@@ -128,20 +128,20 @@ def show_report(report: Report) -> None:
                 name,
                 f"{law.error:.1e}",
                 str(law.cases),
-                str(law.growths),
+                str(law.growth_rules),
                 f"{law.planted_bugs_caught} of {law.planted_bugs}",
             )
             for name, law in report.laws.items()
         ],
         numbers=("largest error", "cases", "growth rules", "planted bugs caught"),
     )
-    show.write("2 code      fast verifiers decide as their oracles do\n")
+    show.write("2 code           fast verifiers decide as their oracles do\n")
     show.table(
         ("verifier", "cases", "agreed"),
         [(name, str(oracle.cases), str(oracle.agreed)) for name, oracle in report.oracles.items()],
         numbers=("cases", "agreed"),
     )
-    show.write(f"3 tokens    greedy text equals plain decoding ({report.promise})\n")
+    show.write(f"3 tokens         greedy text equals plain decoding ({report.promise})\n")
     show.table(
         ("drafter", "sequences", "equal", "drafted", "accepted", "first difference"),
         [
@@ -160,7 +160,7 @@ def show_report(report: Report) -> None:
     found = report.hardware()
     gap = found["largest_gap"]
     show.write(
-        f"4 hardware  {found['different']} of {found['sequences']} sequences differ "
+        f"4 hardware       {found['different']} of {found['sequences']} sequences differ "
         f"({found['share']:.1%})"
         + ("" if gap is None else f"; logit gap at the first difference: at most {gap:.3g}")
         + "\n\n"
@@ -178,7 +178,7 @@ def show_report(report: Report) -> None:
 def _show_shapes(shapes: ShapeReport) -> None:
     own = shapes.serving
     show.write(
-        f"5 shapes    rows are what they are alone: batches of up to {own.max_batch}, pages "
+        f"5 shapes         rows are what they are alone: batches of up to {own.max_batch}, pages "
         f"of {own.page}, chunks of {own.chunk}\n"
     )
     show.table(

@@ -17,7 +17,7 @@ from outpace.types import Feed, Scored
 
 _NEVER = -1e4
 """Logit of a token that the model does not know: finite, so that a request that allows no other
-token still has a law to draw from. The target will refuse what it gives."""
+token still has a distribution to draw from. The target will refuse what it gives."""
 
 
 class Columns(Target):

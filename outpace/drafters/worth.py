@@ -1,6 +1,6 @@
 """What a guess from text is worth, and how many of them a pass should check.
 
-A lookup knows no law, only how long the words before a place agree with the words before now,
+A lookup knows no distribution, only how long the words before a place agree with the words before now,
 and what followed there. That is enough for a fair estimate of whether a guess will be kept:
 
     chance = count / (total + escape),    escape = doubt * 2.5 / match ** 1.2

@@ -162,7 +162,7 @@ class Engine:
                 in any batch; None: where a seed is given, unless the spec names a verifier.
             chat: wrap text prompts in the model's chat template.
             reference: text or token ids that the answer is expected to resemble, one for all
-                prompts or a list of one (or None) each. Drafters may read it; the law of the answer
+                prompts or a list of one (or None) each. Drafters may read it; the distribution of the answer
                 does not depend on it, nor does the text at temperature 0 or if ``reproducible``.
             **settings: fields of SamplingParams, in place of ``params``.
 

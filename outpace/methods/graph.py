@@ -12,8 +12,8 @@ tokens (``agree`` of them before the last) as another one that the draft model h
 it is not run again: what the model said there is said here. The tree grows by any rule, to any
 shape, in its budget; the copies are what unrolls the graph, and they cost the draft model nothing.
 
-Guesses below a copy have the law of the place that it stands for, which is the law that they are
-drawn from, afresh in every copy, and the q that is recorded. So any verifier works, at any
+Guesses below a copy have the distribution of the place that it stands for, which is the distribution that
+they are drawn from, afresh in every copy, and the q that is recorded. So any verifier works, at any
 temperature. Only ancestors are never stood for: text that goes in circles would be guessed to go
 on so.
 

@@ -37,7 +37,7 @@ class Batch:
     answer_BT: Tensor
     """bool: the target generated this token (or it is text to learn), so predicting it counts."""
     feature: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tap -> bfloat16 [B, T, H]: row t was computed when token t was fed, so the target's law of
+    """Tap -> bfloat16 [B, T, H]: row t was computed when token t was fed, so the target's distribution of
     token t + 1 is ``head(feature["hidden.-1"][:, t])``. 0 behind the end. Empty if no tap is
     wanted."""
 

@@ -1,6 +1,6 @@
 """What every trained method says about itself: what it reads, learns, is judged by, and leaves.
 
-Shape letters: B sequences, T tokens, R rows, A learning rows of a sequence, N laws, H hidden size,
+Shape letters: B sequences, T tokens, R rows, A learning rows of a sequence, N distributions, H hidden size,
 V vocabulary, D draft vocabulary, J depths.
 """
 
@@ -26,7 +26,7 @@ from outpace.train.batches import Batch
 from outpace.train.losses import CHUNK
 
 LAST = "hidden.-1"
-"""The tap from which the target's laws are computed."""
+"""The tap from which the target's distributions are computed."""
 DEPTHS = 5
 """Depths by which held-out acceptance is reported."""
 
@@ -44,7 +44,7 @@ class Step:
     counted_by_depth: Tensor = field(default_factory=lambda: torch.zeros(0))
     """[J] rows whose guesses at all earlier depths were; accepted / counted is the acceptance."""
     overlap_by_depth: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """[J] sum of alpha = sum min(p, q) over the rows counted; empty if the laws are not known."""
+    """[J] sum of alpha = sum min(p, q) over the rows counted; empty if the distributions are not known."""
 
 
 class Objective(ABC):
@@ -66,7 +66,7 @@ class Objective(ABC):
         """A drafter before its first step, taken from the target or drawn from a seed.
 
         Args:
-            target: lends weights and computes laws; is never changed.
+            target: lends weights and computes distributions; is never changed.
             vocab: the draft vocabulary; None is the target's whole.
 
         Raises:
@@ -117,7 +117,7 @@ class Objective(ABC):
 
 @torch.no_grad()
 def target_laws(target: Target, vocab: VocabMap | None, last_NH: Tensor, temperature: float = 1.0) -> Tensor:
-    """The target's laws over the draft vocabulary, normalised there; float32 [N, D].
+    """The target's distributions over the draft vocabulary, normalised there; float32 [N, D].
 
     Cost: N rows of the head, over the draft vocabulary only.
     """
@@ -129,7 +129,7 @@ def target_laws(target: Target, vocab: VocabMap | None, last_NH: Tensor, tempera
 
 @torch.no_grad()
 def whole_laws(target: Target, vocab: VocabMap | None, last_NH: Tensor) -> tuple[Tensor, Tensor]:
-    """The part of the target's laws that lies in the draft vocabulary, and the likeliest tokens.
+    """The part of the target's distributions that lies in the draft vocabulary, and the likeliest tokens.
 
     Returns:
         float32 [N, D], which need not sum to 1, and int64 target ids [N].

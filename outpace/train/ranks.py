@@ -1,6 +1,6 @@
-"""At which rank of a drafter's law the target's token stands: what static trees are made of.
+"""At which rank of a drafter's distribution the target's token stands: what static trees are made of.
 
-Shape letters: R rows, C rows of a chunk, S depths, N laws, H hidden size, D draft vocabulary.
+Shape letters: R rows, C rows of a chunk, S depths, N distributions, H hidden size, D draft vocabulary.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ likely in itself, or not unlikely where much is possible. The longest path of pl
 kept, of equally long ones the likelier; the extra token is drawn from p. How the tokens were
 drafted does not matter, so drafters are asked for their best ones.
 
-The output does not have the law p: improbable tokens never come out of a draft, probable ones too
+The output does not have the distribution p: improbable tokens never come out of a draft, probable ones too
 often. At temperature 0 only the argmax is plausible, and the text is the target's own.
 
 Cost: one pass over the support of p per kept or plausible node with children.
@@ -45,7 +45,7 @@ class TypicalConfig:
 
 
 class Typical(Verifier):
-    """Keeps the longest path of tokens that the target finds plausible. Changes the law."""
+    """Keeps the longest path of tokens that the target finds plausible. Changes the distribution."""
 
     Config: ClassVar[type] = TypicalConfig
     name = "typical"

@@ -114,12 +114,14 @@ def test_wrong_laws_and_wrong_code_are_broken_promises(engine, cases, no_laws):
     bad = replace(
         report,
         laws={
-            "a": LawReport(error=1e-9, cases=1, growths=1, planted_bugs_caught=1, planted_bugs=1, missed=()),
+            "a": LawReport(
+                error=1e-9, cases=1, growth_rules=1, planted_bugs_caught=1, planted_bugs=1, missed=()
+            ),
             "b": LawReport(
-                error=0.0, cases=1, growths=1, planted_bugs_caught=0, planted_bugs=1, missed=("bug",)
+                error=0.0, cases=1, growth_rules=1, planted_bugs_caught=0, planted_bugs=1, missed=("bug",)
             ),
             "c": LawReport(
-                error=float("nan"), cases=1, growths=1, planted_bugs_caught=1, planted_bugs=1, missed=()
+                error=float("nan"), cases=1, growth_rules=1, planted_bugs_caught=1, planted_bugs=1, missed=()
             ),
         },
         oracles={"d": OracleReport(cases=5, agreed=4)},

@@ -73,7 +73,7 @@ class WarpAhead(Warp):
         self._path += tokens
 
     def law(self, logits_V: Tensor, path: Sequence[int] = (), id_V: Tensor | None = None) -> Law:
-        """The law after the guesses so far and ``path``."""
+        """The distribution after the guesses so far and ``path``."""
         if self.greedy and not self._base.greedy:
             (((token,),), _) = self.ranking(logits_V[None], [path], 1, id_V)
             return Law.one_hot(token, logits_V.dtype)

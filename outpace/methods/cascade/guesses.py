@@ -123,14 +123,14 @@ class Guesses:
         return Budget(1 << 16, depth) if depth > 0 else NOTHING
 
     def cut(self, verdict: Verdict) -> Verdict:
-        """A length fixed before anything was drawn, so what is left has its law."""
+        """A length fixed before anything was drawn, so what is left has its distribution."""
         return verdict.cut(self.most - self.count)
 
     def fail(self, error: Exception) -> None:
         raise error
 
     def extend(self, outcome: Outcome) -> None:
-        """Take what a level emitted, with its true laws."""
+        """Take what a level emitted, with its true distributions."""
         verdict = outcome.verdict
         assert verdict.laws is not None
         if self.count == 0 and self.leaders > 1:
@@ -144,7 +144,7 @@ class Guesses:
             stop = self.row.budget.stop
             if stop is not None:
                 q = true.prob(token)
-                if self.warp.greedy:  # its law says nothing of how sure the level was
+                if self.warp.greedy:  # its distribution says nothing of how sure the level was
                     q = float(outcome.scored.logits_TV[row].float().softmax(0)[token])
                 signals = Signals(torch.tensor([self.count]), torch.tensor([q]))
                 self.stopped = not bool(stop.more(signals))

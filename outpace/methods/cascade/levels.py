@@ -5,9 +5,9 @@
 
 A `StagedDrafter` makes the draft of one reviewer: its stages take turns, each until the draft has so many
 tokens. A level that is a language model makes its part in whole steps (`outpace.step`): its own
-staged drafter drafts, it verifies, and what it emits has exactly its law, which is recorded as the q of
-the guess. The number of guesses is a matter of chance then, and that is right: a lossless rule
-emits tokens x such that x and their continuation by p have the law p, so of the places that exist,
+staged drafter drafts, it verifies, and what it emits has exactly its distribution, which is recorded as the
+q of the guess. The number of guesses is a matter of chance then, and that is right: a lossless rule
+emits tokens x such that x and their continuation by p have the distribution p, so of the places that exist,
 
     P(x_1 x_2, two or more) = p(x_1) p(x_2 | x_1) - P(x_1, one only) p(x_2 | x_1)
                             = P(x_1, two or more) p(x_2 | x_1).

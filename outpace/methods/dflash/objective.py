@@ -12,9 +12,9 @@ Held-out rows also give what the static tree is made of: how often the i-th like
 a row was the target's, where those of the rows before were among their likeliest.
 
 Papers: DFlash, arXiv:2602.06036 (anchors; its weights exp(-i / 4) are a decay of 0.78); PARD,
-arXiv:2504.18583 (later rows learned more rarely). Labels are the target's laws.
+arXiv:2504.18583 (later rows learned more rarely). Labels are the target's distributions.
 
-Shape letters: B sequences, T tokens, A anchors of a sequence, S rows of a block, R rows, N laws,
+Shape letters: B sequences, T tokens, A anchors of a sequence, S rows of a block, R rows, N distributions,
 H hidden size, F width of all features, D draft vocabulary.
 """
 

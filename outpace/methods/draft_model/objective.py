@@ -3,10 +3,10 @@
 The layers are copies of the target's (by default the first two), with the target's
 embedding and the rows of its head for the draft vocabulary, both borrowed and not stored; or, with
 ``width``, narrower layers drawn at random between a projected embedding and a head of their own.
-All answer tokens are learned at once, from the target's laws.
+All answer tokens are learned at once, from the target's distributions.
 
 With ``on_policy`` a share of the batches gets answers that the draft model wrote itself, judged by
-the target's laws: the texts on which it will be asked (`outpace.methods.draft_model.on_policy`).
+the target's distributions: the texts on which it will be asked (`outpace.methods.draft_model.on_policy`).
 
 Paper: DistillSpec, Zhou et al. 2023, arXiv:2310.08461.
 

@@ -12,7 +12,7 @@ reads its stream, and the embedding through a small copy of the same weights.
 
 Paper: Li et al. 2025, arXiv:2503.01840. Parameter names are those of the speculators format.
 
-Shape letters: B sequences, T tokens, A learning rows, R rows, N laws, H hidden size, D draft
+Shape letters: B sequences, T tokens, A learning rows, R rows, N distributions, H hidden size, D draft
 vocabulary.
 """
 

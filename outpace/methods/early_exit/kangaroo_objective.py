@@ -4,7 +4,7 @@
     logits = W y_t, W the rows of the target's head for the draft vocabulary, frozen and not stored
 
 Row t guesses token t + 1 from states alone, so all rows of a text are learned in one go and a
-draft of any depth meets nothing that training has not seen. Labels are the target's laws: ``kl``
+draft of any depth meets nothing that training has not seen. Labels are the target's distributions: ``kl``
 has the gradients of the paper's soft cross entropy.
 
 The adapter starts as the attention of the layer that reads h in the target, between that layer's
@@ -12,7 +12,7 @@ norm and the last norm of the target; nothing is drawn at random.
 
 Paper: Liu et al. 2024, arXiv:2404.18911 (l is e).
 
-Shape letters: B sequences, T tokens, A learning rows, R rows, N laws, H hidden size, D draft
+Shape letters: B sequences, T tokens, A learning rows, R rows, N distributions, H hidden size, D draft
 vocabulary.
 """
 

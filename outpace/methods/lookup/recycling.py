@@ -12,7 +12,7 @@ successor only, so give it a tree of as many rows as a pass has to spare: ``tree
 ``tree=4x2x1``.
 
 The lists belong to one sequence: shared ones would make a text depend on what else was generated
-(in law it would not, but the same seed would no longer give the same text).
+(in distribution it would not, but the same seed would no longer give the same text).
 
 Cost: ranking the rows of a pass (16 rows of 49152: 0.2 ms), some dictionary reads per draft; a
 list per distinct token, at most 100 bytes each.

@@ -4,7 +4,7 @@
     head        x = h + silu(A h + b), a few times; logits = the target's unembedding of x
 
 The first guess of a row is its depth 1, as for EAGLE: token t + 1 is known when drafting begins.
-Every head starts as the identity (A = 0, b = 0), so it starts with the target's law of the token
+Every head starts as the identity (A = 0, b = 0), so it starts with the target's distribution of the token
 before. Only A and b are trained, best with a ``loop.lr`` of some 3e-3; the loss of a deeper head
 counts less.
 
@@ -13,9 +13,9 @@ head k was the target's, among rows where the target's tokens before it were amo
 of their heads. `save` stores it, from the measurement before.
 
 Papers: Cai et al. 2024 (Medusa-1), arXiv:2401.10774; Stern et al. 2018, arXiv:1811.03115. Labels
-are the target's laws, not the text alone.
+are the target's distributions, not the text alone.
 
-Shape letters: B sequences, A learning rows, R rows, C rows of a chunk, N laws, K heads, H hidden
+Shape letters: B sequences, A learning rows, R rows, C rows of a chunk, N distributions, K heads, H hidden
 size, I inputs of a head, D draft vocabulary.
 """
 

@@ -6,7 +6,7 @@
     next draft        the riders of the node at which verification ended: one guess per level
 
 So verifying and guessing are one pass of the target; besides it there is only the unembedding of
-a few rows. Riders are seen by nobody, so guesses are scored as if they were alone. The law of a
+a few rows. Riders are seen by nobody, so guesses are scored as if they were alone. The distribution of a
 level is the same below all nodes of the level before, as for `medusa`.
 
 How many levels a draft can have is the number of riders that its node had: the drafter is in one

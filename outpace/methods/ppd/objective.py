@@ -9,7 +9,7 @@ down through all of its layers. In every step some places of every text carry ri
 pass (`rider_net`): the text itself is read once, by the target as it drafts. The first guess of a
 place is its depth 1, as for EAGLE: token t + 1 is known when drafting begins.
 
-Labels are the target's laws along the text; the loss of a later rider counts less. The vectors
+Labels are the target's distributions along the text; the loss of a later rider counts less. The vectors
 start as means of embeddings of tokens drawn from a seed, and are learned as a distance from there
 in units of ``UNIT``, so that the rate of the training loop fits.
 
@@ -19,7 +19,7 @@ drafter's trees and riders are decided by.
 
 Paper: Chen et al. 2024 (PPD), arXiv:2405.18628.
 
-Shape letters: B sequences, T tokens, A learning rows, G places with riders, N laws, K riders,
+Shape letters: B sequences, T tokens, A learning rows, G places with riders, N distributions, K riders,
 E vectors of each, H hidden size, R rows, C rows of a chunk, D draft vocabulary.
 """
 

@@ -7,7 +7,7 @@
 All members that choose their guesses are asked at every step; a lookup says how likely each guess
 is from the length of its match, of the others it counts how often their first guess was right. The
 guesses are merged by common prefixes, and as many are checked as pay. A member that samples, such
-as a draft model, is picked before it draws, or its law would not be that of its tokens: it drafts
+as a draft model, is picked before it draws, or its distribution would not be that of its tokens: it drafts
 where it promises more than the forest does, and then alone.
 
     select[members=suffix+recycling]

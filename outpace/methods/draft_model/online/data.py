@@ -1,13 +1,13 @@
-"""What online learning remembers: pieces of text with the target's laws at judged tokens.
+"""What online learning remembers: pieces of text with the target's distributions at judged tokens.
 
     text     prompt ...... | t u v w x y z         a request, token by token
     judged                   ^   ^     ^           where a guess was refused: p there is known
     piece    [context ....... u v w x y z]         what a training step reads
 
-The law at a judged token is kept as its likeliest tokens with their probabilities; what is missing
+The distribution at a judged token is kept as its likeliest tokens with their probabilities; what is missing
 to 1 is the tail. It lives on the host and is bounded by the number of judged tokens.
 
-Shape letters: R judged tokens, K entries of a law, V vocabulary, D draft vocabulary, B pieces,
+Shape letters: R judged tokens, K entries of a distribution, V vocabulary, D draft vocabulary, B pieces,
 T tokens, W width.
 """
 
@@ -44,7 +44,7 @@ class OnlineConfig:
     held_out: float = 0.125
     """Share of requests that are held out."""
     top: int = 64
-    """Entries of a law that are kept."""
+    """Entries of a distribution that are kept."""
     context: int = 32
     """Tokens before the first judged one of a piece."""
     piece: int = 64
@@ -101,7 +101,7 @@ class OnlineConfig:
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """Some tokens of one text, and the target's laws of those of them that were judged."""
+    """Some tokens of one text, and the target's distributions of those of them that were judged."""
 
     ids: Ints
     """[T]; the first tokens may be context alone."""
@@ -110,7 +110,7 @@ class Piece:
     id_RK: Ints
     """Target ids, likeliest first."""
     p_RK: Floats
-    """Their probabilities in the model's own law, before any sampling setting."""
+    """Their probabilities in the model's own distribution, before any sampling setting."""
     greedy: bool
     """Whether its guesses were chosen, not sampled: acceptance is then agreement."""
     used: int = 0
@@ -130,7 +130,7 @@ class Marks:
         self._rows: list[tuple[int, Ints, Floats]] = []
 
     def add(self, place: int, id_K: Ints, p_K: Floats) -> None:
-        """Note the law of the token at ``place``, which is behind all noted before."""
+        """Note the distribution of the token at ``place``, which is behind all noted before."""
         self._rows.append((place, id_K, p_K))
 
     def piece(self, size: int, context: int, end: bool = False) -> Piece | None:
@@ -268,7 +268,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lesson:
-    """Pieces as a batch, with their laws in the order of its learning rows."""
+    """Pieces as a batch, with their distributions in the order of its learning rows."""
 
     batch: Batch
     id_RK: Tensor

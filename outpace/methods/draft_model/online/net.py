@@ -2,7 +2,7 @@
 
 One network serves all branches: their weights take turns in it.
 
-Shape letters: R judged tokens, K entries of a law, D draft vocabulary.
+Shape letters: R judged tokens, K entries of a distribution, D draft vocabulary.
 """
 
 from __future__ import annotations
