@@ -10,7 +10,7 @@ from outpace import Engine
 from outpace.errors import RequestError, ServiceClosed
 from outpace.server.app import create_app
 from outpace.server.metrics import Meters
-from outpace.server.request_handler import Call
+from outpace.server.request_handler import RequestHandler
 from outpace.serving.batch import Ticket
 from outpace.serving.events import Failed, ServiceStats, Tokens
 from outpace.serving.service import Service
@@ -33,7 +33,7 @@ class Silent:
         return self.ticket
 
 
-class Forgetful(Call):
+class Forgetful(RequestHandler):
     """A call that waits with a limit, which before Python 3.12 may swallow a cancellation."""
 
     async def _next(self):
@@ -70,7 +70,7 @@ def leaves(kind, first):
 
 @pytest.mark.parametrize("first", ["event", "cancel"])
 def test_who_leaves_at_the_moment_an_event_comes_is_noticed(first):
-    assert leaves(Call, first)
+    assert leaves(RequestHandler, first)
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="wait_for was mended")
