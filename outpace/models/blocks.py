@@ -79,6 +79,14 @@ class Form:
     stored: bool = False
     """Leave quantized matrices as they are stored, where compiled code multiplies them."""
 
+    def linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
+        """A matrix and its bias in this form."""
+        weight_OI = weight_OI.to(self.device, self.dtype)
+        bias_O = None if bias_O is None else bias_O.to(self.device, self.dtype)
+        if self.quantize is not None:
+            return quantized(weight_OI, bias_O, self.quantize)
+        return Linear(weight_OI, bias_O, self.packed)
+
 
 def head_name(config: DecoderConfig) -> str:
     """Name of the tensor that holds the rows of the head."""
@@ -165,10 +173,7 @@ class _Reader:
                 part or store_numbers(self._part(name)) for part, name in zip(parts, weights, strict=True)
             ]
             return Linear.stored(whole, bias_O, form.dtype)
-        weight_OI = torch.cat([self._part(name) for name in weights])
-        if form.quantize is not None:
-            return quantized(weight_OI, bias_O, form.quantize)
-        return Linear(weight_OI, bias_O, form.packed)
+        return form.linear(torch.cat([self._part(name) for name in weights]), bias_O)
 
     def stored(self, name: str, chosen_D: Tensor | None = None) -> Stored | None:
         """A matrix, or some of its rows, as stored; None where it is to be expanded."""
