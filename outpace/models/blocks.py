@@ -158,7 +158,7 @@ class _Reader:
         """One norm for all query and key heads."""
         config = self.checkpoint.config
         query_D, key_D = (
-            _paired(self.checkpoint.tensor(f"{attn}{one}_norm.weight"), config.head_dim) for one in "qk"
+            paired(self.checkpoint.tensor(f"{attn}{one}_norm.weight"), config.head_dim) for one in "qk"
         )
         weight_XD = torch.stack([query_D] * config.num_heads + [key_D] * config.num_kv_heads)
         return Norm(weight_XD.to(self.form.device), config)
@@ -192,10 +192,10 @@ class _Reader:
 
     def _turned(self, name: str, part: Tensor) -> Tensor:
         turned = ".q_proj." in name or ".k_proj." in name
-        return _paired(part, self.checkpoint.config.head_dim) if turned else part
+        return paired(part, self.checkpoint.config.head_dim) if turned else part
 
 
-def _paired(part: Tensor, width: int) -> Tensor:
+def paired(part: Tensor, width: int) -> Tensor:
     """Move dimension i + D / 2 of every head beside dimension i: the two rotate together.
 
     Scores do not change when queries and keys are reordered alike.

@@ -202,20 +202,23 @@ class Plan:
         """Add the SiLU of rows to others, in place."""
         self._op(kinds.BEND, x, to)
 
-    def attend(self, block: Block, x: Rows, layer: int = 0) -> Rows:
+    def attend(self, x: Rows, each: Norm | None = None, window: int | None = None, layer: int = 0) -> Rows:
         """Norm and rotate queries and keys, store keys and values, attend.
 
         Args:
-            block: head norm and window; all layers of a plan have the same window.
-            x: queries, keys and values.
+            x: queries, keys and values; numbers that rotate together are neighbours.
+            each: norm of all query and key heads.
+            window: the same for all layers of a plan.
             layer: of the cache.
         """
-        heads, each = self._heads, block.qk_norm
+        heads = self._heads
         assert heads is not None
         self.ready &= fits(heads, torch.float32, torch.device("cpu"))
-        self._window = block.window
-        weight = None if each is None else each.weight_H.data_ptr()
-        least = 0.0 if each is None else each.least
+        self._window = window
+        weight, least = None, 0.0
+        if each is not None:
+            self._held.append(each)
+            weight, least = each.weight_H.data_ptr(), each.least
         self._op(kinds.TURN, x, replace(x, width=heads.width), weight=weight, floor=least)
         out = self.fresh(heads.queries * heads.width, x.count)
         assert self._attended is None, "one attention per plan"
@@ -227,7 +230,7 @@ class Plan:
         """A layer of a decoder on the stream ``x``, whose attention reads ``reads``; behind the
         attention only the rows that are wanted.
         """
-        mixed = self.attend(block, self.product(block.qkv, reads))
+        mixed = self.attend(self.product(block.qkv, reads), block.qk_norm, block.window)
         x = self.pick(x)
         normed = self.norm(block.mlp_norm, x, add=self.product(block.out, self.pick(mixed)))
         self.add(self.product(block.down, self.gate(activation, self.product(block.gate_up, normed))), x)

@@ -22,12 +22,6 @@ def numbers(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(scope="module")
-def block():
-    """A layer of the tiny model: two heads of keys, two queries for each, 16 numbers wide."""
-    return tiny()._blocks[0]
-
-
 def net(norm, linear, more):
     """Two rows side by side, normed apart, multiplied, gated, bent; and the formula of it."""
     plan = Plan()
@@ -112,10 +106,10 @@ def spans_of(cache, feeds):
 @compiled
 @pytest.mark.parametrize("wanted", [None, [2], [0, 3, 6]])
 @pytest.mark.parametrize("length", [3, 140])
-def test_attention_agrees_with_torch(block, wanted, length):
+def test_attention_agrees_with_torch(wanted, length):
     rotation = Rotation(Rope(kind="default", theta=1e4, dim=16), torch.device("cpu"))
     plan = Plan(HEADS, rotation)
-    out = plan.attend(block, plan.copy(plan.lent(8 * 16)))
+    out = plan.attend(plan.copy(plan.lent(8 * 16)))
     plan.give(plan.pick(out) if wanted else out)
     feeds, offsets = [(0, [-1, 0, 0, 2]), (1, [-1, 0, 1])], [5, 0]
     given = numbers(7, 8 * 16, seed=9)
