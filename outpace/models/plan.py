@@ -29,6 +29,7 @@ from outpace.models.blocks import Block
 from outpace.models.fused import View, fits, places
 from outpace.models.operations import NONE, Call, Op
 from outpace.models.packed import Linear
+from outpace.models.passes import PassRows
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import KINDS, Norm
 
@@ -58,41 +59,39 @@ class Rows:
         return 0 if self.stride == self.width else self.stride
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Seen:
-    """Which rows of a pass attend, and to what.
-
-    Args:
-        cache: keys and values; room for all rows is reserved.
-        spans: all rows of the pass, in order: their keys and values are stored.
-        offsets: per span, the position of the first row of its slot.
-        wanted: rows whose results are wanted; others need not attend. None: all.
-    """
+    """Which rows of a pass attend, and to what."""
 
     cache: DenseCache
+    """Keys and values; room for all rows is reserved."""
     spans: Sequence[Span]
-    offsets: Sequence[int]
-    wanted: Sequence[int] | None = None
+    """All rows of the pass, in order: their keys and values are stored."""
+    positions: array[int]
+    """Of all rows."""
+    attending: Sequence[Span]
+    """Those whose results are wanted."""
 
-    @property
-    def positions(self) -> array[int]:
-        """Of all rows."""
-        out = array("q")
-        for span, offset in zip(self.spans, self.offsets, strict=True):
-            out.extend([offset + position for position in span.positions])
-        return out
+    @classmethod
+    def of(cls, rows: PassRows, cache: DenseCache, offsets: Sequence[int]) -> Seen:
+        """What the rows wanted of a pass see, as in a decoder.
 
-    @property
-    def attending(self) -> Sequence[Span]:
-        """Spans of the rows that are wanted."""
-        wanted = self.wanted
-        if wanted is None or len(wanted) == sum(len(span.stored) for span in self.spans):
-            return self.spans
-        of = [(span, at) for span in self.spans for at in range(len(span.stored))]
-        return [
-            replace(span, start=span.start + at, stored=span.stored[at : at + 1])
-            for span, at in (of[row] for row in wanted)
-        ]
+        Args:
+            rows: of the pass.
+            cache: the one that they were made with.
+            offsets: per feed, the position of the first row of its slot.
+        """
+        spans, wanted, positions = rows.spans, rows.wanted, array("q")
+        for span, offset in zip(spans, offsets, strict=True):
+            positions.extend([offset + position for position in span.positions])
+        attending: Sequence[Span] = spans
+        if len(wanted) < len(positions):
+            of = [(span, at) for span in spans for at in range(len(span.stored))]
+            attending = [
+                replace(span, start=span.start + at, stored=span.stored[at : at + 1])
+                for span, at in (of[row] for row in wanted)
+            ]
+        return cls(cache=cache, spans=spans, positions=positions, attending=attending)
 
 
 class Plan:
@@ -113,8 +112,9 @@ class Plan:
         self._held: list[Linear | Norm] = []
         self._own: list[tuple[int, int, int]] = []
         """Buffer, width and count of what is kept between operations."""
-        self._views: list[tuple[int, int, int]] = []
-        """Buffer, the one that it is part of, and its first column."""
+        self._views: list[tuple[int, Rows, int, int]] = []
+        """Buffer, the rows that it is part of, its first column, and which count of rows it leaves
+        out."""
         self._lent: list[Rows] = []
         self._given: list[Rows] = []
         self._buffers = _OPERANDS + 1
@@ -144,9 +144,22 @@ class Plan:
 
     def columns(self, rows: Rows, first: int, width: int) -> Rows:
         """Some columns of rows."""
-        part = Rows(self._buffers, width, rows.stride, rows.count)
+        return self._part(rows, replace(rows, width=width), first, NONE)
+
+    def behind(self, rows: Rows, left_out: int, count: int) -> Rows:
+        """The last rows of some.
+
+        Args:
+            rows: all of them.
+            left_out: which count of rows stands before.
+            count: which count of rows is left.
+        """
+        return self._part(rows, replace(rows, count=count), 0, left_out)
+
+    def _part(self, whole: Rows, like: Rows, first: int, left_out: int) -> Rows:
+        part = replace(like, buffer=self._buffers)
         self._buffers += 1
-        self._views.append((part.buffer, rows.buffer, first))
+        self._views.append((part.buffer, whole, first, left_out))
         return part
 
     def _named(self, width: int, count: int) -> Rows:
@@ -206,7 +219,8 @@ class Plan:
         """Norm and rotate queries and keys, store keys and values, attend.
 
         Args:
-            x: queries, keys and values; numbers that rotate together are neighbours.
+            x: queries, keys and values; numbers that rotate together are neighbours. Layers of one
+                plan share these rows, and those of the result.
             each: norm of all query and key heads.
             window: the same for all layers of a plan.
             layer: of the cache.
@@ -220,8 +234,8 @@ class Plan:
             self._held.append(each)
             weight, least = each.weight_H.data_ptr(), each.least
         self._op(kinds.TURN, x, replace(x, width=heads.width), weight=weight, floor=least)
-        out = self.fresh(heads.queries * heads.width, x.count)
-        assert self._attended is None, "one attention per plan"
+        out = self._attended[1] if self._attended else self.fresh(heads.queries * heads.width, x.count)
+        assert self._attended in (None, (x, out)), "all layers of a plan have the same rows"
         self._attended = x, out
         self._op(kinds.ATTEND, x, out, layer=layer)
         return out
@@ -283,8 +297,9 @@ class Plan:
             given = [torch.empty(counts[rows.count], rows.width) for rows in self._given]
         for rows, one in zip(self._given, given, strict=True):
             at[rows.buffer] = one.data_ptr()
-        for buffer, whole, column in self._views:
-            at[buffer] = at[whole] + 4 * column
+        for buffer, whole, column, left_out in self._views:
+            skipped = 0 if left_out == NONE else counts[left_out]
+            at[buffer] = at[whole.buffer] + 4 * (column + skipped * whole.stride)
         address = (ctypes.c_void_p * len(at))(*at)
         chosen, rows_C = array("q", picked), (ctypes.c_int64 * len(counts))(*counts)
         call = Call(

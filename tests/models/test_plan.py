@@ -1,5 +1,8 @@
 """Lists of operations of drafters give what torch gives, row by row the same bits."""
 
+from array import array
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -116,10 +119,14 @@ def test_attention_agrees_with_torch(wanted, length):
     caches = [begun(length) for _ in range(2)]
     spans = [spans_of(cache, feeds) for cache in caches]
     counts = (7, len(wanted) if wanted else 0)
-    (got,) = plan.run(counts, (given,), wanted or (), Seen(caches[0], spans[0], offsets, wanted))
+    at = array("q", [o + p for span, o in zip(spans[1], offsets, strict=True) for p in span.positions])
+    rows = [replace(s, start=s.start + i, stored=s.stored[i : i + 1]) for s in spans[0] for i in range(7)]
+    rows = [row for row in rows if row.stored]
+    attending = spans[0] if wanted is None else [rows[i] for i in wanted]
+    seen = Seen(cache=caches[0], spans=spans[0], positions=at, attending=attending)
+    (got,) = plan.run(counts, (given,), wanted or (), seen)
     attend = Attention(caches[1], spans[1], 7, HEADS, frozenset({None}), torch.float32)
     attend.head_TXD.copy_(given.view(7, 8, 16))
-    at = [o + p for span, o in zip(spans[1], offsets, strict=True) for p in span.positions]
     attend.turned_TXE.mul_(rotation.at(at))
     want = attend(0, None)
     torch.testing.assert_close(got, want if wanted is None else want[wanted], atol=1e-5, rtol=1e-5)
@@ -136,3 +143,16 @@ def test_counts_are_told_apart():
     assert (x.count, ALL) == (WANTED, 0)
     (got,) = plan.run((300, 2), (numbers(2, WIDE),))
     assert torch.equal(got, numbers(2, WIDE))
+
+
+@compiled
+def test_rows_behind_others_are_part_of_them():
+    plan = Plan()
+    stream = plan.copy(plan.lent(WIDE))
+    last = plan.behind(stream, 2, WANTED)
+    plan.add(plan.product(Linear(numbers(WIDE, WIDE)), last), last)
+    plan.give(stream)
+    x_TH = numbers(9, WIDE, seed=4)
+    (got,) = plan.run((9, 3, 6), (x_TH,))
+    torch.testing.assert_close(got[6:], x_TH[6:] + x_TH[6:] @ numbers(WIDE, WIDE).T, atol=1e-4, rtol=1e-5)
+    assert torch.equal(got[:6], x_TH[:6])

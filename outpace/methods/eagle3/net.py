@@ -234,7 +234,7 @@ class EagleNet:
         self, plan: Plan, rows: PassRows, cache: DenseCache, offsets: Sequence[int], given_TF: Tensor
     ) -> tuple[Tensor, Tensor]:
         counts = len(rows.ids), len(rows.wanted)
-        seen = Seen(cache, rows.spans, offsets, rows.wanted)
+        seen = Seen.of(rows, cache, offsets)
         out_RH, *logits = plan.run(counts, (self._embed(rows.ids), given_TF), rows.wanted, seen)
         if logits:
             return out_RH, logits[0]

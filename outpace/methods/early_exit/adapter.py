@@ -150,7 +150,7 @@ class Adapter:
             row gets does not depend on the rows beside it.
         """
         if self._plan.ready:
-            counts, seen = (len(rows.ids), len(rows.wanted)), Seen(cache, rows.spans, offsets, rows.wanted)
+            counts, seen = (len(rows.ids), len(rows.wanted)), Seen.of(rows, cache, offsets)
             return self._plan.run(counts, (x_TH,), rows.wanted, seen)[0]
         wanted, heads = rows.wanted, self._heads
         with torch.inference_mode():
