@@ -45,6 +45,9 @@ class DraftModelConfig:
     acceptance: str | None = None
     """Folder of an acceptance head; without it, the one trained for this model and target, if
     there is one."""
+    quantize: str | None = "int8"
+    """Round the weights of a model that was trained for the target to int8 or int4, where compiled
+    code multiplies them; none keeps them. Other models are taken as they are."""
 
     def __post_init__(self) -> None:
         if self.layers is not None and self.layers < 1:
@@ -83,7 +86,7 @@ def load_model(config: DraftModelConfig, target: Target) -> tuple[Target, Tensor
     id_D = None
     if config.model is None or is_drafter(config.model):
         folder = find("draft_model", target, config.model)
-        model, id_D = load_trained(folder, target, config.dtype)
+        model, id_D = load_trained(folder, target, config.dtype, config.quantize)
     elif config.model == target.name and config.dtype is None:
         model = target
     else:
