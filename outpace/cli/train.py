@@ -127,7 +127,7 @@ def train(
         ),
     ] = None,
     resume: Annotated[bool, option("--resume", help="Go on with a training that was stopped.")] = False,
-    only_data: Annotated[bool, option("--only-data", help="Make answers and features, and leave.")] = False,
+    only_data: Annotated[bool, option("--only-data", help="Make answers, and leave.")] = False,
     dry_run: Annotated[
         bool, option("--dry-run", help="Say what it would take in tokens, disk, memory and time.")
     ] = False,
@@ -326,7 +326,7 @@ def drafter_spec(method: str, folder: Path, found: bool) -> str:
 def _show_estimate(pipeline: Pipeline, found: Estimate, as_json: bool) -> None:
     import shutil
 
-    from outpace.train.capture import size_text
+    from outpace.train.features import size_text
     from outpace.train.progress import clock_text
 
     there = next(p for p in (pipeline.work, *pipeline.work.resolve().parents) if p.exists())
@@ -349,7 +349,7 @@ def _show_estimate(pipeline: Pipeline, found: Estimate, as_json: bool) -> None:
         f"disk     {size_text(found.disk_bytes)} in {pipeline.work} ({size_text(free)} are free)\n"
         f"memory   {size_text(found.memory_bytes)}\n"
         f"time     {clock_text(found.seconds)}: answers {clock_text(found.generate_seconds)}, "
-        f"features {clock_text(found.capture_seconds)}, {found.steps} steps "
+        f"features {clock_text(found.feature_seconds)}, {found.steps} steps "
         f"{clock_text(found.train_seconds)}\n"
         f"drafter  {pipeline.out}\n"
     )
@@ -358,19 +358,12 @@ def _show_estimate(pipeline: Pipeline, found: Estimate, as_json: bool) -> None:
 def _show_data(pipeline: Pipeline, as_json: bool) -> None:
     counts = dict(pipeline.store.manifest["counts"])
     if as_json:
-        show.write_json(
-            {
-                "work": str(pipeline.work),
-                "data_digest": pipeline.store.digest,
-                **counts,
-                "features": list(pipeline.taps),
-            }
-        )
+        show.write_json({"work": str(pipeline.work), "data_digest": pipeline.store.digest, **counts})
         return
     show.write(
         f"{counts['answer_tokens']} tokens of answers in {counts['sequences']} sequences; "
         f"{counts.get('loop_tokens_cut', 0)} tokens of loops were cut\n"
-        f"features {', '.join(pipeline.taps) or 'none'}; all in {pipeline.work}\n"
+        f"all in {pipeline.work}\n"
     )
 
 
