@@ -157,11 +157,11 @@ def train(
 
     work = work_folder(engine) if work is None else work
     with contextlib.ExitStack() as stack:
-        own: list[str] = []
+        own: Sequence[str] = ()
         if self_prompts is not None:
             # What is only estimated leaves nothing behind.
             there = Path(stack.enter_context(tempfile.TemporaryDirectory())) if dry_run else work
-            own = [_self_prompts(engine, there, min(self_prompts, 64) if dry_run else self_prompts)]
+            own = _self_prompts(engine, there, min(self_prompts, 64) if dry_run else self_prompts)
         corpus, sources = _corpus([*(prompts or ()), *own], texts or ())
     pipeline = Pipeline(
         engine,
@@ -204,13 +204,17 @@ def train(
         _show_made(made, measured)
 
 
-def _self_prompts(engine: Engine, folder: Path, count: int) -> str:
-    """A file of prompts that the model thinks of itself, gone on with where it ends."""
-    from outpace.train.self_prompts import SelfPromptConfig, write_prompts
+def _self_prompts(engine: Engine, folder: Path, count: int) -> list[str]:
+    """Files of prompts and conversations that the model thinks of itself, gone on with where they end."""
+    from outpace.train.self_prompts import SelfPromptConfig, write_conversations, write_prompts
 
-    path = folder / "self-prompts.jsonl"
-    write_prompts(engine, path, SelfPromptConfig(count=count), say=_say)
-    return f"{path}::written by {engine.target.name}"
+    prompts, turns = folder / "self-prompts.jsonl", folder / "self-conversations.jsonl"
+    config = SelfPromptConfig(count=count)
+    write_prompts(engine, prompts, config, say=_say)
+    found = [prompts]
+    if write_conversations(engine, prompts, turns, config, say=_say):
+        found.append(turns)
+    return [f"{path}::written by {engine.target.name}" for path in found]
 
 
 def _corpus(prompts: Sequence[str], texts: Sequence[str]) -> tuple[list[CorpusPrompt], list[Source]]:
