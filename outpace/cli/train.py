@@ -84,7 +84,7 @@ def train(
         metavar="KEY=VALUE",
     ),
     resume: bool = option(False, "Go on with a training that was stopped."),
-    only_data: bool = option(False, "Make answers and features, and leave."),
+    only_data: bool = option(False, "Make answers, and leave."),
     dry_run: bool = option(False, "Say what it would take in tokens, disk, memory and time."),
     as_json: bool = AS_JSON,
 ) -> None:
@@ -110,11 +110,11 @@ def train(
 
     work = work_folder(engine) if work is None else work
     with contextlib.ExitStack() as stack:
-        own: list[str] = []
+        own: Sequence[str] = ()
         if self_prompts is not None:
             # What is only estimated leaves nothing behind.
             there = Path(stack.enter_context(tempfile.TemporaryDirectory())) if dry_run else work
-            own = [_self_prompts(engine, there, min(self_prompts, 64) if dry_run else self_prompts)]
+            own = _self_prompts(engine, there, min(self_prompts, 64) if dry_run else self_prompts)
         corpus, sources = _corpus([*(prompts or ()), *own], texts or ())
     pipeline = Pipeline(
         engine,
@@ -157,13 +157,17 @@ def train(
         _show_made(made, measured)
 
 
-def _self_prompts(engine: Engine, folder: Path, count: int) -> str:
-    """A file of prompts that the model thinks of itself, gone on with where it ends."""
-    from outpace.train.self_prompts import SelfPromptConfig, write_prompts
+def _self_prompts(engine: Engine, folder: Path, count: int) -> list[str]:
+    """Files of prompts and conversations that the model thinks of itself, gone on with where they end."""
+    from outpace.train.self_prompts import SelfPromptConfig, write_conversations, write_prompts
 
-    path = folder / "self-prompts.jsonl"
-    write_prompts(engine, path, SelfPromptConfig(count=count), say=_say)
-    return f"{path}::written by {engine.target.name}"
+    prompts, turns = folder / "self-prompts.jsonl", folder / "self-conversations.jsonl"
+    config = SelfPromptConfig(count=count)
+    write_prompts(engine, prompts, config, say=_say)
+    found = [prompts]
+    if write_conversations(engine, prompts, turns, config, say=_say):
+        found.append(turns)
+    return [f"{path}::written by {engine.target.name}" for path in found]
 
 
 def _corpus(prompts: Sequence[str], texts: Sequence[str]) -> tuple[list[CorpusPrompt], list[Source]]:
@@ -277,7 +281,7 @@ def drafter_spec(method: str, folder: Path, found: bool) -> str:
 def _show_estimate(pipeline: Pipeline, found: Estimate, as_json: bool) -> None:
     import shutil
 
-    from outpace.train.capture import size_text
+    from outpace.train.features import size_text
     from outpace.train.progress import clock_text
 
     there = next(p for p in (pipeline.work, *pipeline.work.resolve().parents) if p.exists())
@@ -300,7 +304,7 @@ def _show_estimate(pipeline: Pipeline, found: Estimate, as_json: bool) -> None:
         f"disk     {size_text(found.disk_bytes)} in {pipeline.work} ({size_text(free)} are free)\n"
         f"memory   {size_text(found.memory_bytes)}\n"
         f"time     {clock_text(found.seconds)}: answers {clock_text(found.generate_seconds)}, "
-        f"features {clock_text(found.capture_seconds)}, {found.steps} steps "
+        f"features {clock_text(found.feature_seconds)}, {found.steps} steps "
         f"{clock_text(found.train_seconds)}\n"
         f"drafter  {pipeline.out}\n"
     )
@@ -309,19 +313,12 @@ def _show_estimate(pipeline: Pipeline, found: Estimate, as_json: bool) -> None:
 def _show_data(pipeline: Pipeline, as_json: bool) -> None:
     counts = dict(pipeline.store.manifest["counts"])
     if as_json:
-        show.write_json(
-            {
-                "work": str(pipeline.work),
-                "data_digest": pipeline.store.digest,
-                **counts,
-                "features": list(pipeline.taps),
-            }
-        )
+        show.write_json({"work": str(pipeline.work), "data_digest": pipeline.store.digest, **counts})
         return
     show.write(
         f"{counts['answer_tokens']} tokens of answers in {counts['sequences']} sequences; "
         f"{counts.get('loop_tokens_cut', 0)} tokens of loops were cut\n"
-        f"features {', '.join(pipeline.taps) or 'none'}; all in {pipeline.work}\n"
+        f"all in {pipeline.work}\n"
     )
 
 

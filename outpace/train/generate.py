@@ -40,13 +40,13 @@ class GenerateConfig:
     """Answer tokens wanted; answers under way when they are reached are finished."""
     greedy: float = 0.5
     """Share of greedy answers, in [0, 1]; a prompt gets one at most, so less in long work."""
-    coolest: float = 0.8
+    coolest: float = 0.7
     """Lowest temperature of sampled answers."""
     hottest: float = 1.0
     """Highest; each answer draws its own between the two."""
     max_new_tokens: int = 300
     """Longest answer."""
-    max_prompt: int = 640
+    max_prompt: int = 3072
     """Longer prompts are left out, tokens."""
     batch: int = 64
     """Answers under way at a time."""

@@ -29,6 +29,8 @@ class PipelineConfig:
     """Most tokens of a training batch, padding included."""
     max_length: int = 1024
     """Longer sequences lose their ends."""
+    feature_gb: float = 20.0
+    """Disk for the target's features, GB; those that find no room are computed again when needed."""
     epochs: float = 4.0
     """Times that training sees all data, where neither loop.steps nor loop.minutes is given."""
 
@@ -36,6 +38,8 @@ class PipelineConfig:
         for name in ("tokens_per_batch", "max_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.feature_gb < 0:
+            raise ValueError(f"feature_gb must be at least 0, got {self.feature_gb}")
         if self.epochs <= 0:
             raise ValueError(f"epochs must be above 0, got {self.epochs}")
         if self.vocab is not None and self.vocab < 1:

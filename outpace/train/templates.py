@@ -28,6 +28,8 @@ _TEXT = (
     "{text}\n\nWhat do you think about this? Give reasons for and against.",
     "Make a table of what this text tells, with two columns.\n\n{text}",
     "Sum up in one sentence, then explain the details step by step.\n\n{text}",
+    "Tell me in {language} what this text is about.\n\n{text}",
+    "{text}\n\nRead the text above. What does it say about {word}? Quote the sentences that you use.",
 )
 _CODE = (
     "What does this code do? Go through it step by step.\n\n```{kind}\n{text}\n```",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,10 @@ class TokenSequence:
     """Tokens of the prompt; 0: all of it is text to learn."""
     temperature: float
     """The answer was sampled at; 0 is greedy, GIVEN is not sampled at all."""
+
+    def beginning(self, length: int) -> TokenSequence:
+        """Its first tokens."""
+        return replace(self, ids=self.ids[:length])
 
 
 class TokenStore:
