@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outpace.errors import RequestError
+from outpace.train.repeats import near_duplicates
 from outpace.train.tokens import TokenSequence, TokenStore
 
 Split = Literal["train", "held_out"]
@@ -103,8 +104,10 @@ class Batches:
             raise RequestError(f"rank must be in 0 to {world - 1}, got {rank}")
         if taps and features is None:
             raise RequestError(f"taps {', '.join(taps)} are wanted, but there is nothing to compute them")
-        wanted = store.held_out_S if split == "held_out" else ~store.held_out_S
-        self._rows = np.flatnonzero(wanted)
+        learned = split == "train"
+        self._rows = np.flatnonzero(
+            ~(store.held_out_S | near_duplicates(store)) if learned else store.held_out_S
+        )
         if len(self._rows) == 0:
             raise RequestError(
                 f"{store.folder} holds no sequence of the {split.replace('_', '-')} split; "

@@ -46,6 +46,7 @@ from outpace.train.loop import Progress, Trained, train
 from outpace.train.objective import Objective
 from outpace.train.options import Options
 from outpace.train.progress import Say
+from outpace.train.repeats import near_duplicates
 from outpace.train.tokens import TokenStore
 from outpace.train.vocab import always_kept, count_tokens, coverage, reduced_vocab
 from outpace.types import VocabMap
@@ -284,6 +285,7 @@ class Pipeline:
             "data": {
                 "digest": self.store.digest,
                 **self.store.manifest["counts"],
+                "near_duplicates": int(near_duplicates(self.store).sum()),
                 "plans": [
                     {key: one.get(key) for key in ("plan", "sources")} for one in about.get("plans", [])
                 ],
