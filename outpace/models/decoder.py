@@ -175,6 +175,16 @@ class Decoder(Target):
         return self._ends.embed
 
     @property
+    def vectors(self) -> tuple[Linear, float] | None:
+        """For compiled code the matrix whose outputs are the vectors of tokens, and what a pass
+        multiplies them by; None where the head does not hold them, to the bit.
+        """
+        head = self._ends.head
+        if not self.config.tied_head or head.product is None or len(head.product.matrices) != 1:
+            return None
+        return head, float(torch.tensor(self.config.embed_scale, dtype=self._ends.embed.dtype))
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weights read by a pass over one row."""
         return self._ends.head.nbytes + sum(block.nbytes for block in self._blocks)
