@@ -175,16 +175,6 @@ class Decoder(Target):
         return self._ends.embed
 
     @property
-    def vectors(self) -> tuple[Linear, float] | None:
-        """For compiled code the matrix whose outputs are the vectors of tokens, and what a pass
-        multiplies them by; None where the head does not hold them, to the bit.
-        """
-        head = self._ends.head
-        if not self.config.tied_head or head.product is None or len(head.product.matrices) != 1:
-            return None
-        return head, float(torch.tensor(self.config.embed_scale, dtype=self._ends.embed.dtype))
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of weights read by a pass over one row."""
         return self._ends.head.nbytes + sum(block.nbytes for block in self._blocks)
@@ -226,8 +216,7 @@ class Decoder(Target):
 
     def embed(self, ids: Sequence[int]) -> Tensor:
         """Vectors [T, H] of token ids as a pass takes them in, float32."""
-        scale = torch.tensor(self.config.embed_scale, dtype=self._ends.embed.dtype)
-        return self._ends.embed(ids).float() * float(scale)
+        return self._ends.embed(ids).float() * self._ends.embed.factor(self.config)
 
     def head(self, hidden_TH: Tensor, vocab: VocabMap | None = None) -> Tensor:
         """Logits [T, V] of normed hidden states, or [T, D] over a draft vocabulary, float32.

@@ -149,9 +149,11 @@ class EagleNet:
         self._own_head = linear("lm_head") if shape.fused else None
         self._head: Callable[[Tensor], Tensor] = self._own_head or target.head
         self._embed: Callable[[Sequence[int]], Tensor] = target.embed
-        lends = embed_VH is None and packed
-        self._vectors = target.vectors if lends and isinstance(target, Decoder) else None
-        """Of the target, for compiled code."""
+        self._vectors: tuple[Linear, float] | None = None
+        """Those of the target and their factor, for compiled code."""
+        if embed_VH is None and packed and isinstance(target, Decoder):
+            vectors, factor = target.embedding.vectors, target.embedding.factor(target.config)
+            self._vectors = None if vectors is None else (vectors, factor)
         if embed_VH is not None:
             self._embed = _Table(embed_VH.to(device, dtype))
         elif id_D is not None and self._vectors is None:
