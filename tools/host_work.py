@@ -3,7 +3,8 @@
     python tools/host_work.py none prompt_lookup auto
 
 Prints per method the median step and the median and the fastest tenth of what is left of steps
-without the calls of compiled code, those of the target and those of drafters. A median counts on a quiet machine only.
+without the calls of compiled code, those of the target and those of drafters. A median counts on a
+quiet machine only.
 """
 
 from __future__ import annotations
