@@ -94,6 +94,8 @@ def read_ends(checkpoint: Checkpoint, form: Form) -> Ends:
     if form.stored and checkpoint.blocks("model.embed_tokens.weight"):
         by_rows, dtype = True, torch.float32
     embed = Embedding(checkpoint, dtype, form.device, keep=not by_rows)
+    if checkpoint.config.tied_head and head.product is not None and len(head.product.matrices) == 1:
+        embed.vectors = head
     return Ends(embed=embed, norm=read.norm("model.norm"), head=head)
 
 

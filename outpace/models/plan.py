@@ -119,6 +119,8 @@ class Plan:
         self._given: list[Rows] = []
         self._buffers = _OPERANDS + 1
         self._attended: tuple[Rows, Rows] | None = None
+        self._ids = 0
+        """How many ids have vectors."""
         self._layouts: dict[tuple[int, ...], tuple[int, list[tuple[int, int]]]] = {}
         self._kept = torch.empty(0)
 
@@ -186,6 +188,16 @@ class Plan:
         parts = linear.product.matrices
         part = ctypes.addressof(parts)
         self._op(kinds.PRODUCT, x, out, more=_OPERANDS, parts=len(parts), part=part)
+        return out
+
+    def embed(self, vectors: Linear, scale: float) -> Rows:
+        """Vectors of the ids of all rows, which are outputs of a matrix."""
+        self._held.append(vectors)
+        out = self.fresh(vectors.inputs)
+        assert vectors.product is not None
+        self._ids = vectors.outputs
+        part = ctypes.addressof(vectors.product.matrices)
+        self._op(kinds.EMBED, out, out, part=part, floor=scale)
         return out
 
     def copy(self, x: Rows, to: Rows | None = None) -> Rows:
@@ -268,6 +280,7 @@ class Plan:
         lent: Sequence[Tensor],
         picked: Sequence[int] = (),
         seen: Seen | None = None,
+        ids: Sequence[int] = (),
     ) -> list[Tensor]:
         """Run all operations.
 
@@ -276,6 +289,7 @@ class Plan:
             lent: [rows, width] as planned; read as float32.
             picked: rows that are wanted.
             seen: what the rows of an attention see.
+            ids: of the rows that are embedded.
 
         Returns:
             What was given, each in memory of its own.
@@ -301,6 +315,9 @@ class Plan:
             skipped = 0 if left_out == NONE else counts[left_out]
             at[buffer] = at[whole.buffer] + 4 * (column + skipped * whole.stride)
         address = (ctypes.c_void_p * len(at))(*at)
+        if self._ids and ids and not 0 <= min(ids) <= max(ids) < self._ids:
+            raise IndexError(f"ids are 0 to {self._ids - 1}, got {min(ids)} to {max(ids)}")
+        told = array("q", ids)
         chosen, rows_C = array("q", picked), (ctypes.c_int64 * len(counts))(*counts)
         call = Call(
             op=ctypes.addressof(self._listed),
@@ -308,6 +325,7 @@ class Plan:
             buffer=ctypes.addressof(address),
             rows=ctypes.addressof(rows_C),
             picked=chosen.buffer_info()[0],
+            ids=told.buffer_info()[0],
             threads=torch.get_num_threads(),
         )
         if seen is None:

@@ -115,9 +115,7 @@ class Programs:
         self._known: dict[object, _List] = {}
         self._free: list[_Buffers] = []
         self._room = Room()
-        head = ends.head.product
-        self._tied = config.tied_head and head is not None and len(head.matrices) == 1
-        """Whether the head holds the embedding, to the bit."""
+        self._vectors = ends.embed.vectors
         code = library()
         assert code is not None
         self._run = code.outpace_run
@@ -162,9 +160,10 @@ class Programs:
         buffers.lend(_LAST, last_TH)
         buffers.lend(_LOGITS, logits_TV)
         buffers.address[_FOUND] = ctypes.addressof(found)
-        embedded = self._tied and not rows.embeds and not rows.resumed
-        if not embedded or not 0 <= min(rows.ids) <= max(rows.ids) < self._ends.head.outputs:
-            embedded = False
+        whole = not rows.embeds and not rows.resumed
+        known = self._vectors.outputs if whole and self._vectors is not None else 0
+        embedded = 0 <= min(rows.ids) <= max(rows.ids) < known
+        if not embedded:
             stream_TH = buffers.lent[_STREAM][: counts[0]]
             stream_TH.copy_(embed(rows.ids))
             for start, embed_RH in rows.embeds:
@@ -267,10 +266,10 @@ class _Lister:
     def list(self, blocks: Sequence[Block], layers: range, begins: Ends | None, ends: Ends | None) -> _List:
         """The layers, the embedding before them and what follows them if these are given."""
         hidden, added = self._config.hidden_size, NONE
-        if begins is not None and begins.head.product is not None:
-            part = ctypes.addressof(begins.head.product.matrices)
-            scale = float(torch.tensor(self._config.embed_scale, dtype=begins.embed.dtype))
-            self._op(EMBED, to=_STREAM, width=hidden, part=part, floor=scale)
+        vectors = None if begins is None else begins.embed.vectors
+        if begins is not None and vectors is not None and vectors.product is not None:
+            part = ctypes.addressof(vectors.product.matrices)
+            self._op(EMBED, to=_STREAM, width=hidden, part=part, floor=begins.embed.factor(self._config))
         for layer in layers:
             block = blocks[layer]
             self._norm(block.attn_norm, _STREAM, _NORMED, added)

@@ -260,7 +260,7 @@ def test_a_pass_says_what_is_largest(made):
 def test_a_tied_head_gives_the_vectors_of_ids(tmp_path, dtype):
     save_hf(tmp_path, "gemma3", **{**SIZES, "tie_word_embeddings": True})
     decoder = Decoder.load(SafetensorsCheckpoint(tmp_path), dtype=dtype)
-    assert decoder._programs._tied and decoder.config.embed_scale != 1.0
+    assert decoder._programs._vectors is not None and decoder.config.embed_scale != 1.0
     ids = [0, 1, 15, 16, 40, 95, 95]
     scored = decoder.score(
         [Feed.chain(0, ids)], begun(decoder, slots=1, length=1), taps=frozenset({"hidden.0"})

@@ -26,6 +26,7 @@ from outpace.cache.dense import DenseCache
 from outpace.models.attention import HeadShape
 from outpace.models.base import Target
 from outpace.models.blocks import Form, read_block
+from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.models.few_rows import attend_few, few_is_best
 from outpace.models.fused import attention
@@ -148,9 +149,14 @@ class EagleNet:
         self._own_head = linear("lm_head") if shape.fused else None
         self._head: Callable[[Tensor], Tensor] = self._own_head or target.head
         self._embed: Callable[[Sequence[int]], Tensor] = target.embed
+        self._vectors: tuple[Linear, float] | None = None
+        """Those of the target and their factor, for compiled code."""
+        if embed_VH is None and packed and isinstance(target, Decoder):
+            vectors, factor = target.embedding.vectors, target.embedding.factor(target.config)
+            self._vectors = None if vectors is None else (vectors, factor)
         if embed_VH is not None:
             self._embed = _Table(embed_VH.to(device, dtype))
-        elif id_D is not None:
+        elif id_D is not None and self._vectors is None:
             self._embed = _AtHand(target, id_D)
         self._plans = {features: self._plan(features) for features in (True, False)}
 
@@ -159,7 +165,8 @@ class EagleNet:
         hidden, block, shape = self.hidden_size, self._block, self.shape
         plan = Plan(self._heads, self._rotation)
         fuses = features and shape.fused
-        embed, stream = plan.lent(hidden), plan.lent(len(shape.taps) * hidden if fuses else hidden)
+        stream = plan.lent(len(shape.taps) * hidden if fuses else hidden)
+        embed = plan.lent(hidden) if self._vectors is None else plan.embed(*self._vectors)
         if fuses:
             for i, norm in enumerate(self._feature_norms):
                 wide = stream.width // len(self._feature_norms)
@@ -235,7 +242,8 @@ class EagleNet:
     ) -> tuple[Tensor, Tensor]:
         counts = len(rows.ids), len(rows.wanted)
         seen = Seen.of(rows, cache, offsets)
-        out_RH, *logits = plan.run(counts, (self._embed(rows.ids), given_TF), rows.wanted, seen)
+        lent = (given_TF,) if self._vectors is not None else (given_TF, self._embed(rows.ids))
+        out_RH, *logits = plan.run(counts, lent, rows.wanted, seen, rows.ids)
         if logits:
             return out_RH, logits[0]
         with torch.no_grad():

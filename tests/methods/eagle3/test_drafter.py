@@ -18,6 +18,8 @@ from outpace.methods.eagle3.objective import Eagle3 as Objective
 from outpace.methods.eagle3.objective import Eagle3Config as Training
 from outpace.models import few_rows, plan
 from outpace.models.attention import Attention, Span
+from outpace.models.decoder import Decoder
+from outpace.models.memory import MemoryCheckpoint
 from outpace.models.products import works
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
@@ -35,6 +37,14 @@ TEXT = [5, 9, 11, 40, 7, 150, 5, 9, 12, 77, 8]
 @pytest.fixture(scope="module")
 def target():
     return tiny()
+
+
+def tied():
+    """The tiny model with one matrix for embedding and head."""
+    plain = tiny()
+    config = replace(plain.config, tied_head=True)
+    tensors = {name: plain.checkpoint.tensor(name) for name in config.tensor_shapes()}
+    return Decoder.load(MemoryCheckpoint(config, tensors, name="tied"), dtype=torch.float32)
 
 
 def every(target, step=2):
@@ -204,6 +214,20 @@ def test_rounded_weights_give_nearly_the_same_laws(target):
         assert (drafter.net._own_head.nbytes < drafter.net._own_head.plain_nbytes()) is bool(quantize)
     apart = (logits[0].softmax(-1) - logits[1].softmax(-1)).abs().sum(-1) / 2
     assert 0 < float(apart.max()) < 0.03
+
+
+def test_vectors_are_read_from_the_targets_head_where_it_holds_them():
+    target = tied()
+    lent, own = (made(target, quantize="int8")[0] for _ in range(2))
+    if lent.net._vectors is None:
+        pytest.skip("C cannot be compiled for this machine")
+    own.net._vectors, own.net._embed = None, target.embed
+    own.net._plans = {features: own.net._plan(features) for features in (True, False)}
+    both = [chain_logits(one, begun(one, target, TEXT), TEXT, [4, 8, 200]) for one in (lent, own)]
+    assert torch.equal(*both)
+    state = begun(lent, target, TEXT)
+    with pytest.raises(IndexError, match="got 5 to 999"):
+        lent.expand([Branch(state, [*TEXT[:-1], 999], (ROOT,), [], [])])
 
 
 def test_a_long_prompt_goes_through_the_head_when_it_comes(target, monkeypatch):
