@@ -25,7 +25,7 @@ from outpace.serving.memory import Memory
 from outpace.serving.per_request_policy import Own, PerRequestPolicy
 from outpace.serving.preemption import restart, resume, suspend
 from outpace.serving.prompt_scores import PromptScores
-from outpace.serving.trace import told
+from outpace.serving.trace import described
 from outpace.step import Machine
 
 LOG = logging.getLogger("outpace.serving")
@@ -143,7 +143,7 @@ class Batch:
         row = self.engine.running(ready, slot, method, verifier)
         row.policy_state = Own(method.policy, row.policy_state)
         row.asked, row.num_cached = answer.asked, self.engine.cache.length(slot)
-        row.watch = told if ready.traced else None
+        row.watch = described if ready.traced else None
         if ready.prompt_logprobs is not None:
             answer.scores = PromptScores(ready.ids, ready.prompt_logprobs)
             row.read_prompt = answer.scores.read

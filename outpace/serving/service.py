@@ -30,7 +30,7 @@ from outpace.serving.batch import Answer, Batch, Ticket
 from outpace.serving.events import Failed, Listener, ServiceStats
 from outpace.serving.learning import SHARE, Learner, Learning
 from outpace.serving.memory import Memory
-from outpace.serving.workers import let_go
+from outpace.serving.openmp import let_go
 
 NONE = "none"
 TAIL = 64
