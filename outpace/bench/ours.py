@@ -90,7 +90,7 @@ class Ours:
             engine.check(case.ids, params)
             ready.append(
                 GenerationRequest(
-                    ids=case.ids,
+                    prompt=case.ids,
                     params=params,
                     seed=case.seed,
                     index=index,

@@ -242,3 +242,9 @@ def read_embedding(target: Decoder) -> Tensor:
 def head_name(target: Decoder) -> str:
     """Name of the tensor that holds the rows of the target's head."""
     return "model.embed_tokens.weight" if target.config.tied_head else "lm_head.weight"
+
+
+def head_rows(target: Decoder, vocab: VocabMap | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The rows [D, H] of the target's head for a draft vocabulary, on its device."""
+    head_VH = target.checkpoint.tensor(head_name(target))
+    return (head_VH if vocab is None else head_VH[vocab.to_target_D]).to(target.device, dtype)

@@ -80,7 +80,7 @@ class Conversation:
         if self._slot is None:
             self._slot = engine.cache.open()
         # The last prompt token is always fed anew: its pass yields the first token.
-        self.num_cached = engine.cache.sync(self._slot, ready.ids[:-1])
+        self.num_cached = engine.cache.sync(self._slot, ready.prompt[:-1])
         row = engine.running(ready, self._slot, method, verifier)
         for chunk in engine.chunks([row], method, keep_slots=True):
             if chunk.result is not None:

@@ -13,7 +13,6 @@ import torch
 from outpace import registry
 from outpace.coins import key_of
 from outpace.config import DEFAULT_DRAFTER, MethodSpec
-from outpace.drafters.base import Request
 from outpace.engine.method import Method, SingleMethod, make
 from outpace.engine.requests import GenerationRequest, Wanted, check, each, settle, together
 from outpace.engine.results import Chunk, Result
@@ -286,7 +285,7 @@ class Engine:
         self.check(ids, resolved)
         answers = chat if isinstance(prompt, str) else isinstance(prompt[0], Mapping)
         return GenerationRequest(
-            ids=ids,
+            prompt=ids,
             params=resolved,
             seed=secrets.randbits(48) if resolved.seed is None else resolved.seed,
             continues=not answers,
@@ -315,10 +314,8 @@ class Engine:
     ) -> ActiveSequence:
         """A sequence whose slot may hold a prefix of its prompt already."""
         self._count += 1
-        ids, params = ready.ids, ready.params
-        request = Request(
-            prompt=ids, num_cached=self.cache.length(slot), reference=ready.reference, key=ready.key
-        )
+        request = replace(ready, num_cached=self.cache.length(slot))
+        ids, params = request.prompt, request.params
         tokenizer = self.target.tokenizer
         text = None if tokenizer is None else tokenizer.text_stream(continues=ready.continues)
         judges = method.verifiers(verifier)
@@ -328,12 +325,9 @@ class Engine:
         )
         return ActiveSequence(
             number=self._count,
-            index=ready.index,
-            prompt=ids,
-            params=params,
+            request=request,
             warp=Warp(params, ids, self.eos_ids, self.target.vocab_size),
             stops=StopChecker(params, self.eos_ids, text),
-            seed=ready.seed,
             coins=key_of(ready.seed, ids) if seeded else secrets.randbits(64),
             slot=slot,
             setup=Setup(
@@ -347,9 +341,6 @@ class Engine:
                 lossless=method.lossless(verifier),
             ),
             max_positions=self.target.max_positions,
-            draft_tokens=ready.draft_tokens,
-            reference=ready.reference,
-            key=ready.key,
         )
 
     def verifier(

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from outpace.coins import KeyedCoins, Stream
+from outpace.engine.requests import GenerationRequest
 from outpace.engine.results import Chunk, Counters, DrafterCounts, Result
-from outpace.params import SamplingParams
 from outpace.sampling import TokenLogprobs, Warp, logprobs
 from outpace.step import Member
 from outpace.stops import StopChecker
@@ -39,42 +39,35 @@ class ActiveSequence:
 
     Args:
         number: for records; unique within the engine.
-        prompt: ids, at least one.
+        warp: over its prompt.
         stops: tells where the text ends; also yields printable text.
-        seed: of its text, if that is promised.
-        draft_tokens: most guesses per pass; None leaves it to drafter and policy.
-        reference: what its drafters may read besides the text.
+        coins: names all its coins.
+        slot: of the target's cache.
+        max_positions: context length of the target.
     """
 
     def __init__(
         self,
         *,
         number: int,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
+        request: GenerationRequest,
         warp: Warp,
         stops: StopChecker,
-        seed: int,
         coins: int,
         slot: int,
         setup: Setup,
         max_positions: int,
-        index: int = 0,
-        draft_tokens: int | None = None,
-        reference: tuple[int, ...] | None = None,
-        key: str = "",
     ) -> None:
         self.number = number
-        self.index = index
-        self.tokens = list(prompt)
-        self.prompt_tokens = len(prompt)
-        self.params = params
+        self.request = request
+        self.index, self.params = request.index, request.params
+        self.tokens = list(request.prompt)
+        self.prompt_tokens = len(request.prompt)
         self.warp = warp
         self.stops = stops
-        self.seed, self._coins = seed, coins
+        self._coins = coins
         self.slot = slot
         self.setup = setup
-        self.reference, self.key = reference, key
         self.all_members = setup.members
         self.members = setup.members
         """Of these, the ones that follow the passes at present."""
@@ -95,7 +88,7 @@ class ActiveSequence:
         """Looks at every pass that emits something, while it is there."""
         self.read_prompt: Callable[[int, Tensor], None] | None = None
         self._max_positions = max_positions
-        self._most = 1 << 20 if draft_tokens is None else draft_tokens
+        self._most = 1 << 20 if request.draft_tokens is None else request.draft_tokens
         self._text = ""
         self._logprobs: list[TokenLogprobs] = []
         self._passes = self._drafted = self._accepted = 0
@@ -226,7 +219,7 @@ class ActiveSequence:
             seconds=self._last - self._began,
             prefill_seconds=self._first - self._began,
             drafter=self.setup.drafter,
-            seed=self.seed,
+            seed=self.request.seed,
             lossless=self.setup.lossless,
             logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
             queue_seconds=0.0 if self.asked is None else self._began - self.asked,

@@ -26,7 +26,7 @@ from outpace.server.schema import (
     TokenizeBody,
     Tool,
 )
-from outpace.server.structured_output import Wish, wish
+from outpace.server.structured_output import StructuredOutput, structured_output
 from outpace.server.tools import Offer, Toolbox, check_calls
 from outpace.serving.service import Service
 
@@ -141,7 +141,7 @@ class Reader:
         tools = None if body.tool_choice == "none" else body.tools
         parallel = body.parallel_tool_calls is not False
         calls = bool(tools) or body.tool_choice not in (None, "none", "auto")
-        form = self._toolbox.wish(tools, body.tool_choice, parallel) if calls else None
+        form = self._toolbox.structured_output(tools, body.tool_choice, parallel) if calls else None
         ids = self._messages(body, body.messages, tools)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         ask = self._ask(body, [ids], longest, logprobs, continues=False, form=form)
@@ -249,7 +249,7 @@ class Reader:
         *,
         continues: bool,
         echo: tuple[str, ...] | None = None,
-        form: Wish | None = None,
+        form: StructuredOutput | None = None,
     ) -> ClientRequest:
         limits = self.limits
         if logprobs is not None and logprobs > limits.logprobs:
@@ -320,7 +320,9 @@ class Reader:
                 "max_tokens",
             )
 
-    def _settings(self, body: Generation, logprobs: int | None, form: Wish | None) -> dict[str, Any]:
+    def _settings(
+        self, body: Generation, logprobs: int | None, form: StructuredOutput | None
+    ) -> dict[str, Any]:
         """Arguments of SamplingParams; what the body leaves out stays out."""
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         for name, entries in (("stop", stop), ("stop_token_ids", body.stop_token_ids or [])):
@@ -371,9 +373,9 @@ class Reader:
             400, "prediction needs a drafter that reads it, and none was started; leave it out", "prediction"
         )
 
-    def _grammar(self, body: Generation, form: Wish | None) -> Any:
+    def _grammar(self, body: Generation, form: StructuredOutput | None) -> Any:
         """The compiled grammar that the body asks for, if any; ``form`` is that of its tools."""
-        wanted = wish(body, self.limits.schema_chars, form)
+        wanted = structured_output(body, self.limits.schema_chars, form)
         if wanted is None:
             return None
         if self.grammars is None:

@@ -16,7 +16,7 @@ from typing import Any
 from outpace.errors import RequestError
 from outpace.server.errors import ApiError
 from outpace.server.schema import NamedTool, Tool, too_deep
-from outpace.server.structured_output import Wish
+from outpace.server.structured_output import StructuredOutput
 from outpace.server.tool_parser import HERMES, LLAMA3, MISTRAL, Format, special_marks
 
 Json = dict[str, Any]
@@ -102,9 +102,9 @@ class Toolbox:
             return _introduced(out, plain), None
         return out, plain or None
 
-    def wish(
+    def structured_output(
         self, tools: Sequence[Tool] | None, choice: str | NamedTool | None, parallel: bool
-    ) -> Wish | None:
+    ) -> StructuredOutput | None:
         """The form that an answer must have so that it holds the calls that are asked for.
 
         Args:
@@ -142,7 +142,7 @@ class Toolbox:
                 "here, so none can be asked for; leave it out",
                 field,
             )
-        return Wish("grammar", self._grammar(self.form, tools, must, parallel), field)
+        return StructuredOutput("grammar", self._grammar(self.form, tools, must, parallel), field)
 
     def _grammar(self, form: Format, tools: Sequence[Tool], must: bool, parallel: bool) -> str:
         """A grammar of answers: calls alone, or any text in which what is called is well formed."""

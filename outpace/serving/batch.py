@@ -25,7 +25,7 @@ from outpace.serving.memory import Memory
 from outpace.serving.per_request_policy import Own, PerRequestPolicy
 from outpace.serving.preemption import restart, resume, suspend
 from outpace.serving.prompt_scores import PromptScores
-from outpace.serving.trace import told
+from outpace.serving.trace import described
 from outpace.step import Machine
 
 LOG = logging.getLogger("outpace.serving")
@@ -67,7 +67,7 @@ class Answer:
     @property
     def tokens(self) -> list[int]:
         """What its slot must hold before it can go on, but for the last token of a prompt."""
-        return list(self.ready.ids[:-1]) if self.row is None else self.row.tokens[:-1]
+        return list(self.ready.prompt[:-1]) if self.row is None else self.row.tokens[:-1]
 
     def tell(self, event: Event) -> None:
         """Call its listener, unless that has failed."""
@@ -143,9 +143,9 @@ class Batch:
         row = self.engine.running(ready, slot, method, verifier)
         row.policy_state = Own(method.policy, row.policy_state)
         row.asked, row.num_cached = answer.asked, self.engine.cache.length(slot)
-        row.watch = told if ready.traced else None
+        row.watch = described if ready.traced else None
         if ready.prompt_logprobs is not None:
-            answer.scores = PromptScores(ready.ids, ready.prompt_logprobs)
+            answer.scores = PromptScores(ready.prompt, ready.prompt_logprobs)
             row.read_prompt = answer.scores.read
         return row
 
@@ -159,7 +159,7 @@ class Batch:
         ids, key, store = answer.tokens, answer.ready.key, self.memory.store
         if not reading or not store.most or answer.ready.prompt_logprobs is not None:
             return False
-        same = max((shared_prefix(row.tokens, ids) for row in reading if row.key == key), default=0)
+        same = max((shared_prefix(row.tokens, ids) for row in reading if row.request.key == key), default=0)
         return same // PAGE * PAGE > store.known(key, ids)
 
     def drop_cancelled(self) -> None:
@@ -186,7 +186,7 @@ class Batch:
                 text="",
                 tokens=(),
                 finish_reason="cancelled",
-                prompt_tokens=len(ready.ids),
+                prompt_tokens=len(ready.prompt),
                 counters=Counters(),
                 seconds=0.0,
                 prefill_seconds=0.0,

@@ -7,7 +7,7 @@
 The step knows nothing of it: a drafter is shown every verified pass anyway (``observe``), and that
 is what a learner learns from. Learning happens on the service's thread, in units of milliseconds:
 a thread of its own would need workers of its own, beside which passes take twice as long
-(`outpace.serving.workers`), and would have to be kept from changing weights within a step.
+(`outpace.serving.openmp`), and would have to be kept from changing weights within a step.
 
 What a learner does is its own matter; the registry lists learners. If one fails, learning ends, and
 serving goes on with the drafters that there are.

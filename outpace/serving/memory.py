@@ -135,7 +135,7 @@ class Memory:
     def save(self, row: ActiveSequence) -> None:
         """Store the text that a slot holds, page by page."""
         before = len(self.store)
-        self.store.save(row.slot, row.key)
+        self.store.save(row.slot, row.request.key)
         if self.pages is not None and len(self.store) > before:
             self.store.shrink(self.pages - self._allocated)
 

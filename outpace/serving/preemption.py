@@ -7,8 +7,9 @@ the text again show them these. So the text goes on as if nothing had happened.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from outpace.cache.base import KVCache
-from outpace.drafters.base import Request
 from outpace.engine.method import Method
 from outpace.engine.sequence import ActiveSequence
 
@@ -50,7 +51,7 @@ def restart(
     """
     if num_cached is None:
         num_cached = cache.length(row.slot) if row.reading else len(row.tokens)
-    request = Request(prompt=tuple(row.tokens), num_cached=num_cached, reference=row.reference, key=row.key)
+    request = replace(row.request, prompt=tuple(row.tokens), num_cached=num_cached)
     for name, one in method.members.items():
         if names is None or name in names:
             one.drafter.end(row.all_members[name].state)

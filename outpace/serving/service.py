@@ -30,7 +30,7 @@ from outpace.serving.batch import Answer, Batch, Ticket
 from outpace.serving.events import Failed, Listener, ServiceStats
 from outpace.serving.learning import SHARE, Learner, Learning
 from outpace.serving.memory import Memory
-from outpace.serving.workers import let_go
+from outpace.serving.openmp import let_go
 
 NONE = "none"
 TAIL = 64
@@ -193,9 +193,9 @@ class Service:
         params = request.params
         if params != params.resolved(self.engine.target.defaults):
             raise RequestError("the request's params are not resolved; make it with request()")
-        self.engine.check(request.ids, params)
+        self.engine.check(request.prompt, params)
         self.engine.verifier(self._methods[name], request.reproducible, params)
-        self._memory.check(min(len(request.ids) + params.max_new_tokens, self.engine.target.max_positions))
+        self._memory.check(min(len(request.prompt) + params.max_new_tokens, self.engine.target.max_positions))
         return self._methods[name]
 
     def lossless(self, request: GenerationRequest) -> bool:

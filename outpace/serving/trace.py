@@ -46,7 +46,7 @@ class Pass:
     """Its probability, as ``p``."""
 
 
-def told(outcome: Outcome) -> Pass:
+def described(outcome: Outcome) -> Pass:
     """Copy what a pass did. Its logits must still be there. One host sync, one more per q."""
     draft, verdict = outcome.draft, outcome.verdict
     nodes = sorted({*verdict.kept, *_first(len(draft), MOST - len(verdict.kept), verdict.kept)})

@@ -12,6 +12,7 @@ K key heads, G query heads per key head, D width of a head, E = D / 2, P positio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -171,3 +172,25 @@ class Layer(nn.Module):
             y_BAH = self.mlp(self.post_attention_layernorm(x_BAH))
         out: Tensor = x_BAH + y_BAH
         return out
+
+
+def plain_shape(theirs: DecoderConfig, layers: int, like: int) -> DecoderConfig:
+    """Layers as wide as a decoder's, turned as its layer ``like``, without what only some families have."""
+    return replace(
+        theirs,
+        num_layers=layers,
+        windows=(None,) * layers,
+        ropes=(theirs.ropes[theirs.rope_of_layer[like]],),
+        rope_of_layer=(0,) * layers,
+        tied_head=False,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        norm_offset=0.0,
+        sandwich_norms=False,
+        attention_softcap=None,
+        logit_softcap=None,
+        embed_scale=1.0,
+        attention_scale=theirs.head_dim**-0.5,
+    )

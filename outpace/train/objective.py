@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
-from outpace.train.losses import CHUNK
+from outpace.train.losses import CHUNK, head_loss, weighted
 
 LAST = "hidden.-1"
 """The tap from which the target's distributions are computed."""
@@ -54,6 +54,9 @@ class Objective(ABC):
     """Frozen keyword-only dataclass: the options of ``outpace train METHOD``."""
     module: nn.Module
     """All that is trained."""
+    config: Any
+    target: Any
+    vocab: VocabMap | None
 
     @classmethod
     @abstractmethod
@@ -92,6 +95,55 @@ class Objective(ABC):
     def named(self) -> Mapping[str, Tensor]:
         """What is trained, by the names under which ``save`` writes it; parts are views."""
         return self.module.state_dict()
+
+    def learn(
+        self,
+        states: Sequence[Tensor],
+        batch: Batch,
+        aligned: Aligned,
+        ahead: int,
+        head_DH: Tensor,
+        weight_J: Sequence[float] = (1.0,),
+    ) -> Step:
+        """The loss that ``config.loss`` names, of guesses one deeper each.
+
+        Args:
+            states: what the head reads at the learning rows, [B, A, H] for every depth.
+            ahead: how many tokens ahead the first of them guesses.
+        """
+        p_ND, losses, counts = None, [], []
+        if self.config.loss != "ce":
+            last_NH = aligned.laws_of(batch.feature[LAST])
+            p_ND = target_laws(self.target, self.vocab, last_NH, self.config.temperature)
+        for place, state_BAH in enumerate(states, start=ahead):
+            label_BA = draft_ids(aligned.token(place), self.vocab)
+            keep_BA = aligned.teaches(place) & (label_BA >= 0)
+            losses.append(
+                head_loss(
+                    state_BAH[keep_BA],
+                    head_DH,
+                    self.config.loss,
+                    p_ND=p_ND,
+                    row_R=aligned.law(place)[keep_BA],
+                    label_R=label_BA[keep_BA],
+                )
+            )
+            counts.append(int(keep_BA.sum()))
+        tokens = max(1, counts[0])
+        return Step(weighted(losses, weight_J) / tokens, tokens)
+
+    def about(self, method: str, taps: Sequence[str]) -> dict[str, Any]:
+        """What the config of every drafter folder begins with."""
+        target = self.target
+        return {
+            "method": method,
+            "target": target.name,
+            "target_digest": target.digest,
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "draft_vocab_size": target.vocab_size if self.vocab is None else len(self.vocab.to_target_D),
+            "taps": list(taps),
+        }
 
     @classmethod
     def spec(cls, config: Any, folder: Path | None) -> str | None:

@@ -5,13 +5,17 @@ Shape letters: R rows, C rows of a chunk, S depths, N distributions, H hidden si
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from outpace.drafters.static_tree import RANKS
 from outpace.law import VocabMap
+from outpace.train.align import EAGLE, Aligned
+from outpace.train.batches import Batch
 from outpace.train.losses import CHUNK
-from outpace.train.objective import Chain, Step, draft_ids
+from outpace.train.objective import Chain, Objective, Step, draft_ids, laws_for
 
 
 @torch.no_grad()
@@ -86,3 +90,31 @@ class RankedChain:
 
     def step(self, tokens: int) -> Step:
         return self._chain.step(torch.zeros(()), tokens, with_overlap=True)
+
+
+@torch.no_grad()
+def judge_ranks(
+    ranks: Ranks,
+    states: Iterable[Tensor],
+    batch: Batch,
+    aligned: Aligned,
+    objective: Objective,
+    head_DH: Tensor,
+) -> Step:
+    """Held-out acceptance of guesses one deeper each, with their ranks.
+
+    Args:
+        states: what the head reads at the learning rows of ``aligned``, [B, A, H] for every depth.
+    """
+    vocab = objective.vocab
+    p_ND, truth_N = laws_for(batch, aligned, objective.target, vocab)
+    assert p_ND is not None and truth_N is not None, "it reads features"
+    chain = RankedChain(ranks, aligned.real_BA)
+    for place, x_BAH in enumerate(states, start=EAGLE):
+        row_BA = aligned.law(place)
+        truth_BA = truth_N[row_BA]
+        rank_R, alpha_R = ranked(
+            x_BAH.flatten(0, 1), head_DH, vocab, truth_BA.flatten(), p_ND, row_BA.flatten()
+        )
+        chain.add(aligned.teaches(place), aligned.token(place) == truth_BA, rank_R, alpha_R)
+    return chain.step(int(aligned.real_BA.sum()))

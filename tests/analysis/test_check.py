@@ -126,7 +126,12 @@ def test_wrong_laws_and_wrong_code_are_broken_promises(engine, cases, no_laws):
         },
         oracles={"d": OracleReport(cases=5, agreed=4)},
     )
-    assert [line.split(":")[0] for line in bad.broken] == ["law", "law", "law", "code"]
+    assert [line.split(":")[0] for line in bad.broken] == [
+        "distributions",
+        "distributions",
+        "distributions",
+        "code",
+    ]
     assert "bug" in bad.broken[1] and "1 of 5" in bad.broken[3]
 
 

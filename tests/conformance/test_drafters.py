@@ -308,7 +308,7 @@ def test_cache_equals_a_fresh_prefill_after_every_commit(engine, spec, temperatu
     params = SamplingParams(**settings).resolved(None)
     running = [
         engine.running(
-            GenerationRequest(ids=tuple(p), params=params, seed=3),
+            GenerationRequest(prompt=tuple(p), params=params, seed=3),
             engine.cache.open(),
             method,
             method.verifier,

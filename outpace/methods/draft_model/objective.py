@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.drafters.trained import decoder_to_json, head_name, lender, read_embedding
+from outpace.drafters.trained import decoder_to_json, head_rows, lender, read_embedding
 from outpace.law import VocabMap
 from outpace.methods.draft_model.on_policy import student_answers
 from outpace.methods.draft_model.training_net import DraftNet, chosen_layers, narrow_start, shape_of
@@ -33,8 +33,8 @@ from outpace.models.base import EMBEDDINGS, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.train.align import DRAFT_MODEL, Aligned, places
 from outpace.train.batches import Batch
-from outpace.train.losses import check, head_loss
-from outpace.train.objective import LAST, Objective, Step, draft_ids, judge_rows, target_laws, write_drafter
+from outpace.train.losses import check
+from outpace.train.objective import LAST, Objective, Step, judge_rows, write_drafter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +72,7 @@ class DraftModelTraining:
 class DraftModelObjective(Objective):
     Config = DraftModelTraining
     module: DraftNet
+    config: DraftModelTraining
 
     def __init__(
         self, config: DraftModelTraining, target: Decoder, vocab: VocabMap | None, net: DraftNet
@@ -106,9 +107,7 @@ class DraftModelObjective(Objective):
         if self.module.lm_head is not None:
             return self.module.lm_head.weight
         if self._head_DH is None:
-            head_VH = self.target.checkpoint.tensor(head_name(self.target))
-            rows = head_VH if self.vocab is None else head_VH[self.vocab.to_target_D]
-            self._head_DH = rows.to(self.target.device, torch.float32)
+            self._head_DH = head_rows(self.target, self.vocab)
         return self._head_DH
 
     def hidden(self, batch: Batch, aligned: Aligned) -> Tensor:
@@ -119,24 +118,8 @@ class DraftModelObjective(Objective):
         return hidden_BAW
 
     def loss(self, batch: Batch) -> Step:
-        aligned, config = Aligned(batch, DRAFT_MODEL), self.config
-        p_ND = None
-        if config.loss != "ce":
-            last_NH = aligned.laws_of(batch.feature[LAST])
-            p_ND = target_laws(self.target, self.vocab, last_NH, config.temperature)
-        hidden_BAW = self.hidden(batch, aligned)
-        label_BA = draft_ids(aligned.token(DRAFT_MODEL), self.vocab)
-        keep_BA = aligned.teaches(DRAFT_MODEL) & (label_BA >= 0)
-        tokens = max(1, int(keep_BA.sum()))
-        loss = head_loss(
-            hidden_BAW[keep_BA],
-            self.head(),
-            config.loss,
-            p_ND=p_ND,
-            row_R=aligned.law(DRAFT_MODEL)[keep_BA],
-            label_R=label_BA[keep_BA],
-        )
-        return Step(loss / tokens, tokens)
+        aligned = Aligned(batch, DRAFT_MODEL)
+        return self.learn([self.hidden(batch, aligned)], batch, aligned, DRAFT_MODEL, self.head())
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
@@ -168,17 +151,7 @@ class DraftModelObjective(Objective):
         return self._embed_VW
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        target, net = self.target, self.module
-        config = {
-            "method": "draft_model",
-            "target": target.name,
-            "target_digest": target.digest,
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
-            "draft_vocab_size": len(self.head()),
-            "taps": [],
-            "decoder": decoder_to_json(net.shape),
-        }
+        config = {**self.about("draft_model", []), "decoder": decoder_to_json(self.module.shape)}
         write_drafter(folder, config, self.named(), self.vocab, provenance)
 
     def named(self) -> Mapping[str, Tensor]:

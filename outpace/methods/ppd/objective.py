@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outpace.drafters.trained import head_name, lender
+from outpace.drafters.trained import head_rows, lender
 from outpace.law import VocabMap
 from outpace.methods.ppd.files import METHOD, PROMPTS
 from outpace.methods.ppd.training_net import RiderNet
@@ -101,9 +101,7 @@ class Ppd(Objective):
     def __init__(self, config: PpdTraining, target: Decoder, vocab: VocabMap | None, net: PromptsNet) -> None:
         self.config, self.target, self.vocab, self.module = config, target, vocab, net
         self.net = RiderNet(target)
-        head_VH = target.checkpoint.tensor(head_name(target))
-        rows = head_VH if vocab is None else head_VH[vocab.to_target_D]
-        self._head_DH = rows.to(target.device, torch.float32)
+        self._head_DH = head_rows(target, vocab)
         self._weights = depth_weights(config.riders, config.decay)
         self.ranks = Ranks(config.riders)
 
@@ -199,15 +197,9 @@ class Ppd(Objective):
         return {PROMPTS: self.module.start_KEH}
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        target, config = self.target, self.config
+        config = self.config
         about = {
-            "method": METHOD,
-            "target": target.name,
-            "target_digest": target.digest,
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
-            "draft_vocab_size": len(self._head_DH),
-            "taps": [],
+            **self.about(METHOD, []),
             "riders": config.riders,
             "ensemble": config.ensemble,
             "acceptance": self.ranks.acceptance(),
