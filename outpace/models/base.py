@@ -46,6 +46,8 @@ class Target(ABC):
     num_layers: int
     max_positions: int
     """Context length in tokens, prompt and output together."""
+    why_shorter: str | None = None
+    """Why the context is shorter than the model is said to take; None: it is not."""
     device: torch.device
     dtype: torch.dtype
     can: frozenset[str]

@@ -85,7 +85,7 @@ class HFTarget(Target):
         self.note = note
         self.device, self.dtype = model.device, model.dtype
         self.hidden_size, self.num_layers = text.hidden_size, text.num_hidden_layers
-        self.max_positions = context_length(text)
+        self.max_positions, self.why_shorter = context_length(text)
         self.digest = digest(model)
         self.defaults = generation_defaults(model)
         self.tokenizer = wrap_tokenizer(tokenizer, self.defaults)
