@@ -126,6 +126,15 @@ class ModelOptions:
             help="CPU threads to compute with.",
         ),
     ] = None
+    drafter_anyway: Annotated[
+        bool,
+        option(
+            "--drafter-anyway",
+            panel=MODEL,
+            help="Take a drafter that was trained for another model, if its sizes fit. Fewer drafts may be "
+            "accepted; the output has the same distribution.",
+        ),
+    ] = False
 
     def load(self, **settings: Any) -> Engine:
         """Load the engine, with a spinner on a terminal.
@@ -146,7 +155,14 @@ class ModelOptions:
                 torch.set_num_threads(self.threads)
             given = {key: value for key, value in settings.items() if value is not None}
             return _tuned(
-                Engine.load(self.model, dtype=self.dtype, device=self.device, quantize=self.quantize, **given)
+                Engine.load(
+                    self.model,
+                    dtype=self.dtype,
+                    device=self.device,
+                    quantize=self.quantize,
+                    drafter_anyway=self.drafter_anyway,
+                    **given,
+                )
             )
 
 

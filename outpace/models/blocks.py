@@ -165,7 +165,8 @@ class _Reader:
                 part or store_numbers(self._part(name)) for part, name in zip(parts, weights, strict=True)
             ]
             return Linear.stored(whole, bias_O, form.dtype)
-        weight_OI = torch.cat([self._part(name) for name in weights])
+        read = [self._part(name) for name in weights]
+        weight_OI = torch.cat(read) if len(read) > 1 else read[0]
         if form.quantize is not None:
             return quantized(weight_OI, bias_O, form.quantize)
         return Linear(weight_OI, bias_O, form.packed)

@@ -24,7 +24,7 @@ from outpace.cache.base import KVCache
 from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError
 from outpace.models.attention import Attention, HeadShape, Span
-from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, TREE, Target
+from outpace.models.base import EMBEDDINGS, HEAD, LAYERS, TAPS, TREE, Target
 from outpace.models.blocks import Block, Ends, Form, capped, read_block, read_ends, read_head, release
 from outpace.models.embedding import Embedding
 from outpace.models.families import DecoderConfig
@@ -56,7 +56,7 @@ class Decoder(Target):
     stream. ``hidden.0`` and up are float32.
     """
 
-    can = frozenset({TREE, LAYERS, TAPS, EMBEDDINGS})
+    can = frozenset({TREE, LAYERS, TAPS, HEAD, EMBEDDINGS})
     quantize: str | None = None
     """How projections and head are rounded; None: not at all."""
 

@@ -47,8 +47,9 @@ def load_target(
             takes a GPU if there is one.
         backend: ``own`` decoder, ``hf`` (transformers), or ``auto``: the own decoder for every
             family it knows, transformers for other folders and hub ids, with a note that says
-            so. A model in memory stays with transformers unless ``own`` is asked for, which
-            copies its weights.
+            so. A model in memory stays with transformers unless ``own`` is asked for. That decoder
+            shares the embedding and the norms. It lays out matrices anew where that makes products
+            faster, which is on CPUs, and where several become one; others it shares.
         tokenizer: the tokenizer of a model in memory: a fast one of transformers, or ours.
         quantize: ``int8`` or ``int4``: round the weights of projections and head. The rounded
             model is then the target, with a digest of its own: its text is what drafters keep.

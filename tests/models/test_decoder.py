@@ -159,7 +159,7 @@ def test_the_context_of_dynamic_scaling_ends_at_its_original_length(tmp_path):
     for target in (decoder, HFTarget(model)):
         assert target.max_positions == 32
         engine = Engine(target, "none")
-        with pytest.raises(PromptTooLong, match="32 tokens.*dynamic rotary scaling"):
+        with pytest.raises(PromptTooLong, match=r"32 tokens.*dynamic rotary scaling"):
             engine.generate(tokens(32), max_new_tokens=4)
         result = engine.generate(tokens(24), max_new_tokens=20, temperature=0.0, ignore_eos=True)
         assert (len(result.tokens), result.finish_reason) == (8, "length")

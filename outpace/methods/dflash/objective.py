@@ -31,14 +31,14 @@ import torch
 from torch import Tensor
 
 from outpace.drafters.static_tree import LARGEST, likeliest
-from outpace.drafters.trained import decoder_to_json, head_name, lender, read_embedding
+from outpace.drafters.trained import about, decoder_to_json, head_name, lender, read_embedding
 from outpace.errors import ModelError
 from outpace.files import write_whole
 from outpace.law import VocabMap
 from outpace.methods.dflash.files import METHOD
 from outpace.methods.dflash.net import unit
 from outpace.methods.dflash.training_net import BlockNet, take
-from outpace.models.base import EMBEDDINGS, TAPS, Target
+from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.train.align import EAGLE, Aligned
@@ -121,7 +121,7 @@ class DflashObjective(Objective):
 
     @classmethod
     def build(cls, config: DflashTraining, target: Target, vocab: VocabMap | None) -> DflashObjective:
-        target.require(frozenset({TAPS, EMBEDDINGS}), METHOD)
+        target.require(frozenset({TAPS, HEAD}), METHOD)
         lent, taps, count = lender(target, METHOD), _fused(config, target), config.layers
         if count > lent.num_layers:
             raise ModelError(f"dflash: layers={count}, but {lent.name} has {lent.num_layers}")
@@ -226,10 +226,7 @@ class DflashObjective(Objective):
         parents = list(likeliest(rates, LARGEST))
         config = {
             "method": METHOD,
-            "target": target.name,
-            "target_digest": target.digest,
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
+            **about(target),
             "draft_vocab_size": len(self._head_DH),
             "taps": list(self._fused),
             "slots": self.config.slots,

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.drafters.trained import decoder_to_json, head_name, lender, read_embedding
+from outpace.drafters.trained import about, decoder_to_json, head_name, lender, read_embedding
 from outpace.law import VocabMap
 from outpace.methods.draft_model.on_policy import student_answers
 from outpace.methods.draft_model.training_net import DraftNet, chosen_layers, narrow_start, shape_of
-from outpace.models.base import EMBEDDINGS, TAPS, Target
+from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.train.align import DRAFT_MODEL, Aligned, places
 from outpace.train.batches import Batch
@@ -90,7 +90,7 @@ class DraftModelObjective(Objective):
 
     @classmethod
     def build(cls, config: DraftModelTraining, target: Target, vocab: VocabMap | None) -> DraftModelObjective:
-        target.require(frozenset({TAPS, EMBEDDINGS}), "draft_model")
+        target.require(frozenset({TAPS, HEAD}), "draft_model")
         lent = lender(target, "draft_model")
         narrow = config.width is not None and config.width != lent.hidden_size
         taken = chosen_layers(config.layers, config.take, lent)
@@ -175,10 +175,7 @@ class DraftModelObjective(Objective):
         target, net = self.target, self.module
         config = {
             "method": "draft_model",
-            "target": target.name,
-            "target_digest": target.digest,
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
+            **about(target),
             "draft_vocab_size": len(self.head()),
             "taps": [],
             "decoder": decoder_to_json(net.shape),

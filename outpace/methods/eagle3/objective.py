@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.drafters.trained import decoder_to_json, lender, read_embedding
+from outpace.drafters.trained import about, decoder_to_json, lender, read_embedding
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.methods.eagle3.training_net import Eagle3Net, take
-from outpace.models.base import EMBEDDINGS, TAPS, Target
+from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.train.align import EAGLE, Aligned, next_tokens, places
@@ -110,7 +110,7 @@ class Eagle3(Objective):
 
     @classmethod
     def build(cls, config: Eagle3Config, target: Target, vocab: VocabMap | None) -> Eagle3:
-        target.require(frozenset({TAPS, EMBEDDINGS}), "eagle3")
+        target.require(frozenset({TAPS, HEAD}), "eagle3")
         lent = lender(target, "eagle3")
         layer = lent.num_layers - 1 if config.layer is None else config.layer
         if not 0 <= layer < lent.num_layers:
@@ -210,10 +210,7 @@ class Eagle3(Objective):
         target = self.target
         config = {
             "method": "eagle3",
-            "target": target.name,
-            "target_digest": target.digest,
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
+            **about(target),
             "draft_vocab_size": self.module.lm_head.out_features,
             "taps": self._fused,
             "decoder": decoder_to_json(self.shape),

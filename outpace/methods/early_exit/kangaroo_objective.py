@@ -26,10 +26,10 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from outpace.drafters.trained import decoder_to_json, head_name, lender
+from outpace.drafters.trained import about, decoder_to_json, head_name, lender
 from outpace.errors import ModelError
 from outpace.law import VocabMap
-from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, Target
+from outpace.models.base import HEAD, LAYERS, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.train.align import DRAFT_MODEL, Aligned, places
@@ -138,7 +138,7 @@ class KangarooObjective(Objective):
 
     @classmethod
     def build(cls, config: KangarooTraining, target: Target, vocab: VocabMap | None) -> KangarooObjective:
-        target.require(frozenset({LAYERS, TAPS, EMBEDDINGS}), cls.method)
+        target.require(frozenset({LAYERS, TAPS, HEAD}), cls.method)
         lent, layer = lender(target, cls.method), cls.exit_layer(config, target)
         theirs = lent.config
         rope = theirs.ropes[theirs.rope_of_layer[layer]]
@@ -235,10 +235,7 @@ class KangarooObjective(Objective):
         target = self.target
         config = {
             "method": self.method,
-            "target": target.name,
-            "target_digest": target.digest,
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
+            **about(target),
             "draft_vocab_size": len(self.head()),
             "layer": self.layer,
             "taps": [f"hidden.{self.layer}"],

@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outpace.drafters.static_tree import LARGEST, likeliest
-from outpace.drafters.trained import head_name, lender
+from outpace.drafters.trained import about, head_name, lender
 from outpace.files import write_whole
 from outpace.law import VocabMap
 from outpace.methods.medusa.heads import HeadsShape
-from outpace.models.base import EMBEDDINGS, TAPS, Target
+from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
@@ -123,7 +123,7 @@ class Medusa(Objective):
 
     @classmethod
     def build(cls, config: Any, target: Target, vocab: VocabMap | None) -> Medusa:
-        target.require(frozenset({TAPS, EMBEDDINGS}), cls.method)
+        target.require(frozenset({TAPS, HEAD}), cls.method)
         lent = lender(target, cls.method)
         shape = HeadsShape(
             heads=config.heads,
@@ -193,10 +193,7 @@ class Medusa(Objective):
         parents = list(likeliest(rates, LARGEST))
         config = {
             "method": self.method,
-            "target": target.name,
-            "target_digest": target.digest,
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
+            **about(target),
             "draft_vocab_size": len(self._head_DH),
             "taps": [LAST],
             "heads": shape.heads,

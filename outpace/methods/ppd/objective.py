@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outpace.drafters.trained import head_name, lender
+from outpace.drafters.trained import about, head_name, lender
 from outpace.law import VocabMap
 from outpace.methods.ppd.files import METHOD, PROMPTS
 from outpace.methods.ppd.training_net import RiderNet
@@ -208,12 +208,9 @@ class Ppd(Objective):
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         target, config = self.target, self.config
-        about = {
+        said = {
             "method": METHOD,
-            "target": target.name,
-            "target_digest": target.digest,
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
+            **about(target),
             "draft_vocab_size": len(self._head_DH),
             "taps": [],
             "riders": config.riders,
@@ -221,4 +218,4 @@ class Ppd(Objective):
             "acceptance": self.ranks.acceptance(),
         }
         tensors = {PROMPTS: self.module().detach()}
-        write_drafter(folder, about, tensors, self.vocab, provenance)
+        write_drafter(folder, said, tensors, self.vocab, provenance)
