@@ -30,7 +30,7 @@ from outpace.errors import ModelError
 from outpace.methods.draft_model.acceptance_head import find_head
 from outpace.methods.draft_model.files import load_trained
 from outpace.models.base import LAYERS, Target
-from outpace.models.load import load_target
+from outpace.models.load import load_beside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,9 +89,7 @@ def load_model(config: DraftModelConfig, target: Target) -> tuple[Target, Tensor
     elif config.model == target.name and config.dtype is None:
         model = target
     else:
-        model = load_target(config.model, dtype=config.dtype or target.dtype, device=target.device)
-        if (model.digest, model.dtype) == (target.digest, target.dtype):
-            model = target  # the same weights by another name: one copy will do
+        model = load_beside(target, config.model, config.dtype)
         check_vocabulary(model, target)
     if config.layers is not None:
         if config.layers > model.num_layers:

@@ -14,13 +14,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outpace.drafters.trained import CONFIG, decoder_from_json, lender, read_config, read_tensors, vocab_map
+from outpace.drafters.trained import (
+    CONFIG,
+    WEIGHTS,
+    decoder_from_json,
+    lender,
+    read_config,
+    read_tensors,
+    vocab_map,
+)
 from outpace.errors import ModelError
 from outpace.models.base import Target
 from outpace.models.blocks import Ends, Form, read_block
 from outpace.models.decoder import Decoder
 from outpace.models.embedding import Embedding
 from outpace.models.families import DecoderConfig
+from outpace.models.load import shared
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.packed import Linear
 from outpace.models.rope import Rotation
@@ -37,10 +46,19 @@ class PartCheckpoint(MemoryCheckpoint):
         tensors: by Hugging Face name.
         name: for reports.
         rows: of the head.
+        id_D: target ids of those rows; None: they are the ids.
     """
 
-    def __init__(self, config: DecoderConfig, tensors: Mapping[str, Tensor], *, name: str, rows: int) -> None:
-        self._rows = rows
+    def __init__(
+        self,
+        config: DecoderConfig,
+        tensors: Mapping[str, Tensor],
+        *,
+        name: str,
+        rows: int,
+        id_D: Tensor | None = None,
+    ) -> None:
+        self._rows, self.id_D = rows, id_D
         super().__init__(config, tensors, name=name)
 
     def _check_shapes(self) -> None:
@@ -54,7 +72,7 @@ class PartCheckpoint(MemoryCheckpoint):
 
 
 def load_trained(folder: Path, target: Target, dtype: str | None = None) -> tuple[Decoder, Tensor | None]:
-    """Load a draft model that ``outpace train draft_model`` wrote.
+    """Load a draft model that ``outpace train draft_model`` wrote; drafters of a target share it.
 
     Args:
         folder: its drafter folder.
@@ -67,6 +85,14 @@ def load_trained(folder: Path, target: Target, dtype: str | None = None) -> tupl
     Raises:
         ModelError: files that are missing or corrupt, another target, or a dtype.
     """
+    weights = (folder / WEIGHTS).stat() if (folder / WEIGHTS).is_file() else None
+    written = None if weights is None else (weights.st_mtime_ns, weights.st_size)
+    model = shared(target, (folder.resolve(), written, dtype), lambda: _load(folder, target, dtype))
+    assert isinstance(model.checkpoint, PartCheckpoint)
+    return model, model.checkpoint.id_D
+
+
+def _load(folder: Path, target: Target, dtype: str | None) -> Decoder:
     said = read_config(folder, target, "draft_model")
     lent = lender(target, "draft_model")
     if dtype is not None and getattr(torch, dtype, None) is not target.dtype:
@@ -84,7 +110,13 @@ def load_trained(folder: Path, target: Target, dtype: str | None = None) -> tupl
                 f"{folder} stores no {what}, and cannot borrow that of {target.name}: it has "
                 f"hidden size {config.hidden_size}, the target {target.hidden_size}"
             )
-    checkpoint = PartCheckpoint(config, tensors, name=f"{target.name}/draft_model", rows=rows)
+    checkpoint = PartCheckpoint(
+        config,
+        tensors,
+        name=f"{target.name}/draft_model",
+        rows=rows,
+        id_D=None if vocab is None else vocab.to_target_D.to(target.device),
+    )
     kind, where = target.dtype, target.device
     form = Form(kind, where)
     blocks = [read_block(checkpoint, i, form) for i in range(config.num_layers)]
@@ -94,5 +126,4 @@ def load_trained(folder: Path, target: Target, dtype: str | None = None) -> tupl
         head=Linear(checkpoint.tensor(HEAD, kind).to(where)) if HEAD in tensors else lent.unembedding(vocab),
     )
     turns = [Rotation(rope, where) for rope in config.ropes]
-    model = Decoder(checkpoint, config, blocks, ends, turns, form)
-    return model, None if vocab is None else vocab.to_target_D.to(where)
+    return Decoder(checkpoint, config, blocks, ends, turns, form)

@@ -329,7 +329,7 @@ def test_from_prompts_to_prompt_tokens_that_draft(tmp_path):
 
 
 def test_what_cannot_be_built_is_said():
-    with pytest.raises(ModelError, match="ppd needs head, taps"):
+    with pytest.raises(ModelError, match="ppd needs embeddings, taps"):
         Ppd.build(PpdTraining(), TableTarget.random(0), None)
     for wrong in ({"riders": 0}, {"ensemble": 0}, {"places": 0}, {"decay": 0.0}, {"temperature": 0.0}):
         with pytest.raises(ValueError, match="must be"):
