@@ -45,19 +45,25 @@ class Estimate:
     generate_seconds: float
     capture_seconds: float
     train_seconds: float
+    measure_seconds: float
+    """Of the drafter, against plain decoding, when it is made."""
 
     @property
     def seconds(self) -> float:
         """Of everything."""
-        return self.generate_seconds + self.capture_seconds + self.train_seconds
+        return self.generate_seconds + self.capture_seconds + self.train_seconds + self.measure_seconds
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {**asdict(self), "seconds": self.seconds}
 
 
-def estimate(pipeline: Pipeline) -> Estimate:
+def estimate(pipeline: Pipeline, measured_tokens: int = 0) -> Estimate:
     """Say what a training would take.
+
+    Args:
+        pipeline: of the training.
+        measured_tokens: answer tokens that a measurement of the drafter has, at one sequence.
 
     Cost: a few passes of the target, one of them over 1024 tokens, and one step of training.
     Effects: none on the disk.
@@ -76,6 +82,7 @@ def estimate(pipeline: Pipeline) -> Estimate:
     answers = max(1, round(wanted / max(answer, 1.0)))
     tokens = round(wanted + answers * prompt)
     decode, cache_bytes = _decode(target, data.batch, round(prompt + answer / 2))
+    alone, _ = _decode(target, 1, round(prompt + answer / 2))
     per_row = _row_seconds(target, frozenset(pipeline.taps))
     missing = (wanted - done) / max(answer, 1.0)  # answers still to be made
     step_seconds, parameters = _step(pipeline)
@@ -98,6 +105,8 @@ def estimate(pipeline: Pipeline) -> Estimate:
         generate_seconds=missing * (answer * decode / data.batch + prompt * per_row),
         capture_seconds=max(0, features - pipeline.captured_bytes()) / max(features, 1) * tokens * per_row,
         train_seconds=train_seconds,
+        # Both warm up, and a drafter that is not trained yet may be no faster.
+        measure_seconds=2 * measured_tokens * alone,
     )
 
 
