@@ -50,13 +50,16 @@ class RequestError(OutpaceError):
 
 
 class PromptTooLong(RequestError):
-    """A prompt of ``count`` tokens (None: not counted) where at most ``most`` fit the context."""
+    """A prompt of ``count`` tokens (None: not counted) where at most ``most`` fit the context.
 
-    def __init__(self, most: int, count: int | None = None) -> None:
+    ``why`` says why the context is shorter than the model is said to take.
+    """
+
+    def __init__(self, most: int, count: int | None = None, why: str | None = None) -> None:
         has = f"more than {most} tokens" if count is None else f"{count} tokens, {count - most} more than fit"
         super().__init__(
             f"the prompt has {has}: this model's maximum context length is {most + 1} tokens, "
-            "one of them for the answer; shorten the prompt"
+            f"one of them for the answer; shorten the prompt{f' ({why})' if why else ''}"
         )
 
 

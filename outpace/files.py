@@ -92,7 +92,7 @@ def check_writable(folder: Path) -> None:
         OSError: it names the folder.
     """
     if folder.exists() and not folder.is_dir():
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
     there = next((one for one in (folder, *folder.parents) if one.exists()), Path("."))
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".", suffix=".part") as file:

@@ -43,10 +43,12 @@ Generalized speculative decoding: anything may draft, and the target verifies. E
 
 A *method spec* names a drafter and its settings, on the command line and in Python:
 
-    prompt_lookup
-    prompt_lookup[max_ngram=5 tree_size=16]
-    draft_model[model=smollm2-135m layers=12 tree=4x2x1 policy=confidence]
-    ./my-head[tree=chain]
+```text
+prompt_lookup
+prompt_lookup[max_ngram=5 tree_size=16]
+draft_model[model=smollm2-135m layers=12 tree=4x2x1 policy=confidence]
+./my-head[tree=chain]
+```
 
 The last one is a folder that `outpace train` wrote. It stands for `METHOD[model=./my-head tree=chain]`. A path has
 a slash in it, or begins with a dot or `~`.

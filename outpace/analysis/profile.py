@@ -49,6 +49,8 @@ STALL = 4.0
 """Times the median step of an answer beyond which a step's time is the machine's."""
 _DEEPEST = 32  # policies weigh no deeper
 _WARM_UP = 8  # tokens
+_NOISE = 0.03
+"""Share of a speed-up that timing may add to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +68,9 @@ class Learned:
     expected_D: tuple[float, ...]
     """Speed-up expected of drafts of at most 1, 2, ... levels, mean over prompts; empty if it never
     drafted."""
+    disturbed: int = 0
+    """Answers left out of ``speedup``: also when repeated they gained more than tokens per pass allow, so
+    that something else must have slowed the plain ones."""
 
     @property
     def best(self) -> tuple[int, float]:
@@ -160,7 +165,8 @@ def measure(
     Raises:
         RequestError: no prompt, no drafter, or answers too short to tell anything.
 
-    Cost: an answer of every drafter to every prompt, after a short one that does not count.
+    Cost: an answer of every drafter to every prompt, after a short one that does not count. What was
+    disturbed is answered once more, and then left out of the speed-up.
     """
     if not asked or not specs:
         raise RequestError(f"need a prompt and a drafter, got {len(asked)} and {len(specs)}")
@@ -177,7 +183,15 @@ def measure(
             tick(name, 0)
             answers[name].append(_answer(engine, name, one, max_new_tokens))
             tick(name, 1)
+        for name in (name for name in names if _disturbed(answers[name][-1], answers[PLAIN][-1])):
+            for again in (PLAIN, name):
+                answers[again][-1] = _answer(engine, again, one, max_new_tokens)
     plain = answers[PLAIN]
+    left_out = dict(left_out or {})
+    for name in names[1:]:
+        if all(_disturbed(own, other) for own, other in zip(answers[name], plain, strict=True)):
+            left_out[name] = "something else used the machine during each of its answers; tune again"
+            del answers[name]
     factor = median(
         step.seconds["score"] / curve.seconds(step.passed_rows, step.context)
         for answer in plain
@@ -201,7 +215,7 @@ def measure(
         plain_tokens_per_second=mean(answer.rate for answer in plain),
         pass_factor=factor,
         drafters=tuple(sorted(learned, key=lambda one: -one.speedup)),
-        left_out=dict(left_out or {}),
+        left_out=left_out,
     )
 
 
@@ -211,6 +225,16 @@ class _Answer:
 
     steps: Sequence[StepRecord]
     rate: float
+
+    @property
+    def emitted(self) -> float:
+        """Tokens per pass."""
+        return mean(len(step.rows[0].emitted) for step in self.steps) if self.steps else 1.0
+
+
+def _disturbed(own: _Answer, plain: _Answer) -> bool:
+    """Whether an answer gained more over the plain one than its tokens per pass allow."""
+    return own is not plain and own.rate > plain.rate * own.emitted * (1 + _NOISE)
 
 
 def _answer(engine: Engine, spec: str, one: Asked, max_new_tokens: int) -> _Answer:
@@ -254,6 +278,8 @@ def learn(
         factor: seconds of passes here, in those of the curve.
         max_new_tokens: of every answer; near its end drafts are cut, which is nobody's fault.
     """
+    pairs = [*zip(answers, plain, strict=True)]
+    sure = [pair for pair in pairs if not _disturbed(*pair)]
     steps = [step for answer in answers for step in answer.steps]
     rows = [step.rows[0] for step in steps]
     asked = min(method.preferred.budget.max_depth, method.preferred.budget.max_nodes, _DEEPEST)
@@ -273,7 +299,8 @@ def learn(
 
     return Learned(
         spec=method.spec,
-        speedup=mean(own.rate / other.rate for own, other in zip(answers, plain, strict=True)),
+        speedup=mean(own.rate / other.rate for own, other in sure or pairs),
+        disturbed=len(pairs) - len(sure),
         mean_emitted=sum(len(row.emitted) for row in rows) / len(rows),
         drafted=sum(row.drafted for row in rows),
         accepted=sum(row.accepted for row in rows),

@@ -52,7 +52,7 @@ class Ours:
         Every setting of sampling but the temperature is neutral, whatever the model recommends:
         all contenders have to draw from the same distribution.
         """
-        watch = _Watch()
+        watch = Watch()
         self.engine.listeners.append(watch)
         try:
             with _peak(self.engine.target.device) as peak:
@@ -108,7 +108,7 @@ class Ours:
         """The engine is not its own."""
 
 
-class _Watch:
+class Watch:
     """Listens to the steps of one run: when prefill and decoding ended, and where time went."""
 
     def __init__(self) -> None:

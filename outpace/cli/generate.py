@@ -188,8 +188,8 @@ def show_sides(sides: Sides) -> None:
             ("drafter", plain.drafter, fast.drafter),
             ("new tokens", str(len(plain.tokens)), str(len(fast.tokens))),
             ("tokens/s (decode)", f"{plain.tokens_per_second:.1f}", f"{fast.tokens_per_second:.1f}"),
-            ("speed-up (decode)", "1.00 x", f"{sides.speedup:.2f} x"),
-            ("speed-up (end to end)", "1.00 x", f"{sides.end_to_end:.2f} x"),
+            ("speed-up (decode)", "1.00 x", _times(sides.speedup)),
+            ("speed-up (end to end)", "1.00 x", _times(sides.end_to_end)),
             ("mean emitted", f"{plain.counters.mean_emitted:.2f}", f"{fast.counters.mean_emitted:.2f}"),
             ("acceptance rate", "", f"{fast.counters.acceptance_rate:.0%}"),
         ],
@@ -198,6 +198,15 @@ def show_sides(sides: Sides) -> None:
     )
     same = _SAME[sides.same_tokens] if fast.lossless else f"not promised ({LOSSY})"
     show.note(f"same tokens: {same}; median of {len(sides.ratios)} runs each, in turns after a warm-up")
+    if sides.disturbed:
+        show.note(
+            f"{show.count(sides.disturbed, 'pair')} of runs left out: something else used the machine "
+            "meanwhile"
+        )
+
+
+def _times(speedup: float | None) -> str:
+    return "unknown" if speedup is None else f"{speedup:.2f} x"
 
 
 def show_explained(told: Explained) -> None:

@@ -137,6 +137,11 @@ class ModelOptions:
     )
     device: str = model_option("cpu", "Where to compute: cpu, cuda, cuda:1.", metavar="D")
     threads: int | None = model_option(None, "CPU threads to compute with.", shown="all cores", least=1)
+    drafter_anyway: bool = model_option(
+        False,
+        "Take a drafter that was trained for another model, if its sizes fit. Fewer drafts may be "
+        "accepted; the output has the same distribution.",
+    )
 
     def load(self, **settings: Any) -> Engine:
         """Load the engine, with a spinner on a terminal.
@@ -156,7 +161,14 @@ class ModelOptions:
                 torch.set_num_threads(self.threads)
             given = {key: value for key, value in settings.items() if value is not None}
             return _tuned(
-                Engine.load(self.model, dtype=self.dtype, device=self.device, quantize=self.quantize, **given)
+                Engine.load(
+                    self.model,
+                    dtype=self.dtype,
+                    device=self.device,
+                    quantize=self.quantize,
+                    drafter_anyway=self.drafter_anyway,
+                    **given,
+                )
             )
 
 

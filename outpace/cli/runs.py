@@ -6,12 +6,12 @@ import contextlib
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from outpace.cli import show
 
 if TYPE_CHECKING:
+    from outpace.bench.records import Run as Measured
     from outpace.engine.engine import Engine
     from outpace.engine.results import Result
     from outpace.params import SamplingParams
@@ -30,15 +30,22 @@ class Sides:
     same_tokens: bool | None
     """None where nobody promised it: sampled, and not ``reproducible``; or lossy."""
     ratios: tuple[float, ...]
-    """Speed-up of every pair of runs, as they came."""
+    """Speed-up of every pair of runs that counts, as they came."""
+    disturbed: int = 0
+    """Pairs that do not count: something else used the machine meanwhile."""
 
     @property
-    def speedup(self) -> float:
+    def speedup(self) -> float | None:
+        """Ratio of decode tokens per second; None where every pair was disturbed."""
+        if not self.ratios:
+            return None
         return _ratio(self.fast.tokens_per_second, self.plain.tokens_per_second)
 
     @property
-    def end_to_end(self) -> float:
+    def end_to_end(self) -> float | None:
         """Ratio of new tokens per second of everything, the prompt included."""
+        if not self.ratios:
+            return None
         return _ratio(
             _ratio(len(self.fast.tokens), self.fast.seconds),
             _ratio(len(self.plain.tokens), self.plain.seconds),
@@ -53,6 +60,7 @@ class Sides:
             "end_to_end_speedup": self.end_to_end,
             "pair_speedups": list(self.ratios),
             "repeats": len(self.ratios),
+            "disturbed_pairs": self.disturbed,
             "same_tokens": self.same_tokens,
         }
 
@@ -88,8 +96,11 @@ class Run:
         """Answer it plainly and with the drafter, in turns.
 
         Both are warmed up first; the measured runs print nothing. Which of the two goes first
-        alternates, so that drift of the machine hits both alike.
+        alternates, so that drift of the machine hits both alike. A pair is repeated where a run
+        stalled, or gained more than its tokens per pass allow, and does not count.
         """
+        from outpace.bench.stats import disturbed, stalled
+
         resolved = self.params.resolved(self.engine.target.defaults)
         # One seed for all runs, so that they can be told apart by speed alone.
         seed = secrets.randbits(48) if resolved.seed is None else resolved.seed
@@ -101,17 +112,62 @@ class Run:
             _warm(timed, None)
         else:
             timed.aloud()
-        plain: list[Result] = []
-        fast: list[Result] = []
+        pairs: list[tuple[_Timed, _Timed]] = []
+        every: list[Result] = []
+        lost = 0
         if not quiet:
             show.hint(f"timing {REPEATS} runs each")  # no spinner: it would take part in the race
-        for turn in range(REPEATS):
-            for side in ("none", None) if turn % 2 else (None, "none"):
-                (plain if side else fast).extend(timed.quiet(side))
-        same = {result.tokens for result in (*plain, *fast)}
-        promised = (resolved.temperature == 0 or keyed) and fast[0].lossless
-        ratios = [_ratio(f.tokens_per_second, p.tokens_per_second) for f, p in zip(fast, plain, strict=True)]
-        return Sides(_middle(plain), _middle(fast), len(same) == 1 if promised else None, tuple(ratios))
+        for turn in range(2 * REPEATS):
+            first = timed.timed("none" if turn % 2 else None)
+            second = timed.timed(None if turn % 2 else "none")
+            plain, fast = (first, second) if turn % 2 else (second, first)
+            every += [plain.result, fast.result]
+            if stalled(plain.run) or disturbed(fast.run, plain.run):
+                lost += 1
+            else:
+                pairs.append((plain, fast))
+            if len(pairs) == REPEATS:
+                break
+        same = {result.tokens for result in every}
+        promised = (resolved.temperature == 0 or keyed) and fast.result.lossless
+        told = pairs or [(plain, fast)]
+        return Sides(
+            _middle([plain.result for plain, _ in told]),
+            _middle([fast.result for _, fast in told]),
+            len(same) == 1 if promised else None,
+            tuple(_ratio(f.result.tokens_per_second, p.result.tokens_per_second) for p, f in pairs),
+            lost,
+        )
+
+    def timed(self, drafter: str | None) -> _Timed:
+        """Answer it, and note what the machine did meanwhile."""
+        from outpace.bench.ours import Watch
+        from outpace.bench.records import Run as Measured
+
+        watch = Watch()
+        self.engine.listeners.append(watch)
+        try:
+            (result,) = self.quiet(drafter)
+        finally:
+            self.engine.listeners.remove(watch)
+        return _Timed(
+            result,
+            Measured(
+                tokens=(result.tokens,),
+                seconds=result.seconds,
+                prefill_seconds=result.prefill_seconds,
+                counters=(result.counters,),
+                stalled_seconds=watch.stalled(),
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """An answer, and the same as a run of a benchmark."""
+
+    result: Result
+    run: Measured
 
 
 def _warm(run: Run, drafter: str | None) -> None:
@@ -121,9 +177,8 @@ def _warm(run: Run, drafter: str | None) -> None:
 
 
 def _middle(results: list[Result]) -> Result:
-    """The run of median speed (of an odd number)."""
-    middle = median(result.tokens_per_second for result in results)
-    return next(result for result in results if result.tokens_per_second == middle)
+    """The run of median speed; of an even number, the slower of the two in the middle."""
+    return sorted(results, key=lambda result: result.tokens_per_second)[(len(results) - 1) // 2]
 
 
 def _ratio(over: float, under: float) -> float:

@@ -110,6 +110,8 @@ def _options(model: ModelOptions) -> Iterator[str]:
         value = getattr(model, name)
         if value is not None:
             yield from (f"--{name}", str(value))
+    if model.drafter_anyway:
+        yield "--drafter-anyway"
 
 
 def _address(process: subprocess.Popen[str]) -> str:

@@ -141,7 +141,7 @@ def train(
         from outpace.train.estimate import estimate
 
         with show.busy("measuring speeds"):
-            _show_estimate(pipeline, estimate(pipeline), as_json)
+            _show_estimate(pipeline, estimate(pipeline, MEASURED_PROMPTS * MEASURED_TOKENS), as_json)
         return
     if only_data:
         pipeline.data()
@@ -305,7 +305,7 @@ def _show_estimate(pipeline: Pipeline, found: Estimate, as_json: bool) -> None:
         f"memory   {size_text(found.memory_bytes)}\n"
         f"time     {clock_text(found.seconds)}: answers {clock_text(found.generate_seconds)}, "
         f"features {clock_text(found.feature_seconds)}, {found.steps} steps "
-        f"{clock_text(found.train_seconds)}\n"
+        f"{clock_text(found.train_seconds)}, measurement {clock_text(found.measure_seconds)}\n"
         f"drafter  {pipeline.out}\n"
     )
 

@@ -179,7 +179,10 @@ def lines(profile: Profile, curve: CostCurve, fresh: bool) -> list[str]:
     if others:
         out.append("further               " + ", ".join(f"{one.spec} {one.speedup:.2f} x" for one in others))
     if profile.left_out:
-        out.append(f"not measured          {', '.join(profile.left_out)}: not there for this model")
+        why = "not there for this model"
+        if any("something else" in reason for reason in profile.left_out.values()):
+            why = "not there for this model, or disturbed by something else on the machine"
+        out.append(f"not measured          {', '.join(profile.left_out)}: {why}")
     return out
 
 
@@ -190,6 +193,8 @@ def _learned(one: Learned) -> str:
     price = 1e3 * (one.known.level or one.known.call)
     depth, speedup = one.best
     cut = f"best cut at {show.count(depth, 'level')}, {speedup:.2f} x" if depth else "best left out"
+    if one.disturbed:
+        cut += f"; {show.count(one.disturbed, 'disturbed answer')} left out"
     return (
         f"{one.speedup:.2f} x, mean emitted {one.mean_emitted:.2f}, kept by depth "
         f"{' '.join(by_depth)}, {price:.2f} ms per {'level' if one.known.level else 'draft'}; {cut}"

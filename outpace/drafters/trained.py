@@ -32,6 +32,7 @@ from outpace.models.base import Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig, Rope
 from outpace.models.fields import MOST, Fields, brief, read_json
+from outpace.models.likeness import Likeness
 from outpace.models.products import works
 from outpace.models.quantize import check_kind
 
@@ -64,19 +65,103 @@ def find(method: str, target: Target, path: str | None = None) -> Path:
 def candidates(method: str, target: Target) -> list[Path]:
     """Folders that hold this method for this target, best first: the user's, then shipped ones.
 
-    A shipped folder is known by the digest that its config.json records, not by its name.
+    A folder is known by what its config.json records of its target, not by its name. First come
+    those of the same weights, then those of the same model rounded otherwise, and last, if the
+    target takes them, any that fit.
     """
     own = home(method, target)
-    found = [own] if (own / CONFIG).is_file() else []
-    for config in sorted(shipped_folder().glob(f"*/{method}/{CONFIG}")):
-        if read_json(config).get("target_digest") == target.digest:
-            found.append(config.parent)
-    return found
+    ranked: list[list[Path]] = [[own] if (own / CONFIG).is_file() else [], [], []]
+    for place in (_drafters(), shipped_folder()):
+        for config in sorted(place.glob(f"*/{method}/{CONFIG}")):
+            rank = None if config.parent == own else _rank(config, target)
+            if rank is not None:
+                ranked[rank].append(config.parent)
+    return [folder for group in ranked for folder in group]
+
+
+def _rank(config: Path, target: Target) -> int | None:
+    """How well a drafter fits; None: not, or it cannot be told."""
+    try:
+        said = read_json(config)
+        if said.get("target_digest") == target.digest:
+            return 0
+        fits = all(said.get(key) == getattr(target, key) for key in ("hidden_size", "vocab_size"))
+        if fits and unlike(said, target, str(config)) is None:
+            return 1
+    except ModelError:
+        return None
+    return 2 if fits and target.drafter_anyway else None
+
+
+def about(target: Target) -> dict[str, Any]:
+    """What a drafter's config.json records of the target that it was trained for."""
+    mine = likeness(target)
+    return {
+        "target": target.name,
+        "target_digest": target.digest,
+        "target_likeness": None if mine is None else mine.to_json(),
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+    }
+
+
+def likeness(target: Target) -> Likeness | None:
+    """Shape and a sample of the target's weights; None where they cannot be read by name."""
+    mine: Likeness | None = getattr(getattr(target, "checkpoint", target), "likeness", None)
+    return mine
+
+
+def unlike(said: Mapping[str, Any], target: Target, source: str) -> str | None:
+    """Say why the target that a config.json records is another model, whatever its digest; None: it is not.
+
+    Raises:
+        ModelError: the record cannot be read.
+    """
+    recorded = said.get("target_likeness")
+    mine = None if recorded is None else likeness(target)
+    if mine is None:
+        return "its weights have another digest"
+    return Likeness.from_json(recorded, source).difference(mine)
+
+
+def check_target(said: Mapping[str, Any], digest: str, name: str, folder: Path, target: Target) -> None:
+    """Refuse a drafter of another model, or note what is skipped if the target takes it anyway.
+
+    Args:
+        said: what the folder's config.json says.
+        digest: of the model that it was trained for.
+        name: of that model.
+        folder: for messages.
+        target: the model that it shall draft for.
+
+    Raises:
+        ModelError: both models are named, and how they differ.
+    """
+    why = None if digest == target.digest else unlike(said, target, str(folder / CONFIG))
+    if why is None:
+        return
+    trained = f"{folder} was trained for {shorten(name, 80)} ({shorten(digest, 80)})"
+    if target.drafter_anyway:
+        skipped = (
+            f"{trained}, which was not checked against {target.name}: {why}; fewer drafts may be accepted"
+        )
+        if skipped not in (target.note or ""):
+            target.note = f"{target.note}; {skipped}" if target.note else skipped
+        return
+    method = f": outpace train {said['method']} --model {target.name}" if "method" in said else ""
+    raise ModelError(
+        f"{trained}, not for {target.name} ({target.digest}): {why}; take it all the same with "
+        f"--drafter-anyway, or make another one{method}"
+    )
 
 
 def home(method: str, target: Target) -> Path:
     """Where ``outpace train`` writes this method for this target unless told otherwise."""
-    return data_folder() / "drafters" / target.digest / method
+    return _drafters() / target.digest / method
+
+
+def _drafters() -> Path:
+    return data_folder() / "drafters"
 
 
 def shipped_folder() -> Path:
@@ -122,13 +207,7 @@ def read_config(path: Path, target: Target, method: str | None = None) -> dict[s
     _check_types(Fields(str(path / CONFIG), {}, config))
     if method is not None and config["method"] != method:
         raise ModelError(f"{path} holds a drafter of method {shown(config['method'])}, not {method!r}")
-    if config["target_digest"] != target.digest:
-        raise ModelError(
-            f"{path} was trained for {shorten(config['target'], 80)} "
-            f"({shorten(config['target_digest'], 80)}), not for "
-            f"{target.name} ({target.digest}); make one with: "
-            f"outpace train {config['method']} --model {target.name}"
-        )
+    check_target(config, config["target_digest"], config["target"], path, target)
     for key in ("hidden_size", "vocab_size"):
         if config[key] != getattr(target, key):
             raise ModelError(f"{path} has {key} {config[key]}, but {target.name} has {getattr(target, key)}")
@@ -233,8 +312,10 @@ def lender(target: Target, who: str) -> Decoder:
     return target
 
 
-def read_embedding(target: Decoder) -> Tensor:
-    """A copy of the target's embedding [V, H], in its dtype, not scaled."""
+def read_embedding(target: Target) -> Tensor:
+    """The target's embedding [V, H], in its dtype; not scaled, as far as it can be told. Read only."""
+    if not isinstance(target, Decoder):
+        return target.embed(range(target.vocab_size)).to(target.dtype)
     name = "model.embed_tokens.weight"
     return target.checkpoint.tensor(name, target.dtype).to(target.device)
 

@@ -61,9 +61,11 @@ class Engine:
         drafter: str = DEFAULT_DRAFTER,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
+        backend: str = "auto",
         tokenizer: Any = None,
         quantize: str | None = None,
         allow_lossy: bool = False,
+        drafter_anyway: bool = False,
     ) -> Engine:
         """Load a model and a drafter for it.
 
@@ -73,15 +75,22 @@ class Engine:
             drafter: method spec of the drafter to use unless a call names another.
             dtype: ``float32``, ``bfloat16``, or ``auto``; see `load_target`.
             device: where to compute; None is the CPU, or where an in-memory model is.
+            backend: ``own`` decoder, ``hf`` (transformers), or ``auto``. A model in memory stays with
+                transformers unless ``own`` is asked for; see `load_target`.
             tokenizer: of an in-memory model; a transformers tokenizer.
             quantize: ``int8`` or ``int4``: round the weights; the target is then another model.
             allow_lossy: permit verifiers that change the distribution of the output.
+            drafter_anyway: take drafters that were trained for another model, as long as their sizes
+                fit. Nothing is lost but acceptance; the target's note says what was skipped.
 
         Raises:
             ModelError, UnknownNameError, SpecError: with one line that says what to do.
         """
         registry.entry("drafter", MethodSpec.parse(drafter).name)
-        target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer, quantize=quantize)
+        target = load_target(
+            model, dtype=dtype, device=device, backend=backend, tokenizer=tokenizer, quantize=quantize
+        )
+        target.drafter_anyway = drafter_anyway
         return cls(target, drafter, allow_lossy=allow_lossy)
 
     def method(self, spec: str | None = None) -> Method:

@@ -57,7 +57,7 @@ def check(ids: tuple[int, ...], params: SamplingParams, target: Target, eos_ids:
     if not ids:
         raise RequestError("the prompt has no tokens; give some text or token ids")
     if len(ids) > target.max_positions - 1:
-        raise PromptTooLong(target.max_positions - 1, len(ids))
+        raise PromptTooLong(target.max_positions - 1, len(ids), target.why_shorter)
     check_ids(ids, target, "the prompt")
     params.check_vocab(target.vocab_size, eos_ids)
     if params.stop and target.tokenizer is None:

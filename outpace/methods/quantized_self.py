@@ -16,6 +16,7 @@ from outpace.drafters.model_rows import ModelDrafter
 from outpace.drafters.trained import lender
 from outpace.errors import ModelError
 from outpace.models.base import Target
+from outpace.models.load import shared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,4 +44,5 @@ class QuantizedSelf(ModelDrafter):
                 f"quantized_self: {target.name} is rounded to {model.quantize} itself, and a "
                 "rounded copy is no cheaper; load it without quantize="
             )
-        return cls(model.quantized(config.kind), target.vocab_size)
+        rounded = shared(target, ("quantized", config.kind), lambda: model.quantized(config.kind))
+        return cls(rounded, target.vocab_size)

@@ -30,8 +30,10 @@ LAYERS = "layers"
 """``variant(layers=...)`` works, ``score(layers=...)`` may stop early, feeds may ``resume``."""
 TAPS = "taps"
 """Hidden states can be asked for by name."""
+HEAD = "head"
+"""``embed`` and ``head`` work: vectors of tokens, and logits of hidden states."""
 EMBEDDINGS = "embeddings"
-"""Riders may enter as embeddings, and ``head`` unembeds."""
+"""Riders may enter, also as embeddings."""
 
 
 class Target(ABC):
@@ -46,13 +48,17 @@ class Target(ABC):
     num_layers: int
     max_positions: int
     """Context length in tokens, prompt and output together."""
+    why_shorter: str | None = None
+    """Why the context is shorter than the model is said to take; None: it is not."""
     device: torch.device
     dtype: torch.dtype
     can: frozenset[str]
-    """Which of TREE, LAYERS, TAPS, EMBEDDINGS it supports; chains always work."""
+    """Which of TREE, LAYERS, TAPS, HEAD, EMBEDDINGS it supports; chains always work."""
     tokenizer: Tokenizer | None = None
     defaults: GenerationDefaults | None = None
     """Sampling defaults and end-of-sequence ids that came with the model."""
+    drafter_anyway = False
+    """Take drafters that were trained for another model, as long as their sizes fit."""
     note: str | None = None
     """One line worth telling the user, for example that quantized weights were expanded."""
 
@@ -106,11 +112,11 @@ class Target(ABC):
         """
 
     def head(self, hidden_TH: Tensor, vocab: VocabMap | None = None) -> Tensor:
-        """Logits [T, V] of normed hidden states, or [T, D] over a draft vocabulary."""
+        """Logits [T, V] of normed hidden states, or [T, D] over a draft vocabulary; needs HEAD."""
         raise ModelError(f"{self.name} cannot unembed hidden states; use the own decoder")
 
     def embed(self, ids: Sequence[int]) -> Tensor:
-        """Vectors [T, H] of token ids as a pass takes them in, float32; needs EMBEDDINGS."""
+        """Vectors [T, H] of token ids as a pass takes them in, float32; needs HEAD."""
         raise ModelError(f"{self.name} does not give embeddings; use the own decoder")
 
     def variant(self, *, layers: Sequence[int]) -> Target:

@@ -166,7 +166,8 @@ class _Reader:
                 part or store_numbers(self._part(name)) for part, name in zip(parts, weights, strict=True)
             ]
             return Linear.stored(whole, bias_O, form.dtype)
-        return form.linear(torch.cat([self._part(name) for name in weights]), bias_O)
+        read = [self._part(name) for name in weights]
+        return form.linear(torch.cat(read) if len(read) > 1 else read[0], bias_O)
 
     def stored(self, name: str, chosen_D: Tensor | None = None) -> Stored | None:
         """A matrix, or some of its rows, as stored; None where it is to be expanded."""

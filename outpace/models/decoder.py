@@ -24,7 +24,7 @@ from outpace.cache.base import KVCache
 from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError
 from outpace.models.attention import Attention, HeadShape, Span
-from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, TREE, Target
+from outpace.models.base import EMBEDDINGS, HEAD, LAYERS, TAPS, TREE, Target
 from outpace.models.blocks import Block, Ends, Form, capped, read_block, read_ends, read_head, release
 from outpace.models.embedding import Embedding
 from outpace.models.families import DecoderConfig
@@ -36,7 +36,7 @@ from outpace.models.products import works
 from outpace.models.program import Programs, Results
 from outpace.models.quantize import check_kind, note
 from outpace.models.room import Room
-from outpace.models.rope import Rotation
+from outpace.models.rope import ENDS_DYNAMIC, Rotation
 from outpace.models.rowwise import gated
 from outpace.models.text import Tokenizer
 from outpace.models.weights import Checkpoint
@@ -56,7 +56,7 @@ class Decoder(Target):
     stream. ``hidden.0`` and up are float32.
     """
 
-    can = frozenset({TREE, LAYERS, TAPS, EMBEDDINGS})
+    can = frozenset({TREE, LAYERS, TAPS, HEAD, EMBEDDINGS})
     quantize: str | None = None
     """How projections and head are rounded; None: not at all."""
 
@@ -89,6 +89,8 @@ class Decoder(Target):
             config.attention_scale,
             config.attention_softcap,
         )
+        if any(rope.kind == "dynamic" for rope in config.ropes):
+            self.why_shorter = ENDS_DYNAMIC
         self._reduced: list[tuple[VocabMap, Linear]] = []
         self._room = Room()
         self._programs: Programs | None = None
@@ -145,14 +147,14 @@ class Decoder(Target):
             release()
         turns = [Rotation(rope, where) for rope in config.ropes]
         decoder = cls(checkpoint, config, blocks, ends, turns, form)
-        decoder.note = checkpoint.note(dtype, stored)
+        lines = [checkpoint.note(dtype, stored), decoder.why_shorter]
         if quantize is not None:
             linears = [ends.head, *(one for block in blocks for one in block.linears)]
-            lines = [decoder.note, note(linears, quantize)]
-            decoder.note = "; ".join(line for line in lines if line)
+            lines.append(note(linears, quantize))
             decoder.quantize = quantize
             decoder.name = f"{decoder.name}[{quantize}]"
             decoder.digest = f"{decoder.digest}-{quantize}"
+        decoder.note = "; ".join(line for line in lines if line) or None
         return decoder
 
     def quantized(self, kind: str) -> Decoder:

@@ -317,7 +317,7 @@ def _reach(rope: Rope, positions: int, said_in_full: bool) -> int:
     """Give the longest context; most configs state the length before stretching."""
     if rope.kind == "yarn":
         return max(positions, int(rope.original_max_positions * rope.factor))
-    if rope.kind in ("linear", "dynamic") and not said_in_full:
+    if rope.kind == "linear" and not said_in_full:
         return int(positions * rope.factor)
     return positions
 

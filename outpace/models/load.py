@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -15,6 +16,8 @@ from outpace.models.fields import BadValue, brief, check_counts, read_json
 from outpace.models.onednn import packing_works
 from outpace.models.weights import Checkpoint
 from outpace.models.zoo import open_checkpoint
+
+T = TypeVar("T")
 
 BACKENDS = ("auto", "own", "hf")
 DTYPES: Mapping[str, torch.dtype | None] = {
@@ -47,8 +50,9 @@ def load_target(
             takes a GPU if there is one.
         backend: ``own`` decoder, ``hf`` (transformers), or ``auto``: the own decoder for every
             family it knows, transformers for other folders and hub ids, with a note that says
-            so. A model in memory stays with transformers unless ``own`` is asked for, which
-            copies its weights.
+            so. A model in memory stays with transformers unless ``own`` is asked for. That decoder
+            shares the embedding and the norms. It lays out matrices anew where that makes products
+            faster, which is on CPUs, and where several become one; others it shares.
         tokenizer: the tokenizer of a model in memory: a fast one of transformers, or ours.
         quantize: ``int8`` or ``int4``: round the weights of projections and head. The rounded
             model is then the target, with a digest of its own: its text is what drafters keep.
@@ -74,6 +78,44 @@ def load_target(
         return _in_memory(model, wanted, place, backend, tokenizer, quantize)
     place = place or torch.device("cpu")
     return _by_name(str(model), wanted, place, backend, quantize)
+
+
+def load_beside(target: Target, model: str, dtype: str | torch.dtype | None = None) -> Target:
+    """Load another model for drafters of a target: once, however many of them name it.
+
+    Models are the same whose weights have the same digest, and those of the target's digest and
+    dtype are the target. A model is freed with the last drafter that holds it.
+
+    Args:
+        target: whose drafters share it.
+        model: as for ``load_target``.
+        dtype: None: the target's.
+
+    Raises:
+        OutpaceError: as ``load_target``.
+    """
+    wanted = (_dtype(dtype) if dtype is not None else None) or target.dtype
+    try:
+        known = open_checkpoint(model).digest
+    except (ModelError, UnknownNameError):  # transformers loads it, or nobody does
+        known = str(Path(model).expanduser().resolve()) if Path(model).expanduser().exists() else model
+
+    def make() -> Target:
+        loaded = load_target(model, dtype=dtype or target.dtype, device=target.device)
+        return target if (loaded.digest, loaded.dtype) == (target.digest, target.dtype) else loaded
+
+    return (
+        target if (known, wanted) == (target.digest, target.dtype) else shared(target, (known, dtype), make)
+    )
+
+
+def shared(target: Target, key: Hashable, make: Callable[[], T]) -> T:
+    """What drafters of a target share: made once, and freed with the last drafter that holds it."""
+    held = vars(target).setdefault("_shared", WeakValueDictionary())
+    found: T | None = held.get(key)
+    if found is None:
+        held[key] = found = make()
+    return found
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:

@@ -18,7 +18,10 @@ from outpace.models.weights import Checkpoint
 
 
 class MemoryCheckpoint(Checkpoint):
-    """Tensors by Hugging Face name, lent and never written to."""
+    """Tensors by Hugging Face name, lent and never written to.
+
+    ``tensor`` gives a tensor itself where it is contiguous, on the CPU and of the wanted dtype.
+    """
 
     def __init__(
         self,
@@ -82,4 +85,4 @@ class MemoryCheckpoint(Checkpoint):
 
     def _read(self, name: str, place: Place, dtype: torch.dtype | None) -> Tensor:
         tensor = self._tensors[name].detach()
-        return tensor.to("cpu", dtype or tensor.dtype, copy=True).contiguous()
+        return tensor.to("cpu", dtype or tensor.dtype).contiguous()

@@ -1,8 +1,9 @@
 """Rotary position tables: every kind of frequency scaling, in one record.
 
 Sources: RoPE (Su et al. 2021, arXiv:2104.09864); linear interpolation (Chen et al. 2023,
-arXiv:2306.15595); "dynamic", the NTK-aware base that grows with the text; YaRN (Peng et al.
-2023, arXiv:2309.00071); "llama3", the smoothed bands of Llama 3.1.
+arXiv:2306.15595); YaRN (Peng et al. 2023, arXiv:2309.00071); "llama3", the smoothed bands of
+Llama 3.1; "dynamic", an NTK-aware base that grows once a text is longer than the model's own
+context. There the context ends, so "dynamic" is the plain table (see ``ENDS_DYNAMIC``).
 """
 
 import math
@@ -17,6 +18,11 @@ from outpace.errors import ModelError, shown
 from outpace.models.fields import MOST, Fields
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "divided")
+ENDS_DYNAMIC = (
+    "dynamic rotary scaling turns all keys anew for every longer text, so what a longer text means "
+    "depends on how it was cut into passes"
+)
+"""Why the context of a model with dynamic scaling ends at its original length."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,28 +67,13 @@ class Rope:
         if not right or self.kind not in KINDS or self.theta <= 0 or self.factor <= 0:
             raise ModelError(f"the rotary table {shown(asdict(self))} cannot be built")
 
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether ``frequencies`` gives different tables for different lengths."""
-        return self.kind == "dynamic"
-
-    def frequencies(self, length: int) -> tuple[Tensor, float]:
+    def frequencies(self) -> tuple[Tensor, float]:
         """Give the inverse frequencies, and the factor that multiplies cos and sin.
-
-        Args:
-            length: tokens in the context, the current one included. Only ``dynamic`` reads
-                it, and only above ``original_max_positions``. A row that is to come out the
-                same whatever else is in its pass must be rotated with its own position + 1.
 
         Returns:
             float32 of shape ``[dim / 2]`` on the CPU, and the factor (1.0 unless yarn).
         """
-        theta = self.theta
-        if self.kind == "dynamic":
-            longest = max(length, self.original_max_positions)
-            stretch = self.factor * longest / self.original_max_positions - (self.factor - 1)
-            theta *= stretch ** (self.dim / (self.dim - 2))
-        wave = theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
+        wave = self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
         if self.kind == "linear":
             return 1.0 / wave / self.factor, 1.0
         if self.kind == "llama3":
@@ -151,7 +142,7 @@ class Rope:
             factor = said.number("factor", max_positions / original)
         elif kind != "default":
             factor = said.number("factor")
-        # The published rule for "dynamic" stretches from the model's own context.
+        # The published rule for "dynamic" stretches beyond the model's own context.
         start = {"default": 0, "linear": 0, "dynamic": max_positions}.get(kind, original)
         llama3 = kind == "llama3"
         return cls(
@@ -172,13 +163,7 @@ class Rope:
 
 
 class Rotation:
-    """One rotary table, by position, as long as needed so far.
-
-    A row is rotated by its own position alone. "dynamic" scaling therefore gives a row the
-    frequencies of the text that ends with it: what decoding token by token gives, and, beyond
-    the context that the model was made for, not what a fresh pass of transformers over the
-    whole text gives, which turns early keys anew whenever the text grows.
-    """
+    """One rotary table, by position, as long as needed so far."""
 
     def __init__(self, rope: Rope, device: torch.device) -> None:
         self._rope = rope
@@ -197,13 +182,9 @@ class Rotation:
         return self._table_PE
 
     def _grow(self, length: int) -> None:
-        done, rope = len(self._table_PE), self._rope
+        done = len(self._table_PE)
         position_P1 = torch.arange(done, length, dtype=torch.float32)[:, None]
-        if rope.depends_on_length:
-            each = [rope.frequencies(position + 1) for position in range(done, length)]
-            frequency, factor = torch.stack([one for one, _ in each]), each[0][1]
-        else:
-            frequency, factor = rope.frequencies(length)
+        frequency, factor = self._rope.frequencies()
         with torch.inference_mode(False):
             angle_PE = position_P1 * frequency
             table_PE = torch.complex(angle_PE.cos() * factor, angle_PE.sin() * factor)

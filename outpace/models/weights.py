@@ -14,6 +14,7 @@ from outpace.errors import ModelError, shown
 from outpace.files import parse_json
 from outpace.models.families import DecoderConfig, GenerationDefaults
 from outpace.models.fields import brief, read_json
+from outpace.models.likeness import Likeness
 from outpace.models.places import Place, RowFile, read_bytes, read_plain
 from outpace.models.text import Tokenizer
 
@@ -61,7 +62,7 @@ class Checkpoint(ABC):
         return None
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Read one tensor into memory of its own; nothing is kept here.
+        """Read one tensor; nothing is kept here. Do not write to it: it may be lent.
 
         Args:
             name: its Hugging Face name, as in ``DecoderConfig.tensor_shapes``.
@@ -108,6 +109,11 @@ class Checkpoint(ABC):
             middle = place.start + max(0, place.size // 2 - 32)
             lines.update(read_bytes(place.path, middle, min(64, place.size)))
         return lines.hexdigest()[:16]
+
+    @cached_property
+    def likeness(self) -> Likeness:
+        """Shape and a sample of the weights, to find drafters of the same model rounded otherwise."""
+        return Likeness.of(self)
 
     def _check_shapes(self) -> None:
         """Refuse a checkpoint that lacks a tensor of its config, or has it in another shape."""

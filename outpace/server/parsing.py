@@ -312,7 +312,7 @@ class Reader:
                 f"a prompt has {over} tokens, and at most {limits.prompt_tokens} are read; shorten it", param
             )
         if over > self._most:
-            raise too_long(str(PromptTooLong(self._most, over)), param)
+            raise too_long(str(PromptTooLong(self._most, over, self.target.why_shorter)), param)
         if longest is not None and limits.new_tokens is not None and longest > limits.new_tokens:
             raise ApiError(
                 400,

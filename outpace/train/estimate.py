@@ -45,17 +45,24 @@ class Estimate:
     generate_seconds: float
     feature_seconds: float
     train_seconds: float
+    measure_seconds: float
+    """Of the drafter, against plain decoding, when it is made."""
 
     @property
     def seconds(self) -> float:
-        return self.generate_seconds + self.feature_seconds + self.train_seconds
+        spent = self.generate_seconds + self.feature_seconds + self.train_seconds
+        return spent + self.measure_seconds
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "seconds": self.seconds}
 
 
-def estimate(pipeline: Pipeline) -> Estimate:
+def estimate(pipeline: Pipeline, measured_tokens: int = 0) -> Estimate:
     """Say what a training would take.
+
+    Args:
+        pipeline: of the training.
+        measured_tokens: answer tokens that a measurement of the drafter has, at one sequence.
 
     Cost: a few passes of the target, one of them over 1024 tokens, and one step of training.
     Effects: none on the disk.
@@ -74,6 +81,7 @@ def estimate(pipeline: Pipeline) -> Estimate:
     answers = max(1, round(wanted / max(answer, 1.0)))
     tokens = round(wanted + answers * prompt)
     decode, cache_bytes = _decode(target, data.batch, round(prompt + answer / 2))
+    alone, _ = _decode(target, 1, round(prompt + answer / 2))
     per_row = _row_seconds(target, frozenset(pipeline.taps))
     missing = (wanted - done) / max(answer, 1.0)  # answers still to be made
     step_seconds, parameters = _step(pipeline)
@@ -102,6 +110,8 @@ def estimate(pipeline: Pipeline) -> Estimate:
         generate_seconds=missing * (answer * decode / data.batch + prompt * per_row),
         feature_seconds=computed * per_row if pipeline.taps else 0.0,
         train_seconds=train_seconds,
+        # Both warm up, and a drafter that is not trained yet may be no faster.
+        measure_seconds=2 * measured_tokens * alone,
     )
 
 

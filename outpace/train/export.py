@@ -41,10 +41,17 @@ def exporter(method: str | None, form: str) -> Any:
         UnknownNameError: nobody exports it.
         ModelError: not in this format.
     """
-    names = [one.name for one in registry.entries("exporter")] if method is None else [method]
+    known = [one.name for one in registry.entries("exporter")]
+    if method not in (None, *known) and method in [one.name for one in registry.entries("objective")]:
+        raise ModelError(
+            f"no format of another program can say a drafter of {method}; those of {' and '.join(known)} can"
+        )
+    names = known if method is None else [method]
     able = [registry.load("exporter", name) for name in names]
-    known = [known for one in able for known in one.FORMATS]
+    formats = [form for one in able for form in one.FORMATS]
     found = next((one for one in able if form in one.FORMATS), None)
     if found is None:
-        raise ModelError(f"{method or 'a drafter'} cannot be written as {form!r}; known: {', '.join(known)}")
+        raise ModelError(
+            f"{method or 'a drafter'} cannot be written as {form!r}; known: {', '.join(formats)}"
+        )
     return found

@@ -37,7 +37,7 @@ _SAY_EVERY = 10.0  # seconds
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateConfig:
     tokens: int = 1_000_000
-    """Answer tokens wanted; answers under way when they are reached are finished."""
+    """Answer tokens wanted. No more answers are begun than it takes, by the mean length so far."""
     greedy: float = 0.5
     """Share of greedy answers, in [0, 1]; a prompt gets one at most, so less in long work."""
     coolest: float = 0.7
@@ -184,14 +184,23 @@ class _Work:
         self.emitted = self.finished = 0  # tokens of this process: made, and made in done answers
         self.waiting: list[TokenSequence] = []
         self.cut = {"looped_answers": 0, "loop_tokens_cut": 0}
-        self.asked: list[tuple[Ask, tuple[int, ...]]] = []  # by number in Engine.map
+        self.asked: list[tuple[Ask, tuple[int, ...]]] = []  # in the order of Engine.map
+        self.answers, self.number, self.skipped = len(store), 0, 0
+        self.done = set(store.number_S.tolist())
         self.began = self.told = self.flushed = time.perf_counter()
 
     def run(self) -> None:
+        while self.kept < self.config.tokens:  # again where answers were shorter than those before
+            self._round()
+        self._tell()
+
+    def _round(self) -> None:
+        first = len(self.asked)
         for index, result in self.engine.map(
-            self._prompts(), self._params(), batch=self.config.batch, drafter="none"
+            self._prompts(first), self._params(), batch=self.config.batch, drafter="none"
         ):
-            ask, ids = self.asked[index]
+            ask, ids = self.asked[first + index]
+            self.answers += 1
             length = without_loop(result.tokens)
             self.finished += len(result.tokens)
             self.kept += length
@@ -210,7 +219,6 @@ class _Work:
             late = time.perf_counter() - self.flushed > self.config.shard_seconds
             if late or waiting >= self.config.shard_tokens:
                 self.flush()
-        self._tell()
 
     def flush(self) -> None:
         waiting, self.waiting = self.waiting, []
@@ -230,24 +238,32 @@ class _Work:
         done = self.kept + self.emitted - self.finished  # those under way count as well
         self.say(Tick("generating", min(done, self.config.tokens), self.config.tokens, "tokens", rate))
 
-    def _prompts(self) -> Iterator[tuple[int, ...]]:
-        """Token ids of the prompts wanted, until there are answers enough."""
-        done = set(self.store.number_S.tolist())
-        number = skipped = 0
-        while self.kept < self.config.tokens:
-            ask = ask_of(number, len(self.prompts), self.config)
-            number += 1
-            if self.first + ask.number in done:
+    def _expected(self, begun: int) -> float:
+        """Tokens that there will be when the answers are finished that were begun."""
+        # The first that are finished are the short ones, so a few long ones are put to them.
+        usual = (self.kept + 4 * self.config.max_new_tokens) / (self.answers + 4)
+        return self.kept + max(begun * usual, self.emitted - self.finished)
+
+    def _prompts(self, first: int) -> Iterator[tuple[int, ...]]:
+        """Token ids of the prompts wanted, until enough answers were begun; one at least."""
+        before = self.answers
+        while (
+            self.kept < self.config.tokens
+            and self._expected(len(self.asked) - first - (self.answers - before)) < self.config.tokens
+        ):
+            ask = ask_of(self.number, len(self.prompts), self.config)
+            self.number += 1
+            if self.first + ask.number in self.done:
                 continue
             ids = self.engine.encode(self.prompts[ask.prompt].messages)
             if len(ids) > self.config.max_prompt:
-                skipped += 1
-                if skipped > len(self.prompts):
+                self.skipped += 1
+                if self.skipped > len(self.prompts):
                     raise RequestError(
                         f"no prompt has at most {self.config.max_prompt} tokens; raise max_prompt"
                     )
                 continue
-            skipped = 0
+            self.skipped = 0
             self.asked.append((ask, ids))
             yield ids
 

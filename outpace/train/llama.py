@@ -36,7 +36,7 @@ def hf_config(decoder: DecoderConfig) -> dict[str, Any]:
     """
     rope = decoder.ropes[decoder.rope_of_layer[0]]
     positions = float(decoder.max_positions)
-    if rope.kind in ("linear", "dynamic"):
+    if rope.kind == "linear":
         positions /= rope.factor
     kind = "llama"
     if decoder.qk_norm or (decoder.qkv_bias and not decoder.out_bias):

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from outpace.drafters.trained import CONFIG, PROVENANCE, WEIGHTS
+from outpace.drafters.trained import CONFIG, PROVENANCE, WEIGHTS, about
 from outpace.files import replaced, write_whole
 from outpace.law import VocabMap
 from outpace.models.base import Target
@@ -137,10 +137,7 @@ class Objective(ABC):
         target = self.target
         return {
             "method": method,
-            "target": target.name,
-            "target_digest": target.digest,
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
+            **about(target),
             "draft_vocab_size": target.vocab_size if self.vocab is None else len(self.vocab.to_target_D),
             "taps": list(taps),
         }

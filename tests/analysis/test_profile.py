@@ -172,6 +172,40 @@ def test_measuring_takes_turns_and_gives_every_drafter_a_line(engine):
     assert not engine.listeners
 
 
+def disturbing(monkeypatch, slow):
+    """The plain answers with these numbers take 100 times as long."""
+    real, counts = profile._answer, {"none": 0}
+
+    def answer(engine, spec, one, max_new_tokens):
+        got = real(engine, spec, one, max_new_tokens)
+        if spec != "none" or max_new_tokens == profile._WARM_UP:
+            return dataclasses.replace(got, rate=100.0)
+        counts["none"] += 1
+        return dataclasses.replace(got, rate=1.0 if counts["none"] - 1 in slow else 100.0)
+
+    monkeypatch.setattr(profile, "_answer", answer)
+
+
+PROMPTS = [Asked(ids=(5, 9, 11, 5, 9, 11)), Asked(ids=(7, 8, 7, 8))]
+
+
+def test_a_disturbed_answer_is_repeated(engine, monkeypatch):
+    disturbing(monkeypatch, {0})
+    (one,) = profile.measure(engine, PROMPTS, ["prompt_lookup"], CURVE, max_new_tokens=16).drafters
+    assert one.speedup == 1.0 and one.disturbed == 0
+
+
+def test_what_stays_disturbed_is_left_out_and_counted(engine, monkeypatch):
+    disturbing(monkeypatch, {0, 1})
+    found = profile.measure(engine, PROMPTS, ["prompt_lookup"], CURVE, max_new_tokens=16)
+    assert found.drafters[0].speedup == 1.0 and found.drafters[0].disturbed == 1
+    assert "1 disturbed answer left out" in "".join(tune.lines(found, CURVE, False))
+    disturbing(monkeypatch, set(range(20)))
+    found = profile.measure(engine, PROMPTS, ["prompt_lookup"], CURVE, max_new_tokens=16)
+    assert found.drafters == () and "something else" in found.left_out["prompt_lookup"]
+    assert "disturbed by something else" in tune.lines(found, CURVE, False)[-1]
+
+
 def test_nothing_to_measure_is_refused(engine):
     for asked, specs, length in (
         ([], ["suffix"], 16),

@@ -94,3 +94,16 @@ def test_a_full_disk_leaves_no_half_of_a_folder(outpace, tmp_path, monkeypatch):
     assert ran.code == 2 and ran.err.count("\n") == 1 and "No space left on device" in ran.err
     assert f"{out}/model.safetensors: No space" in ran.err
     assert sorted(one.name for one in tmp_path.iterdir()) == ["head"]
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_what_no_other_program_reads_is_refused_at_once(outpace, tmp_path, by_name):
+    """And not first for want of a drafter, then for its format."""
+    source = "medusa"
+    if not by_name:
+        (tmp_path / "heads").mkdir()
+        (tmp_path / "heads" / "config.json").write_text('{"method": "medusa"}')
+        source = str(tmp_path / "heads")
+    ran = outpace("export", source, "--model", "tiny", "--format", "hf", "--out", str(tmp_path / "out"))
+    assert ran.code == 2 and ran.err.count("\n") == 1
+    assert "no format of another program can say a drafter of medusa; those of" in ran.err

@@ -107,3 +107,22 @@ def test_a_summary_ends_with_one_full_stop(outpace, monkeypatch):
 def test_one_thread_is_no_threads():
     measured = {"speedup": 1.5, "mean_emitted": 2.0, "threads": 1, "dtype": "float32", "cpu": "x"}
     assert methods._figures(measured)[2] == "1 thread, float32, x"
+
+
+def test_every_method_is_described_in_whole_sentences(capsys):
+    for name in sorted({row.name for row in registry.entries()}):
+        methods._one(name, as_json=False)
+        head = capsys.readouterr().out.partition("\n")[0]
+        assert ".." not in head and head.endswith("."), head
+
+
+def test_a_name_that_several_kinds_share_is_listed_once(outpace):
+    ran = outpace("methods", "nobody")
+    names = ran.err.strip().partition("known: ")[2].split(", ")
+    assert ran.code == 2 and len(names) == len(set(names)) > 20 and "auto" in names
+
+
+@pytest.mark.parametrize("drafter", [(), ("-d", "auto"), ("-d", "eagle3")])
+def test_a_wrong_tree_is_what_is_told_whoever_drafts(outpace, drafter):
+    ran = outpace("generate", "hi", "--model", "tiny", "--tree", "4x", *drafter)
+    assert ran.code == 2 and "unknown tree '4x'" in ran.err

@@ -166,7 +166,7 @@ def test_where_a_drafter_goes_is_checked_before_a_model_is_loaded(outpace, tmp_p
     (tmp_path / "file").write_text("x")
     for out, said in (
         ("file", "it is a file"),
-        ("file/below", "below: File exists; name another folder"),
+        ("file/below", "below: Not a directory; name another folder"),
         ("new", "No space left"),
     ):
         if out == "new":

@@ -7,9 +7,11 @@ import pytest
 import torch
 from transformers.models.gemma3 import modeling_gemma3
 
-from outpace.errors import ModelError
+from outpace.engine.engine import Engine
+from outpace.errors import ModelError, PromptTooLong
 from outpace.models import fused
 from outpace.models.decoder import Decoder
+from outpace.models.hf.target import HFTarget
 from outpace.models.onednn import packing_works
 from outpace.models.weights import SafetensorsCheckpoint
 from outpace.types import Draft, Feed, Resume, Riders, VocabMap
@@ -148,17 +150,20 @@ def test_logits_agree_with_transformers(tmp_path, name, monkeypatch):
         close(got, want.hidden_states[depth][0])
 
 
-def test_dynamic_scaling_beyond_its_context_agrees_token_by_token(tmp_path):
+def test_the_context_of_dynamic_scaling_ends_at_its_original_length(tmp_path):
     changes = scaled("dynamic", factor=2.0) | {"max_position_embeddings": 32}
     model, decoder = made(tmp_path, "llama", **changes)
-    text = tokens(48)
-    want, past = [], None
-    for token in text:
-        with torch.no_grad():
-            out = model(torch.tensor([[token]]), past_key_values=past, use_cache=True)
-        past = out.past_key_values
-        want.append(out.logits[0])
-    close(fresh(decoder, text), torch.cat(want))
+    text = tokens(32)
+    with torch.no_grad():
+        close(fresh(decoder, text), model(torch.tensor([text])).logits[0])
+    for target in (decoder, HFTarget(model)):
+        assert target.max_positions == 32
+        engine = Engine(target, "none")
+        with pytest.raises(PromptTooLong, match=r"32 tokens.*dynamic rotary scaling"):
+            engine.generate(tokens(32), max_new_tokens=4)
+        result = engine.generate(tokens(24), max_new_tokens=20, temperature=0.0, ignore_eos=True)
+        assert (len(result.tokens), result.finish_reason) == (8, "length")
+    assert "dynamic rotary scaling" in decoder.note
 
 
 def test_plain_weights_agree_with_packed_ones(tmp_path):

@@ -333,7 +333,9 @@ def test_frequencies_that_jump_end_the_context(models):
             "original_max_position_embeddings": 16,
         },
     )
-    assert HFTarget(build(config)).max_positions == 16
+    target = HFTarget(build(config))
+    assert target.max_positions == 16
+    assert "longrope" in target.why_shorter
 
 
 def test_what_cannot_be_a_target_is_refused(models):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from outpace.engine.engine import Engine
 from outpace.errors import ModelError, OutpaceError, UnknownNameError
 from outpace.models.base import TREE
 from outpace.models.decoder import Decoder
@@ -168,3 +169,18 @@ def test_our_own_path_leaves_transformers_alone():
         "sys.exit('transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_decoder_of_a_model_in_memory_shares_its_weights_where_it_can(llama):
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    own = Engine.load(model, backend="own", drafter="none").target
+    assert isinstance(own, Decoder)
+    layer, embedding = model.model.layers[0], model.get_input_embeddings().weight
+    assert own.embedding.matrix_VH.data_ptr() == embedding.data_ptr()
+    # Where matrices are not laid out anew, those that are not merged are shared as well.
+    plain = Decoder.load(own.checkpoint, dtype=torch.float32, packed=False)
+    shared = {plain._blocks[0].out._weight.data_ptr(), plain._blocks[0].down._weight.data_ptr()}
+    assert shared == {layer.self_attn.o_proj.weight.data_ptr(), layer.mlp.down_proj.weight.data_ptr()}
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    Engine(plain, "none").generate([5, 9, 11], max_new_tokens=4)
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())

@@ -373,7 +373,7 @@ def test_a_head_is_found_by_its_digests_and_others_are_refused(engine, target, h
         with pytest.raises(ModelError, match=words):
             engine.generate([1, 2], drafter=f"draft_model[{DRAFT} acceptance={home}]")
 
-    refused("was trained for", target_digest="0")
+    refused("was trained for", target_digest="0", target_likeness=None)
     refused("'blocks' must be a positive whole number", blocks="2")
     refused(r"'blocks.2.weight' has shape None", blocks=3)
     refused("holds a drafter of method 'medusa'", method="medusa")

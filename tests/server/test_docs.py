@@ -1,8 +1,12 @@
 """docs/serve.md names every field, figure and limit that there is."""
 
+import json
 import re
+from functools import partial
 from pathlib import Path
 
+import httpx
+import openai
 import pytest
 
 from outpace.cli.serve import serve
@@ -47,3 +51,25 @@ def test_every_limit_is_there():
     given = {f"--{name.replace('_', '-')}" for name in serve.__annotations__}
     for flag in sorted(f for f in given if f.startswith("--max-") or f in ("--grace", "--timeout")):
         assert flag == "--max-batch" or f"`{flag}`" in PAGE, flag
+
+
+def test_the_python_of_the_page_runs(client, monkeypatch):
+    """Through the client library that it names, into an application in this process."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+    class Here(httpx.BaseTransport):
+        def handle_request(self, request):
+            body = json.loads(request.read())
+            answer = client.post(request.url.path, {**body, "model": "tiny", "max_tokens": 4})
+            return httpx.Response(answer.status_code, json=answer.json())
+
+    made = partial(openai.OpenAI, http_client=httpx.Client(transport=Here()), max_retries=0)
+    monkeypatch.setattr(openai, "OpenAI", made)
+    names: dict[str, object] = {}
+    exec(compile(code, "serve.md", "exec"), names)
+    assert names["answer"].choices[0].message.content is not None
+
+
+def test_the_json_of_the_page_is_json():
+    blocks = re.findall(r"^```json\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert blocks and all(json.loads(block) for block in blocks)

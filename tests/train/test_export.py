@@ -98,6 +98,7 @@ def test_speculators_field_by_field(target, tmp_path):
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "verifier_digest": target.digest,
+        "target_likeness": target.checkpoint.likeness.to_json(),
     }
     stored, mine = load_file(files[1]), load_file(source / "model.safetensors")
     assert stored.keys() == mine.keys()

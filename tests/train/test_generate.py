@@ -56,6 +56,16 @@ def test_answers_are_the_targets_own(engine, whole):
     assert kinds[True] and kinds[False]
 
 
+@pytest.mark.parametrize("batch", [1, 4, 64])
+def test_no_more_is_made_than_was_asked_for(engine, tmp_path, batch):
+    """At most about an answer more: a wide batch does not finish many that nobody needs."""
+    config = GenerateConfig(tokens=200, max_new_tokens=24, batch=batch)
+    store = generate_answers(engine, PROMPTS, tmp_path, config, say=quiet)
+    assert 200 <= store.answer_tokens <= 200 + 3 * 24
+    lengths = [len(one.ids) - one.prompt for one in store]
+    assert max(lengths) <= 24 and len(set(one.number for one in store)) == len(store)
+
+
 def test_the_manifest_tells_how(whole):
     about = TokenStore.open(whole.folder).manifest["about"]
     (work,) = about["plans"]

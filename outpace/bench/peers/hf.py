@@ -126,7 +126,7 @@ def _from_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
             raise ModelError(f"{checkpoint.name} has no twin in transformers: {what} {', '.join(names[:3])}")
     for rope in config.ropes:
         if rope.kind == "divided":
-            inverse, _ = rope.frequencies(1)
+            inverse, _ = rope.frequencies()
             turner = model.model.rotary_emb
             turner.inv_freq.copy_(inverse)
             turner.original_inv_freq.copy_(inverse)
@@ -151,7 +151,6 @@ def _settings(config: DecoderConfig) -> dict[str, Any]:
     They need not be right for every checkpoint that our decoder can read: the twin is tried.
     """
     first = config.ropes[0]
-    positions = first.original_max_positions if first.kind == "dynamic" else config.max_positions
     out: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -161,7 +160,7 @@ def _settings(config: DecoderConfig) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": positions,
+        "max_position_embeddings": config.max_positions,
         "tie_word_embeddings": config.tied_head,
         "rope_parameters": _rope(first),
         "bos_token_id": None,

@@ -41,7 +41,7 @@ from outpace.methods.cross_vocabulary.retokenize import retokenized, stretched
 from outpace.methods.cross_vocabulary.shared_law import SharedCoins, SharedWarp, in_target_ids
 from outpace.methods.cross_vocabulary.spelling import Spelling, shared
 from outpace.models.base import Target
-from outpace.models.load import load_target
+from outpace.models.load import load_beside
 from outpace.sampling import SamplingParams, Warp
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Drawn, Outcome
@@ -125,9 +125,7 @@ class CrossVocabulary(WrappingDrafter[State]):
         Raises:
             ModelError, SpecError, UnknownNameError: as for the class, the model or the drafter.
         """
-        model = load_target(config.model, dtype=config.dtype or target.dtype, device=target.device)
-        if (model.digest, model.dtype) == (target.digest, target.dtype):
-            model = target  # the same weights: one copy will do
+        model = load_beside(target, config.model, config.dtype)
         specs = [MethodSpec("draft_model", (("model", model.name),))]
         if config.drafter is not None:
             specs = build.split_parts(config.drafter, "drafter 'cross_vocabulary'")

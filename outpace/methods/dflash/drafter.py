@@ -33,7 +33,7 @@ from outpace.drafters.base import ExpandingDrafter, Request, Traits
 from outpace.drafters.trained import find, rounding
 from outpace.methods.dflash.files import METHOD, BlockFile, read_block_drafter
 from outpace.methods.dflash.net import BlockNet, Part
-from outpace.models.base import EMBEDDINGS, TAPS, Target
+from outpace.models.base import HEAD, TAPS, Target
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import parse_shape
 from outpace.types import NOTHING, ROOT, Draft, Outcome, Shape
@@ -83,7 +83,7 @@ class Dflash(ExpandingDrafter[_State]):
     """
 
     Config = DflashConfig
-    traits = Traits(default_nodes=4, default_tree=STOCK, needs=frozenset({TAPS, EMBEDDINGS}), samples=True)
+    traits = Traits(default_nodes=4, default_tree=STOCK, needs=frozenset({TAPS, HEAD}), samples=True)
 
     def __init__(self, file: BlockFile, target: Target, quantize: str | None = None) -> None:
         self.file, self.target = file, target

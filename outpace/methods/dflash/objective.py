@@ -38,7 +38,7 @@ from outpace.law import VocabMap
 from outpace.methods.dflash.files import METHOD
 from outpace.methods.dflash.net import unit
 from outpace.methods.dflash.training_net import BlockNet, take
-from outpace.models.base import EMBEDDINGS, TAPS, Target
+from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.train.align import EAGLE, Aligned
@@ -116,7 +116,7 @@ class DflashObjective(Objective):
 
     @classmethod
     def build(cls, config: DflashTraining, target: Target, vocab: VocabMap | None) -> DflashObjective:
-        target.require(frozenset({TAPS, EMBEDDINGS}), METHOD)
+        target.require(frozenset({TAPS, HEAD}), METHOD)
         lent, taps, count = lender(target, METHOD), _fused(config, target), config.layers
         if count > lent.num_layers:
             raise ModelError(f"dflash: layers={count}, but {lent.name} has {lent.num_layers}")

@@ -32,11 +32,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from outpace.drafters.trained import about
 from outpace.law import VocabMap
 from outpace.methods.draft_model.acceptance_head import METHOD, HeadShape
 from outpace.methods.draft_model.drafter import DraftModelConfig, load_model
 from outpace.methods.draft_model.on_policy import features
-from outpace.models.base import EMBEDDINGS, TAPS, Target
+from outpace.models.base import HEAD, TAPS, Target
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import CHUNK
@@ -132,10 +133,10 @@ class Acceptance(Objective):
     @classmethod
     def build(cls, config: AcceptanceTraining, target: Target, vocab: VocabMap | None) -> Acceptance:
         """Begin; the vocabulary is the draft model's, whatever ``vocab`` says."""
-        target.require(frozenset({TAPS, EMBEDDINGS}), METHOD)
+        target.require(frozenset({TAPS, HEAD}), METHOD)
         chosen = DraftModelConfig(model=config.draft, layers=config.draft_layers)
         draft, id_D = load_model(chosen, target)
-        draft.require(frozenset({TAPS, EMBEDDINGS}), f"{METHOD}, of its draft model,")
+        draft.require(frozenset({TAPS, HEAD}), f"{METHOD}, of its draft model,")
         shape = HeadShape(width=draft.hidden_size, blocks=config.blocks, tied=config.tied)
         return cls(config, target, draft, id_D, HeadNet(shape).to(target.device))
 
@@ -204,10 +205,7 @@ class Acceptance(Objective):
         target, draft, shape = self.target, self.draft, self.module.shape
         config = {
             "method": METHOD,
-            "target": target.name,
-            "target_digest": target.digest,
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
+            **about(target),
             "taps": [],
             "draft": draft.name,
             "draft_digest": draft.digest,

@@ -30,7 +30,7 @@ from outpace.errors import ModelError
 from outpace.methods.draft_model.acceptance_head import find_head
 from outpace.methods.draft_model.files import load_trained
 from outpace.models.base import LAYERS, Target
-from outpace.models.load import fast_dtype, load_target
+from outpace.models.load import fast_dtype, load_beside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,12 +90,9 @@ def load_model(config: DraftModelConfig, target: Target) -> tuple[Target, Tensor
     elif config.model == target.name and config.dtype is None:
         model = target
     else:
-        # As stored where that is fastest; else as the target, whose weights it may share.
+        # As stored where that is fastest; else as the target.
         same = fast_dtype(target.device) == target.dtype
-        dtype = config.dtype or ("auto" if same else target.dtype)
-        model = load_target(config.model, dtype=dtype, device=target.device)
-        if (model.digest, model.dtype) == (target.digest, target.dtype):
-            model = target  # the same weights by another name: one copy will do
+        model = load_beside(target, config.model, config.dtype or ("auto" if same else target.dtype))
         check_vocabulary(model, target)
     if config.layers is not None:
         if config.layers > model.num_layers:

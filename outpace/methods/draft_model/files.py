@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outpace.drafters.trained import (
     CONFIG,
+    WEIGHTS,
     decoder_from_json,
     lender,
     read_config,
@@ -29,6 +30,7 @@ from outpace.models.blocks import Ends, Form, read_block
 from outpace.models.decoder import Decoder
 from outpace.models.embedding import Embedding
 from outpace.models.families import DecoderConfig
+from outpace.models.load import shared
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import Norm
@@ -39,8 +41,16 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 class PartCheckpoint(MemoryCheckpoint):
     """Tensors of a decoder that may lack the embedding and have a head of its own size."""
 
-    def __init__(self, config: DecoderConfig, tensors: Mapping[str, Tensor], *, name: str, rows: int) -> None:
-        self._rows = rows
+    def __init__(
+        self,
+        config: DecoderConfig,
+        tensors: Mapping[str, Tensor],
+        *,
+        name: str,
+        rows: int,
+        id_D: Tensor | None = None,
+    ) -> None:
+        self._rows, self.id_D = rows, id_D
         super().__init__(config, tensors, name=name)
 
     def _check_shapes(self) -> None:
@@ -56,7 +66,7 @@ class PartCheckpoint(MemoryCheckpoint):
 def load_trained(
     folder: Path, target: Target, dtype: str | None = None, quantize: str | None = None
 ) -> tuple[Decoder, Tensor | None]:
-    """Load a draft model that ``outpace train draft_model`` wrote.
+    """Load a draft model that ``outpace train draft_model`` wrote; drafters of a target share it.
 
     Args:
         target: what it was trained for; lends what is not stored.
@@ -69,6 +79,15 @@ def load_trained(
     Raises:
         ModelError: files that are missing or corrupt, another target, or a dtype.
     """
+    weights = (folder / WEIGHTS).stat() if (folder / WEIGHTS).is_file() else None
+    written = None if weights is None else (weights.st_mtime_ns, weights.st_size)
+    key = folder.resolve(), written, dtype, rounding(quantize, target)
+    model = shared(target, key, lambda: _load(folder, target, dtype, quantize))
+    assert isinstance(model.checkpoint, PartCheckpoint)
+    return model, model.checkpoint.id_D
+
+
+def _load(folder: Path, target: Target, dtype: str | None, quantize: str | None) -> Decoder:
     said = read_config(folder, target, "draft_model")
     lent = lender(target, "draft_model")
     if dtype is not None and getattr(torch, dtype, None) is not target.dtype:
@@ -86,7 +105,13 @@ def load_trained(
                 f"{folder} stores no {what}, and cannot borrow that of {target.name}: it has "
                 f"hidden size {config.hidden_size}, the target {target.hidden_size}"
             )
-    checkpoint = PartCheckpoint(config, tensors, name=f"{target.name}/draft_model", rows=rows)
+    checkpoint = PartCheckpoint(
+        config,
+        tensors,
+        name=f"{target.name}/draft_model",
+        rows=rows,
+        id_D=None if vocab is None else vocab.to_target_D.to(target.device),
+    )
     kind, where = target.dtype, target.device
     form = Form(kind, where, quantize=rounding(quantize, target))
     blocks = [read_block(checkpoint, i, form) for i in range(config.num_layers)]
@@ -96,5 +121,4 @@ def load_trained(
         head=form.linear(checkpoint.tensor(HEAD, kind)) if HEAD in tensors else lent.unembedding(vocab),
     )
     turns = [Rotation(rope, where) for rope in config.ropes]
-    model = Decoder(checkpoint, config, blocks, ends, turns, form)
-    return model, None if vocab is None else vocab.to_target_D.to(where)
+    return Decoder(checkpoint, config, blocks, ends, turns, form)

@@ -29,7 +29,7 @@ from outpace.drafters.trained import decoder_to_json, head_rows, lender, read_em
 from outpace.law import VocabMap
 from outpace.methods.draft_model.on_policy import student_answers
 from outpace.methods.draft_model.training_net import DraftNet, chosen_layers, narrow_start, shape_of
-from outpace.models.base import EMBEDDINGS, TAPS, Target
+from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.train.align import DRAFT_MODEL, Aligned, places
 from outpace.train.batches import Batch
@@ -87,7 +87,7 @@ class DraftModelObjective(Objective):
 
     @classmethod
     def build(cls, config: DraftModelTraining, target: Target, vocab: VocabMap | None) -> DraftModelObjective:
-        target.require(frozenset({TAPS, EMBEDDINGS}), "draft_model")
+        target.require(frozenset({TAPS, HEAD}), "draft_model")
         lent = lender(target, "draft_model")
         narrow = config.width is not None and config.width != lent.hidden_size
         taken = chosen_layers(config.layers, config.take, lent)

@@ -31,7 +31,7 @@ from outpace.drafters.base import ExpandingDrafter, Request, Traits
 from outpace.drafters.trained import rounding
 from outpace.methods.eagle3.files import find_head, read_head
 from outpace.methods.eagle3.net import EagleNet
-from outpace.models.base import EMBEDDINGS, TAPS, Target
+from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.passes import PassRows
 from outpace.tree.growth import Branch, DraftRow
 from outpace.types import NOTHING, ROOT, Draft, Feed, Outcome
@@ -83,9 +83,7 @@ class Eagle3(ExpandingDrafter[_State]):
     """
 
     Config = Eagle3Config
-    traits = Traits(
-        default_nodes=5, default_tree="dynamic", needs=frozenset({TAPS, EMBEDDINGS}), samples=True
-    )
+    traits = Traits(default_nodes=5, default_tree="dynamic", needs=frozenset({TAPS, HEAD}), samples=True)
 
     def __init__(self, net: EagleNet, id_D: Tensor | None) -> None:
         self.net, self._id_D = net, id_D

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outpace.drafters.trained import about
 from outpace.errors import ModelError
 from outpace.methods.eagle3.files import VERIFIER_DIGEST, Head, default_taps, read_head
 from outpace.models.base import Target
@@ -100,6 +101,7 @@ def _speculators(head: Head, target: Target, verifier: str) -> tuple[dict[str, A
         "tie_word_embeddings": False,
         "torch_dtype": str(DTYPE).removeprefix("torch."),
         VERIFIER_DIGEST: target.digest,
+        "target_likeness": about(target)["target_likeness"],
     }
     return config, _head_tensors(head, target)
 

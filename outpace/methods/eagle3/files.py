@@ -28,9 +28,9 @@ from torch import Tensor
 from outpace.drafters.trained import (
     CONFIG,
     WEIGHTS,
+    check_target,
     decoder_from_json,
     find,
-    lender,
     read_config,
     read_embedding,
     read_tensors,
@@ -128,10 +128,8 @@ def _speculators(said: Mapping[str, Any], folder: Path, target: Target) -> Eagle
     verifier = (said.get("speculators_config") or {}).get("verifier") or {}
     name = verifier.get("name_or_path", "another model")
     digest = said.get(VERIFIER_DIGEST)
-    if digest is not None and digest != target.digest:
-        raise ModelError(
-            f"{folder} was trained for {name} ({digest}), not for {target.name} ({target.digest})"
-        )
+    if digest is not None:
+        check_target(said, str(digest), str(name), folder, target)
     decoder = _decoder(said.get("transformer_layer_config") or {}, folder, "qwen3")
     layers = said.get("eagle_aux_hidden_state_layer_ids")
     flags = {ours: bool(said.get(theirs)) for theirs, ours in _FLAGS.items()}
@@ -243,7 +241,7 @@ def _own_embedding(tensors: Mapping[str, Tensor], target: Target, folder: Path) 
     if _EMBED not in tensors:
         return None
     mine_VH = tensors[_EMBED].to(target.dtype)
-    theirs_VH = read_embedding(lender(target, METHOD)).cpu()
+    theirs_VH = read_embedding(target).cpu()
     if mine_VH.shape != theirs_VH.shape:
         raise ModelError(
             f"{folder}: {_EMBED!r} has shape {list(mine_VH.shape)}, that of {target.name} has "

@@ -31,7 +31,7 @@ from outpace.drafters.trained import decoder_to_json, lender, read_embedding
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.methods.eagle3.training_net import Eagle3Net, take
-from outpace.models.base import EMBEDDINGS, TAPS, Target
+from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.train.align import EAGLE, Aligned, next_tokens, places
@@ -95,7 +95,7 @@ class Eagle3(Objective):
 
     @classmethod
     def build(cls, config: Eagle3Config, target: Target, vocab: VocabMap | None) -> Eagle3:
-        target.require(frozenset({TAPS, EMBEDDINGS}), "eagle3")
+        target.require(frozenset({TAPS, HEAD}), "eagle3")
         lent = lender(target, "eagle3")
         layer = lent.num_layers - 1 if config.layer is None else config.layer
         if not 0 <= layer < lent.num_layers:

@@ -34,7 +34,7 @@ from outpace.drafters.base import ExpandingDrafter, Request, Traits
 from outpace.drafters.trained import find
 from outpace.methods.early_exit.adapter_rows import AdapterFile, AdapterRows, AdapterState, read_adapter
 from outpace.methods.early_exit.shallow import ShallowRows
-from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, Target
+from outpace.models.base import HEAD, LAYERS, TAPS, Target
 from outpace.tree.growth import Branch, DraftRow, grow
 from outpace.types import NOTHING, Draft, Outcome, Shape, Signals, StopRule
 
@@ -83,7 +83,7 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
 
     Config = KangarooConfig
     traits = Traits(
-        default_nodes=6, needs=frozenset({LAYERS, TAPS, EMBEDDINGS}), samples=True, uses_target_cache=True
+        default_nodes=6, needs=frozenset({LAYERS, TAPS, HEAD}), samples=True, uses_target_cache=True
     )
 
     def __init__(self, target: Target, file: AdapterFile, threshold: float | None = None) -> None:

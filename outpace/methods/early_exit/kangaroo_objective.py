@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from outpace.drafters.trained import decoder_to_json, head_rows, lender
 from outpace.errors import ModelError
 from outpace.law import VocabMap
-from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, Target
+from outpace.models.base import HEAD, LAYERS, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.train.align import DRAFT_MODEL, Aligned, places
@@ -123,7 +123,7 @@ class KangarooObjective(Objective):
 
     @classmethod
     def build(cls, config: KangarooTraining, target: Target, vocab: VocabMap | None) -> KangarooObjective:
-        target.require(frozenset({LAYERS, TAPS, EMBEDDINGS}), cls.method)
+        target.require(frozenset({LAYERS, TAPS, HEAD}), cls.method)
         lent, layer = lender(target, cls.method), cls.exit_layer(config, target)
         theirs = lent.config
         rope = theirs.ropes[theirs.rope_of_layer[layer]]

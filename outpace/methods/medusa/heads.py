@@ -37,7 +37,7 @@ from outpace.drafters.base import ExpandingDrafter, Request, Traits
 from outpace.drafters.trained import CONFIG, find, read_config, read_tensors, rounding, vocab_map
 from outpace.errors import ModelError, SpecError
 from outpace.law import VocabMap
-from outpace.models.base import EMBEDDINGS, TAPS, Target
+from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.blocks import Form
 from outpace.models.plan import Plan
 from outpace.tree.growth import Branch, DraftRow
@@ -231,7 +231,7 @@ class ResidualDrafter(ExpandingDrafter[HeadState]):
     traits = Traits(
         default_nodes=4,
         default_tree=STOCK,
-        needs=frozenset({TAPS, EMBEDDINGS}),
+        needs=frozenset({TAPS, HEAD}),
         taps=frozenset({LAST}),
         samples=True,
     )

@@ -36,7 +36,7 @@ from outpace.drafters.trained import head_rows, lender
 from outpace.files import write_whole
 from outpace.law import VocabMap
 from outpace.methods.medusa.heads import HeadsShape
-from outpace.models.base import EMBEDDINGS, TAPS, Target
+from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
@@ -117,7 +117,7 @@ class Medusa(Objective):
 
     @classmethod
     def build(cls, config: Any, target: Target, vocab: VocabMap | None) -> Medusa:
-        target.require(frozenset({TAPS, EMBEDDINGS}), cls.method)
+        target.require(frozenset({TAPS, HEAD}), cls.method)
         lent = lender(target, cls.method)
         shape = HeadsShape(
             heads=config.heads,

@@ -198,11 +198,11 @@ class Ppd(Objective):
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         config = self.config
-        about = {
+        said = {
             **self.about(METHOD, []),
             "riders": config.riders,
             "ensemble": config.ensemble,
             "acceptance": self.ranks.acceptance(),
         }
         tensors = {PROMPTS: self.module().detach()}
-        write_drafter(folder, about, tensors, self.vocab, provenance)
+        write_drafter(folder, said, tensors, self.vocab, provenance)

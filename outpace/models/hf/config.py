@@ -9,6 +9,7 @@ from typing import Any
 
 from outpace.errors import ModelError
 from outpace.models.families import GenerationDefaults
+from outpace.models.rope import ENDS_DYNAMIC
 from outpace.models.text import Tokenizer
 
 FULL, WINDOWED, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -16,6 +17,10 @@ FULL, WINDOWED, CHUNKED = "full_attention", "sliding_attention", "chunked_attent
 
 _NO_LIMIT = 1 << 20
 """Context of a model that states none, such as a recurrent one."""
+_ENDS_LONGROPE = (
+    "longrope scaling turns all keys anew once a text passes the original length, so what a longer "
+    "text means depends on how it was cut into passes"
+)
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 
 
@@ -71,22 +76,25 @@ def wrap_tokenizer(tokenizer: Any, defaults: GenerationDefaults | None) -> Token
     return ours
 
 
-def context_length(config: Any) -> int:
-    """Tokens that the model can hold with one set of rotary frequencies.
+def context_length(config: Any) -> tuple[int, str | None]:
+    """Tokens that the model can hold with one set of rotary frequencies, and why no more.
 
-    Under ``longrope`` the frequencies jump when a text passes its original length, for keys
-    that are already stored as well; what follows would depend on how a text was cut into
-    passes, so the context ends there.
+    Beyond its original length ``longrope`` and ``dynamic`` change the frequencies of keys that
+    are already stored as well; what follows would depend on how a text was cut into passes, so
+    the context ends there.
     """
     longest = int(getattr(config, "max_position_embeddings", None) or _NO_LIMIT)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if rope.get("rope_type", rope.get("type")) == "longrope":
-        return int(
-            rope.get("original_max_position_embeddings")
-            or getattr(config, "original_max_position_embeddings", None)
-            or longest
-        )
-    return longest
+    said = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for rope in (said, *(one for one in said.values() if isinstance(one, dict))):
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind == "dynamic":
+            return longest, ENDS_DYNAMIC
+        if kind == "longrope":
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            return int(original or longest), _ENDS_LONGROPE
+    return longest, None
 
 
 def layer_kinds(config: Any) -> dict[str, int | None] | None:

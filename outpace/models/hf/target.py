@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from torch import Tensor
 
 from outpace.cache.base import KVCache
 from outpace.errors import ModelError
-from outpace.models.base import TAPS, TREE, Target
+from outpace.models.base import HEAD, TAPS, TREE, Target
+from outpace.models.blocks import capped
+from outpace.models.families import DecoderConfig
 from outpace.models.fields import brief
 from outpace.models.hf.config import (
     context_length,
@@ -37,7 +40,9 @@ from outpace.models.hf.config import (
 )
 from outpace.models.hf.gather import GatherCache
 from outpace.models.hf.replay import ReplayCache, Track
-from outpace.types import Draft, Feed, Scored
+from outpace.models.likeness import Likeness
+from outpace.models.memory import MemoryCheckpoint
+from outpace.types import Draft, Feed, Scored, VocabMap
 
 WAYS = ("gather", "resume", "single", "whole")
 """How a model can be run, best first: trees over our own storage; chains that continue its own
@@ -85,11 +90,13 @@ class HFTarget(Target):
         self.note = note
         self.device, self.dtype = model.device, model.dtype
         self.hidden_size, self.num_layers = text.hidden_size, text.num_hidden_layers
-        self.max_positions = context_length(text)
+        self.max_positions, self.why_shorter = context_length(text)
         self.digest = digest(model)
         self.defaults = generation_defaults(model)
         self.tokenizer = wrap_tokenizer(tokenizer, self.defaults)
         self._kinds = layer_kinds(text)
+        self._softcap = getattr(text, "final_logit_softcapping", None)
+        self._reduced: list[tuple[VocabMap, Tensor, Tensor | None]] = []
         parameters = inspect.signature(model.forward).parameters
         self._takes = frozenset(parameters)
         if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -101,6 +108,8 @@ class HFTarget(Target):
         taps = {TAPS} if "output_hidden_states" in self._takes else set()
         if self.note is None and self.way in _SLOW:
             self.note = f"transformers reads {_SLOW[self.way]}; drafts save little"
+        if taps and self._unembeds():
+            taps.add(HEAD)
         self.can = frozenset(taps | {TREE} if self.way == "gather" else taps)
 
     @property
@@ -155,6 +164,60 @@ class HFTarget(Target):
             {tap: torch.cat([features[tap] for _, features in out]) for tap in depths},
             _starts(rows) if depths else (0,),
         )
+
+    def embed(self, ids: Sequence[int]) -> Tensor:
+        """Vectors of tokens, by the model's own module; see the contract."""
+        with torch.no_grad():
+            id_T = torch.tensor(ids, dtype=torch.int64, device=self.device)
+            vector_TH: Tensor = self.model.get_input_embeddings()(id_T)
+            return vector_TH.float()
+
+    def head(self, hidden_TH: Tensor, vocab: VocabMap | None = None) -> Tensor:
+        """Logits of hidden states, by the model's own module; see the contract.
+
+        The rows of a draft vocabulary are copied at its first use and kept.
+        """
+        module, x_TH = self.model.get_output_embeddings(), hidden_TH.to(self.dtype)
+        plain = isinstance(module, torch.nn.Linear) and module.weight.dtype is self.dtype
+        with torch.no_grad():
+            if vocab is None:
+                logits = module(x_TH)
+            elif plain:
+                logits = torch.nn.functional.linear(x_TH, *self._rows_of_head(module, vocab))
+            else:
+                logits = module(x_TH)[:, vocab.to_target_D.to(self.device)]
+            return capped(logits.float(), self._softcap)
+
+    def _rows_of_head(self, module: torch.nn.Linear, vocab: VocabMap) -> tuple[Tensor, Tensor | None]:
+        for known, weight_DH, bias_D in self._reduced:
+            if known is vocab:
+                return weight_DH, bias_D
+        index_D = vocab.to_target_D.to(self.device)
+        bias_D = None if module.bias is None else module.bias.detach()[index_D]
+        self._reduced.append((vocab, module.weight.detach()[index_D], bias_D))
+        return self._reduced[-1][1:]
+
+    def _unembeds(self) -> bool:
+        """Whether the modules for embedding and head give what a pass takes in and gives out."""
+        ids = [3, 1, 2]
+        try:
+            with self._borrowed():
+                result = self._forward(torch.tensor([ids]), output_hidden_states=True)
+                first_TH, last_TH = (result.hidden_states[depth][0] for depth in (0, -1))
+                off = (self.head(last_TH) - result.logits[0].float()).abs().mean()
+                same = torch.allclose(self.embed(ids), first_TH.float(), rtol=1e-3, atol=1e-5)
+        except Exception:  # every architecture has its own kinds
+            return False
+        return same and float(off) <= _ROUNDING[self.dtype.itemsize] * float(result.logits.float().std())
+
+    @cached_property
+    def likeness(self) -> Likeness | None:
+        """As of the own decoder's checkpoint; None where the family has no own decoder."""
+        try:
+            config = DecoderConfig.from_hf(self.model.config.to_dict())
+            return MemoryCheckpoint(config, self.model.state_dict(), name=self.name).likeness
+        except ModelError:
+            return None
 
     def _gather(
         self, feeds: Sequence[Feed], cache: GatherCache, depths: Mapping[str, int]

@@ -45,7 +45,7 @@ def random_file(target, layers=2, tree=None):
 def rotated(x, position, config):
     """One head, dimension i with dimension i + D / 2."""
     low, high = x.chunk(2)
-    theta = config.ropes[0].frequencies(1)[0]
+    theta = config.ropes[0].frequencies()[0]
     cos, sin = (position * theta).cos(), (position * theta).sin()
     return torch.cat([low * cos - high * sin, high * cos + low * sin])
 

@@ -267,7 +267,7 @@ def test_what_cannot_be_read_is_said(target, folder, tmp_path):
             ({"draft_vocab_size": 5}, "draft_vocab_size is 5"),
             ({"tree": [-1, 5]}, "need an earlier node"),
             ({"decoder": {}}, "the decoder's fields are not right"),
-            ({"target_digest": "0"}, r"was trained for tiny \(0\)"),
+            ({"target_digest": "0", "target_likeness": None}, r"was trained for tiny \(0\)"),
             ({"method": "medusa"}, "method 'medusa', not 'dflash'"),
         )
     ):

@@ -264,7 +264,7 @@ def test_a_short_training_raises_acceptance(target, tmp_path):
 
 
 def test_what_cannot_be_built_is_said(target):
-    with pytest.raises(ModelError, match="dflash needs embeddings, taps"):
+    with pytest.raises(ModelError, match="dflash needs head, taps"):
         DflashObjective.build(DflashTraining(), TableTarget.random(0), None)
     with pytest.raises(ModelError, match="layers=3, but tiny has 2"):
         DflashObjective.build(DflashTraining(layers=3), target, None)

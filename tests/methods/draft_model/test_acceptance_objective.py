@@ -217,7 +217,7 @@ def test_a_short_training_tells_refusals_from_acceptances(target, tmp_path):
 
 
 def test_what_cannot_be_built_is_said(target):
-    with pytest.raises(ModelError, match="acceptance needs embeddings, taps"):
+    with pytest.raises(ModelError, match="acceptance needs head, taps"):
         Acceptance.build(AcceptanceTraining(), TableTarget.random(0), None)
     with pytest.raises(ModelError, match="no trained draft_model"):
         Acceptance.build(AcceptanceTraining(), target, None)

@@ -229,6 +229,6 @@ def test_a_head_for_another_target(target, tmp_path):
     Objective.build(Training(), tiny(1), None).save(tmp_path, {})
     with pytest.raises(ModelError, match=r"was trained for tiny:1 \(.*not for tiny \("):
         Eagle3.load(Eagle3Config(model=str(tmp_path)), target)
-    with pytest.raises(ModelError, match="drafter 'eagle3' needs embeddings, taps"):
+    with pytest.raises(ModelError, match="drafter 'eagle3' needs head, taps"):
         Engine(TableTarget.random(0), drafter="eagle3")
     assert target.checkpoint.name == "tiny"

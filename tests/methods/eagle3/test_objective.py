@@ -257,7 +257,7 @@ def test_what_cannot_be_built_is_said(target):
         Eagle3.build(Eagle3Config(layer=7), target, None)
     with pytest.raises(ModelError, match="taps='1,9', but tiny has 0 to 2"):
         Eagle3.taps(Eagle3Config(taps="1,9"), target)
-    with pytest.raises(ModelError, match="eagle3 needs embeddings, taps"):
+    with pytest.raises(ModelError, match="eagle3 needs head, taps"):
         Eagle3.build(Eagle3Config(), TableTarget.random(0), None)
     for wrong in ({"steps": 0}, {"decay": 0.0}, {"start": "middle"}):
         with pytest.raises(ValueError, match="must be"):

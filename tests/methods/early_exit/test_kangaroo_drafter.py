@@ -417,7 +417,7 @@ def test_what_does_not_fit_is_said(engine, target, objective, tmp_path):
     refused("layer is 6, need 1 to 5", layer=6)
     refused("layer is None", layer=None)
     refused("holds a drafter of method 'eagle3', not 'kangaroo'", method="eagle3")
-    refused("was trained for", target_digest="0")
+    refused("was trained for", target_digest="0", target_likeness=None)
     refused("fields are not right", decoder={})
     refused("look at norm.weight", tensors={**tensors, "norm.weight": torch.ones(3)})
     refused("look at lm_head.weight", tensors={**tensors, "lm_head.weight": torch.ones(3)})

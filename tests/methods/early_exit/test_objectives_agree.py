@@ -56,7 +56,7 @@ def test_what_cannot_be_built_is_said(kind, target):
         words = f"{kind.method}: exit_layer={layer}, but tiny has 3 layers; leave after layer 1 to"
         with pytest.raises(ModelError, match=words):
             kind.build(kind.Config(exit_layer=layer), target, None)
-    with pytest.raises(ModelError, match=f"{kind.method} needs embeddings, layers, taps"):
+    with pytest.raises(ModelError, match=f"{kind.method} needs head, layers, taps"):
         kind.build(kind.Config(), TableTarget.random(0), None)
     with pytest.raises(ValueError, match="temperature must be above 0"):
         kind.Config(temperature=0.0)

@@ -291,7 +291,7 @@ def test_what_cannot_be_read_is_said(target, folders, tmp_path):
             ({"heads": 2}, r"'heads.2.blocks.0.bias' has shape \(64,\), its config needs None"),
             ({"draft_vocab_size": 5}, "draft_vocab_size is 5"),
             ({"tree": [-1, 5]}, "need an earlier node"),
-            ({"target_digest": "0"}, r"was trained for tiny \(0\)"),
+            ({"target_digest": "0", "target_likeness": None}, r"was trained for tiny \(0\)"),
         )
     ):
         folder = tmp_path / str(number)

@@ -273,7 +273,7 @@ def test_drafts_are_the_guesses_that_training_counts(made):
 
 
 def test_what_cannot_be_built_is_said():
-    with pytest.raises(ModelError, match="medusa needs embeddings, taps"):
+    with pytest.raises(ModelError, match="medusa needs head, taps"):
         Medusa.build(MedusaTraining(), TableTarget.random(0), None)
     for wrong in ({"heads": 0}, {"layers": 0}, {"decay": 0.0}, {"temperature": 0.0}):
         with pytest.raises(ValueError, match="must be"):

@@ -1,0 +1,64 @@
+"""Every block of every page is run by a test, or marked as something to read.
+
+A block in ``python`` or ``sh`` is run. ``text`` is output, a formula, or a command that needs what a test
+has not: a model of the reader's, hours, a second machine. Its names and options are looked up nonetheless
+(`tests/test_docs.py`). ``json`` and ``toml`` are read.
+
+The commands of ``sh`` blocks are run as they stand, with the model that they name, in the slow run:
+``pytest -m slow tests/test_doc_blocks.py``.
+"""
+
+import json
+import shlex
+
+import pytest
+
+from tests.test_docs import FENCE, INDENTED, PAGES, joined, run
+
+PYTHON = {"README.md", "python.md", "add-a-method.md", "serve.md"}
+"""Pages whose Python a test runs: test_docs, test_add_a_method, server/test_docs."""
+RUNS = ("outpace",)
+LOOKED_AT = ("pip", "make", "git", "cd", ".ci/run", ".venv/bin/pip", ".venv/bin/python")
+"""Programs whose lines set up an environment: what runs the tests has done that."""
+NOT_HERE = {"LOG.md": "lists", "add-a-method.md": "test_add_a_method runs it, with its package"}
+
+
+def shell(page):
+    """Command lines of a page, as words."""
+    for language, text in FENCE.findall(page.read_text(encoding="utf-8")):
+        if language == "sh":
+            for line in joined(text).splitlines():
+                if line and not line.startswith("#"):
+                    yield shlex.split(line, comments=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_is_run_or_marked(page):
+    text = page.read_text(encoding="utf-8")
+    for language, block in FENCE.findall(text):
+        assert language in ("python", "sh", "text", "json", "toml"), f"a block without a mark: {block[:60]}"
+        assert language != "python" or page.name in PYTHON, f"no test runs {block[:60]}"
+    if page.name not in NOT_HERE:
+        indented = [block for block in INDENTED.findall(FENCE.sub("", text)) if block.strip()]
+        assert not indented, f"a block that no fence marks: {indented[0][:60]}"
+    for words in shell(page):
+        assert words[0] in RUNS + LOOKED_AT or page.name in NOT_HERE, f"no test runs {words}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name not in NOT_HERE and any(w[0] in RUNS for w in shell(page))],
+    ids=lambda page: page.name,
+)
+def test_shell_blocks_run_as_they_stand(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes").mkdir()
+    for name in ("notes/a.txt", "book.txt", "article.txt"):
+        (tmp_path / name).write_text("A river runs to the sea, and a road to the town. " * 20)
+    rows = ({"prompt": f"Tell me about the number {i}."} for i in range(120))
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for words in shell(page):
+        if words[0] in RUNS:
+            found = (sorted(tmp_path.glob(word)) if "*" in word else [word] for word in words[1:])
+            run(*(str(word) for several in found for word in several))
