@@ -6,11 +6,9 @@ by round over ``none`` in the same round.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from outpace.bench import stats
 from outpace.bench.load import Arrival, Reply
 from outpace.bench.load_terms import PLAIN
 from outpace.bench.tables import Table, number, page, share
-from outpace.files import write_whole
 
 Report = dict[str, Any]
 
@@ -263,12 +260,7 @@ def _differing(texts: Mapping[str, Any] | None) -> str:
     return f"{share(texts['share'])}, from {first['index']}{most}"
 
 
-def write(report: Report, folder: Path) -> list[Path]:
-    """Write ``report.json`` and ``report.md``; each is complete or not there at all."""
-    lead = [f"- {note}" for note in report["notes"]]
-    for name, text in (
-        ("report.json", json.dumps(report, indent=1, allow_nan=False) + "\n"),
-        ("report.md", page("Load", [heading(report), "", *lead], [table(report)], report["provenance"])),
-    ):
-        write_whole(folder / name, text)
-    return [folder / "report.json", folder / "report.md"]
+def markdown(report: Report) -> str:
+    """The report as a page."""
+    lead = [heading(report), "", *(f"- {note}" for note in report["notes"])]
+    return page("Load", lead, [table(report)], report["provenance"])

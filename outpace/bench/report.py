@@ -6,7 +6,6 @@ and laid beside another. `outpace.bench.tables` shows it to people.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -16,7 +15,7 @@ from outpace.bench import stats
 from outpace.bench.records import Contender, Run
 from outpace.bench.runner import PLAIN, Measured, Runs, Session, Unit, compared
 from outpace.errors import RequestError
-from outpace.files import parse_json, write_whole
+from outpace.files import parse_json
 
 Report = dict[str, Any]
 
@@ -266,24 +265,6 @@ def _remarks(report: Report) -> list[str]:
         if row["synthetic"]:
             lines.append(f"{row['method']} is synthetic: its guesses were looked up and cost nothing")
     return lines
-
-
-def write(report: Report, folder: Path) -> list[Path]:
-    """Write ``report.json`` and ``report.md`` to a folder, which is made if need be.
-
-    Returns:
-        The files. Each is complete or not there at all.
-    """
-    from outpace.bench.tables import markdown
-
-    written = []
-    for name, text in (
-        ("report.json", json.dumps(report, indent=1, allow_nan=False) + "\n"),
-        ("report.md", markdown(report)),
-    ):
-        write_whole(folder / name, text)
-        written.append(folder / name)
-    return written
 
 
 def read(path: Path) -> Report:

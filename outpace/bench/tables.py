@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from outpace.bench.records import VERBS
 from outpace.bench.report import Report
 from outpace.bench.stats import LOOPS, half_width
+from outpace.files import write_whole
 
 Figures = dict[str, Any]
 """What a report says of one method."""
@@ -309,6 +311,18 @@ def markdown(report: Report) -> str:
     lead += [f"- {note}" for note in report["notes"]]
     about = {f"about {label(row)}": row["about"] for row in report["rows"]}
     return page("Benchmark", lead, tables(report), {**report["provenance"], **about})
+
+
+def write(report: Report, text: str, folder: Path) -> list[Path]:
+    """Write ``report.json`` and ``report.md`` to a folder, which is made if need be.
+
+    Returns:
+        The files. Each is complete or not there at all.
+    """
+    files = {"report.json": json.dumps(report, indent=1, allow_nan=False) + "\n", "report.md": text}
+    for name, content in files.items():
+        write_whole(folder / name, content)
+    return [folder / name for name in files]
 
 
 def page(title: str, lead: Sequence[str], tables: Sequence[Table], provenance: Mapping[str, Any]) -> str:

@@ -239,9 +239,9 @@ def report_of(engine: Engine, asked: Asked, session: Session, config: dict[str, 
 def save(report: Report, folder: Path) -> None:
     """Write the report, its page and its plots."""
     from outpace.bench.plots import draw
-    from outpace.bench.report import write
+    from outpace.bench.tables import markdown, write
 
-    for path in [*write(report, folder), *draw(report, folder)]:
+    for path in [*write(report, markdown(report), folder), *draw(report, folder)]:
         show.note(f"wrote {path}")
 
 

@@ -208,11 +208,12 @@ def provenance_of(about: dict[str, Any], config: dict[str, Any]) -> dict[str, An
 
 def save(report: Report, folder: Path) -> None:
     """Write the report, its page and its plot."""
-    from outpace.bench.load_report import write
+    from outpace.bench.load_report import markdown
     from outpace.bench.plots import load, paint
+    from outpace.bench.tables import write
 
     picture = partial(load, report=report)
-    for path in [*write(report, folder), *paint({"load": picture}, folder, note=show.note)]:
+    for path in [*write(report, markdown(report), folder), *paint({"load": picture}, folder, note=show.note)]:
         show.note(f"wrote {path}")
 
 
