@@ -183,13 +183,13 @@ class Engine:
         """
         prompts, single = as_prompts(prompt)
         method = self.method(drafter)
-        ready = list(self._ready(prompts, params, settings, chat, reference))
+        requests = list(self._requests(prompts, params, settings, chat, reference))
         done: dict[int, Result] = {}
-        for part in self._run(self._open(ready, method, reproducible), method):
+        for part in self._run(self._open(requests, method, reproducible), method):
             for row in part:
                 if row.finished:
                     done[row.index] = row.result()
-        results = [done[index] for index in range(len(ready))]
+        results = [done[index] for index in range(len(requests))]
         return results[0] if single and len(results) == 1 else results
 
     def stream(
@@ -209,8 +209,8 @@ class Engine:
         """
         prompts, _ = as_prompts(prompt)
         method = self.method(drafter)
-        ready = list(self._ready(prompts, params, settings, chat, reference))
-        return self.chunks(self._open(ready, method, reproducible), method)
+        requests = list(self._requests(prompts, params, settings, chat, reference))
+        return self.chunks(self._open(requests, method, reproducible), method)
 
     def map(
         self,
@@ -239,12 +239,12 @@ class Engine:
         if batch < 1:
             raise RequestError(f"batch must be at least 1, got {batch}")
         method = self.method(drafter)
-        ready = (
+        requests = (
             one
             for number, (prompt, own) in enumerate(together(prompts, params, settings))
-            for one in self._ready([prompt], own, {}, chat, None, first=number)
+            for one in self._requests([prompt], own, {}, chat, None, first=number)
         )
-        for part in self._run(self._open(ready, method, reproducible), method, batch=batch):
+        for part in self._run(self._open(requests, method, reproducible), method, batch=batch):
             for row in part:
                 row.chunks.clear()
                 if row.finished:
@@ -263,7 +263,7 @@ class Engine:
         """Token ids of a prompt, as ``generate`` would feed it."""
         return encode(prompt, self.target, chat=chat)
 
-    def _ready(
+    def _requests(
         self,
         prompts: Sequence[Prompt],
         params: Wanted,
@@ -276,12 +276,12 @@ class Engine:
         count = 0
         wanted, references = settle(params, settings, len(prompts)), each(reference, len(prompts))
         for prompt, asked, own in zip(prompts, wanted, references, strict=True):
-            ready = self.ready(prompt, asked, chat=chat, reference=own)
-            for one in ready.each():
+            request = self.request(prompt, asked, chat=chat, reference=own)
+            for one in request.each():
                 yield replace(one, index=count if first is None else first)
                 count += 1
 
-    def ready(
+    def request(
         self, prompt: Prompt, params: SamplingParams, *, chat: bool = False, reference: Any = None
     ) -> GenerationRequest:
         """Encode and check one prompt with its settings, ``params.n`` answers of it together.
@@ -302,7 +302,7 @@ class Engine:
         )
 
     def _open(
-        self, ready: Iterable[GenerationRequest], method: Method, reproducible: bool | None
+        self, requests: Iterable[GenerationRequest], method: Method, reproducible: bool | None
     ) -> Iterator[ActiveSequence]:
         """Sequences in slots of their own, each opened when it is asked for."""
         self.verifier(method, reproducible)  # two wishes that contradict are said at once
@@ -316,20 +316,20 @@ class Engine:
                 self.cache.close(slot)
                 raise
 
-        return map(opened, ready)
+        return map(opened, requests)
 
     def running(
-        self, ready: GenerationRequest, slot: int, method: Method, verifier: Verifier
+        self, request: GenerationRequest, slot: int, method: Method, verifier: Verifier
     ) -> ActiveSequence:
-        """A sequence whose slot may hold a prefix of its prompt already."""
+        """A sequence whose slot may hold a prefix of its prompt alrequest."""
         self._count += 1
-        request = replace(ready, num_cached=self.cache.length(slot))
+        request = replace(request, num_cached=self.cache.length(slot))
         ids, params = request.prompt, request.params
         tokenizer = self.target.tokenizer
-        text = None if tokenizer is None else tokenizer.text_stream(continues=ready.continues)
+        text = None if tokenizer is None else tokenizer.text_stream(continues=request.continues)
         judges = method.verifiers(verifier)
         # A draft that was read off an answer must not meet the coins that made that answer.
-        seeded = (method.deterministic and ready.reference is None) or all(
+        seeded = (method.deterministic and request.reference is None) or all(
             one.reproduces for one in (verifier, *judges.values())
         )
         return ActiveSequence(
@@ -337,7 +337,7 @@ class Engine:
             request=request,
             warp=Warp(params, ids, self.eos_ids, self.target.vocab_size),
             stops=StopChecker(params, self.eos_ids, text),
-            coins=key_of(ready.seed, ids) if seeded else secrets.randbits(64),
+            coins=key_of(request.seed, ids) if seeded else secrets.randbits(64),
             slot=slot,
             setup=Setup(
                 drafter=method.spec,

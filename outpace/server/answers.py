@@ -43,7 +43,7 @@ class Writer(ABC):
         self.lossless = True
         """Whether the answers have the distribution of the model; said in every answer and chunk."""
         self._written = [0] * ask.answers
-        each = [one for one in ask.ready for _ in range(ask.n)]
+        each = [one for one in ask.requests for _ in range(ask.n)]
         self._tracer = Tracer(each, tokenizer) if ask.traced else None
 
     @abstractmethod
@@ -149,7 +149,7 @@ class Writer(ABC):
     def usage(self, results: Sequence[Result]) -> Json:
         """Tokens read and written. A prompt counts once, whatever its number of answers."""
         ask = self.ask
-        read = sum(len(ready.prompt) for ready in ask.ready)
+        read = sum(len(one.prompt) for one in ask.requests)
         written = sum(len(result.tokens) for result in results)
         details: Json = {"reasoning_tokens": 0}
         if ask.predicted:
@@ -176,7 +176,7 @@ class Writer(ABC):
         chunk: Json = {"id": self._id, "object": self.part, **self._about, "lossless": self.lossless}
         chunk["choices"] = choices
         if self.ask.running_usage:
-            read, written = sum(len(r.prompt) for r in self.ask.ready), sum(self._written)
+            read, written = sum(len(r.prompt) for r in self.ask.requests), sum(self._written)
             chunk["usage"] = {
                 "prompt_tokens": read,
                 "completion_tokens": written,
@@ -238,7 +238,7 @@ class CompletionWriter(Writer):
         answer, found = result.logprobs or (), result.prompt_logprobs
         if not found:
             return self._logprobs(index, answer)
-        first = self.ask.ready[index // self.ask.n].prompt[0]
+        first = self.ask.requests[index // self.ask.n].prompt[0]
         start = self._logprobs(index, (TokenLogprobs(first, 0.0, ()),))
         rest = self._logprobs(index, (*(one for one in found if one is not None), *answer))
         return {

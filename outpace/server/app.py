@@ -67,7 +67,7 @@ class Server:
         ask = await off_loop(read)
         call = RequestHandler(self.service, ask, self.meters, began, self.limits.request_seconds)
         writes = writer(ask, self.name, self.fingerprint, self.tokenizer)
-        writes.lossless = all(self.service.lossless(one) for one in ask.ready)
+        writes.lossless = all(self.service.lossless(one) for one in ask.requests)
         end = self._start(call, request.scope.get("caller", ""))
         if ask.stream:
             return EventStream(chunks(call, writes), self.limits.request_seconds, end)

@@ -54,7 +54,7 @@ _TAKEN = {
 class ClientRequest:
     """One HTTP request, with nothing left to check."""
 
-    ready: tuple[GenerationRequest, ...]
+    requests: tuple[GenerationRequest, ...]
     """One per prompt."""
     n: int
     """Answers per prompt."""
@@ -79,7 +79,7 @@ class ClientRequest:
     @property
     def answers(self) -> int:
         """Answers in all, numbered prompt by prompt."""
-        return len(self.ready) * self.n
+        return len(self.requests) * self.n
 
 
 class Reader:
@@ -121,8 +121,8 @@ class Reader:
         if body.max_tokens == 0:
             ask = replace(ask, silent=True)
         if body.echo and body.logprobs is not None:
-            scored = [replace(one, prompt_logprobs=body.logprobs) for one in ask.ready]
-            ask = replace(ask, ready=tuple(scored))
+            scored = [replace(one, prompt_logprobs=body.logprobs) for one in ask.requests]
+            ask = replace(ask, requests=tuple(scored))
         return ask
 
     def chat(self, body: ChatBody) -> ClientRequest:
@@ -263,7 +263,7 @@ class Reader:
         speculation = body.speculation or Speculation()
         settings = self._settings(body, logprobs, form)
         reference = None if body.prediction is None else self._reference(body.prediction.text)
-        ready = []
+        requests = []
         for ids in prompts:
             room = max(1, self.service.longest - len(ids))
             usual = _COMPLETION_TOKENS if continues else room
@@ -276,14 +276,14 @@ class Reader:
                 reference=reference,
                 reproducible=speculation.reproducible,
             )
-            ready.append(replace(one, continues=continues, traced=speculation.trace))
+            requests.append(replace(one, continues=continues, traced=speculation.trace))
         options = body.stream_options
         if options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream; set it to true", "stream_options")
         if speculation.trace and not body.stream:
             raise ApiError(400, "speculation.trace needs stream; set it to true", "speculation")
         return ClientRequest(
-            ready=tuple(ready),
+            requests=tuple(requests),
             n=body.n or 1,
             stream=bool(body.stream),
             include_usage=options is not None and options.include_usage,

@@ -43,7 +43,7 @@ class RequestHandler:
             ApiError: 429, the queue is full; 503, the service ends or has broken.
         """
         loop = asyncio.get_running_loop()
-        for number, ready in enumerate(self.ask.ready):
+        for number, request in enumerate(self.ask.requests):
             first = number * self.ask.n
 
             def listen(event: Event, first: int = first) -> None:
@@ -53,7 +53,7 @@ class RequestHandler:
                     )
 
             try:
-                self._tickets.append(self._service.submit(ready, listen, key=key))
+                self._tickets.append(self._service.submit(request, listen, key=key))
             except QueueFull as error:
                 self.cancel()
                 wait = self._meters.wait(self._service.stats())

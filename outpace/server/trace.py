@@ -20,12 +20,12 @@ class Tracer:
         tokenizer: the target's; None leaves texts empty.
     """
 
-    def __init__(self, ready: Sequence[GenerationRequest], tokenizer: Any) -> None:
+    def __init__(self, requests: Sequence[GenerationRequest], tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._streams = [
-            None if tokenizer is None else tokenizer.text_stream(continues=one.continues) for one in ready
+            None if tokenizer is None else tokenizer.text_stream(continues=one.continues) for one in requests
         ]
-        self._owed = [""] * len(ready)
+        self._owed = [""] * len(requests)
 
     def of(self, event: Tokens) -> dict[str, Any]:
         """Who wrote the tokens of an event, and its pass."""

@@ -56,8 +56,8 @@ class Ticket:
 class Answer:
     """One answer, from the queue to its end."""
 
-    def __init__(self, ready: GenerationRequest, listen: Listener, ticket: Ticket, method: Method) -> None:
-        self.ready, self.listen, self.ticket, self.method = ready, listen, ticket, method
+    def __init__(self, request: GenerationRequest, listen: Listener, ticket: Ticket, method: Method) -> None:
+        self.request, self.listen, self.ticket, self.method = request, listen, ticket, method
         self.asked = time.perf_counter()
         self.row: ActiveSequence | None = None
         """Its sequence, once it has run."""
@@ -67,7 +67,7 @@ class Answer:
     @property
     def tokens(self) -> list[int]:
         """What its slot must hold before it can go on, but for the last token of a prompt."""
-        return list(self.ready.prompt[:-1]) if self.row is None else self.row.tokens[:-1]
+        return list(self.request.prompt[:-1]) if self.row is None else self.row.tokens[:-1]
 
     def tell(self, event: Event) -> None:
         """Call its listener, unless that has failed."""
@@ -117,8 +117,8 @@ class Batch:
         if self._soon(answer):
             return False
         try:
-            stored = answer.ready.prompt_logprobs is None  # keys that are copied come without logits
-            slot = self.memory.enter(answer.tokens, answer.ready.key, list(self.running), stored=stored)
+            stored = answer.request.prompt_logprobs is None  # keys that are copied come without logits
+            slot = self.memory.enter(answer.tokens, answer.request.key, list(self.running), stored=stored)
         except Exception as error:  # no memory for this one
             self.drop(answer, error)
             return True
@@ -138,14 +138,14 @@ class Batch:
         return True
 
     def _begin(self, answer: Answer, slot: int) -> ActiveSequence:
-        ready, method = answer.ready, answer.method
-        verifier = self.engine.verifier(method, ready.reproducible, ready.params)
-        row = self.engine.running(ready, slot, method, verifier)
+        request, method = answer.request, answer.method
+        verifier = self.engine.verifier(method, request.reproducible, request.params)
+        row = self.engine.running(request, slot, method, verifier)
         row.policy_state = Own(method.policy, row.policy_state)
         row.asked, row.num_cached = answer.asked, self.engine.cache.length(slot)
-        row.watch = described if ready.traced else None
-        if ready.prompt_logprobs is not None:
-            answer.scores = PromptScores(ready.prompt, ready.prompt_logprobs)
+        row.watch = described if request.traced else None
+        if request.prompt_logprobs is not None:
+            answer.scores = PromptScores(request.prompt, request.prompt_logprobs)
             row.read_prompt = answer.scores.read
         return row
 
@@ -156,8 +156,8 @@ class Batch:
         reading = [row for row in self.running if row.reading]
         if self._scheduler.busy_reading:
             return True
-        ids, key, store = answer.tokens, answer.ready.key, self.memory.store
-        if not reading or not store.most or answer.ready.prompt_logprobs is not None:
+        ids, key, store = answer.tokens, answer.request.key, self.memory.store
+        if not reading or not store.most or answer.request.prompt_logprobs is not None:
             return False
         same = max((shared_prefix(row.tokens, ids) for row in reading if row.request.key == key), default=0)
         return same // PAGE * PAGE > store.known(key, ids)
@@ -171,12 +171,12 @@ class Batch:
 
     def drop(self, answer: Answer, error: Exception | None = None) -> None:
         """End an answer that has no slot, cancelled or failed."""
-        row, ready = answer.row, answer.ready
+        row, request = answer.row, answer.request
         if row is not None:
             self._release(row, answer, keep_slot=True)
         self._count_end("cancelled" if error is None else "error")
         if error is not None:
-            self._say(answer, Failed(index=ready.index, error=error))
+            self._say(answer, Failed(index=request.index, error=error))
             return
         if row is not None:
             row.cancel()
@@ -186,15 +186,15 @@ class Batch:
                 text="",
                 tokens=(),
                 finish_reason="cancelled",
-                prompt_tokens=len(ready.prompt),
+                prompt_tokens=len(request.prompt),
                 counters=Counters(),
                 seconds=0.0,
                 prefill_seconds=0.0,
-                seed=ready.seed,
+                seed=request.seed,
                 drafter=answer.method.spec,
                 queue_seconds=time.perf_counter() - answer.asked,
             )
-        self._say(answer, Done(index=ready.index, result=result))
+        self._say(answer, Done(index=request.index, result=result))
 
     def lost(self) -> list[Answer]:
         """All that have begun and not ended, for the case that nothing goes on."""

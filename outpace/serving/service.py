@@ -142,10 +142,10 @@ class Service:
             RequestError: what ``submit`` would refuse.
         """
         (own,) = settle(params, settings, 1)
-        ready = self.engine.ready(prompt, own, chat=chat, reference=reference)
-        ready = replace(ready, drafter=drafter, draft_tokens=draft_tokens, reproducible=reproducible)
-        self._check(ready)
-        return ready
+        request = self.engine.request(prompt, own, chat=chat, reference=reference)
+        request = replace(request, drafter=drafter, draft_tokens=draft_tokens, reproducible=reproducible)
+        self._check(request)
+        return request
 
     def submit(self, request: GenerationRequest, listen: Listener, *, key: str = "") -> Ticket:
         """Queue a request; returns at once.
@@ -293,7 +293,7 @@ class Service:
                 self._stats = replace(self._stats, running=0)
             self._batch.tell()
             for answer in lost:
-                answer.tell(Failed(index=answer.ready.index, error=error))
+                answer.tell(Failed(index=answer.request.index, error=error))
             raise
         finally:
             if self._learning is not None:
