@@ -24,14 +24,22 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from outpace.errors import ModelError, OutpaceError, RequestError
+from outpace.errors import ModelError, OutpaceError, RequestError, shorten
 from outpace.files import parse_json, write_whole
 from outpace.models.base import TAPS, Target
+from outpace.train.manifest import SHARD, read_manifest
 from outpace.train.progress import Say, Tick
 from outpace.train.tokens import TokenSequence, TokenStore
 from outpace.types import Feed
 
 VERSION = 1
+_FORM = {
+    "target": {"name": str, "digest": str},
+    "taps": [str],
+    "hidden_size": int,
+    "shards": [{"file": SHARD, "bytes": int, "sequences": [[int]]}],
+}
+"""What the manifest has to hold."""
 SHARD_BYTES = 64 << 20
 ROWS = 1024
 """Tokens of a pass, about."""
@@ -79,17 +87,14 @@ class FeatureStore:
             OutpaceError: its manifest is damaged.
         """
         path = folder / "manifest.json"
+        remedy = f"delete {folder}, and its features are captured anew"
         try:
-            manifest = parse_json(path.read_bytes())
-            version = manifest["version"]
+            manifest = read_manifest(path, VERSION, _FORM, remedy)
         except FileNotFoundError:
             raise RequestError(f"{folder} holds no features; capture them first") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise OutpaceError(
-                f"{path} is corrupt ({error}); delete {folder}, and its features are captured anew"
-            ) from None
-        if version != VERSION:
-            raise OutpaceError(f"{path} has version {version!r}, and {VERSION} is read here; delete {folder}")
+        each = 3 + len(manifest["taps"])
+        if any(len(one) != each for shard in manifest["shards"] for one in shard["sequences"]):
+            raise OutpaceError(f"{path} is corrupt (a sequence has not {each} numbers); {remedy}")
         return cls(folder, manifest)
 
     def __contains__(self, number: int) -> bool:
@@ -126,11 +131,12 @@ class FeatureStore:
         # All of a sequence is read once, to compare its checksum; later as much as is asked for.
         rows = length if key in self._checked else place.length
         path = self.folder / place.file
-        data = bytearray(rows * row)
         try:
             with path.open("rb", buffering=0) as file:
-                file.seek(self._begin(place.file, tap) + place.start * row)
-                read = file.readinto(data)
+                begin, size = self._begin(place.file, tap) + place.start * row, path.stat().st_size
+                data = bytearray(rows * row if begin + place.length * row <= size else 0)
+                file.seek(min(begin, size))
+                read = file.readinto(data) if data else None
         except FileNotFoundError:
             raise _corrupt(path, "it is missing") from None
         wrong = read != len(data)
@@ -176,9 +182,14 @@ class FeatureStore:
                 with path.open("rb") as file:
                     head = int.from_bytes(file.read(8), "little")
                     header = parse_json(file.read(min(head, size)))
-                self._begins[name] = {tap: 8 + head + header[tap]["data_offsets"][0] for tap in self.taps}
-            except (ValueError, KeyError, TypeError) as error:
-                raise _corrupt(path, str(error)) from None
+                begins = {tap: 8 + head + header[tap]["data_offsets"][0] for tap in self.taps}
+                if not all(type(one) is int and 0 <= one <= size for one in begins.values()):
+                    raise ValueError("a tensor begins outside of it")
+                self._begins[name] = begins
+            except FileNotFoundError:
+                raise _corrupt(path, "it is missing") from None
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                raise _corrupt(path, shorten(str(error), 200)) from None
         return self._begins[name][tap]
 
 
