@@ -114,7 +114,9 @@ class TokenStore:
             ) from None
         for count in manifest["counts"].values():
             if type(count) is not int:
-                raise OutpaceError(f"{path} is corrupt (counts holds {shown(count)}); generate its tokens anew")
+                raise OutpaceError(
+                    f"{path} is corrupt (counts holds {shown(count)}); generate its tokens anew"
+                )
         return cls(folder, manifest)
 
     def check(self, target: str, digest: str) -> None:
