@@ -27,14 +27,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from safetensors.torch import save_file
 
+from outpace.cli import train
 from outpace.cli.main import main
 from outpace.models.load import load_target
 from outpace.models.tiny import tiny
+from tests.methods.eagle3.oracle import random_tensors, shape_for
 from tests.models import making
 
 SECONDS, BYTES, LETTERS = 2.0, 1 << 30, 2000
 """What answering one file may take, and the longest message."""
+TOLD = ("outpace: taken from the model's generation config: ", "step ")
+"""Beginnings of lines that are no error."""
 _DEEP = 100_000
 _NEST = "@nest@"
 HOSTILE = (
@@ -53,6 +58,8 @@ class Kind:
     name: str
     file: Path
     command: list[str]
+    store: Path | None = None
+    """A folder that the command writes to as well; put back as it was after every file."""
 
     def words(self):
         """The command with the file's name in it."""
@@ -80,6 +87,10 @@ def make(root):
         write_head(target, folder, objective, config)
         for file in ("config.json", "model.safetensors"):
             kinds.append(Kind(f"{name} {file}", folder / file, [*head, spec]))
+    for name, (config, file) in foreign_heads(target, root / "foreign").items():
+        for each in (config, file):
+            kinds.append(Kind(f"{name} {each.name}", each, [*head, "eagle3[model={folder}]"]))
+    kinds += training_store(root / "work")
     store, words, table = root / "small.store", root / "words.txt", root / "small.bigram"
     write_datastore([[5, 6, 7, 8] * 20], target.tokenizer, store)
     words.write_text("one and two and three and one and two\n" * 20)
@@ -136,6 +147,82 @@ def heads():
         "ppd": (Ppd, PpdTraining(), "{folder}"),
         "acceptance": (Acceptance, AcceptanceTraining(draft="tiny", draft_layers=1), judged),
     }
+
+
+def foreign_heads(target, root):
+    """Format of another program -> files of an EAGLE head in it."""
+    layer = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1024,
+        "rope_theta": 10000.0,
+        "vocab_size": target.vocab_size,
+    }
+    ids = torch.arange(0, target.vocab_size, 2)
+    known = torch.zeros(target.vocab_size, dtype=torch.bool)
+    known[ids] = True
+    vocab = {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+    reads = {"eagle_aux_hidden_state_layer_ids": [2, 1, 0]}
+    speculators = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"verifier": {"name_or_path": "some/model"}},
+        **reads,
+        "transformer_layer_config": layer,
+        "draft_vocab_size": len(ids),
+        "norm_before_residual": False,
+    }
+    authors = {
+        **layer,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": len(ids),
+        "bias": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 0, 0]},
+    }
+    fused = random_tensors(shape_for(target, draft_vocab=len(ids))) | vocab
+    first = random_tensors(shape_for(target, fused=False, fc_bias=True, taps=("hidden.-1",)))
+    # Each in the names of its own program.
+    theirs = {name.replace("layers.0.", "midlayer."): one for name, one in fused.items()}
+    out = {}
+    for name, config, tensors in (
+        ("speculators", speculators, fused),
+        ("eagle3 authors", authors, theirs),
+        ("eagle authors", layer, first),
+    ):
+        folder = root / name.replace(" ", "_")
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        file = folder / ("pytorch_model.bin" if tensors is first else "model.safetensors")
+        if tensors is first:
+            torch.save(tensors, file)
+        else:
+            save_file(tensors, file)
+        out[name] = (folder / "config.json", file)
+    return out
+
+
+def training_store(work):
+    """Answers and features that a training reads, and the training."""
+    prompts = work.parent / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"tell {i}"}) + "\n" for i in range(60)))
+    common = ["train", "medusa", "--model", "tiny", "--dtype", "float32", "--work", str(work)]
+    common += [w for pair in ("pipeline.vocab=64", "pipeline.tokens_per_batch=64") for w in ("--set", pair)]
+    small = ["--set", "data.batch=8", "--set", "data.max_new_tokens=16", "--tokens", "300", "--only-data"]
+    code, said = answer([*common, *small, "--prompts", str(prompts)])
+    assert code == 0, said
+    train.MEASURED_PROMPTS, train.MEASURED_TOKENS = 1, 4
+    command = [*common, "--set", "loop.steps=1", "--out", str(work / "out")]
+    code, said = answer(command)  # keeps the features that it computed
+    assert code == 0, said
+    shutil.rmtree(work / "out")
+    files = sorted(file for file in work.rglob("*") if file.is_file())
+    return [Kind(f"store {file.relative_to(work)}", file, command, work) for file in files]
 
 
 def write_head(target, folder, objective, config):
@@ -333,13 +420,19 @@ def fault(words):
     took = time.process_time() - began
     if took > SECONDS:
         return f"took {took:.1f} s"
-    note = "outpace: taken from the model's generation config: "
-    said = "".join(line for line in said.splitlines(keepends=True) if not line.startswith(note))
+    said = "".join(line for line in said.splitlines(keepends=True) if not line.startswith(TOLD))
     if code not in (0, 2) or "Traceback" in said:
         return f"exit {code}: {said[:500]}"
     if code == 2 and (said.count("\n") != 1 or len(said) > LETTERS):
         return f"{said.count(chr(10))} lines, {len(said)} letters: {said[:300]} ... {said[-300:]}"
     return ""
+
+
+def put_back(kind, whole):
+    """Undo what a command wrote beside the file."""
+    if kind.store is not None:
+        shutil.rmtree(kind.store)
+        shutil.copytree(whole, kind.store)
 
 
 def faults(files, seed, only=""):
@@ -348,9 +441,13 @@ def faults(files, seed, only=""):
     with tempfile.TemporaryDirectory(prefix="outpace-mutations-") as root:
         os.environ["OUTPACE_DATA"] = os.environ["OUTPACE_CACHE"] = str(Path(root) / "home")
         kinds = [kind for kind in make(Path(root)) if only in kind.name]
+        whole = Path(root) / "whole"
+        for store in {kind.store for kind in kinds if kind.store}:
+            shutil.copytree(store, whole)
         for kind in kinds:
             code, said = answer(kind.words())
             assert code == 0, f"{kind.name}, not damaged: {said}"
+            put_back(kind, whole)
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + BYTES, resource.RLIM_INFINITY))
         for number in range(files):
@@ -359,6 +456,7 @@ def faults(files, seed, only=""):
             bad, done = mutated(kind, good, rng)
             kind.file.write_bytes(bad)
             wrong = fault(kind.words())
+            put_back(kind, whole)
             kind.file.unlink()
             kind.file.write_bytes(good)
             if wrong:

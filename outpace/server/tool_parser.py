@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import secrets
 from collections import deque
 from collections.abc import Collection, Generator, Sequence
@@ -159,14 +160,23 @@ class CallReader:
         held, self._held = self._held or "", None
         if self._open and self._form.closes:
             yield from self._closing("")
+        elif self._cut and not self._again and self._begins(held, mark):
+            pass  # the end came first: nobody knows what was to be called, or how
         elif self._open:
             self._again.extendleft(reversed(held))
-        elif self._cut and not self._again and mark.endswith(self._form.opens):
-            pass  # the end came first: nobody knows whose name it was
         else:
             self._say(held[: len(mark)])
             self._again.extendleft(reversed(held[len(mark) :]))
         return ""
+
+    def _begins(self, held: str, mark: str) -> bool:
+        """Whether a text that is cut was the beginning of a call."""
+        if self._open:  # of one more, behind others
+            return re.fullmatch(r"[\s,;\]]*(\{.*)?", held, re.DOTALL) is not None
+        if mark.endswith(self._form.opens):
+            return True
+        named = re.match(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"', held)
+        return named is not None and named[1] in self._names
 
     def _text(self, start: bool) -> _Scan:
         """Text up to a mark, which is given with the blanks before it; at the end of all of it

@@ -23,13 +23,21 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from outpace.errors import ModelError, OutpaceError
+from outpace.errors import ModelError, OutpaceError, shorten
 from outpace.files import parse_json, write_whole
 from outpace.models.base import TAPS, Target
+from outpace.train.manifest import SHARD, read_manifest
 from outpace.train.tokens import TokenSequence
 from outpace.types import Feed
 
 VERSION = 1
+_FORM = {
+    "target": {"name": str, "digest": str},
+    "taps": [str],
+    "hidden_size": int,
+    "shards": [{"file": SHARD, "bytes": int, "sequences": [[int]]}],
+}
+"""What the manifest has to hold."""
 SHARD_BYTES = 64 << 20
 ROWS = 1024
 """Tokens of a pass, about."""
@@ -217,11 +225,12 @@ class FeatureStore:
         # All of a sequence is read once, to compare its checksum; later as much as is asked for.
         rows = length if key in self._checked else place.length
         path = self.folder / place.file
-        data = bytearray(rows * row)
         try:
             with path.open("rb", buffering=0) as file:
-                file.seek(self._begin(place.file, tap) + place.start * row)
-                read = file.readinto(data)
+                begin, size = self._begin(place.file, tap) + place.start * row, path.stat().st_size
+                data = bytearray(rows * row if begin + place.length * row <= size else 0)
+                file.seek(min(begin, size))
+                read = file.readinto(data) if data else None
         except FileNotFoundError:
             raise _corrupt(path, "it is missing") from None
         wrong = read != len(data)
@@ -247,9 +256,14 @@ class FeatureStore:
                 with path.open("rb") as file:
                     head = int.from_bytes(file.read(8), "little")
                     header = parse_json(file.read(min(head, size)))
-                self._begins[name] = {tap: 8 + head + header[tap]["data_offsets"][0] for tap in self.taps}
-            except (ValueError, KeyError, TypeError) as error:
-                raise _corrupt(path, str(error)) from None
+                begins = {tap: 8 + head + header[tap]["data_offsets"][0] for tap in self.taps}
+                if not all(type(one) is int and 0 <= one <= size for one in begins.values()):
+                    raise ValueError("a tensor begins outside of it")
+                self._begins[name] = begins
+            except FileNotFoundError:
+                raise _corrupt(path, "it is missing") from None
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                raise _corrupt(path, shorten(str(error), 200)) from None
         return self._begins[name][tap]
 
 
@@ -270,24 +284,20 @@ def size_text(size: float) -> str:
 
 
 def _read_manifest(folder: Path, target: Target) -> dict[str, Any] | None:
-    path = folder / "manifest.json"
+    path, remedy = folder / "manifest.json", f"delete {folder}, and its features are computed anew"
     try:
-        manifest: dict[str, Any] = parse_json(path.read_bytes())
-        version, mine, width = manifest["version"], manifest["target"], manifest["hidden_size"]
-        same = mine["digest"] == target.digest and width == target.hidden_size
-        described = f"{mine['name']} ({mine['digest'][:12]}, width {width})"
+        manifest = read_manifest(path, VERSION, _FORM, remedy)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise OutpaceError(
-            f"{path} is corrupt ({error}); delete {folder}, and its features are computed anew"
-        ) from None
-    if version != VERSION:
-        raise OutpaceError(f"{path} has version {version!r}, and {VERSION} is read here; delete {folder}")
-    if not same:
+    each = 3 + len(manifest["taps"])
+    if any(len(one) != each for shard in manifest["shards"] for one in shard["sequences"]):
+        raise OutpaceError(f"{path} is corrupt (a sequence has not {each} numbers); {remedy}")
+    mine, width = manifest["target"], manifest["hidden_size"]
+    if (mine["digest"], width) != (target.digest, target.hidden_size):
         raise ModelError(
-            f"{folder} holds features of {described}, not of {target.name} ({target.digest[:12]}, width "
-            f"{target.hidden_size}); delete it or give another folder"
+            f"{folder} holds features of {mine['name']} ({mine['digest'][:12]}, width {width}), not of "
+            f"{target.name} ({target.digest[:12]}, width {target.hidden_size}); "
+            "delete it or give another folder"
         )
     return manifest
 

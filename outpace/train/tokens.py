@@ -22,13 +22,21 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from outpace.errors import ModelError, OutpaceError, RequestError
-from outpace.files import parse_json, write_whole
+from outpace.errors import ModelError, OutpaceError, RequestError, shown
+from outpace.files import write_whole
+from outpace.train.manifest import SHARD, read_manifest
 
 VERSION = 2
 """Of the layout; stores of another are refused."""
 HELD_OUT_SHARE = 0.03
 """Of the prompts, kept from training to measure with."""
+_FORM = {
+    "target": {"name": str, "digest": str, "vocab_size": int},
+    "about": {"plans?": [{"plan": dict, "sources?": [dict]}]},
+    "counts": {},
+    "shards": [{"file": SHARD, "sequences": int, "sha256": str}],
+}
+"""What the manifest has to hold."""
 GIVEN = -1.0
 """Temperature of a sequence that nobody generated: a text to learn as it stands."""
 
@@ -98,16 +106,16 @@ class TokenStore:
         """
         path = folder / "manifest.json"
         try:
-            manifest = parse_json(path.read_bytes())
-            version = manifest["version"]
+            manifest = read_manifest(path, VERSION, _FORM, "generate its tokens anew")
         except FileNotFoundError:
             raise RequestError(
                 f"{folder} holds no manifest.json; give a folder of generated tokens"
             ) from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise OutpaceError(f"{path} is corrupt ({error}); generate its tokens anew") from None
-        if version != VERSION:
-            raise OutpaceError(f"{path} has version {version!r}, and {VERSION} is read here; generate anew")
+        for count in manifest["counts"].values():
+            if type(count) is not int:
+                raise OutpaceError(
+                    f"{path} is corrupt (counts holds {shown(count)}); generate its tokens anew"
+                )
         return cls(folder, manifest)
 
     def check(self, target: str, digest: str) -> None:
@@ -236,7 +244,7 @@ class TokenStore:
             if _digest(data) != shard["sha256"]:
                 raise ValueError("its digest is not the manifest's")
             return {name: tensor.numpy() for name, tensor in load(data).items()}
-        except (FileNotFoundError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             why = "it is missing" if isinstance(error, FileNotFoundError) else str(error)
             raise OutpaceError(
                 f"token shard {path} is corrupt: {why}; delete {self.folder} and generate anew, "

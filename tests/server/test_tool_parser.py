@@ -95,6 +95,43 @@ def test_a_call_that_is_cut_off_leaks_nothing(form):
     assert "".join(part.text for part in parts) == f"a {form.opens} b <"
 
 
+DEEP = (
+    '{"a": {"b": [{"c": "</tool_call> <tool_call> [TOOL_CALLS] <|python_tag|> }{ \\\\"}]}, "d": "[ARGS]{}"}'
+)
+"""Arguments that hold objects in lists in objects, and marks and braces in strings."""
+NESTED = f'{{"name": "f", "arguments": {DEEP}}}'
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "begins"),
+    [
+        (HERMES, f"So. <tool_call>\n{NESTED}\n</tool_call>\n<tool_call>{NESTED}</tool_call>", 4),
+        (MISTRAL, f"So. [TOOL_CALLS][{NESTED}, {NESTED}]", 4),
+        (MISTRAL, f"So. [TOOL_CALLS]f[ARGS]{DEEP}[TOOL_CALLS]f[ARGS]{DEEP}", 4),
+        (LLAMA3, f"So. <|python_tag|>{NESTED}; {NESTED}", 4),
+        (LLAMA3, f"{NESTED}; {NESTED}", len('{"name": "f"')),
+    ],
+    ids=["hermes", "mistral list", "mistral named", "llama3", "llama3 bare"],
+)
+def test_nested_calls_may_be_cut_anywhere(form, text, begins):
+    """The text before them stays as it is, and what is told of arguments is their beginning."""
+    assert json.loads(DEEP)
+    for end in range(begins + 2, len(text) + 1):
+        for step in (1, 7, 1000):
+            reader = CallReader(form, {"f"})
+            parts = [reader.push((), text[i : min(i + step, end)]) for i in range(0, end, step)]
+            parts.append(reader.close(cut=end < len(text)))
+            told: dict[int, str] = {}
+            for call in (call for part in parts for call in part.calls):
+                told[call["index"]] = told.get(call["index"], "") + call["function"]["arguments"]
+            left = "".join(part.text for part in parts).strip()
+            assert all(DEEP.startswith(one) for one in told.values())
+            if end < len(text) and text[:end].endswith(form.opens[0]):
+                left = left.removesuffix(form.opens[0]).strip()  # one sign alone is text
+            assert left == ("So." if text[0] == "S" else ""), text[:end]
+    assert told == {0: DEEP, 1: DEEP} and reader.whole == reader.begun == 2
+
+
 def test_nothing_is_lost_or_made_up():
     """Whatever a text holds, without a call all of it comes back."""
     pieces = ["<tool_call>", "</tool_call>", "{", "}", '"name"', ":", '"f', "\\", " ", "[", ","]

@@ -16,7 +16,6 @@ Shape letters: V vocabulary, D draft vocabulary, H hidden size.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +35,11 @@ from outpace.drafters.trained import (
     read_tensors,
     vocab_map,
 )
-from outpace.errors import ModelError
+from outpace.errors import ModelError, shorten, shown
 from outpace.methods.eagle3.net import EagleShape
 from outpace.models.base import Target
 from outpace.models.families import DecoderConfig
-from outpace.models.fields import brief, read_json
+from outpace.models.fields import Fields, brief, read_json
 
 METHOD = "eagle3"
 VERIFIER_DIGEST = "verifier_digest"
@@ -122,25 +121,26 @@ def _own(said: Mapping[str, Any], folder: Path) -> EagleShape:
 
 
 def _speculators(said: Mapping[str, Any], folder: Path, target: Target) -> EagleShape:
-    kind = said["speculators_model_type"]
+    read = Fields(str(folder / CONFIG), {}, said)
+    kind = read.text("speculators_model_type")
     if kind != METHOD:
-        raise ModelError(f"{folder} holds a speculator of type {kind!r}, not {METHOD!r}")
-    verifier = (said.get("speculators_config") or {}).get("verifier") or {}
-    name = verifier.get("name_or_path", "another model")
+        raise ModelError(f"{folder} holds a speculator of type {shown(kind)}, not {METHOD!r}")
+    verifier = Fields(read.source, {}, read.mapping("speculators_config")).mapping("verifier")
+    name = shorten(str(verifier.get("name_or_path", "another model")), 80)
     digest = said.get(VERIFIER_DIGEST)
     if digest is not None:
         check_target(said, str(digest), str(name), folder, target)
-    decoder = _decoder(said.get("transformer_layer_config") or {}, folder, "qwen3")
+    decoder = _decoder(read.mapping("transformer_layer_config"), folder, "qwen3")
     layers = said.get("eagle_aux_hidden_state_layer_ids")
     flags = {ours: bool(said.get(theirs)) for theirs, ours in _FLAGS.items()}
     shape = EagleShape(
         decoder=decoder,
         taps=_taps(layers, 0, folder, target),
-        draft_vocab=int(said.get("draft_vocab_size") or decoder.vocab_size),
+        draft_vocab=read.whole("draft_vocab_size") or decoder.vocab_size,
         **flags,
     )
-    width = said.get("target_hidden_size") or decoder.hidden_size
-    _fits(int(width), decoder, folder, target, str(name))
+    width = read.whole("target_hidden_size") or decoder.hidden_size
+    _fits(width, decoder, folder, target, name)
     return shape
 
 
@@ -150,11 +150,12 @@ def _authors(
     decoder = _decoder(said, folder, "llama")
     _fits(decoder.hidden_size, decoder, folder, target, "another model")
     if "lm_head.weight" in tensors and "norm.weight" in tensors:
-        layers = (said.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        read = Fields(str(folder / CONFIG), {}, said)
+        layers = read.mapping("eagle_config").get("eagle_aux_hidden_state_layer_ids")
         return EagleShape(
             decoder=decoder,
             taps=_taps(layers, 1, folder, target),
-            draft_vocab=int(said.get("draft_vocab_size") or decoder.vocab_size),
+            draft_vocab=read.whole("draft_vocab_size") or decoder.vocab_size,
         )
     return EagleShape(
         decoder=decoder,
@@ -181,10 +182,11 @@ def _decoder(said: Mapping[str, Any], folder: Path, family: str) -> DecoderConfi
 def _taps(layers: Any, one_less: int, folder: Path, target: Target) -> tuple[str, ...]:
     if not layers:
         return default_taps(target)
-    behind = [layer + one_less if isinstance(layer, int) else -1 for layer in layers]
+    listed = layers if isinstance(layers, list) else [None]
+    behind = [layer + one_less if type(layer) is int else -1 for layer in listed]
     if not all(0 <= layer <= target.num_layers for layer in behind):
         raise ModelError(
-            f"{folder} reads features of layers {list(layers)}, but {target.name} has "
+            f"{folder} reads features of layers {shown(layers)}, but {target.name} has "
             f"{target.num_layers} layers"
         )
     return tuple(f"hidden.{layer}" for layer in behind)
@@ -229,7 +231,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         return read_tensors(folder)
     try:
         tensors = torch.load(pickled, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged one ends in any error of torch's interpreter
         raise ModelError(f"{pickled} is truncated or corrupt: {brief(error)}") from error
     if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise ModelError(f"{pickled} does not hold tensors by name")
