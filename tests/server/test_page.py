@@ -289,6 +289,45 @@ def test_markdown_is_shown_as_it_is_meant(browser, tmp_path):
     browser.run("shown.box.remove(); mayRepeat()")
 
 
+TABLE = r"""Before | it:
+| name | price | |
+|:--|---:|:-:|
+| `a\|b` | **3** | x |
+| only |
+| <b>c</b> | 4 | y | too many |
+After it.
+
+not | a table
+--- | --- | ---
+
+a | b
+- | -
+1 | 2"""
+
+
+@needs_browser
+def test_tables_are_shown_as_tables(browser, tmp_path):
+    browser.run(f"(() => {{ window.shown = new Answer(null); shown.recall({json.dumps(TABLE)}); }})()")
+    rows = (
+        "[...shown.page.querySelectorAll('table')].map((one) => [...one.rows].map((row) => "
+        "[...row.cells].map((cell) => [cell.tagName, cell.className, cell.textContent].join(' '))))"
+    )
+    first, second = browser.run(rows)
+    assert first == [
+        ["TH  name", "TH right price", "TH middle "],
+        ["TD  a|b", "TD right 3", "TD middle x"],
+        ["TD  only", "TD right ", "TD middle "],
+        ["TD  <b>c</b>", "TD right 4", "TD middle y"],
+        ["TD  After it.", "TD right ", "TD middle "],
+    ]
+    assert second == [["TH  a", "TH  b"], ["TD  1", "TD  2"]]
+    assert browser.run("shown.page.querySelectorAll('td code, td strong').length") == 2
+    assert "not | a table" in browser.run("shown.page.textContent")
+    assert browser.run("getComputedStyle(shown.page.querySelector('td.right')).textAlign") == "right"
+    browser.shoot(tmp_path / "table.png")
+    browser.run("shown.box.remove(); mayRepeat()")
+
+
 @needs_browser
 def test_a_click_beside_a_tree_is_not_swallowed(browser):
     """The tree that appears on hover lets clicks through to what is below it."""

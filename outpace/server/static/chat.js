@@ -166,13 +166,21 @@ function speed(drafter, rate, emitted) {
 
 // ---- Markdown
 
-const INLINE = /(`+)([^`]|[^`][^]*?[^`])\1(?!`)|\*\*(?=\S)([^]+?\S)\*\*|\*(?=[^\s*])([^*]*[^\s*])\*|\[([^\]\n]+)\]\((https?:[^\s)]+)\)/;
+const INLINE = /(`+)([^`]|[^`][^]*?[^`])\1(?!`)|\*\*(?=\S)([^]*?\S)\*\*|\*(?=[^\s*])([^*]*[^\s*])\*|\[([^\]\n]+)\]\((https?:[^\s)]+)\)/;
 const BLOCK = {
   fence: /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)/, heading: /^(#{1,6})\s+(.*)$/, rule: /^ {0,3}([-*_])( *\1){2,} *$/,
   item: /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/, quote: /^\s*>\s?(.*)$/,
+  columns: /^ {0,3}\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/,
 };
 const holdsMarkdown = (text) =>
-  /^ {0,3}(`{3}|~{3}|#{1,6}\s|\s*[-*+]\s|\d{1,9}[.)]\s|>\s)/m.test(text) || /`[^`\n]+`|\*\*\S[^\n]*\*\*/.test(text);
+  /^ {0,3}(`{3}|~{3}|#{1,6}\s|\s*[-*+]\s|\d{1,9}[.)]\s|>\s)/m.test(text) || /`[^`\n]+`|\*\*\S[^\n]*\*\*/.test(text)
+  || text.split("\n").some((line, n, all) => opensTable(line, all[n + 1]));
+
+// The cells of a row; a bar behind a backslash is text.
+const cells = (line) => line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "").split(/(?<!\\)\|/)
+  .map((cell) => cell.trim().replaceAll("\\|", "|"));
+const opensTable = (line, below = "") =>
+  line.includes("|") && BLOCK.columns.test(below) && cells(line).length === cells(below).length;
 
 function inline(into, text) {
   let rest = text;
@@ -228,6 +236,21 @@ async function copied(text) {
   }
 }
 
+// Rows of cells, the names of the columns first; short rows are filled up, long ones cut.
+function tabled(head, below, rows) {
+  const sides = cells(below).map((cell) => (cell.endsWith(":") ? (cell.startsWith(":") ? "middle" : "right") : ""));
+  const box = make("div", "table");
+  const table = box.appendChild(make("table"));
+  const row = (part, kind, line) => {
+    const given = cells(line);
+    part.appendChild(make("tr")).append(...sides.map((side, n) => inline(make(kind, side), given[n] ?? "")));
+  };
+  row(table.appendChild(make("thead")), "th", head);
+  const body = table.appendChild(make("tbody"));
+  for (const line of rows) row(body, "td", line);
+  return box;
+}
+
 // The elements of a text in Markdown.
 function formatted(text) {
   const out = document.createDocumentFragment();
@@ -248,6 +271,14 @@ function formatted(text) {
       out.append(codeBlock(code.join("\n"), fence[2]));
     } else if (heading) {
       inline(out.appendChild(make(`h${Math.min(6, heading[1].length + 2)}`)), heading[2]);
+    } else if (opensTable(line, lines[n + 1])) {
+      lists.length = 0;
+      words = null;
+      let end = n + 2;
+      const ends = (next) => !next.trim() || BLOCK.fence.test(next) || BLOCK.heading.test(next) || BLOCK.quote.test(next);
+      while (end < lines.length && !ends(lines[end])) end += 1;
+      out.append(tabled(line, lines[n + 1], lines.slice(n + 2, end)));
+      n = end - 1;
     } else if (BLOCK.rule.test(line)) {
       lists.length = 0;
       words = null;
