@@ -40,6 +40,7 @@ _OPERANDS = 0
 _KEPT = 1 << 22
 """Most numbers of memory that are kept from one run to the next."""
 _LAYOUTS = 256
+_NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class Plan:
         self._ids = 0
         """How many ids have vectors."""
         self._layouts: dict[tuple[int, ...], tuple[int, list[tuple[int, int]]]] = {}
-        self._kept = torch.empty(0)
+        self._kept = _NOTHING
 
     # ---- rows ----
 
@@ -172,6 +173,7 @@ class Plan:
 
     def norm(self, norm: Norm, x: Rows, to: Rows | None = None, add: Rows | None = None) -> Rows:
         """Norm rows, to which ``add`` is added before, in place."""
+        assert add is None or x not in self._lent
         self._held.append(norm)
         out = to or self.fresh(x.width, x.count)
         more, weight = NONE if add is None else add.buffer, norm.weight_H.data_ptr()
@@ -220,11 +222,12 @@ class Plan:
 
     def add(self, x: Rows, to: Rows) -> None:
         """Add rows to others, in place."""
-        assert x.stride == x.width
+        assert x.stride == x.width and to not in self._lent
         self._op(kinds.ADD, to, to, more=x.buffer)
 
     def bend(self, x: Rows, to: Rows) -> None:
         """Add the SiLU of rows to others, in place."""
+        assert to not in self._lent
         self._op(kinds.BEND, x, to)
 
     def attend(self, x: Rows, each: Norm | None = None, window: int | None = None, layer: int = 0) -> Rows:
@@ -330,8 +333,9 @@ class Plan:
         )
         if seen is None:
             code.outpace_run(ctypes.byref(call))
-            return given
-        self._attending(code, call, seen, at)
+        else:
+            self._attending(code, call, seen, at)
+        self._kept = memory if len(memory) <= _KEPT else self._kept
         return given
 
     def _attending(self, code: ctypes.CDLL, call: Call, seen: Seen, at: Sequence[int]) -> None:
@@ -357,11 +361,9 @@ class Plan:
         code.outpace_run(ctypes.byref(call))
 
     def _memory(self, size: int) -> Tensor:
-        if size > _KEPT:
-            return torch.empty(size)
-        if len(self._kept) < size:
-            self._kept = torch.empty(size)
-        return self._kept
+        """Take what is kept, if it is enough: a run in another thread meanwhile finds nothing."""
+        memory, self._kept = self._kept, _NOTHING
+        return memory if len(memory) >= size else torch.empty(size)
 
     def _layout(self, counts: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]]:
         """Numbers of memory in all, and where the buffers begin."""
