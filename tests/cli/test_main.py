@@ -42,7 +42,8 @@ OPTIONS = {
         --quantize --shapes --threads
     """,
     "bench": """
-        -b -d -m -o -t -w --allow-lossy --answers --batch --device --drafter-anyway --disturb --drafters --dtype --help --json
+        -b -d -m -o -t -w --allow-lossy --answers --batch --device --drafter-anyway --disturb
+        --drafters --dtype --help --json
         --limit --max-new-tokens --max-repeat --model --out --peer-python --peers --quantize
         --repeat --seed --synthetic-acceptance --temperature --threads --tree --tree-size --verifier
         --workload
@@ -53,13 +54,15 @@ OPTIONS = {
         --quantize --repeat --rows --threads
     """,
     "bench serve": """
-        -c -d -m -n -o -t -w --api-key-file --check-texts --concurrency --device --drafter-anyway --drafters --dtype
+        -c -d -m -n -o -t -w --api-key-file --check-texts --concurrency --device --drafter-anyway
+        --drafters --dtype
         --help --json --max-new-tokens --mixed --model --out --quantize --rate --requests --rounds
         --seed --temperature --threads --timeout --url --workload
     """,
     "analyze": "-h --help",
     "analyze acceptance": """
-        -d -m -o -t -w --device --drafter-anyway --drafter --dtype --help --json --limit --max-new-tokens --model
+        -d -m -o -t -w --device --drafter-anyway --drafter --dtype --help --json --limit
+        --max-new-tokens --model
         --out --quantize --temperature --threads --workload
     """,
     "analyze cascade": """
@@ -67,12 +70,14 @@ OPTIONS = {
         --measure --model --out --quantize --temperature --threads --workload
     """,
     "analyze tree": """
-        -d -f -m -o -t --allow-lossy --device --drafter-anyway --drafter --dtype --help --json --max-new-tokens
+        -d -f -m -o -t --allow-lossy --device --drafter-anyway --drafter --dtype --help --json
+        --max-new-tokens
         --model --out --prompt-file --quantize --seed --steps --temperature --threads --tree
         --tree-size --verifier
     """,
     "analyze shape": """
-        -d -m -o -t -w --depth --device --drafter-anyway --drafter --dtype --help --json --limit --max-new-tokens
+        -d -m -o -t -w --depth --device --drafter-anyway --drafter --dtype --help --json --limit
+        --max-new-tokens
         --model --nodes --out --quantize --temperature --threads --workload
     """,
     "train": """
@@ -81,7 +86,8 @@ OPTIONS = {
     """,
     "export": "-f -m -o --format --help --json --model --out --verifier",
     "tune": """
-        -d -m -o -w --device --drafter-anyway --drafters --dtype --help --json --limit --max-new-tokens --model
+        -d -m -o -w --device --drafter-anyway --drafters --dtype --help --json --limit
+        --max-new-tokens --model
         --out --quantize --threads --workload
     """,
     "version": "--help",
