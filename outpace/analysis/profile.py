@@ -228,7 +228,6 @@ class _Answer:
 
     @property
     def emitted(self) -> float:
-        """Tokens per pass."""
         return mean(len(step.rows[0].emitted) for step in self.steps) if self.steps else 1.0
 
 

@@ -56,7 +56,6 @@ class Rows:
 
     @property
     def apart(self) -> int:
-        """The stride as operations have it."""
         return 0 if self.stride == self.width else self.stride
 
 
@@ -78,7 +77,6 @@ class Seen:
         """What the rows wanted of a pass see, as in a decoder.
 
         Args:
-            rows: of the pass.
             cache: the one that they were made with.
             offsets: per feed, the position of the first row of its slot.
         """
@@ -146,14 +144,12 @@ class Plan:
         self._given.append(rows)
 
     def columns(self, rows: Rows, first: int, width: int) -> Rows:
-        """Some columns of rows."""
         return self._part(rows, replace(rows, width=width), first, NONE)
 
     def behind(self, rows: Rows, left_out: int, count: int) -> Rows:
         """The last rows of some.
 
         Args:
-            rows: all of them.
             left_out: which count of rows stands before.
             count: which count of rows is left.
         """
@@ -181,7 +177,6 @@ class Plan:
         return out
 
     def product(self, linear: Linear, x: Rows, to: Rows | None = None) -> Rows:
-        """Rows times a matrix."""
         self._held.append(linear)
         out = to or self.fresh(linear.outputs, x.count)
         if linear.product is None:
@@ -203,7 +198,6 @@ class Plan:
         return out
 
     def copy(self, x: Rows, to: Rows | None = None) -> Rows:
-        """The same rows, elsewhere."""
         out = to or self.fresh(x.width, x.count)
         self._op(kinds.COPY, x, out)
         return out
@@ -221,7 +215,6 @@ class Plan:
         return out
 
     def add(self, x: Rows, to: Rows) -> None:
-        """Add rows to others, in place."""
         assert x.stride == x.width and to not in self._lent
         self._op(kinds.ADD, to, to, more=x.buffer)
 
@@ -238,7 +231,6 @@ class Plan:
                 plan share these rows, and those of the result.
             each: norm of all query and key heads.
             window: the same for all layers of a plan.
-            layer: of the cache.
         """
         heads = self._heads
         assert heads is not None
@@ -290,7 +282,6 @@ class Plan:
         Args:
             counts: how many rows there are of each count.
             lent: [rows, width] as planned; read as float32.
-            picked: rows that are wanted.
             seen: what the rows of an attention see.
             ids: of the rows that are embedded.
 
