@@ -152,9 +152,17 @@ def heads():
 def foreign_heads(target, root):
     """Format of another program -> files of an EAGLE head in it."""
     layer = {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
-        "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 1024, "rope_theta": 10000.0, "vocab_size": target.vocab_size,
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1024,
+        "rope_theta": 10000.0,
+        "vocab_size": target.vocab_size,
     }
     ids = torch.arange(0, target.vocab_size, 2)
     known = torch.zeros(target.vocab_size, dtype=torch.bool)
@@ -162,13 +170,19 @@ def foreign_heads(target, root):
     vocab = {"d2t": ids - torch.arange(len(ids)), "t2d": known}
     reads = {"eagle_aux_hidden_state_layer_ids": [2, 1, 0]}
     speculators = {
-        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
-        "speculators_config": {"verifier": {"name_or_path": "some/model"}}, **reads,
-        "transformer_layer_config": layer, "draft_vocab_size": len(ids), "norm_before_residual": False,
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"verifier": {"name_or_path": "some/model"}},
+        **reads,
+        "transformer_layer_config": layer,
+        "draft_vocab_size": len(ids),
+        "norm_before_residual": False,
     }
     authors = {
         **layer,
-        "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(ids), "bias": False,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": len(ids),
+        "bias": False,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 0, 0]},
     }
     fused = random_tensors(shape_for(target, draft_vocab=len(ids))) | vocab
