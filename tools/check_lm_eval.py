@@ -2,10 +2,10 @@
 
     python tools/check_lm_eval.py --python ENV/bin/python
 
-ENV is an environment with torch, transformers and `lm-eval[api]` (checked with 0.4.12). This program makes a
-small model, serves it, and lets the harness ask `/v1/completions` for log-probabilities of prompts
-(``echo``, ``logprobs``), as it does for any multiple-choice task. Then the harness loads the model itself. The
-log-likelihood of every choice of every question is compared.
+ENV is an environment with torch, transformers and `lm-eval[api,hf]`. This program
+makes a small model, serves it, and lets the harness ask `/v1/completions` for log-probabilities of prompts
+(``echo``, ``logprobs``), as it does for any multiple-choice task. Then the harness loads the model
+itself. The log-likelihood of every choice of every question is compared.
 
 Exit code 0: all agree to 1e-3. 1: they do not.
 """
