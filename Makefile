@@ -6,6 +6,9 @@ PYTHON ?= python3
 # Options for every `pip install`, for example the index of CPU-only torch builds.
 PIP_FLAGS ?=
 
+# Two workers with one thread each; `make WORKERS= test` runs all in one process.
+WORKERS ?= -n 2 --dist loadgroup --no-loadscope-reorder
+
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/.installed
@@ -31,7 +34,7 @@ demo: $(STAMP)
 	@$(BIN)/outpace generate --compare "$(PROMPT)"
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -m "not slow" $(WORKERS)
 
 check-slow: $(STAMP)
 	@$(BIN)/python -m pytest -m slow

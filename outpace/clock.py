@@ -34,7 +34,6 @@ class StepClock:
     """Wall-clock seconds per verb of a step, and how many of them were spent inside passes.
 
     Args:
-        target: of the target's passes.
         drafters: of the drafters' passes; one that several share counts once.
     """
 
@@ -48,7 +47,6 @@ class StepClock:
         self._then = self._now()
 
     def lap(self, verb: str) -> None:
-        """End a verb."""
         now, then = self._now(), self._then
         own = 2 if verb == "score" else 1
         self.seconds[verb] = now[0] - then[0]
@@ -75,10 +73,8 @@ class Clocks(PassClock):
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
-        """Of all of them."""
         return sum(clock.seconds for clock in self._clocks)
 
     @property
     def count(self) -> int:  # type: ignore[override]
-        """Passes of all of them."""
         return sum(clock.count for clock in self._clocks)

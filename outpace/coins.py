@@ -7,8 +7,8 @@ position grows at every step, so no coin is used twice; batching, preemption and
 change none. What was made with a seed's coins must not be drafted from under the same coins.
 
 One kind is keyed by the *absolute* position instead: `race`, the Gumbel race that picks a token
-as a function of its law and the coin of its position alone. Whoever races the same law at the
-same position gets the same token, which is what makes text reproducible under any drafter. It
+as a function of its distribution and the coin of its position alone. Whoever races the same distribution at
+the same position gets the same token, which is what makes text reproducible under any drafter. It
 must only be used where the emitted token is that function (the verifier `coupled`): a draft that
 is drawn with coins of its position alone meets the same coins again whenever a position is
 drafted twice, and a policy or drafter that reads refused tokens then biases the output.
@@ -50,14 +50,14 @@ class Coins(ABC):
 
     @abstractmethod
     def choose(self, law: Law, *key: int) -> int:
-        """A token drawn from the law. One host sync."""
+        """A token drawn from the distribution. One host sync."""
 
     @abstractmethod
     def race(self, law: Law, depth: int, count: int = 1) -> list[int]:
         """The winner at ``pending position + depth``, then the runners-up: a draw without
         replacement under coins that draft and target share.
 
-        Returns fewer than ``count`` tokens if the law's support is smaller. One host sync.
+        Returns fewer than ``count`` tokens if the distribution's support is smaller. One host sync.
         """
 
 
@@ -67,7 +67,6 @@ class KeyedCoins(Coins):
     Args:
         seed: what names the coins of a text; ``key_of`` mixes the prompt into a request's seed.
         position: index of the pending token in its sequence, prompt included.
-        stream: what the coins are for.
     """
 
     __slots__ = ("_base", "_position", "_race")
@@ -125,7 +124,7 @@ def key_of(seed: int, prompt: Sequence[int]) -> int:
 def exponentials(key: int, id_S: Tensor) -> Tensor:
     """Independent Exp(1) noise, a function of (key, token) alone.
 
-    Keyed per token and not per entry, so that laws with different supports share their noise.
+    Keyed per token and not per entry, so that distributions with different supports share their noise.
 
     Returns:
         float64 [S] on the device of ``id_S``.

@@ -126,7 +126,6 @@ def method_of(folder: str) -> str:
 
 
 def _words(text: str, whole: str) -> list[str]:
-    """Split at spaces outside brackets."""
     words, depth = [""], 0
     for char in text:
         depth += (char == "[") - (char == "]")
@@ -158,7 +157,6 @@ def build(config: type[C], options: Mapping[str, str], who: str) -> C:
 
     Args:
         config: a dataclass whose fields are int, float, bool, str, or ``X | None`` of these.
-        options: field -> text.
         who: for messages, for example ``"drafter 'prompt_lookup'"``.
 
     Raises:

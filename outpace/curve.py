@@ -68,7 +68,6 @@ class CostCurve:
 
         Args:
             rows: of each sequence, the pending token included; at least 1. Means are welcome.
-            context: committed tokens of each sequence.
             batch: sequences, at least 1.
         """
         if rows < 1 or context < 0 or batch < 1:

@@ -80,7 +80,6 @@ class UnknownNameError(OutpaceError):
 
     Args:
         kind: what was looked up, for example ``"drafter"``.
-        name: the name that was given.
         known: every name that would have been right.
         notes: sentences to add, such as why a package's names are missing.
     """

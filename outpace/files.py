@@ -114,7 +114,6 @@ def reading(path: Path, what: str = "", newline: str | None = None) -> Iterator[
     """Open a file of UTF-8 text, less a byte order mark.
 
     Args:
-        path: the file.
         what: what to call it where it cannot be read; its path, unless given.
         newline: as for ``open``: None makes every end of a line a line feed, ``""`` leaves them.
 

@@ -1,6 +1,6 @@
-"""Probability laws over a vocabulary, stored on their support.
+"""Probability distributions over a vocabulary, stored on their support.
 
-Shape letters: S tokens in the support of a law, V vocabulary, D draft vocabulary, K queries.
+Shape letters: S tokens in the support of a distribution, V vocabulary, D draft vocabulary, K queries.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Law:
-    """A probability law over the target's vocabulary, stored on its support.
+    """A probability distribution over the target's vocabulary, stored on its support.
 
-    A one-hot law has one entry, a top-k law k entries, a full softmax V entries with
+    A one-hot distribution has one entry, a top-k distribution k entries, a full softmax V entries with
     ``id_S = None``. A token outside the support has probability 0. One code path therefore
-    serves greedy decoding, reduced draft vocabularies and full laws alike.
+    serves greedy decoding, reduced draft vocabularies and full distributions alike.
     """
 
     prob_S: Tensor
-    """float32 (float64 where laws are enumerated), sums to 1."""
+    """float32 (float64 where distributions are enumerated), sums to 1."""
     id_S: Tensor | None = None
     """int64 target ids, distinct; None: entry i is token i."""
 
     @classmethod
     def one_hot(cls, token: int, dtype: torch.dtype = torch.float32) -> Law:
-        """The law that always gives ``token``."""
+        """The distribution that always gives ``token``."""
         return cls(torch.ones(1, dtype=dtype), torch.tensor([token]))
 
     @property
@@ -58,7 +58,7 @@ class Law:
         return float(self.prob_S[self.id_S == token].sum())
 
     def dense(self, size: int) -> Tensor:
-        """The law as a vector [size]; ``size`` must reach past the largest id of the support."""
+        """The distribution as a vector [size]; ``size`` must reach past the largest id of the support."""
         if self.id_S is None and len(self.prob_S) == size:
             return self.prob_S
         out = self.prob_S.new_zeros(size)
@@ -66,7 +66,7 @@ class Law:
         return out
 
     def without(self, tokens: Sequence[int]) -> Law | None:
-        """The law given that none of ``tokens`` comes; None if it has no other.
+        """The distribution given that none of ``tokens`` comes; None if it has no other.
 
         Cost: O(support). One host sync.
         """
@@ -79,7 +79,7 @@ class Law:
 
     @classmethod
     def normed(cls, weight_S: Tensor, id_S: Tensor | None) -> Law | None:
-        """A law from weights, which it takes over; None if they are all 0. One host sync."""
+        """A distribution from weights, which it takes over; None if they are all 0. One host sync."""
         mass = float(weight_S.sum())
         return cls(weight_S.div_(mass), id_S) if mass > 0 else None
 

@@ -52,6 +52,14 @@ READS_REFERENCE, KEEPS_STORE, RUNS_MODEL = "reads-reference", "keeps-store", "ru
 _METHODS = "outpace.methods"
 _DECODING = ("drafter", "verifier", "policy")
 _CALLED = {"objective": "method to train", "exporter": "method to export", "builder": "file to build"}
+
+
+def _verifier(name: str, cls: str, summary: str, paper: str, **more: Any) -> MethodEntry:
+    return MethodEntry(
+        name, "verifier", "verifier", f"outpace.verifiers.{name}:{cls}", summary, paper, **more
+    )
+
+
 _CORE = (
     MethodEntry(
         "none", "drafter", "none", "outpace.drafters.none:NoDrafter", "Plain decoding: the empty draft"
@@ -63,76 +71,58 @@ _CORE = (
         "outpace.engine.portfolio:Portfolio",
         "Picks among drafters, and none, by what pays best per sequence and step",
     ),
-    MethodEntry(
+    _verifier(
         "match",
-        "verifier",
-        "verifier",
-        "outpace.verifiers.match:Match",
+        "Match",
         "Draws the target's token and follows the branch that holds it",
         "SpecInfer's naive sampling, arXiv:2305.09781",
     ),
-    MethodEntry(
+    _verifier(
         "chain",
-        "verifier",
-        "verifier",
-        "outpace.verifiers.chain:Chain",
+        "Chain",
         "Rejection sampling along one sampled chain",
         "Leviathan et al. 2023, arXiv:2211.17192",
     ),
-    MethodEntry(
+    _verifier(
         "tree",
-        "verifier",
-        "verifier",
-        "outpace.verifiers.tree:Tree",
+        "Tree",
         "Recursive rejection over all groups of a token tree",
         "SpecInfer, arXiv:2305.09781; Sequoia, arXiv:2402.12374",
     ),
-    MethodEntry(
+    _verifier(
         "block",
-        "verifier",
-        "verifier",
-        "outpace.verifiers.block:Block",
+        "Block",
         "Keeps a prefix of a chain, judged as a whole: at least as long as chain's on average",
         "Sun et al. 2024, arXiv:2403.10444",
     ),
-    MethodEntry(
+    _verifier(
         "k_seq",
-        "verifier",
-        "verifier",
-        "outpace.verifiers.k_seq:KSeq",
-        "Tries independent siblings against one discounted law",
+        "KSeq",
+        "Tries independent siblings against one discounted distribution",
         "SpecTr, arXiv:2310.15141",
     ),
-    MethodEntry(
+    _verifier(
         "greedy_plus_one",
-        "verifier",
-        "verifier",
-        "outpace.verifiers.greedy_plus_one:GreedyPlusOne",
+        "GreedyPlusOne",
         "Optimal for the likeliest siblings and one random one",
         "Hu et al. 2025, arXiv:2502.18779",
     ),
-    MethodEntry(
+    _verifier(
         "traversal",
-        "verifier",
-        "verifier",
-        "outpace.verifiers.traversal:Traversal",
+        "Traversal",
         "Judges the paths of a tree from its leaves",
         "Weng et al. 2025, arXiv:2505.12398",
     ),
-    MethodEntry(
+    _verifier(
         "typical",
-        "verifier",
-        "verifier",
-        "outpace.verifiers.typical:Typical",
+        "Typical",
         "Keeps what the target finds plausible; changes the distribution of the output",
         "Medusa, arXiv:2401.10774",
         lossless=False,
     ),
-    MethodEntry(
+    _verifier(
         "coupled",
-        "verifier",
-        "verifier",
-        "outpace.verifiers.coupled:Coupled",
+        "Coupled",
         "Draft and target share position-keyed noise: same seed, same text, any drafter",
         "Gumbel coupling, arXiv:2408.07978",
         can=(REPRODUCES,),

@@ -1,4 +1,4 @@
-"""From logits to laws: every sampling setting, for target and draft alike.
+"""From logits to distributions: every sampling setting, for target and draft alike.
 
 The order of the processors is that of transformers, and of vLLM but for min-p:
 
@@ -6,7 +6,7 @@ The order of the processors is that of transformers, and of vLLM but for min-p:
 2. repetition, then presence and frequency penalties: they read the model's own scale, so they
    come before
 3. temperature;
-4. top-k, top-p, min-p, each on the law that the one before it left: they speak of the
+4. top-k, top-p, min-p, each on the distribution that the one before it left: they speak of the
    probabilities that would be drawn from.
 
 Entries of equal logit rank by ascending id, so that truncation is deterministic. Values are
@@ -44,9 +44,7 @@ class Warp:
 
     Args:
         params: None counts as neutral.
-        prompt: counts for the repetition penalty.
         eos_ids: banned until ``min_tokens`` were generated, unless ``ignore_eos``.
-        vocab_size: of the target.
 
     Raises:
         RequestError: a setting names an id outside the vocabulary, or all tokens are banned.
@@ -66,7 +64,7 @@ class Warp:
         self._min_p = params.min_p or 0.0
         self._repetition = params.repetition_penalty or 1.0
         self.greedy = self._temperature < _GREEDY_BELOW
-        """Whether every law is one-hot."""
+        """Whether every distribution is one-hot."""
         ends = params.end_ids(eos_ids) if params.min_tokens else frozenset()
         self._end_K = _ids([token for token in ends if token < vocab_size])
         self._ban_K = _ids(params.banned_tokens)
@@ -96,7 +94,7 @@ class Warp:
 
     @property
     def plain(self) -> bool:
-        """Whether the law of every row from now on is the argmax of its raw logits."""
+        """Whether the distribution of every row from now on is the argmax of its raw logits."""
         return self.greedy and not self._edits(0)
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -112,7 +110,7 @@ class Warp:
             self._place.update(fresh)
 
     def law(self, logits_V: Tensor, path: Sequence[int] = (), id_V: Tensor | None = None) -> Law:
-        """The law of the token after the committed text and a path of drafted tokens.
+        """The distribution of the token after the committed text and a path of drafted tokens.
 
         Args:
             logits_V: one row, before any processor; any float type. Not changed.
@@ -120,7 +118,7 @@ class Warp:
             id_V: int64 target ids of the columns, for a draft vocabulary; None: the ids.
 
         Returns:
-            One-hot at temperature 0. After top-k, top-p, min-p or ``allowed_tokens`` the law on
+            One-hot at temperature 0. After top-k, top-p, min-p or ``allowed_tokens`` the distribution on
             its support, in ascending column order; else all columns.
 
         Raises:
@@ -170,10 +168,8 @@ class Warp:
         """The k likeliest tokens of each row after the same processors, best first.
 
         Args:
-            logits_FV: rows before any processor.
             paths: of each row, as for ``law``.
             k: wanted; a row where fewer may be generated gives fewer.
-            id_V: as for ``law``.
 
         Returns:
             Per row the tokens, and their probabilities at temperature 1 without truncation.
@@ -219,7 +215,7 @@ class Warp:
         ids = id_V if self._allow_K is None else self._allow_K.to(on)
         edited_S = full_V if ids is None else full_V[ids]
         if drafting and not bool((edited_S > -math.inf).any()):
-            # No column of the draft vocabulary may be generated. Any law is right for a draft;
+            # No column of the draft vocabulary may be generated. Any distribution is right for a draft;
             # the target will refuse what it gives.
             return x_V, id_V
         return edited_S, ids
@@ -281,13 +277,12 @@ class Warp:
 
 
 class Laws:
-    """Target laws at the rows of one sequence's tree, each warped when it is first read.
+    """Target distributions at the rows of one sequence's tree, each warped when it is first read.
 
     Args:
         logits_JV: row 0 follows the pending token, row n + 1 follows node n.
         warp: of the sequence, before this step's tokens are committed.
-        draft: the tree.
-        best: index and value of the largest logit of each row, where that is the law
+        best: index and value of the largest logit of each row, where that is the distribution
             (``warp.plain``).
     """
 
@@ -303,7 +298,7 @@ class Laws:
         self._law: dict[int, Law] = {}
 
     def law(self, node: int) -> Law:
-        """The law of the token that follows ``node`` (ROOT: follows the pending token).
+        """The distribution of the token that follows ``node`` (ROOT: follows the pending token).
 
         Raises:
             LogitsError, RequestError: there is none, see ``Warp.law``.
@@ -323,7 +318,7 @@ class Laws:
 
 
 def laws_of_batch(scored: Scored, warps: Sequence[Warp], drafts: Sequence[Draft]) -> list[Laws]:
-    """Target laws of a whole pass.
+    """Target distributions of a whole pass.
 
     Args:
         scored: of the pass. Feeds that asked for no logits (unfinished prompts) are skipped.
@@ -376,11 +371,10 @@ class TokenLogprobs:
 
 
 def logprobs(logits_RV: Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprobs]:
-    """Raw log-probabilities: of the model's law before any processor, as vLLM's default.
+    """Raw log-probabilities: of the model's distribution before any processor, as vLLM's default.
 
     Args:
         logits_RV: for each token the row that it was drawn from.
-        tokens: the emitted tokens.
         k: alternatives to report; the token itself is among them if it is likely enough.
 
     Cost: one host sync.

@@ -44,6 +44,18 @@ from outpace.types import (
 from outpace.verifiers.base import Verifier
 
 
+@dataclass(slots=True, eq=False)
+class Member:
+    """A drafter that may be picked for one sequence."""
+
+    state: Any
+    """The drafter's, for this sequence."""
+    budget: Budget
+    """What its spec asks for."""
+    verifier: Verifier
+    """Judges its drafts."""
+
+
 class StepSequence(Protocol):
     """What a step needs of one sequence; `outpace.engine.sequence` and cascades implement it."""
 
@@ -55,12 +67,10 @@ class StepSequence(Protocol):
     """Committed ids; the last one is pending."""
     slot: int
     warp: Warp
-    states: Mapping[str, Any]
-    """Drafter spec -> this sequence's state; the drafters that may be picked."""
-    budgets: Mapping[str, Budget]
-    """Drafter spec -> the budget that it asks for, preferred drafter first."""
-    verifiers: Mapping[str, Verifier]
-    """Drafter spec -> verifier of its drafts; ``"none"`` is always among them."""
+    members: Mapping[str, Member]
+    """Drafter spec -> member; the preferred drafter first."""
+    verifier: Verifier
+    """Judges where no member drafted."""
     policy_state: Any
 
     def coins(self, stream: Stream) -> Coins:
@@ -99,7 +109,7 @@ class Machine:
     """Method spec -> drafter."""
     policy: Policy
     want_laws: bool = False
-    """Whether verdicts carry the laws of the emitted tokens; a cascade hands them up."""
+    """Whether verdicts carry the distributions of the emitted tokens; a cascade hands them up."""
     chunk: int = 256
     """Prompt tokens per pass beside sequences that decode; see ``outpace.engine.scheduler``."""
     listeners: Sequence[Callable[[StepRecord], None]] = ()
@@ -107,7 +117,7 @@ class Machine:
 
     def tapped(self, rows: Sequence[StepSequence]) -> frozenset[str]:
         """Drafters of these rows that read features."""
-        names = {name for row in rows for name in row.states}
+        names = {name for row in rows for name in row.members}
         return frozenset(name for name in names if self.drafters[name].traits.taps)
 
     def taps(self, rows: Sequence[StepSequence]) -> frozenset[str]:
@@ -154,7 +164,6 @@ def prefill(
     """Feed every row the next chunk of its prompt; a row whose prompt ends emits one token.
 
     Args:
-        machine: as for ``step``.
         rows: sequences whose tokens are all given; the cache holds a prefix of each.
         ends: how many tokens of each row are then committed; None: ``machine.chunk`` more. A row
             that is read up to its pending token only emits nothing, and goes on with ``step``.
@@ -230,11 +239,11 @@ def _plan(machine: Machine, rows: Sequence[StepSequence]) -> tuple[list[Plan], l
     views = [
         PolicyRow(
             row.policy_state,
-            row.budgets,
+            {name: one.budget for name, one in row.members.items()},
             row.room(),
             row.coins(Stream.POLICY),
             preview,
-            {} if least is None else {one: _num_uncached(machine, row, one) for one in row.states},
+            {} if least is None else {one: _num_uncached(machine, row, one) for one in row.members},
         )
         for row, preview, least in zip(rows, _previews(machine, rows, least_B), least_B, strict=True)
     ]
@@ -275,17 +284,18 @@ def _draft(machine: Machine, rows: Sequence[StepSequence], plans: Sequence[Plan]
 def _draft_row(
     machine: Machine, row: StepSequence, name: str, budget: Budget, tapped: frozenset[str]
 ) -> DraftRow[Any]:
+    member = row.members[name]
     # What another drafter reads is computed from the bottom up, so nothing may be resumed.
     lent = tapped <= {name}
     return DraftRow(
-        row.states[name],
+        member.state,
         row.tokens,
         budget,
         row.coins(Stream.DRAFT),
         row.warp,
-        Drawn.CHOSEN if row.warp.greedy else row.verifiers[name].draws,
+        Drawn.CHOSEN if row.warp.greedy else member.verifier.draws,
         Lease(machine.cache, row.slot) if lent else None,
-        chain=row.verifiers[name].chains_only or TREE not in machine.target.can,
+        chain=member.verifier.chains_only or TREE not in machine.target.can,
     )
 
 
@@ -297,11 +307,11 @@ def _previews(
     able: dict[str, list[int]] = {}
     tapped = machine.tapped(rows)
     for i, (row, least) in enumerate(zip(rows, least_B, strict=True)):
-        for name in () if least is None else row.states:
+        for name in () if least is None else row.members:
             if machine.drafters[name].traits.previews:
                 able.setdefault(name, []).append(i)
     for name, indices in able.items():
-        budgets = [within(rows[i].budgets[name], rows[i].room(), least_B[i] or 0.0) for i in indices]
+        budgets = [within(rows[i].members[name].budget, rows[i].room(), least_B[i] or 0.0) for i in indices]
         pairs = zip(indices, budgets, strict=True)
         asked = [_draft_row(machine, rows[i], name, budget, tapped) for i, budget in pairs]
         answers = machine.drafters[name].preview(asked)
@@ -311,7 +321,7 @@ def _previews(
 
 
 def _num_uncached(machine: Machine, row: StepSequence, name: str) -> int:
-    return machine.drafters[name].num_uncached(row.states[name], row.tokens)
+    return machine.drafters[name].num_uncached(row.members[name].state, row.tokens)
 
 
 def _judge(machine: Machine, parts: Sequence[_Part], scored: Scored) -> dict[int, Verdict]:
@@ -322,7 +332,8 @@ def _judge(machine: Machine, parts: Sequence[_Part], scored: Scored) -> dict[int
     verdicts = {i: Verdict((), ()) for i in range(len(parts)) if i not in judged}
     for i, law in zip(judged, laws, strict=True):
         row, draft = parts[i].row, parts[i].draft
-        verifier = row.verifiers[parts[i].plan.drafter]
+        member = row.members.get(parts[i].plan.drafter)
+        verifier = row.verifier if member is None else member.verifier
         try:
             verdicts[i] = verifier.judge(draft, law, row.coins(Stream.JUDGE), want_laws=machine.want_laws)
         except Exception as error:
@@ -364,10 +375,10 @@ def _observe(machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Ou
     """Tell every drafter once what was committed."""
     watching: dict[str, list[int]] = {}
     for i in outcomes:
-        for name in parts[i].row.states:
+        for name in parts[i].row.members:
             watching.setdefault(name, []).append(i)
     for name, indices in watching.items():
-        states = [parts[i].row.states[name] for i in indices]
+        states = [parts[i].row.members[name].state for i in indices]
         machine.drafters[name].observe(states, [outcomes[i] for i in indices])
 
 

@@ -1,7 +1,7 @@
 """The records that travel between the five verbs of a step. Standard library and torch only.
 
 Trees live on the host as tuples of ints: they are small, and reading them never waits for a
-device. Laws and features are tensors and stay where the pass left them.
+device. Distributions and features are tensors and stay where the pass left them.
 
 Shape letters: N drafted nodes, J = N + 1 scored rows (the pending token first), V vocabulary,
 H hidden size, R riders, T rows of a whole batch.
@@ -123,7 +123,7 @@ class Draft(Rooted):
     groups: tuple[Group, ...] = ()
     """In the order in which a parent's groups are tried; every node is in at least one."""
     laws: tuple[Law, ...] = ()
-    """The laws really drawn from. One row may serve many parents."""
+    """The distributions really drawn from. One row may serve many parents."""
     riders: Riders | None = None
     resume: Resume | None = None
     memo: Any = None
@@ -141,7 +141,7 @@ class Draft(Rooted):
         for group in self.groups:
             if (group.law is None) != (group.drawn is Drawn.CHOSEN):
                 verb = "must" if group.law is None else "must not"
-                raise ValueError(f"a group drawn {group.drawn.value!r} {verb} name its law")
+                raise ValueError(f"a group drawn {group.drawn.value!r} {verb} name its distribution")
             if any(self.parent_N[node] != group.parent for node in group.nodes):
                 raise ValueError(f"group of {group.parent} holds another's child: {group.nodes}")
             seen.update(group.nodes)
@@ -156,9 +156,7 @@ class Draft(Rooted):
         """A deterministic draft: one CHOSEN group per parent, children in node order.
 
         Args:
-            tokens: ids in node order.
             parents: ROOT or an earlier node each; None makes a chain.
-            memo: kept for the drafter.
         """
         up = range(-1, len(tokens) - 1) if parents is None else parents
         children: dict[int, list[int]] = {}
@@ -383,7 +381,7 @@ class Verdict:
     emitted: tuple[int, ...]
     """The kept tokens, then the one that the target added itself."""
     laws: tuple[Law, ...] | None = None
-    """True laws of the emitted tokens, where the caller asked for them."""
+    """True distributions of the emitted tokens, where the caller asked for them."""
     censored: bool = False
     """A stop cut the emitted tokens short: then ``len(emitted) == len(kept)``, otherwise one
     more. What would have followed is unknown, so acceptance is not learned from the cut."""

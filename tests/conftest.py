@@ -16,6 +16,19 @@ os.environ["OUTPACE_CACHE"] = os.path.join(_FOLDERS.name, "cache")
 os.environ["OUTPACE_DATA"] = os.path.join(_FOLDERS.name, "data")
 
 
+LONGEST = ("tests/test_mutations.py", "tests/laws/test_laws.py", "tests/test_without_methods.py")
+"""Files whose tests take minutes: begun first, so that no worker waits for another at the end."""
+
+
+def pytest_collection_modifyitems(items):
+    """Give every file to one worker, and all that need the enumeration to the same."""
+    for item in items:
+        shared = {"laws", "oracles"} & set(getattr(item, "fixturenames", ()))
+        item.add_marker(pytest.mark.xdist_group("laws" if shared else item.location[0]))
+    order = {file: place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.location[0], len(order)))
+
+
 @pytest.fixture(scope="session")
 def laws():
     """What enumeration says of all verifiers."""

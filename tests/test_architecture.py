@@ -251,6 +251,8 @@ def _state(module: str, tree: ast.Module) -> list[str]:
                 out.append(f"line {node.lineno}: changes something at import")
             elif target.id.startswith("__") or (layer(module), target.id) == ("cli", "app"):
                 continue  # typer wants its application at module level, under this name
+            elif isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "partial":
+                continue  # a function
             elif target.id.lstrip("_")[:1].islower():
                 out.append(f"line {node.lineno}: module-level variable {target.id}")
             else:

@@ -128,7 +128,7 @@ def keys_of(value, path=()):
     """Keys of nested JSON; names of methods, verifiers and prompts are no keys."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            if path[-1:] not in (("drafters",), ("laws",), ("code",)):
+            if path[-1:] not in (("drafters",), ("distributions",), ("code",)):
                 yield key
             yield from keys_of(inner, (*path, key))
     elif isinstance(value, list):

@@ -26,8 +26,8 @@ def test_a_law_reads_the_same_however_it_is_stored():
         ((1, 1), (-1, -1), (), "siblings repeat a token"),
         ((1,), (-1,), (), "groups name 0 of them"),
         ((1,), (-1, 0), (), "1 tokens but 2 parents"),
-        ((1,), (-1,), (Group(ROOT, Drawn.CHOSEN, (0,), 0),), "must not name its law"),
-        ((1,), (-1,), (Group(ROOT, Drawn.IID, (0,)),), "must name its law"),
+        ((1,), (-1,), (Group(ROOT, Drawn.CHOSEN, (0,), 0),), "must not name its distribution"),
+        ((1,), (-1,), (Group(ROOT, Drawn.IID, (0,)),), "must name its distribution"),
         ((1, 2), (-1, 0), (Group(ROOT, Drawn.CHOSEN, (0, 1)),), "another's child"),
     ],
 )

@@ -35,6 +35,7 @@ Generalized speculative decoding: anything may draft, and the target verifies. E
 | verification | what is kept, losslessly | `match`, `chain`, `tree`, `block`, `k_seq`, `greedy_plus_one`, `traversal`, `coupled` | | rules that change the distribution by default; `typical` needs `allow_lossy` |
 | length of drafts | how much to draft, and when | `fixed`, `confidence`, `specdecpp`, `schedule`, `bandit`, `goodput`, `auto` | acceptance heads for `eagle3` and block drafters | |
 | encoder-decoder targets | T5, BART; the source text as draft | | aggressive decoding, cascades of encoder-decoders | |
+| other models than autoregressive text | the same words for another task | | | federated early exit for speech: it shares training among devices, and nothing is drafted or verified; pruning of diffusion models: it changes the model, and there is no token distribution to verify |
 
 *Coming* means planned and not there yet. Each method follows its paper, which its entry below names.
 

@@ -1,1 +1,1 @@
-"""What the laws, the costs and the text say: for reports, not for the hot path."""
+"""What the distributions, the costs and the text say: for reports, not for the hot path."""

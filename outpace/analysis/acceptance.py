@@ -6,7 +6,7 @@ q depends on what was drawn: there it is the mean over sampled paths of refusals
 exactly.
 
 ``measure`` takes p and q from a model and a drafter: at every position of texts that the model
-generates plainly, the law that the drafter would have drawn from and the law of the target.
+generates plainly, the distribution that the drafter would have drawn from and the distribution of the target.
 
 Shape letters: V vocabulary, S support of q.
 """
@@ -43,12 +43,9 @@ def acceptance(
     """The probability that one of k drafts of a position is kept.
 
     Args:
-        p_V: target law, dense.
-        q_V: draft law, dense, over the same ids.
+        q_V: draft distribution, dense, over the same ids.
         k: drafts, drawn as the verifier asks for them (see RULES).
-        rule: a verifier, as in RULES.
         coins: needed by ``tree`` and ``traversal`` from three draws on.
-        paths: that these average over.
 
     Raises:
         UnknownNameError: a verifier without a curve.
@@ -123,7 +120,6 @@ def _greedy(p: Floats, q: Floats, most: int, coins: Coins | None, paths: int) ->
 
 
 def _distinct(p: Floats, q: Floats, most: int, coins: Coins | None, paths: int) -> list[float]:
-    """Recursive rejection without replacement."""
     left, gone = np.maximum(p - q, 0), np.maximum(q - p, 0)
     mass = float(left.sum())
     out = [1 - mass]
@@ -161,10 +157,6 @@ def _path(rest: Floats, gone: Floats, q: Floats, most: int, coins: Coins, number
     Args:
         rest: what the first refusal left of p.
         gone: weights of the token refused first.
-        q: draft law.
-        most: draws in all.
-        coins: key (number, draw).
-        number: of the path.
 
     Returns:
         For 3, 4, ... draws, the chance that all after the first are refused.
@@ -235,7 +227,6 @@ class Acceptance:
     """Verifier -> acceptance; one entry where it takes one draft per position."""
 
     def add(self, p_V: Tensor, q_V: Tensor, coins: Coins) -> None:
-        """Take in a position."""
         self.positions += 1
         for drawn in BOUNDED:
             self._mean(self.bounds.setdefault(drawn, []), bounds(p_V, q_V, MOST, drawn))
@@ -251,7 +242,6 @@ class Acceptance:
             so_far[i] += (value - so_far[i]) / self.positions
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, by kind of draft."""
         return {
             "model": self.model,
             "drafter": self.drafter,
@@ -268,7 +258,7 @@ class Acceptance:
 
 
 class Watcher(Verifier):
-    """Reads the laws at the pending token, and keeps nothing: the text is the plain one."""
+    """Reads the distributions at the pending token, and keeps nothing: the text is the plain one."""
 
     name = "watcher"
     takes = frozenset(Drawn)
@@ -298,9 +288,7 @@ def measure(
     """Generate text and compare, at every position, what each verifier would have kept.
 
     Args:
-        engine: of the target.
         drafter: method spec; ``tree``, ``tree_size``, ``verifier`` and ``policy`` do not matter.
-        prompts: token ids.
         max_new_tokens: per prompt; all but the first and the last are positions.
         temperature: of p and q, above 0. Nothing is truncated or penalized.
         tick: told the drafter and how many prompts were finished since the last call.
@@ -312,7 +300,7 @@ def measure(
     """
     if not temperature > 0:
         raise RequestError(
-            f"at temperature {temperature:g} every law is one-hot and all verifiers agree; "
+            f"at temperature {temperature:g} every distribution is one-hot and all verifiers agree; "
             "give a temperature above 0"
         )
     own, _ = MethodSpec.parse(drafter).split()

@@ -1,6 +1,6 @@
 """Fast verifiers against their oracles: the same coins must give the same verdicts.
 
-Both read the same float32 laws, but the oracle computes in float64. A coin that lies within
+Both read the same float32 distributions, but the oracle computes in float64. A coin that lies within
 rounding distance (about 1e-7) of a threshold may thus decide otherwise; with the fixed seeds used
 here none does, and with others one in a million would.
 
@@ -114,11 +114,9 @@ def _grow(s: Sapling, rng: np.random.Generator, verifier: Verifier) -> None:
 def check_oracle(
     seed: int = 0, cases: int = 154, names: Sequence[str] | None = None
 ) -> dict[str, OracleReport]:
-    """Compare verdicts on random trees, in every regime of laws.
+    """Compare verdicts on random trees, in every regime of distributions.
 
     Args:
-        seed: of laws, trees and coins.
-        cases: per verifier; regimes take turns.
         names: of verifiers with an oracle; None: all of them, lossy ones too.
 
     Returns:

@@ -45,7 +45,7 @@ def optimal(acceptance: Sequence[float], nodes: int, depth: int) -> Shape:
         are the best template of n nodes.
 
     Raises:
-        ValueError: no law in ``acceptance``, or a size out of range.
+        ValueError: no distribution in ``acceptance``, or a size out of range.
 
     Cost: O(nodes^2 * depth * siblings), vectorised over one ``nodes``; 64 nodes, 8 levels and 8
     siblings take some 30 ms.
@@ -84,10 +84,8 @@ def best_size(
     """The template that emits most per second on a machine.
 
     Args:
-        acceptance: as for ``optimal``.
         cost: of the target's pass; the pending token is a row as well.
         draft_seconds_per_level: every level costs one pass of the drafter, however wide it is.
-        context: committed tokens.
         max_nodes: most guesses.
         max_depth: most levels.
 

@@ -6,7 +6,7 @@ largest probability of that is an optimal transport. Its dual asks for a set H o
     1 + min over H of P(H) - Q(H),      P(H) = p(H),  Q(H) = Pr(all k drafts lie in H)
 
 For draws from q, with and without replacement, the best H is a prefix of the tokens sorted by
-falling q / p (their laws are q-convex: along a chain of sets, the growth of Q per unit of q does
+falling q / p (their distributions are q-convex: along a chain of sets, the growth of Q per unit of q does
 not fall). Greedy drafts with one random sibling, and chosen ones, have closed forms.
 
 With replacement Q(H) is q(H)^k. Without, let a clock ring at rate q for every token; the draws are
@@ -53,8 +53,7 @@ def bound(p_V: Tensor, q_V: Tensor, k: int, drawn: Drawn) -> float:
     """The largest acceptance that a lossless verifier can reach at one position.
 
     Args:
-        p_V: target law, dense.
-        q_V: draft law, dense, over the same ids.
+        q_V: draft distribution, dense, over the same ids.
         k: drafts, at least 1; more than q has tokens count as all of them.
         drawn: how they are picked: IID, DISTINCT, GREEDY_PLUS_ONE or CHOSEN (q's best).
 
@@ -121,7 +120,6 @@ class Pair:
 
     @classmethod
     def of(cls, p: Floats, q: Floats) -> Pair:
-        """Sort."""
         if (q == 0).any():
             p, q = p[q > 0], q[q > 0]
         order = np.argsort(p / q)
@@ -131,7 +129,6 @@ class Pair:
         return cls(p, q, np.concatenate((zero, np.cumsum(p))), np.concatenate((zero, np.cumsum(q))), left)
 
     def iid(self, most: int) -> list[float]:
-        """Bounds for draws with replacement."""
         out, power_C = [], np.ones_like(self.q_C)
         for _ in range(most):
             power_C = power_C * self.q_C
@@ -139,7 +136,6 @@ class Pair:
         return out
 
     def distinct(self, most: int) -> list[float]:
-        """Bounds for draws without replacement."""
         size = len(self.q_S)
         out = self.iid(1)
         if min(most, size - 1) > 1:
@@ -238,7 +234,6 @@ def _rule(draws: int, rest: float) -> tuple[Floats, Floats]:
     """Nodes and weights for integrals over t of what decays like the time to ring ``draws`` times.
 
     Args:
-        draws: rings.
         rest: least rate at which the last of them comes.
     """
     reach = 30.0

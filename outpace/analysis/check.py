@@ -1,9 +1,9 @@
 """The losslessness report: what this model on this machine keeps of what is promised.
 
-    1 law       emitted tokens have the target's law, by enumeration     analysis/law.py
-    2 code      fast verifiers decide as their oracles do                analysis/agreement.py
-    3 tokens    greedy text equals plain decoding, token for token       here
-    4 hardware  where it does not, by how much the two tokens differ     here
+    1 distributions  what is emitted has that of the target, by enumeration    analysis/law.py
+    2 code           fast verifiers decide as their oracles do                 analysis/agreement.py
+    3 tokens         greedy text equals plain decoding, token for token        here
+    4 hardware       where it does not, by how much the two tokens differ      here
 
 Level 3 is a promise of targets whose rows do not depend on the pass they are in
 (``Target.equal_rows``): of the own decoder on a CPU, in every dtype. Elsewhere rounding differs
@@ -37,8 +37,6 @@ _TREE = "4x2x1"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One prompt."""
-
     id: str
     ids: tuple[int, ...]
 
@@ -47,7 +45,6 @@ def standard_specs(target: Target, model: str) -> list[str]:
     """Every lossless drafter that works without a setting, and the target drafting for itself.
 
     Args:
-        target: whose abilities decide.
         model: how a method spec names it.
     """
     specs = [
@@ -90,17 +87,14 @@ def check(
     """Run all four levels.
 
     Args:
-        engine: of the model to check.
-        cases: prompts.
         specs: normalised method specs of the drafters to check.
-        max_new_tokens: per sequence.
         tick: told what is under way and how many sequences were finished since the last call;
             ``sequences_of`` says how many there will be.
         done: told what came of each drafter as soon as it is known.
 
     Cost: enumeration takes seconds, then ``sequences_of(...)`` answers of the model.
     """
-    tick("laws", 0)
+    tick("distributions", 0)
     laws, oracles = check_laws(), check_oracle()
     params = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens)
     target = engine.target

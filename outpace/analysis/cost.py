@@ -77,7 +77,6 @@ def measure(
         contexts: committed tokens; None takes those of CONTEXTS that the model has room for.
         batches: sequences with one row each; 1 is always among them.
         repeat: timed rounds, after one that is not counted.
-        progress: told of every round.
 
     Raises:
         RequestError: a count below 1, a negative context, or one that does not fit the model.
@@ -126,11 +125,8 @@ def curve_for(
     """The cost curve of a target on this machine, with the threads that torch has now.
 
     Args:
-        target: any.
         measure_if_missing: whether to measure, over the default points, and keep the result;
             otherwise the answer is None where nothing is known.
-        repeat: as for ``measure``.
-        progress: as for ``measure``.
         note: told, in one line, of a file that cannot be used or written.
     """
     return kept(
@@ -182,8 +178,6 @@ def measure_drafter(
 
     Args:
         method: chains are timed up to ``levels`` whatever its budget, trees up to their depth.
-        target: what it drafts for.
-        levels: deepest draft.
         repeat: timed rounds, after one that is not counted.
     """
     drafter, budget = method.preferred.drafter, method.preferred.budget
@@ -283,7 +277,6 @@ def _contexts(target: Target, rows: int, given: Sequence[int] | None) -> tuple[i
 
 
 def _text(target: Target, length: int) -> tuple[int, ...]:
-    """Tokens of a fixed text."""
     return tuple((37 * (i % _PERIOD) + 11) % target.vocab_size for i in range(length))
 
 
@@ -320,7 +313,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _key(kind: str, target: Target, spec: str) -> dict[str, Any]:
-    """What a measurement depends on."""
     return {
         "format": _FORMAT,
         "kind": kind,

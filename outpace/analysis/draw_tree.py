@@ -38,8 +38,6 @@ _LINES = {True: ("|- ", "`- ", "|  ", "   "), False: ("\u251c\u2500 ", "\u2514\u
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """One box of a drawn tree."""
-
     text: str
     role: Role
     q: float | None
@@ -89,7 +87,6 @@ def visible(text: str, plain: bool = False) -> str:
     """A token's text with its blanks to be seen, and cut if it is long.
 
     Args:
-        text: any.
         plain: in quotes and ASCII, for terminals that know no other characters.
     """
     signs = _PLAIN if plain else _SIGNS
@@ -115,7 +112,6 @@ def percent(value: float | None) -> str:
 
 
 def caption(picture: Picture) -> str:
-    """What a pass achieved, in words."""
     drafted, kept, emitted = len(picture.guesses), len(picture.kept), len(picture.emitted)
     tokens = "1 token" if emitted == 1 else f"{emitted} tokens"
     if not drafted:
@@ -124,12 +120,7 @@ def caption(picture: Picture) -> str:
 
 
 def lines(picture: Picture, *, plain: bool = False) -> Iterator[list[tuple[str, Role | None]]]:
-    """A tree for a terminal: per line, pieces of text and the role that colours them.
-
-    Args:
-        picture: of one pass.
-        plain: ASCII alone.
-    """
+    """A tree for a terminal: per line, pieces of text and the role that colours them."""
     spots = layout(picture)
     tee, elbow, bar, blank = _LINES[plain]
     labels: list[tuple[str, str]] = []
@@ -291,7 +282,6 @@ def legend() -> tuple[str, float]:
 
 
 def subtitle(trace: Trace) -> str:
-    """How far each pass got."""
     count = len(trace.passes)
     shown = "" if trace.temperature else " (probabilities as at temperature 1)"
     return (

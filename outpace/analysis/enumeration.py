@@ -1,8 +1,8 @@
-"""Exact laws of programs that flip coins: run them once for every way the coins can fall.
+"""Exact distributions of programs that flip coins: run them once for every way the coins can fall.
 
 A coin is a uniform on [0, 1), named as `KeyedCoins` names it. What a run learns about it is the
 interval in which it lies. ``flip(0.3)`` cuts that interval at 0.3, ``choose`` at the cumulative
-edges of its law; the run goes on in one part, and is started again for the others. The weight of
+edges of its distribution; the run goes on in one part, and is started again for the others. The weight of
 a run is the product of the shares taken, so the weights add up to 1, and a coin that is used
 twice is the same uniform twice: correlated, exactly as it would be in production.
 
@@ -87,10 +87,10 @@ class EnumeratingCoins(Coins):
     """Coins whose uniforms are enumerated; names, and so reuse, as in `KeyedCoins`.
 
     A race is represented by one uniform per absolute position: the winner is its inverse under
-    the distribution function of the law, the runners-up follow in cyclic order of their ids.
+    the distribution function of the distribution, the runners-up follow in cyclic order of their ids.
     That is another coupling of draft and target than Gumbel noise, with other acceptance. What
-    the law of the output rests on is the same in both: given its position's coin the winner is
-    a function of the law, it has that law over the coin, coins of different positions are
+    the distribution of the output rests on is the same in both: given its position's coin the winner is
+    a function of the distribution, it has that distribution over the coin, coins of different positions are
     independent, and the same position gives the same coin at every step and to every user.
     """
 
@@ -125,6 +125,6 @@ class EnumeratingCoins(Coins):
 
 
 def _edges(probs: Sequence[float]) -> list[float]:
-    """Inner edges of a law along [0, 1)."""
+    """Inner edges of a distribution along [0, 1)."""
     total = sum(probs)
     return [min(edge / total, 1.0) for edge in accumulate(probs[:-1])]

@@ -28,8 +28,6 @@ ENOUGH = 3
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One step of the answer."""
-
     number: int
     """From 1."""
     drafter: str
@@ -47,8 +45,6 @@ class _Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """Some steps, added up."""
-
     drafter: str
     first: int
     """Number of its first step after the prompt, from 1."""
@@ -68,7 +64,6 @@ class Stretch:
 
     @property
     def rate(self) -> float:
-        """Tokens per second, as measured."""
         return self.emitted / self.seconds if self.seconds > 0 else 0.0
 
     @property
@@ -150,7 +145,6 @@ class Explained:
         return _added(self._steps, self._seen_plain(), "all") if self._steps else None
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain values."""
         total = self.total()
         return {
             "stretches": [one.to_json() for one in self.stretches()],

@@ -82,8 +82,6 @@ Make = Callable[[World], Drafter[Any]]
 
 @dataclass(frozen=True)
 class Growth:
-    """A way to grow a draft."""
-
     budget: Budget
     make: Make = TableDrafter
 
@@ -146,7 +144,6 @@ class Spoiled(TableDrafter):
         return [self.spoil(row, draft) for row, draft in zip(rows, super().propose(rows), strict=True)]
 
     def spoil(self, row: DraftRow[None], draft: Draft) -> Draft:
-        """The draft that is handed on."""
         raise NotImplementedError
 
 

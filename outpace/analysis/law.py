@@ -1,6 +1,6 @@
 """Whether verifiers keep their promises: levels 1 and 2 of losslessness.
 
-Level 1: the law of the emitted tokens, by exact enumeration in float64, is the target's, to
+Level 1: the distribution of the emitted tokens, by exact enumeration in float64, is the target's, to
 1e-12; and known-wrong rules do not pass. Level 2: with the same coins, the fast verifiers decide
 as their oracles do.
 """
@@ -44,12 +44,10 @@ CAUGHT = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class LawReport:
-    """What enumeration says of one verifier."""
-
     error: float
     """Largest difference of a sequence's probability from the target's, over all cases."""
     cases: int
-    growths: int
+    growth_rules: int
     """Ways of growing a draft that were counted under it: all that it is allowed to judge."""
     planted_bugs_caught: int
     planted_bugs: int
@@ -62,7 +60,6 @@ def _one_hot(law: Law) -> Law:
 
 
 def _sparse(law: Law) -> Law:
-    """Two entries, out of order."""
     at = law.prob_S.topk(2).indices.flip(0)
     return Law(law.prob_S[at] / law.prob_S[at].sum(), at)
 
@@ -74,7 +71,7 @@ def _with_zeros(law: Law) -> Law:
 
 
 def _first_two(law: Law) -> Law:
-    """A draft law over fewer ids than the target has."""
+    """A draft distribution over fewer ids than the target has."""
     return Law(law.prob_S[:2] / law.prob_S[:2].sum())
 
 
@@ -98,8 +95,8 @@ WORLDS = (
     World(9, p_edit=_with_zeros, q_edit=_first_two),
     World(10, p_edit=_last, q_edit=_others),
 )
-"""Ordinary laws over 3, 2 and 4 tokens, q = p, one-hot and sparse laws, q without some of p's
-tokens, disjoint supports."""
+"""Ordinary distributions over 3, 2 and 4 tokens, q = p, one-hot and sparse ones, q without some of
+p's tokens, disjoint supports."""
 
 _CHOSEN: tuple[Recipe, ...] = (nothing, best([1, 1, 1]), best([2, 1]), best([3]), called_chosen)
 _TREES: tuple[Recipe, ...] = (
@@ -166,7 +163,7 @@ _ALSO: dict[str, tuple[Verifier, ...]] = {
 
 
 def check_laws(names: Sequence[str] | None = None) -> dict[str, LawReport]:
-    """Compare the exact law of the output with the target's, and try to be fooled.
+    """Compare the exact distribution of the output with the target's, and try to be fooled.
 
     Args:
         names: of verifiers with known cases; None: all of them.
@@ -184,7 +181,7 @@ def check_laws(names: Sequence[str] | None = None) -> dict[str, LawReport]:
 
 def _report(name: str) -> LawReport:
     if name not in RIGHT:
-        raise UnknownNameError("verifier with enumerated laws", name, RIGHT)
+        raise UnknownNameError("verifier with enumerated distributions", name, RIGHT)
     right = RIGHT[name]
     errors = [step_error(right, recipe, world) for recipe in RECIPES[name] for world in WORLDS]
     cases = CHAINS if right.chains_only else CHAINS + TREES

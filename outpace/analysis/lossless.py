@@ -44,7 +44,6 @@ class Tally:
     differences: list[Difference] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         first = dataclasses.asdict(self.differences[0]) if self.differences else None
         return {
             "sequences": self.sequences,
@@ -57,8 +56,6 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All four levels."""
-
     model: str
     dtype: str
     device: str
@@ -102,9 +99,9 @@ class Report:
         lines = []
         for name, law in self.laws.items():
             if not law.error < LAW_TOLERANCE:
-                lines.append(f"law: verifier {name} is off by {law.error:.1e}")
+                lines.append(f"distributions: verifier {name} is off by {law.error:.1e}")
             if law.planted_bugs_caught < law.planted_bugs:
-                lines.append(f"law: planted bugs not caught under {name}: {', '.join(law.missed)}")
+                lines.append(f"distributions: planted bugs not caught under {name}: {', '.join(law.missed)}")
         for name, oracle in self.oracles.items():
             if oracle.agreed < oracle.cases:
                 lines.append(
@@ -138,13 +135,12 @@ class Report:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {
             "model": self.model,
             "dtype": self.dtype,
             "prompts": self.prompts,
             "max_new_tokens": self.max_new_tokens,
-            "laws": {name: dataclasses.asdict(law) for name, law in self.laws.items()},
+            "distributions": {name: dataclasses.asdict(law) for name, law in self.laws.items()},
             "code": {name: dataclasses.asdict(o) for name, o in self.oracles.items()},
             "plain": self.plain.to_json(),
             "drafters": {spec: tally.to_json() for spec, tally in self.drafters.items()},

@@ -83,8 +83,6 @@ def k_seq(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdict:
 
 
 def greedy_plus_one(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdict:
-    """Oracle of `greedy_plus_one`."""
-
     def attempt(node: int, p_V: Tensor) -> tuple[int | None, Tensor]:
         for group in draft.groups:
             if group.parent != node or group.drawn is Drawn.CHOSEN or group.law is None:
@@ -133,7 +131,7 @@ class _Node:
     weight: float | None = None
     """Set once, when the node becomes the leftmost child; then changed by refusals below it."""
     draws: list[tuple[_Node, int, Tensor]] = field(default_factory=list)
-    """Child, its token, and the law of the draw; in the order they are tried."""
+    """Child, its token, and the distribution of the draw; in the order they are tried."""
     parent: _Node | None = None
 
 
@@ -197,7 +195,7 @@ def typical(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdict:
 
 
 def _law(rest_V: Tensor, law: Law) -> Law:
-    """A law on the support of another."""
+    """A distribution on the support of another."""
     return Law(rest_V[law.ids] / rest_V.sum(), law.ids)
 
 

@@ -3,7 +3,7 @@
     trace = film(engine, spec, ids, params, passes=4)
     trace.passes[0].guesses     token, q, p and fate of every guess
 
-At temperature 0 both laws are one-hot, which tells nothing; q and p are then shown as they are at
+At temperature 0 both distributions are one-hot, which tells nothing; q and p are then shown as they are at
 temperature 1, before truncation.
 
 Shape letters: F nodes expanded together, D draft vocabulary.
@@ -29,8 +29,6 @@ from outpace.types import ROOT, Draft, Outcome
 
 
 class Fate(enum.Enum):
-    """What became of a guess."""
-
     ACCEPTED = "accepted"
     REFUSED = "refused"
     """Its parent was kept and it was not: another sibling, or the target's own token, came."""
@@ -40,14 +38,12 @@ class Fate(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guess:
-    """One node of a draft."""
-
     token: int
     text: str
     parent: int
     """An earlier guess, or ROOT for the pending token."""
     q: float | None
-    """Probability in the law that its siblings were drawn from; None: the drafter has no law."""
+    """Probability in the distribution that its siblings were drawn from; None: there is none."""
     p: float
     """Probability that the target gives it after its parent."""
     fate: Fate
@@ -60,14 +56,12 @@ class Added:
     token: int
     text: str
     p: float
-    """Its probability in the target's law; where guesses were refused, it was drawn from what
-    the verifier left of that law."""
+    """Its probability in the target's distribution; where guesses were refused, it was drawn from what
+    the verifier left of that distribution."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """One pass."""
-
     before: str
     """The answer up to the pending token, which is not in it."""
     pending: str
@@ -132,9 +126,6 @@ def film(
     """Answer a prompt and keep a picture of every pass.
 
     Args:
-        engine: of the target.
-        spec: method spec of the drafter.
-        ids: the prompt.
         params: sampling settings of one answer; the text is the one that ``generate`` gives with
             ``reproducible=False``.
         passes: end the answer after so many; None: when it ends by itself.
@@ -142,7 +133,7 @@ def film(
     Raises:
         RequestError: settings out of range, or fewer than one pass asked for.
 
-    Cost: the answer's own, and the laws of all nodes of every tree.
+    Cost: the answer's own, and the distributions of all nodes of every tree.
     """
     if passes is not None and passes < 1:
         raise RequestError(f"need at least one pass to show, got {passes}")
@@ -165,8 +156,6 @@ def film(
 
 
 class _Camera:
-    """Turns outcomes into pictures."""
-
     def __init__(self, engine: Engine, ids: Sequence[int], params: SamplingParams) -> None:
         self.pictures: list[Picture] = []
         self.first: tuple[int, ...] = ()
@@ -246,7 +235,7 @@ class _Camera:
         )
 
     def _q(self, draft: Draft, node: int) -> float | None:
-        """The drafter's probability of a node, by the law it was drawn from, if it has one."""
+        """The drafter's probability of a node, by the distribution it was drawn from, if it has one."""
         token, parent = draft.token_N[node], draft.parent_N[node]
         for group in draft.groups_of[parent]:
             if group.law is not None and node in group.nodes:

@@ -1,4 +1,4 @@
-"""Known-wrong rules. The law test must catch each of them, or it proves nothing.
+"""Known-wrong rules. The distribution test must catch each of them, or it proves nothing.
 
 Most are mistakes that shipped somewhere: the wrong q, siblings touched after they were drawn, a
 residual that forgets something, a coin used twice.
@@ -21,7 +21,7 @@ from outpace.verifiers.base import TargetLaws, Verifier
 from outpace.verifiers.tree import Tree, TreeConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Planted:
     """A known-wrong rule: right parts, with one of them replaced."""
 
@@ -30,13 +30,15 @@ class Planted:
     """Those that it can be planted under."""
     recipe: Recipe
     wrong: Callable[[Verifier], Verifier] = lambda verifier: verifier
+    instead: Verifier | None = None
+    """Judges in place of the right verifier."""
     coins: type[Any] = EnumeratingCoins
     worlds: tuple[World, ...] = ()
     """Where it shows; empty: in ordinary ones."""
 
     def error(self, verifier: str, world: World) -> float:
-        """Largest error of the law of the output."""
-        return step_error(self.wrong(RIGHT[verifier]), self.recipe, world, self.coins)
+        """Largest error of the distribution of the output."""
+        return step_error(self.wrong(self.instead or RIGHT[verifier]), self.recipe, world, self.coins)
 
 
 # Drafts that are not what they say -----------------------------------------------------------
@@ -211,122 +213,53 @@ _GREEDY, _BLOCK, _K_SEQ, _TRAVERSAL = ("greedy_plus_one",), ("block",), ("k_seq"
 _GREEDY_FAN = fan(Drawn.GREEDY_PLUS_ONE, 2, 0)
 
 PLANTED = (
-    Planted(name="argmax draft, softmax q", verifiers=_CHAIN, recipe=argmax_with_softmax),
-    Planted(name="q of another temperature", verifiers=_CHAIN, recipe=other_temperature),
-    Planted(name="unlikely draws dropped", verifiers=_CHAIN, recipe=dropped_if_unlikely),
-    Planted(name="best of two draws", verifiers=_CHAIN, recipe=best_of_two_draws),
-    Planted(name="siblings ranked after drawing", verifiers=_SIBLINGS, recipe=ranked_after_drawing),
-    Planted(name="repeated draws merged", verifiers=_REPEATS, recipe=merged_repeats),
-    Planted(name="distinct verified as iid", verifiers=_REPEATS, recipe=distinct_called_iid),
-    Planted(name="groups share a draft coin", verifiers=_SIBLINGS, recipe=groups_share_a_coin),
-    Planted(name="tail tried before its draw", verifiers=_SIBLINGS, recipe=tail_tried_first),
-    Planted(name="residual forgets q", verifiers=_CHAIN, recipe=chain(Drawn.IID), wrong=ForgetsQ),
+    Planted("argmax draft, softmax q", _CHAIN, argmax_with_softmax),
+    Planted("q of another temperature", _CHAIN, other_temperature),
+    Planted("unlikely draws dropped", _CHAIN, dropped_if_unlikely),
+    Planted("best of two draws", _CHAIN, best_of_two_draws),
+    Planted("siblings ranked after drawing", _SIBLINGS, ranked_after_drawing),
+    Planted("repeated draws merged", _REPEATS, merged_repeats),
+    Planted("distinct verified as iid", _REPEATS, distinct_called_iid),
+    Planted("groups share a draft coin", _SIBLINGS, groups_share_a_coin),
+    Planted("tail tried before its draw", _SIBLINGS, tail_tried_first),
+    Planted("residual forgets q", _CHAIN, chain(Drawn.IID), wrong=ForgetsQ),
+    Planted("residual forgets q", _GREEDY, _GREEDY_FAN, wrong=ForgetsQ, worlds=(World(3, vocab=4),)),
+    Planted("kept with q / p", _CHAIN, chain(Drawn.IID), coins=TurnedOver),
+    Planted("kept with q / p", _GREEDY, _GREEDY_FAN, coins=TurnedOver),
+    Planted("draft and judge share coins", ("chain", "tree", "k_seq"), chain(Drawn.IID), coins=OneStream),
     Planted(
-        name="residual forgets q",
-        verifiers=_GREEDY,
-        recipe=_GREEDY_FAN,
-        wrong=ForgetsQ,
-        worlds=(World(3, vocab=4),),
-    ),
-    Planted(name="kept with q / p", verifiers=_CHAIN, recipe=chain(Drawn.IID), coins=TurnedOver),
-    Planted(name="kept with q / p", verifiers=_GREEDY, recipe=_GREEDY_FAN, coins=TurnedOver),
-    Planted(
-        name="draft and judge share coins",
-        verifiers=("chain", "tree", "k_seq"),
-        recipe=chain(Drawn.IID),
-        coins=OneStream,
-    ),
-    Planted(
-        name="draft and judge share coins",
-        verifiers=(*_BLOCK, *_TRAVERSAL),
-        recipe=chain_as_grown,
+        "draft and judge share coins",
+        (*_BLOCK, *_TRAVERSAL),
+        chain_as_grown,
         coins=OneStream,
         worlds=(World(12),),
     ),
+    Planted("draft and judge share coins", _GREEDY, chain(Drawn.GREEDY_PLUS_ONE), coins=OneStream),
+    Planted("one coin per node", _CHAIN, chain(Drawn.IID), coins=OneCoinPerNode),
+    Planted("one coin per node", _GREEDY, _GREEDY_FAN, coins=OneCoinPerNode, worlds=(World(3, vocab=4),)),
+    Planted("one coin per step", ("match", *_CHAIN, *_GREEDY), best([1, 1]), coins=OneCoinPerStep),
+    Planted("one race per step", ("coupled",), best([1, 1]), coins=OneRacePerStep),
+    Planted("drawn again where no child fits", _PICKERS, best([2, 1]), wrong=DrawsAgain),
+    Planted("chosen siblings not struck", _TREE, best([2]), instead=StartsOver(TreeConfig())),
+    Planted("residual not carried on", _TREE, fan(Drawn.IID, 2, 0), instead=StartsOver(TreeConfig())),
+    Planted("kept with the weight of its path", _BLOCK, chain(Drawn.IID), instead=rules.BLOCK_BY_WEIGHT),
     Planted(
-        name="draft and judge share coins",
-        verifiers=_GREEDY,
-        recipe=chain(Drawn.GREEDY_PLUS_ONE),
-        coins=OneStream,
-    ),
-    Planted(name="one coin per node", verifiers=_CHAIN, recipe=chain(Drawn.IID), coins=OneCoinPerNode),
-    Planted(
-        name="one coin per node",
-        verifiers=_GREEDY,
-        recipe=_GREEDY_FAN,
-        coins=OneCoinPerNode,
-        worlds=(World(3, vocab=4),),
-    ),
-    Planted(
-        name="one coin per step",
-        verifiers=("match", *_CHAIN, *_GREEDY),
-        recipe=best([1, 1]),
-        coins=OneCoinPerStep,
-    ),
-    Planted(name="one race per step", verifiers=("coupled",), recipe=best([1, 1]), coins=OneRacePerStep),
-    Planted(
-        name="drawn again where no child fits", verifiers=_PICKERS, recipe=best([2, 1]), wrong=DrawsAgain
-    ),
-    Planted(
-        name="chosen siblings not struck",
-        verifiers=_TREE,
-        recipe=best([2]),
-        wrong=lambda right: StartsOver(TreeConfig()),
-    ),
-    Planted(
-        name="residual not carried on",
-        verifiers=_TREE,
-        recipe=fan(Drawn.IID, 2, 0),
-        wrong=lambda right: StartsOver(TreeConfig()),
-    ),
-    Planted(
-        name="kept with the weight of its path",
-        verifiers=_BLOCK,
-        recipe=chain(Drawn.IID),
-        wrong=lambda right: rules.BLOCK_BY_WEIGHT,
-    ),
-    Planted(
-        name="residual without the weight",
-        verifiers=_BLOCK,
-        recipe=chain(Drawn.IID),
-        wrong=lambda right: rules.BLOCK_FULL_RESIDUAL,
+        "residual without the weight",
+        _BLOCK,
+        chain(Drawn.IID),
+        instead=rules.BLOCK_FULL_RESIDUAL,
         worlds=(World(12),),
     ),
+    Planted("no discount", _K_SEQ, fan(Drawn.IID, 2, 0), instead=rules.UNDISCOUNTED),
+    Planted("discount for one draw less", _K_SEQ, fan(Drawn.IID, 3, 0), instead=rules.LAST_DISCOUNT),
+    Planted("greedy siblings left in q", _GREEDY, _GREEDY_FAN, instead=rules.GREEDY_IN_LAW),
+    Planted("weight unchanged by refusals", _TRAVERSAL, fan(Drawn.DISTINCT, 2), instead=rules.UNWEIGHED),
+    Planted("weight not handed down", _TRAVERSAL, chain(Drawn.IID), instead=rules.EVERY_PATH_ALONE),
     Planted(
-        name="no discount",
-        verifiers=_K_SEQ,
-        recipe=fan(Drawn.IID, 2, 0),
-        wrong=lambda right: rules.UNDISCOUNTED,
-    ),
-    Planted(
-        name="discount for one draw less",
-        verifiers=_K_SEQ,
-        recipe=fan(Drawn.IID, 3, 0),
-        wrong=lambda right: rules.LAST_DISCOUNT,
-    ),
-    Planted(
-        name="greedy siblings left in q",
-        verifiers=_GREEDY,
-        recipe=_GREEDY_FAN,
-        wrong=lambda right: rules.GREEDY_IN_LAW,
-    ),
-    Planted(
-        name="weight unchanged by refusals",
-        verifiers=_TRAVERSAL,
-        recipe=fan(Drawn.DISTINCT, 2),
-        wrong=lambda right: rules.UNWEIGHED,
-    ),
-    Planted(
-        name="weight not handed down",
-        verifiers=_TRAVERSAL,
-        recipe=chain(Drawn.IID),
-        wrong=lambda right: rules.EVERY_PATH_ALONE,
-    ),
-    Planted(
-        name="residual without the weight",
-        verifiers=_TRAVERSAL,
-        recipe=chain(Drawn.IID),
-        wrong=lambda right: rules.LIGHT_RESIDUAL,
+        "residual without the weight",
+        _TRAVERSAL,
+        chain(Drawn.IID),
+        instead=rules.LIGHT_RESIDUAL,
         worlds=(World(12),),
     ),
 )

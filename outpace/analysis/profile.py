@@ -55,8 +55,6 @@ _NOISE = 0.03
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learned:
-    """What was learned of one drafter."""
-
     spec: str
     speedup: float
     """Decode tokens per second over those of plain decoding, mean over prompts, as measured; what
@@ -123,8 +121,6 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """A prompt to measure with."""
-
     ids: tuple[int, ...]
     reference: tuple[int, ...] | None = None
 
@@ -160,10 +156,7 @@ def measure(
     """Answer prompts with every drafter and with none, in turns, and learn from all steps.
 
     Args:
-        engine: of the target.
         asked: prompts that leave room for the answers.
-        specs: method specs, without `none`.
-        curve: of the target here.
         max_new_tokens: length of every answer; an end of sequence does not end it.
         workload: where the prompts are from, for the record.
         left_out: drafters that take no part, and why, for the record.
@@ -282,10 +275,6 @@ def learn(
     """What the answers of a drafter tell about it.
 
     Args:
-        method: the drafter.
-        answers: its own.
-        plain: of nobody, prompt by prompt.
-        curve: of the target.
         factor: seconds of passes here, in those of the curve.
         max_new_tokens: of every answer; near its end drafts are cut, which is nobody's fault.
     """
@@ -357,7 +346,6 @@ def _prices(steps: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def _rest(step: StepRecord) -> float:
-    """Seconds outside drafting and the pass."""
     return sum(step.seconds[verb] for verb in ("plan", "judge", "commit"))
 
 
@@ -384,7 +372,6 @@ def profile_for(target: Target, note: Callable[[str], None] | None = None) -> Pr
     """The profile of a target on this machine, with the threads that torch has now, or None.
 
     Args:
-        target: any.
         note: told, in one line, of a file that cannot be used.
     """
     return kept("profile", target, "", Profile.from_json, None, note)

@@ -67,8 +67,6 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Widths:
-    """Bytes per number."""
-
     weight: float
     """Of matrices, norms and biases; below 1 for weights packed tighter than a byte."""
     activation: float
@@ -98,7 +96,6 @@ class Op:
     """Other bytes read and written: activations, keys and values."""
 
     def seconds(self, device: Device) -> float:
-        """Time of a single one."""
         work = self.flops / device.peak
         return max(work, (self.weights + self.moved) / device.bandwidth) + device.overhead
 
@@ -114,11 +111,7 @@ def op_table(
     """Every operator of a pass, in order.
 
     Args:
-        config: shape of the decoder.
-        widths: bytes per number.
         rows: rows of each sequence; a prompt is rows without context.
-        context: committed tokens of each sequence.
-        batch: sequences.
 
     Attention is fused: scores touch no memory. Each row is multiplied by every key of its
     sequence, hidden ones included, as attention with a tree's mask does.
@@ -177,7 +170,6 @@ def op_table(
 
 
 def seconds(ops: Sequence[Op], device: Device) -> float:
-    """Time of a pass."""
     return sum(op.count * op.seconds(device) for op in ops)
 
 
@@ -228,7 +220,6 @@ def calibrate(config: DecoderConfig, device: Device, curve: CostCurve) -> Device
 
     Args:
         config: of the decoder that was measured.
-        device: its measured peaks.
         curve: measured, with several row counts; a single one tells nothing of arithmetic.
     """
     widths = Widths.of(getattr(torch, curve.dtype))

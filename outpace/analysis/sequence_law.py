@@ -1,4 +1,4 @@
-"""The law of whole generations: the real step, several times, on models that are tables.
+"""The distribution of whole generations: the real step, several times, on models that are tables.
 
 A case is a request: prompt, sampling settings, drafter, budget, policy, verifier. It is run by
 ``prefill`` and ``step`` themselves until enough tokens are emitted, once for every way the coins
@@ -29,7 +29,7 @@ from outpace.models.base import Target
 from outpace.models.tiny import TableTarget
 from outpace.policies.base import Evidence, Policy, PolicyRow, within
 from outpace.sampling import SamplingParams, Warp
-from outpace.step import Machine, prefill, step
+from outpace.step import Machine, Member, prefill, step
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import CHAIN, parse_shape, widths
 from outpace.types import (
@@ -142,17 +142,16 @@ class SequenceCase:
     coins: type[EnumeratingCoins] = EnumeratingCoins
 
     def error(self, verifier: Verifier) -> float:
-        """Largest error of the law of the emitted tokens."""
+        """Largest error of the distribution of the emitted tokens."""
         output = _Teller(self, verifier).output()
         return distance(output, self.expected, self.vocab, self.length)
 
     @cached_property
     def target(self) -> TableTarget:
-        """The model."""
         return TableTarget.random(self.seed, self.vocab)
 
     def expected(self, context: Context) -> Law:
-        """Target law after the prompt and some emitted tokens, without a tree."""
+        """Target distribution after the prompt and some emitted tokens, without a tree."""
         warp = Warp(self.params, _PROMPT, frozenset(), self.vocab)
         warp.advance(context)
         return warp.law(self.target.law_after((*_PROMPT, *context)).log())
@@ -163,9 +162,8 @@ class _Running:
     """One sequence, as the step sees it."""
 
     case: SequenceCase
-    verifiers: Mapping[str, Verifier]
-    states: Mapping[str, Any]
-    budgets: Mapping[str, Budget]
+    members: Mapping[str, Member]
+    verifier: Verifier
     policy_state: Any
     slot: int
     tokens: list[int]
@@ -190,7 +188,6 @@ class _Running:
         return verdict.cut(self.missing)
 
     def fail(self, error: Exception) -> None:
-        """End the whole step."""
         raise error
 
     def extend(self, outcome: Outcome) -> None:
@@ -200,8 +197,6 @@ class _Running:
 
 @dataclass(frozen=True)
 class _State:
-    """Where a generation stands."""
-
     emitted: Context
     refused: int
     trust: int
@@ -217,13 +212,12 @@ class _Teller:
         self.machine = Machine(
             target, target.new_cache(), {"moody": case.drafter.load(None, target)}, WaryPolicy(None), chunk=2
         )
-        self.verifiers = {"moody": verifier, "none": verifier}
+        self.verifier = verifier
         size = len(case.shape.parent_N or ()) or max(case.depth, case.nodes)
-        self.budgets = {"moody": Budget(size, case.depth, shape=case.shape, stop=case.stop)}
+        self.budget = Budget(size, case.depth, shape=case.shape, stop=case.stop)
         self.slot = self.machine.cache.open()
 
     def output(self) -> dict[Context, float]:
-        """The law of the emitted tokens."""
         done: dict[Context, float] = defaultdict(float)
         open_: dict[_State, float] = {_State((), 0, 1, frozenset()): 1.0}
         while open_:
@@ -245,9 +239,8 @@ class _Teller:
         warp.advance(state.emitted)
         row = _Running(
             self.case,
-            self.verifiers,
-            {"moody": mood},
-            self.budgets,
+            {"moody": Member(mood, self.budget, self.verifier)},
+            self.verifier,
             trust,
             self.slot,
             [*_PROMPT, *state.emitted],

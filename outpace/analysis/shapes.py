@@ -97,7 +97,6 @@ class ShapeReport:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {
             **dataclasses.asdict(self.serving),
             "steps": dataclasses.asdict(self.steps),
@@ -111,8 +110,6 @@ def check_shapes(
     """Compare rows of passes as a server runs them with rows that run alone.
 
     Args:
-        target: the model.
-        serving: what shapes there are.
         tick: told what is under way, and how many of ``parts_of`` are done since the last call.
 
     Cost: a pass over one row for every token of two texts (some 800 with the usual chunk), and
@@ -166,7 +163,6 @@ class _Alone:
     """Rows in passes of their own.
 
     Args:
-        target: the model.
         texts: whose rows are read at once.
         near: logits are kept of rows within so many tokens.
     """

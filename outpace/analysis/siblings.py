@@ -37,8 +37,6 @@ Note = Callable[[str], None]
 
 @dataclass(slots=True)
 class Siblings:
-    """Counts of a run."""
-
     spec: str
     """Normalised method spec that was run."""
     count_B: list[int] = field(default_factory=lambda: [0] * MOST)
@@ -49,7 +47,6 @@ class Siblings:
     """Most siblings that a draft had."""
 
     def add(self, outcome: Outcome) -> None:
-        """Take in a pass."""
         draft, verdict = outcome.draft, outcome.verdict
         if outcome.forced or len(draft) == 0 or (verdict.censored and not verdict.kept):
             return
@@ -76,9 +73,7 @@ def measure(
     """Generate text from drafts one level deep and MOST siblings wide, and count.
 
     Args:
-        engine: of the target.
         drafter: method spec; its ``tree`` and ``tree_size`` do not matter, ``verifier`` does.
-        prompts: token ids.
         params: of every answer; the text is the one that ``generate`` gives with
             ``reproducible=False``.
         tick: told the drafter and how many prompts were finished since the last call.
@@ -123,12 +118,10 @@ class Best:
 
     @property
     def spec(self) -> str:
-        """The drafter with this tree."""
         return str(MethodSpec.parse(self.drafter).planned(tree=written(self.parents)))
 
     @property
     def levels(self) -> int:
-        """Depth of the tree."""
         return levels_of(self.parents)
 
     def to_json(self) -> dict[str, Any]:
@@ -151,7 +144,6 @@ def find(
     """Measure siblings, make the best template, and try it on the same prompts.
 
     Args:
-        engine, drafter, prompts, params, tick: as for ``measure``.
         depth: most levels.
         nodes: guesses; None: as many as pay on this machine, by the measured costs of a pass and
             of a level of drafts, which are measured if they are not known.
@@ -199,7 +191,6 @@ def _that_pays(
 def _tried(
     engine: Engine, spec: str, prompts: Sequence[Sequence[int]], params: SamplingParams, tick: Tick
 ) -> float:
-    """Tokens per pass of a method."""
     passes = tokens = 0
     for prompt in prompts:
         tick(spec, 0)
@@ -216,7 +207,6 @@ def written(parents: Sequence[int]) -> str:
 
 
 def bare(drafter: str) -> MethodSpec:
-    """A spec without its tree."""
     spec = MethodSpec.parse(drafter)
     rest = tuple(pair for pair in spec.options if pair[0] not in ("tree", "tree_size"))
     return MethodSpec(spec.name, rest)

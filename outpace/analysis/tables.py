@@ -1,7 +1,7 @@
 """Laws small enough to enumerate, and drafts made by hand over them.
 
-A `World` gives a target law p and a draft law q for every context over a few tokens. A *recipe*
-makes a draft from a world with coins, in every way that the records allow. `step_error` runs
+A `World` gives a target distribution p and a draft distribution q for every context over a few tokens. A
+*recipe* makes a draft from a world with coins, in every way that the records allow. `step_error` runs
 recipe and verifier for every way the coins can fall and compares what is emitted with p.
 
 Shape letters: V vocabulary.
@@ -48,7 +48,7 @@ RIGHT: dict[str, Verifier] = {
 """The verifiers whose cases are known."""
 
 LOSSY: dict[str, Verifier] = {"typical": Typical(TypicalConfig())}
-"""Verifiers that have an oracle, and promise no law."""
+"""Verifiers that have an oracle, and promise no distribution."""
 
 Context = tuple[int, ...]
 Output = Mapping[Context, float]
@@ -57,23 +57,22 @@ Output = Mapping[Context, float]
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """Random laws over ``vocab`` tokens, one pair per context."""
+    """Random distributions over ``vocab`` tokens, one pair per context."""
 
     seed: int
     vocab: int = 3
     p_edit: Callable[[Law], Law] = lambda law: law
-    """Makes special laws: one-hot, sparse, with zeros."""
+    """Makes special distributions: one-hot, sparse, with zeros."""
     q_edit: Callable[[Law], Law] = lambda law: law
     same: bool = False
     """Whether q equals p."""
     _known: dict[tuple[int, Context], Law] = field(default_factory=dict)
 
     def p(self, context: Context) -> Law:
-        """Target law after a context."""
         return self._law(0, context, self.p_edit)
 
     def q(self, context: Context, drafter: int = 1) -> Law:
-        """Draft law after a context; several drafters disagree."""
+        """Draft distribution after a context; several drafters disagree."""
         return self._law(0 if self.same else drafter, context, self.q_edit)
 
     def _law(self, which: int, context: Context, edit: Callable[[Law], Law]) -> Law:
@@ -86,13 +85,13 @@ class World:
 
 @dataclass(frozen=True)
 class NodeLaws:
-    """Target laws at the nodes of one draft."""
+    """Target distributions at the nodes of one draft."""
 
     world: World
     draft: Draft
 
     def law(self, node: int) -> Law:
-        """Target law after the path of the node."""
+        """Target distribution after the path of the node."""
         return self.world.p(self.draft.path_tokens(node))
 
 
@@ -109,7 +108,6 @@ class Sapling:
         self._laws: list[Law] = []
 
     def path(self, node: int) -> Context:
-        """Tokens down to a node."""
         out: list[int] = []
         while node != ROOT:
             out.append(self._tokens[node])
@@ -142,7 +140,7 @@ class Sapling:
         return self.hang(parent, drawn, self.draws(law, drawn, count, key, len(path) + 1), law)
 
     def draws(self, law: Law, drawn: Drawn, count: int, key: int, depth: int) -> list[int]:
-        """Tokens drawn from a law by one of the rules."""
+        """Tokens drawn from a distribution by one of the rules."""
         return draw(law, count, drawn, self.coins, key, depth)
 
     def top(self, parent: int, count: int, drafter: int = 2) -> list[int]:
@@ -152,11 +150,9 @@ class Sapling:
         return self.hang(parent, Drawn.CHOSEN, [t for t in best if t not in has][:count])
 
     def plant(self, draft: Draft) -> None:
-        """Be a draft that grew elsewhere."""
         self._planted = draft
 
     def done(self) -> Draft:
-        """The draft."""
         if self._planted is not None:
             return self._planted
         return Draft(tuple(self._tokens), tuple(self._parents), tuple(self._groups), tuple(self._laws))
@@ -166,8 +162,6 @@ Recipe = Callable[[Sapling], None]
 
 
 def chain(drawn: Drawn, depth: int = 2) -> Recipe:
-    """One draw per level."""
-
     def grow(s: Sapling) -> None:
         node = ROOT
         for _ in range(depth):
@@ -264,10 +258,10 @@ def nothing(s: Sapling) -> None:
 def outputs(
     verifier: Verifier, recipe: Recipe, world: World, coins: type[Any] = EnumeratingCoins
 ) -> tuple[dict[Context, float], float]:
-    """The exact law of what one step emits, and the mean number of tokens kept.
+    """The exact distribution of what one step emits, and the mean number of tokens kept.
 
     Raises:
-        AssertionError: the laws in a verdict are not the target's at the emitted positions.
+        AssertionError: the distributions in a verdict are not the target's at the emitted positions.
     """
     law: dict[Context, float] = defaultdict(float)
     kept = 0.0
@@ -297,17 +291,16 @@ def outputs(
 def step_error(
     verifier: Verifier, recipe: Recipe, world: World, coins: type[Any] = EnumeratingCoins
 ) -> float:
-    """Largest error of the law of the output, one step continued by p."""
+    """Largest error of the distribution of the output, one step continued by p."""
     emitted, _ = outputs(verifier, recipe, world, coins)
     return distance(emitted, world.p, world.vocab, max(len(tokens) for tokens in emitted) + 1)
 
 
 def distance(output: Output, p: Callable[[Context], Law], vocab: int, length: int) -> float:
-    """Largest difference between two laws over sequences of ``length`` tokens.
+    """Largest difference between two distributions over sequences of ``length`` tokens.
 
     Args:
         output: shorter sequences are continued by p.
-        p: target law after a context.
     """
     worst = abs(sum(output.values()) - 1)
 

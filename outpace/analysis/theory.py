@@ -12,12 +12,12 @@ and from it follows all that can be written in closed form, with costs c in pass
     horizontal   E = 1 + sum_i prod_(j <= i) a_j                         cost 1 + sum_i c_i
 
 A real cascade counts tokens and not steps, acceptance changes along a draft, and a pass over many
-rows costs more than one over a single row. `predict` therefore computes the exact laws of the
+rows costs more than one over a single row. `predict` therefore computes the exact distributions of the
 numbers of tokens, level by level from the bottom up, from survival curves (``S[j]``: the
 probability that the first j tokens of a level's part are accepted) and measured costs.
 
 Paper: Chen et al. 2023, Cascade Speculative Drafting, arXiv:2312.11462, theorems 4.2 to 4.5
-(alpha and c as there; the renewal law of the token counts is ours).
+(alpha and c as there; the renewal distribution of the token counts is ours).
 """
 
 from __future__ import annotations
@@ -91,8 +91,6 @@ def renewal(steps: Mapping[int, float], start: int, quota: int) -> tuple[dict[in
 
     Args:
         steps: size -> probability; sizes from 1.
-        start: where the first step starts.
-        quota: where they end, or beyond.
 
     Returns:
         Law of where they end, and the expected number of steps.
@@ -130,14 +128,11 @@ class Ladder:
 
     @property
     def levels(self) -> int:
-        """Language models and lookup."""
         return self.models + self.lookup
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one configuration should do."""
-
     speedup: float
     """Over plain decoding."""
     emitted: float
@@ -149,10 +144,9 @@ class Prediction:
 
 
 def predict(ladder: Ladder, k: Sequence[Sequence[int]]) -> Prediction:
-    """Expected speed-up of a cascade, by exact laws of its token counts.
+    """Expected speed-up of a cascade, by exact distributions of its token counts.
 
     Args:
-        ladder: acceptances and costs.
         k: as `outpace.methods.cascade.drafter` has it, in tokens.
     """
     laws: dict[int, dict[int, float]] = {}
@@ -237,7 +231,6 @@ def best_k(
     """The K that promises most, of those whose draft begins with the first level.
 
     Args:
-        ladder: acceptances and costs.
         allowed: (reviewer, level) -> whether that entry may be above 0.
 
     Cost: rows are improved one by one, each over all its values with the others fixed, until

@@ -27,9 +27,8 @@ def watched(method: Method, outcome: SeenOutcome, level: SeenLevel | None = None
     the context ends. Steps, and what listeners receive, have no part in this.
 
     Args:
-        method: of an engine (``Engine.method``).
         outcome: told of every sequence's outcome, prompts included.
-        level: told of the laws behind drafts; a drafter that cannot expand calls it never.
+        level: told of the distributions behind drafts; a drafter that cannot expand calls it never.
     """
     drafter = method.preferred.drafter
     observe = drafter.observe

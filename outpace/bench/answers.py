@@ -39,7 +39,6 @@ def write_answers(
 
     Args:
         path: the file; its folder is made if need be.
-        method: who answered; becomes ``model_id``.
         prompts: the questions. Ids and categories stay what they were in their file.
         runs: per question, the runs of its turns in order, each of this one case alone.
         decode: token ids to text, special tokens left out.

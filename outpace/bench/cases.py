@@ -17,8 +17,6 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True, slots=True)
 class Asked:
-    """What is going to be answered."""
-
     prompts: list[Prompt] = field(default_factory=list)
     cases: list[Case] = field(default_factory=list)
     """Category by category; a case per turn of a prompt and per seed."""
@@ -43,7 +41,6 @@ def make_cases(
         engine: encodes prompts, in chat form if the model has a template, and answers turns.
         prompts: those that leave no room for the answer are left out.
         limit: most prompts per category, spread evenly over those that fit; None takes all.
-        max_new_tokens: length of an answer.
         seeds: every prompt is answered once with each.
 
     Raises:

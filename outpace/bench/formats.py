@@ -91,7 +91,6 @@ class _PromptRow:
         return value
 
     def category(self, otherwise: str) -> str:
-        """What reports group it by."""
         key = next((k for k in ("category", "group") if self.fields.get(k) is not None), None)
         return otherwise if key is None else self.text(key)
 
@@ -173,8 +172,6 @@ def _messages(given: Any) -> tuple[dict[str, str], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A way to write prompts down."""
-
     name: str
     needs: tuple[frozenset[str], ...]
     """A row has this format if it has all fields of one of these sets."""

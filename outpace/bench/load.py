@@ -42,7 +42,6 @@ class Arrival:
 
     @property
     def label(self) -> str:
-        """For tables."""
         return f"{self.concurrency}" if self.rate is None else f"{self.rate:g}/s"
 
 
@@ -71,7 +70,6 @@ class Reply:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between portions."""
         times = [at for at, _ in self.portions]
         return [b - a for a, b in itertools.pairwise(times)]
 
@@ -95,8 +93,6 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What all requests have in common."""
-
     max_new_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
@@ -186,7 +182,6 @@ async def connected(url: str, *, key: str | None, seconds: float) -> AsyncIterat
 
     Args:
         url: without ``/v1``.
-        key: bearer key.
         seconds: longest wait for the next piece of an answer.
 
     Raises:
@@ -215,7 +210,6 @@ async def connected(url: str, *, key: str | None, seconds: float) -> AsyncIterat
 
 
 async def _read(response: httpx.Response, reply: Reply) -> None:
-    """Take a stream apart."""
     whole = False
     async for line in _lines(response):
         if not line.startswith(b"data: "):
@@ -293,13 +287,7 @@ async def _all(works: Sequence[Awaitable[None]]) -> None:
 
 
 def poisson(rate: float, count: int, seed: int) -> list[float]:
-    """Arrival times, in seconds, of a Poisson process.
-
-    Args:
-        rate: arrivals per second, on average.
-        count: how many.
-        seed: same seed, same times.
-    """
+    """Arrival times, in seconds, of a Poisson process."""
     gaps = np.random.default_rng(seed).exponential(1 / rate, count)
     return [float(at) for at in gaps.cumsum()]
 

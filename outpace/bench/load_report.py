@@ -6,11 +6,9 @@ by round over ``none`` in the same round.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from outpace.bench import stats
 from outpace.bench.load import Arrival, Reply
 from outpace.bench.load_terms import PLAIN
 from outpace.bench.tables import Table, number, page, share
-from outpace.files import write_whole
 
 Report = dict[str, Any]
 
@@ -47,8 +44,6 @@ class Round:
 
 @dataclass(slots=True)
 class Session:
-    """What was measured."""
-
     drafters: list[str]
     rounds: list[Round] = field(default_factory=list)
     alone: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -65,7 +60,6 @@ def build(session: Session, provenance: Mapping[str, Any]) -> Report:
     """Make the report. Rounds that not every drafter has ended are left out.
 
     Args:
-        session: what was measured.
         provenance: where the figures come from, as plain values.
     """
     drafters = session.drafters
@@ -199,7 +193,6 @@ def _remarks(report: Report) -> list[str]:
 
 
 def heading(report: Report) -> str:
-    """What was measured, in one line."""
     p = report["provenance"]
     c = p["config"]
     count = p["threads"]
@@ -267,12 +260,7 @@ def _differing(texts: Mapping[str, Any] | None) -> str:
     return f"{share(texts['share'])}, from {first['index']}{most}"
 
 
-def write(report: Report, folder: Path) -> list[Path]:
-    """Write ``report.json`` and ``report.md``; each is complete or not there at all."""
-    lead = [f"- {note}" for note in report["notes"]]
-    for name, text in (
-        ("report.json", json.dumps(report, indent=1, allow_nan=False) + "\n"),
-        ("report.md", page("Load", [heading(report), "", *lead], [table(report)], report["provenance"])),
-    ):
-        write_whole(folder / name, text)
-    return [folder / "report.json", folder / "report.md"]
+def markdown(report: Report) -> str:
+    """The report as a page."""
+    lead = [heading(report), "", *(f"- {note}" for note in report["notes"])]
+    return page("Load", lead, [table(report)], report["provenance"])

@@ -51,7 +51,6 @@ class Plan:
     """Filled in: the model as the server describes it, prompts."""
 
     def count(self, arrival: Arrival) -> int:
-        """Requests of a round."""
         return self.requests or usual_requests(arrival.concurrency or 0)
 
     def asked(self, drafter: str, number: int) -> tuple[str, Settings]:
@@ -76,9 +75,6 @@ async def measure(
     loads, and a machine that grows slower does so for all of them alike.
 
     Args:
-        plan: what to do.
-        address: of the server.
-        key: bearer key.
         seconds: longest wait for the next piece of an answer.
         progress: shows how far it has come, as ``outpace.cli.show.progress`` does.
 
@@ -166,7 +162,6 @@ async def _warm(plan: Plan, server: Server, questions: Sequence[Question], tick:
 
 
 async def ask(server: Server, question: Question, settings: Settings, drafter: str, number: int) -> Reply:
-    """Send one request."""
     return await server.ask(question.path, settings.body(question, drafter, number), question.id)
 
 

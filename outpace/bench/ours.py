@@ -14,7 +14,7 @@ import torch
 from outpace.bench.records import STALL, Case, Kind, Run, Settings
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
-from outpace.engine.requests import Ready
+from outpace.engine.requests import GenerationRequest
 from outpace.engine.results import Result
 from outpace.params import SamplingParams
 from outpace.types import StepRecord
@@ -28,7 +28,6 @@ class Ours:
 
     Args:
         engine: shared by all of them, so that they run on the same weights.
-        method: what drafts; ``Engine.method`` makes it.
     """
 
     kind: Kind = "drafter"
@@ -39,7 +38,7 @@ class Ours:
         self.name = method.spec
         self.about: Mapping[str, Any] = {
             "dtype": str(engine.target.dtype).removeprefix("torch."),
-            "lossless": all(one.lossless for one in method.verifiers(method.verifier).values()),
+            "lossless": method.lossless(method.verifier),
             "synthetic": False,
         }
 
@@ -51,7 +50,7 @@ class Ours:
         """Answer a unit in one batch.
 
         Every setting of sampling but the temperature is neutral, whatever the model recommends:
-        all contenders have to draw from the same law.
+        all contenders have to draw from the same distribution.
         """
         watch = Watch()
         self.engine.listeners.append(watch)
@@ -90,8 +89,8 @@ class Ours:
             )
             engine.check(case.ids, params)
             ready.append(
-                Ready(
-                    ids=case.ids,
+                GenerationRequest(
+                    prompt=case.ids,
                     params=params,
                     seed=case.seed,
                     index=index,

@@ -76,7 +76,6 @@ def paint(
     Args:
         pictures: name of the files -> draws on an empty figure; False if there is nothing to show.
         out: a folder; it is made if need be.
-        note: as for ``draw``.
 
     Returns:
         The files written, none without matplotlib.
@@ -325,7 +324,6 @@ def load(figure: Any, report: Report) -> bool:
 
     Args:
         figure: an empty one.
-        report: of ``outpace bench serve``.
     """
     key = "rate" if any(row["rate"] is not None for row in report["loads"]) else "concurrency"
     rows = [row for row in report["loads"] if row["new_tokens"]]

@@ -29,8 +29,6 @@ def provenance(
     """Everything needed to know what a report measured, and to measure it again.
 
     Args:
-        command: as it was typed.
-        target: the model.
         config: settings of the benchmark, as plain values.
         cases: in the order in which they ran.
     """

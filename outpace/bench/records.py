@@ -66,7 +66,6 @@ class Run:
 
     @property
     def decode_seconds(self) -> float:
-        """Seconds after the first token."""
         return self.seconds - self.prefill_seconds
 
     @property

@@ -6,7 +6,6 @@ and laid beside another. `outpace.bench.tables` shows it to people.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -16,7 +15,7 @@ from outpace.bench import stats
 from outpace.bench.records import Contender, Run
 from outpace.bench.runner import PLAIN, Measured, Runs, Session, Unit, compared
 from outpace.errors import RequestError
-from outpace.files import parse_json, write_whole
+from outpace.files import parse_json
 
 Report = dict[str, Any]
 
@@ -29,8 +28,6 @@ def build(session: Session, provenance: Mapping[str, Any], end_ids: Collection[i
     """Make the report of a benchmark.
 
     Args:
-        session: what was measured.
-        provenance: see `outpace.bench.provenance`.
         end_ids: tokens that would have ended the texts, had they counted.
 
     Raises:
@@ -155,9 +152,7 @@ def figures(
         runs: its runs; counters and texts are those of the first round, which the later ones
             repeat, times those of all rounds.
         plain: runs of plain decoding, of these units and rounds at least.
-        prompt_of: see ``prompts_of``.
         promised: whether its texts ought to equal the plain ones.
-        end_ids: see ``build``.
     """
     first = list({unit: runs[unit, turn] for unit, turn in sorted(runs, reverse=True)}.values())[::-1]
     texts = [tokens for run in first for tokens in run.tokens]
@@ -270,24 +265,6 @@ def _remarks(report: Report) -> list[str]:
         if row["synthetic"]:
             lines.append(f"{row['method']} is synthetic: its guesses were looked up and cost nothing")
     return lines
-
-
-def write(report: Report, folder: Path) -> list[Path]:
-    """Write ``report.json`` and ``report.md`` to a folder, which is made if need be.
-
-    Returns:
-        The files. Each is complete or not there at all.
-    """
-    from outpace.bench.tables import markdown
-
-    written = []
-    for name, text in (
-        ("report.json", json.dumps(report, indent=1, allow_nan=False) + "\n"),
-        ("report.md", markdown(report)),
-    ):
-        write_whole(folder / name, text)
-        written.append(folder / name)
-    return written
 
 
 def read(path: Path) -> Report:

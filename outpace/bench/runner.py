@@ -49,14 +49,11 @@ class Measured:
     """What was disturbed each time it was tried."""
 
     def group(self, unit: int) -> str:
-        """The category of a unit's prompts."""
         return self.units[unit][0].group
 
 
 @dataclass(kw_only=True, slots=True)
 class Session:
-    """Everything that one command measured."""
-
     noise: tuple[Runs, Runs] = field(default_factory=lambda: ({}, {}))
     """`none` and `none` again."""
     parts: list[Measured] = field(default_factory=list)
@@ -69,10 +66,8 @@ class Runner:
     """Runs contenders against each other.
 
     Args:
-        contenders: `none` is the first.
         texts: filled with plain answers as they become known.
         batch: most cases per unit.
-        repeat: rounds over all units.
         max_repeat: most rounds over the units of a category in which a contender's interval is
             still wide.
         need_texts: a contender wants the plain answers before its turn.
@@ -299,6 +294,5 @@ def wide_cells(part: Measured) -> dict[str, set[str]]:
 
 
 def compared(runs: Mapping[Key, Run], units: Iterable[int]) -> Runs:
-    """The runs of some units."""
     wanted = set(units)
     return {key: run for key, run in runs.items() if key[0] in wanted}

@@ -59,9 +59,7 @@ def unit_ratios(
     """Speed over plain speed: unit, in order -> a ratio per round.
 
     Args:
-        runs: of one contender.
         plain: of plain decoding; the same units in the same rounds, or more.
-        end_to_end: count prefill as well.
 
     Raises:
         RequestError: a run without a plain one of the same unit and round.
@@ -116,11 +114,6 @@ def prompt_interval(values: Sequence[float], prompts: Sequence[int], seed: int =
     Prompts are resampled, each with all of its units: answers to one prompt are alike, so more
     of them say little about other prompts.
 
-    Args:
-        values: one per unit.
-        prompts: number of every unit's prompt.
-        seed: of the resampling.
-
     Returns:
         Percentiles of the means; None for fewer than `FEWEST` prompts, which say too little about how
         prompts differ.
@@ -144,7 +137,6 @@ def repeat_interval(values: Sequence[Sequence[float]], seed: int = 0) -> Interva
 
     Args:
         values: per unit, one ratio per round.
-        seed: of the resampling.
 
     Returns:
         None where no unit was measured twice.

@@ -32,8 +32,6 @@ Texts = MutableMapping[tuple[str, int, bool], tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyntheticConfig:
-    """Settings of the drafter."""
-
     acceptance: tuple[float, ...]
     """Rate at depth 1, 2, ..., given that the guesses before were right; as many as are drafted."""
 
@@ -44,8 +42,6 @@ class SyntheticConfig:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """One sequence."""
-
     start: int
     """Tokens of the prompt."""
     answer: tuple[int, ...]
@@ -64,11 +60,9 @@ class SyntheticDrafter(Drafter[_State]):
 
     @classmethod
     def load(cls, config: SyntheticConfig, target: Target) -> SyntheticDrafter:
-        """Nothing to load."""
         return cls(config, target.vocab_size)
 
     def begin(self, request: Request) -> _State:
-        """Remember the answer."""
         salt = zlib.crc32(repr(request.prompt).encode())
         return _State(len(request.prompt), request.reference or (), salt)
 
@@ -94,8 +88,6 @@ class Synthetic(Ours):
     """The drafter as a contender.
 
     Args:
-        engine: as for the others.
-        acceptance: see `SyntheticConfig`.
         texts: plain answers; whoever runs the benchmark fills them in before this contender's
             turn.
 

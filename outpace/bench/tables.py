@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from outpace.bench.records import VERBS
 from outpace.bench.report import Report
 from outpace.bench.stats import LOOPS, half_width
+from outpace.files import write_whole
 
 Figures = dict[str, Any]
 """What a report says of one method."""
@@ -17,8 +19,6 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Cells as text."""
-
     title: str
     columns: tuple[str, ...]
     """All but the first hold numbers."""
@@ -37,7 +37,6 @@ def tables(report: Report) -> list[Table]:
 
 
 def heading(report: Report) -> str:
-    """What was measured, in one line."""
     p = report["provenance"]
     c = p["config"]
     threads, prompts = (f"{p[key]} {key[:-1]}{'s' * (p[key] != 1)}" for key in ("threads", "prompts"))
@@ -49,7 +48,6 @@ def heading(report: Report) -> str:
 
 
 def noise_line(report: Report) -> str:
-    """The noise floor in one line."""
     noise = report["noise_floor"]
     return (
         f"noise floor: none against none {number(noise['speedup'], 3)} x "
@@ -315,13 +313,23 @@ def markdown(report: Report) -> str:
     return page("Benchmark", lead, tables(report), {**report["provenance"], **about})
 
 
+def write(report: Report, text: str, folder: Path) -> list[Path]:
+    """Write ``report.json`` and ``report.md`` to a folder, which is made if need be.
+
+    Returns:
+        The files. Each is complete or not there at all.
+    """
+    files = {"report.json": json.dumps(report, indent=1, allow_nan=False) + "\n", "report.md": text}
+    for name, content in files.items():
+        write_whole(folder / name, content)
+    return [folder / name for name in files]
+
+
 def page(title: str, lead: Sequence[str], tables: Sequence[Table], provenance: Mapping[str, Any]) -> str:
     """A report as Markdown.
 
     Args:
-        title: its heading.
         lead: lines above the tables.
-        tables: what it says.
         provenance: with ``command``, and whatever else is needed to measure it again.
     """
     lines = [f"# {title}", "", *lead]
@@ -363,12 +371,10 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def share(value: float | None, digits: int = 1) -> str:
-    """A figure as a percentage."""
     return "-" if value is None else f"{value:.{digits}%}"
 
 
 def interval(value: Sequence[float] | None, digits: int = 2) -> str:
-    """Both ends of an interval."""
     return "-" if value is None else f"[{value[0]:.{digits}f}, {value[1]:.{digits}f}]"
 
 

@@ -12,8 +12,6 @@ _BUILTIN = Path(__file__).with_name("builtin.jsonl")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One row of a workload."""
-
     id: str
     """Unique within the workload."""
     numbered: bool = field(default=False, kw_only=True)

@@ -29,10 +29,6 @@ class DenseCache(KVCache):
     """Keys and values of a decoder, all slots equally long.
 
     Args:
-        layers: layers of the decoder.
-        heads: key-value heads.
-        width: width of a head.
-        device: where to keep them.
         capacity: rows per slot to reserve as soon as anything is stored.
         dtype: float32, or bfloat16 if who attends can read it.
     """
@@ -64,7 +60,6 @@ class DenseCache(KVCache):
 
     @property
     def layers(self) -> int:
-        """L."""
         return len(self.key_store)
 
     @property
@@ -88,7 +83,6 @@ class DenseCache(KVCache):
         """Per layer a view [slots * K, D, rows], ready to be multiplied by queries.
 
         Args:
-            slots: consecutive slots.
             rows: consecutive storage rows; they may reach past what is stored.
 
         Valid until the cache grows, so ask anew in every pass; asking twice costs nothing.
@@ -121,7 +115,6 @@ class DenseCache(KVCache):
 
     @property
     def room(self) -> tuple[int, int]:
-        """Slots and rows allocated."""
         return self.value_store.shape[1], self.value_store.shape[3]
 
     def resize(self, slots: int, rows: int) -> None:
@@ -143,7 +136,6 @@ class DenseCache(KVCache):
 
     @property
     def page_bytes(self) -> int:
-        """Of keys and values, all layers."""
         layers, _, heads, _, width = self.value_store.shape
         return 2 * layers * heads * width * PAGE * self.value_store.element_size()
 

@@ -5,18 +5,27 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from outpace.cli import analyze_cascade, analyze_tree, show
 from outpace.cli.drafting import known
-from outpace.cli.options import UNDRAFTED, ModelOptions, WorkloadOptions, at_least, option, spread
+from outpace.cli.options import (
+    AS_JSON,
+    UNDRAFTED,
+    ModelOptions,
+    WorkloadOptions,
+    at_least,
+    epilog,
+    option,
+    output,
+    spread,
+)
 
 if TYPE_CHECKING:
     from outpace.analysis.acceptance import Acceptance
 
-_OUTPUT = "Output"
 _NAMES = {
     "chosen": "q's best",
     "iid": "with replacement",
@@ -42,14 +51,13 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the group of commands."""
     group = typer.Typer(
         name="analyze",
         help="Look into a model and a drafter: what could be accepted, and what is.",
-        epilog=_epilog(_EXAMPLES),
+        epilog=epilog(_EXAMPLES),
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    group.command(epilog=_epilog(_ACCEPTANCE))(spread(acceptance))
+    group.command(epilog=epilog(_ACCEPTANCE))(spread(acceptance))
     analyze_tree.register(group)
     analyze_cascade.register(group)
     app.add_typer(group)
@@ -59,32 +67,15 @@ def acceptance(
     *,
     model: ModelOptions,
     texts: WorkloadOptions,
-    drafter: Annotated[
-        str,
-        option(
-            "--drafter",
-            "-d",
-            metavar="SPEC",
-            help="Who guesses; one that samples, such as draft_model[model=M].",
-        ),
-    ],
-    max_new_tokens: Annotated[
-        int, option("--max-new-tokens", metavar="N", help="Longest answer, tokens.")
-    ] = 16,
-    temperature: Annotated[
-        float, option("--temperature", "-t", metavar="T", help="Of both distributions, above 0.")
-    ] = 1.0,
-    as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
-    out: Annotated[
-        Path | None,
-        option(
-            "--out",
-            "-o",
-            panel=_OUTPUT,
-            metavar="DIR",
-            help="Write acceptance.json and a plot into this folder.",
-        ),
-    ] = None,
+    drafter: str = option(
+        ..., "Who guesses; one that samples, such as draft_model[model=M].", "-d", metavar="SPEC"
+    ),
+    max_new_tokens: int = option(16, "Longest answer, tokens."),
+    temperature: float = option(1.0, "Of both distributions, above 0.", "-t", metavar="T"),
+    as_json: bool = AS_JSON,
+    out: Path | None = output(
+        None, "Write acceptance.json and a plot into this folder.", "-o", metavar="DIR"
+    ),
 ) -> None:
     """Compare what verifiers keep at one position with the most that any could.
 
@@ -115,7 +106,6 @@ def acceptance(
 
 
 def show_report(report: Acceptance, prompts: int) -> None:
-    """Print the curves for people."""
     found = report.to_json()
     show.write(
         f"{report.model}, drafter {report.drafter}, temperature {report.temperature:g}: mean over "
@@ -164,8 +154,3 @@ def _picture(figure: Any, found: dict[str, Any]) -> bool:
     for axes in grid[::2]:
         axes.set_ylabel("acceptance")
     return True
-
-
-def _epilog(text: str) -> str:
-    """Examples whose brackets are no markup."""
-    return text.strip().replace("[", r"\[")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from outpace import registry
 from outpace.cli import show
-from outpace.cli.options import ModelOptions, WorkloadOptions, at_least, option, spread
+from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, epilog, option, output, spread
 
-_OUTPUT = "Output"
 _EXAMPLES = """
 Examples:
 
@@ -28,9 +27,8 @@ _PLACES = 5
 
 def register(group: typer.Typer) -> None:
     """Add a command to ``outpace analyze`` for every planner, such as that of cascades."""
-    epilog = _EXAMPLES.strip().replace("[", r"\[")
     for entry in registry.entries("planner"):
-        group.command(entry.name, epilog=epilog)(spread(plan))
+        group.command(entry.name, epilog=epilog(_EXAMPLES))(spread(plan))
 
 
 def plan(
@@ -38,42 +36,25 @@ def plan(
     *,
     model: ModelOptions,
     texts: WorkloadOptions,
-    levels: Annotated[
-        str,
-        option(
-            "--levels",
-            "-l",
-            metavar="SPECS",
-            help="Drafters, strongest first, joined by +: draft_model[model=M]+max_gram.",
-        ),
-    ],
-    k: Annotated[
-        list[str] | None,
-        option(
-            "--k",
-            metavar="K",
-            show_default="the best ones",
-            help="Another K to predict, such as 5,10/10; may be given several times.",
-        ),
-    ] = None,
-    measure: Annotated[
-        bool, option("--measure", help="Run every configuration, and plain decoding beside it.")
-    ] = False,
-    max_new_tokens: Annotated[int, option("--max-new-tokens", metavar="N", help="Tokens per answer.")] = 64,
-    temperature: Annotated[
-        float, option("--temperature", "-t", metavar="T", help="Of all distributions.")
-    ] = 0.0,
-    as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
-    out: Annotated[
-        Path | None,
-        option("--out", "-o", panel=_OUTPUT, metavar="DIR", help="Write METHOD.json into this folder."),
-    ] = None,
+    levels: str = option(
+        ..., "Drafters, strongest first, joined by +: draft_model[model=M]+max_gram.", "-l", metavar="SPECS"
+    ),
+    k: list[str] | None = option(
+        None,
+        "Another K to predict, such as 5,10/10; may be given several times.",
+        metavar="K",
+        shown="the best ones",
+    ),
+    measure: bool = option(False, "Run every configuration, and plain decoding beside it."),
+    max_new_tokens: int = option(64, "Tokens per answer.", least=8),
+    temperature: float = option(0.0, "Of all distributions.", "-t", metavar="T"),
+    as_json: bool = AS_JSON,
+    out: Path | None = output(None, "Write METHOD.json into this folder.", "-o", metavar="DIR"),
 ) -> None:
     """Measure how far every level's guesses are kept, and name the K that should gain most.
 
     Times passes of all models here, so let nothing else run.
     """
-    at_least(8, "--max-new-tokens", max_new_tokens)
     method = str(context.info_name)
     wanted = [f"{method}[levels={levels} k={text}]" for text in k or ()]
     prompts = texts.read()
@@ -124,7 +105,6 @@ def _numbers(promise: Any) -> dict[str, Any]:
 
 
 def show_report(method: str, found: Any, report: dict[str, Any], measured: bool) -> None:
-    """Print for people."""
     show.write(
         f"{found.names[0]}, levels {found.levels}, temperature {report['temperature']:g}, "
         f"{show.count(report['prompts'], 'text')}\n\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,12 +14,14 @@ from outpace.cli import show
 from outpace.cli.drafting import DrafterOptions, known
 from outpace.cli.generate import read_prompt, to_ids
 from outpace.cli.options import (
+    AS_JSON,
     UNDRAFTED,
     ModelOptions,
     WorkloadOptions,
     at_least,
-    at_least_one,
+    epilog,
     option,
+    output,
     spread,
 )
 from outpace.config import DEFAULT_DRAFTER
@@ -29,8 +32,7 @@ if TYPE_CHECKING:
     from outpace.analysis.picture import Trace
     from outpace.analysis.siblings import Best
 
-_PROMPT = "Prompt"
-_OUTPUT = "Output"
+_prompt = partial(option, panel="Prompt")
 _COLOURS = {
     "pending": "bold",
     "accepted": "bold green",
@@ -62,7 +64,7 @@ Examples:
 def register(group: typer.Typer) -> None:
     """Add the commands to ``outpace analyze``."""
     for command, examples in ((tree, _TREE), (shape, _SHAPE)):
-        group.command(epilog=examples.strip().replace("[", r"\["))(spread(command))
+        group.command(epilog=epilog(examples))(spread(command))
 
 
 def tree(
@@ -72,47 +74,28 @@ def tree(
     *,
     model: ModelOptions,
     drafting: DrafterOptions,
-    prompt_file: Annotated[
-        str | None,
-        option(
-            "--prompt-file",
-            "-f",
-            panel=_PROMPT,
-            metavar="FILE",
-            help="Read the prompt from a UTF-8 file, less a final newline; -: standard input.",
-        ),
-    ] = None,
-    max_new_tokens: Annotated[
-        int, option("--max-new-tokens", metavar="N", help="Longest answer, tokens.")
-    ] = 32,
-    temperature: Annotated[
-        float | None,
-        option(
-            "--temperature",
-            "-t",
-            metavar="T",
-            show_default="the model's, else 0",
-            help="Divides the logits; 0 always takes the likeliest token.",
-        ),
-    ] = None,
-    seed: Annotated[int, option("--seed", metavar="S", help="The same seed gives the same text.")] = 0,
-    steps: Annotated[
-        int | None, option("--steps", metavar="K", show_default="all", help="Passes to show, from the first.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        option(
-            "--out",
-            "-o",
-            panel=_OUTPUT,
-            metavar="FILE",
-            help="Draw into FILE.svg, or FILE.html to step through the passes.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
+    prompt_file: str | None = _prompt(
+        None,
+        "Read the prompt from a UTF-8 file, less a final newline; -: standard input.",
+        "-f",
+        metavar="FILE",
+    ),
+    max_new_tokens: int = option(32, "Longest answer, tokens."),
+    temperature: float | None = option(
+        None,
+        "Divides the logits; 0 always takes the likeliest token.",
+        "-t",
+        metavar="T",
+        shown="the model's, else 0",
+    ),
+    seed: int = option(0, "The same seed gives the same text.", metavar="S"),
+    steps: int | None = option(None, "Passes to show, from the first.", metavar="K", shown="all", least=1),
+    out: Path | None = output(
+        None, "Draw into FILE.svg, or FILE.html to step through the passes.", "-o", metavar="FILE"
+    ),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Draw the token tree of every pass: what was guessed, what was kept, and how likely it was."""
-    at_least_one("--steps", steps)
     if out is not None and out.suffix not in (".svg", ".html"):
         raise RequestError(f"--out {out}: give a file that ends in .svg or .html")
     params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=max_new_tokens)
@@ -169,46 +152,21 @@ def shape(
     *,
     model: ModelOptions,
     texts: WorkloadOptions,
-    drafter: Annotated[
-        str,
-        option(
-            "--drafter",
-            "-d",
-            metavar="SPEC",
-            help="Who guesses; one that grows trees, such as draft_model[model=M].",
-        ),
-    ],
-    max_new_tokens: Annotated[
-        int, option("--max-new-tokens", metavar="N", help="Longest answer, tokens.")
-    ] = 48,
-    temperature: Annotated[
-        float, option("--temperature", "-t", metavar="T", help="Of both distributions.")
-    ] = 0.0,
-    nodes: Annotated[
-        int | None,
-        option(
-            "--nodes",
-            metavar="N",
-            show_default="as many as pay here, by measured costs",
-            help="Guesses per pass.",
-        ),
-    ] = None,
-    depth: Annotated[int, option("--depth", metavar="D", help="Levels, at most.")] = 6,
-    out: Annotated[
-        Path | None,
-        option(
-            "--out",
-            "-o",
-            panel=_OUTPUT,
-            metavar="FILE",
-            help="Write the tree into FILE.json, for --tree FILE.json.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
+    drafter: str = option(
+        ..., "Who guesses; one that grows trees, such as draft_model[model=M].", "-d", metavar="SPEC"
+    ),
+    max_new_tokens: int = option(48, "Longest answer, tokens."),
+    temperature: float = option(0.0, "Of both distributions.", "-t", metavar="T"),
+    nodes: int | None = option(
+        None, "Guesses per pass.", shown="as many as pay here, by measured costs", least=1
+    ),
+    depth: int = option(6, "Levels, at most.", metavar="D", least=1),
+    out: Path | None = output(
+        None, "Write the tree into FILE.json, for --tree FILE.json.", "-o", metavar="FILE"
+    ),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Find the best fixed tree: which sibling is accepted how often, and what follows from it."""
-    at_least_one("--nodes", nodes)
-    at_least_one("--depth", depth)
     at_least(3, "--max-new-tokens", max_new_tokens, UNDRAFTED)
     if out is not None and out.suffix != ".json":
         raise RequestError(f"--out {out}: give a file that ends in .json")

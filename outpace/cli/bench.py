@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ import typer
 from outpace.cli import bench_passes, bench_serve, show
 from outpace.cli.contenders import check_peers, taking_part
 from outpace.cli.drafting import PlanOptions, read_specs
-from outpace.cli.options import ModelOptions, at_least_one, option, spread
+from outpace.cli.options import AS_JSON, ModelOptions, epilog, option, output, spread
 from outpace.config import DEFAULT_DRAFTER
 from outpace.errors import RequestError
 from outpace.files import check_writable
@@ -30,10 +31,9 @@ if TYPE_CHECKING:
 
 SEEDS = 4
 """Answers per prompt where answers are sampled."""
-_WHO = "Methods"
-_WHAT = "Prompts"
-_HOW = "Measuring"
-_OUTPUT = "Output"
+_who = partial(option, panel="Methods")
+_what = partial(option, panel="Prompts")
+_how = partial(option, panel="Measuring")
 
 _EXAMPLES = """
 Examples:
@@ -51,10 +51,9 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command and its sub-commands."""
-    group = typer.Typer(invoke_without_command=True, epilog=_EXAMPLES.strip().replace("[", r"\["))
+    group = typer.Typer(invoke_without_command=True, epilog=epilog(_EXAMPLES))
     group.callback()(spread(bench))
-    group.command(epilog="Try: outpace bench compare before/report.json after")(compare)
+    group.command(epilog="Try: outpace bench compare before/report.json after")(spread(compare))
     bench_passes.register(group)
     bench_serve.register(group)
     app.add_typer(group, name="bench")
@@ -64,129 +63,59 @@ def bench(
     context: typer.Context,
     *,
     model: ModelOptions,
-    drafters: Annotated[
-        str,
-        option(
-            "--drafters",
-            "-d",
-            panel=_WHO,
-            metavar="SPECS",
-            help="Method specs with commas between them, or all: every drafter that needs no "
-            "setting. none takes part in any case.",
-        ),
-    ] = f"none,{DEFAULT_DRAFTER}",
+    drafters: str = _who(
+        f"none,{DEFAULT_DRAFTER}",
+        "Method specs with commas between them, or all: every drafter that needs no "
+        "setting. none takes part in any case.",
+        "-d",
+        metavar="SPECS",
+    ),
     plan: PlanOptions,
-    peers: Annotated[
-        str,
-        option(
-            "--peers",
-            panel=_WHO,
-            metavar="NAMES",
-            show_default="nobody",
-            help="Other programs: hf, hf-prompt-lookup, hf-assisted, openvino, "
-            "openvino-prompt-lookup, llamacpp. hf-assisted takes the model of the first "
-            "draft_model among the drafters.",
-        ),
-    ] = "",
-    peer_python: Annotated[
-        Path | None,
-        option(
-            "--peer-python",
-            panel=_WHO,
-            metavar="PATH",
-            help="Python of the environment that the peers outside this process are in.",
-        ),
-    ] = None,
-    synthetic_acceptance: Annotated[
-        str | None,
-        option(
-            "--synthetic-acceptance",
-            panel=_WHO,
-            metavar="A1,A2,...",
-            help="Add a drafter whose guess at depth i is right at rate Ai, at no cost: "
-            "what a drafter of that quality would give.",
-        ),
-    ] = None,
-    workload: Annotated[
-        str,
-        option(
-            "--workload",
-            "-w",
-            panel=_WHAT,
-            metavar="NAME|FILE",
-            help="builtin, or a file: Spec-Bench, MT-bench, HumanEval, GSM8K, MBPP, or JSONL "
-            "with prompt or messages.",
-        ),
-    ] = "builtin",
-    limit: Annotated[
-        int | None,
-        option(
-            "--limit", panel=_WHAT, metavar="N", show_default="all", help="Prompts per category, at most."
-        ),
-    ] = None,
-    max_new_tokens: Annotated[
-        int,
-        option(
-            "--max-new-tokens",
-            panel=_HOW,
-            metavar="N",
-            help="Tokens of every answer; an end of sequence does not end it.",
-        ),
-    ] = 128,
-    temperature: Annotated[
-        float,
-        option(
-            "--temperature",
-            "-t",
-            panel=_HOW,
-            metavar="T",
-            help=f"Above 0: {SEEDS} seeds per prompt, sampled independently and, in rows of "
-            "their own, reproducibly.",
-        ),
-    ] = 0.0,
-    batch: Annotated[
-        int,
-        option(
-            "--batch",
-            "-b",
-            panel=_HOW,
-            metavar="B",
-            help="Prompts of one category that are answered together.",
-        ),
-    ] = 1,
-    repeat: Annotated[int, option("--repeat", panel=_HOW, metavar="R", help="Rounds over all prompts.")] = 1,
-    max_repeat: Annotated[
-        int | None,
-        option(
-            "--max-repeat",
-            panel=_HOW,
-            metavar="R",
-            show_default="--repeat",
-            help="Most rounds over a category where a speed-up is not settled to 0.02.",
-        ),
-    ] = None,
-    disturb: Annotated[
-        bool,
-        option(
-            "--disturb",
-            panel=_HOW,
-            help="Measure every unit once more while another process spins on a core.",
-        ),
-    ] = False,
-    seed: Annotated[
-        int, option("--seed", panel=_HOW, metavar="S", help="First seed of sampled answers.")
-    ] = 0,
-    out: Annotated[
-        Path | None,
-        option(
-            "--out", "-o", panel=_OUTPUT, metavar="DIR", help="Write report.json, report.md and plots here."
-        ),
-    ] = None,
-    answers: Annotated[
-        Path | None,
-        option("--answers", panel=_OUTPUT, metavar="FILE", help="Write the answers as Spec-Bench does."),
-    ] = None,
-    as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
+    peers: str = _who(
+        "",
+        "Other programs: hf, hf-prompt-lookup, hf-assisted, openvino, "
+        "openvino-prompt-lookup, llamacpp. hf-assisted takes the model of the first "
+        "draft_model among the drafters.",
+        metavar="NAMES",
+        shown="nobody",
+    ),
+    peer_python: Path | None = _who(
+        None, "Python of the environment that the peers outside this process are in.", metavar="PATH"
+    ),
+    synthetic_acceptance: str | None = _who(
+        None,
+        "Add a drafter whose guess at depth i is right at rate Ai, at no cost: "
+        "what a drafter of that quality would give.",
+        metavar="A1,A2,...",
+    ),
+    workload: str = _what(
+        "builtin",
+        "builtin, or a file: Spec-Bench, MT-bench, HumanEval, GSM8K, MBPP, or JSONL with prompt or messages.",
+        "-w",
+        metavar="NAME|FILE",
+    ),
+    limit: int | None = _what(None, "Prompts per category, at most.", shown="all", least=1),
+    max_new_tokens: int = _how(128, "Tokens of every answer; an end of sequence does not end it."),
+    temperature: float = _how(
+        0.0,
+        f"Above 0: {SEEDS} seeds per prompt, sampled independently and, in rows of their own, reproducibly.",
+        "-t",
+        metavar="T",
+    ),
+    batch: int = _how(1, "Prompts of one category that are answered together.", "-b", metavar="B", least=1),
+    repeat: int = _how(1, "Rounds over all prompts.", metavar="R", least=1),
+    max_repeat: int | None = _how(
+        None,
+        "Most rounds over a category where a speed-up is not settled to 0.02.",
+        metavar="R",
+        shown="--repeat",
+        least=1,
+    ),
+    disturb: bool = _how(False, "Measure every unit once more while another process spins on a core."),
+    seed: int = _how(0, "First seed of sampled answers.", metavar="S"),
+    out: Path | None = output(None, "Write report.json, report.md and plots here.", "-o", metavar="DIR"),
+    answers: Path | None = output(None, "Write the answers as Spec-Bench does.", metavar="FILE"),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Measure methods against plain decoding, in turns, prompt by prompt.
 
@@ -194,13 +123,6 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    for name, value in (
-        ("--limit", limit),
-        ("--batch", batch),
-        ("--repeat", repeat),
-        ("--max-repeat", max_repeat),
-    ):
-        at_least_one(name, value)
     if max_new_tokens < 2:
         raise RequestError(
             f"--max-new-tokens must be at least 2, got {max_new_tokens}; the first token belongs to prefill"
@@ -304,14 +226,7 @@ def measure(runner: Runner, cases: list[Case], modes: list[Settings]) -> None:
 
 
 def report_of(engine: Engine, asked: Asked, session: Session, config: dict[str, Any]) -> Report:
-    """The report, with where its figures come from.
-
-    Args:
-        engine: what was measured.
-        asked: with what.
-        session: what came of it.
-        config: the options of the command.
-    """
+    """The report, with where its figures come from."""
     from outpace.bench.provenance import provenance
     from outpace.bench.report import build
 
@@ -324,9 +239,9 @@ def report_of(engine: Engine, asked: Asked, session: Session, config: dict[str, 
 def save(report: Report, folder: Path) -> None:
     """Write the report, its page and its plots."""
     from outpace.bench.plots import draw
-    from outpace.bench.report import write
+    from outpace.bench.tables import markdown, write
 
-    for path in [*write(report, folder), *draw(report, folder)]:
+    for path in [*write(report, markdown(report), folder), *draw(report, folder)]:
         show.note(f"wrote {path}")
 
 
@@ -362,7 +277,6 @@ def save_answers(
 
 
 def show_report(report: Report) -> None:
-    """Print a report for people."""
     from outpace.bench.tables import heading, noise_line, tables
 
     show.write(f"{heading(report)}\n")
@@ -377,7 +291,8 @@ def show_report(report: Report) -> None:
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="report.json, or the folder that holds it.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
-    as_json: Annotated[bool, option("--json", help="Print one JSON object.")] = False,
+    *,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Show two reports side by side, if they measured the same prompts in the same way."""
     from outpace.bench.report import check_comparable, read

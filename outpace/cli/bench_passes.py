@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from outpace.cli import show
 from outpace.cli.drafting import read_specs
-from outpace.cli.options import ModelOptions, at_least_one, option, spread
+from outpace.cli.options import AS_JSON, ModelOptions, epilog, option, spread
 from outpace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -30,55 +30,34 @@ Examples:
 
 
 def register(group: typer.Typer) -> None:
-    """Add the command."""
-    group.command(epilog=_EXAMPLES.strip().replace("[", r"\["))(spread(passes))
+    group.command(epilog=epilog(_EXAMPLES))(spread(passes))
 
 
 def passes(
     *,
     model: ModelOptions,
-    drafters: Annotated[
-        str | None,
-        option(
-            "--drafters",
-            "-d",
-            metavar="SPECS",
-            show_default="nobody",
-            help="Method specs with commas between them, whose drafts are timed by level.",
-        ),
-    ] = None,
-    rows: Annotated[
-        str | None,
-        option(
-            "--rows",
-            metavar="N,N,...",
-            show_default="1 to 128, doubling",
-            help="Rows of one sequence: the pending token and its guesses.",
-        ),
-    ] = None,
-    contexts: Annotated[
-        str | None,
-        option(
-            "--contexts",
-            metavar="N,N,...",
-            show_default="64,256,1024",
-            help="Tokens that the cache holds before a pass.",
-        ),
-    ] = None,
-    batches: Annotated[
-        str | None,
-        option(
-            "--batches",
-            metavar="N,N,...",
-            show_default="1,2,4",
-            help="Sequences in one pass, of one row each.",
-        ),
-    ] = None,
-    repeat: Annotated[int, option("--repeat", metavar="R", help="Timed rounds; medians are reported.")] = 11,
-    out: Annotated[
-        Path | None, option("--out", metavar="DIR", help="Write passes.json, passes.png and passes.svg here.")
-    ] = None,
-    as_json: Annotated[bool, option("--json", help="Print one JSON object.")] = False,
+    drafters: str | None = option(
+        None,
+        "Method specs with commas between them, whose drafts are timed by level.",
+        "-d",
+        metavar="SPECS",
+        shown="nobody",
+    ),
+    rows: str | None = option(
+        None,
+        "Rows of one sequence: the pending token and its guesses.",
+        metavar="N,N,...",
+        shown="1 to 128, doubling",
+    ),
+    contexts: str | None = option(
+        None, "Tokens that the cache holds before a pass.", metavar="N,N,...", shown="64,256,1024"
+    ),
+    batches: str | None = option(
+        None, "Sequences in one pass, of one row each.", metavar="N,N,...", shown="1,2,4"
+    ),
+    repeat: int = option(11, "Timed rounds; medians are reported.", metavar="R", least=1),
+    out: Path | None = option(None, "Write passes.json, passes.png and passes.svg here.", metavar="DIR"),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Measure what a pass costs by rows, context and batch, and the floor below it.
 
@@ -86,7 +65,6 @@ def passes(
 
     What the default rows, contexts and batches cost is kept, for policies that plan by cost.
     """
-    at_least_one("--repeat", repeat)
     points = {
         name: _numbers(f"--{name}", text)
         for name, text in (("rows", rows), ("contexts", contexts), ("batches", batches))
@@ -192,7 +170,6 @@ def _roofline(engine: Engine, device: Device, curve: CostCurve) -> dict[str, Any
 
 
 def show_report(report: dict[str, Any]) -> None:
-    """Print the report for people."""
     rows, contexts = report["rows"], report["contexts"]
     one = report["one_row_seconds"]
     show.write(

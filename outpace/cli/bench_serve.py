@@ -7,14 +7,14 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from outpace.bench.load_terms import MIXED, PLAIN, USUAL
 from outpace.cli import show
 from outpace.cli.keys import read_keys
-from outpace.cli.options import ModelOptions, at_least_one, option, spread
+from outpace.cli.options import AS_JSON, ModelOptions, epilog, option, output, spread
 from outpace.cli.started import started
 from outpace.config import MethodSpec, split_specs
 from outpace.errors import RequestError
@@ -23,9 +23,8 @@ from outpace.files import check_writable
 if TYPE_CHECKING:
     from outpace.bench.load_report import Report
 
-_WHO = "Server"
-_WHAT = "Load"
-_OUTPUT = "Output"
+_who = partial(option, panel="Server")
+_what = partial(option, panel="Load")
 
 _EXAMPLES = """
 Examples:
@@ -41,144 +40,63 @@ Examples:
 
 
 def register(group: typer.Typer) -> None:
-    """Add the command."""
-    group.command("serve", epilog=_EXAMPLES.strip())(spread(serve))
+    group.command("serve", epilog=epilog(_EXAMPLES))(spread(serve))
 
 
 def serve(
     *,
     model: ModelOptions,
-    url: Annotated[
-        str | None,
-        option(
-            "--url",
-            panel=_WHO,
-            metavar="URL",
-            show_default="one that is started",
-            help="A server that runs already, with a model of its own.",
-        ),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, option("--api-key-file", panel=_WHO, metavar="FILE", help="Its key, in the first line.")
-    ] = None,
-    drafters: Annotated[
-        str,
-        option(
-            "--drafters",
-            "-d",
-            panel=_WHO,
-            metavar="SPECS",
-            help="Method specs with commas between them, which take turns; none takes part in any case.",
-        ),
-    ] = f"auto,{PLAIN}",
-    workload: Annotated[
-        str,
-        option(
-            "--workload",
-            "-w",
-            panel=_WHAT,
-            metavar="NAME|FILE",
-            help="builtin, or a file as for outpace bench; first turns alone.",
-        ),
-    ] = "builtin",
-    concurrency: Annotated[
-        str,
-        option(
-            "--concurrency",
-            "-c",
-            panel=_WHAT,
-            metavar="N,N,...",
-            help="Clients of a closed loop: each asks again as soon as it is answered.",
-        ),
-    ] = "1,2,4,8,16,32,64",
-    rate: Annotated[
-        float | None,
-        option(
-            "--rate",
-            panel=_WHAT,
-            metavar="R",
-            show_default="closed loop",
-            help="Requests per second of an open loop, at random times, in place of clients.",
-        ),
-    ] = None,
-    requests: Annotated[
-        int | None,
-        option(
-            "--requests",
-            "-n",
-            panel=_WHAT,
-            metavar="N",
-            show_default=USUAL,
-            help="Requests per drafter, load and round.",
-        ),
-    ] = None,
-    rounds: Annotated[int, option("--rounds", panel=_WHAT, metavar="R", help="Turns of every drafter.")] = 2,
-    max_new_tokens: Annotated[
-        int,
-        option(
-            "--max-new-tokens",
-            panel=_WHAT,
-            metavar="N",
-            help="Tokens of every answer; an end of sequence does not end it.",
-        ),
-    ] = 128,
-    temperature: Annotated[
-        float, option("--temperature", "-t", panel=_WHAT, metavar="T", help="Of all requests.")
-    ] = 0.0,
-    seed: Annotated[
-        int,
-        option(
-            "--seed",
-            panel=_WHAT,
-            metavar="S",
-            help="Of arrivals, and of the first sampled answer; the next ones count on.",
-        ),
-    ] = 0,
-    check_texts: Annotated[
-        bool,
-        option(
-            "--check-texts",
-            panel=_WHAT,
-            help="Compare every text with that of its prompt alone under none; needs temperature 0.",
-        ),
-    ] = False,
-    mixed: Annotated[
-        bool,
-        option(
-            "--mixed",
-            panel=_WHAT,
-            help="One row for all drafters, which take turns request by request, with answers "
-            "of different lengths: a quarter of --max-new-tokens at least.",
-        ),
-    ] = False,
-    timeout: Annotated[
-        int,
-        option(
-            "--timeout",
-            panel=_WHAT,
-            metavar="S",
-            help="Longest wait for the next piece of an answer, seconds.",
-        ),
-    ] = 600,
-    out: Annotated[
-        Path | None,
-        option(
-            "--out", "-o", panel=_OUTPUT, metavar="DIR", help="Write report.json, report.md and a plot here."
-        ),
-    ] = None,
-    as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
+    url: str | None = _who(
+        None,
+        "A server that runs already, with a model of its own.",
+        metavar="URL",
+        shown="one that is started",
+    ),
+    api_key_file: Path | None = _who(None, "Its key, in the first line.", metavar="FILE"),
+    drafters: str = _who(
+        f"auto,{PLAIN}",
+        "Method specs with commas between them, which take turns; none takes part in any case.",
+        "-d",
+        metavar="SPECS",
+    ),
+    workload: str = _what(
+        "builtin", "builtin, or a file as for outpace bench; first turns alone.", "-w", metavar="NAME|FILE"
+    ),
+    concurrency: str = _what(
+        "1,2,4,8,16,32,64",
+        "Clients of a closed loop: each asks again as soon as it is answered.",
+        "-c",
+        metavar="N,N,...",
+    ),
+    rate: float | None = _what(
+        None,
+        "Requests per second of an open loop, at random times, in place of clients.",
+        metavar="R",
+        shown="closed loop",
+    ),
+    requests: int | None = _what(None, "Requests per drafter, load and round.", "-n", shown=USUAL, least=1),
+    rounds: int = _what(2, "Turns of every drafter.", metavar="R", least=1),
+    max_new_tokens: int = _what(128, "Tokens of every answer; an end of sequence does not end it.", least=1),
+    temperature: float = _what(0.0, "Of all requests.", "-t", metavar="T"),
+    seed: int = _what(
+        0, "Of arrivals, and of the first sampled answer; the next ones count on.", metavar="S"
+    ),
+    check_texts: bool = _what(
+        False, "Compare every text with that of its prompt alone under none; needs temperature 0."
+    ),
+    mixed: bool = _what(
+        False,
+        "One row for all drafters, which take turns request by request, with answers "
+        "of different lengths: a quarter of --max-new-tokens at least.",
+    ),
+    timeout: int = _what(600, "Longest wait for the next piece of an answer, seconds.", metavar="S", least=1),
+    out: Path | None = output(None, "Write report.json, report.md and a plot here.", "-o", metavar="DIR"),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Put load on a server, drafter by drafter in turns, and report rates, delays and texts.
 
     Ctrl-C ends it early and keeps what is measured. docs/bench.md says what the columns mean.
     """
-    for name, value in (
-        ("--requests", requests),
-        ("--rounds", rounds),
-        ("--timeout", timeout),
-        ("--max-new-tokens", max_new_tokens),
-    ):
-        at_least_one(name, value)
     if rate is not None and not 0 < rate < float("inf"):
         raise RequestError(f"--rate must be above 0, got {rate:g}")
     if check_texts and temperature > 0:
@@ -290,16 +208,16 @@ def provenance_of(about: dict[str, Any], config: dict[str, Any]) -> dict[str, An
 
 def save(report: Report, folder: Path) -> None:
     """Write the report, its page and its plot."""
-    from outpace.bench.load_report import write
+    from outpace.bench.load_report import markdown
     from outpace.bench.plots import load, paint
+    from outpace.bench.tables import write
 
     picture = partial(load, report=report)
-    for path in [*write(report, folder), *paint({"load": picture}, folder, note=show.note)]:
+    for path in [*write(report, markdown(report), folder), *paint({"load": picture}, folder, note=show.note)]:
         show.note(f"wrote {path}")
 
 
 def show_report(report: Report) -> None:
-    """Print a report for people."""
     from outpace.bench.load_report import heading, table
 
     show.write(f"{heading(report)}\n")

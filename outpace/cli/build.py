@@ -10,7 +10,7 @@ import typer
 
 from outpace import registry
 from outpace.cli import show
-from outpace.cli.options import option
+from outpace.cli.options import AS_JSON, epilog, option, spread
 from outpace.errors import ModelError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -32,23 +32,12 @@ Examples:
 FilesArgument = Annotated[
     list[Path], typer.Argument(metavar="FILES", help="Files of text.", show_default=False)
 ]
-ModelOption = Annotated[
-    str,
-    option(
-        "--model",
-        "-m",
-        metavar="M",
-        help="The model whose tokens are counted: name, folder, GGUF file, or hub id.",
-    ),
-]
-
-JsonOption = Annotated[bool, option("--json", help="Print one JSON object.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the group of commands, one per builder."""
     group = typer.Typer(
-        name="build", help="Make files for drafters that look things up.", epilog=_epilog(_EXAMPLES)
+        name="build", help="Make files for drafters that look things up.", epilog=epilog(_EXAMPLES)
     )
     for entry in registry.entries("builder"):
         group.command(entry.name, help=entry.summary)(_command(entry.name))
@@ -56,20 +45,20 @@ def register(app: typer.Typer) -> None:
 
 
 def _command(kind: str) -> Callable[..., None]:
+    @spread
     def build(
         files: FilesArgument,
-        model: ModelOption = "smollm2-135m",
-        out: Annotated[
-            Path | None,
-            option(
-                "--out",
-                "-o",
-                metavar="FILE",
-                show_default="where the drafter looks for one, if it does",
-                help="The file to write.",
-            ),
-        ] = None,
-        as_json: JsonOption = False,
+        *,
+        model: str = option(
+            "smollm2-135m",
+            "The model whose tokens are counted: name, folder, GGUF file, or hub id.",
+            "-m",
+            metavar="M",
+        ),
+        out: Path | None = option(
+            None, "The file to write.", "-o", metavar="FILE", shown="where the drafter looks, if it does"
+        ),
+        as_json: bool = AS_JSON,
     ) -> None:
         make = registry.load("builder", kind)
         with show.progress(sum(file.stat().st_size for file in files), "bytes") as tick:
@@ -96,7 +85,3 @@ def _tokenizer(model: str) -> Tokenizer:
     if tokenizer is None:
         raise ModelError(f"{model} has no tokenizer; name a model that has one")
     return tokenizer
-
-
-def _epilog(text: str) -> str:
-    return text.strip().replace("[", r"\[")

@@ -8,14 +8,14 @@ import importlib
 import signal
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from outpace.cli import show
 from outpace.cli.drafting import DrafterOptions
 from outpace.cli.generate import LOSSY
-from outpace.cli.options import ModelOptions, SamplingOptions, notes, option, spread
+from outpace.cli.options import ModelOptions, SamplingOptions, epilog, notes, option, spread
 from outpace.errors import OutpaceError
 
 if TYPE_CHECKING:
@@ -43,20 +43,16 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(epilog=_EXAMPLES.strip())(spread(chat))
+    app.command(epilog=epilog(_EXAMPLES))(spread(chat))
 
 
 def chat(
     *,
     model: ModelOptions,
     drafting: DrafterOptions,
-    system: Annotated[
-        str | None,
-        option(
-            "--system", panel="Prompt", metavar="TEXT", help="What the model is told before the conversation."
-        ),
-    ] = None,
+    system: str | None = option(
+        None, "What the model is told before the conversation.", metavar="TEXT", panel="Prompt"
+    ),
     sampling: SamplingOptions,
 ) -> None:
     """Talk with a model; each line is a message. Ctrl-C stops an answer, Ctrl-D leaves."""
@@ -115,7 +111,6 @@ class Talk:
         return Conversation(self._engine, **self._settings)
 
     def close(self) -> None:
-        """Give back what the conversation holds."""
         self._dialogue.close()
 
     def take(self, line: str) -> None:

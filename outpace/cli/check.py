@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from outpace.cli import show
 from outpace.cli.drafting import read_specs
-from outpace.cli.options import ModelOptions, at_least_one, option, spread
+from outpace.cli.options import AS_JSON, ModelOptions, epilog, option, spread
 from outpace.errors import OutpaceError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -35,40 +35,29 @@ _BATCH = 32  # as outpace serve has it
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(epilog=_EXAMPLES.strip().replace("[", r"\["))(spread(check))
+    app.command(epilog=epilog(_EXAMPLES))(spread(check))
 
 
 def check(
     *,
     model: ModelOptions,
-    drafters: Annotated[
-        str,
-        option(
-            "--drafters",
-            "-d",
-            metavar="SPECS",
-            help="Method specs with commas between them, or all: every lossless drafter that "
-            "needs no setting, and the model drafting for itself. Chains and trees.",
-        ),
-    ] = "all",
-    prompts: Annotated[
-        int, option("--prompts", metavar="N", help="Built-in prompts to answer, at most.")
-    ] = 8,
-    max_new_tokens: Annotated[
-        int, option("--max-new-tokens", metavar="N", help="Longest answer, tokens.")
-    ] = 64,
-    shapes: Annotated[
-        str | None,
-        option(
-            "--shapes",
-            metavar="NAME",
-            show_default="not checked",
-            help="serve: every row of a pass as a server runs it (batches, guesses, edges of "
-            "pages and of prompt chunks) must be bit for bit what it is alone.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, option("--json", help="Print one JSON object.")] = False,
+    drafters: str = option(
+        "all",
+        "Method specs with commas between them, or all: every lossless drafter that "
+        "needs no setting, and the model drafting for itself. Chains and trees.",
+        "-d",
+        metavar="SPECS",
+    ),
+    prompts: int = option(8, "Built-in prompts to answer, at most.", least=1),
+    max_new_tokens: int = option(64, "Longest answer, tokens.", least=1),
+    shapes: str | None = option(
+        None,
+        "serve: every row of a pass as a server runs it (batches, guesses, edges of "
+        "pages and of prompt chunks) must be bit for bit what it is alone.",
+        metavar="NAME",
+        shown="not checked",
+    ),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Check that output is lossless: distributions, code, tokens, hardware.
 
@@ -76,8 +65,6 @@ def check(
 
     Every token is compared with plain decoding. Exit code 1 if a promise is broken.
     """
-    at_least_one("--prompts", prompts)
-    at_least_one("--max-new-tokens", max_new_tokens)
     named = None if drafters == "all" else read_specs("--drafters", drafters)
     if shapes is not None and shapes not in SHAPES:
         raise UnknownNameError("shapes", shapes, SHAPES)
@@ -129,12 +116,11 @@ def _tell(spec: str, tally: Tally) -> None:
 
 
 def show_report(report: Report) -> None:
-    """Print the report for people."""
     show.write(
         f"{report.model}, {report.dtype}, {report.device}: {report.prompts} prompts x "
         f"{report.max_new_tokens} tokens, alone and in batches of 4\n\n"
     )
-    show.write("1 law       emitted tokens have the target's distribution (enumerated)\n")
+    show.write("1 distributions  what is emitted has that of the target (enumerated)\n")
     show.table(
         ("verifier", "largest error", "cases", "growth rules", "planted bugs caught"),
         [
@@ -142,20 +128,20 @@ def show_report(report: Report) -> None:
                 name,
                 f"{law.error:.1e}",
                 str(law.cases),
-                str(law.growths),
+                str(law.growth_rules),
                 f"{law.planted_bugs_caught} of {law.planted_bugs}",
             )
             for name, law in report.laws.items()
         ],
         numbers=("largest error", "cases", "growth rules", "planted bugs caught"),
     )
-    show.write("2 code      fast verifiers decide as their oracles do\n")
+    show.write("2 code           fast verifiers decide as their oracles do\n")
     show.table(
         ("verifier", "cases", "agreed"),
         [(name, str(oracle.cases), str(oracle.agreed)) for name, oracle in report.oracles.items()],
         numbers=("cases", "agreed"),
     )
-    show.write(f"3 tokens    greedy text equals plain decoding ({report.promise})\n")
+    show.write(f"3 tokens         greedy text equals plain decoding ({report.promise})\n")
     show.table(
         ("drafter", "sequences", "equal", "drafted", "accepted", "first difference"),
         [
@@ -174,7 +160,7 @@ def show_report(report: Report) -> None:
     found = report.hardware()
     gap = found["largest_gap"]
     show.write(
-        f"4 hardware  {found['different']} of {found['sequences']} sequences differ "
+        f"4 hardware       {found['different']} of {found['sequences']} sequences differ "
         f"({found['share']:.1%})"
         + ("" if gap is None else f"; logit gap at the first difference: at most {gap:.3g}")
         + "\n\n"
@@ -192,7 +178,7 @@ def show_report(report: Report) -> None:
 def _show_shapes(shapes: ShapeReport) -> None:
     own = shapes.serving
     show.write(
-        f"5 shapes    rows are what they are alone: batches of up to {own.max_batch}, pages "
+        f"5 shapes         rows are what they are alone: batches of up to {own.max_batch}, pages "
         f"of {own.page}, chunks of {own.chunk}\n"
     )
     show.table(

@@ -34,14 +34,7 @@ def taking_part(
     """Give all contenders, `none` first, and close them.
 
     Args:
-        engine: its model is everybody's.
-        specs: of drafters, as for ``gather``.
-        plan: likewise.
-        notes: remarks are added here.
         rates: of acceptance, for a synthetic drafter; None: there is none.
-        texts: plain answers, for that drafter.
-        peers: names.
-        python: as for ``start_peers``.
     """
     contenders = gather(engine, specs, notes, plan)
     try:
@@ -61,10 +54,8 @@ def gather(engine: Engine, specs: list[str] | None, notes: list[str], plan: Plan
     """Drafters as contenders, `none` first.
 
     Args:
-        engine: builds them.
         specs: normalised method specs; None takes every registered drafter that this model can
             run without settings, and notes why others stay out.
-        notes: remarks are added here.
         plan: how the drafts of all registered drafters are grown and verified.
 
     Raises:
@@ -108,11 +99,8 @@ def start_peers(
     """Peers as contenders; why one stays out is noted.
 
     Args:
-        engine: its weights are theirs.
-        names: of peers.
         python: of the environment of those outside this process.
         specs: of the drafters; the first that is a whole draft model assists ``hf-assisted``.
-        notes: remarks are added here.
     """
     from outpace.bench.peers.contenders import make_peer
 

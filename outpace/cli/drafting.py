@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from outpace import registry
-from outpace.cli.options import MODEL, option
+from outpace.cli.options import model_option
 from outpace.config import DEFAULT_DRAFTER, MethodSpec, split_specs
 from outpace.errors import RequestError, SpecError
 
@@ -16,46 +15,19 @@ _NAMED: tuple[registry.Kind, ...] = ("verifier", "policy")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """How drafts are grown and verified."""
-
-    tree: Annotated[
-        str | None,
-        option(
-            "--tree",
-            panel=MODEL,
-            metavar="SHAPE",
-            show_default="the drafter's",
-            help="chain, dynamic, children per level such as 4x2x1, or FILE.json.",
-        ),
-    ] = None
-    tree_size: Annotated[
-        int | None,
-        option(
-            "--tree-size",
-            panel=MODEL,
-            metavar="N",
-            show_default="the drafter's",
-            help="Most guesses per pass.",
-        ),
-    ] = None
-    verifier: Annotated[
-        str | None,
-        option(
-            "--verifier",
-            panel=MODEL,
-            metavar="NAME",
-            show_default="tree",
-            help="Who decides what is kept; see outpace methods.",
-        ),
-    ] = None
-    allow_lossy: Annotated[
-        bool,
-        option(
-            "--allow-lossy",
-            panel=MODEL,
-            help="Permit verifiers that change the distribution of the output, such as typical.",
-        ),
-    ] = False
+    tree: str | None = model_option(
+        None,
+        "chain, dynamic, children per level such as 4x2x1, or FILE.json.",
+        metavar="SHAPE",
+        shown="the drafter's",
+    )
+    tree_size: int | None = model_option(None, "Most guesses per pass.", shown="the drafter's")
+    verifier: str | None = model_option(
+        None, "Who decides what is kept; see outpace methods.", metavar="NAME", shown="tree"
+    )
+    allow_lossy: bool = model_option(
+        False, "Permit verifiers that change the distribution of the output, such as typical."
+    )
 
     def on(self, spec: str) -> str:
         """The method spec with these settings put in; `none` has nothing to grow or to verify.
@@ -86,7 +58,6 @@ class PlanOptions:
 
     @property
     def _plan(self) -> dict[str, str | int]:
-        """Those that were given."""
         plan = {"tree": self.tree, "tree_size": self.tree_size, "verifier": self.verifier}
         return {key: value for key, value in plan.items() if value is not None}
 
@@ -95,18 +66,14 @@ class PlanOptions:
 class DrafterOptions(PlanOptions):
     """Who drafts, and how the drafts are grown and verified."""
 
-    drafter: Annotated[
-        str | None,
-        option(
-            "--drafter",
-            "-d",
-            panel=MODEL,
-            metavar="SPEC",
-            show_default=DEFAULT_DRAFTER,
-            help="Who guesses: NAME, NAME[key=value ...], or the folder of a trained drafter. "
-            "See outpace methods, and outpace methods NAME for its settings.",
-        ),
-    ] = None
+    drafter: str | None = model_option(
+        None,
+        "Who guesses: NAME, NAME[key=value ...], or the folder of a trained drafter. "
+        "See outpace methods, and outpace methods NAME for its settings.",
+        "-d",
+        metavar="SPEC",
+        shown=DEFAULT_DRAFTER,
+    )
 
     @property
     def spec(self) -> str | None:
@@ -134,10 +101,6 @@ def known(text: str) -> str:
 
 def read_specs(name: str, text: str) -> list[str]:
     """Method specs with commas between them, each as ``known``.
-
-    Args:
-        name: of the option.
-        text: its value.
 
     Raises:
         RequestError: there is none.

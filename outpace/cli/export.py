@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from outpace.cli import show
-from outpace.cli.options import option
+from outpace.cli.options import AS_JSON, epilog, option, spread
 
 _EXAMPLES = """
 Examples:
@@ -20,8 +20,7 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(epilog=_EXAMPLES.strip())(export)
+    app.command(epilog=epilog(_EXAMPLES))(spread(export))
 
 
 def export(
@@ -31,36 +30,26 @@ def export(
             metavar="SOURCE", help="A drafter folder, or the method whose drafter for the model it is."
         ),
     ],
-    form: Annotated[
-        str,
-        option(
-            "--format",
-            "-f",
-            metavar="FORMAT",
-            help="speculators (vLLM reads it) or eagle3 (its authors' layout) for a head; hf, a "
-            "plain folder of transformers, for a draft model.",
-        ),
-    ],
-    out: Annotated[Path, option("--out", "-o", metavar="DIR", help="The folder to write.")],
-    model: Annotated[
-        str,
-        option(
-            "--model",
-            "-m",
-            metavar="M",
-            help="The model it was trained for: name, folder, GGUF file, or hub id.",
-        ),
-    ] = "smollm2-135m",
-    verifier: Annotated[
-        str | None,
-        option(
-            "--verifier",
-            metavar="ID",
-            show_default="the model's name",
-            help="What the other program calls that model, as a rule a hub id.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, option("--json", help="Print one JSON object.")] = False,
+    *,
+    form: str = option(
+        ...,
+        "speculators (vLLM reads it) or eagle3 (its authors' layout) for a head; hf, a "
+        "plain folder of transformers, for a draft model.",
+        "--format",
+        "-f",
+        metavar="FORMAT",
+    ),
+    out: Path = option(..., "The folder to write.", "-o", metavar="DIR"),
+    model: str = option(
+        "smollm2-135m", "The model it was trained for: name, folder, GGUF file, or hub id.", "-m", metavar="M"
+    ),
+    verifier: str | None = option(
+        None,
+        "What the other program calls that model, as a rule a hub id.",
+        metavar="ID",
+        shown="the model's name",
+    ),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Write a trained drafter for another program.
 

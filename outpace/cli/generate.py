@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 from outpace.cli import show
 from outpace.cli.drafting import DrafterOptions
-from outpace.cli.options import ModelOptions, SamplingOptions, notes, option, spread
+from outpace.cli.options import ModelOptions, SamplingOptions, epilog, notes, option, output, spread
 from outpace.cli.runs import REPEATS, Run, Sides
 from outpace.errors import RequestError
 from outpace.files import decoded, reading
@@ -20,10 +21,9 @@ if TYPE_CHECKING:
     from outpace.engine.engine import Engine
     from outpace.engine.results import Result
 
-_PROMPT = "Prompt"
-_OUTPUT = "Output"
+_prompt = partial(option, panel="Prompt")
 
-_EXAMPLES = r"""
+_EXAMPLES = """
 Examples:
 
   outpace generate "Why is the sky blue?"
@@ -36,13 +36,12 @@ Examples:
 
   outpace generate -m ./my-model -t 0.8 --top-p 0.95 --seed 1 --raw "Once upon"
 
-  outpace generate -d "draft_model\[model=smollm2-135m layers=12]" "Say hello."
+  outpace generate -d "draft_model[model=smollm2-135m layers=12]" "Say hello."
 """
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(epilog=_EXAMPLES.strip())(spread(generate))
+    app.command(epilog=epilog(_EXAMPLES))(spread(generate))
 
 
 def generate(
@@ -52,66 +51,29 @@ def generate(
     *,
     model: ModelOptions,
     drafting: DrafterOptions,
-    prompt_file: Annotated[
-        str | None,
-        option(
-            "--prompt-file",
-            "-f",
-            panel=_PROMPT,
-            metavar="FILE",
-            help="Read the prompt from a UTF-8 file, less a final newline; -: standard input.",
-        ),
-    ] = None,
-    chat: Annotated[
-        bool | None,
-        option(
-            "--chat/--raw",
-            panel=_PROMPT,
-            show_default="chat, if the model has a template",
-            help="Wrap the prompt in the model's chat template, or feed it as it stands.",
-        ),
-    ] = None,
-    system: Annotated[
-        str | None,
-        option(
-            "--system",
-            panel=_PROMPT,
-            metavar="TEXT",
-            help="What the model is told before the prompt, in chat form.",
-        ),
-    ] = None,
+    prompt_file: str | None = _prompt(
+        None,
+        "Read the prompt from a UTF-8 file, less a final newline; -: standard input.",
+        "-f",
+        metavar="FILE",
+    ),
+    chat: bool | None = _prompt(
+        None,
+        "Wrap the prompt in the model's chat template, or feed it as it stands.",
+        "--chat/--raw",
+        shown="chat, if the model has a template",
+    ),
+    system: str | None = _prompt(
+        None, "What the model is told before the prompt, in chat form.", metavar="TEXT"
+    ),
     sampling: SamplingOptions,
-    n: Annotated[
-        int, option("--n", panel=_OUTPUT, metavar="N", help="Answers to generate, in one batch.")
-    ] = 1,
-    logprobs: Annotated[
-        int | None,
-        option(
-            "--logprobs",
-            panel=_OUTPUT,
-            metavar="N",
-            help="With --json: log-probability of every token and of N alternatives.",
-        ),
-    ] = None,
-    compare: Annotated[
-        bool,
-        option(
-            "--compare",
-            panel=_OUTPUT,
-            help=f"Answer plainly as well, {REPEATS} times each in turns, and show the gain.",
-        ),
-    ] = False,
-    explain: Annotated[
-        bool,
-        option(
-            "--explain",
-            panel=_OUTPUT,
-            help="Show afterwards who drafted when, what was expected and what it brought.",
-        ),
-    ] = False,
-    as_json: Annotated[
-        bool, option("--json", panel=_OUTPUT, help="Print one JSON object in place of the text.")
-    ] = False,
+    n: int = output(1, "Answers to generate, in one batch."),
+    logprobs: int | None = output(None, "With --json: log-probability of every token and of N alternatives."),
+    compare: bool = output(
+        False, f"Answer plainly as well, {REPEATS} times each in turns, and show the gain."
+    ),
+    explain: bool = output(False, "Show afterwards who drafted when, what was expected and what it brought."),
+    as_json: bool = output(False, "Print one JSON object in place of the text.", "--json"),
 ) -> None:
     """Answer a prompt. The text goes to standard output, all else to standard error."""
     params = sampling.params(n=n, logprobs=logprobs)
@@ -219,7 +181,6 @@ def summary(results: list[Result]) -> str:
 
 
 def show_sides(sides: Sides) -> None:
-    """Draw the comparison on standard error."""
     fast, plain = sides.fast, sides.plain
     show.table(
         ("", "plain", "speculative"),
@@ -279,8 +240,6 @@ def show_explained(told: Explained) -> None:
 
 
 def _cells(one: Stretch, steps: str) -> tuple[str, ...]:
-    """A line of the table."""
-
     def rate(value: float | None, digits: int = 1) -> str:
         return "" if value is None else f"{value:.{digits}f}"
 

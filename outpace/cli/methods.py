@@ -10,7 +10,7 @@ import typer
 
 from outpace import registry
 from outpace.cli import show
-from outpace.cli.options import ModelOptions, option
+from outpace.cli.options import ModelOptions, option, spread
 from outpace.cli.settings import lacks, natural_shape, plan_keys, settings_of
 from outpace.config import MethodSpec
 from outpace.errors import RequestError, UnknownNameError
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(epilog="Try: outpace methods prompt_lookup")(methods)
+    app.command(epilog="Try: outpace methods prompt_lookup")(spread(methods))
 
 
 def methods(
@@ -34,16 +33,10 @@ def methods(
         ),
     ] = None,
     *,
-    model: Annotated[
-        str | None,
-        option(
-            "--model",
-            "-m",
-            metavar="M",
-            help="List the drafters that are there for this model, with their speed-ups.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, option("--json", help="Print a JSON list.")] = False,
+    model: str | None = option(
+        None, "List the drafters that are there for this model, with their speed-ups.", "-m", metavar="M"
+    ),
+    as_json: bool = option(False, "Print a JSON list.", "--json"),
 ) -> None:
     """List drafters, verifiers and policies, or show the settings of one."""
     for line in registry.broken():
@@ -108,7 +101,6 @@ def _one(name: str, as_json: bool) -> None:
 
 
 def _for_model(target: Target, as_json: bool) -> None:
-    """List drafters for one model."""
     found = [available(row, target) for row in registry.entries("drafter")]
     if as_json:
         show.write_json(found)

@@ -11,7 +11,8 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -28,39 +29,75 @@ T = TypeVar("T")
 
 UNDRAFTED = "neither the first nor the last token of a text is drafted"
 """Why some commands need texts of three tokens."""
-MODEL = "Model"
-"""Panel of the help with options about the model and its drafters."""
-_LAW = "Sampling"
-_END = "Length and stopping"
 
 
-def option(*names: str, panel: str | None = None, help: str, **more: Any) -> Any:
-    """A typer option whose help may hold square brackets."""
-    return typer.Option(*names, help=help.replace("[", r"\["), rich_help_panel=panel, **more)
+def option(
+    default: Any, help: str, *names: str, shown: str | None = None, least: int | None = None, **more: Any
+) -> Any:
+    """Declare an option, as the default of a parameter or of a field of an option group.
+
+    Args:
+        default: its value where it is not given; ``...`` where it must be.
+        names: short ones, or a long one that is not the parameter's own.
+        shown: what the help says in place of the default.
+    """
+    told = {"help": help, "names": names, "shown": shown, "least": least, **more}
+    return field(default=MISSING if default is ... else default, metadata=told)
+
+
+model_option = partial(option, panel="Model")
+"""An option about the model and its drafters."""
+output = partial(option, panel="Output")
+AS_JSON = output(False, "Print one JSON object.", "--json")
+_sampling = partial(option, panel="Sampling")
+_end = partial(option, panel="Length and stopping")
 
 
 def spread(command: Callable[..., T]) -> Callable[..., T]:
-    """Turn every parameter that is an option group into the options of its fields."""
+    """Make a command of a function: its options, and those in the fields of option groups."""
     hints = typing.get_type_hints(command, include_extras=True)
     groups: dict[str, type] = {}
     flat: list[inspect.Parameter] = []
+    least: dict[str, tuple[str, int]] = {}
+
+    def add(name: str, hint: Any, declared: Field[Any]) -> None:
+        made = dict(declared.metadata)
+        own = "--" + name.replace("_", "-")
+        names = made.pop("names")
+        if not any(one.startswith("--") for one in names):
+            names = (own, *names)
+        if (number := made.pop("least")) is not None:
+            least[name] = names[0], number
+        shown = made.pop("shown")
+        made = {"metavar": "N"} | made if hint in (int, int | None) else made
+        shape = typer.Option(
+            *names,
+            help=made.pop("help").replace("[", r"\["),
+            rich_help_panel=made.pop("panel", None),
+            show_default=True if shown is None else shown,
+            **made,
+        )
+        default = inspect.Parameter.empty if declared.default is MISSING else declared.default
+        kind = inspect.Parameter.KEYWORD_ONLY
+        flat.append(inspect.Parameter(name, kind, default=default, annotation=Annotated[hint, shape]))
+
     for name, parameter in inspect.signature(command).parameters.items():
-        if not dataclasses.is_dataclass(hints[name]):
+        if isinstance(parameter.default, Field):
+            add(name, hints[name], parameter.default)
+        elif dataclasses.is_dataclass(hints[name]):
+            groups[name] = hints[name]
+            fields = typing.get_type_hints(hints[name])
+            for one in dataclasses.fields(hints[name]):
+                add(one.name, fields[one.name], one)
+        else:
             flat.append(parameter.replace(annotation=hints[name]))
-            continue
-        groups[name] = hints[name]
-        fields = typing.get_type_hints(hints[name], include_extras=True)
-        flat += [
-            inspect.Parameter(
-                field.name, parameter.kind, default=field.default, annotation=fields[field.name]
-            )
-            for field in dataclasses.fields(hints[name])
-        ]
 
     @functools.wraps(command)
     def flattened(**values: Any) -> T:
+        for name, (told, number) in least.items():
+            at_least(number, told, values[name])
         for name, group in groups.items():
-            own = {field.name: values.pop(field.name) for field in dataclasses.fields(group)}
+            own = {one.name: values.pop(one.name) for one in dataclasses.fields(group)}
             values[name] = group(**own)
         return command(**values)
 
@@ -69,72 +106,42 @@ def spread(command: Callable[..., T]) -> Callable[..., T]:
     return flattened
 
 
+def epilog(examples: str) -> str:
+    """Examples below a command's help; their brackets are no markup."""
+    return examples.strip().replace("[", r"\[")
+
+
 def at_least(least: int, name: str, value: int | None, why: str = "") -> None:
     """Raise RequestError unless an option was left out or is as large as it has to be."""
     if value is not None and value < least:
         raise RequestError(f"{name} must be at least {least}, got {value}{why and f': {why}'}")
 
 
-def at_least_one(name: str, value: int | None) -> None:
-    """``at_least`` for what counts something."""
-    at_least(1, name, value)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
     """Which model, and how it is run."""
 
-    model: Annotated[
-        str,
-        option(
-            "--model",
-            "-m",
-            panel=MODEL,
-            metavar="M",
-            help="Name, folder, GGUF file, or hub id such as owner/name.",
-        ),
-    ] = "smollm2-135m"
-    dtype: Annotated[
-        str,
-        option(
-            "--dtype",
-            panel=MODEL,
-            metavar="D",
-            help="float32, bfloat16, or auto: weights of a GGUF file as stored, else the faster of the two.",
-        ),
-    ] = "auto"
-    quantize: Annotated[
-        str | None,
-        option(
-            "--quantize",
-            panel=MODEL,
-            metavar="K",
-            show_default="as they are",
-            help="Round the weights to int8 or int4: another model, with less to read (CPU).",
-        ),
-    ] = None
-    device: Annotated[
-        str, option("--device", panel=MODEL, metavar="D", help="Where to compute: cpu, cuda, cuda:1.")
-    ] = "cpu"
-    threads: Annotated[
-        int | None,
-        option(
-            "--threads",
-            panel=MODEL,
-            metavar="N",
-            show_default="all cores",
-            help="CPU threads to compute with.",
-        ),
-    ] = None
-    drafter_anyway: Annotated[
-        bool,
-        option(
-            "--drafter-anyway",
-            panel=MODEL,
-            help="Take a drafter that was trained for another model, if its sizes fit. Fewer drafts may be "
-            "accepted; the output has the same distribution.",
-        ),
-    ] = False
+    model: str = model_option(
+        "smollm2-135m", "Name, folder, GGUF file, or hub id such as owner/name.", "-m", metavar="M"
+    )
+    dtype: str = model_option(
+        "auto",
+        "float32, bfloat16, or auto: weights of a GGUF file as stored, else the faster of the two.",
+        metavar="D",
+    )
+    quantize: str | None = model_option(
+        None,
+        "Round the weights to int8 or int4: another model, with less to read (CPU).",
+        metavar="K",
+        shown="as they are",
+    )
+    device: str = model_option("cpu", "Where to compute: cpu, cuda, cuda:1.", metavar="D")
+    threads: int | None = model_option(None, "CPU threads to compute with.", shown="all cores", least=1)
+    drafter_anyway: bool = model_option(
+        False,
+        "Take a drafter that was trained for another model, if its sizes fit. Fewer drafts may be "
+        "accepted; the output has the same distribution.",
+    )
 
     def load(self, **settings: Any) -> Engine:
         """Load the engine, with a spinner on a terminal.
@@ -145,7 +152,6 @@ class ModelOptions:
         Raises:
             OutpaceError: whatever of it does not fit, in one line.
         """
-        at_least_one("--threads", self.threads)
         with show.busy(f"loading {self.model}"):
             import torch
 
@@ -180,18 +186,13 @@ def _tuned(engine: Engine) -> Engine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadOptions:
-    """Prompts to generate from."""
-
-    workload: Annotated[
-        str,
-        option(
-            "--workload",
-            "-w",
-            metavar="NAME|FILE",
-            help="Prompts to generate from: builtin, or a file as for outpace bench.",
-        ),
-    ] = "builtin"
-    limit: Annotated[int, option("--limit", metavar="N", help="Prompts, at most.")] = 8
+    workload: str = option(
+        "builtin",
+        "Prompts to generate from: builtin, or a file as for outpace bench.",
+        "-w",
+        metavar="NAME|FILE",
+    )
+    limit: int = option(8, "Prompts, at most.", least=1)
 
     def read(self) -> list[Prompt]:
         """The prompts; needs no model, so that a bad file is said before one is loaded.
@@ -199,7 +200,6 @@ class WorkloadOptions:
         Raises:
             RequestError: a file that cannot be read, or a limit below 1.
         """
-        at_least_one("--limit", self.limit)
         from outpace.bench.formats import read_workload
 
         return read_workload(self.workload)
@@ -219,133 +219,60 @@ class WorkloadOptions:
 class SamplingOptions:
     """How tokens are drawn, and where a text ends."""
 
-    temperature: Annotated[
-        float | None,
-        option(
-            "--temperature",
-            "-t",
-            panel=_LAW,
-            metavar="T",
-            show_default="the model's, else 0",
-            help="Divides the logits; 0 always takes the likeliest token.",
-        ),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        option(
-            "--top-p",
-            panel=_LAW,
-            metavar="P",
-            show_default="the model's, else 1",
-            help="Keep the likeliest tokens up to this probability, in (0, 1].",
-        ),
-    ] = None
-    top_k: Annotated[
-        int | None,
-        option(
-            "--top-k",
-            panel=_LAW,
-            metavar="K",
-            show_default="the model's, else 0",
-            help="Keep the K likeliest tokens; 0: all.",
-        ),
-    ] = None
-    min_p: Annotated[
-        float | None,
-        option(
-            "--min-p",
-            panel=_LAW,
-            metavar="P",
-            show_default="the model's, else 0",
-            help="Keep tokens at least P times as likely as the likeliest, in [0, 1].",
-        ),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        option(
-            "--repetition-penalty",
-            panel=_LAW,
-            metavar="R",
-            show_default="the model's, else 1",
-            help="Above 1: make tokens of prompt and output less likely.",
-        ),
-    ] = None
-    presence_penalty: Annotated[
-        float,
-        option(
-            "--presence-penalty",
-            panel=_LAW,
-            metavar="X",
-            help="Taken off the logit of every token that the output holds.",
-        ),
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float,
-        option(
-            "--frequency-penalty",
-            panel=_LAW,
-            metavar="X",
-            help="The same, times how often the output holds it.",
-        ),
-    ] = 0.0
-    logit_bias: Annotated[
-        list[str] | None,
-        option(
-            "--logit-bias", panel=_LAW, metavar="ID=X", help="Add X to the logit of token ID. Repeatable."
-        ),
-    ] = None
-    ban_token_id: Annotated[
-        list[int] | None,
-        option("--ban-token-id", panel=_LAW, metavar="ID", help="Never generate this token. Repeatable."),
-    ] = None
-    allow_token_id: Annotated[
-        list[int] | None,
-        option(
-            "--allow-token-id",
-            panel=_LAW,
-            metavar="ID",
-            help="Generate nothing but the tokens so named. Repeatable.",
-        ),
-    ] = None
-    seed: Annotated[
-        int | None,
-        option(
-            "--seed",
-            panel=_LAW,
-            metavar="S",
-            show_default="a new one each time",
-            help="Same seed, same prompt, same settings: same text.",
-        ),
-    ] = None
-    reproducible: Annotated[
-        bool | None,
-        option(
-            "--reproducible/--no-reproducible",
-            panel=_LAW,
-            show_default="on with --seed, unless --verifier says who decides",
-            help="Make the text of a seed the same with any drafter, with none, in any batch.",
-        ),
-    ] = None
-    max_new_tokens: Annotated[
-        int, option("--max-new-tokens", panel=_END, metavar="N", help="Longest answer, tokens.")
-    ] = 256
-    min_tokens: Annotated[
-        int, option("--min-tokens", panel=_END, metavar="N", help="No stop counts within the first N tokens.")
-    ] = 0
-    stop: Annotated[
-        list[str] | None,
-        option("--stop", panel=_END, metavar="TEXT", help="End the text before this string. Repeatable."),
-    ] = None
-    stop_token_id: Annotated[
-        list[int] | None,
-        option("--stop-token-id", panel=_END, metavar="ID", help="End the text at this token. Repeatable."),
-    ] = None
-    include_stop: Annotated[
-        bool, option("--include-stop", panel=_END, help="Leave the stop string in the text.")
-    ] = False
-    ignore_eos: Annotated[
-        bool, option("--ignore-eos", panel=_END, help="Go on after the model's end-of-sequence tokens.")
-    ] = False
+    temperature: float | None = _sampling(
+        None,
+        "Divides the logits; 0 always takes the likeliest token.",
+        "-t",
+        metavar="T",
+        shown="the model's, else 0",
+    )
+    top_p: float | None = _sampling(
+        None,
+        "Keep the likeliest tokens up to this probability, in (0, 1].",
+        metavar="P",
+        shown="the model's, else 1",
+    )
+    top_k: int | None = _sampling(
+        None, "Keep the K likeliest tokens; 0: all.", metavar="K", shown="the model's, else 0"
+    )
+    min_p: float | None = _sampling(
+        None,
+        "Keep tokens at least P times as likely as the likeliest, in [0, 1].",
+        metavar="P",
+        shown="the model's, else 0",
+    )
+    repetition_penalty: float | None = _sampling(
+        None,
+        "Above 1: make tokens of prompt and output less likely.",
+        metavar="R",
+        shown="the model's, else 1",
+    )
+    presence_penalty: float = _sampling(
+        0.0, "Taken off the logit of every token that the output holds.", metavar="X"
+    )
+    frequency_penalty: float = _sampling(0.0, "The same, times how often the output holds it.", metavar="X")
+    logit_bias: list[str] | None = _sampling(
+        None, "Add X to the logit of token ID. Repeatable.", metavar="ID=X"
+    )
+    ban_token_id: list[int] | None = _sampling(None, "Never generate this token. Repeatable.", metavar="ID")
+    allow_token_id: list[int] | None = _sampling(
+        None, "Generate nothing but the tokens so named. Repeatable.", metavar="ID"
+    )
+    seed: int | None = _sampling(
+        None, "Same seed, same prompt, same settings: same text.", metavar="S", shown="a new one each time"
+    )
+    reproducible: bool | None = _sampling(
+        None,
+        "Make the text of a seed the same with any drafter, with none, in any batch.",
+        "--reproducible/--no-reproducible",
+        shown="on with --seed, unless --verifier says who decides",
+    )
+    max_new_tokens: int = _end(256, "Longest answer, tokens.")
+    min_tokens: int = _end(0, "No stop counts within the first N tokens.")
+    stop: list[str] | None = _end(None, "End the text before this string. Repeatable.", metavar="TEXT")
+    stop_token_id: list[int] | None = _end(None, "End the text at this token. Repeatable.", metavar="ID")
+    include_stop: bool = _end(False, "Leave the stop string in the text.")
+    ignore_eos: bool = _end(False, "Go on after the model's end-of-sequence tokens.")
 
     def params(self, *, n: int = 1, logprobs: int | None = None) -> SamplingParams:
         """The settings that were given.

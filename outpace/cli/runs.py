@@ -67,8 +67,6 @@ class Sides:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A prompt ready to be answered."""
-
     engine: Engine
     ids: tuple[int, ...]
     params: SamplingParams
@@ -76,7 +74,6 @@ class Run:
     """As for ``Engine.generate``."""
 
     def quiet(self, drafter: str | None = None) -> list[Result]:
-        """Answer it and print nothing."""
         settings: dict[str, Any] = {"drafter": drafter, "reproducible": self.reproducible}
         answer = self.engine.generate(self.ids, self.params, **settings)
         return answer if isinstance(answer, list) else [answer]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from outpace import registry
 from outpace.cli import show
 from outpace.cli.keys import read_keys
-from outpace.cli.options import ModelOptions, at_least_one, notes, option, spread
+from outpace.cli.options import ModelOptions, epilog, notes, option, spread
 from outpace.config import MethodSpec, build
 from outpace.errors import ModelError, RequestError
 from outpace.params import SamplingParams
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
     from outpace.engine.engine import Engine
     from outpace.serving.learning import Learner
 
-_SERVER = "Server"
-_LIMITS = "Limits"
-_LEARN = "Learning"
+_server = partial(option, panel="Server")
+_limits = partial(option, panel="Limits")
+_learn = partial(option, panel="Learning")
 _PER_TOKEN = 16
 """Bytes of a body per token: some 5 of text, three times as many where JSON escapes them."""
 
-_EXAMPLES = r"""
+_EXAMPLES = """
 Examples:
 
   outpace serve
@@ -41,231 +42,88 @@ Then open http://127.0.0.1:8000 in a browser, or point a client at http://127.0.
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(epilog=_EXAMPLES.strip())(spread(serve))
+    app.command(epilog=epilog(_EXAMPLES))(spread(serve))
 
 
 def serve(
     *,
     model: ModelOptions,
-    drafter: Annotated[
-        list[str] | None,
-        option(
-            "--drafter",
-            "-d",
-            panel="Model",
-            metavar="SPEC",
-            show_default="auto",
-            help="Drafters that requests may name; the first serves those that name none. "
-            "Repeatable. none and reference are always there.",
-        ),
-    ] = None,
-    name: Annotated[
-        str | None,
-        option(
-            "--name",
-            panel=_SERVER,
-            metavar="NAME",
-            show_default="the model's",
-            help="What clients call the model.",
-        ),
-    ] = None,
-    host: Annotated[
-        str,
-        option(
-            "--host",
-            panel=_SERVER,
-            metavar="HOST",
-            help="Where to listen; 0.0.0.0: reachable from other machines.",
-        ),
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, option("--port", "-p", panel=_SERVER, metavar="N", help="Likewise; 0: a free one.")
-    ] = 8000,
-    api_key: Annotated[
-        list[str] | None,
-        option(
-            "--api-key",
-            panel=_SERVER,
-            metavar="KEY",
-            help="Ask for this bearer key. Repeatable. Other users of the machine can see it in "
-            "the list of processes.",
-        ),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, option("--api-key-file", panel=_SERVER, metavar="FILE", help="Keys, one per line.")
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        option(
-            "--allowed-host",
-            panel=_SERVER,
-            metavar="NAME",
-            help="A further name that clients may call the server by, such as that of a proxy. Repeatable.",
-        ),
-    ] = None,
-    allowed_origin: Annotated[
-        list[str] | None,
-        option(
-            "--allowed-origin",
-            panel=_SERVER,
-            metavar="ORIGIN",
-            help="A site, such as https://example.org, whose pages may call the API (CORS). Repeatable.",
-        ),
-    ] = None,
-    max_batch: Annotated[
-        int, option("--max-batch", panel=_LIMITS, metavar="N", help="Answers at a time.")
-    ] = 32,
-    max_queue: Annotated[
-        int,
-        option(
-            "--max-queue",
-            panel=_LIMITS,
-            metavar="N",
-            help="Answers that may wait; what comes then is told to try again later.",
-        ),
-    ] = 256,
-    pages: Annotated[
-        int | None,
-        option(
-            "--pages",
-            panel=_LIMITS,
-            metavar="N",
-            show_default="40 % of the free memory",
-            help="Most pages of 64 tokens of keys and values. Where they do not suffice, "
-            "answers wait for memory or lend it to others.",
-        ),
-    ] = None,
-    stored_pages: Annotated[
-        int | None,
-        option(
-            "--stored-pages",
-            panel=_LIMITS,
-            metavar="N",
-            show_default="512 MB",
-            help="Most pages kept for prompts that begin alike; 0: none.",
-        ),
-    ] = None,
-    max_prompt_tokens: Annotated[
-        int | None,
-        option(
-            "--max-prompt-tokens",
-            panel=_LIMITS,
-            metavar="N",
-            show_default="the context",
-            help="Longest prompt.",
-        ),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        option(
-            "--max-new-tokens",
-            panel=_LIMITS,
-            metavar="N",
-            show_default="the context",
-            help="Most tokens per answer that may be asked for.",
-        ),
-    ] = None,
-    max_answers: Annotated[
-        int, option("--max-answers", panel=_LIMITS, metavar="N", help="Answers per request: prompts times n.")
-    ] = 32,
-    max_body_kb: Annotated[
-        int | None,
-        option(
-            "--max-body-kb",
-            panel=_LIMITS,
-            metavar="N",
-            show_default="1024; more for contexts above 64 Ki tokens",
-            help="Longest body, KiB.",
-        ),
-    ] = None,
-    max_connections: Annotated[
-        int, option("--max-connections", panel=_LIMITS, metavar="N", help="Connections at a time.")
-    ] = 512,
-    max_per_key: Annotated[
-        int | None,
-        option(
-            "--max-per-key",
-            panel=_LIMITS,
-            metavar="N",
-            show_default="no bound",
-            help="Most answers under way for one key.",
-        ),
-    ] = None,
-    timeout: Annotated[
-        int, option("--timeout", panel=_LIMITS, metavar="S", help="Longest request, seconds.")
-    ] = 600,
-    learn: Annotated[
-        bool,
-        option(
-            "--learn",
-            panel=_LEARN,
-            help="Train drafters that can learn, such as draft_model, on requests and answers while serving. "
-            "Texts stay in memory, weights are kept on the disk.",
-        ),
-    ] = False,
-    learn_topics: Annotated[
-        int,
-        option(
-            "--learn-topics",
-            panel=_LEARN,
-            metavar="N",
-            help="Most topics per key that get a drafter of their own.",
-        ),
-    ] = 1,
-    learn_share: Annotated[
-        float,
-        option(
-            "--learn-share",
-            panel=_LEARN,
-            metavar="X",
-            help="Share of the time of passes that learning may take besides idle time; 0: idle time alone.",
-        ),
-    ] = 0.02,
-    learn_folder: Annotated[
-        str | None,
-        option(
-            "--learn-folder",
-            panel=_LEARN,
-            metavar="DIR",
-            show_default="in the user's data folder",
-            help="Where versions of drafters are kept.",
-        ),
-    ] = None,
-    share_across_keys: Annotated[
-        bool,
-        option(
-            "--share-across-keys",
-            panel=_SERVER,
-            help="Use what was read or learned for one key for all of them.",
-        ),
-    ] = False,
-    grace: Annotated[
-        int,
-        option(
-            "--grace",
-            panel=_LIMITS,
-            metavar="S",
-            help="How long answers under way may take after Ctrl-C or SIGTERM, seconds.",
-        ),
-    ] = 30,
+    drafter: list[str] | None = option(
+        None,
+        "Drafters that requests may name; the first serves those that name none. "
+        "Repeatable. none and reference are always there.",
+        "-d",
+        metavar="SPEC",
+        panel="Model",
+        shown="auto",
+    ),
+    name: str | None = _server(None, "What clients call the model.", metavar="NAME", shown="the model's"),
+    host: str = _server(
+        "127.0.0.1", "Where to listen; 0.0.0.0: reachable from other machines.", metavar="HOST"
+    ),
+    port: int = _server(8000, "Likewise; 0: a free one.", "-p"),
+    api_key: list[str] | None = _server(
+        None,
+        "Ask for this bearer key. Repeatable. Other users of the machine can see it in "
+        "the list of processes.",
+        metavar="KEY",
+    ),
+    api_key_file: Path | None = _server(None, "Keys, one per line.", metavar="FILE"),
+    allowed_host: list[str] | None = _server(
+        None,
+        "A further name that clients may call the server by, such as that of a proxy. Repeatable.",
+        metavar="NAME",
+    ),
+    allowed_origin: list[str] | None = _server(
+        None,
+        "A site, such as https://example.org, whose pages may call the API (CORS). Repeatable.",
+        metavar="ORIGIN",
+    ),
+    max_batch: int = _limits(32, "Answers at a time.", least=1),
+    max_queue: int = _limits(
+        256, "Answers that may wait; what comes then is told to try again later.", least=1
+    ),
+    pages: int | None = _limits(
+        None,
+        "Most pages of 64 tokens of keys and values. Where they do not suffice, "
+        "answers wait for memory or lend it to others.",
+        shown="40 % of the free memory",
+        least=1,
+    ),
+    stored_pages: int | None = _limits(
+        None, "Most pages kept for prompts that begin alike; 0: none.", shown="512 MB"
+    ),
+    max_prompt_tokens: int | None = _limits(None, "Longest prompt.", shown="the context", least=1),
+    max_new_tokens: int | None = _limits(
+        None, "Most tokens per answer that may be asked for.", shown="the context", least=1
+    ),
+    max_answers: int = _limits(32, "Answers per request: prompts times n.", least=1),
+    max_body_kb: int | None = _limits(
+        None, "Longest body, KiB.", shown="1024; more for contexts above 64 Ki tokens", least=1
+    ),
+    max_connections: int = _limits(512, "Connections at a time.", least=1),
+    max_per_key: int | None = _limits(None, "Most answers under way for one key.", shown="no bound", least=1),
+    timeout: int = _limits(600, "Longest request, seconds.", metavar="S", least=1),
+    learn: bool = _learn(
+        False,
+        "Train drafters that can learn, such as draft_model, on requests and answers while serving. "
+        "Texts stay in memory, weights are kept on the disk.",
+    ),
+    learn_topics: int = _learn(1, "Most topics per key that get a drafter of their own.", least=1),
+    learn_share: float = _learn(
+        0.02,
+        "Share of the time of passes that learning may take besides idle time; 0: idle time alone.",
+        metavar="X",
+    ),
+    learn_folder: str | None = _learn(
+        None, "Where versions of drafters are kept.", metavar="DIR", shown="in the user's data folder"
+    ),
+    share_across_keys: bool = _server(False, "Use what was read or learned for one key for all of them."),
+    grace: int = _limits(
+        30, "How long answers under way may take after Ctrl-C or SIGTERM, seconds.", metavar="S", least=1
+    ),
 ) -> None:
     """Serve the OpenAI API and a page to chat on. Ctrl-C stops it when answers have ended."""
-    for option_name, value in (
-        ("--max-batch", max_batch),
-        ("--max-queue", max_queue),
-        ("--max-answers", max_answers),
-        ("--max-prompt-tokens", max_prompt_tokens),
-        ("--max-new-tokens", max_new_tokens),
-        ("--max-body-kb", max_body_kb),
-        ("--max-connections", max_connections),
-        ("--max-per-key", max_per_key),
-        ("--timeout", timeout),
-        ("--grace", grace),
-        ("--pages", pages),
-        ("--learn-topics", learn_topics),
-    ):
-        at_least_one(option_name, value)
     if stored_pages is not None and stored_pages < 0:
         raise RequestError(f"--stored-pages must be at least 0, got {stored_pages}")
     if not 0 <= learn_share < 1:

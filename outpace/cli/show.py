@@ -148,8 +148,6 @@ def table(
     """Draw a table.
 
     Args:
-        columns: headings.
-        rows: cells, as text.
         numbers: headings of the columns that are aligned to the right.
         to_stderr: where it goes; standard output otherwise.
     """

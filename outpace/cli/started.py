@@ -25,8 +25,6 @@ _PATIENCE = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A server that was started here."""
-
     address: str
     process: subprocess.Popen[str]
 
@@ -35,7 +33,6 @@ class Running:
         self.process.send_signal(signal.SIGSTOP)
 
     def go(self) -> None:
-        """Let it go on."""
         self.process.send_signal(signal.SIGCONT)
 
 
@@ -50,10 +47,7 @@ def started(
 
     Args:
         url: of a server that runs; None starts one on loopback.
-        model: what to load.
-        drafters: method specs.
         clients: most that will ask at once; 0: not known.
-        seconds: longest request.
 
     Raises:
         OutpaceError: it cannot be started; the line that it said itself.
@@ -70,11 +64,6 @@ def started(
 @contextlib.contextmanager
 def launched(model: ModelOptions, drafters: Sequence[str], more: Sequence[str] = ()) -> Iterator[Running]:
     """Start a server on a free port of loopback, and end it.
-
-    Args:
-        model: what to load.
-        drafters: method specs.
-        more: further options of ``outpace serve``.
 
     Raises:
         OutpaceError: as ``started``.

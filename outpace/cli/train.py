@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outpace.cli import show
-from outpace.cli.options import ModelOptions, at_least_one, option, spread
+from outpace.cli.options import AS_JSON, ModelOptions, epilog, option, output, spread
 from outpace.errors import OutpaceError, RequestError
 
 if TYPE_CHECKING:
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
 
 MEASURED_PROMPTS, MEASURED_TOKENS = 12, 96
 """Held-out prompts that a new drafter is measured on, and tokens of each answer."""
-_DATA = "Data"
-_OUTPUT = "Output"
+_data = partial(option, panel="Data")
 
 _EXAMPLES = """
 Examples:
@@ -39,8 +39,7 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(epilog=_EXAMPLES.strip())(spread(train))
+    app.command(epilog=epilog(_EXAMPLES))(spread(train))
 
 
 def train(
@@ -49,89 +48,45 @@ def train(
     ],
     *,
     model: ModelOptions,
-    prompts: Annotated[
-        list[str] | None,
-        option(
-            "--prompts",
-            panel=_DATA,
-            metavar="FILE",
-            help="Questions to answer: JSON or JSONL rows, or a line each. FILE::LICENCE notes "
-            "its licence. Repeatable.",
-        ),
-    ] = None,
-    texts: Annotated[
-        list[str] | None,
-        option(
-            "--texts",
-            panel=_DATA,
-            metavar="FILE",
-            help="Texts or code; every passage becomes a task, such as to summarise it. Repeatable.",
-        ),
-    ] = None,
-    self_prompts: Annotated[
-        int | None,
-        option(
-            "--self-prompts",
-            panel=_DATA,
-            metavar="N",
-            help="Let the model think of so many questions itself. Needs its chat template.",
-        ),
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        option(
-            "--tokens",
-            panel=_DATA,
-            metavar="N",
-            show_default="1000000",
-            help="Tokens of answers to learn from.",
-        ),
-    ] = None,
-    work: Annotated[
-        Path | None,
-        option(
-            "--work",
-            panel=_DATA,
-            metavar="DIR",
-            show_default="the user's data folder",
-            help="Keep answers, features and checkpoints here; all methods share them.",
-        ),
-    ] = None,
-    start: Annotated[
-        Path | None,
-        option(
-            "--start",
-            metavar="DIR",
-            help="Begin with the weights and the vocabulary of this drafter of the method.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        option(
-            "--out",
-            "-o",
-            panel=_OUTPUT,
-            metavar="DIR",
-            show_default="where --drafter METHOD finds it",
-            help="Write the drafter here.",
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        option(
-            "--set",
-            "-s",
-            metavar="KEY=VALUE",
-            help="An option of the method, of the data (data.KEY), of the loop (loop.KEY) or of "
-            "the pipeline (pipeline.KEY); a wrong one lists those there are. Repeatable.",
-        ),
-    ] = None,
-    resume: Annotated[bool, option("--resume", help="Go on with a training that was stopped.")] = False,
-    only_data: Annotated[bool, option("--only-data", help="Make answers and features, and leave.")] = False,
-    dry_run: Annotated[
-        bool, option("--dry-run", help="Say what it would take in tokens, disk, memory and time.")
-    ] = False,
-    as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
+    prompts: list[str] | None = _data(
+        None,
+        "Questions to answer: JSON or JSONL rows, or a line each. FILE::LICENCE notes "
+        "its licence. Repeatable.",
+        metavar="FILE",
+    ),
+    texts: list[str] | None = _data(
+        None,
+        "Texts or code; every passage becomes a task, such as to summarise it. Repeatable.",
+        metavar="FILE",
+    ),
+    self_prompts: int | None = _data(
+        None, "Let the model think of so many questions itself. Needs its chat template.", least=1
+    ),
+    tokens: int | None = _data(None, "Tokens of answers to learn from.", shown="1000000", least=1),
+    work: Path | None = _data(
+        None,
+        "Keep answers, features and checkpoints here; all methods share them.",
+        metavar="DIR",
+        shown="the user's data folder",
+    ),
+    start: Path | None = option(
+        None, "Begin with the weights and the vocabulary of this drafter of the method.", metavar="DIR"
+    ),
+    out: Path | None = output(
+        None, "Write the drafter here.", "-o", metavar="DIR", shown="where --drafter METHOD finds it"
+    ),
+    settings: list[str] | None = option(
+        None,
+        "An option of the method, of the data (data.KEY), of the loop (loop.KEY) or of "
+        "the pipeline (pipeline.KEY); a wrong one lists those there are. Repeatable.",
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+    ),
+    resume: bool = option(False, "Go on with a training that was stopped."),
+    only_data: bool = option(False, "Make answers, and leave."),
+    dry_run: bool = option(False, "Say what it would take in tokens, disk, memory and time."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Make a drafter for a model, from nothing but the model and some prompts.
 
@@ -139,10 +94,8 @@ def train(
     are kept, the method is trained on them, and the drafter is measured on prompts that were kept
     apart. Whatever is stopped goes on where it was.
     """
-    at_least_one("--tokens", tokens)
     from outpace.train.options import read_options
 
-    at_least_one("--self-prompts", self_prompts)
     options = read_options(method, settings or (), tokens)
     from outpace.train.distributed import take_device
 
@@ -157,11 +110,11 @@ def train(
 
     work = work_folder(engine) if work is None else work
     with contextlib.ExitStack() as stack:
-        own: list[str] = []
+        own: Sequence[str] = ()
         if self_prompts is not None:
             # What is only estimated leaves nothing behind.
             there = Path(stack.enter_context(tempfile.TemporaryDirectory())) if dry_run else work
-            own = [_self_prompts(engine, there, min(self_prompts, 64) if dry_run else self_prompts)]
+            own = _self_prompts(engine, there, min(self_prompts, 64) if dry_run else self_prompts)
         corpus, sources = _corpus([*(prompts or ()), *own], texts or ())
     pipeline = Pipeline(
         engine,
@@ -204,13 +157,17 @@ def train(
         _show_made(made, measured)
 
 
-def _self_prompts(engine: Engine, folder: Path, count: int) -> str:
-    """A file of prompts that the model thinks of itself, gone on with where it ends."""
-    from outpace.train.self_prompts import SelfPromptConfig, write_prompts
+def _self_prompts(engine: Engine, folder: Path, count: int) -> list[str]:
+    """Files of prompts and conversations that the model thinks of itself, gone on with where they end."""
+    from outpace.train.self_prompts import SelfPromptConfig, write_conversations, write_prompts
 
-    path = folder / "self-prompts.jsonl"
-    write_prompts(engine, path, SelfPromptConfig(count=count), say=_say)
-    return f"{path}::written by {engine.target.name}"
+    prompts, turns = folder / "self-prompts.jsonl", folder / "self-conversations.jsonl"
+    config = SelfPromptConfig(count=count)
+    write_prompts(engine, prompts, config, say=_say)
+    found = [prompts]
+    if write_conversations(engine, prompts, turns, config, say=_say):
+        found.append(turns)
+    return [f"{path}::written by {engine.target.name}" for path in found]
 
 
 def _corpus(prompts: Sequence[str], texts: Sequence[str]) -> tuple[list[CorpusPrompt], list[Source]]:
@@ -305,8 +262,6 @@ def drafter_spec(method: str, folder: Path, found: bool) -> str:
     """The method spec that loads a drafter folder.
 
     Args:
-        method: name of the drafter.
-        folder: where it is.
         found: whether the name alone finds it.
 
     Raises:
@@ -326,7 +281,7 @@ def drafter_spec(method: str, folder: Path, found: bool) -> str:
 def _show_estimate(pipeline: Pipeline, found: Estimate, as_json: bool) -> None:
     import shutil
 
-    from outpace.train.capture import size_text
+    from outpace.train.features import size_text
     from outpace.train.progress import clock_text
 
     there = next(p for p in (pipeline.work, *pipeline.work.resolve().parents) if p.exists())
@@ -349,7 +304,7 @@ def _show_estimate(pipeline: Pipeline, found: Estimate, as_json: bool) -> None:
         f"disk     {size_text(found.disk_bytes)} in {pipeline.work} ({size_text(free)} are free)\n"
         f"memory   {size_text(found.memory_bytes)}\n"
         f"time     {clock_text(found.seconds)}: answers {clock_text(found.generate_seconds)}, "
-        f"features {clock_text(found.capture_seconds)}, {found.steps} steps "
+        f"features {clock_text(found.feature_seconds)}, {found.steps} steps "
         f"{clock_text(found.train_seconds)}, measurement {clock_text(found.measure_seconds)}\n"
         f"drafter  {pipeline.out}\n"
     )
@@ -358,19 +313,12 @@ def _show_estimate(pipeline: Pipeline, found: Estimate, as_json: bool) -> None:
 def _show_data(pipeline: Pipeline, as_json: bool) -> None:
     counts = dict(pipeline.store.manifest["counts"])
     if as_json:
-        show.write_json(
-            {
-                "work": str(pipeline.work),
-                "data_digest": pipeline.store.digest,
-                **counts,
-                "features": list(pipeline.taps),
-            }
-        )
+        show.write_json({"work": str(pipeline.work), "data_digest": pipeline.store.digest, **counts})
         return
     show.write(
         f"{counts['answer_tokens']} tokens of answers in {counts['sequences']} sequences; "
         f"{counts.get('loop_tokens_cut', 0)} tokens of loops were cut\n"
-        f"features {', '.join(pipeline.taps) or 'none'}; all in {pipeline.work}\n"
+        f"all in {pipeline.work}\n"
     )
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from outpace import registry
 from outpace.cli import show
-from outpace.cli.options import ModelOptions, at_least, at_least_one, option, spread
+from outpace.cli.options import AS_JSON, ModelOptions, at_least, epilog, option, output, spread
 from outpace.config import MethodSpec, split_specs
 from outpace.errors import OutpaceError, RequestError
 
@@ -20,73 +21,52 @@ if TYPE_CHECKING:
     from outpace.analysis.profile import Learned, Profile
     from outpace.engine.engine import Engine
 
-_WHO = "Methods"
-_WHAT = "Prompts"
-_OUTPUT = "Output"
+_who = partial(option, panel="Methods")
+_what = partial(option, panel="Prompts")
 SHORTEST = 8
 """Fewest new tokens that tell anything; of `outpace.analysis.profile`, without its imports."""
 _SHOWN = 4  # drafters with a line of their own
 _ROWS = (1, 4, 8, 16)
 _CONTEXT = 256
 
-_EXAMPLES = r"""
+_EXAMPLES = """
 Examples:
 
   outpace tune
 
-  outpace tune --model ./big --drafters "suffix,draft_model\[model=./small]" --workload mine.jsonl
+  outpace tune --model ./big --drafters "suffix,draft_model[model=./small]" --workload mine.jsonl
 
   outpace generate --drafter auto --explain "Explain how a refrigerator works."
 """
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(epilog=_EXAMPLES.strip())(spread(tune))
+    app.command(epilog=epilog(_EXAMPLES))(spread(tune))
 
 
 def tune(
     *,
     model: ModelOptions,
-    drafters: Annotated[
-        str,
-        option(
-            "--drafters",
-            "-d",
-            panel=_WHO,
-            metavar="SPECS",
-            help="Method specs with commas between them, or all: every drafter that this model "
-            "can run without settings.",
-        ),
-    ] = "all",
-    workload: Annotated[
-        str,
-        option(
-            "--workload",
-            "-w",
-            panel=_WHAT,
-            metavar="NAME|FILE",
-            help="Prompts like yours: builtin, or a file as for outpace bench.",
-        ),
-    ] = "builtin",
-    limit: Annotated[
-        int, option("--limit", panel=_WHAT, metavar="N", help="Prompts per category, at most.")
-    ] = 1,
-    max_new_tokens: Annotated[
-        int, option("--max-new-tokens", panel=_WHAT, metavar="N", help="Tokens of every answer.")
-    ] = 64,
-    out: Annotated[
-        Path | None,
-        option(
-            "--out",
-            "-o",
-            panel=_OUTPUT,
-            metavar="FILE",
-            show_default="only where policies look for it",
-            help="Write the profile here as well, with the plot beside it.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
+    drafters: str = _who(
+        "all",
+        "Method specs with commas between them, or all: every drafter that this model "
+        "can run without settings.",
+        "-d",
+        metavar="SPECS",
+    ),
+    workload: str = _what(
+        "builtin", "Prompts like yours: builtin, or a file as for outpace bench.", "-w", metavar="NAME|FILE"
+    ),
+    limit: int = _what(1, "Prompts per category, at most.", least=1),
+    max_new_tokens: int = _what(64, "Tokens of every answer."),
+    out: Path | None = output(
+        None,
+        "Write the profile here as well, with the plot beside it.",
+        "-o",
+        metavar="FILE",
+        shown="only where policies look for it",
+    ),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Measure passes and drafters on this machine, so that auto begins with what is known.
 
@@ -94,7 +74,6 @@ def tune(
 
     What was learned is kept per model, dtype, threads, machine and version.
     """
-    at_least_one("--limit", limit)
     at_least(SHORTEST, "--max-new-tokens", max_new_tokens, "too few tell nothing")
     named = None if drafters == "all" else check_names(split_specs(drafters))
     if out is not None and (out.is_dir() or out.suffix in (".png", ".svg")):
@@ -208,7 +187,6 @@ def lines(profile: Profile, curve: CostCurve, fresh: bool) -> list[str]:
 
 
 def _learned(one: Learned) -> str:
-    """A drafter in one line."""
     by_depth = [
         f"{kept / tried:.0%}" for kept, tried in zip(one.known.kept_D[:4], one.known.tried_D, strict=False)
     ]

@@ -96,7 +96,7 @@ class Drafter(ABC, Generic[S]):
         """Guess for a batch. An empty draft is a valid answer.
 
         A draft may be dropped unseen, so the states keep nothing that the next ``observe``
-        or ``propose`` cannot undo. All randomness comes from the rows' coins. Every law
+        or ``propose`` cannot undo. All randomness comes from the rows' coins. Every distribution
         recorded is the one really drawn from.
         """
 

@@ -17,7 +17,7 @@ from outpace.types import Feed, Scored
 
 _NEVER = -1e4
 """Logit of a token that the model does not know: finite, so that a request that allows no other
-token still has a law to draw from. The target will refuse what it gives."""
+token still has a distribution to draw from. The target will refuse what it gives."""
 
 
 class Columns(Target):
@@ -39,16 +39,13 @@ class Columns(Target):
 
     @property
     def clock(self) -> PassClock:
-        """The model's own."""
         return self.model.clock
 
     @property
     def weight_bytes(self) -> int:
-        """The model's own."""
         return self.model.weight_bytes
 
     def new_cache(self, capacity: int = 0) -> KVCache:
-        """The model's own kind."""
         return self.model.new_cache(capacity)
 
     def score(

@@ -185,11 +185,9 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
         return self.cache.length(state.slot)
 
     def rewind(self, state: ModelState, mark: int) -> ModelState:
-        """Forget what was read since."""
         self._forget(state)
         self.cache.truncate(state.slot, min(mark, self.cache.length(state.slot)))
         return state
 
     def end(self, state: ModelState) -> None:
-        """Give the slot back."""
         self.cache.close(state.slot)

@@ -23,14 +23,12 @@ class NoDrafter(Drafter[None]):
 
     @classmethod
     def load(cls, config: NoConfig, target: Target) -> NoDrafter:
-        """Nothing to load."""
         return cls()
 
     def begin(self, request: Request) -> None:
         """No state."""
 
     def propose(self, rows: Sequence[DraftRow[None]]) -> list[Draft]:
-        """Guess nothing."""
         return [Draft()] * len(rows)
 
     def observe(self, states: Sequence[None], outcomes: Sequence[Outcome]) -> None:

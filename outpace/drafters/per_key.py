@@ -12,7 +12,6 @@ class PerKey(Generic[T]):
     """One thing per key, for the keys that were used last.
 
     Args:
-        make: what a new key gets.
         most: keys that are remembered; beyond them the one that was longest unused is forgotten.
             Whoever holds what it had keeps that.
     """
@@ -25,7 +24,6 @@ class PerKey(Generic[T]):
         return len(self._of_key)
 
     def of(self, key: str) -> T:
-        """What belongs to a key."""
         found = self._of_key.pop(key) if key in self._of_key else self._make()
         self._of_key[key] = found  # the newest last
         if len(self._of_key) > self._most:

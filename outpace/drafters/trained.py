@@ -33,6 +33,8 @@ from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig, Rope
 from outpace.models.fields import MOST, Fields, brief, read_json
 from outpace.models.likeness import Likeness
+from outpace.models.products import works
+from outpace.models.quantize import check_kind
 
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "provenance.json"
 """Files of a drafter folder."""
@@ -43,7 +45,6 @@ def find(method: str, target: Target, path: str | None = None) -> Path:
 
     Args:
         method: for example ``eagle3``.
-        target: its digest is the key.
         path: a folder that the user named; nothing else is then looked at.
 
     Raises:
@@ -264,8 +265,20 @@ def vocab_map(tensors: Mapping[str, Tensor], vocab_size: int) -> VocabMap | None
     return VocabMap(to_target_D, feed_V)
 
 
+def rounding(quantize: str | None, target: Target) -> str | None:
+    """How the weights of a drafter are rounded: as was asked where compiled code multiplies them,
+    so that there is less to read; not at all elsewhere.
+
+    Raises:
+        UnknownNameError: no such kind.
+    """
+    if quantize is None:
+        return None
+    check_kind(quantize, torch.device("cpu"))
+    return quantize if works(target.device.type) else None
+
+
 def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:
-    """A decoder's shape as plain data."""
     return dataclasses.asdict(config)
 
 
@@ -310,3 +323,9 @@ def read_embedding(target: Target) -> Tensor:
 def head_name(target: Decoder) -> str:
     """Name of the tensor that holds the rows of the target's head."""
     return "model.embed_tokens.weight" if target.config.tied_head else "lm_head.weight"
+
+
+def head_rows(target: Decoder, vocab: VocabMap | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The rows [D, H] of the target's head for a draft vocabulary, on its device."""
+    head_VH = target.checkpoint.tensor(head_name(target))
+    return (head_VH if vocab is None else head_VH[vocab.to_target_D]).to(target.device, dtype)

@@ -1,6 +1,6 @@
 """What a guess from text is worth, and how many of them a pass should check.
 
-A lookup knows no law, only how long the words before a place agree with the words before now,
+A lookup knows no distribution, only how long the words before a place agree with the words before now,
 and what followed there. That is enough for a fair estimate of whether a guess will be kept:
 
     chance = count / (total + escape),    escape = doubt * 2.5 / match ** 1.2
@@ -74,8 +74,6 @@ class Trust:
 
         Args:
             match: tokens before it that agree with a place in the text.
-            count: places where the guess followed.
-            total: places looked at.
         """
         return count / (total + self.escape(match)) if match > 0 else 0.0
 
@@ -136,7 +134,6 @@ def grow(after: After[N], start: N, budget: Budget, owner: int | None = None) ->
         budget: a chain follows the likeliest token; a template is filled with siblings, and
             branches that have no continuation or do not pay are left out; a dynamic tree is made
             of all that is likely enough.
-        owner: of the chances, see `Chances`.
 
     Returns:
         A CHOSEN draft with `Chances` as its memo; empty if nothing is likely enough.

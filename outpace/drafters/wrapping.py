@@ -23,9 +23,6 @@ class WrappingDrafter(Drafter[S]):
 
     A subclass implements ``begin``, ``propose``, ``observe`` and ``inner``. Its ``observe`` ends
     with ``self.follow()``.
-
-    Args:
-        drafters: those inside.
     """
 
     def __init__(self, drafters: Sequence[Drafter[Any]]) -> None:
@@ -49,7 +46,6 @@ class WrappingDrafter(Drafter[S]):
 
     @cached_property
     def clock(self) -> PassClock:
-        """Of all drafters inside."""
         clocks = [one.clock for one in self.drafters]
         return clocks[0] if len(clocks) == 1 else Clocks(clocks)
 
@@ -71,7 +67,6 @@ class WrappingDrafter(Drafter[S]):
         return list(found.values())
 
     def num_uncached(self, state: S, tokens: Sequence[int]) -> int:
-        """Sum over the drafters inside."""
         return sum(drafter.num_uncached(own, tokens) for drafter, own in self.inner(state))
 
     def end(self, state: S) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
-from outpace.engine.requests import Ready
+from outpace.engine.requests import GenerationRequest
 from outpace.engine.results import Chunk
 from outpace.errors import RequestError
 from outpace.params import SamplingParams
@@ -67,21 +67,21 @@ class Conversation:
         if not text.strip():
             raise RequestError("the message is empty; say something")
         messages = [*self.messages, {"role": "user", "content": text}]
-        ready = engine.ready(messages, self.params)
+        request = engine.request(messages, self.params)
         method = engine.method(self._drafter)
-        verifier = engine.verifier(method, self._reproducible, ready.params)
-        return self._turn(ready, method, verifier, messages)
+        verifier = engine.verifier(method, self._reproducible, request.params)
+        return self._turn(request, method, verifier, messages)
 
     def _turn(
-        self, ready: Ready, method: Method, verifier: Verifier, messages: list[dict[str, Any]]
+        self, request: GenerationRequest, method: Method, verifier: Verifier, messages: list[dict[str, Any]]
     ) -> Iterator[Chunk]:
         """Open what the turn needs when its first piece is asked for, and run it."""
         engine = self.engine
         if self._slot is None:
             self._slot = engine.cache.open()
         # The last prompt token is always fed anew: its pass yields the first token.
-        self.num_cached = engine.cache.sync(self._slot, ready.ids[:-1])
-        row = engine.running(ready, self._slot, method, verifier)
+        self.num_cached = engine.cache.sync(self._slot, request.prompt[:-1])
+        row = engine.running(request, self._slot, method, verifier)
         for chunk in engine.chunks([row], method, keep_slots=True):
             if chunk.result is not None:
                 answer = {"role": "assistant", "content": chunk.result.text}

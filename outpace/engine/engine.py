@@ -13,13 +13,11 @@ import torch
 from outpace import registry
 from outpace.coins import key_of
 from outpace.config import DEFAULT_DRAFTER, MethodSpec
-from outpace.drafters.base import Request
 from outpace.engine.method import Method, SingleMethod, make
-from outpace.engine.requests import Ready, Wanted, check, each, settle, together
+from outpace.engine.requests import GenerationRequest, Wanted, check, each, settle, together
 from outpace.engine.results import Chunk, Result
 from outpace.engine.scheduler import run
-from outpace.engine.sequence import Sequence as Running
-from outpace.engine.sequence import Setup
+from outpace.engine.sequence import ActiveSequence, Setup
 from outpace.errors import RequestError
 from outpace.models.base import Target
 from outpace.models.load import load_target
@@ -27,7 +25,7 @@ from outpace.models.prompts import Prompt, as_prompts, as_reference, encode
 from outpace.params import SamplingParams
 from outpace.policies.costs import Costs
 from outpace.sampling import Warp
-from outpace.step import Machine
+from outpace.step import Machine, Member
 from outpace.stops import StopChecker
 from outpace.types import StepRecord
 from outpace.verifiers.base import Verifier
@@ -172,7 +170,7 @@ class Engine:
                 in any batch; None: where a seed is given, unless the spec names a verifier.
             chat: wrap text prompts in the model's chat template.
             reference: text or token ids that the answer is expected to resemble, one for all
-                prompts or a list of one (or None) each. Drafters may read it; the law of the answer
+                prompts or a list of one (or None) each. Drafters may read it; the distribution of the answer
                 does not depend on it, nor does the text at temperature 0 or if ``reproducible``.
             **settings: fields of SamplingParams, in place of ``params``.
 
@@ -185,13 +183,13 @@ class Engine:
         """
         prompts, single = as_prompts(prompt)
         method = self.method(drafter)
-        ready = list(self._ready(prompts, params, settings, chat, reference))
+        requests = list(self._requests(prompts, params, settings, chat, reference))
         done: dict[int, Result] = {}
-        for part in self._run(self._open(ready, method, reproducible), method):
+        for part in self._run(self._open(requests, method, reproducible), method):
             for row in part:
                 if row.finished:
                     done[row.index] = row.result()
-        results = [done[index] for index in range(len(ready))]
+        results = [done[index] for index in range(len(requests))]
         return results[0] if single and len(results) == 1 else results
 
     def stream(
@@ -211,8 +209,8 @@ class Engine:
         """
         prompts, _ = as_prompts(prompt)
         method = self.method(drafter)
-        ready = list(self._ready(prompts, params, settings, chat, reference))
-        return self.chunks(self._open(ready, method, reproducible), method)
+        requests = list(self._requests(prompts, params, settings, chat, reference))
+        return self.chunks(self._open(requests, method, reproducible), method)
 
     def map(
         self,
@@ -241,18 +239,20 @@ class Engine:
         if batch < 1:
             raise RequestError(f"batch must be at least 1, got {batch}")
         method = self.method(drafter)
-        ready = (
+        requests = (
             one
             for number, (prompt, own) in enumerate(together(prompts, params, settings))
-            for one in self._ready([prompt], own, {}, chat, None, first=number)
+            for one in self._requests([prompt], own, {}, chat, None, first=number)
         )
-        for part in self._run(self._open(ready, method, reproducible), method, batch=batch):
+        for part in self._run(self._open(requests, method, reproducible), method, batch=batch):
             for row in part:
                 row.chunks.clear()
                 if row.finished:
                     yield row.index, row.result()
 
-    def chunks(self, rows: Iterable[Running], method: Method, keep_slots: bool = False) -> Iterator[Chunk]:
+    def chunks(
+        self, rows: Iterable[ActiveSequence], method: Method, keep_slots: bool = False
+    ) -> Iterator[Chunk]:
         """Run sequences to their ends and hand out what becomes readable."""
         for part in self._run(rows, method, keep_slots=keep_slots):
             for row in part:
@@ -263,7 +263,7 @@ class Engine:
         """Token ids of a prompt, as ``generate`` would feed it."""
         return encode(prompt, self.target, chat=chat)
 
-    def _ready(
+    def _requests(
         self,
         prompts: Sequence[Prompt],
         params: Wanted,
@@ -271,19 +271,19 @@ class Engine:
         chat: bool,
         reference: Any,
         first: int | None = None,
-    ) -> Iterator[Ready]:
+    ) -> Iterator[GenerationRequest]:
         """Check prompts and settings; answers are counted from 0, or share the number ``first``."""
         count = 0
         wanted, references = settle(params, settings, len(prompts)), each(reference, len(prompts))
         for prompt, asked, own in zip(prompts, wanted, references, strict=True):
-            ready = self.ready(prompt, asked, chat=chat, reference=own)
-            for one in ready.each():
+            request = self.request(prompt, asked, chat=chat, reference=own)
+            for one in request.each():
                 yield replace(one, index=count if first is None else first)
                 count += 1
 
-    def ready(
+    def request(
         self, prompt: Prompt, params: SamplingParams, *, chat: bool = False, reference: Any = None
-    ) -> Ready:
+    ) -> GenerationRequest:
         """Encode and check one prompt with its settings, ``params.n`` answers of it together.
 
         Raises:
@@ -293,19 +293,21 @@ class Engine:
         resolved = params.resolved(self.target.defaults)
         self.check(ids, resolved)
         answers = chat if isinstance(prompt, str) else isinstance(prompt[0], Mapping)
-        return Ready(
-            ids=ids,
+        return GenerationRequest(
+            prompt=ids,
             params=resolved,
             seed=secrets.randbits(48) if resolved.seed is None else resolved.seed,
             continues=not answers,
             reference=as_reference(reference, self.target),
         )
 
-    def _open(self, ready: Iterable[Ready], method: Method, reproducible: bool | None) -> Iterator[Running]:
+    def _open(
+        self, requests: Iterable[GenerationRequest], method: Method, reproducible: bool | None
+    ) -> Iterator[ActiveSequence]:
         """Sequences in slots of their own, each opened when it is asked for."""
         self.verifier(method, reproducible)  # two wishes that contradict are said at once
 
-        def opened(one: Ready) -> Running:
+        def opened(one: GenerationRequest) -> ActiveSequence:
             slot = self.cache.open()
             try:
                 chosen = self.verifier(method, reproducible, one.params)
@@ -314,44 +316,40 @@ class Engine:
                 self.cache.close(slot)
                 raise
 
-        return map(opened, ready)
+        return map(opened, requests)
 
-    def running(self, ready: Ready, slot: int, method: Method, verifier: Verifier) -> Running:
-        """A sequence whose slot may hold a prefix of its prompt already."""
+    def running(
+        self, request: GenerationRequest, slot: int, method: Method, verifier: Verifier
+    ) -> ActiveSequence:
+        """A sequence whose slot may hold a prefix of its prompt alrequest."""
         self._count += 1
-        ids, params = ready.ids, ready.params
-        request = Request(
-            prompt=ids, num_cached=self.cache.length(slot), reference=ready.reference, key=ready.key
-        )
+        request = replace(request, num_cached=self.cache.length(slot))
+        ids, params = request.prompt, request.params
         tokenizer = self.target.tokenizer
-        text = None if tokenizer is None else tokenizer.text_stream(continues=ready.continues)
-        members, verifiers = method.members, method.verifiers(verifier)
+        text = None if tokenizer is None else tokenizer.text_stream(continues=request.continues)
+        judges = method.verifiers(verifier)
         # A draft that was read off an answer must not meet the coins that made that answer.
-        seeded = (method.deterministic and ready.reference is None) or all(
-            one.reproduces for one in verifiers.values()
+        seeded = (method.deterministic and request.reference is None) or all(
+            one.reproduces for one in (verifier, *judges.values())
         )
-        return Running(
+        return ActiveSequence(
             number=self._count,
-            index=ready.index,
-            prompt=ids,
-            params=params,
+            request=request,
             warp=Warp(params, ids, self.eos_ids, self.target.vocab_size),
             stops=StopChecker(params, self.eos_ids, text),
-            seed=ready.seed,
-            coins=key_of(ready.seed, ids) if seeded else secrets.randbits(64),
+            coins=key_of(request.seed, ids) if seeded else secrets.randbits(64),
             slot=slot,
             setup=Setup(
                 drafter=method.spec,
-                states={name: one.drafter.begin(request) for name, one in members.items()},
-                budgets={name: one.budget for name, one in members.items()},
-                verifiers=verifiers,
+                members={
+                    name: Member(one.drafter.begin(request), one.budget, judges[name])
+                    for name, one in method.members.items()
+                },
+                verifier=verifier,
                 policy_state=method.policy.begin(),
-                lossless=all(one.lossless for one in verifiers.values()),
+                lossless=method.lossless(verifier),
             ),
             max_positions=self.target.max_positions,
-            draft_tokens=ready.draft_tokens,
-            reference=ready.reference,
-            key=ready.key,
         )
 
     def verifier(
@@ -366,8 +364,13 @@ class Engine:
         check(ids, params, self.target, self.eos_ids)
 
     def _run(
-        self, rows: Iterable[Running], method: Method, *, batch: int | None = None, keep_slots: bool = False
-    ) -> Iterator[list[Running]]:
+        self,
+        rows: Iterable[ActiveSequence],
+        method: Method,
+        *,
+        batch: int | None = None,
+        keep_slots: bool = False,
+    ) -> Iterator[list[ActiveSequence]]:
         """Run sequences; slots and drafter states are given back however it ends."""
         machine = Machine(
             self.target,
@@ -376,9 +379,9 @@ class Engine:
             method.policy,
             listeners=(*self.listeners, *method.watchers),
         )
-        living: set[Running] = set()
+        living: set[ActiveSequence] = set()
 
-        def joining() -> Iterator[Running]:
+        def joining() -> Iterator[ActiveSequence]:
             for row in rows:
                 living.add(row)
                 yield row
@@ -394,11 +397,11 @@ class Engine:
             for row in living:
                 self.release(row, method, keep_slots)
 
-    def release(self, row: Running, method: Method, keep_slot: bool = False) -> None:
+    def release(self, row: ActiveSequence, method: Method, keep_slot: bool = False) -> None:
         """Give back its slot and its drafters' states, all of them even if one raises."""
         with ExitStack() as held:
             for name, one in method.members.items():
-                held.callback(one.drafter.end, row.all_states[name])
+                held.callback(one.drafter.end, row.all_members[name].state)
             if not keep_slot:
                 held.callback(self.cache.close, row.slot)
 

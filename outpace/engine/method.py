@@ -37,16 +37,20 @@ class Method(ABC):
 
     @property
     def preferred(self) -> SingleMethod:
-        """The first member."""
         return next(iter(self.members.values()))
 
-    @abstractmethod
     def verifiers(self, chosen: Verifier) -> dict[str, Verifier]:
-        """Drafter -> who judges its drafts; ``"none"`` is always among them.
+        """Drafter -> who judges its drafts: each member's own, unless a request chose another.
 
         Args:
             chosen: this method's own verifier, or the one that a request needs in its place.
         """
+        own = chosen is self.verifier
+        return {name: one.verifier if own else chosen for name, one in self.members.items()}
+
+    def lossless(self, chosen: Verifier) -> bool:
+        """Whether all who judge keep the target's distribution."""
+        return chosen.lossless and all(one.lossless for one in self.verifiers(chosen).values())
 
     def keyed(self, reproducible: bool | None, seeded: bool) -> bool:
         """Whether the text is to be a function of prompt and seed alone, whoever drafts.
@@ -85,8 +89,6 @@ class SingleMethod(Method):
     """A drafter that is ready to run, with its budget, verifier and policy.
 
     Args:
-        spec: as the user wrote it.
-        target: the model it drafts for.
         allow_lossy: whether a verifier that changes the distribution of the output may be named.
         costs: what passes and drafts cost, for the policy; None lets it start from a guess.
     """
@@ -139,10 +141,6 @@ class SingleMethod(Method):
     def members(self) -> Mapping[str, SingleMethod]:
         """Itself alone."""
         return {self.spec: self}
-
-    def verifiers(self, chosen: Verifier) -> dict[str, Verifier]:
-        """The same for all drafts."""
-        return {self.spec: chosen, "none": chosen}
 
 
 def read_size(text: str | None, who: str) -> int | None:

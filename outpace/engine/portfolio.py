@@ -50,8 +50,6 @@ class Portfolio(Method):
     """Drafts with whatever pays best for the text, the batch and the machine, or not at all.
 
     Args:
-        spec: as the user wrote it.
-        target: the model to draft for.
         allow_lossy: whether members may name a verifier that changes the distribution of the output.
         costs: what passes and drafts cost, for the policy.
         find: gives the method of a spec, so that a member that is in use by itself is loaded once.
@@ -164,12 +162,6 @@ class Portfolio(Method):
             else:  # one without a folder of its own says itself what it lacks
                 made |= self._loaded([MethodSpec(name)])
         return made
-
-    def verifiers(self, chosen: Verifier) -> dict[str, Verifier]:
-        """Each member's own, unless the request asked for another one than this method's."""
-        own = chosen is self.verifier
-        named = {name: one.verifier if own else chosen for name, one in self.members.items()}
-        return {**named, "none": chosen}
 
 
 def _measured_speed(method: str, target: Target) -> float:

@@ -9,6 +9,7 @@ from itertools import chain, repeat
 from typing import Any
 
 from outpace.coins import later_seed
+from outpace.drafters.base import Request
 from outpace.errors import PromptTooLong, RequestError, UnknownNameError
 from outpace.models.base import Target
 from outpace.models.prompts import Prompt, Reference, check_ids, listed, refusal
@@ -19,10 +20,9 @@ Wanted = SamplingParams | Sequence[SamplingParams] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ready:
-    """One answer that is wanted, with nothing left to check."""
+class GenerationRequest(Request):
+    """One answer that is wanted, with nothing left to check. A drafter reads it as a `Request`."""
 
-    ids: tuple[int, ...]
     params: SamplingParams
     """Resolved, see ``SamplingParams.resolved``."""
     seed: int
@@ -30,7 +30,6 @@ class Ready:
     """Which answer of the request."""
     continues: bool = False
     """Its text carries on from the prompt's, so a leading space belongs to it."""
-    reference: tuple[int, ...] | None = None
     drafter: str | None = None
     """Method spec, ``none``, or None for whoever runs it to choose. Read by services alone, as
     are the fields below; a call of the engine says these things for all of its prompts."""
@@ -38,14 +37,12 @@ class Ready:
     """Most guesses per pass; 0 drafts nothing, None leaves it to drafter and policy."""
     reproducible: bool | None = None
     """As for ``Engine.generate``."""
-    key: str = ""
-    """Whose request it is; what is remembered of it serves requests of the same key alone."""
     prompt_logprobs: int | None = None
     """Alternatives to report for every token of the prompt; None reports nothing of it."""
     traced: bool = False
     """Whether every piece of its answer brings its pass along."""
 
-    def each(self) -> Iterator[Ready]:
+    def each(self) -> Iterator[GenerationRequest]:
         """One for each of the ``params.n`` answers, numbered from 0. The first has the seed that the
         user gave, later ones seeds that are hashed from it; where none was given they are drawn.
         """

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from outpace.engine.sequence import Sequence as Running
+from outpace.engine.sequence import ActiveSequence
 from outpace.step import Machine, prefill, step
 
 _ALONE = 4
@@ -38,22 +38,22 @@ class Scheduler:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.active: list[Running] = []
+        self.active: list[ActiveSequence] = []
         """Sequences that are not finished, in the order in which they joined."""
         self._turn_to_read = True
         self._emitted = 1.0
         """Tokens per sequence that the last step brought."""
 
-    def join(self, row: Running) -> None:
+    def join(self, row: ActiveSequence) -> None:
         """Let a sequence, not finished, take part from the next pass on."""
         self.active.append(row)
         self._wake(row)
 
-    def leave(self, row: Running) -> None:
+    def leave(self, row: ActiveSequence) -> None:
         """Let a sequence take no part any more; its slot and its states stay as they are."""
         self.active.remove(row)
 
-    def advance(self) -> list[Running]:
+    def advance(self) -> list[ActiveSequence]:
         """Run one pass.
 
         Returns:
@@ -67,7 +67,7 @@ class Scheduler:
         self._turn_to_read = True
         return self._run(decoding)
 
-    def advance_one(self, row: Running) -> None:
+    def advance_one(self, row: ActiveSequence) -> None:
         """Run one pass for one sequence alone."""
         if row.reading:
             self._read([row], self.machine.chunk)
@@ -80,20 +80,19 @@ class Scheduler:
         reading, decoding = self._parts()
         return sum(map(self._left_to_read, reading[1:])) >= self._most(decoding)
 
-    def _parts(self) -> tuple[list[Running], list[Running]]:
+    def _parts(self) -> tuple[list[ActiveSequence], list[ActiveSequence]]:
         """Those that read and those that decode."""
         reading = [row for row in self.active if row.reading]
         return reading, [row for row in self.active if not row.reading]
 
-    def _most(self, decoding: list[Running]) -> int:
-        """Tokens to read in one pass."""
+    def _most(self, decoding: list[ActiveSequence]) -> int:
         chunks = min(max(1.0, self._emitted), _ALONE) if decoding else _ALONE
         return round(self.machine.chunk * chunks)
 
-    def _left_to_read(self, row: Running) -> int:
+    def _left_to_read(self, row: ActiveSequence) -> int:
         return row.goal - self.machine.cache.length(row.slot)
 
-    def _read(self, rows: list[Running], most: int) -> list[Running]:
+    def _read(self, rows: list[ActiveSequence], most: int) -> list[ActiveSequence]:
         """Read the next chunks: half of them at least of the prompt that came first, the rest of
         the shortest, which else might wait long behind a long one.
         """
@@ -113,28 +112,29 @@ class Scheduler:
             self._wake(row)
         return self._left(part)
 
-    def _run(self, rows: list[Running]) -> list[Running]:
+    def _run(self, rows: list[ActiveSequence]) -> list[ActiveSequence]:
         before = sum(row.new_tokens for row in rows)
         with torch.inference_mode():
             step(self.machine, rows)
         self._emitted = (sum(row.new_tokens for row in rows) - before) / len(rows)
         return self._left(rows)
 
-    def _wake(self, row: Running) -> None:
+    def _wake(self, row: ActiveSequence) -> None:
         if row.behind and self.machine.cache.length(row.slot) == row.goal:
             row.caught_up()
 
-    def _left(self, part: list[Running]) -> list[Running]:
+    def _left(self, part: list[ActiveSequence]) -> list[ActiveSequence]:
         if any(row.finished for row in part):
             self.active = [row for row in self.active if not row.finished]
         return part
 
 
-def run(machine: Machine, sequences: Iterable[Running], batch: int | None = None) -> Iterator[list[Running]]:
+def run(
+    machine: Machine, sequences: Iterable[ActiveSequence], batch: int | None = None
+) -> Iterator[list[ActiveSequence]]:
     """Run sequences to their ends.
 
     Args:
-        machine: see ``Scheduler``.
         sequences: taken one by one, as soon as there is room for another.
         batch: most sequences at a time; None takes all at once.
 

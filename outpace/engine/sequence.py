@@ -13,9 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from outpace.coins import KeyedCoins, Stream
+from outpace.engine.requests import GenerationRequest
 from outpace.engine.results import Chunk, Counters, DrafterCounts, Result
-from outpace.params import SamplingParams
 from outpace.sampling import TokenLogprobs, Warp, logprobs
+from outpace.step import Member
 from outpace.stops import StopChecker
 from outpace.types import NOTHING, Budget, Outcome, Verdict
 from outpace.verifiers.base import Verifier
@@ -27,68 +28,50 @@ class Setup:
 
     drafter: str
     """Normalised method spec, the preferred drafter."""
-    states: Mapping[str, Any]
-    budgets: Mapping[str, Budget]
-    verifiers: Mapping[str, Verifier]
+    members: Mapping[str, Member]
+    verifier: Verifier
     policy_state: Any = None
     lossless: bool = True
 
 
-class Sequence:
+class ActiveSequence:
     """One sequence. Not thread-safe; owned by the batch that runs it.
 
     Args:
         number: for records; unique within the engine.
-        index: which answer of its request.
-        prompt: ids, at least one.
-        params: resolved, see ``SamplingParams.resolved``.
-        warp: over this prompt.
+        warp: over its prompt.
         stops: tells where the text ends; also yields printable text.
-        seed: of its text, if that is promised.
         coins: names all its coins.
         slot: of the target's cache.
-        setup: drafters, budgets, verifiers.
         max_positions: context length of the target.
-        draft_tokens: most guesses per pass; None leaves it to drafter and policy.
-        reference: what its drafters may read besides the text.
-        key: whose it is.
     """
 
     def __init__(
         self,
         *,
         number: int,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
+        request: GenerationRequest,
         warp: Warp,
         stops: StopChecker,
-        seed: int,
         coins: int,
         slot: int,
         setup: Setup,
         max_positions: int,
-        index: int = 0,
-        draft_tokens: int | None = None,
-        reference: tuple[int, ...] | None = None,
-        key: str = "",
     ) -> None:
         self.number = number
-        self.index = index
-        self.tokens = list(prompt)
-        self.prompt_tokens = len(prompt)
-        self.params = params
+        self.request = request
+        self.index, self.params = request.index, request.params
+        self.tokens = list(request.prompt)
+        self.prompt_tokens = len(request.prompt)
         self.warp = warp
         self.stops = stops
-        self.seed, self._coins = seed, coins
+        self._coins = coins
         self.slot = slot
         self.setup = setup
-        self.reference, self.key = reference, key
-        self.all_states = dict(setup.states)
-        """Drafter spec -> state."""
-        self.states: Mapping[str, Any] = self.all_states
+        self.all_members = setup.members
+        self.members = setup.members
         """Of these, the ones that follow the passes at present."""
-        self.budgets = setup.budgets
-        self.verifiers = setup.verifiers
+        self.verifier = setup.verifier
         self.policy_state = setup.policy_state
         self.finish_reason: str | None = None
         self.error: Exception | None = None
@@ -105,7 +88,7 @@ class Sequence:
         """Looks at every pass that emits something, while it is there."""
         self.read_prompt: Callable[[int, Tensor], None] | None = None
         self._max_positions = max_positions
-        self._most = 1 << 20 if draft_tokens is None else draft_tokens
+        self._most = 1 << 20 if request.draft_tokens is None else request.draft_tokens
         self._text = ""
         self._logprobs: list[TokenLogprobs] = []
         self._passes = self._drafted = self._accepted = 0
@@ -117,12 +100,10 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        """Whether the last token is emitted."""
         return self.finish_reason is not None
 
     @property
     def new_tokens(self) -> int:
-        """Tokens emitted so far."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
@@ -138,7 +119,6 @@ class Sequence:
         return len(self.tokens) - (self.new_tokens > 0)
 
     def coins(self, stream: Stream) -> KeyedCoins:
-        """Coins for the present pending token."""
         return KeyedCoins(self._coins, len(self.tokens) - 1, stream)
 
     def room(self) -> Budget:
@@ -157,16 +137,13 @@ class Sequence:
         return verdict.cut(length)
 
     def caught_up(self) -> None:
-        """Its slot holds its text again."""
-        self.behind, self.states = False, self.all_states
+        self.behind, self.members = False, self.all_members
 
     def fail(self, error: Exception) -> None:
-        """End here, since something broke."""
         self.error, self.finish_reason = error, "error"
 
     @property
     def failed(self) -> bool:
-        """Whether something broke."""
         return self.error is not None
 
     def cancel(self) -> None:
@@ -242,7 +219,7 @@ class Sequence:
             seconds=self._last - self._began,
             prefill_seconds=self._first - self._began,
             drafter=self.setup.drafter,
-            seed=self.seed,
+            seed=self.request.seed,
             lossless=self.setup.lossless,
             logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
             queue_seconds=0.0 if self.asked is None else self._began - self.asked,

@@ -42,7 +42,6 @@ def sources() -> bytes:
 
 
 def digest(*parts: bytes) -> str:
-    """A name for these parts."""
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -103,9 +102,6 @@ def chosen() -> Path | None:
 
 def ship(folder: Path) -> list[Path]:
     """Compile all variants for a wheel.
-
-    Args:
-        folder: takes the place of ``SHIPPED``.
 
     Returns:
         What was made; nothing on another system than Linux on x86-64 or without a compiler.

@@ -26,8 +26,6 @@ from outpace.files import replaced, write_whole
 from outpace.kernels import build
 
 LOG = logging.getLogger("outpace.compiled")
-OPENMP = ("libgomp.so.1", "libiomp5.so", "libomp.so.5", "libomp.so")
-"""Libraries that torch may have its threads from, the usual one first."""
 LANES = 16
 """Numbers of the widest vector; of code that works on whole vectors, widths are multiples of it."""
 DTYPES = (torch.float32, torch.bfloat16)
@@ -87,16 +85,18 @@ def described() -> str:
 def _threads() -> ctypes.c_void_p:
     """The function of torch's OpenMP that runs another one on several threads.
 
+    It is found through torch's own library, for wheels give their OpenMP names such as
+    ``libgomp-98df74fd.so.1.0.0``.
+
     Raises:
         OSError: torch has none.
     """
-    for name in OPENMP:
-        try:
-            loaded = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-            return ctypes.cast(loaded.GOMP_parallel, ctypes.c_void_p)
-        except (OSError, AttributeError):
-            continue
-    raise OSError("torch has no OpenMP whose threads can be borrowed")
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        loaded = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        return ctypes.cast(loaded.GOMP_parallel, ctypes.c_void_p)
+    except (OSError, AttributeError):
+        raise OSError("torch has no OpenMP whose threads can be borrowed") from None
 
 
 def _compiled() -> Path:

@@ -12,8 +12,8 @@ tokens (``agree`` of them before the last) as another one that the draft model h
 it is not run again: what the model said there is said here. The tree grows by any rule, to any
 shape, in its budget; the copies are what unrolls the graph, and they cost the draft model nothing.
 
-Guesses below a copy have the law of the place that it stands for, which is the law that they are
-drawn from, afresh in every copy, and the q that is recorded. So any verifier works, at any
+Guesses below a copy have the distribution of the place that it stands for, which is the distribution that
+they are drawn from, afresh in every copy, and the q that is recorded. So any verifier works, at any
 temperature. Only ancestors are never stood for: text that goes in circles would be guessed to go
 on so.
 
@@ -54,8 +54,6 @@ _NOBODY = -2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphConfig:
-    """Settings of the drafter."""
-
     draft: str = "draft_model"
     """Spec of the drafter that expands nodes: draft_model[model=M], eagle3."""
     agree: int = 1
@@ -107,7 +105,6 @@ class Graph(WrappingDrafter[Any]):
     Its states are those of the draft model.
 
     Args:
-        config: settings.
         draft: expands nodes. From now on its growing trees ask this drafter instead.
     """
 
@@ -147,7 +144,6 @@ class Graph(WrappingDrafter[Any]):
         return [(self.draft, state)]
 
     def begin(self, request: Request) -> Any:
-        """The draft model's state."""
         return self.draft.begin(request)
 
     def propose(self, rows: Sequence[DraftRow[Any]]) -> list[Draft]:
@@ -192,14 +188,11 @@ class Graph(WrappingDrafter[Any]):
         return torch.stack(rows), self._id_D
 
     def observe(self, states: Sequence[Any], outcomes: Sequence[Outcome]) -> None:
-        """The draft model's own."""
         self.draft.observe(states, outcomes)
         self.follow()
 
     def mark(self, state: Any) -> Any:
-        """The draft model's own."""
         return self.draft.mark(state)
 
     def rewind(self, state: Any, mark: Any) -> Any:
-        """The draft model's own."""
         return self.draft.rewind(state, mark)

@@ -21,8 +21,6 @@ from outpace.models.load import shared
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedSelfConfig:
-    """Settings of the drafter."""
-
     kind: str = "int8"
     """``int8`` or ``int4``."""
 

@@ -66,7 +66,6 @@ class Span:
 
     @property
     def positions(self) -> list[int]:
-        """Position of each row."""
         return [self.base + self.depths[row - self.base] for row in self.stored]
 
     def pieces(self) -> list[Span]:
@@ -85,7 +84,6 @@ class Span:
 
     @property
     def reach(self) -> int:
-        """Keys that its products run over."""
         return -(-self.stored.stop // _STEP) * _STEP
 
 
@@ -118,9 +116,7 @@ class Attention:
         cache: keys and values; room for the rows is reserved already.
         spans: rows of the pass, in order, without gaps.
         rows: T, at least the rows of all spans.
-        shape: the decoder's heads.
         windows: the distinct sliding windows of its layers.
-        dtype: of the result.
     """
 
     def __init__(
@@ -168,7 +164,6 @@ class Attention:
 
         Args:
             layer: whose keys and values ``head_TXD`` holds, queries and keys rotated.
-            window: sliding window of that layer.
 
         Returns:
             [T, K * G * D], overwritten by the next call. Filling rows hold anything finite.

@@ -26,8 +26,6 @@ from outpace.models.weights import Checkpoint
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Block:
-    """Weights of one layer."""
-
     qkv: Linear
     """Dimensions of query and key heads are in pairs that rotate together."""
     out: Linear
@@ -43,19 +41,15 @@ class Block:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Its matrices."""
         return self.qkv, self.out, self.gate_up, self.down
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its matrices."""
         return sum(one.nbytes for one in self.linears)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Ends:
-    """Weights before and after the layers."""
-
     embed: Embedding
     norm: Norm
     head: Linear
@@ -68,8 +62,6 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What weights become."""
-
     dtype: torch.dtype
     device: torch.device
     packed: bool = True
@@ -78,6 +70,14 @@ class Form:
     """Round projections and head."""
     stored: bool = False
     """Leave quantized matrices as they are stored, where compiled code multiplies them."""
+
+    def linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
+        """A matrix and its bias in this form."""
+        weight_OI = weight_OI.to(self.device, self.dtype)
+        bias_O = None if bias_O is None else bias_O.to(self.device, self.dtype)
+        if self.quantize is not None:
+            return quantized(weight_OI, bias_O, self.quantize)
+        return Linear(weight_OI, bias_O, self.packed)
 
 
 def head_name(config: DecoderConfig) -> str:
@@ -94,6 +94,8 @@ def read_ends(checkpoint: Checkpoint, form: Form) -> Ends:
     if form.stored and checkpoint.blocks("model.embed_tokens.weight"):
         by_rows, dtype = True, torch.float32
     embed = Embedding(checkpoint, dtype, form.device, keep=not by_rows)
+    if checkpoint.config.tied_head and head.product is not None and len(head.product.matrices) == 1:
+        embed.vectors = head
     return Ends(embed=embed, norm=read.norm("model.norm"), head=head)
 
 
@@ -104,7 +106,6 @@ def read_head(checkpoint: Checkpoint, form: Form, order_D: Tensor) -> Linear | N
 
 
 def read_block(checkpoint: Checkpoint, layer: int, form: Form) -> Block:
-    """Read one layer."""
     config, read = checkpoint.config, _Reader(checkpoint, form)
     at = f"model.layers.{layer}."
     attn, mlp = at + "self_attn.", at + "mlp."
@@ -150,7 +151,7 @@ class _Reader:
         """One norm for all query and key heads."""
         config = self.checkpoint.config
         query_D, key_D = (
-            _paired(self.checkpoint.tensor(f"{attn}{one}_norm.weight"), config.head_dim) for one in "qk"
+            paired(self.checkpoint.tensor(f"{attn}{one}_norm.weight"), config.head_dim) for one in "qk"
         )
         weight_XD = torch.stack([query_D] * config.num_heads + [key_D] * config.num_kv_heads)
         return Norm(weight_XD.to(self.form.device), config)
@@ -166,10 +167,7 @@ class _Reader:
             ]
             return Linear.stored(whole, bias_O, form.dtype)
         read = [self._part(name) for name in weights]
-        weight_OI = torch.cat(read) if len(read) > 1 else read[0]
-        if form.quantize is not None:
-            return quantized(weight_OI, bias_O, form.quantize)
-        return Linear(weight_OI, bias_O, form.packed)
+        return form.linear(torch.cat(read) if len(read) > 1 else read[0], bias_O)
 
     def stored(self, name: str, chosen_D: Tensor | None = None) -> Stored | None:
         """A matrix, or some of its rows, as stored; None where it is to be expanded."""
@@ -188,10 +186,10 @@ class _Reader:
 
     def _turned(self, name: str, part: Tensor) -> Tensor:
         turned = ".q_proj." in name or ".k_proj." in name
-        return _paired(part, self.checkpoint.config.head_dim) if turned else part
+        return paired(part, self.checkpoint.config.head_dim) if turned else part
 
 
-def _paired(part: Tensor, width: int) -> Tensor:
+def paired(part: Tensor, width: int) -> Tensor:
     """Move dimension i + D / 2 of every head beside dimension i: the two rotate together.
 
     Scores do not change when queries and keys are reordered alike.

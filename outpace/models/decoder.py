@@ -119,9 +119,7 @@ class Decoder(Target):
         """Read the weights, layer by layer: expand, merge, lay out, forget the original.
 
         Args:
-            checkpoint: an opened model.
             dtype: of weights and projections, one of ``DTYPES``.
-            device: where to run.
             packed: lay the weights out for the CPU where that works; False is the oracle.
             quantize: round projections and head to ``int8`` or ``int4``. That is another model,
                 with another name and digest; what is computed stays in ``dtype``.
@@ -187,7 +185,6 @@ class Decoder(Target):
         return self.device.type == "cpu"
 
     def new_cache(self, capacity: int = 0) -> DenseCache:
-        """An empty cache; see the contract."""
         shape, device = self._shape, self.device
         dtype = stored(shape, self.dtype, device)
         return DenseCache(
@@ -218,8 +215,7 @@ class Decoder(Target):
 
     def embed(self, ids: Sequence[int]) -> Tensor:
         """Vectors [T, H] of token ids as a pass takes them in, float32."""
-        scale = torch.tensor(self.config.embed_scale, dtype=self._ends.embed.dtype)
-        return self._ends.embed(ids).float() * float(scale)
+        return self._ends.embed(ids).float() * self._ends.embed.factor(self.config)
 
     def head(self, hidden_TH: Tensor, vocab: VocabMap | None = None) -> Tensor:
         """Logits [T, V] of normed hidden states, or [T, D] over a draft vocabulary, float32.
@@ -394,10 +390,8 @@ class Decoder(Target):
 
         Args:
             x_TH: float32.
-            layers: which.
             turn: per rotary table, complex factors [T, 1, E].
             attend: where the rows write, and what they see.
-            taps: features to put into ``seen``.
             seen: name -> feature, of all rows.
         """
         qkv_TY, turned_TXE = attend.head_TXD.flatten(1), attend.turned_TXE

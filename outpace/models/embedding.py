@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outpace.models.families import DecoderConfig
+from outpace.models.packed import Linear
 from outpace.models.weights import Checkpoint
 
 
@@ -18,12 +20,6 @@ class Embedding:
 
     On a CPU a tied matrix is in memory once already, laid out for the head, which cannot be read
     by rows; then the rows of a pass are read from the checkpoint, some 50 us for a few of them.
-
-    Args:
-        checkpoint: where it is stored.
-        dtype: of the vectors.
-        device: where they are wanted.
-        keep: hold the matrix in memory.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, keep: bool) -> None:
@@ -31,9 +27,14 @@ class Embedding:
         self.dtype, self.device = dtype, device
         self.matrix_VH = checkpoint.tensor(name, dtype).to(device) if keep else None
         self._rows = None if keep else checkpoint.rows(name, dtype)
+        self.vectors: Linear | None = None
+        """For compiled code: a matrix whose outputs are the vectors, to the bit, if there is one."""
+
+    def factor(self, config: DecoderConfig) -> float:
+        """What a model multiplies the vectors by, rounded as they are."""
+        return float(torch.tensor(config.embed_scale, dtype=self.dtype))
 
     def __call__(self, ids: Sequence[int]) -> Tensor:
-        """Vectors [T, H], as stored."""
         if self._rows is not None:
             return self._rows(ids).to(self.device)
         assert self.matrix_VH is not None

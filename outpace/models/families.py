@@ -81,8 +81,6 @@ _NUMBERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
-    """Shape and arithmetic of one decoder."""
-
     family: str
     """One of ``FAMILIES``; for reports, never to branch on."""
     vocab_size: int

@@ -42,10 +42,7 @@ def attend_few(
 
     Args:
         cache: where keys and values are written, in layer 0.
-        span: see ``is_few``.
         head_TXW: float32 queries, keys and values, queries and keys rotated.
-        heads: their shape.
-        dtype: of the result.
 
     Returns:
         [T, K * G * W].

@@ -63,7 +63,6 @@ class Fields:
         return None if self.get(key) in (None, 0) else self.count(key, most=most)
 
     def text(self, key: str, otherwise: str | None = None) -> str:
-        """Give a string."""
         value = self.get(key, otherwise)
         if not isinstance(value, str):
             raise self._bad(key, "a string", value)

@@ -84,10 +84,7 @@ class StaticPasses:
     """The layers of a decoder, run in fixed shapes.
 
     Args:
-        shape: the decoder's heads.
         windows: the distinct sliding windows of its layers.
-        turns: its rotary tables.
-        dtype: of its projections.
         record: makes a launch that can be repeated; ``cuda_recorder``, or a stand-in.
     """
 
@@ -123,13 +120,9 @@ class StaticPasses:
         """Run the first layers of a pass that fits.
 
         Args:
-            rows: of the pass.
             cache: holds their slots; grows by what is filled up.
-            depth: how many layers.
-            taps: names of features wanted.
             x_TH: the residual stream before the first layer, one row per row of the pass at
                 least.
-            run_layers: the decoder's.
 
         Returns:
             The residual stream after the last of these layers and the taps, a row per row of
@@ -252,7 +245,6 @@ class PaddedAttention:
             seen.copy_(made[:, None, :, None])
 
     def begin(self) -> None:
-        """Make what all layers share."""
         for window, seen in self._seen.items():
             zeros = self.head_TXD.new_zeros(seen.shape)
             self._mask[window] = zeros.masked_fill_(seen.logical_not(), -torch.inf)

@@ -27,8 +27,6 @@ class LiteralEncoder:
     """Encodes rendered conversations whose messages hold special tokens as text.
 
     Args:
-        backend: tokenizer, copied.
-        special_ids: its special tokens.
         encode: turns a text into ids with a given tokenizer.
     """
 

@@ -80,7 +80,7 @@ def load_target(
     return _by_name(str(model), wanted, place, backend, quantize)
 
 
-def load_beside(target: Target, model: str, dtype: str | None = None) -> Target:
+def load_beside(target: Target, model: str, dtype: str | torch.dtype | None = None) -> Target:
     """Load another model for drafters of a target: once, however many of them name it.
 
     Models are the same whose weights have the same digest, and those of the target's digest and

@@ -35,7 +35,6 @@ class MemoryCheckpoint(Checkpoint):
         """Take a model apart.
 
         Args:
-            config: shape and arithmetic.
             tensors: everything ``config.tensor_shapes`` names; more is not read.
             name: what to call it in reports.
             tokenizer: its tokenizer, if there is one.

@@ -53,9 +53,7 @@ class Linear:
         """Some matrices of equal inputs in the layout of compiled code, one above the other.
 
         Args:
-            parts: the matrices.
             bias_O: added to every row, or None.
-            dtype: of ``dense``.
         """
         self = cls.__new__(cls)
         self.product = Product(parts, bias_O)

@@ -25,8 +25,6 @@ class PassRows:
 
     Args:
         feeds: at most one per slot.
-        cache: holds their slots.
-        depth: layers that the pass runs.
 
     Raises:
         ModelError: a resume that does not fit the tail of its slot, or riders without either

@@ -18,8 +18,6 @@ from outpace.errors import ModelError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where one tensor lies."""
-
     path: Path
     """The file."""
     start: int

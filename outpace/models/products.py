@@ -71,7 +71,6 @@ class Product:
     """Rows times some matrices of equal inputs, whose outputs stand side by side.
 
     Args:
-        parts: the matrices.
         bias_O: added to every row, or None.
     """
 
@@ -136,9 +135,7 @@ def store_rows(kind: str, rows: Tensor, inputs: int, order_O: Tensor | None = No
     """Lay out a matrix whose rows are in memory.
 
     Args:
-        kind: one of ``KINDS``.
         rows: [rows, ...] as they lie in a file: whole blocks, or numbers.
-        inputs: columns of the matrix.
         order_O: which row each output is; None takes all of them, one after the other.
     """
     outputs = len(rows) if order_O is None else len(order_O)

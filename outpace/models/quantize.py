@@ -42,8 +42,6 @@ def quantized(weight_OI: Tensor, bias_O: Tensor | None, kind: str) -> Linear:
 
     Args:
         weight_OI: float32 or bfloat16; not kept.
-        bias_O: stays as it is.
-        kind: one of ``KINDS``.
     """
     name, rounded = KINDS[kind]
     inputs, dtype = weight_OI.shape[1], weight_OI.dtype

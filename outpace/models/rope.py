@@ -59,7 +59,6 @@ class Rope:
     """divided: one divisor per frequency."""
 
     def __post_init__(self) -> None:
-        """Refuse values of another type."""
         numbers = (self.theta, self.factor, self.low_freq_factor, self.high_freq_factor, self.beta_fast)
         maybe = (self.attention_factor, self.mscale, self.mscale_all_dim)
         all_numbers = (*numbers, self.beta_slow, *self.divisors, *(x for x in maybe if x is not None))
@@ -124,8 +123,6 @@ class Rope:
         Args:
             parameters: the mapping; its own ``rope_theta`` wins over ``theta``.
             theta: base to use when the mapping names none.
-            dim: dimensions of a head.
-            max_positions: ``max_position_embeddings`` of the model.
 
         Raises:
             ModelError: an unknown kind, a partial rotation, a missing or impossible value.

@@ -84,7 +84,6 @@ def gated(activation: str, gate_up_TF: Tensor) -> Tensor:
     """The activation of the first half of every row, times the second half.
 
     Args:
-        activation: a name in ``ACTIVATION``.
         gate_up_TF: [T, 2 F], contiguous.
 
     Returns:

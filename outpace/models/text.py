@@ -58,7 +58,6 @@ class Tokenizer:
             backend: the tokenizer; padding and truncation are switched off.
             named: special tokens by role, for example ``{"eos_token": "</s>"}``. Those the
                 vocabulary lacks are left out.
-            special: further special tokens.
             eos_ids: ids that end a text beside ``eos_token``.
             templates: chat templates; ``default``, and possibly ``tool_use``.
 
@@ -193,7 +192,6 @@ class Tokenizer:
 
         Args:
             ids: any ids; those outside the vocabulary stand for nothing.
-            skip_special: leave special tokens out.
             continues: the ids continue a text. Otherwise SentencePiece models drop one space at
                 the start, as they add one when they encode.
         """
@@ -222,7 +220,6 @@ class Tokenizer:
         """Write a conversation as the text that the model was trained on.
 
         Args:
-            messages: objects with ``role`` and ``content``.
             generation_prompt: end with the opening of the assistant's answer.
             tools: JSON schemas of functions that the model may call.
             variables: more values for the template, for example ``enable_thinking=False``.
@@ -260,12 +257,9 @@ class Tokenizer:
 
         Args:
             messages: as for ``chat_text``, like the arguments that are not named here.
-            generation_prompt: likewise.
-            tools: likewise.
             most_tokens: refuse a conversation that is sure to have more.
             special_in_messages: whether a special token that is written in a message, a tool or a
                 variable is that token, as in the template; otherwise it is text.
-            **variables: likewise.
 
         Raises:
             PromptTooLong: as ``encode``.

@@ -1,7 +1,7 @@
-"""Small targets for tests, examples and CI: one with a law that is known, one that is real.
+"""Small targets for tests, examples and CI: one with a distribution that is known, one that is real.
 
-``TableTarget`` is a language model given by its laws, in float64, so that the law of an output
-can be enumerated and compared to the last digit. ``tiny`` is a decoder of two layers on random
+``TableTarget`` is a language model given by its distributions, in float64, so that the distribution of an
+output can be enumerated and compared to the last digit. ``tiny`` is a decoder of two layers on random
 weights with a tokenizer of its own: everything a large model does, in milliseconds.
 
 Shape letters: T rows of a pass, V vocabulary.
@@ -26,7 +26,7 @@ from outpace.models.text import Tokenizer, byte_alphabet
 from outpace.types import Feed, Scored
 
 Rule = Callable[[tuple[int, ...]], Tensor]
-"""Context -> float64 law [V] of the next token."""
+"""Context -> float64 distribution [V] of the next token."""
 
 
 class TableCache(KVCache):
@@ -36,7 +36,6 @@ class TableCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """No keys, no bytes."""
         return 0
 
     def _reserve(self, slots: int, rows: int) -> None:
@@ -53,7 +52,7 @@ class TableCache(KVCache):
 
 
 class TableTarget(Target):
-    """A language model given by a rule from contexts to laws; logits are log p, in float64."""
+    """A language model given by a rule from contexts to distributions; logits are log p, in float64."""
 
     def __init__(
         self, rule: Rule, vocab_size: int, *, name: str = "table", eos_ids: Sequence[int] = ()
@@ -61,11 +60,8 @@ class TableTarget(Target):
         """Wrap a rule.
 
         Args:
-            rule: gives the law after a context, the empty one included; the same at every
+            rule: gives the distribution after a context, the empty one included; the same at every
                 call. Probabilities of zero are fine.
-            vocab_size: V.
-            name: what reports call it.
-            eos_ids: tokens that end a text.
         """
         self._rule = rule
         self._known: dict[tuple[int, ...], Tensor] = {}
@@ -82,7 +78,7 @@ class TableTarget(Target):
 
     @classmethod
     def of(cls, laws: Mapping[tuple[int, ...], Sequence[float]], name: str = "table") -> TableTarget:
-        """Give every context the law of its longest suffix in ``laws``, which must hold ``()``."""
+        """Give every context the distribution of its longest suffix in ``laws``, which must hold ``()``."""
         if () not in laws:
             raise ValueError("laws need an entry for the empty context, ()")
         longest = max(len(context) for context in laws)
@@ -108,12 +104,9 @@ class TableTarget(Target):
         """Draw a table.
 
         Args:
-            seed: same seed, same laws.
-            vocab_size: V.
-            order: how many last tokens the law depends on; None: on the whole context.
-            sharpness: standard deviation of the logits; 0 makes every law uniform.
-            zeros: share of tokens that a law forbids; one is always left.
-            eos_ids: tokens that end a text.
+            order: how many last tokens the distribution depends on; None: on the whole context.
+            sharpness: standard deviation of the logits; 0 makes every distribution uniform.
+            zeros: share of tokens that a distribution forbids; one is always left.
         """
 
         def rule(context: tuple[int, ...]) -> Tensor:
@@ -128,10 +121,10 @@ class TableTarget(Target):
         return cls(rule, vocab_size, name=f"table:{seed}", eos_ids=eos_ids)
 
     def mixed(self, other: TableTarget, share: float) -> TableTarget:
-        """A table whose laws are ``share`` parts of ``other`` and the rest of this one.
+        """A table whose distributions are ``share`` parts of ``other`` and the rest of this one.
 
         With this one as the target, it is a draft that agrees with it the more, the smaller
-        the share: the total variation of any two laws shrinks by that factor.
+        the share: the total variation of any two distributions shrinks by that factor.
         """
         if not 0 <= share <= 1 or other.vocab_size != self.vocab_size:
             raise ValueError(
@@ -157,11 +150,11 @@ class TableTarget(Target):
             law_V = self._rule(context)
             if law_V.shape != (self.vocab_size,) or law_V.dtype is not torch.float64:
                 raise ValueError(
-                    f"the law after {context} must be float64 [{self.vocab_size}], got "
+                    f"the distribution after {context} must be float64 [{self.vocab_size}], got "
                     f"{law_V.dtype} {list(law_V.shape)}"
                 )
             if bool((law_V < 0).any()) or abs(float(law_V.sum()) - 1) > 1e-9:
-                raise ValueError(f"no law after {context}: {law_V.tolist()}")
+                raise ValueError(f"no distribution after {context}: {law_V.tolist()}")
             self._known[context] = law_V
         return law_V
 
@@ -237,16 +230,11 @@ def tiny(
     """Make a Llama of random weights, with a tokenizer and an end-of-sequence token.
 
     Its text means nothing, but depends on all that came before and repeats itself now and
-    then (a 2-gram lookup guesses a fifth of a greedy text), and its laws are peaked.
+    then (a 2-gram lookup guesses a fifth of a greedy text), and its distributions are peaked.
 
     Args:
         seed: same seed, same weights, whatever the dtype.
-        dtype: of the weights.
-        device: where they live.
-        layers: blocks.
         hidden_size: width; a multiple of 8.
-        sharpness: standard deviation of the logits.
-        max_positions: context length in tokens.
     """
     tokenizer = tiny_tokenizer()
     config = DecoderConfig.from_hf(

@@ -48,7 +48,6 @@ class Checkpoint(ABC):
         """Say in one line what loading makes of quantized tensors; None if there are none.
 
         Args:
-            dtype: what is expanded becomes this.
             stored: whether matrices stay as they are stored, as far as ``blocks`` has them.
         """
         return None
@@ -95,7 +94,6 @@ class Checkpoint(ABC):
         return name in self.places
 
     def names(self) -> Iterable[str]:
-        """Give the names of all tensors."""
         return self.places.keys()
 
     @cached_property

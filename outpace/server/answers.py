@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from outpace import registry
 from outpace.engine.results import DrafterCounts, Result
 from outpace.sampling import TokenLogprobs
-from outpace.server.parsing import Ask
+from outpace.server.parsing import ClientRequest
 from outpace.server.tool_parser import CallReader, Found
 from outpace.server.trace import Tracer
 from outpace.serving.events import Tokens
@@ -26,9 +26,6 @@ class Writer(ABC):
     """Writes the answer of one request.
 
     Args:
-        ask: the request.
-        model: what the model is called.
-        fingerprint: of its weights.
         tokenizer: the target's; None leaves texts of tokens empty.
     """
 
@@ -39,14 +36,14 @@ class Writer(ABC):
     part: ClassVar[str]
     """``object`` of a piece."""
 
-    def __init__(self, ask: Ask, model: str, fingerprint: str, tokenizer: Any) -> None:
+    def __init__(self, ask: ClientRequest, model: str, fingerprint: str, tokenizer: Any) -> None:
         self.ask, self._tokenizer = ask, tokenizer
         self._id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._about = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
         self.lossless = True
         """Whether the answers have the distribution of the model; said in every answer and chunk."""
         self._written = [0] * ask.answers
-        each = [one for one in ask.ready for _ in range(ask.n)]
+        each = [one for one in ask.requests for _ in range(ask.n)]
         self._tracer = Tracer(each, tokenizer) if ask.traced else None
 
     @abstractmethod
@@ -77,7 +74,6 @@ class Writer(ABC):
         """All answers in one piece.
 
         Args:
-            results: one per answer.
             events: per answer its pieces, in order.
         """
         choices = []
@@ -112,7 +108,6 @@ class Writer(ABC):
         return replace(result, text="", tokens=(), logprobs=none, finish_reason="length")
 
     def _all_logprobs(self, index: int, result: Result) -> Json:
-        """Log-probabilities of a whole answer."""
         return self._logprobs(index, result.logprobs or ())
 
     def piece(self, event: Tokens) -> Json | None:
@@ -138,7 +133,6 @@ class Writer(ABC):
         return chunk
 
     def ending(self, index: int, result: Result) -> list[Json]:
-        """The last chunks of an answer."""
         result = self._shown(result)
         rest, out = self._rest(index, result), []
         common = {"index": index, "logprobs": None}
@@ -155,7 +149,7 @@ class Writer(ABC):
     def usage(self, results: Sequence[Result]) -> Json:
         """Tokens read and written. A prompt counts once, whatever its number of answers."""
         ask = self.ask
-        read = sum(len(ready.ids) for ready in ask.ready)
+        read = sum(len(one.prompt) for one in ask.requests)
         written = sum(len(result.tokens) for result in results)
         details: Json = {"reasoning_tokens": 0}
         if ask.predicted:
@@ -182,7 +176,7 @@ class Writer(ABC):
         chunk: Json = {"id": self._id, "object": self.part, **self._about, "lossless": self.lossless}
         chunk["choices"] = choices
         if self.ask.running_usage:
-            read, written = sum(len(r.ids) for r in self.ask.ready), sum(self._written)
+            read, written = sum(len(r.prompt) for r in self.ask.requests), sum(self._written)
             chunk["usage"] = {
                 "prompt_tokens": read,
                 "completion_tokens": written,
@@ -217,11 +211,9 @@ class Writer(ABC):
 
 
 class CompletionWriter(Writer):
-    """Writes completions."""
-
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, ask: Ask, model: str, fingerprint: str, tokenizer: Any) -> None:
+    def __init__(self, ask: ClientRequest, model: str, fingerprint: str, tokenizer: Any) -> None:
         super().__init__(ask, model, fingerprint, tokenizer)
         self._offset = [0] * ask.answers
         self._streams: dict[int, Any] = {}
@@ -246,7 +238,7 @@ class CompletionWriter(Writer):
         answer, found = result.logprobs or (), result.prompt_logprobs
         if not found:
             return self._logprobs(index, answer)
-        first = self.ask.ready[index // self.ask.n].ids[0]
+        first = self.ask.requests[index // self.ask.n].prompt[0]
         start = self._logprobs(index, (TokenLogprobs(first, 0.0, ()),))
         rest = self._logprobs(index, (*(one for one in found if one is not None), *answer))
         return {
@@ -285,11 +277,9 @@ class CompletionWriter(Writer):
 
 
 class ChatWriter(Writer):
-    """Writes chat answers."""
-
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, ask: Ask, model: str, fingerprint: str, tokenizer: Any) -> None:
+    def __init__(self, ask: ClientRequest, model: str, fingerprint: str, tokenizer: Any) -> None:
         super().__init__(ask, model, fingerprint, tokenizer)
         offer = ask.offer
         self._readers = (
@@ -299,7 +289,6 @@ class ChatWriter(Writer):
         )
 
     def opening(self, index: int) -> list[Json]:
-        """Who speaks."""
         delta = {"role": "assistant", "content": None if self._readers else ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return [self._chunk([choice])]
@@ -363,7 +352,6 @@ class ChatWriter(Writer):
 
 
 def _said(found: Found) -> Json:
-    """A delta; without what is empty."""
     delta: Json = {"content": found.text} if found.text else {}
     return {**delta, "tool_calls": found.calls} if found.calls else delta
 

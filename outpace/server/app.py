@@ -27,8 +27,8 @@ from outpace.server.grammar import open_grammars
 from outpace.server.limits import Limits
 from outpace.server.metrics import CONTENT_TYPE, Meters
 from outpace.server.middleware import Counting, Defects, Guard, Stopping
-from outpace.server.parsing import Ask, Reader
-from outpace.server.request_handler import Call
+from outpace.server.parsing import ClientRequest, Reader
+from outpace.server.request_handler import RequestHandler
 from outpace.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from outpace.server.sse import EventStream, until_left
 from outpace.serving.events import Done, Tokens
@@ -45,13 +45,7 @@ _PAGE_POLICY = (
 
 
 class Server:
-    """What the paths of one application share.
-
-    Args:
-        service: makes the answers.
-        name: what the model is called.
-        limits: bounds of requests.
-    """
+    """What the paths of one application share."""
 
     def __init__(self, service: Service, name: str, limits: Limits) -> None:
         target = service.engine.target
@@ -66,13 +60,14 @@ class Server:
         grammars = open_grammars(target.tokenizer, target.vocab_size, service.engine.eos_ids)
         self.reader = Reader(service, name, limits, grammars)
 
-    async def generate(self, request: Request, read: Callable[[], Ask], writer: type[Writer]) -> Response:
-        """Answer a completion or a chat."""
+    async def generate(
+        self, request: Request, read: Callable[[], ClientRequest], writer: type[Writer]
+    ) -> Response:
         began = time.perf_counter()
         ask = await off_loop(read)
-        call = Call(self.service, ask, self.meters, began, self.limits.request_seconds)
+        call = RequestHandler(self.service, ask, self.meters, began, self.limits.request_seconds)
         writes = writer(ask, self.name, self.fingerprint, self.tokenizer)
-        writes.lossless = all(self.service.lossless(one) for one in ask.ready)
+        writes.lossless = all(self.service.lossless(one) for one in ask.requests)
         end = self._start(call, request.scope.get("caller", ""))
         if ask.stream:
             return EventStream(chunks(call, writes), self.limits.request_seconds, end)
@@ -82,11 +77,11 @@ class Server:
             end()
         return Response(status_code=499) if answer is None else JsonResponse(answer)
 
-    def _start(self, call: Call, key: str) -> Callable[[], None]:
+    def _start(self, call: RequestHandler, key: str) -> Callable[[], None]:
         """Queue a request; give what ends it, which may be called more than once.
 
         Raises:
-            ApiError: as ``Call.start``; 429, its key has too many answers under way.
+            ApiError: as ``RequestHandler.start``; 429, its key has too many answers under way.
         """
         most, count = self.limits.per_key, call.ask.answers
         if most is not None and self._under_way[key] + count > most:
@@ -136,8 +131,7 @@ async def off_loop(work: Callable[[], T]) -> T:
         raise from_mistake(error) from error
 
 
-async def whole(call: Call, writer: Writer) -> Json:
-    """Wait for all answers."""
+async def whole(call: RequestHandler, writer: Writer) -> Json:
     results: dict[int, Result] = {}
     events: list[list[Tokens]] = [[] for _ in range(call.ask.answers)]
     async with contextlib.aclosing(call.events()) as found:
@@ -149,7 +143,7 @@ async def whole(call: Call, writer: Writer) -> Json:
     return writer.answer([results[index] for index in range(call.ask.answers)], events)
 
 
-async def chunks(call: Call, writer: Writer) -> AsyncIterator[bytes]:
+async def chunks(call: RequestHandler, writer: Writer) -> AsyncIterator[bytes]:
     """Give pieces of answers as they come, as JSON. What goes wrong on the way is the last one."""
     try:
         async with contextlib.aclosing(_pieces(call, writer)) as found:
@@ -163,7 +157,7 @@ async def chunks(call: Call, writer: Writer) -> AsyncIterator[bytes]:
         call.cancel()
 
 
-async def _pieces(call: Call, writer: Writer) -> AsyncGenerator[Json, None]:
+async def _pieces(call: RequestHandler, writer: Writer) -> AsyncGenerator[Json, None]:
     results: dict[int, Result] = {}
     for index in range(call.ask.answers):
         for chunk in writer.opening(index):
@@ -193,11 +187,9 @@ def create_app(
 
     Args:
         service: open; whoever made it closes it.
-        name: what clients call the model.
         keys: bearer keys; none lets everybody in.
         hosts: host names that the server answers to; None: any.
         origins: sites whose pages may call the API from a browser; ``*``: all.
-        limits: bounds of requests.
 
     Raises:
         RequestError: a drafter with a store that requests with keys would never use.
@@ -308,8 +300,6 @@ def _page(app: FastAPI) -> None:
 
 
 def _errors(app: FastAPI) -> None:
-    """Every error leaves in one form."""
-
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> Response:
         return JsonResponse(error.body(), error.status_code, error.headers)

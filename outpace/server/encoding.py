@@ -23,10 +23,7 @@ def to_json(value: Any) -> bytes:
 
 
 class JsonResponse(Response):
-    """An answer in one JSON object."""
-
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """The body."""
         return to_json(content)

@@ -35,10 +35,7 @@ class ApiError(HTTPException):
     """A request that is answered with an error.
 
     Args:
-        status: HTTP status.
         message: what was wrong, the value that was given, what to do.
-        param: the field it is about.
-        headers: to send along.
         code: for programs; None: the HTTP status.
     """
 
@@ -54,7 +51,6 @@ class ApiError(HTTPException):
         self.message, self.param, self.code = message, param, code
 
     def body(self) -> dict[str, Any]:
-        """The JSON object that says so."""
         return error_body(self.status_code, self.message, self.param, self.code)
 
 
@@ -86,12 +82,7 @@ def from_mistake(error: OutpaceError) -> ApiError:
 
 
 def from_defect(what: str, error: Exception) -> ApiError:
-    """A defect: the log is told all of it, the client nothing but that.
-
-    Args:
-        what: failed.
-        error: how.
-    """
+    """A defect: the log is told all of it, the client nothing but that."""
     LOG.error("%s failed", what, exc_info=error)
     return ApiError(500, "a defect of the server; its log says more")
 

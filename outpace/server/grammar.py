@@ -2,7 +2,7 @@
 
 A compiled grammar is shared by all answers of a request; each has a matcher of its own, which is a
 position in it. `outpace.sampling` asks the matcher about every path of a draft that it reads,
-for target and draft alike, so drafting under a grammar stays lossless: p is the model's law on the
+for target and draft alike, so drafting under a grammar stays lossless: p is the model's distribution on the
 tokens that the grammar allows.
 
 Shape letters: V vocabulary of the target.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outpace.errors import RequestError
-from outpace.server.structured_output import Wish
+from outpace.server.structured_output import StructuredOutput
 
 
 def open_grammars(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> Grammars | None:
@@ -33,7 +33,6 @@ class Grammars:
     """Compiles grammars for one vocabulary. Safe to use from several threads.
 
     Args:
-        tokenizer: of the target.
         vocab_size: V; the tokenizer may know fewer tokens, and the others are never allowed.
         eos_ids: tokens that end a text, not empty.
     """
@@ -46,39 +45,39 @@ class Grammars:
         wrapped = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, eos_ids))
         self._tokenizer = llguidance.LLTokenizer(wrapped, eos_token=sorted(eos_ids))
 
-    def compile(self, wish: Wish) -> Grammar:
+    def compile(self, form: StructuredOutput) -> Grammar:
         """Make a grammar of what a request wants.
 
         Raises:
             RequestError: it cannot be read, or is too complex.
         """
         try:
-            text = self._text(wish)
+            text = self._text(form)
             fault = self._library.LLMatcher.validate_grammar(text, self._tokenizer)
         except (ValueError, TypeError) as error:
             fault = str(error)
         if fault and not fault.startswith("WARNING"):
-            raise RequestError(f"{wish.field} cannot be used: {_brief(fault)}")
+            raise RequestError(f"{form.field} cannot be used: {_brief(fault)}")
         start = self._library.LLMatcher(self._tokenizer, text, log_level=0)
         if start.is_error():
-            raise RequestError(f"{wish.field} cannot be used: {_brief(start.get_error())}")
+            raise RequestError(f"{form.field} cannot be used: {_brief(start.get_error())}")
         return Grammar(start, self._vocab_size, self._eos_ids)
 
-    def _text(self, wish: Wish) -> str:
+    def _text(self, form: StructuredOutput) -> str:
         matcher = self._library.LLMatcher
-        if wish.kind == "schema":
+        if form.kind == "schema":
             # No white space but one blank after colon and comma, or a model may write it for ever.
             plain = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-            made = matcher.grammar_from_json_schema(wish.text, overrides=plain)
-        elif wish.kind == "regex":
-            made = matcher.grammar_from_regex(wish.text)
-        elif wish.kind == "choice":
-            options = json.loads(wish.text)
+            made = matcher.grammar_from_json_schema(form.text, overrides=plain)
+        elif form.kind == "regex":
+            made = matcher.grammar_from_regex(form.text)
+        elif form.kind == "choice":
+            options = json.loads(form.text)
             if not options:
                 raise ValueError("choice is empty; name an answer")
             made = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(option) for option in options))
         else:
-            made = matcher.grammar_from_lark(wish.text)
+            made = matcher.grammar_from_lark(form.text)
         return str(made)
 
 
@@ -89,7 +88,6 @@ class Grammar:
         self._start, self._vocab_size, self._eos_ids = start, vocab_size, eos_ids
 
     def begin(self) -> Matcher:
-        """A position at the beginning."""
         return Matcher(self._start.deep_copy(), self._vocab_size, self._eos_ids)
 
 
@@ -104,7 +102,7 @@ class Matcher:
         """What may follow the committed text and a path of guesses: bool [V].
 
         Everything, where the path itself is not allowed, or the text has ended: such a node is
-        never reached, so that any law is right for it.
+        never reached, so that any distribution is right for it.
 
         Raises:
             RequestError: the grammar became too complex for the library.
@@ -121,7 +119,6 @@ class Matcher:
                 self._matcher.rollback(taken)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Committed tokens."""
         for token in tokens:
             self._over = self._over or token in self._eos_ids
             if not self._over:

@@ -112,7 +112,6 @@ class Meters:
                 histogram.observe(decode / (len(result.tokens) - 1))
 
     def responded(self, path: str, status: int) -> None:
-        """A response went out."""
         self._http.labels(self._model, path, str(status)).inc()
 
     def wait(self, stats: ServiceStats) -> int:
@@ -121,13 +120,10 @@ class Meters:
         return min(60, max(1, round(mean * stats.waiting / max(1, stats.slots))))
 
     def text(self) -> bytes:
-        """Everything, in the text format."""
         return generate_latest(self._registry)
 
 
 class _FromService(Collector):
-    """What the service counts itself."""
-
     def __init__(self, model: str, stats: Callable[[], ServiceStats]) -> None:
         self._model, self._stats = model, stats
 
@@ -136,7 +132,6 @@ class _FromService(Collector):
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """Read the service."""
         stats = self._stats()
         yield from self._gauges(stats)
         yield from self._counts(stats)

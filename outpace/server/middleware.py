@@ -35,11 +35,9 @@ class Guard:
     """ASGI middleware that lets through what may come in.
 
     Args:
-        app: what it guards.
         keys: any of these opens the API; none: it is open.
         hosts: names under which the server answers; None: any. A page of another site cannot
             talk a browser into calling a server by a name of its own then (DNS rebinding).
-        limits: bounds of a request.
     """
 
     def __init__(
@@ -136,8 +134,6 @@ class Counting:
     """ASGI middleware that counts responses by path and status. Outermost.
 
     Args:
-        app: what is counted.
-        meters: keeps the figures.
         routes: of the application; the paths that are told apart.
     """
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace import registry
 from outpace.config import MethodSpec
-from outpace.engine.requests import Ready
+from outpace.engine.requests import GenerationRequest
 from outpace.errors import PromptTooLong
 from outpace.params import SamplingParams
 from outpace.server.errors import ApiError, too_long
@@ -26,7 +26,7 @@ from outpace.server.schema import (
     TokenizeBody,
     Tool,
 )
-from outpace.server.structured_output import Wish, wish
+from outpace.server.structured_output import StructuredOutput, structured_output
 from outpace.server.tools import Offer, Toolbox, check_calls
 from outpace.serving.service import Service
 
@@ -51,10 +51,10 @@ _TAKEN = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
+class ClientRequest:
     """One HTTP request, with nothing left to check."""
 
-    ready: tuple[Ready, ...]
+    requests: tuple[GenerationRequest, ...]
     """One per prompt."""
     n: int
     """Answers per prompt."""
@@ -79,16 +79,13 @@ class Ask:
     @property
     def answers(self) -> int:
         """Answers in all, numbered prompt by prompt."""
-        return len(self.ready) * self.n
+        return len(self.requests) * self.n
 
 
 class Reader:
     """Reads bodies for one service.
 
     Args:
-        service: takes what comes out.
-        name: what the model is called.
-        limits: bounds of a request.
         grammars: compiles what ``response_format`` asks for; None where that is not installed.
     """
 
@@ -98,7 +95,7 @@ class Reader:
         if self.target.tokenizer is not None:
             _ = self.target.tokenizer.literal  # half a second, which no stream shall wait for
 
-    def completion(self, body: CompletionBody) -> Ask:
+    def completion(self, body: CompletionBody) -> ClientRequest:
         """Read a completion.
 
         Raises:
@@ -124,11 +121,11 @@ class Reader:
         if body.max_tokens == 0:
             ask = replace(ask, silent=True)
         if body.echo and body.logprobs is not None:
-            scored = [replace(one, prompt_logprobs=body.logprobs) for one in ask.ready]
-            ask = replace(ask, ready=tuple(scored))
+            scored = [replace(one, prompt_logprobs=body.logprobs) for one in ask.requests]
+            ask = replace(ask, requests=tuple(scored))
         return ask
 
-    def chat(self, body: ChatBody) -> Ask:
+    def chat(self, body: ChatBody) -> ClientRequest:
         """Read a chat; raises as ``completion``."""
         self.check_model(body.model)
         self._check_count(1, body.n or 1)
@@ -144,7 +141,7 @@ class Reader:
         tools = None if body.tool_choice == "none" else body.tools
         parallel = body.parallel_tool_calls is not False
         calls = bool(tools) or body.tool_choice not in (None, "none", "auto")
-        form = self._toolbox.wish(tools, body.tool_choice, parallel) if calls else None
+        form = self._toolbox.structured_output(tools, body.tool_choice, parallel) if calls else None
         ids = self._messages(body, body.messages, tools)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         ask = self._ask(body, [ids], longest, logprobs, continues=False, form=form)
@@ -166,7 +163,6 @@ class Reader:
         return encoded
 
     def detokenize(self, body: DetokenizeBody) -> str:
-        """The text of token ids."""
         self.check_model(body.model)
         if len(body.tokens) > self._most:
             raise too_long(str(PromptTooLong(self._most, len(body.tokens))), "tokens")
@@ -179,7 +175,6 @@ class Reader:
 
     @property
     def _most(self) -> int:
-        """Tokens of the longest prompt."""
         return self.target.max_positions - 1
 
     def check_model(self, name: str | None) -> None:
@@ -189,7 +184,6 @@ class Reader:
 
     @property
     def tokenizer(self) -> Any:
-        """The target's; ApiError without one."""
         if self.target.tokenizer is None:
             raise ApiError(400, f"{self.target.name} has no tokenizer; give token ids", "prompt")
         return self.target.tokenizer
@@ -255,8 +249,8 @@ class Reader:
         *,
         continues: bool,
         echo: tuple[str, ...] | None = None,
-        form: Wish | None = None,
-    ) -> Ask:
+        form: StructuredOutput | None = None,
+    ) -> ClientRequest:
         limits = self.limits
         if logprobs is not None and logprobs > limits.logprobs:
             raise ApiError(
@@ -269,7 +263,7 @@ class Reader:
         speculation = body.speculation or Speculation()
         settings = self._settings(body, logprobs, form)
         reference = None if body.prediction is None else self._reference(body.prediction.text)
-        ready = []
+        requests = []
         for ids in prompts:
             room = max(1, self.service.longest - len(ids))
             usual = _COMPLETION_TOKENS if continues else room
@@ -282,14 +276,14 @@ class Reader:
                 reference=reference,
                 reproducible=speculation.reproducible,
             )
-            ready.append(replace(one, continues=continues, traced=speculation.trace))
+            requests.append(replace(one, continues=continues, traced=speculation.trace))
         options = body.stream_options
         if options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream; set it to true", "stream_options")
         if speculation.trace and not body.stream:
             raise ApiError(400, "speculation.trace needs stream; set it to true", "speculation")
-        return Ask(
-            ready=tuple(ready),
+        return ClientRequest(
+            requests=tuple(requests),
             n=body.n or 1,
             stream=bool(body.stream),
             include_usage=options is not None and options.include_usage,
@@ -326,7 +320,9 @@ class Reader:
                 "max_tokens",
             )
 
-    def _settings(self, body: Generation, logprobs: int | None, form: Wish | None) -> dict[str, Any]:
+    def _settings(
+        self, body: Generation, logprobs: int | None, form: StructuredOutput | None
+    ) -> dict[str, Any]:
         """Arguments of SamplingParams; what the body leaves out stays out."""
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         for name, entries in (("stop", stop), ("stop_token_ids", body.stop_token_ids or [])):
@@ -377,9 +373,9 @@ class Reader:
             400, "prediction needs a drafter that reads it, and none was started; leave it out", "prediction"
         )
 
-    def _grammar(self, body: Generation, form: Wish | None) -> Any:
+    def _grammar(self, body: Generation, form: StructuredOutput | None) -> Any:
         """The compiled grammar that the body asks for, if any; ``form`` is that of its tools."""
-        wanted = wish(body, self.limits.schema_chars, form)
+        wanted = structured_output(body, self.limits.schema_chars, form)
         if wanted is None:
             return None
         if self.grammars is None:

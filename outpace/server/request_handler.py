@@ -11,23 +11,23 @@ from dataclasses import replace
 from outpace.errors import LogitsError, QueueFull, RequestError, ServiceClosed
 from outpace.server.errors import ApiError, from_defect, from_mistake
 from outpace.server.metrics import Meters
-from outpace.server.parsing import Ask
+from outpace.server.parsing import ClientRequest
+from outpace.serving.batch import Ticket
 from outpace.serving.events import Done, Event, Failed, Tokens
-from outpace.serving.service import Service, Ticket
+from outpace.serving.service import Service
 
 
-class Call:
+class RequestHandler:
     """The answers of one request under way. Lives on an event loop.
 
     Args:
-        service: makes them.
-        ask: the request.
-        meters: told when tokens come.
         began: when the request was there, by ``time.perf_counter``.
         seconds: how long it may take from then on.
     """
 
-    def __init__(self, service: Service, ask: Ask, meters: Meters, began: float, seconds: float) -> None:
+    def __init__(
+        self, service: Service, ask: ClientRequest, meters: Meters, began: float, seconds: float
+    ) -> None:
         self.ask = ask
         self._service, self._meters = service, meters
         self._began, self._seconds = began, seconds
@@ -39,14 +39,11 @@ class Call:
     def start(self, key: str) -> None:
         """Queue the request; all of its prompts, or none.
 
-        Args:
-            key: whose it is.
-
         Raises:
             ApiError: 429, the queue is full; 503, the service ends or has broken.
         """
         loop = asyncio.get_running_loop()
-        for number, ready in enumerate(self.ask.ready):
+        for number, request in enumerate(self.ask.requests):
             first = number * self.ask.n
 
             def listen(event: Event, first: int = first) -> None:
@@ -56,7 +53,7 @@ class Call:
                     )
 
             try:
-                self._tickets.append(self._service.submit(ready, listen, key=key))
+                self._tickets.append(self._service.submit(request, listen, key=key))
             except QueueFull as error:
                 self.cancel()
                 wait = self._meters.wait(self._service.stats())

@@ -59,15 +59,9 @@ def serve(
     The service is closed when this returns. Call it on the main thread.
 
     Args:
-        service: open.
-        name: what clients call the model.
-        host: where to listen.
         port: likewise; 0 takes a free one.
-        keys: bearer keys.
         allowed_hosts: further host names that the server answers to.
         origins: sites whose pages may call the API.
-        limits: bounds of requests.
-        quiet: log nothing but errors.
 
     Raises:
         OutpaceError: the port is taken, or the host is none of this machine.

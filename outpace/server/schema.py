@@ -121,7 +121,7 @@ class StreamOptions(Body):
 
 
 class Speculation(Body):
-    """Who drafts for this request, and how much. The law of the answer does not depend on it."""
+    """Who drafts for this request, and how much. The distribution of the answer does not depend on it."""
 
     drafter: str | None = None
     """Method spec, one of those that the server was started with, or ``none``; unset: its first."""

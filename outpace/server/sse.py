@@ -55,7 +55,6 @@ async def until_left(work: Awaitable[T], receive: Callable[[], Awaitable[Any]]) 
     """Do something for a client, unless it leaves: then the work is cancelled.
 
     Args:
-        work: what to do.
         receive: of the connection; its body has been read.
 
     Returns:
@@ -77,5 +76,4 @@ async def until_left(work: Awaitable[T], receive: Callable[[], Awaitable[Any]]) 
 
 
 def event(data: bytes) -> bytes:
-    """One event."""
     return b"data: " + data + b"\n\n"

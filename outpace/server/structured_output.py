@@ -13,9 +13,7 @@ _ANY_OBJECT = '{"type": "object"}'
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """A form for an answer."""
-
+class StructuredOutput:
     kind: Literal["schema", "regex", "choice", "grammar"]
     text: str
     """A JSON schema, an expression, a JSON list of texts, or a grammar of Lark."""
@@ -23,11 +21,12 @@ class Wish:
     """Where the body says so."""
 
 
-def wish(body: Generation, longest: int, calls: Wish | None = None) -> Wish | None:
+def structured_output(
+    body: Generation, longest: int, calls: StructuredOutput | None = None
+) -> StructuredOutput | None:
     """The form that a body asks for; None for plain text.
 
     Args:
-        body: of the request.
         longest: most characters of a schema or grammar.
         calls: the form of the calls that it asks for, or may get.
 
@@ -58,7 +57,7 @@ def wish(body: Generation, longest: int, calls: Wish | None = None) -> Wish | No
     return found
 
 
-def _format(body: Generation) -> Wish | None:
+def _format(body: Generation) -> StructuredOutput | None:
     form = body.response_format
     if form is None:
         return None
@@ -72,22 +71,22 @@ def _format(body: Generation) -> Wish | None:
         return None
     schema = None if form.json_schema is None else form.json_schema.schema_
     text = _ANY_OBJECT if schema is None else _as_text(schema)
-    return Wish("schema", text, "response_format")
+    return StructuredOutput("schema", text, "response_format")
 
 
-def _structured(body: Generation) -> Wish:
+def _structured(body: Generation) -> StructuredOutput:
     form = body.structured_outputs
     assert form is not None
     field = "structured_outputs"
-    given: list[Wish] = []
+    given: list[StructuredOutput] = []
     if form.json_ is not None:
-        given.append(Wish("schema", _as_text(form.json_), field))
+        given.append(StructuredOutput("schema", _as_text(form.json_), field))
     if form.regex is not None:
-        given.append(Wish("regex", form.regex, field))
+        given.append(StructuredOutput("regex", form.regex, field))
     if form.choice is not None:
-        given.append(Wish("choice", json.dumps(form.choice), field))
+        given.append(StructuredOutput("choice", json.dumps(form.choice), field))
     if form.grammar is not None:
-        given.append(Wish("grammar", form.grammar, field))
+        given.append(StructuredOutput("grammar", form.grammar, field))
     if len(given) != 1:
         raise ApiError(
             400, f"structured_outputs takes one of json, regex, choice and grammar, got {len(given)}", field

@@ -31,8 +31,6 @@ _Scan = Generator[None, str, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """How a model writes calls."""
-
     name: str
     opens: str
     """The mark before calls."""
@@ -75,8 +73,6 @@ class CallReader:
     """Reads one answer.
 
     Args:
-        form: how the model writes calls.
-        names: functions that it was offered.
         tokenizer: tells which marks are special tokens, which no text holds; None: none is.
     """
 
@@ -378,7 +374,6 @@ class CallReader:
         self._after_call = True
 
     def _tell(self, arguments: str) -> None:
-        """More arguments of the last call."""
         if not self._found.calls:
             self._found.calls.append({"index": self.begun - 1, "function": {"arguments": ""}})
         self._found.calls[-1]["function"]["arguments"] += arguments

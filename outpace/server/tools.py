@@ -16,7 +16,7 @@ from typing import Any
 from outpace.errors import RequestError
 from outpace.server.errors import ApiError
 from outpace.server.schema import NamedTool, Tool, too_deep
-from outpace.server.structured_output import Wish
+from outpace.server.structured_output import StructuredOutput
 from outpace.server.tool_parser import HERMES, LLAMA3, MISTRAL, Format, special_marks
 
 Json = dict[str, Any]
@@ -59,11 +59,7 @@ class Offer:
 
 
 class Toolbox:
-    """How one model is told of functions and writes calls.
-
-    Args:
-        tokenizer: with a chat template.
-    """
+    """How one model is told of functions and writes calls."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -106,13 +102,12 @@ class Toolbox:
             return _introduced(out, plain), None
         return out, plain or None
 
-    def wish(
+    def structured_output(
         self, tools: Sequence[Tool] | None, choice: str | NamedTool | None, parallel: bool
-    ) -> Wish | None:
+    ) -> StructuredOutput | None:
         """The form that an answer must have so that it holds the calls that are asked for.
 
         Args:
-            tools: what may be called.
             choice: of the API; None: auto.
             parallel: whether one answer may hold several calls.
 
@@ -147,7 +142,7 @@ class Toolbox:
                 "here, so none can be asked for; leave it out",
                 field,
             )
-        return Wish("grammar", self._grammar(self.form, tools, must, parallel), field)
+        return StructuredOutput("grammar", self._grammar(self.form, tools, must, parallel), field)
 
     def _grammar(self, form: Format, tools: Sequence[Tool], must: bool, parallel: bool) -> str:
         """A grammar of answers: calls alone, or any text in which what is called is well formed."""
@@ -189,8 +184,6 @@ def _schema(form: Format, tools: Sequence[Tool], *, strict: bool) -> Json:
     """A JSON schema of one call.
 
     Args:
-        form: names the keys.
-        tools: what may be called.
         strict: hold only those to their schema that ask for it.
     """
     inner, options = {}, []

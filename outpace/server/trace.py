@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from outpace.engine.requests import Ready
+from outpace.engine.requests import GenerationRequest
 from outpace.serving.events import Tokens
 from outpace.serving.trace import Pass
 
@@ -17,16 +17,15 @@ class Tracer:
     """Writes traces of the answers of one request.
 
     Args:
-        ready: the request of each answer.
         tokenizer: the target's; None leaves texts empty.
     """
 
-    def __init__(self, ready: Sequence[Ready], tokenizer: Any) -> None:
+    def __init__(self, requests: Sequence[GenerationRequest], tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._streams = [
-            None if tokenizer is None else tokenizer.text_stream(continues=one.continues) for one in ready
+            None if tokenizer is None else tokenizer.text_stream(continues=one.continues) for one in requests
         ]
-        self._owed = [""] * len(ready)
+        self._owed = [""] * len(requests)
 
     def of(self, event: Tokens) -> dict[str, Any]:
         """Who wrote the tokens of an event, and its pass."""

@@ -9,45 +9,57 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from outpace.cache.base import PAGE, shared_prefix
 from outpace.drafters.base import Drafter
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
-from outpace.engine.requests import Ready
+from outpace.engine.requests import GenerationRequest
 from outpace.engine.results import Counters, DrafterCounts, Result
 from outpace.engine.scheduler import Scheduler
-from outpace.engine.sequence import Sequence as Running
+from outpace.engine.sequence import ActiveSequence
 from outpace.serving.events import Done, Event, Failed, Listener, ServiceStats, Tokens
 from outpace.serving.memory import Memory
-from outpace.serving.per_request_policy import Mixed, Own
+from outpace.serving.per_request_policy import Own, PerRequestPolicy
 from outpace.serving.preemption import restart, resume, suspend
 from outpace.serving.prompt_scores import PromptScores
-from outpace.serving.trace import told
+from outpace.serving.trace import described
 from outpace.step import Machine
 
 LOG = logging.getLogger("outpace.serving")
 
 
-class Fate:
-    """What became of a request, known to all of its answers and to whoever asked."""
+class Ticket:
+    """A request under way. Safe to use from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, answers: int, nudge: Callable[[], None]) -> None:
+        self.answers = answers
+        """Answers that were asked for; each ends with one Done or Failed."""
         self.cancelled = False
         """Nobody wants the rest. Set from any thread."""
         self.deaf = False
         """Its listener has failed, and is not called again."""
+        self._nudge = nudge
+
+    def cancel(self) -> None:
+        """Drop what is not answered yet: it leaves before the next pass, and its memory is free.
+
+        Each answer that had not ended still gets its Done, with ``finish_reason`` cancelled.
+        Harmless if all have ended.
+        """
+        self.cancelled = True
+        self._nudge()
 
 
 class Answer:
     """One answer, from the queue to its end."""
 
-    def __init__(self, ready: Ready, listen: Listener, fate: Fate, method: Method) -> None:
-        self.ready, self.listen, self.fate, self.method = ready, listen, fate, method
+    def __init__(self, request: GenerationRequest, listen: Listener, ticket: Ticket, method: Method) -> None:
+        self.request, self.listen, self.ticket, self.method = request, listen, ticket, method
         self.asked = time.perf_counter()
-        self.row: Running | None = None
+        self.row: ActiveSequence | None = None
         """Its sequence, once it has run."""
         self.scores: PromptScores | None = None
         """Of its prompt, if they are wanted."""
@@ -55,16 +67,16 @@ class Answer:
     @property
     def tokens(self) -> list[int]:
         """What its slot must hold before it can go on, but for the last token of a prompt."""
-        return list(self.ready.ids[:-1]) if self.row is None else self.row.tokens[:-1]
+        return list(self.request.prompt[:-1]) if self.row is None else self.row.tokens[:-1]
 
     def tell(self, event: Event) -> None:
         """Call its listener, unless that has failed."""
-        if self.fate.deaf:
+        if self.ticket.deaf:
             return
         try:
             self.listen(event)
         except Exception:
-            self.fate.deaf = self.fate.cancelled = True
+            self.ticket.deaf = self.ticket.cancelled = True
 
 
 class Batch:
@@ -72,14 +84,12 @@ class Batch:
 
     Args:
         engine: whose cache and target they run on.
-        methods: their drafters.
-        memory: gives slots.
         chunk: prompt tokens read between two plain steps of the others.
     """
 
     def __init__(self, engine: Engine, methods: Mapping[str, Method], memory: Memory, chunk: int) -> None:
         self.engine, self.memory = engine, memory
-        self.running: dict[Running, Answer] = {}
+        self.running: dict[ActiveSequence, Answer] = {}
         """In the order in which they entered."""
         self.victims: list[Answer] = []
         """Lost their slots to others, and are not queued again yet; latest first."""
@@ -92,7 +102,7 @@ class Batch:
                 engine.target,
                 engine.cache,
                 members,
-                Mixed(),
+                PerRequestPolicy(),
                 chunk=chunk,
                 listeners=(*engine.listeners, *watchers),
             )
@@ -107,8 +117,8 @@ class Batch:
         if self._soon(answer):
             return False
         try:
-            stored = answer.ready.prompt_logprobs is None  # keys that are copied come without logits
-            slot = self.memory.enter(answer.tokens, answer.ready.key, list(self.running), stored=stored)
+            stored = answer.request.prompt_logprobs is None  # keys that are copied come without logits
+            slot = self.memory.enter(answer.tokens, answer.request.key, list(self.running), stored=stored)
         except Exception as error:  # no memory for this one
             self.drop(answer, error)
             return True
@@ -127,15 +137,15 @@ class Batch:
         self._scheduler.join(answer.row)
         return True
 
-    def _begin(self, answer: Answer, slot: int) -> Running:
-        ready, method = answer.ready, answer.method
-        verifier = self.engine.verifier(method, ready.reproducible, ready.params)
-        row = self.engine.running(ready, slot, method, verifier)
+    def _begin(self, answer: Answer, slot: int) -> ActiveSequence:
+        request, method = answer.request, answer.method
+        verifier = self.engine.verifier(method, request.reproducible, request.params)
+        row = self.engine.running(request, slot, method, verifier)
         row.policy_state = Own(method.policy, row.policy_state)
         row.asked, row.num_cached = answer.asked, self.engine.cache.length(slot)
-        row.watch = told if ready.traced else None
-        if ready.prompt_logprobs is not None:
-            answer.scores = PromptScores(ready.ids, ready.prompt_logprobs)
+        row.watch = described if request.traced else None
+        if request.prompt_logprobs is not None:
+            answer.scores = PromptScores(request.prompt, request.prompt_logprobs)
             row.read_prompt = answer.scores.read
         return row
 
@@ -146,28 +156,27 @@ class Batch:
         reading = [row for row in self.running if row.reading]
         if self._scheduler.busy_reading:
             return True
-        ids, key, store = answer.tokens, answer.ready.key, self.memory.store
-        if not reading or not store.most or answer.ready.prompt_logprobs is not None:
+        ids, key, store = answer.tokens, answer.request.key, self.memory.store
+        if not reading or not store.most or answer.request.prompt_logprobs is not None:
             return False
-        same = max((shared_prefix(row.tokens, ids) for row in reading if row.key == key), default=0)
+        same = max((shared_prefix(row.tokens, ids) for row in reading if row.request.key == key), default=0)
         return same // PAGE * PAGE > store.known(key, ids)
 
     def drop_cancelled(self) -> None:
-        """End the answers that nobody wants."""
         for row, answer in list(self.running.items()):
-            if answer.fate.cancelled:
+            if answer.ticket.cancelled:
                 row.cancel()
                 self._scheduler.leave(row)
                 self._deliver(row)
 
     def drop(self, answer: Answer, error: Exception | None = None) -> None:
         """End an answer that has no slot, cancelled or failed."""
-        row, ready = answer.row, answer.ready
+        row, request = answer.row, answer.request
         if row is not None:
             self._release(row, answer, keep_slot=True)
         self._count_end("cancelled" if error is None else "error")
         if error is not None:
-            self._say(answer, Failed(index=ready.index, error=error))
+            self._say(answer, Failed(index=request.index, error=error))
             return
         if row is not None:
             row.cancel()
@@ -177,15 +186,15 @@ class Batch:
                 text="",
                 tokens=(),
                 finish_reason="cancelled",
-                prompt_tokens=len(ready.ids),
+                prompt_tokens=len(request.prompt),
                 counters=Counters(),
                 seconds=0.0,
                 prefill_seconds=0.0,
-                seed=ready.seed,
+                seed=request.seed,
                 drafter=answer.method.spec,
                 queue_seconds=time.perf_counter() - answer.asked,
             )
-        self._say(answer, Done(index=ready.index, result=result))
+        self._say(answer, Done(index=request.index, result=result))
 
     def lost(self) -> list[Answer]:
         """All that have begun and not ended, for the case that nothing goes on."""
@@ -211,7 +220,7 @@ class Batch:
                 self._store(row)
             self._deliver(row)
 
-    def _store(self, row: Running) -> None:
+    def _store(self, row: ActiveSequence) -> None:
         """Keep its text for others; if that fails, it fails for this row alone."""
         try:
             self.memory.save(row)
@@ -220,10 +229,10 @@ class Batch:
                 self._scheduler.leave(row)
             row.fail(error)
 
-    def _place(self, row: Running) -> tuple[int, int]:
+    def _place(self, row: ActiveSequence) -> tuple[int, int]:
         return self.engine.cache.length(row.slot), len(row.tokens)
 
-    def _one_by_one(self, before: Mapping[Running, tuple[int, int]]) -> list[Running]:
+    def _one_by_one(self, before: Mapping[ActiveSequence, tuple[int, int]]) -> list[ActiveSequence]:
         """A pass broke: find out whose fault it was, and let the others go on."""
         for row, place in before.items():
             self.engine.cache.drop(row.slot)
@@ -243,7 +252,7 @@ class Batch:
         self._scheduler.active = [row for row in self._scheduler.active if not row.finished]
         return list(before)
 
-    def _deliver(self, row: Running) -> None:
+    def _deliver(self, row: ActiveSequence) -> None:
         """Note what became readable, and end what is finished."""
         answer = self.running[row]
         for chunk in row.chunks:
@@ -279,7 +288,7 @@ class Batch:
         else:
             self._say(answer, Done(index=row.index, result=result))
 
-    def _release(self, row: Running, answer: Answer, keep_slot: bool = False) -> None:
+    def _release(self, row: ActiveSequence, answer: Answer, keep_slot: bool = False) -> None:
         try:
             self.engine.release(row, answer.method, keep_slot)
         except Exception as error:
@@ -298,7 +307,6 @@ class Batch:
         self._finished[reason] = self._finished.get(reason, 0) + 1
 
     def stats(self, slots: int) -> ServiceStats:
-        """A snapshot, without those that wait."""
         pages = self.memory.counts(list(self.running))
         return ServiceStats(
             running=len(self.running),

@@ -12,8 +12,6 @@ from outpace.serving.trace import Pass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """New tokens of an answer."""
-
     index: int
     """Which answer of the request, from 0."""
     ids: tuple[int, ...]
@@ -53,8 +51,6 @@ Listener = Callable[[Event], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceStats:
-    """A snapshot of a service."""
-
     running: int = 0
     """Answers that have a slot."""
     waiting: int = 0

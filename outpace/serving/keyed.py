@@ -12,9 +12,6 @@ from outpace.errors import RequestError
 def check_stores(drafters: Sequence[str]) -> None:
     """Refuse drafters that would never use the store that they name, since every request has a key.
 
-    Args:
-        drafters: method specs.
-
     Raises:
         SpecError: one that cannot be read.
         RequestError: one names a store of past answers.

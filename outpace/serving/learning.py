@@ -7,7 +7,7 @@
 The step knows nothing of it: a drafter is shown every verified pass anyway (``observe``), and that
 is what a learner learns from. Learning happens on the service's thread, in units of milliseconds:
 a thread of its own would need workers of its own, beside which passes take twice as long
-(`outpace.serving.workers`), and would have to be kept from changing weights within a step.
+(`outpace.serving.openmp`), and would have to be kept from changing weights within a step.
 
 What a learner does is its own matter; the registry lists learners. If one fails, learning ends, and
 serving goes on with the drafters that there are.
@@ -49,8 +49,6 @@ work between two tokens, and more idle time will come."""
 
 
 class Text(Protocol):
-    """A learner's view of one sequence."""
-
     @property
     def branch(self) -> str:
         """Texts of one branch have one drafter."""
@@ -97,9 +95,7 @@ class Learner(Protocol):
         ...
 
     @property
-    def folder(self) -> Path:
-        """Where versions are kept."""
-        ...
+    def folder(self) -> Path: ...
 
     @property
     def busy(self) -> bool:
@@ -114,9 +110,7 @@ class Learner(Protocol):
         """One pass of these sequences was committed. Outcomes are valid during the call."""
         ...
 
-    def end(self, text: Any) -> None:
-        """A sequence has ended."""
-        ...
+    def end(self, text: Any) -> None: ...
 
     def step(self, budget_s: float) -> Version | None:
         """Learn for so many seconds, or for one unit of work; maybe give a new version."""
@@ -126,15 +120,11 @@ class Learner(Protocol):
         """Figures by name; `outpace.server.metrics` has those that a server reports."""
         ...
 
-    def close(self) -> None:
-        """Forget what was seen."""
-        ...
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """One sequence."""
-
     request: Request
     tokens: list[int]
     """Committed."""
@@ -154,7 +144,6 @@ class Watched(WrappingDrafter[_State]):
 
     Args:
         base: what learning started from; serves texts whose branch has learned nothing.
-        learner: is shown what happens.
     """
 
     def __init__(self, base: Drafter[Any], learner: Learner) -> None:
@@ -265,7 +254,6 @@ class Watched(WrappingDrafter[_State]):
                 self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Learn no more; say why."""
         self.broken = error
         LOG.error("learning has stopped; serving goes on: %s", error, exc_info=error)
 
@@ -295,9 +283,7 @@ class Learning:
 
     Args:
         learner: is closed by ``close``.
-        methods: of the service.
         share: of the time of passes, what learning may take; idle time comes on top.
-        now: a clock.
 
     Raises:
         RequestError: a share that is none, or a policy that needs weights that stay.

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from outpace.cache.base import PAGE, KVCache
-from outpace.engine.sequence import Sequence as Running
+from outpace.engine.sequence import ActiveSequence
 from outpace.errors import RequestError
 from outpace.serving.prefix import PrefixStore
 
@@ -33,8 +33,6 @@ LEAST_PAGES = 64
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """How the pages stand."""
-
     limit: int
     """0: there is none."""
     used: int
@@ -53,7 +51,6 @@ class Memory:
         pages: limit of everything together; None: a share of what is free on the device now.
         stored: most pages kept for prompts that begin alike; None: some 512 MB; 0: none.
         tail: rows that a pass may add to a slot beyond the pending one.
-        device: where the cache is.
 
     Raises:
         RequestError: too few pages, or a cache that cannot be limited.
@@ -99,14 +96,12 @@ class Memory:
             )
 
     def enter(
-        self, ids: Sequence[int], key: str, running: Sequence[Running], *, stored: bool = True
+        self, ids: Sequence[int], key: str, running: Sequence[ActiveSequence], *, stored: bool = True
     ) -> int | None:
         """Open a slot for a text, with what is known of it copied in.
 
         Args:
             ids: tokens that are going to be read.
-            key: whose they are.
-            running: the sequences that have slots.
             stored: whether stored pages may be used.
 
         Returns:
@@ -127,7 +122,7 @@ class Memory:
             raise
         return slot
 
-    def settle(self, running: Sequence[Running]) -> bool:
+    def settle(self, running: Sequence[ActiveSequence]) -> bool:
         """Make room for the next pass of these; False if there are too many."""
         if self.pages is None or not running:
             return True
@@ -137,10 +132,10 @@ class Memory:
         self._make_room(running, 0, min(needs, self.pages))
         return True
 
-    def save(self, row: Running) -> None:
+    def save(self, row: ActiveSequence) -> None:
         """Store the text that a slot holds, page by page."""
         before = len(self.store)
-        self.store.save(row.slot, row.key)
+        self.store.save(row.slot, row.request.key)
         if self.pages is not None and len(self.store) > before:
             self.store.shrink(self.pages - self._allocated)
 
@@ -152,10 +147,10 @@ class Memory:
     def _needs(self, tokens: int) -> int:
         return -(-(tokens + self._tail) // PAGE)
 
-    def _of(self, row: Running) -> int:
+    def _of(self, row: ActiveSequence) -> int:
         return self._needs(len(row.tokens))
 
-    def _make_room(self, running: Sequence[Running], entering: int, pages: int) -> None:
+    def _make_room(self, running: Sequence[ActiveSequence], entering: int, pages: int) -> None:
         """Allocate at least ``pages`` pages for each of these and for ``entering`` more."""
         slots = len(running) + entering
         assert self.pages is not None
@@ -179,13 +174,12 @@ class Memory:
         self.store.shrink(self.pages - slots * pages)
         self.cache.resize(slots, pages * PAGE)
 
-    def counts(self, running: Sequence[Running]) -> PageCounts:
-        """How the pages stand."""
+    def counts(self, running: Sequence[ActiveSequence]) -> PageCounts:
         used = sum(-(-self.cache.length(row.slot) // PAGE) for row in running)
         stored, limit = len(self.store), self.pages or 0
         return PageCounts(limit, used, stored, max(0, limit - self._allocated - stored))
 
-    def check_integrity(self, running: Sequence[Running]) -> None:
+    def check_integrity(self, running: Sequence[ActiveSequence]) -> None:
         """Raise AssertionError if memory is lost or the bookkeeping contradicts itself."""
         self.cache.check_integrity()
         self.store.check_integrity()
@@ -199,7 +193,6 @@ def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
     """Memory that is free on a device; None if it cannot be told.
 
     Args:
-        device: where.
         root: of the file system in which a machine with a CPU alone tells of itself.
     """
     if device.type == "cuda":

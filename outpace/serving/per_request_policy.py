@@ -20,7 +20,7 @@ class Own:
     """Guesses that it was last planned."""
 
 
-class Mixed(Policy):
+class PerRequestPolicy(Policy):
     """Hands every sequence on to its own policy.
 
     Its rows' states are ``Own``. Policies whose plans do not depend on the batch come first, so
@@ -34,11 +34,9 @@ class Mixed(Policy):
         super().__init__(None)
 
     def asks(self, state: Own, load: Load) -> float | None:
-        """As its own policy does."""
         return state.policy.asks(state.state, load)
 
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
-        """One call per policy that occurs."""
         plans: dict[int, Plan] = {}
         for policy, indices in sorted(_by_policy(rows), key=lambda item: not item[0].deterministic):
             mine = set(indices)
@@ -49,7 +47,6 @@ class Mixed(Policy):
         return [plans[i] for i in range(len(rows))]
 
     def learn(self, rows: Sequence[PolicyRow], evidence: Sequence[Evidence]) -> None:
-        """One call per policy that occurs."""
         for policy, indices in _by_policy(rows):
             policy.learn(_inner(rows, indices), [evidence[i] for i in indices])
 

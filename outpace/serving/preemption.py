@@ -7,19 +7,20 @@ the text again show them these. So the text goes on as if nothing had happened.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from outpace.cache.base import KVCache
-from outpace.drafters.base import Request
 from outpace.engine.method import Method
-from outpace.engine.sequence import Sequence
+from outpace.engine.sequence import ActiveSequence
 
 
-def suspend(row: Sequence, cache: KVCache) -> None:
+def suspend(row: ActiveSequence, cache: KVCache) -> None:
     """Take the slot away from a sequence that no pass is running over."""
     cache.close(row.slot)
     row.slot = -1
 
 
-def resume(row: Sequence, method: Method, cache: KVCache, slot: int) -> None:
+def resume(row: ActiveSequence, method: Method, cache: KVCache, slot: int) -> None:
     """Give a suspended sequence a slot that holds a prefix of its tokens, not its pending one.
 
     Effects: ``row.reading`` holds until its text is read again.
@@ -31,11 +32,11 @@ def resume(row: Sequence, method: Method, cache: KVCache, slot: int) -> None:
     again = frozenset(name for name, one in method.members.items() if one.drafter.traits.taps)
     restart(row, method, cache, again, num_cached=cache.length(slot))
     row.behind = True
-    row.states = {name: row.all_states[name] for name in again}
+    row.members = {name: row.all_members[name] for name in again}
 
 
 def restart(
-    row: Sequence,
+    row: ActiveSequence,
     method: Method,
     cache: KVCache,
     names: frozenset[str] | None = None,
@@ -44,17 +45,14 @@ def restart(
     """Begin drafters of a sequence anew.
 
     Args:
-        row: the sequence.
-        method: its drafters.
-        cache: holds its slot.
         names: which drafters; None: all.
         num_cached: tokens that no pass will show them; None: those that the slot holds, and the pending
             one too, unless the text is still being read.
     """
     if num_cached is None:
         num_cached = cache.length(row.slot) if row.reading else len(row.tokens)
-    request = Request(prompt=tuple(row.tokens), num_cached=num_cached, reference=row.reference, key=row.key)
+    request = replace(row.request, prompt=tuple(row.tokens), num_cached=num_cached)
     for name, one in method.members.items():
         if names is None or name in names:
-            one.drafter.end(row.all_states[name])
-            row.all_states[name] = one.drafter.begin(request)
+            one.drafter.end(row.all_members[name].state)
+            row.all_members[name].state = one.drafter.begin(request)

@@ -38,7 +38,6 @@ class PrefixStore:
     """A bounded store of pages; the one least lately used goes first, children before parents.
 
     Args:
-        cache: whose slots are copied.
         most: pages to keep; 0 keeps none.
     """
 

@@ -10,12 +10,7 @@ _ROWS = 32  # of logits whose log-probabilities are taken at a time, since that 
 
 
 class PromptScores:
-    """Notes what the target thought of every token of one prompt.
-
-    Args:
-        ids: the prompt.
-        alternatives: to report per token.
-    """
+    """Notes what the target thought of every token of one prompt."""
 
     def __init__(self, ids: tuple[int, ...], alternatives: int) -> None:
         self._ids, self._alternatives = ids, alternatives

@@ -14,23 +14,23 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from outpace.config import MethodSpec, names_folder
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
-from outpace.engine.requests import Ready, settle
+from outpace.engine.requests import GenerationRequest, settle
 from outpace.errors import QueueFull, RequestError, ServiceClosed
 from outpace.models.base import Target
 from outpace.models.prompts import Prompt
 from outpace.params import SamplingParams
-from outpace.serving.batch import Answer, Batch, Fate
+from outpace.serving.batch import Answer, Batch, Ticket
 from outpace.serving.events import Failed, Listener, ServiceStats
 from outpace.serving.learning import SHARE, Learner, Learning
 from outpace.serving.memory import Memory
-from outpace.serving.workers import let_go
+from outpace.serving.openmp import let_go
 
 NONE = "none"
 TAIL = 64
@@ -42,25 +42,6 @@ def usual_chunk(target: Target) -> int:
     per token than a larger one, and 512 elsewhere.
     """
     return 128 if target.device.type == "cpu" else 512
-
-
-class Ticket:
-    """A request under way. Safe to use from any thread."""
-
-    def __init__(self, answers: int, nudge: Callable[[], None]) -> None:
-        self.answers = answers
-        """Answers that were asked for; each ends with one Done or Failed."""
-        self.fate = Fate()
-        self._nudge = nudge
-
-    def cancel(self) -> None:
-        """Drop what is not answered yet: it leaves before the next pass, and its memory is free.
-
-        Each answer that had not ended still gets its Done, with ``finish_reason`` cancelled.
-        Harmless if all have ended.
-        """
-        self.fate.cancelled = True
-        self._nudge()
 
 
 class Service:
@@ -147,7 +128,7 @@ class Service:
         reproducible: bool | None = None,
         reference: str | Sequence[int] | None = None,
         **settings: Any,
-    ) -> Ready:
+    ) -> GenerationRequest:
         """Encode and check a request, on the caller's thread; ``submit`` takes what it gives.
 
         Args:
@@ -156,19 +137,17 @@ class Service:
             chat: wrap a text prompt in the model's chat template.
             drafter: one of ``drafters``; None takes the first.
             draft_tokens: most guesses per pass; 0 drafts nothing.
-            reproducible: as in ``Engine.generate``.
-            reference: as in ``Engine.generate``.
 
         Raises:
             RequestError: what ``submit`` would refuse.
         """
         (own,) = settle(params, settings, 1)
-        ready = self.engine.ready(prompt, own, chat=chat, reference=reference)
-        ready = replace(ready, drafter=drafter, draft_tokens=draft_tokens, reproducible=reproducible)
-        self._check(ready)
-        return ready
+        request = self.engine.request(prompt, own, chat=chat, reference=reference)
+        request = replace(request, drafter=drafter, draft_tokens=draft_tokens, reproducible=reproducible)
+        self._check(request)
+        return request
 
-    def submit(self, request: Ready, listen: Listener, *, key: str = "") -> Ticket:
+    def submit(self, request: GenerationRequest, listen: Listener, *, key: str = "") -> Ticket:
         """Queue a request; returns at once.
 
         Args:
@@ -198,11 +177,11 @@ class Service:
                 )
             ticket = Ticket(len(ones), self._nudge)
             for one in ones:
-                self._waiting.append(Answer(one, listen, ticket.fate, method))
+                self._waiting.append(Answer(one, listen, ticket, method))
             self._wake.notify()
         return ticket
 
-    def _check(self, request: Ready) -> Method:
+    def _check(self, request: GenerationRequest) -> Method:
         """Refuse what cannot be served; give the method that will serve it."""
         spec = self.drafters[0] if request.drafter is None else request.drafter
         # A path from outside is not even looked at.
@@ -214,12 +193,12 @@ class Service:
         params = request.params
         if params != params.resolved(self.engine.target.defaults):
             raise RequestError("the request's params are not resolved; make it with request()")
-        self.engine.check(request.ids, params)
+        self.engine.check(request.prompt, params)
         self.engine.verifier(self._methods[name], request.reproducible, params)
-        self._memory.check(min(len(request.ids) + params.max_new_tokens, self.engine.target.max_positions))
+        self._memory.check(min(len(request.prompt) + params.max_new_tokens, self.engine.target.max_positions))
         return self._methods[name]
 
-    def lossless(self, request: Ready) -> bool:
+    def lossless(self, request: GenerationRequest) -> bool:
         """Whether its answers will have the distribution of the model.
 
         Raises:
@@ -227,16 +206,12 @@ class Service:
         """
         method = self._check(request)
         verifier = self.engine.verifier(method, request.reproducible, request.params)
-        return all(one.lossless for one in method.verifiers(verifier).values())
+        return method.lossless(verifier)
 
     @property
     def lossy(self) -> tuple[str, ...]:
         """Of ``drafters``, those whose own verifiers change the distribution of the answers."""
-        return tuple(
-            spec
-            for spec, method in self._methods.items()
-            if not all(one.lossless for one in method.verifiers(method.verifier).values())
-        )
+        return tuple(spec for spec, method in self._methods.items() if not method.lossless(method.verifier))
 
     @property
     def longest(self) -> int:
@@ -297,7 +272,6 @@ class Service:
             self._wake.notify()
 
     def _work(self) -> None:
-        """The service's thread."""
         try:
             while self._wait():
                 self._batch.drop_cancelled()
@@ -319,7 +293,7 @@ class Service:
                 self._stats = replace(self._stats, running=0)
             self._batch.tell()
             for answer in lost:
-                answer.tell(Failed(index=answer.ready.index, error=error))
+                answer.tell(Failed(index=answer.request.index, error=error))
             raise
         finally:
             if self._learning is not None:
@@ -339,7 +313,7 @@ class Service:
                     self._wake.wait()
             if self._closing == "drop":
                 for answer in (*self._waiting, *self._batch.running.values()):
-                    answer.fate.cancelled = True
+                    answer.ticket.cancelled = True
         return True
 
     def _learn(self) -> bool:
@@ -355,7 +329,7 @@ class Service:
     def _admit(self) -> None:
         """Let in those that wait, first come, first served; cancelled ones end."""
         with self._wake:
-            gone = [answer for answer in self._waiting if answer.fate.cancelled]
+            gone = [answer for answer in self._waiting if answer.ticket.cancelled]
             for answer in gone:
                 self._waiting.remove(answer)
         for answer in gone:

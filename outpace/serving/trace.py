@@ -1,4 +1,4 @@
-"""What happened in one pass of an answer, for those who want to see it: guesses, fates, laws.
+"""What happened in one pass of an answer, for those who want to see it: guesses, fates, distributions.
 
 Copied while the pass is still there. It costs a softmax over the rows of the draft and a wait for
 the device, so requests ask for it.
@@ -37,16 +37,16 @@ class Pass:
     kept: tuple[int, ...]
     """Accepted guesses, a path from the pending token down."""
     q: tuple[float | None, ...]
-    """Of each guess in the law that it was drawn from; None: it was chosen by a rule."""
+    """Of each guess in the distribution that it was drawn from; None: it was chosen by a rule."""
     p: tuple[float, ...]
-    """Of each guess in the target's own law after its parent, before any setting."""
+    """Of each guess in the target's own distribution after its parent, before any setting."""
     added: int | None
     """The token of the target's own; None where a stop cut it off."""
     added_p: float | None
     """Its probability, as ``p``."""
 
 
-def told(outcome: Outcome) -> Pass:
+def described(outcome: Outcome) -> Pass:
     """Copy what a pass did. Its logits must still be there. One host sync, one more per q."""
     draft, verdict = outcome.draft, outcome.verdict
     nodes = sorted({*verdict.kept, *_first(len(draft), MOST - len(verdict.kept), verdict.kept)})
@@ -79,7 +79,7 @@ def _first(count: int, most: int, kept: tuple[int, ...]) -> list[int]:
 
 
 def _probabilities(outcome: Outcome, after: list[int], tokens: list[int]) -> list[float]:
-    """Of each token after a node, in the target's law."""
+    """Of each token after a node, in the target's distribution."""
     if not after:
         return []
     rows = sorted(set(after))  # row 0 is the pending token's, or the last one of a prompt
@@ -91,7 +91,7 @@ def _probabilities(outcome: Outcome, after: list[int], tokens: list[int]) -> lis
 
 
 def _drawn(draft: Draft, node: int) -> float | None:
-    """The drafter's probability of a node, if it was drawn from a law."""
+    """The drafter's probability of a node, if it was drawn from a distribution."""
     for group in draft.groups_of[draft.parent_N[node]]:
         if group.law is not None and node in group.nodes:
             return draft.laws[group.law].prob(draft.token_N[node])

@@ -1,20 +1,20 @@
 """Which row learns which token: the shifts between features, inputs and labels, in one place.
 
-Row t of a feature was computed when token t was fed, and the target's law at row t is its law of
-token t + 1. Everything else follows from how far *ahead* of its row a token is:
+Row t of a feature was computed when token t was fed, and the target's distribution at row t is its
+distribution of token t + 1. Everything else follows from how far *ahead* of its row a token is:
 
     draft model     row t reads token t                          and guesses token t + 1
     EAGLE, depth 1  row t reads feature t and token t + 1        and guesses token t + 2
     EAGLE, depth j  row t reads its own output and token t + j   and guesses token t + j + 1
 
-The law of the token that is k ahead of row t is the target's law at row t + k - 1. A row of an
-EAGLE drafter has position t + j - 1 at depth j: the feature's own position in the target, one
+The distribution of the token that is k ahead of row t is the target's distribution at row t + k - 1. A row
+of an EAGLE drafter has position t + j - 1 at depth j: the feature's own position in the target, one
 more for every guess. Rotary attention sees differences alone, so a convention that adds 1 to all
 of them reads the same checkpoints.
 
 A token teaches if it belongs to an answer; which rows learn is decided by the first guess.
 
-Shape letters: B sequences, T tokens of the longest, A most learning rows of a sequence, N laws,
+Shape letters: B sequences, T tokens of the longest, A most learning rows of a sequence, N distributions,
 H hidden size.
 """
 
@@ -35,7 +35,6 @@ class Aligned:
     """The learning rows of a batch, and what stands ahead of them.
 
     Args:
-        batch: any batch.
         ahead: of the first guess, ``DRAFT_MODEL`` or ``EAGLE``.
     """
 
@@ -53,7 +52,7 @@ class Aligned:
         """int64: the row's index in its sequence; 0 where not real."""
         has_law_BT = _shifted(self._teaches_BT, 1)
         self.law_N = has_law_BT.flatten().nonzero().squeeze(1)
-        """int64: rows of the flattened [B * T] whose laws teach."""
+        """int64: rows of the flattened [B * T] whose distributions teach."""
         number_BT = has_law_BT.flatten().cumsum(0).view_as(has_law_BT) - 1
         self._law_BT = number_BT.where(has_law_BT, 0)
 
@@ -66,7 +65,7 @@ class Aligned:
         return self._at(self._teaches_BT, ahead) & self.real_BA
 
     def law(self, ahead: int) -> Tensor:
-        """Number, in ``law_N``, of the law of the token so far ahead; right where it teaches."""
+        """Number, in ``law_N``, of the distribution of the token so far ahead; right where it teaches."""
         return self._at(self._law_BT, ahead - 1)
 
     def rows(self, x_BTH: Tensor) -> Tensor:
@@ -75,7 +74,7 @@ class Aligned:
         return x_BTH.gather(1, index_BAH)
 
     def laws_of(self, x_BTH: Tensor) -> Tensor:
-        """The features from which the laws are computed, [N, H]."""
+        """The features from which the distributions are computed, [N, H]."""
         return x_BTH.flatten(0, 1).index_select(0, self.law_N)
 
     def follows(self, count: int) -> Tensor:
@@ -104,7 +103,6 @@ def next_tokens(batch: Batch) -> Tensor:
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:
-    """The batch on a device."""
     if batch.token_BT.device == device:
         return batch
     return replace(

@@ -17,9 +17,11 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from outpace.errors import RequestError
-from outpace.train.tokens import TokenStore
+from outpace.train.repeats import near_duplicates
+from outpace.train.tokens import TokenSequence, TokenStore
 
 Split = Literal["train", "held_out"]
 
@@ -37,22 +39,29 @@ class Batch:
     answer_BT: Tensor
     """bool: the target generated this token (or it is text to learn), so predicting it counts."""
     feature: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tap -> bfloat16 [B, T, H]: row t was computed when token t was fed, so the target's law of
+    """Tap -> bfloat16 [B, T, H]: row t was computed when token t was fed, so the target's distribution of
     token t + 1 is ``head(feature["hidden.-1"][:, t])``. 0 behind the end. Empty if no tap is
     wanted."""
 
     @property
     def tokens(self) -> int:
-        """Real tokens."""
         return int(self.length_B.sum())
 
 
 class Features(Protocol):
-    """Where batches get features; `outpace.train.capture.FeatureStore` is one."""
+    """Where batches get features; `outpace.train.features.FeatureStore` is one."""
 
-    def read(self, number: int, length: int, tap: str) -> Tensor:
-        """Features bfloat16 [length, H] of the first tokens of the sequence so numbered."""
+    def of(self, part: Sequence[TokenSequence]) -> list[Mapping[str, Tensor]]:
+        """Features of sequences, or of their beginnings: tap -> bfloat16 [T, H] each."""
         ...
+
+
+def padded(found: Sequence[Mapping[str, Tensor]], taps: Sequence[str], length: int) -> dict[str, Tensor]:
+    """Features of B texts as a batch carries them: tap -> [B, length, H], 0 behind each end."""
+    return {
+        tap: torch.stack([F.pad(one[tap], (0, 0, 0, length - len(one[tap]))) for one in found])
+        for tap in taps
+    }
 
 
 class Batches:
@@ -74,13 +83,10 @@ class Batches:
         """Choose what to iterate over.
 
         Args:
-            store: the sequences.
             tokens_per_batch: most tokens of a batch, padding included.
             seed: of the order; the held-out split always comes in the same order.
-            split: ``train`` or ``held_out``.
             features: where ``taps`` are read; None if there are none.
             taps: names of the features that batches carry.
-            max_length: longer sequences lose their ends.
             rank: of this process, from 0.
             world: processes that share the batches of an epoch; each gets every world-th.
 
@@ -97,9 +103,11 @@ class Batches:
         if not 0 <= rank < world:
             raise RequestError(f"rank must be in 0 to {world - 1}, got {rank}")
         if taps and features is None:
-            raise RequestError(f"taps {', '.join(taps)} are wanted, but no features were captured")
-        wanted = store.held_out_S if split == "held_out" else ~store.held_out_S
-        self._rows = np.flatnonzero(wanted)
+            raise RequestError(f"taps {', '.join(taps)} are wanted, but there is nothing to compute them")
+        learned = split == "train"
+        self._rows = np.flatnonzero(
+            ~(store.held_out_S | near_duplicates(store)) if learned else store.held_out_S
+        )
         if len(self._rows) == 0:
             raise RequestError(
                 f"{store.folder} holds no sequence of the {split.replace('_', '-')} split; "
@@ -137,12 +145,10 @@ class Batches:
             index += 1
 
     def __iter__(self) -> Iterator[Batch]:
-        """All batches of epoch 0."""
         return (self.at(0, index) for index in range(self.count(0)))
 
     @property
     def tokens(self) -> int:
-        """Real tokens of an epoch."""
         return int(self._length_S[self._rows].sum())
 
     def _folded(self, epoch: int) -> int:
@@ -172,17 +178,13 @@ class Batches:
         longest = max(lengths)
         token_BT = torch.zeros(len(rows), longest, dtype=torch.int64)
         answer_BT = torch.zeros(len(rows), longest, dtype=torch.bool)
+        part = [self.store[row].beginning(length) for row, length in zip(rows, lengths, strict=True)]
+        for i, one in enumerate(part):
+            token_BT[i, : len(one.ids)] = torch.from_numpy(one.ids.astype(np.int64))
+            answer_BT[i, one.prompt : len(one.ids)] = True
         feature: dict[str, Tensor] = {}
-        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            one = self.store[row]
-            token_BT[i, :length] = torch.from_numpy(one.ids[:length].astype(np.int64))
-            answer_BT[i, one.prompt : length] = True
-            for tap in self.taps:
-                assert self.features is not None
-                rows_TH = self.features.read(one.number, length, tap)
-                if tap not in feature:
-                    feature[tap] = torch.zeros(len(rows), longest, rows_TH.shape[1], dtype=torch.bfloat16)
-                feature[tap][i, :length] = rows_TH
+        if self.features is not None and self.taps:
+            feature = padded(self.features.of(part), self.taps, longest)
         return Batch(token_BT=token_BT, length_B=torch.tensor(lengths), answer_BT=answer_BT, feature=feature)
 
 

@@ -31,9 +31,6 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[
     """Write a checkpoint, then drop all but the newest ``KEPT``.
 
     Args:
-        folder: made if absent.
-        step: names the file.
-        tensors: as they are, any dtype.
         state: plain data; numbers come back as they were.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +58,6 @@ def kept(folder: Path, best: Path) -> str:
     """One line on what a training that was stopped leaves, and how to go on.
 
     Args:
-        folder: of its checkpoints.
         best: folder of its best drafter so far, if there is one.
     """
     last = latest(folder)

@@ -12,10 +12,6 @@ from outpace.files import replaced
 def draw(history: Sequence[Mapping[str, Any]], path: Path) -> bool:
     """Draw measurements into a PNG file.
 
-    Args:
-        history: measurements as `outpace.train.loop.Trained` has them.
-        path: where; its folder is made.
-
     Returns:
         Whether there is a picture: not without matplotlib, nor below two measurements.
     """

@@ -18,9 +18,6 @@ def take_device(device: str | None) -> None:
 
     Call it before anything is loaded. One process alone, or on the CPU, is left as it is.
 
-    Args:
-        device: as for `outpace.models.load.load_target`.
-
     Raises:
         RequestError: this machine has fewer GPUs than processes.
     """
@@ -66,17 +63,14 @@ class ProcessGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes files."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over processes, in place."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
     def same(self, value: float) -> float:
-        """The leader's number."""
         if self.size == 1:
             return value
         box = torch.tensor([value], dtype=torch.float64, device=self._device)
@@ -84,7 +78,6 @@ class ProcessGroup:
         return float(box)
 
     def agree(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Begin with the leader's weights."""
         if self.size > 1:
             for one in parameters:
                 dist.broadcast(one.data, 0)
@@ -105,7 +98,6 @@ class ProcessGroup:
             start += gradient.numel()
 
     def close(self) -> None:
-        """Leave, if this made the group."""
         if self._began:
             dist.barrier()
             dist.destroy_process_group()

@@ -37,24 +37,23 @@ class Estimate:
     """Of prompts and answers together."""
     answer_tokens: int
     disk_bytes: int
-    """To be written: features, tokens, checkpoints."""
+    """To be written, at most: features, tokens, checkpoints."""
     memory_bytes: int
     """At most in use at a time."""
     steps: int
     """Of training."""
     generate_seconds: float
-    capture_seconds: float
+    feature_seconds: float
     train_seconds: float
     measure_seconds: float
     """Of the drafter, against plain decoding, when it is made."""
 
     @property
     def seconds(self) -> float:
-        """Of everything."""
-        return self.generate_seconds + self.capture_seconds + self.train_seconds + self.measure_seconds
+        spent = self.generate_seconds + self.feature_seconds + self.train_seconds
+        return spent + self.measure_seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {**asdict(self), "seconds": self.seconds}
 
 
@@ -92,18 +91,24 @@ def estimate(pipeline: Pipeline, measured_tokens: int = 0) -> Estimate:
     train_seconds = steps * step_seconds
     if loop.minutes is not None:
         train_seconds = min(train_seconds, 60 * loop.minutes)
-    features = tokens * len(pipeline.taps) * target.hidden_size * 2
+    per_token = len(pipeline.taps) * target.hidden_size * 2
+    there = 0 if pipeline.features is None else pipeline.features.nbytes
+    room = min(round(options.pipeline.feature_gb * 1e9), tokens * per_token)
+    read = steps * options.pipeline.tokens_per_batch  # tokens that training reads, again in each epoch
+    computed = max(0, min(read, tokens) - there // max(per_token, 1))
+    if read > tokens:  # later epochs find on disk what had room there
+        computed += round((read - tokens) * (1 - room / max(tokens * per_token, 1)))
     rows = data.max_prompt + data.max_new_tokens
     return Estimate(
         answers=answers,
         tokens=tokens,
         answer_tokens=wanted,
         # Two checkpoints of weights and moments in float32, and a third on its way.
-        disk_bytes=max(0, features - pipeline.captured_bytes()) + 4 * tokens + 3 * 12 * parameters,
+        disk_bytes=max(0, room - there) + 4 * tokens + 3 * 12 * parameters,
         memory_bytes=_peak_memory() + cache_bytes * rows * data.batch,
         steps=steps,
         generate_seconds=missing * (answer * decode / data.batch + prompt * per_row),
-        capture_seconds=max(0, features - pipeline.captured_bytes()) / max(features, 1) * tokens * per_row,
+        feature_seconds=computed * per_row if pipeline.taps else 0.0,
         train_seconds=train_seconds,
         # Both warm up, and a drafter that is not trained yet may be no faster.
         measure_seconds=2 * measured_tokens * alone,

@@ -18,7 +18,6 @@ def export(source: Path, form: str, out: Path, target: Target, verifier: str | N
         source: drafter folder; for some formats files of other programs, too.
         form: a format of the method's exporter.
         out: folder to write to; files of the same names are replaced.
-        target: what it was trained for.
         verifier: how the other program calls the target, a hub id as a rule; None: its name here.
 
     Returns:

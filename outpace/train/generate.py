@@ -36,19 +36,17 @@ _SAY_EVERY = 10.0  # seconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateConfig:
-    """How answers are made."""
-
     tokens: int = 1_000_000
     """Answer tokens wanted. No more answers are begun than it takes, by the mean length so far."""
     greedy: float = 0.5
     """Share of greedy answers, in [0, 1]; a prompt gets one at most, so less in long work."""
-    coolest: float = 0.8
+    coolest: float = 0.7
     """Lowest temperature of sampled answers."""
     hottest: float = 1.0
     """Highest; each answer draws its own between the two."""
     max_new_tokens: int = 300
     """Longest answer."""
-    max_prompt: int = 640
+    max_prompt: int = 3072
     """Longer prompts are left out, tokens."""
     batch: int = 64
     """Answers under way at a time."""
@@ -78,8 +76,6 @@ class GenerateConfig:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One answer that is wanted."""
-
     number: int
     prompt: int
     """Index of the prompt."""
@@ -136,9 +132,7 @@ def generate_answers(
         prompts: in the order in which they are taken; again and again with other coins.
         folder: of the store. One that holds a part of the same work is gone on with; to one that
             holds answers to other prompts, or by other settings, these are added.
-        config: how.
         about: more to tell of this work in the manifest: command, sources.
-        say: receives progress.
 
     Returns:
         The store, with at least ``config.tokens`` answer tokens in all.
@@ -227,7 +221,6 @@ class _Work:
                 self.flush()
 
     def flush(self) -> None:
-        """Write the answers that wait."""
         waiting, self.waiting = self.waiting, []
         cut, self.cut = self.cut, dict.fromkeys(self.cut, 0)
         self.store.append(waiting, cut)

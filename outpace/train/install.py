@@ -46,7 +46,6 @@ def install_folder(source: Path, out: Path) -> None:
     left as it is, so that whoever dies can do it again.
 
     Args:
-        source: a folder of files.
         out: its parents are made; what was there before is gone afterwards.
 
     Raises:

@@ -36,8 +36,6 @@ from outpace.train.objective import Objective, Step
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopConfig:
-    """How to train, whatever the method."""
-
     steps: int | None = None
     """Steps in all; one batch of every process each."""
     minutes: float | None = None
@@ -103,8 +101,6 @@ class Source(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How training stands."""
-
     step: int
     epoch: int
     loss: float
@@ -125,7 +121,6 @@ class Progress:
     """Tokens that a pass would emit with chains so deep: 1 + sum of products of acceptance."""
 
     def line(self) -> str:
-        """One line for people."""
         text = (
             f"step {self.step} epoch {self.epoch} loss {self.loss:.4f} rate {self.rate:.1e} "
             f"{self.tokens_per_second:.0f} tokens/s, {clock(self.left)} left"
@@ -140,8 +135,6 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """How training ended."""
-
     steps: int
     best_step: int
     best: Progress | None
@@ -153,8 +146,6 @@ class Trained:
 
 @dataclass(slots=True)
 class _State:
-    """What a checkpoint keeps besides tensors."""
-
     step: int = 0
     epoch: int = 0
     index: int = 0
@@ -202,13 +193,10 @@ def train(
         objective: its module is trained in place; afterwards it holds the last weights.
         source: batches; with several processes each gives its own share.
         held_out: batches to measure on, iterated anew every time.
-        config: how.
         out: drafter folder; the files of one that is there are replaced one by one.
         work: folder of checkpoints, and of ``training.png`` where matplotlib is installed.
-        device: of module and batches.
         provenance: written with the drafter, with the measurement of it added.
         resume: go on from the newest checkpoint, if there is one.
-        report: called by the leading process.
 
     Raises:
         OutpaceError: the loss or the gradient is not finite (says step and last checkpoint), or a
@@ -261,7 +249,6 @@ class _Run:
             self.best, self.state.best, self.state.best_step = None, -1.0, 0
 
     def keep(self) -> None:
-        """Write a checkpoint."""
         if self.group.leads:
             tensors = checkpoint.training_tensors(self.objective.module, self.optimizer)
             best = None if self.best is None else asdict(self.best)

@@ -1,6 +1,6 @@
-"""Losses that make a draft's law agree with the target's, plain and fast.
+"""Losses that make a draft's distribution agree with the target's, plain and fast.
 
-p is the target's law and q the draft's, both over the draft vocabulary. Every loss exists twice:
+p is the target's distribution and q the draft's, both over the draft vocabulary. Every loss exists twice:
 in ``ORACLES``, as the formula says it and differentiated by autograd, and in ``LAWS``, with its
 gradient in closed form, which ``head_loss`` uses to go from hidden states to a loss without ever
 holding all logits.
@@ -17,14 +17,14 @@ except ``ce``.
     lk       -log sum min(p, q)                              negative log acceptance
     lk_mix   l kl + (1 - l) tv, l = exp(-3 alpha)            l is a weight: no gradient through it
 
-``feature_loss`` regresses features, as EAGLE-1 and HASS do besides a loss on laws. No objective of
-this package does (EAGLE-3 found laws alone better); it is here, with its oracle ``smooth_l1``, for
+``feature_loss`` regresses features, as EAGLE-1 and HASS do besides a loss on distributions. No objective of
+this package does (EAGLE-3 found distributions alone better); it is here, with its oracle ``smooth_l1``, for
 objectives that add a head of that kind.
 
 Papers: DistillSpec, arXiv:2310.08461 (kl, rkl, jsd, tv); Samarin et al. 2026, arXiv:2602.23881
 (lk, lk_mix); EAGLE, arXiv:2401.15077 (smooth_l1 on features).
 
-Shape letters: R rows, D draft vocabulary, H hidden size, C rows of a chunk, N rows of laws.
+Shape letters: R rows, D draft vocabulary, H hidden size, C rows of a chunk, N rows of distributions.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def acceptance(z_RD: Tensor, p_RD: Tensor) -> Tensor:
 
 
 ORACLES: Mapping[str, Oracle] = {"kl": kl, "rkl": rkl, "jsd": jsd, "tv": tv, "lk": lk, "lk_mix": lk_mix}
-"""Plain versions of the losses on laws."""
+"""Plain versions of the losses on distributions."""
 
 
 # The same with gradients in closed form. For a loss f(q) of q = softmax(z):
@@ -175,7 +175,7 @@ def _fast_lk(z_RD: Tensor, p_RD: Tensor) -> tuple[Tensor, Tensor]:
 def _fast_lk_mix(z_RD: Tensor, p_RD: Tensor) -> tuple[Tensor, Tensor]:
     far_R, far_RD = _fast_tv(z_RD.clone(), p_RD)
     kl_R, kl_RD = _fast_kl(z_RD, p_RD)
-    # Of two laws alpha is 1 - tv; the oracle counts it.
+    # Of two distributions alpha is 1 - tv; the oracle counts it.
     share_R = (-SLOPE * (1 - far_R)).exp()
     grad_RD = kl_RD.mul_(share_R[:, None]).add_(far_RD.mul_(1 - share_R[:, None]))
     return share_R * kl_R + (1 - share_R) * far_R, grad_RD
@@ -196,7 +196,7 @@ LAWS: Mapping[str, Fast] = {
     "lk": _fast_lk,
     "lk_mix": _fast_lk_mix,
 }
-"""Fast versions of the losses on laws."""
+"""Fast versions of the losses on distributions."""
 LOSSES = ("ce", *LAWS)
 """Names of the losses that an objective can be asked for."""
 
@@ -223,15 +223,12 @@ def head_loss(
 ) -> Tensor:
     """Sum of a loss over rows, from their normed hidden states.
 
-    Logits and laws exist for ``CHUNK`` rows at a time, gradients for ``BLOCK``. Gradients flow to
+    Logits and distributions exist for ``CHUNK`` rows at a time, gradients for ``BLOCK``. Gradients flow to
     ``hidden_RH`` and ``head_DH`` where they ask for them; they are computed on the way there,
     so backward only scales them. Under autocast the products are of its dtype.
 
     Args:
-        hidden_RH: the head's input.
-        head_DH: rows of the head.
-        name: one of ``LOSSES``.
-        p_ND: the target's laws, for every loss but ``ce``.
+        p_ND: the target's distributions, for every loss but ``ce``.
         row_R: row of ``p_ND`` that belongs to each row.
         label_R: int64 draft ids, for ``ce``.
 
@@ -245,7 +242,7 @@ def head_loss(
         if name == "ce":
             assert label_R is not None, "ce needs labels"
             return _fast_cross_entropy(z_CD, label_R[lo:hi])
-        assert p_ND is not None and row_R is not None, f"{name} needs laws"
+        assert p_ND is not None and row_R is not None, f"{name} needs distributions"
         return LAWS[name](z_CD, p_ND.index_select(0, row_R[lo:hi]))
 
     kind = hidden_RH.device.type

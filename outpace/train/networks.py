@@ -12,6 +12,7 @@ K key heads, G query heads per key head, D width of a head, E = D / 2, P positio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +66,6 @@ class Attention(nn.Module):
     """Attention whose rows see all earlier keys of a text, and keys of their own depths.
 
     Args:
-        config: shape and arithmetic.
-        window: as in ``DecoderConfig.windows``.
         inputs: width of what queries, keys and values read; the hidden size by default.
     """
 
@@ -95,7 +94,6 @@ class Attention(nn.Module):
         return q_BAKGD.permute(0, 2, 3, 1, 4)
 
     def keys(self, u_BTI: Tensor, turn: Turn) -> KeyValue:
-        """Turned keys, and values."""
         config = self._config
         shape = (*u_BTI.shape[:2], config.num_kv_heads, config.head_dim)
         k_BTKD = self.k_proj(u_BTI).view(shape)
@@ -108,7 +106,6 @@ class Attention(nn.Module):
         """Mix values, [B, A, H].
 
         Args:
-            q_BKGAD: from ``queries``.
             text: keys and values of all rows of the text.
             own: of the depths before and the present one, [B, K, A, D]: each row sees its own.
             place_BA: last row of the text that a row sees.
@@ -136,8 +133,6 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Gated MLP."""
-
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         hidden, ffn, bias = config.hidden_size, config.ffn_size, config.mlp_bias
@@ -177,3 +172,25 @@ class Layer(nn.Module):
             y_BAH = self.mlp(self.post_attention_layernorm(x_BAH))
         out: Tensor = x_BAH + y_BAH
         return out
+
+
+def plain_shape(theirs: DecoderConfig, layers: int, like: int) -> DecoderConfig:
+    """Layers as wide as a decoder's, turned as its layer ``like``, without what only some families have."""
+    return replace(
+        theirs,
+        num_layers=layers,
+        windows=(None,) * layers,
+        ropes=(theirs.ropes[theirs.rope_of_layer[like]],),
+        rope_of_layer=(0,) * layers,
+        tied_head=False,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        norm_offset=0.0,
+        sandwich_norms=False,
+        attention_softcap=None,
+        logit_softcap=None,
+        embed_scale=1.0,
+        attention_scale=theirs.head_dim**-0.5,
+    )

@@ -1,6 +1,6 @@
 """What every trained method says about itself: what it reads, learns, is judged by, and leaves.
 
-Shape letters: B sequences, T tokens, R rows, A learning rows of a sequence, N laws, H hidden size,
+Shape letters: B sequences, T tokens, R rows, A learning rows of a sequence, N distributions, H hidden size,
 V vocabulary, D draft vocabulary, J depths.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,16 +17,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from outpace.drafters.trained import CONFIG, PROVENANCE, WEIGHTS
+from outpace.drafters.trained import CONFIG, PROVENANCE, WEIGHTS, about
 from outpace.files import replaced, write_whole
 from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
-from outpace.train.losses import CHUNK
+from outpace.train.losses import CHUNK, head_loss, weighted
 
 LAST = "hidden.-1"
-"""The tap from which the target's laws are computed."""
+"""The tap from which the target's distributions are computed."""
 DEPTHS = 5
 """Depths by which held-out acceptance is reported."""
 
@@ -44,7 +44,7 @@ class Step:
     counted_by_depth: Tensor = field(default_factory=lambda: torch.zeros(0))
     """[J] rows whose guesses at all earlier depths were; accepted / counted is the acceptance."""
     overlap_by_depth: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """[J] sum of alpha = sum min(p, q) over the rows counted; empty if the laws are not known."""
+    """[J] sum of alpha = sum min(p, q) over the rows counted; empty if the distributions are not known."""
 
 
 class Objective(ABC):
@@ -54,6 +54,9 @@ class Objective(ABC):
     """Frozen keyword-only dataclass: the options of ``outpace train METHOD``."""
     module: nn.Module
     """All that is trained."""
+    config: Any
+    target: Any
+    vocab: VocabMap | None
 
     @classmethod
     @abstractmethod
@@ -66,8 +69,7 @@ class Objective(ABC):
         """A drafter before its first step, taken from the target or drawn from a seed.
 
         Args:
-            config: options.
-            target: lends weights and computes laws; is never changed.
+            target: lends weights and computes distributions; is never changed.
             vocab: the draft vocabulary; None is the target's whole.
 
         Raises:
@@ -87,13 +89,58 @@ class Objective(ABC):
         """Write the drafter folder, or replace its files, each in one step.
 
         Args:
-            folder: where; its parents are made.
             provenance: what made it, as plain data.
         """
 
     def named(self) -> Mapping[str, Tensor]:
         """What is trained, by the names under which ``save`` writes it; parts are views."""
         return self.module.state_dict()
+
+    def learn(
+        self,
+        states: Sequence[Tensor],
+        batch: Batch,
+        aligned: Aligned,
+        ahead: int,
+        head_DH: Tensor,
+        weight_J: Sequence[float] = (1.0,),
+    ) -> Step:
+        """The loss that ``config.loss`` names, of guesses one deeper each.
+
+        Args:
+            states: what the head reads at the learning rows, [B, A, H] for every depth.
+            ahead: how many tokens ahead the first of them guesses.
+        """
+        p_ND, losses, counts = None, [], []
+        if self.config.loss != "ce":
+            last_NH = aligned.laws_of(batch.feature[LAST])
+            p_ND = target_laws(self.target, self.vocab, last_NH, self.config.temperature)
+        for place, state_BAH in enumerate(states, start=ahead):
+            label_BA = draft_ids(aligned.token(place), self.vocab)
+            keep_BA = aligned.teaches(place) & (label_BA >= 0)
+            losses.append(
+                head_loss(
+                    state_BAH[keep_BA],
+                    head_DH,
+                    self.config.loss,
+                    p_ND=p_ND,
+                    row_R=aligned.law(place)[keep_BA],
+                    label_R=label_BA[keep_BA],
+                )
+            )
+            counts.append(int(keep_BA.sum()))
+        tokens = max(1, counts[0])
+        return Step(weighted(losses, weight_J) / tokens, tokens)
+
+    def about(self, method: str, taps: Sequence[str]) -> dict[str, Any]:
+        """What the config of every drafter folder begins with."""
+        target = self.target
+        return {
+            "method": method,
+            **about(target),
+            "draft_vocab_size": target.vocab_size if self.vocab is None else len(self.vocab.to_target_D),
+            "taps": list(taps),
+        }
 
     @classmethod
     def spec(cls, config: Any, folder: Path | None) -> str | None:
@@ -119,7 +166,7 @@ class Objective(ABC):
 
 @torch.no_grad()
 def target_laws(target: Target, vocab: VocabMap | None, last_NH: Tensor, temperature: float = 1.0) -> Tensor:
-    """The target's laws over the draft vocabulary, normalised there; float32 [N, D].
+    """The target's distributions over the draft vocabulary, normalised there; float32 [N, D].
 
     Cost: N rows of the head, over the draft vocabulary only.
     """
@@ -131,7 +178,7 @@ def target_laws(target: Target, vocab: VocabMap | None, last_NH: Tensor, tempera
 
 @torch.no_grad()
 def whole_laws(target: Target, vocab: VocabMap | None, last_NH: Tensor) -> tuple[Tensor, Tensor]:
-    """The part of the target's laws that lies in the draft vocabulary, and the likeliest tokens.
+    """The part of the target's distributions that lies in the draft vocabulary, and the likeliest tokens.
 
     Returns:
         float32 [N, D], which need not sum to 1, and int64 target ids [N].
@@ -176,7 +223,6 @@ def judge_rows(
 
     Args:
         hidden_BAH: what the head reads at the learning rows of ``Aligned(batch, DRAFT_MODEL)``.
-        head_DH: the drafter's head.
     """
     aligned = Aligned(batch, DRAFT_MODEL)
     p_ND, truth_N = laws_for(batch, aligned, target, vocab)
@@ -217,7 +263,6 @@ class Chain:
             known: whether what is right is known here.
             right: the guess is the target's likeliest token.
             follows: the text goes on with that token, so that the next depth is the same text.
-            overlap: alpha.
         """
         counted = self._alive & known
         self._counted.append(counted.sum())
@@ -230,7 +275,6 @@ class Chain:
         self._alive = self._alive[:, :size]
 
     def step(self, loss: Tensor, tokens: int, with_overlap: bool) -> Step:
-        """What was counted."""
         overlap = torch.stack(self._overlap).float() if with_overlap else torch.zeros(0)
         accepted, counted = torch.stack(self._accepted), torch.stack(self._counted)
         return Step(loss, tokens, accepted.float(), counted.float(), overlap)

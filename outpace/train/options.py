@@ -23,14 +23,14 @@ from outpace.train.objective import Objective
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineConfig:
-    """What holds for every method."""
-
     vocab: int | None = 8192
     """Size of the draft vocabulary; none: the target's whole."""
     tokens_per_batch: int = 2048
     """Most tokens of a training batch, padding included."""
     max_length: int = 1024
     """Longer sequences lose their ends."""
+    feature_gb: float = 20.0
+    """Disk for the target's features, GB; those that find no room are computed again when needed."""
     epochs: float = 4.0
     """Times that training sees all data, where neither loop.steps nor loop.minutes is given."""
 
@@ -38,6 +38,8 @@ class PipelineConfig:
         for name in ("tokens_per_batch", "max_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.feature_gb < 0:
+            raise ValueError(f"feature_gb must be at least 0, got {self.feature_gb}")
         if self.epochs <= 0:
             raise ValueError(f"epochs must be above 0, got {self.epochs}")
         if self.vocab is not None and self.vocab < 1:
@@ -46,8 +48,6 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """A method with all its settings."""
-
     method: str
     objective: type[Objective]
     own: Any
@@ -92,8 +92,6 @@ def read_options(method: str, pairs: Sequence[str], tokens: int | None = None) -
     """Read ``key=value`` pairs; later ones win.
 
     Args:
-        method: name of an objective.
-        pairs: as in the module's text.
         tokens: answer tokens wanted, in place of ``data.tokens``.
 
     Raises:

@@ -37,15 +37,16 @@ from outpace.files import parse_json, write_whole
 from outpace.models.fields import read_json
 from outpace.train import checkpoint
 from outpace.train.batches import Batches, Features, Split
-from outpace.train.capture import FeatureStore, capture, check_disk, folder_for
 from outpace.train.corpus import CorpusPrompt, Source
 from outpace.train.distributed import check_device
+from outpace.train.features import FeatureStore
 from outpace.train.generate import generate_answers
 from outpace.train.install import check_destination, install_folder
 from outpace.train.loop import Progress, Trained, train
 from outpace.train.objective import Objective
 from outpace.train.options import Options
 from outpace.train.progress import Say
+from outpace.train.repeats import near_duplicates
 from outpace.train.tokens import TokenStore
 from outpace.train.vocab import always_kept, count_tokens, coverage, reduced_vocab
 from outpace.types import VocabMap
@@ -90,8 +91,6 @@ class Pipeline:
         """Prepare; nothing is written yet.
 
         Args:
-            engine: of the target.
-            options: method and settings.
             prompts: what the target answers; none: the answers that are there already are used.
             sources: the files that prompts came from.
             work: folder of everything that is made on the way.
@@ -120,12 +119,10 @@ class Pipeline:
 
     @property
     def folder(self) -> Path:
-        """Of the training under way."""
         return self.work / self.options.method
 
     @property
     def best(self) -> Path:
-        """Of the best drafter so far."""
         return self.folder / "best"
 
     @property
@@ -185,14 +182,11 @@ class Pipeline:
 
     @cached_property
     def features(self) -> FeatureStore | None:
-        """Features of all answers, captured if they are not there yet; None if none are wanted."""
+        """Features of the answers; None if none are wanted. One process of several keeps none."""
         if not self.taps:
             return None
-        if self.world > 1:
-            features = FeatureStore.open(folder_for(self.store.folder, self.taps))
-            features.check(self.target)
-            return features
-        return capture(self.target, self.store, self.taps, say=self.say)
+        room = 0 if self.world > 1 else round(self.options.pipeline.feature_gb * 1e9)
+        return FeatureStore(self.target, self.work / "tokens", self.taps, room)
 
     @cached_property
     def vocab(self) -> VocabMap | None:
@@ -222,33 +216,14 @@ class Pipeline:
         )
 
     def data(self) -> None:
-        """Make answers and features; what is there is not made again.
-
-        Raises:
-            RequestError: the disk is too small for the features; nothing is captured then.
-        """
-        wanted = len(self.taps) * self.target.hidden_size * 2
-        if self.prompts:
-            # Prompts are about as long as their answers; the exact size is checked later.
-            check_disk(self.work, 2 * self.options.data.tokens * wanted - self.captured_bytes())
+        """Make answers; what is there is not made again."""
         assert self.store is not None
-        self._free_cache()
-        assert self.features is not None or not self.taps
-
-    def captured_bytes(self) -> int:
-        """Bytes of features that are on the disk already."""
-        folder = folder_for(self.work / "tokens", self.taps)
-        return sum(file.stat().st_size for file in folder.glob("features-*"))
-
-    def _free_cache(self) -> None:
-        """Keys and values of generation are not needed any more, and are much."""
-        self.engine.cache = self.target.new_cache()
+        self.engine.cache = self.target.new_cache()  # keys and values of generation are large
 
     def run(self, report: Callable[[Progress], None] = print, measure: Measure | None = None) -> Made:
         """Do all that is left to do. ``out`` is replaced at the very end, in one step.
 
         Args:
-            report: called by the leading process.
             measure: what it gives is noted in the drafter's provenance; called by the leading
                 process when the drafter is trained, with the folder where it still is.
 
@@ -284,6 +259,8 @@ class Pipeline:
             resume=self.resume,
             report=report,
         )
+        if self.features is not None:
+            self.features.flush()
         measured = None
         if self.rank == 0:
             if measure is not None:
@@ -308,6 +285,7 @@ class Pipeline:
             "data": {
                 "digest": self.store.digest,
                 **self.store.manifest["counts"],
+                "near_duplicates": int(near_duplicates(self.store).sum()),
                 "plans": [
                     {key: one.get(key) for key in ("plan", "sources")} for one in about.get("plans", [])
                 ],
@@ -391,7 +369,6 @@ def note_measured(folder: Path, measured: Mapping[str, Any]) -> None:
 
 
 def command() -> str:
-    """What was typed."""
     return shlex.join(["outpace", *sys.argv[1:]])
 
 

@@ -1,17 +1,21 @@
-"""At which rank of a drafter's law the target's token stands: what static trees are made of.
+"""At which rank of a drafter's distribution the target's token stands: what static trees are made of.
 
-Shape letters: R rows, C rows of a chunk, S depths, N laws, H hidden size, D draft vocabulary.
+Shape letters: R rows, C rows of a chunk, S depths, N distributions, H hidden size, D draft vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from outpace.drafters.static_tree import RANKS
 from outpace.law import VocabMap
+from outpace.train.align import EAGLE, Aligned
+from outpace.train.batches import Batch
 from outpace.train.losses import CHUNK
-from outpace.train.objective import Chain, Step, draft_ids
+from outpace.train.objective import Chain, Objective, Step, draft_ids, laws_for
 
 
 @torch.no_grad()
@@ -21,12 +25,7 @@ def ranked(
     """The rank of the target's token among a row's, and alpha; both [R].
 
     Args:
-        y_RH: what the unembedding reads.
-        head_DH: its rows.
-        vocab: of its columns.
         truth_R: target ids of the right tokens.
-        p_ND: the target's laws.
-        row_R: which of them is whose.
 
     Returns:
         int64 ranks from 0, at most RANKS, which is also that of tokens that cannot be drafted; and
@@ -55,11 +54,9 @@ class Ranks:
         """The last column is for all further ranks."""
 
     def clear(self) -> None:
-        """Forget: the weights change."""
         self.count_SB.zero_()
 
     def add(self, depth: int, rank: Tensor) -> None:
-        """Count rows of one depth."""
         found = torch.bincount(rank, minlength=RANKS + 1)
         self.count_SB[depth] += found.to(self.count_SB.device)
 
@@ -92,5 +89,32 @@ class RankedChain:
         self._depth += 1
 
     def step(self, tokens: int) -> Step:
-        """What was counted."""
         return self._chain.step(torch.zeros(()), tokens, with_overlap=True)
+
+
+@torch.no_grad()
+def judge_ranks(
+    ranks: Ranks,
+    states: Iterable[Tensor],
+    batch: Batch,
+    aligned: Aligned,
+    objective: Objective,
+    head_DH: Tensor,
+) -> Step:
+    """Held-out acceptance of guesses one deeper each, with their ranks.
+
+    Args:
+        states: what the head reads at the learning rows of ``aligned``, [B, A, H] for every depth.
+    """
+    vocab = objective.vocab
+    p_ND, truth_N = laws_for(batch, aligned, objective.target, vocab)
+    assert p_ND is not None and truth_N is not None, "it reads features"
+    chain = RankedChain(ranks, aligned.real_BA)
+    for place, x_BAH in enumerate(states, start=EAGLE):
+        row_BA = aligned.law(place)
+        truth_BA = truth_N[row_BA]
+        rank_R, alpha_R = ranked(
+            x_BAH.flatten(0, 1), head_DH, vocab, truth_BA.flatten(), p_ND, row_BA.flatten()
+        )
+        chain.add(aligned.teaches(place), aligned.token(place) == truth_BA, rank_R, alpha_R)
+    return chain.step(int(aligned.real_BA.sum()))

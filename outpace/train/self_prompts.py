@@ -2,15 +2,15 @@
 
 A model that was tuned on conversations has learned how users write. Given the beginning of a
 user's turn and nothing else, it writes one (Magpie, arXiv:2406.08464), and the prompts come out as
-mixed as those that it was tuned on. They are stored as rows of JSONL, to be answered like any
-other file of prompts.
+mixed as those that it was tuned on. Given its own answer as well, it writes the user's next turn.
+Both are stored as rows of JSONL, to be answered like any other file of prompts.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,19 @@ from outpace.engine.engine import Engine
 from outpace.errors import ModelError, OutpaceError
 from outpace.files import parse_json, write_whole
 from outpace.params import SamplingParams
+from outpace.train.corpus import Message
 from outpace.train.progress import Say, Tick
 
 _MARK = "MARKMARK"
 _ROUND = 256  # prompts asked for between two writings: what a killed process loses
+_GOES_ON = 3  # one prompt in so many becomes a conversation
 _FEWEST = 8  # characters; shorter ones ask nothing
 _HOPELESS = 4  # rounds that give nothing new
+_TURNS = 1 << 30  # seeds of second turns lie so far behind those of prompts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelfPromptConfig:
-    """How prompts are made."""
-
     count: int
     """Prompts wanted."""
     temperature: float = 0.8
@@ -50,8 +51,8 @@ class SelfPromptConfig:
             raise ValueError(f"temperature must be above 0, got {self.temperature}")
 
 
-def user_turn(engine: Engine) -> tuple[tuple[int, ...], str]:
-    """The beginning of a user's first turn, and the text that ends one.
+def user_turn(engine: Engine, before: Sequence[Message] = ()) -> tuple[tuple[int, ...], str]:
+    """The beginning of a user's turn after these messages, and the text that ends one.
 
     Raises:
         RequestError: the target has no tokenizer or no chat template.
@@ -60,14 +61,14 @@ def user_turn(engine: Engine) -> tuple[tuple[int, ...], str]:
     tokenizer = engine.target.tokenizer
     if tokenizer is None:
         raise ModelError(f"{engine.target.name} has no tokenizer; give files with --prompts")
-    text = tokenizer.chat_text([{"role": "user", "content": _MARK}], generation_prompt=False)
-    before, found, after = text.partition(_MARK)
+    text = tokenizer.chat_text([*before, {"role": "user", "content": _MARK}], generation_prompt=False)
+    opening, found, after = text.partition(_MARK)
     if not found or not after.strip():
         raise ModelError(
             f"the chat template of {engine.target.name} shows no end of a user's "
             "turn; give files with --prompts"
         )
-    return tuple(tokenizer.encode(before, special=False)), after.strip().split("\n")[0]
+    return tuple(tokenizer.encode(opening, special=False)), after.strip().split("\n")[0]
 
 
 def write_prompts(engine: Engine, path: Path, config: SelfPromptConfig, *, say: Say = print) -> int:
@@ -80,8 +81,6 @@ def write_prompts(engine: Engine, path: Path, config: SelfPromptConfig, *, say: 
     Args:
         engine: of the target; its drafter is not used.
         path: of the file; one that is there is gone on with.
-        config: how.
-        say: receives progress.
 
     Returns:
         How many prompts the file holds: at least ``config.count``.
@@ -93,15 +92,15 @@ def write_prompts(engine: Engine, path: Path, config: SelfPromptConfig, *, say: 
     Effects: writes the file whole every few hundred prompts.
     """
     prefix, end = user_turn(engine)
-    rows = dict(_rows(path))
+    rows = dict(_rows(path, "prompt"))
     kept = set(rows.values())
-    number = (max(rows, default=-1) // _ROUND + 1) * _ROUND
+    number = _next_round(rows)
     began, first, idle = time.perf_counter(), len(rows), 0
     while len(rows) < config.count:
         before = len(rows)
-        for ask, text in sorted(_written(engine, prefix, end, config, number)):
+        for i, text in sorted(_written(engine, [prefix] * _ROUND, config, number, end)):
             if len(text) >= _FEWEST and text not in kept:
-                rows[ask] = text
+                rows[number + i] = text
                 kept.add(text)
         number += _ROUND
         idle = idle + 1 if len(rows) == before else 0
@@ -110,17 +109,72 @@ def write_prompts(engine: Engine, path: Path, config: SelfPromptConfig, *, say: 
                 f"{engine.target.name} wrote {len(rows)} different prompts and "
                 f"then none in {_HOPELESS * _ROUND}; ask for fewer"
             )
-        lines = (json.dumps({"number": n, "prompt": t}, ensure_ascii=False) + "\n" for n, t in rows.items())
-        write_whole(path, "".join(lines))
+        _write(path, "prompt", rows)
         rate = (len(rows) - first) / (time.perf_counter() - began)
         say(Tick("prompts", min(len(rows), config.count), config.count, "prompts", rate))
     return len(rows)
 
 
+def write_conversations(
+    engine: Engine, prompts: Path, path: Path, config: SelfPromptConfig, *, say: Say = print
+) -> int:
+    """Let the target answer one prompt in three, and write the user's next turn.
+
+    Rows are ``{"number", "messages"}`` with the number of their prompt, and end with the user's turn.
+    Work that was stopped goes on to the same file.
+
+    Args:
+        engine: of the target; its drafter is not used.
+        prompts: a file of ``write_prompts``.
+        path: of the file; one that is there is gone on with.
+        config: how; its count is not used.
+        say: receives progress.
+
+    Returns:
+        How many conversations the file holds.
+
+    Raises:
+        OutpaceError: a file is damaged.
+    """
+    asked = {n: text for n, text in _rows(prompts, "prompt") if n % _GOES_ON == 0}
+    rows = dict(_rows(path, "messages"))
+    began, first = time.perf_counter(), len(rows)
+    for number in range(_next_round(rows), max(asked, default=-1) + 1, _ROUND):
+        opened = [n for n in range(number, number + _ROUND) if n in asked]
+        told: list[tuple[int, list[Message]]] = [
+            (n, [{"role": "user", "content": asked[n]}]) for n in opened if not _special(engine, asked[n])
+        ]
+        starts = [engine.encode(messages) for _, messages in told]
+        answered = [
+            (told[i][0], [*told[i][1], {"role": "assistant", "content": text}])
+            for i, text in sorted(_written(engine, starts, config, number))
+            if text and not _special(engine, text)
+        ]
+        starts = [user_turn(engine, messages)[0] for _, messages in answered]
+        end = user_turn(engine)[1]
+        for i, text in sorted(_written(engine, starts, config, number + _TURNS, end)):
+            if len(text) >= _FEWEST:
+                rows[answered[i][0]] = [*answered[i][1], {"role": "user", "content": text}]
+        _write(path, "messages", rows)
+        rate = (len(rows) - first) / (time.perf_counter() - began)
+        say(Tick("conversations", len(rows), max(len(rows), len(asked)), "conversations", rate))
+    return len(rows)
+
+
+def _special(engine: Engine, text: str) -> bool:
+    """Whether special tokens are written in a text."""
+    tokenizer = engine.target.tokenizer
+    return tokenizer is not None and tokenizer.literal.finds([text])
+
+
 def _written(
-    engine: Engine, prefix: tuple[int, ...], end: str, config: SelfPromptConfig, number: int
+    engine: Engine,
+    prompts: Sequence[tuple[int, ...]],
+    config: SelfPromptConfig,
+    number: int,
+    end: str | None = None,
 ) -> Iterator[tuple[int, str]]:
-    """A round of turns that came to an end by themselves, as (number, text)."""
+    """What follows the prompts and came to an end by itself, as (index, text)."""
     params = (
         SamplingParams(
             temperature=config.temperature,
@@ -129,25 +183,34 @@ def _written(
             min_p=0.0,
             repetition_penalty=1.0,
             max_new_tokens=config.max_new_tokens,
-            stop=(end,),
+            stop=() if end is None else (end,),
             seed=(config.seed << 32) + number + i,
         )
-        for i in range(_ROUND)
+        for i in range(len(prompts))
     )
-    prompts: Any = (prefix for _ in range(_ROUND))
-    for index, result in engine.map(prompts, params, batch=config.batch, drafter="none"):
+    for index, result in engine.map(iter(prompts), params, batch=config.batch, drafter="none"):
         if result.finish_reason == "stop":
-            yield number + index, result.text.strip()
+            yield index, result.text.strip()
 
 
-def _rows(path: Path) -> Iterator[tuple[int, str]]:
+def _next_round(rows: Mapping[int, Any]) -> int:
+    """The first number of the round behind those that are there."""
+    return (max(rows, default=-1) // _ROUND + 1) * _ROUND
+
+
+def _write(path: Path, key: str, rows: Mapping[int, Any]) -> None:
+    lines = (json.dumps({"number": n, key: one}, ensure_ascii=False) + "\n" for n, one in rows.items())
+    write_whole(path, "".join(lines))
+
+
+def _rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
     if not path.is_file():
         return
     for line, text in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
         try:
             row = parse_json(text)
-            yield int(row["number"]), str(row["prompt"])
+            yield int(row["number"]), row[key]
         except (ValueError, KeyError, TypeError) as error:
             raise OutpaceError(
-                f"{path} line {line} is no prompt ({error}); delete the file to begin anew"
+                f"{path} line {line} is no row with number and {key} ({error}); delete the file to begin anew"
             ) from None

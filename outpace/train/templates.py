@@ -28,6 +28,8 @@ _TEXT = (
     "{text}\n\nWhat do you think about this? Give reasons for and against.",
     "Make a table of what this text tells, with two columns.\n\n{text}",
     "Sum up in one sentence, then explain the details step by step.\n\n{text}",
+    "Tell me in {language} what this text is about.\n\n{text}",
+    "{text}\n\nRead the text above. What does it say about {word}? Quote the sentences that you use.",
 )
 _CODE = (
     "What does this code do? Go through it step by step.\n\n```{kind}\n{text}\n```",
@@ -46,7 +48,6 @@ def passage_prompts(text: str, number: int, code: str | None) -> Iterator[str]:
     """Two prompts around a passage, of different kinds.
 
     Args:
-        text: the passage.
         number: of the passage in its file; kinds go round with it.
         code: language of the passage if it is code.
     """
@@ -81,7 +82,6 @@ def _word(text: str, coin: int) -> str:
 
 
 def _numbered(text: str) -> str:
-    """The text as three numbered passages."""
     parts = re.split(r"(?<=[.!?])\s+", text)
     size = max(1, -(-len(parts) // 3))
     groups = [" ".join(parts[i : i + size]) for i in range(0, len(parts), size)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,6 @@ GIVEN = -1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenSequence:
-    """A prompt with one answer."""
-
     number: int
     """Unique in its store; says which prompt and which coins it came from."""
     ids: NDArray[np.int32]
@@ -53,6 +51,10 @@ class TokenSequence:
     """Tokens of the prompt; 0: all of it is text to learn."""
     temperature: float
     """The answer was sampled at; 0 is greedy, GIVEN is not sampled at all."""
+
+    def beginning(self, length: int) -> TokenSequence:
+        """Its first tokens."""
+        return replace(self, ids=self.ids[:length])
 
 
 class TokenStore:
@@ -71,10 +73,7 @@ class TokenStore:
         """Make an empty store, or open the one that is there if it is of the same target.
 
         Args:
-            folder: made if it is missing.
             target: name of the model that answers.
-            digest: of its weights.
-            vocab_size: of the model.
             about: whatever else the manifest should tell: command, sources, sampling settings.
 
         Raises:

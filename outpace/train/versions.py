@@ -37,7 +37,6 @@ class Versions:
     """The versions of one branch.
 
     Args:
-        folder: made at the first version.
         about: plain data that must be what the manifest says: whose drafter it is.
         kept: newest versions that stay, at least 1; the one that drafts and its parent do too.
 
@@ -78,7 +77,6 @@ class Versions:
         return bool(entry["sha256"] == digest_of(folder / WEIGHTS))
 
     def path(self, number: int) -> Path:
-        """The drafter folder of a version."""
         return self.folder / f"v{number:06d}"
 
     @property
@@ -90,7 +88,6 @@ class Versions:
         """Write a version that drafts from now on.
 
         Args:
-            save: writes a drafter folder.
             note: plain data to keep with it.
 
         Returns:
@@ -149,7 +146,6 @@ class Versions:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Remove what no manifest names."""
         if not self.folder.is_dir():
             return
         known = {self.path(number).name for number in self.entries}
@@ -192,5 +188,4 @@ def _remove_parts(folder: Path) -> None:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -52,7 +52,6 @@ def reduced_vocab(counts: NDArray[np.int64], size: int, always: Iterable[int] = 
         counts: of every token, [V]. Of equally frequent ones the smaller ids are taken, which
             tokenizers give to more frequent pieces.
         size: D; V or more takes all.
-        always: tokens kept whatever their counts.
 
     Returns:
         A map with ascending target ids.

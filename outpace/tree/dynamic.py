@@ -1,10 +1,10 @@
 """Trees that grow where the drafter's own probabilities say that a guess is likely to be reached.
 
-The value of a place for a guess is the probability, by the drafter's own laws, that verification
+The value of a place for a guess is the probability, by the drafter's own distributions, that verification
 gets there: the parent is accepted, and every sibling before it is refused. A chosen tree takes the
 most valuable nodes of all that were looked at. A tree drawn without replacement draws slots, most
 valuable first, and never looks at a token before it has decided to draw it; what it has drawn it
-keeps. For the other kinds of draws the law alone says how many siblings a node gets, before any of
+keeps. For the other kinds of draws the distribution alone says how many siblings a node gets, before any of
 them is drawn: their verifiers count siblings (`k_seq` divides by a function of their number), and
 a number that depends on the draws would tell them something of the tokens.
 
@@ -160,7 +160,7 @@ class Dynamic:
         return fresh
 
     def _sample_at_once(self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths, depth: int) -> list[int]:
-        """Draw siblings together: their number follows from the law alone, before any is drawn."""
+        """Draw siblings together: their number follows from the distribution alone, before any is drawn."""
         row, fresh = self.row, []
         for i, node in enumerate(self.open):
             law = row.warp.law(logits_FD[i], paths[i], id_D)
@@ -178,7 +178,7 @@ class Dynamic:
         least = max(self._least, LEAST / self._budget.max_nodes)
         most = min(MOST, left)
         if self.row.drawn is Drawn.IID:
-            refused = 1.0 - float(law.prob_S.square().sum())  # by the drafter's law, of a draw
+            refused = 1.0 - float(law.prob_S.square().sum())  # by the drafter's distribution, of a draw
             lost = [worth * refused**i for i in range(most)]
         else:
             best = [law.prob(token) for token in law.top(most)]

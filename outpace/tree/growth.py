@@ -2,7 +2,7 @@
 
 One loop serves chains and trees, greedy and sampled, one sequence and a batch. Level by level,
 the nodes that may have children are expanded in one pass of the drafter, their children are
-drawn by the rule that the verifier asks for, and the law really drawn from is recorded.
+drawn by the rule that the verifier asks for, and the distribution really drawn from is recorded.
 
 Shape letters: F nodes of a frontier (all sequences together), D draft vocabulary.
 """
@@ -41,7 +41,7 @@ class DraftRow(Generic[S]):
     warp: Warp
     """The sequence's sampling settings and history: p and q go through the same code."""
     drawn: Drawn
-    """How to draw if the drafter has a law; CHOSEN at temperature 0. CHOSEN is always legal."""
+    """How to draw if the drafter has a distribution; CHOSEN at temperature 0. CHOSEN is always legal."""
     lease: Lease | None = None
     """The sequence's slot in the target's cache; None if nobody lends it, as while another
     drafter reads features, which a resumed pass could not give."""
@@ -252,13 +252,10 @@ def _ask_stop_rules(trees: list[Growing], depth: int) -> list[Growing]:
 
 
 def draw(law: Law, count: int, drawn: Drawn, coins: Coins, node: int, depth: int) -> list[int]:
-    """Draw siblings from a law, in order.
+    """Draw siblings from a distribution, in order.
 
     Args:
-        law: q after the node.
         count: draws wanted; DISTINCT and COUPLED give fewer if the support is smaller.
-        drawn: IID, DISTINCT, GREEDY_PLUS_ONE or COUPLED.
-        coins: stream DRAFT.
         node: parent of the siblings, part of the coins' key.
         depth: of the siblings, for the race of COUPLED.
     """

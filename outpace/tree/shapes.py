@@ -116,7 +116,6 @@ def children(parents: Sequence[int]) -> dict[int, list[int]]:
 
 
 def depth(parents: Sequence[int]) -> int:
-    """Levels of a template."""
     levels: list[int] = []
     for parent in parents:
         levels.append(1 if parent == ROOT else levels[parent] + 1)
@@ -129,7 +128,6 @@ def budget(tree: str | None, tree_size: int | None, default_nodes: int) -> Budge
     Args:
         tree: as ``parse_shape`` reads it; None is a chain.
         tree_size: most nodes; None: the whole template, or ``default_nodes`` for a chain.
-        default_nodes: of the drafter.
 
     Raises:
         SpecError: a size below 0 or above MAX_NODES, or an unknown shape.

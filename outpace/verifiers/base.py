@@ -1,4 +1,4 @@
-"""The contract of a verifier: a pure function of (draft, target laws, coins)."""
+"""The contract of a verifier: a pure function of (draft, target distributions, coins)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from outpace.types import ROOT, Draft, Drawn, Law, Verdict
 
 
 class TargetLaws(Protocol):
-    """Target laws at the rows of one tree, already warped."""
+    """Target distributions at the rows of one tree, already warped."""
 
     def law(self, node: int) -> Law:
-        """The law of the token that follows ``node`` (ROOT: follows the pending token)."""
+        """The distribution of the token that follows ``node`` (ROOT: follows the pending token)."""
         ...
 
 
@@ -24,13 +24,13 @@ class Verifier(ABC):
     name: ClassVar[str]
     """As in the registry."""
     takes: ClassVar[frozenset[Drawn]]
-    """Kinds of groups it can verify without changing the law of the output."""
+    """Kinds of groups it can verify without changing the distribution of the output."""
     chains_only: ClassVar[bool] = False
     """Whether it refuses branches."""
     one_law: ClassVar[bool] = False
     """Whether it refuses two drawn groups below one parent; chosen ones may join."""
     draws: Drawn
-    """How a drafter that has a law should draw for it when sampling."""
+    """How a drafter that has a distribution should draw for it when sampling."""
     reproduces: ClassVar[bool] = False
     """Whether the text is a function of prompt and seed alone, whoever drafts."""
     lossless: ClassVar[bool] = True
@@ -65,13 +65,13 @@ class Verifier(ABC):
 
     @abstractmethod
     def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
-        """Keep a path of ``draft`` and add one token, so that what is emitted has the law p.
+        """Keep a path of ``draft`` and add one token, so that what is emitted has the distribution p.
 
         Args:
-            draft: may be empty; then one token is drawn from the law after the pending token.
-            laws: read only at visited nodes.
+            draft: may be empty; then one token is drawn from the distribution after the pending token.
+            distributions: read only at visited nodes.
             coins: of this step, stream JUDGE.
-            want_laws: whether the verdict shall carry the true laws of the emitted tokens.
+            want_laws: whether the verdict shall carry the true distributions of the emitted tokens.
 
         Raises:
             SpecError: the draft holds groups that this verifier cannot verify.

@@ -7,13 +7,13 @@ likes better than q pays for one before it that p likes less. With x_i drafted f
     s_i = sum [w_i p(. | x_1..i) - q_{i+1}]_+,   h_i = s_i / (s_i + 1 - w_i),   h_n = w_n,
 
 the longest prefix i whose coin falls below h_i is kept; the coins are independent. If all is kept
-the extra token has the law p, otherwise norm([w_i p - q_{i+1}]_+). The prefix x_1..i is kept at
-least that far with probability w_i times that of drafting it, which makes the law of the output
+the extra token has the distribution p, otherwise norm([w_i p - q_{i+1}]_+). The prefix x_1..i is kept at
+least that far with probability w_i times that of drafting it, which makes the distribution of the output
 p. On average never fewer tokens are kept than by `chain`, and of a single one as many. A chosen
-token is a draw from its own one-hot law.
+token is a draw from its own one-hot distribution.
 
 Cost: two gathers per position until p(x) is 0; then, from the end, one O(V) pass per position
-until one is kept. The law after a whole draft is read only where all of it is kept.
+until one is kept. The distribution after a whole draft is read only where all of it is kept.
 Paper: Sun et al. 2024, arXiv:2403.10444 (p target, q draft, as here; w is their p_i).
 Law: tests/laws/test_laws.py
 """
@@ -46,7 +46,7 @@ class Place:
     q_x: float
 
     def excess(self, weight: float) -> tuple[float, Law]:
-        """Mass and law of [weight * p - q]_+; where nothing is left, p."""
+        """Mass and distribution of [weight * p - q]_+; where nothing is left, p."""
         if self.q is None:
             left = self.p.without((self.token,)) if self.p_x > 0 else self.p
             return (0.0, self.p) if left is None else (weight * (1 - self.p_x), left)

@@ -1,7 +1,7 @@
 """The exact verifier of greedy drafts with one random sibling.
 
 Below a node hang q's k - 1 most probable tokens, and one token x drawn from q without them, call
-that law r. It is plain speculative sampling of x, with a bonus:
+that distribution r. It is plain speculative sampling of x, with a bonus:
 
     keep x with probability min(1, p(x) / r(x))
     otherwise draw the extra token from norm([p - r]_+); if one of the greedy tokens comes, it is

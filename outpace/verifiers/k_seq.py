@@ -5,8 +5,8 @@ the k draws x ~ q is kept with probability
 
     min(1, p(x) / (rho q(x)))            so a trial keeps  beta = sum min(q, p / rho)  on average,
 
-and if none is kept the extra token has the law norm(p - min(q, p / rho) a / beta), where
-a = 1 - (1 - beta)^k is the chance that one is. That law exists where a <= rho beta; the least
+and if none is kept the extra token has the distribution norm(p - min(q, p / rho) a / beta), where
+a = 1 - (1 - beta)^k is the chance that one is. That distribution exists where a <= rho beta; the least
 such rho, between 1 and k, keeps most. For k = 1 it is 1, and the rule that of `chain`. It keeps at
 least 1 - 1/e of what any rule can keep of independent draws, and often more than recursive
 rejection. Every node of a tree is a case of its own.
@@ -39,15 +39,14 @@ _CLOSE = 1e-9
 
 
 def discount(p_S: Tensor, q_S: Tensor, k: int) -> tuple[float, float]:
-    """The least rho that leaves a law after k refusals, and the beta that it gives.
+    """The least rho that leaves a distribution after k refusals, and the beta that it gives.
 
     Args:
         p_S: target probabilities on the support of p.
         q_S: draft probabilities of the same tokens.
-        k: draws.
 
     What a rho asks of p less what p has of it falls as rho grows. Its zero is enclosed (regula
-    falsi, Illinois variant), and the upper end returned: every rho from the zero on leaves a law.
+    falsi, Illinois variant), and the upper end returned: every rho from the zero on leaves a distribution.
 
     Cost: one pass over the support per step, about ten steps.
     """
@@ -86,7 +85,7 @@ class KSeqConfig:
 
 
 class KSeq(Verifier):
-    """Tries all draws below a visited node against the same discounted law."""
+    """Tries all draws below a visited node against the same discounted distribution."""
 
     Config: ClassVar[type] = KSeqConfig
     name = "k_seq"

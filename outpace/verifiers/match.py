@@ -2,10 +2,10 @@
 
         p -> y = "mat"
     the --+-- cat
-          +-- mat   <- kept; draw again from the law after "mat"
+          +-- mat   <- kept; draw again from the distribution after "mat"
 
 Whatever the draft holds, the token at each visited node is one fresh draw from p, so the output
-has the law p; the draft decides only how many such draws one pass can serve. A group S of
+has the distribution p; the draft decides only how many such draws one pass can serve. A group S of
 siblings is thus kept with probability p(S), which is the most that any rule can reach for
 tokens that were chosen without chance.
 

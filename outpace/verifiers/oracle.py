@@ -3,7 +3,7 @@
 The younger half of them is in `outpace.analysis.oracles`.
 
 With the same coins the fast verifiers give the same verdicts. Two things are convention and not
-law, and are shared with them: the keys of the coins, and that a draw lays the tokens along the
+distribution, and are shared with them: the keys of the coins, and that a draw lays the tokens along the
 uniform in the order of p's support.
 
 Shape letters: V vocabulary.
@@ -21,7 +21,7 @@ from outpace.types import ROOT, Draft, Drawn, Group, Law, Verdict
 from outpace.verifiers.base import TargetLaws
 
 Oracle = Callable[[Draft, TargetLaws, Coins, int], Verdict]
-"""(draft, target laws, coins, vocabulary size) -> verdict, with laws."""
+"""(draft, target distributions, coins, vocabulary size) -> verdict, with distributions."""
 
 
 def rejection(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdict:
@@ -57,7 +57,7 @@ def rejection(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdic
 
 
 def draws_of(draft: Draft, group: Group, size: int) -> Iterator[tuple[int, Tensor]]:
-    """The draws of a group as they are tried, and the law of each given those before it."""
+    """The draws of a group as they are tried, and the distribution of each given those before it."""
     q_V = torch.zeros(size, dtype=torch.float64)
     if group.law is not None:
         q_V = vector(draft.laws[group.law], size)
@@ -78,12 +78,10 @@ def draws_of(draft: Draft, group: Group, size: int) -> Iterator[tuple[int, Tenso
 
 
 def matching(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdict:
-    """Oracle of `match`."""
     return _walk(draft, laws, size, lambda law, node, depth: coins.choose(law, node, -1))
 
 
 def racing(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdict:
-    """Oracle of `coupled`."""
     return _walk(draft, laws, size, lambda law, node, depth: coins.race(law, depth)[0])
 
 

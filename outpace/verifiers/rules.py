@@ -1,6 +1,6 @@
-"""What verifiers have in common: walks down a tree, and what refusals leave of a law.
+"""What verifiers have in common: walks down a tree, and what refusals leave of a distribution.
 
-Shape letters: S support of a law, K tokens.
+Shape letters: S support of a distribution, K tokens.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from outpace.types import ROOT, Draft, Drawn, Group, Law, Verdict
 from outpace.verifiers.base import TargetLaws
 
 Pick = Callable[[Law, int], int]
-"""(target law after a node, the node) -> the token that follows it."""
+"""(target distribution after a node, the node) -> the token that follows it."""
 
 Attempt = Callable[[Sequence[Group], Law], tuple["int | None", Law]]
-"""(groups of a node, target law after it) -> the drawn child kept, or None and what is left of
-the law."""
+"""(groups of a node, target distribution after it) -> the drawn child kept, or None and what is left of
+the distribution."""
 
 _FEW = 64
 """Supports up to this size are read as Python numbers: two copies instead of four small ops."""
@@ -30,9 +30,7 @@ def follow(draft: Draft, laws: TargetLaws, pick: Pick, want_laws: bool) -> Verdi
 
     Args:
         draft: groups do not matter here, only tokens and parents.
-        laws: read at every visited node.
-        pick: called once per visited node.
-        want_laws: whether the verdict carries the laws read.
+        want_laws: whether the verdict carries the distributions read.
     """
     child_of = {branch: node for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))}
     kept: list[int] = []
@@ -54,14 +52,12 @@ def walk(draft: Draft, laws: TargetLaws, coins: Coins, attempt: Attempt, want_la
     """Walk down: try what was drawn, then draw what is left of p and follow its child, if any.
 
     The token drawn is emitted whether a child carries it or not, so following that child costs
-    nothing and changes no law; chosen siblings are kept with all the mass that they hold.
+    nothing and changes no distribution; chosen siblings are kept with all the mass that they hold.
 
     Args:
-        draft: what ``attempt`` accepts.
-        laws: read at every visited node.
         coins: key (node, -1) is used here.
         attempt: called once per visited node that has groups.
-        want_laws: whether the verdict carries the laws read.
+        want_laws: whether the verdict carries the distributions read.
     """
     child_of = {branch: node for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))}
     kept: list[int] = []
@@ -83,9 +79,9 @@ def walk(draft: Draft, laws: TargetLaws, coins: Coins, attempt: Attempt, want_la
 
 
 def trials(draft: Draft, group: Group) -> Iterator[tuple[int, Law | None]]:
-    """Draws of a group in the order they are tried, each with its law given those before.
+    """Draws of a group in the order they are tried, each with its distribution given those before.
 
-    None stands for a one-hot law. Lazy: what is never tried costs nothing.
+    None stands for a one-hot distribution. Lazy: what is never tried costs nothing.
     """
     token = draft.token_N
     q = None if group.law is None else draft.laws[group.law]
@@ -105,7 +101,7 @@ def trials(draft: Draft, group: Group) -> Iterator[tuple[int, Law | None]]:
 
 
 def residual(p: Law, q: Law) -> Law:
-    """The law of the next token once a draw from q was refused: norm([p - q]_+).
+    """The distribution of the next token once a draw from q was refused: norm([p - q]_+).
 
     Where nothing is left, p equals q up to rounding: a refusal has probability about 0, and p
     itself is returned.
@@ -116,7 +112,7 @@ def residual(p: Law, q: Law) -> Law:
 
 
 def excess(p: Law, q: Law, weight: float = 1.0) -> tuple[float, Law | None]:
-    """Mass of [weight * p - q]_+, and its law; None where nothing is left. Cost: as `residual`."""
+    """Mass of [weight * p - q]_+, and its distribution; None where nothing is left. Cost: as `residual`."""
     p_S = p.prob_S if weight == 1 else p.prob_S * weight
     over_S = (p_S - on_support(p, q)).clamp_min_(0)
     mass = float(over_S.sum())
@@ -131,7 +127,7 @@ def on_support(p: Law, q: Law) -> Tensor:
         return q.dense(len(p.prob_S))
     if len(q.prob_S) == len(p.prob_S):
         return q.prob_S
-    return q.at(p.ids)  # two dense laws over vocabularies that were padded differently
+    return q.at(p.ids)  # two dense distributions over vocabularies that were padded differently
 
 
 def probs(law: Law, tokens: Sequence[int]) -> dict[int, float]:

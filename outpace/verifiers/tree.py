@@ -1,14 +1,14 @@
 """Recursive rejection over all groups of a token tree.
 
-At each visited node the children are tried in turn. Each is a draw x from some law q; it is
+At each visited node the children are tried in turn. Each is a draw x from some distribution q; it is
 kept, and the walk moves to it, with probability min(1, p(x) / q(x)); refused, it leaves
 
     p <- norm([p - q]_+)
 
 for the next. If none is kept, the extra token is drawn from what is left. One trial does not
-change the law of the token at its position (`chain` has the two lines of proof), and given that
-the draws so far were refused, the rest is the same problem with the p that they left; so the law
-is p for any number of draws, of any kinds mixed under one parent, as long as each q is the law of
+change the distribution of the token at its position (`chain` has the two lines of proof), and given that
+the draws so far were refused, the rest is the same problem with the p that they left; so the distribution
+is p for any number of draws, of any kinds mixed under one parent, as long as each q is the distribution of
 its draw given the draws before it:
 
     CHOSEN           q one-hot at x: kept with p(x), else x is struck from p
@@ -23,7 +23,7 @@ CHOSEN it is tried; so is everything after it in the group that q has no mass fo
 
 Cost, per visited node: one gather of p at its children; per sampled draw that is refused, one
 pass over the support of p and q; for chosen draws nothing, since struck mass is only counted
-until a law is needed.
+until a distribution is needed.
 Papers: Miao et al. 2023 (SpecInfer), arXiv:2305.09781 (with replacement); Chen et al. 2024
 (Sequoia), arXiv:2402.12374 (without); Hu et al. 2025, arXiv:2502.18779 (greedy plus one; its
 acceptance is optimal). p target, q draft.
@@ -48,8 +48,6 @@ there with about this probability, so the pass costs nothing on average."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeConfig:
-    """Settings of the tree verifier."""
-
     replacement: bool = False
     """Whether drafters shall draw siblings with replacement, as in SpecInfer. Without, every
     sibling is a new token, and more is accepted at low temperatures."""
@@ -109,7 +107,7 @@ class Tree(Verifier):
 
 
 class _Rest:
-    """The law of the next token, given that every draw so far was refused."""
+    """The distribution of the next token, given that every draw so far was refused."""
 
     __slots__ = ("_law", "_left", "_prob", "_struck", "_tokens")
 
@@ -121,9 +119,9 @@ class _Rest:
         self._law = law
         self._prob = probs(law, self._tokens)
         self._struck: list[int] = []
-        """Tokens that the law still holds but that were refused."""
+        """Tokens that the distribution still holds but that were refused."""
         self._left = 1.0
-        """Mass of the law without them."""
+        """Mass of the distribution without them."""
 
     def prob(self, token: int) -> float:
         """Probability of a token that was named at the start."""
@@ -147,7 +145,6 @@ class _Rest:
         self._set(residual(self.settled(), q))
 
     def settled(self) -> Law:
-        """The law itself."""
         if not self._struck:
             return self._law
         law = self._law.without(self._struck)

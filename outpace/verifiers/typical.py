@@ -8,7 +8,7 @@ likely in itself, or not unlikely where much is possible. The longest path of pl
 kept, of equally long ones the likelier; the extra token is drawn from p. How the tokens were
 drafted does not matter, so drafters are asked for their best ones.
 
-The output does not have the law p: improbable tokens never come out of a draft, probable ones too
+The output does not have the distribution p: improbable tokens never come out of a draft, probable ones too
 often. At temperature 0 only the argmax is plausible, and the text is the target's own.
 
 Cost: one pass over the support of p per kept or plausible node with children.
@@ -32,8 +32,6 @@ from outpace.verifiers.rules import probs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TypicalConfig:
-    """How plausible a token must be."""
-
     epsilon: float = 0.09
     """A token with a larger probability is always kept."""
     delta: float = 0.3
@@ -47,7 +45,7 @@ class TypicalConfig:
 
 
 class Typical(Verifier):
-    """Keeps the longest path of tokens that the target finds plausible. Changes the law."""
+    """Keeps the longest path of tokens that the target finds plausible. Changes the distribution."""
 
     Config: ClassVar[type] = TypicalConfig
     name = "typical"
@@ -88,6 +86,5 @@ class Typical(Verifier):
         return Verdict(kept, emitted, true)
 
     def threshold(self, p: Law) -> float:
-        """Probability that a token must exceed."""
         entropy = float(torch.special.entr(p.prob_S).sum())
         return min(self.config.epsilon, self.config.delta * math.exp(-entropy))

@@ -114,17 +114,24 @@ def test_wrong_laws_and_wrong_code_are_broken_promises(engine, cases, no_laws):
     bad = replace(
         report,
         laws={
-            "a": LawReport(error=1e-9, cases=1, growths=1, planted_bugs_caught=1, planted_bugs=1, missed=()),
+            "a": LawReport(
+                error=1e-9, cases=1, growth_rules=1, planted_bugs_caught=1, planted_bugs=1, missed=()
+            ),
             "b": LawReport(
-                error=0.0, cases=1, growths=1, planted_bugs_caught=0, planted_bugs=1, missed=("bug",)
+                error=0.0, cases=1, growth_rules=1, planted_bugs_caught=0, planted_bugs=1, missed=("bug",)
             ),
             "c": LawReport(
-                error=float("nan"), cases=1, growths=1, planted_bugs_caught=1, planted_bugs=1, missed=()
+                error=float("nan"), cases=1, growth_rules=1, planted_bugs_caught=1, planted_bugs=1, missed=()
             ),
         },
         oracles={"d": OracleReport(cases=5, agreed=4)},
     )
-    assert [line.split(":")[0] for line in bad.broken] == ["law", "law", "law", "code"]
+    assert [line.split(":")[0] for line in bad.broken] == [
+        "distributions",
+        "distributions",
+        "distributions",
+        "code",
+    ]
     assert "bug" in bad.broken[1] and "1 of 5" in bad.broken[3]
 
 

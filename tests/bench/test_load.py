@@ -10,9 +10,10 @@ import pytest
 
 from outpace.bench import load, load_run
 from outpace.bench.load import Arrival, Question, Reply, Settings, closed_loop, open_loop, poisson
-from outpace.bench.load_report import Round, Session, build, first_difference, heading, table, write
+from outpace.bench.load_report import Round, Session, build, first_difference, heading, markdown, table
 from outpace.bench.load_run import Plan
 from outpace.bench.load_terms import USUAL
+from outpace.bench.tables import write
 from outpace.errors import OutpaceError, RequestError
 
 PROVENANCE = {
@@ -325,7 +326,7 @@ def test_tables_and_files(tmp_path):
     )
     assert made.rows[1][7:] == ("-", "2", "0 of 2")
     assert heading(report).startswith("m, float32, cpu, 1 thread: 2 prompts of builtin, 3 new")
-    json_file, page = write(report, tmp_path / "new")
+    json_file, page = write(report, markdown(report), tmp_path / "new")
     assert json.loads(json_file.read_text()) == report
     text = page.read_text()
     assert "| fast | 4 | 4.0 | 3.00 |" in text and "    outpace bench serve\n" in text

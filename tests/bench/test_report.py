@@ -245,7 +245,7 @@ def test_every_key_is_in_the_glossary(report):
 
 def test_it_is_written_whole_and_read_back(report, tmp_path):
     folder = tmp_path / "deep" / "down"
-    files = module.write(report, folder)
+    files = tables.write(report, tables.markdown(report), folder)
     assert sorted(path.name for path in folder.iterdir()) == ["report.json", "report.md"]
     assert sorted(files) == sorted(folder.iterdir())
     same = json.loads(json.dumps(report))

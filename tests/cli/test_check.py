@@ -33,8 +33,8 @@ def test_json_and_exit_code_of_a_model_that_keeps_its_promises(outpace, enumerat
     assert ran.code == 0, ran.out + ran.err
     got = json.loads(ran.out)
     assert got["broken"] == [] and got["hardware"]["promised"]
-    assert {"match", "chain", "tree", "coupled"} <= set(got["laws"]) == set(laws)
-    for law in got["laws"].values():
+    assert {"match", "chain", "tree", "coupled"} <= set(got["distributions"]) == set(laws)
+    for law in got["distributions"].values():
         assert law["error"] < 1e-12 and law["planted_bugs_caught"] == law["planted_bugs"] > 0
     specs = list(got["drafters"])
     assert "prompt_lookup" in specs
@@ -51,7 +51,7 @@ def test_the_text_says_it_level_by_level(outpace, enumerated_once):
     ran = outpace(*FEW, "--drafters", "none,draft_model[model=tiny]")
     assert ran.code == 0
     for words in (
-        "1 law",
+        "1 distributions",
         "2 code",
         "3 tokens",
         "4 hardware",
@@ -65,13 +65,15 @@ def test_the_text_says_it_level_by_level(outpace, enumerated_once):
 
 
 def test_a_broken_promise_is_exit_code_1(outpace, enumerated_once, monkeypatch):
-    wrong = LawReport(error=0.5, cases=1, growths=1, planted_bugs_caught=0, planted_bugs=1, missed=("bug",))
+    wrong = LawReport(
+        error=0.5, cases=1, growth_rules=1, planted_bugs_caught=0, planted_bugs=1, missed=("bug",)
+    )
     monkeypatch.setattr(module, "check_laws", lambda: {"tree": wrong})
     ran = outpace(*FEW, "--drafters", "none")
     assert ran.code == 1 and "All promises" not in ran.out
     assert [line for line in ran.out.splitlines() if line.startswith("BROKEN")] == [
-        "BROKEN  law: verifier tree is off by 5.0e-01",
-        "BROKEN  law: planted bugs not caught under tree: bug",
+        "BROKEN  distributions: verifier tree is off by 5.0e-01",
+        "BROKEN  distributions: planted bugs not caught under tree: bug",
     ]
 
 

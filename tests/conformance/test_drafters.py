@@ -13,7 +13,7 @@ from outpace.cache.base import KVCache, Lease
 from outpace.coins import KeyedCoins, Stream
 from outpace.config import MethodSpec
 from outpace.drafters.base import Request
-from outpace.engine.requests import Ready
+from outpace.engine.requests import GenerationRequest
 from outpace.errors import SpecError
 from outpace.models.base import TREE
 from outpace.sampling import Warp
@@ -308,7 +308,10 @@ def test_cache_equals_a_fresh_prefill_after_every_commit(engine, spec, temperatu
     params = SamplingParams(**settings).resolved(None)
     running = [
         engine.running(
-            Ready(ids=tuple(p), params=params, seed=3), engine.cache.open(), method, method.verifier
+            GenerationRequest(prompt=tuple(p), params=params, seed=3),
+            engine.cache.open(),
+            method,
+            method.verifier,
         )
         for p in PROMPTS
     ]

@@ -18,7 +18,7 @@ from outpace.models.tiny import TableTarget
 from outpace.params import SamplingParams
 from outpace.policies.fixed import Fixed, FixedConfig
 from outpace.sampling import Warp
-from outpace.step import Machine, prefill, step
+from outpace.step import Machine, Member, prefill, step
 from outpace.types import NOTHING, Budget, Draft, Feed, Outcome, Verdict
 from outpace.verifiers.base import Verifier
 from tests.support import off_start
@@ -85,7 +85,7 @@ class Telling:
         scored = self.target.score([Feed.chain(row.slot, fed, want=())], cache)
         cache.keep(row.slot, range(len(fed)))
         self.drafter.observe(
-            [row.states["d"]],
+            [row.members["d"].state],
             [
                 Outcome(
                     Draft(),
@@ -110,7 +110,7 @@ class Telling:
 
     def end(self, row):
         """(Emitted tokens, coins that later steps may use)."""
-        self.drafter.end(row.states["d"])
+        self.drafter.end(row.members["d"].state)
         self.machine.cache.close(row.slot)
         pending = len(row.tokens) - 1
         live = frozenset((coin, at) for coin, at in row.fate.known.items() if coin[3] >= pending)
@@ -124,9 +124,8 @@ class Row:
 
     def __init__(self, telling, fate, state, slot, emitted):
         self.fate, self.slot, self.tokens = fate, slot, [*telling.prompt, *emitted]
-        self.warp, self.states = telling.warp(emitted), {"d": state}
-        self.budgets = {"d": telling.budget}
-        self.verifiers = {"d": telling.verifier, "none": telling.verifier}
+        self.warp, self.verifier = telling.warp(emitted), telling.verifier
+        self.members = {"d": Member(state, telling.budget, telling.verifier)}
         self._whole = len(telling.prompt) + telling.length
 
     @property

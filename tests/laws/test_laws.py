@@ -19,7 +19,7 @@ TREE = RIGHT["tree"]
 @pytest.mark.parametrize("name", RIGHT)
 def test_the_output_has_the_targets_law(laws, name):
     assert laws[name].cases > 50
-    assert laws[name].growths == (3 if RIGHT[name].chains_only else len(GROWTHS))
+    assert laws[name].growth_rules == (3 if RIGHT[name].chains_only else len(GROWTHS))
     assert laws[name].error < 1e-12
 
 

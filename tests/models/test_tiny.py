@@ -59,7 +59,7 @@ def test_given_laws_fall_back_to_shorter_contexts():
         assert float(target.law_after(context)[0]) == law
     with pytest.raises(ValueError, match="empty context"):
         TableTarget.of({(0,): [1.0, 0.0]})
-    with pytest.raises(ValueError, match="no law after"):
+    with pytest.raises(ValueError, match="no distribution after"):
         TableTarget.of({(): [0.5, 0.4]})
     with pytest.raises(ValueError, match="share in"):
         target.mixed(target, 1.5)

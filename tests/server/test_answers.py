@@ -301,9 +301,9 @@ def test_tools_reach_the_template(service):
         "tools": [tool],
         "chat_template_kwargs": {"mood": "calm"},
     }
-    ids = reader.chat(ChatBody(**body)).ready[0].ids
+    ids = reader.chat(ChatBody(**body)).requests[0].prompt
     assert tokenizer.decode(ids) == f"{json.dumps([tool])} calm hi"
-    ids = reader.chat(ChatBody(**body, tool_choice="none")).ready[0].ids
+    ids = reader.chat(ChatBody(**body, tool_choice="none")).requests[0].prompt
     assert tokenizer.decode(ids) == "null calm hi"
 
 

@@ -13,7 +13,7 @@ from outpace.server.grammar import open_grammars
 from outpace.server.limits import Limits
 from outpace.server.parsing import Reader
 from outpace.server.schema import CompletionBody
-from outpace.server.structured_output import Wish
+from outpace.server.structured_output import StructuredOutput
 
 SCHEMA = {
     "type": "object",
@@ -36,7 +36,7 @@ def spelled(mask_V):
 
 def test_a_mask_per_path(grammars):
     a, b, end = 66, 67, 1
-    matcher = grammars.compile(Wish("regex", "ab+", "f")).begin()
+    matcher = grammars.compile(StructuredOutput("regex", "ab+", "f")).begin()
     assert spelled(matcher.allowed(())) == {b"a"}
     assert spelled(matcher.allowed((a,))) == {b"b"}
     assert spelled(matcher.allowed((a, b))) == {b"b", b"<|end|>"}
@@ -52,7 +52,7 @@ def test_a_mask_per_path(grammars):
 
 
 def test_where_nothing_more_fits_only_the_end_is_left(grammars):
-    matcher = grammars.compile(Wish("regex", "ab", "f")).begin()
+    matcher = grammars.compile(StructuredOutput("regex", "ab", "f")).begin()
     assert spelled(matcher.allowed((66, 67))) == {b"<|end|>"}
     assert spelled(matcher.allowed((66,))) == {b"b"}
     matcher.advance((66, 67))
@@ -60,7 +60,7 @@ def test_where_nothing_more_fits_only_the_end_is_left(grammars):
 
 
 def test_matchers_share_nothing(grammars):
-    grammar = grammars.compile(Wish("regex", "ab", "f"))
+    grammar = grammars.compile(StructuredOutput("regex", "ab", "f"))
     first, second = grammar.begin(), grammar.begin()
     first.advance((66,))
     assert spelled(first.allowed(())) == {b"b"} and spelled(second.allowed(())) == {b"a"}
@@ -68,7 +68,7 @@ def test_matchers_share_nothing(grammars):
 
 def test_the_law_is_the_models_own_on_what_is_allowed(grammars):
     size = grammars._vocab_size
-    grammar = grammars.compile(Wish("regex", "a[bcd]", "f"))
+    grammar = grammars.compile(StructuredOutput("regex", "a[bcd]", "f"))
     warp = Warp(SamplingParams(temperature=0.7, grammar=grammar), (1,), frozenset({1}), size)
     logits_V = torch.randn(size, generator=torch.Generator().manual_seed(0))
     law = warp.law(logits_V, (66,))
@@ -84,12 +84,12 @@ def test_the_law_is_the_models_own_on_what_is_allowed(grammars):
 @pytest.mark.parametrize(
     ("wish", "says"),
     [
-        (Wish("schema", '{"type": "king"}', "response_format"), "king"),
-        (Wish("schema", "{", "response_format"), "response_format cannot be used"),
-        (Wish("schema", "[1]", "f"), "cannot be used"),
-        (Wish("regex", "(", "f"), "cannot be used"),
-        (Wish("choice", "[]", "f"), "choice is empty"),
-        (Wish("grammar", "nonsense", "f"), "cannot be used"),
+        (StructuredOutput("schema", '{"type": "king"}', "response_format"), "king"),
+        (StructuredOutput("schema", "{", "response_format"), "response_format cannot be used"),
+        (StructuredOutput("schema", "[1]", "f"), "cannot be used"),
+        (StructuredOutput("regex", "(", "f"), "cannot be used"),
+        (StructuredOutput("choice", "[]", "f"), "choice is empty"),
+        (StructuredOutput("grammar", "nonsense", "f"), "cannot be used"),
     ],
     ids=lambda value: getattr(value, "text", ""),
 )
@@ -196,7 +196,7 @@ def test_without_the_library_it_says_what_to_install(service):
 def test_the_engine_takes_grammars_too(grammars):
     engine = Engine.load("tiny", dtype="float32", drafter="suffix")
     made = open_grammars(engine.target.tokenizer, engine.target.vocab_size, engine.eos_ids)
-    grammar = made.compile(Wish("regex", "(he|re){3}", "f"))
+    grammar = made.compile(StructuredOutput("regex", "(he|re){3}", "f"))
     texts = engine.generate(["ab", "cd"], grammar=grammar, temperature=1.0, n=2)
     assert all(re.fullmatch("(he|re){3}", result.text) for result in texts)
 
@@ -222,7 +222,7 @@ def test_a_mask_that_forgets_the_path_is_caught():
 
     engine = Engine.load("tiny", dtype="float32", drafter="none")
     made = open_grammars(engine.target.tokenizer, engine.target.vocab_size, engine.eos_ids)
-    grammar = made.compile(Wish("regex", "((the|other) (st|at), ){20}", "f"))
+    grammar = made.compile(StructuredOutput("regex", "((the|other) (st|at), ){20}", "f"))
     settings = {"temperature": 0, "max_new_tokens": 80}
     plain = engine.generate("ab", grammar=grammar, **settings)
     right = engine.generate("ab", drafter="suffix", grammar=grammar, **settings)

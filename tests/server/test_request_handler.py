@@ -10,9 +10,10 @@ from outpace import Engine
 from outpace.errors import RequestError, ServiceClosed
 from outpace.server.app import create_app
 from outpace.server.metrics import Meters
-from outpace.server.request_handler import Call
+from outpace.server.request_handler import RequestHandler
+from outpace.serving.batch import Ticket
 from outpace.serving.events import Failed, ServiceStats, Tokens
-from outpace.serving.service import Service, Ticket
+from outpace.serving.service import Service
 from tests.server.conftest import LIMITS, Client
 
 BODY = {"prompt": "ab", "max_tokens": 3}
@@ -32,7 +33,7 @@ class Silent:
         return self.ticket
 
 
-class Forgetful(Call):
+class Forgetful(RequestHandler):
     """A call that waits with a limit, which before Python 3.12 may swallow a cancellation."""
 
     async def _next(self):
@@ -59,7 +60,7 @@ def leaves(kind, first):
         for step in steps if first == "event" else reversed(steps):
             step()
         await asyncio.wait({reader}, timeout=0.3)
-        noticed = reader.cancelled() and service.ticket.fate.cancelled
+        noticed = reader.cancelled() and service.ticket.cancelled
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
         return noticed
@@ -69,7 +70,7 @@ def leaves(kind, first):
 
 @pytest.mark.parametrize("first", ["event", "cancel"])
 def test_who_leaves_at_the_moment_an_event_comes_is_noticed(first):
-    assert leaves(Call, first)
+    assert leaves(RequestHandler, first)
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="wait_for was mended")

@@ -9,7 +9,7 @@ from outpace import Engine
 from outpace.server.app import create_app
 from outpace.serving import trace
 from outpace.serving.service import Service
-from outpace.serving.trace import told
+from outpace.serving.trace import described
 from outpace.types import ROOT, Draft, Outcome, Scored, Verdict
 from tests.server.conftest import LIMITS, Client
 
@@ -147,7 +147,7 @@ def test_large_drafts_are_cut_and_stay_trees():
         9,
         drafter="wide",
     )
-    done = told(outcome)
+    done = described(outcome)
     assert done.drafted == 201 and len(done.tokens) == trace.MOST
     assert done.pending == 3 and done.added == 5 and done.added_p == pytest.approx(1 / 256)
     assert [done.tokens[node] for node in done.kept] == [199, 7]

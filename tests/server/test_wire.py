@@ -136,7 +136,7 @@ def test_a_reader_who_leaves_a_stream_ends_the_answer(service, address, brake, t
             "POST", f"{address}/v1/completions", json=body, headers={"Authorization": "Bearer key"}
         ) as response:
             assert response.status_code == 200 and brake.held.wait(20)
-        until(lambda: tickets[-1].fate.cancelled)
+        until(lambda: tickets[-1].cancelled)
     until(lambda: service.stats().finished.get("cancelled", 0) == before.finished.get("cancelled", 0) + 1)
     assert service.stats().new_tokens - before.new_tokens < 20
 
@@ -153,7 +153,7 @@ def test_a_client_who_leaves_before_the_answer_ends_it(service, address, brake, 
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(head + body)
             assert brake.held.wait(20)
-        until(lambda: tickets[-1].fate.cancelled)
+        until(lambda: tickets[-1].cancelled)
     until(lambda: service.stats().finished.get("cancelled", 0) == before.finished.get("cancelled", 0) + 1)
     assert service.stats().new_tokens - before.new_tokens < 20
 

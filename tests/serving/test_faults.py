@@ -7,12 +7,12 @@ import pytest
 from outpace import Engine
 from outpace import step as step_module
 from outpace.cache.base import KVCache
-from outpace.engine.sequence import Sequence
+from outpace.engine.sequence import ActiveSequence
 from outpace.methods.lookup.suffix import Suffix
 from outpace.models.decoder import Decoder
 from outpace.sampling import Warp
 from outpace.serving.events import Done, Failed, Tokens
-from outpace.serving.per_request_policy import Mixed
+from outpace.serving.per_request_policy import PerRequestPolicy
 from outpace.serving.service import Service
 from outpace.stops import StopChecker
 from outpace.verifiers.coupled import Coupled
@@ -25,7 +25,7 @@ SETTINGS = [
     {"temperature": 0.0, "presence_penalty": 0.2},
 ]
 POINTS = {
-    "plan": (Mixed, "plan"),
+    "plan": (PerRequestPolicy, "plan"),
     "preview": (Suffix, "preview"),
     "draft": (Suffix, "propose"),
     "drop what a drafter tried": (KVCache, "drop"),
@@ -34,14 +34,14 @@ POINTS = {
     "law": (Warp, "law"),
     "judge": (Tree, "judge"),
     "judge a seeded text": (Coupled, "judge"),
-    "cut": (Sequence, "cut"),
+    "cut": (ActiveSequence, "cut"),
     "cut, in the text": (StopChecker, "cut"),
     "keep": (KVCache, "keep"),
-    "extend": (Sequence, "extend"),
+    "extend": (ActiveSequence, "extend"),
     "extend, in the penalties": (Warp, "advance"),
     "extend, in the text": (StopChecker, "take"),
     "observe": (Suffix, "observe"),
-    "learn": (Mixed, "learn"),
+    "learn": (PerRequestPolicy, "learn"),
 }
 
 

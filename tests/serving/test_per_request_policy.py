@@ -8,7 +8,7 @@ from outpace.policies.base import Evidence, Policy, PolicyRow
 from outpace.policies.costs import Costs
 from outpace.policies.fixed import Fixed, FixedConfig
 from outpace.policies.goodput import Goodput, GoodputConfig
-from outpace.serving.per_request_policy import Mixed, Own
+from outpace.serving.per_request_policy import Own, PerRequestPolicy
 from outpace.types import Budget, Load, Plan
 
 OWN, ROOMY = Budget(max_nodes=6, max_depth=6), Budget(max_nodes=100, max_depth=100)
@@ -37,7 +37,7 @@ def row(policy, state=None):
 
 
 def test_every_policy_gets_its_own_sequences_and_hears_of_the_others():
-    fixed, a, b, mixed = Fixed(FixedConfig()), Spy(2), Spy(3), Mixed()
+    fixed, a, b, mixed = Fixed(FixedConfig()), Spy(2), Spy(3), PerRequestPolicy()
     rows = [row(a, "a0"), row(fixed), row(b, "b0"), row(a, "a1"), row(fixed)]
     plans = mixed.plan(rows, Load(5, 100))
     assert [plan.budget.max_nodes for plan in plans] == [2, 6, 3, 2, 6]
@@ -51,7 +51,7 @@ def test_every_policy_gets_its_own_sequences_and_hears_of_the_others():
 
 
 def test_previews_are_asked_for_where_they_are_read():
-    mixed = Mixed()
+    mixed = PerRequestPolicy()
     auto = Auto(AutoConfig())
     load = Load(1, 100)
     assert mixed.asks(Own(auto, auto.begin()), load) is not None

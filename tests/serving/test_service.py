@@ -21,8 +21,8 @@ from outpace.methods.lookup.suffix import Suffix
 from outpace.models.tiny import TableTarget
 from outpace.serving.events import Done, Failed, Tokens
 from outpace.serving.memory import free_bytes
+from outpace.serving.openmp import let_go
 from outpace.serving.service import Service
-from outpace.serving.workers import let_go
 from tests.support import until
 
 PROMPT = [5, 9, 11, 5, 9]

@@ -25,6 +25,9 @@ def store(tmp_path_factory):
 class Counting:
     """Features that say which token of which sequence they are of."""
 
+    def of(self, part):
+        return [{tap: self.read(one.number, len(one.ids), tap) for tap in ("a", "b")} for one in part]
+
     def read(self, number, length, tap):
         base = number * 1000 + (500 if tap == "b" else 0)
         return torch.stack([torch.arange(length) % 128, torch.full((length,), base % 251)], 1).to(
@@ -122,7 +125,7 @@ def test_what_does_not_fit_is_refused(store, tmp_path):
         Batches(store, 0)
     with pytest.raises(RequestError, match="rank must be in 0 to 1"):
         Batches(store, 10, rank=2, world=2)
-    with pytest.raises(RequestError, match="no features were captured"):
+    with pytest.raises(RequestError, match="nothing to compute them"):
         Batches(store, 10, taps=("a",))
     with pytest.raises(IndexError):
         Batches(store, 400).at(0, 10**6)

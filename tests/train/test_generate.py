@@ -159,7 +159,7 @@ def test_the_same_prompt_gets_other_coins_each_round():
     greedy = [a.prompt for a in asks if a.temperature == 0]
     assert sorted(greedy) == list(range(40)), "once each, in the first two rounds"
     assert 10 < len([a for a in asks[:40] if a.temperature == 0]) < 30
-    assert all(0.8 <= a.temperature <= 1.0 for a in asks if a.temperature)
+    assert all(0.7 <= a.temperature <= 1.0 for a in asks if a.temperature)
     assert not [a for n in range(99) if (a := ask_of(n, 9, GenerateConfig(greedy=0.0))).seed == 0]
     assert all(ask_of(n, 9, GenerateConfig(greedy=1.0)).temperature == 0 for n in range(9))
 

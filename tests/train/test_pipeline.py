@@ -8,7 +8,6 @@ import torch
 
 from outpace import Engine, ModelError, OutpaceError, RequestError, SpecError, UnknownNameError
 from outpace.drafters.trained import read_measured, read_tensors
-from outpace.train import capture as capturing
 from outpace.train import checkpoint
 from outpace.train.corpus import CorpusPrompt
 from outpace.train.estimate import estimate
@@ -193,7 +192,7 @@ def test_data_are_made_once(engine, made, monkeypatch, tmp_path):
     again = Pipeline(engine, OPTIONS, prompts=PROMPTS, work=pipeline.work, out=tmp_path, say=quiet)
     again.data()
     assert again.store.digest == pipeline.store.digest
-    assert again.captured_bytes() > pipeline.store.length_S.sum() * 64 * 2
+    assert again.features.nbytes > 0.3 * pipeline.store.length_S.sum() * 64 * 2
 
 
 def test_held_out_prompts_were_not_learned_from(made):
@@ -205,15 +204,6 @@ def test_held_out_prompts_were_not_learned_from(made):
         if not held
     }
     assert prompts and not learned & set(prompts)
-
-
-def test_too_small_a_disk_is_said_before_the_work_begins(engine, tmp_path, monkeypatch):
-    usage = type("Usage", (), {"free": 100_000})
-    monkeypatch.setattr(capturing.shutil, "disk_usage", lambda path: usage)
-    pipeline = Pipeline(engine, OPTIONS, prompts=PROMPTS, work=tmp_path / "w", say=quiet)
-    with pytest.raises(RequestError, match=r"of disk and 100.0 kB are free"):
-        pipeline.run(report=quiet)
-    assert not (tmp_path / "w").exists()
 
 
 def test_without_prompts_and_answers_there_is_nothing_to_do(engine, tmp_path):
@@ -228,7 +218,7 @@ def test_several_processes_need_data_that_are_there(engine, made, tmp_path, monk
         assert Pipeline(engine, OPTIONS, prompts=PROMPTS, work=tmp_path).store
     pipeline, _ = made
     shared = Pipeline(engine, OPTIONS, prompts=PROMPTS, work=pipeline.work)
-    assert len(shared.features) == len(pipeline.store)
+    assert len(shared.features) == len(pipeline.features) and shared.features.room == 0
     batches = shared.batches("train")
     assert (batches.rank, batches.world) == (1, 2)
 
@@ -242,9 +232,9 @@ def test_an_estimate_writes_nothing_and_is_near_the_truth(engine, made, tmp_path
     assert found.disk_bytes > found.tokens * 64 * 2
     assert 0 < found.seconds < 60 and found.memory_bytes > 10**6
     left = estimate(pipeline)
-    assert left.generate_seconds == left.capture_seconds == 0
+    assert left.generate_seconds == 0
     assert left.tokens == pytest.approx(pipeline.store.length_S.sum(), rel=0.01)
-    assert left.to_json()["seconds"] == pytest.approx(left.train_seconds)
+    assert left.seconds == pytest.approx(left.train_seconds + left.feature_seconds)
 
 
 def test_a_measurement_is_added_to_the_provenance(made):

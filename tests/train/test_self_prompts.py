@@ -5,7 +5,7 @@ import pytest
 
 from outpace import Engine, ModelError, OutpaceError, SamplingParams
 from outpace.train import self_prompts
-from outpace.train.self_prompts import SelfPromptConfig, user_turn, write_prompts
+from outpace.train.self_prompts import SelfPromptConfig, user_turn, write_conversations, write_prompts
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,33 @@ def test_a_file_is_gone_on_with(engine, ending, tmp_path):
     assert (tmp_path / "parts.jsonl").read_bytes() == before, "enough is there"
 
 
+def test_one_prompt_in_three_goes_on_as_a_conversation(engine, ending, tmp_path, monkeypatch):
+    stopping = lambda **given: SamplingParams(**{**given, "stop": ("e",)})  # noqa: E731
+    monkeypatch.setattr(self_prompts, "SamplingParams", stopping)
+    begins = []
+    turn = lambda engine, before=(): (begins.append(before), (user_turn(engine, before)[0], "e"))[1]  # noqa: E731
+    monkeypatch.setattr(self_prompts, "user_turn", turn)
+    config = SelfPromptConfig(count=40, max_new_tokens=40, batch=4)
+    prompts, path = tmp_path / "p.jsonl", tmp_path / "c.jsonl"
+    write_prompts(engine, prompts, config, say=quiet)
+    asked = {row["number"]: row["prompt"] for row in rows(prompts)}
+    found = write_conversations(engine, prompts, path, config, say=quiet)
+    made = rows(path)
+    assert found == len(made) > 2 and all(row["number"] % 3 == 0 for row in made)
+    for row in made:
+        assert [turn["role"] for turn in row["messages"]] == ["user", "assistant", "user"]
+        assert row["messages"][0]["content"] == asked[row["number"]]
+        assert row["messages"][:2] in begins, "the user's next turn follows the answer"
+    text = path.read_text()
+    path.write_text(json.dumps(made[0]) + "\n")  # as if stopped after the first round
+    write_conversations(engine, prompts, path, config, say=quiet)
+    kept = [row for row in made if row["number"] >= 8]
+    assert rows(path) == [made[0], *kept]
+    before = path.stat().st_mtime_ns
+    write_conversations(engine, prompts, path, config, say=quiet)
+    assert path.stat().st_mtime_ns == before and text.startswith(json.dumps(made[0])[:20])
+
+
 def test_a_model_that_says_the_same_again_and_again_is_stopped(engine, ending, tmp_path):
     cold = SelfPromptConfig(count=99, temperature=1e-6, max_new_tokens=40)
     with pytest.raises(OutpaceError, match="different prompts and then none"):
@@ -88,7 +115,7 @@ def test_a_model_that_says_the_same_again_and_again_is_stopped(engine, ending, t
 
 def test_what_cannot_be_is_refused(engine, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"number": 0}\n')
-    with pytest.raises(OutpaceError, match="line 1 is no prompt"):
+    with pytest.raises(OutpaceError, match="line 1 is no row with number and prompt"):
         write_prompts(engine, tmp_path / "p.jsonl", SelfPromptConfig(count=1), say=quiet)
     with pytest.raises(ValueError, match="count must be at least 1"):
         SelfPromptConfig(count=0)

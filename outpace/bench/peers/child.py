@@ -95,7 +95,6 @@ def openvino(given: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 
 
 def llamacpp(given: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
-    """Load a GGUF file with llama-cpp-python."""
     try:
         llama_cpp = importlib.import_module("llama_cpp")
     except ImportError as error:
@@ -154,7 +153,6 @@ def brief(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Answer until standard input ends."""
     # Libraries print to standard output; let them print to standard error.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -53,8 +53,6 @@ def make_peer(
     """Make a peer of a target.
 
     Args:
-        name: one of ``PEERS``.
-        target: the model, for its weights.
         dtype: what the peer computes in; None is what the target computes in.
         threads: of a child process; None is what this process uses. Peers in this process
             share its threads.
@@ -97,12 +95,9 @@ class TransformersPeer:
     """``generate`` of transformers, in this process.
 
     Args:
-        name: what reports call it.
-        model: of transformers.
         eos_ids: tokens that end an answer unless they are to be ignored.
         prompt_lookup: tokens that prompt lookup drafts; None drafts none.
         assistant: a model of transformers that drafts.
-        about: what reports say besides.
     """
 
     kind: Kind = "peer"

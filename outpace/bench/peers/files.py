@@ -40,11 +40,6 @@ def peer_model(engine: str, target: Target, dtype: torch.dtype) -> tuple[Path, d
     In this order: for OpenVINO, an export of its own in the model's folder or in the cache; a
     GGUF file of the model, expanded into the cache once.
 
-    Args:
-        engine: ``openvino`` or ``llamacpp``.
-        target: whose weights.
-        dtype: what the target computes in.
-
     Returns:
         The path, and what reports say about the weights.
 

@@ -49,13 +49,11 @@ def generate(
     Args:
         model: of transformers; its own generation settings are put aside.
         rows: prompts; shorter ones are padded on the left. One only if anything drafts.
-        max_new_tokens: longest answer.
         eos_ids: tokens that end an answer; empty ignores them. (``min_new_tokens`` would forbid
             them instead, and the text would be another.)
         temperature: 0 takes the likeliest token.
         seed: of torch's generator, which is put back afterwards.
         prompt_lookup: how many tokens to draft from the text so far; None drafts none.
-        assistant: a model that drafts.
     """
     from transformers import GenerationConfig, LogitsProcessorList
 

@@ -27,13 +27,10 @@ class ChildPeer:
     """A contender that asks a child process, which `outpace.bench.peers.child` describes.
 
     Args:
-        name: what reports call it.
         python: the Python of the peer's environment.
-        given: the child's first line.
         about: what reports say about it, besides what the child says.
         eos_ids: tokens that end an answer unless they are to be ignored.
         one_row: whether it answers one prompt at a time.
-        start_seconds: how long loading may take.
         answer_seconds: how long an answer may take, apart from
         token_seconds: for every one of its tokens.
 
@@ -119,7 +116,6 @@ class ChildPeer:
         )
 
     def close(self) -> None:
-        """End the child: ask, then insist."""
         process = self._process
         with contextlib.suppress(OSError):
             if process.stdin is not None:

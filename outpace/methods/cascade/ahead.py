@@ -73,7 +73,7 @@ class WarpAhead(Warp):
         self._path += tokens
 
     def law(self, logits_V: Tensor, path: Sequence[int] = (), id_V: Tensor | None = None) -> Law:
-        """The law after the guesses so far and ``path``."""
+        """The distribution after the guesses so far and ``path``."""
         if self.greedy and not self._base.greedy:
             (((token,),), _) = self.ranking(logits_V[None], [path], 1, id_V)
             return Law.one_hot(token, logits_V.dtype)
@@ -122,12 +122,10 @@ class CacheAhead(KVCache):
         self.real.keep(slot, [*range(lag), *(row + lag for row in rows)])
 
     def drop(self, slot: int) -> None:
-        """Forget the tail."""
         self.real.drop(slot)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are allocated."""
         return self.real.nbytes
 
     def _reserve(self, slots: int, rows: int) -> None:
@@ -142,7 +140,6 @@ class Reader(Target):
 
     Args:
         model: it; scores with the cache behind a `CacheAhead`.
-        clock: counts its passes.
     """
 
     def __init__(self, model: Target, clock: PassClock) -> None:
@@ -154,11 +151,9 @@ class Reader(Target):
 
     @property
     def clock(self) -> PassClock:
-        """Of all passes of the cascade."""
         return self._clock
 
     def new_cache(self, capacity: int = 0) -> CacheAhead:
-        """A cache whose slots may lag."""
         return CacheAhead(self.model.new_cache(capacity))
 
     def score(

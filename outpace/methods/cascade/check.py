@@ -13,9 +13,6 @@ from outpace.methods.cascade.drafter import Cascade, no_model
 def check_levels(spec: str) -> None:
     """Refuse a cascade with levels that cannot be any.
 
-    Args:
-        spec: method spec of a cascade.
-
     Raises:
         SpecError, UnknownNameError: what cannot be read, names and settings that nobody has, a
             level of the wrong kind. What only a loaded level shows is left to the drafter.

@@ -14,21 +14,21 @@ few more, since a step of a model ends when it ends) by the model and ten by the
 target; ten by the lookup for the model. What is left out is 0, so ``5/10`` is purely vertical and
 ``5,10`` purely horizontal. ``outpace analyze cascade`` names a good ``k``.
 
-Every guess of a model has exactly that model's law, whatever drafted for it, and the law is
+Every guess of a model has exactly that model's distribution, whatever drafted for it, and the distribution is
 handed up as q; so any verifier works, at any temperature. With a tree (``tree=4x1x1x1``) the
-candidates for the first token are the model's best, or drawn from the same law; the first of them
+candidates for the first token are the model's best, or drawn from the same distribution; the first of them
 goes on as the chain, each other one with the lookup's words.
 
 Pays where the model is several times cheaper than the target, and the text repeats itself now and
 then; a model that is nearly free gains nothing from being drafted for.
 
-Between its levels nothing is lenient: every level decides by its own law, so one law is all that
-has to be handed up. (With lenience l a level emits min(q, l p) plus its residual; sampling, that
-law is further from the target's than p is, so fewer guesses would be kept by the target.)
+Between its levels nothing is lenient: every level decides by its own distribution, so one distribution is
+all that has to be handed up. (With lenience l a level emits min(q, l p) plus its residual; sampling, that
+distribution is further from the target's than p is, so fewer guesses would be kept by the target.)
 
 Cost: passes of the models, a few hundred microseconds of host work per inner step.
 Paper: Chen et al. 2023, Cascade Speculative Drafting, arXiv:2312.11462 (K as here, row by row;
-greedy there; sampling is ours, with laws as in Spector and Re 2023, arXiv:2308.04623).
+greedy there; sampling is ours, with distributions as in Spector and Re 2023, arXiv:2308.04623).
 """
 
 from __future__ import annotations
@@ -53,8 +53,6 @@ from outpace.types import Draft, Outcome
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CascadeConfig:
-    """Settings of the drafter."""
-
     levels: str = "draft_model+max_gram"
     """Specs of the drafters, strongest first, joined by ``+``: draft_model[model=M]+max_gram."""
     k: str | None = None
@@ -118,7 +116,6 @@ class Cascade(WrappingDrafter[State]):
 
     @cached_property
     def clock(self) -> PassClock:
-        """Of the passes of all models."""
         return PassClock()
 
     @classmethod
@@ -202,14 +199,12 @@ class Cascade(WrappingDrafter[State]):
         self.follow()
 
     def num_uncached(self, state: State, tokens: Sequence[int]) -> int:
-        """Sum over all levels."""
         return super().num_uncached(state, tokens) + sum(
             len(tokens) - level.cache.length(slot)
             for level, slot in zip(self.models, state.slots, strict=True)
         )
 
     def end(self, state: State) -> None:
-        """Give the slots back."""
         for level, slot in zip(self.models, state.slots, strict=True):
             level.cache.real.close(slot)
         if self.lookup is not None and state.reading is not None:

@@ -11,6 +11,7 @@ import torch
 from outpace.coins import Coins, Stream
 from outpace.methods.cascade.ahead import CoinsAhead, WarpAhead
 from outpace.sampling import Warp
+from outpace.step import Member
 from outpace.tree.growth import DraftRow
 from outpace.types import NOTHING, ROOT, Budget, Draft, Drawn, Group, Law, Outcome, Signals, Verdict
 from outpace.verifiers.base import Verifier
@@ -35,8 +36,6 @@ class Reading:
 
 @dataclass(slots=True, eq=False)
 class State:
-    """One sequence in all levels."""
-
     slots: list[int]
     """Of each language model's cache."""
     reading: Reading | None
@@ -60,7 +59,6 @@ class Guesses:
 
     Args:
         row: what was asked; its coins are the outer ones.
-        most: tokens that it may have.
         leaders: candidates wanted for the first token.
     """
 
@@ -80,20 +78,16 @@ class Guesses:
         """The other leaders, in the order in which they were drawn."""
         self.stopped = False
         self.warp: Warp = WarpAhead(row.warp, row.drawn is Drawn.CHOSEN)
-        self.states: Mapping[str, Any] = {BELOW: row.state}
-        self.budgets: Mapping[str, Budget] = {BELOW: Budget(1 << 16, 1 << 16)}
-        self.verifiers: Mapping[str, Verifier] = {}
+        self.members: Mapping[str, Member] = {}
         self.slot = self._level = 0
         self._context = 1 << 30
 
     @property
     def count(self) -> int:
-        """Guesses so far."""
         return len(self.laws)
 
     @property
     def guessed(self) -> list[int]:
-        """The tokens of the chain."""
         return self.tokens[len(self.row.tokens) :]
 
     @property
@@ -105,7 +99,8 @@ class Guesses:
         """Be a row of a level's machine from now on."""
         self._level, self._context = level, context
         self.slot = self.row.state.slots[level - 1]
-        self.verifiers = {BELOW: verifier, "none": verifier}
+        self.verifier = verifier
+        self.members = {BELOW: Member(self.row.state, Budget(1 << 16, 1 << 16), verifier)}
 
     def wants(self, total: int) -> bool:
         """Whether the present level may add to it, up to so many guesses."""
@@ -120,7 +115,6 @@ class Guesses:
         self.origin.append(level)
 
     def coins(self, stream: Stream) -> Coins:
-        """Of the inner pending token."""
         return CoinsAhead(self.row.coins, self._level, self.count, stream)
 
     def room(self) -> Budget:
@@ -129,15 +123,14 @@ class Guesses:
         return Budget(1 << 16, depth) if depth > 0 else NOTHING
 
     def cut(self, verdict: Verdict) -> Verdict:
-        """A length fixed before anything was drawn, so what is left has its law."""
+        """A length fixed before anything was drawn, so what is left has its distribution."""
         return verdict.cut(self.most - self.count)
 
     def fail(self, error: Exception) -> None:
-        """End the whole step."""
         raise error
 
     def extend(self, outcome: Outcome) -> None:
-        """Take what a level emitted, with its true laws."""
+        """Take what a level emitted, with its true distributions."""
         verdict = outcome.verdict
         assert verdict.laws is not None
         if self.count == 0 and self.leaders > 1:
@@ -151,7 +144,7 @@ class Guesses:
             stop = self.row.budget.stop
             if stop is not None:
                 q = true.prob(token)
-                if self.warp.greedy:  # its law says nothing of how sure the level was
+                if self.warp.greedy:  # its distribution says nothing of how sure the level was
                     q = float(outcome.scored.logits_TV[row].float().softmax(0)[token])
                 signals = Signals(torch.tensor([self.count]), torch.tensor([q]))
                 self.stopped = not bool(stop.more(signals))

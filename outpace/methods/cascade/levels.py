@@ -5,9 +5,9 @@
 
 A `StagedDrafter` makes the draft of one reviewer: its stages take turns, each until the draft has so many
 tokens. A level that is a language model makes its part in whole steps (`outpace.step`): its own
-staged drafter drafts, it verifies, and what it emits has exactly its law, which is recorded as the q of
-the guess. The number of guesses is a matter of chance then, and that is right: a lossless rule
-emits tokens x such that x and their continuation by p have the law p, so of the places that exist,
+staged drafter drafts, it verifies, and what it emits has exactly its distribution, which is recorded as the
+q of the guess. The number of guesses is a matter of chance then, and that is right: a lossless rule
+emits tokens x such that x and their continuation by p have the distribution p, so of the places that exist,
 
     P(x_1 x_2, two or more) = p(x_1) p(x_2 | x_1) - P(x_1, one only) p(x_2 | x_1)
                             = P(x_1, two or more) p(x_2 | x_1).
@@ -41,8 +41,6 @@ _UNSEEN = Scored(torch.zeros(0, 1), (0, 0))
 
 
 class Level(ABC):
-    """One level, for all sequences."""
-
     @abstractmethod
     def guess(self, drafts: Sequence[Guesses], total: int) -> None:
         """Go on with drafts until they have ``total`` tokens, or nothing more comes to mind."""
@@ -55,11 +53,9 @@ class LookupLevel(Level):
         self.drafter = drafter
 
     def begin(self, request: Request) -> Reading:
-        """State of a new sequence."""
         return Reading(self.drafter.begin(request), request.num_cached)
 
     def guess(self, drafts: Sequence[Guesses], total: int) -> None:
-        """One proposal each."""
         sizes = [min(total, g.most) - g.count for g in drafts]
         for g, draft in zip(drafts, self.propose(drafts, sizes), strict=True):
             node = ROOT
@@ -96,7 +92,6 @@ class LookupLevel(Level):
             reading.ahead += more
 
     def back(self, reading: Reading) -> None:
-        """Forget every guess."""
         if reading.ahead:
             reading.state = self.drafter.rewind(reading.state, reading.mark)
             reading.ahead = []
@@ -105,8 +100,6 @@ class LookupLevel(Level):
         """Read what was committed; of drafts that a level judged, learn what that level kept.
 
         Args:
-            reading: of one sequence.
-            outcome: of the target.
             ours: whether it judged what this cascade proposed last.
         """
         self.back(reading)
@@ -140,12 +133,8 @@ class ModelLevel(Level):
 
     Args:
         number: from 1, the strongest; names its coins.
-        model: over the target's vocabulary.
         below: drafts for it; None: it decodes plainly.
-        verifier: decides token by token.
         coupled: in its place where draft and target share coins.
-        policy: of the inner steps.
-        clock: counts passes.
     """
 
     def __init__(
@@ -199,15 +188,12 @@ class StagedDrafter(Drafter[State]):
 
     @classmethod
     def load(cls, config: Any, target: Target) -> StagedDrafter:
-        """No stages, no guesses."""
         return cls(())
 
     def begin(self, request: Request) -> State:
-        """Of nobody."""
         return State([], None)
 
     def run(self, drafts: Sequence[Guesses]) -> None:
-        """Let every stage add its tokens."""
         total = 0
         for level, quota in self.stages:
             total += quota
@@ -216,7 +202,6 @@ class StagedDrafter(Drafter[State]):
                 level.guess(open_, total)
 
     def propose(self, rows: Sequence[DraftRow[State]]) -> list[Draft]:
-        """A chain each."""
         drafts = [Guesses(row, min(row.budget.max_nodes, row.budget.max_depth)) for row in rows]
         if self.lookup is not None:
             level, quota = self.lookup

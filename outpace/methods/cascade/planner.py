@@ -51,8 +51,6 @@ class Part:
         """Count a draft.
 
         Args:
-            size: guesses asked for.
-            length: guesses made.
             kept: of them; None if what stood before them was not kept whole.
         """
         for table in (self.asked, self.kept, self.long):
@@ -77,7 +75,6 @@ class Part:
 
     @property
     def drafted(self) -> tuple[float, ...]:
-        """D[j]."""
         return (1.0, *(n / max(1, self.drafts) for n in self.long[1:]))
 
 
@@ -89,12 +86,10 @@ class Tally(Verifier):
         self.draws = real.draws
 
     def check(self, draft: Draft) -> None:
-        """As the other does."""
         self._real.check(draft)
 
     @property
     def lossless(self) -> bool:  # type: ignore[override]
-        """As the other."""
         return self._real.lossless
 
     def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
@@ -114,7 +109,6 @@ class _Passes:
     """Of the steps, drafting and all."""
 
     def listen(self, record: StepRecord) -> None:
-        """Take in a step."""
         if not record.prompt:
             self.count += 1
             self.rows += record.passed_rows
@@ -124,8 +118,6 @@ class _Passes:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What was measured."""
-
     levels: str
     ladder: Ladder
     parts: Mapping[tuple[int, int], Part]
@@ -145,7 +137,6 @@ class Found:
         return {name: best_k(self.ladder, allowed) for name, allowed in kinds.items()}
 
     def predict(self, k: Sequence[Sequence[int]]) -> Prediction:
-        """What any K promises."""
         return predict(self.ladder, k)
 
 
@@ -163,7 +154,6 @@ def text_of(k: Sequence[Sequence[int]]) -> str:
 
 
 def spec_of(levels: str, k: Sequence[Sequence[int]]) -> str:
-    """The method spec of a cascade."""
     return f"cascade[levels={levels} k={text_of(k)}]"
 
 
@@ -187,11 +177,7 @@ def measure(
     """Answer prompts plainly and with a probing cascade, and time passes of every model.
 
     Args:
-        engine: of the target.
-        levels: as for the drafter `cascade`.
-        prompts: token ids.
         max_new_tokens: per prompt, at least 2.
-        temperature: of all laws.
         tick: told what runs, and how many prompts were finished since the last call.
 
     Raises:
@@ -357,7 +343,6 @@ def _costs(
 
 
 def as_json(found: Found) -> dict[str, Any]:
-    """Plain values."""
     return {
         "levels": found.levels,
         "names": list(found.names),

@@ -9,11 +9,11 @@
     cross_vocabulary[model=M by=tokens drafter=cascade[levels=draft_model[model=M]+max_gram]]
 
 *By text*, any two vocabularies will do. The draft model's likeliest text is split by the target's
-tokenizer. Such guesses are chosen, so the output keeps its law at any temperature; when sampling,
+tokenizer. Such guesses are chosen, so the output keeps its distribution at any temperature; when sampling,
 one is kept as often as the target itself draws it.
 
-*By tokens*, the draft model's law is restricted to the shared tokens and renormalised, and that
-law, in the target's ids, is the q of a guess. When sampling, more is kept, if shared tokens are
+*By tokens*, the draft model's distribution is restricted to the shared tokens and renormalised, and that
+distribution, in the target's ids, is the q of a guess. When sampling, more is kept, if shared tokens are
 most of what the target says. Penalties and the like apply to p and q alike.
 
 Any drafter that runs on the draft model may stand behind it, such as a cascade, unless it reads
@@ -51,8 +51,6 @@ _WAYS = ("auto", "text", "tokens")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrossVocabularyConfig:
-    """Settings of the drafter."""
-
     model: str
     """Name, folder, GGUF file or hub id of the draft model."""
     by: str = "auto"
@@ -69,8 +67,6 @@ class CrossVocabularyConfig:
 
 @dataclass(slots=True, eq=False)
 class State:
-    """One sequence."""
-
     mirror: Mirror
     reading: Reading
     asked: Draft | None = None
@@ -85,8 +81,6 @@ class CrossVocabulary(WrappingDrafter[State]):
     Args:
         inner: drafts over the vocabulary of ``model``.
         model: the draft model; its tokenizer is what counts.
-        target: likewise.
-        by: one of ``text``, ``tokens``, ``auto``.
 
     Raises:
         ModelError: no tokenizer, or no shared tokens where only those may be drafted.
@@ -143,7 +137,6 @@ class CrossVocabulary(WrappingDrafter[State]):
         return cls(build.drafter(specs[0], model), model, target, config.by)
 
     def inner(self, state: State) -> list[tuple[Drafter[Any], Any]]:
-        """The drafter of the draft model."""
         return [(self.drafter, state.reading.state)]
 
     def begin(self, request: Request) -> State:
@@ -252,5 +245,4 @@ class CrossVocabulary(WrappingDrafter[State]):
         return State(mirror, reading)
 
     def end(self, state: State) -> None:
-        """End the inner drafter's state."""
         self.drafter.end(state.reading.state)

@@ -41,8 +41,6 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class News:
-    """What happened to one text."""
-
     reading: Reading
     ids: Sequence[int]
     """All of it."""

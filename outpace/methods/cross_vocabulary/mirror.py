@@ -52,7 +52,6 @@ class Bridge:
         return spelled
 
     def mirror(self) -> Mirror:
-        """Of an empty text."""
         opening = list(self.goal.opening)
         return Mirror(self, opening, [0] * len(opening), len(opening))
 
@@ -64,8 +63,6 @@ def to_draft(target: Spelling, draft: Spelling, common: Shared, by_token: bool) 
 
 @dataclass(slots=True, eq=False)
 class Mirror:
-    """One text in the goal's tokens."""
-
     bridge: Bridge
     ids: list[int]
     sizes: list[int]
@@ -147,7 +144,6 @@ class Mirror:
         return same
 
     def _settle(self) -> None:
-        """Let only a tail stay open."""
         if len(self.ids) - self.stable <= 2 * TAIL:
             return
         cut = len(self.ids) - TAIL

@@ -51,12 +51,9 @@ def retokenized(
 
     Args:
         draft: over draft ids, chain or tree.
-        tokens: committed ids of the target.
         held: bytes at their end that the draft model did not see; a draft repeats them or is left
             out.
         budget: in tokens of the target; what is beyond it is cut off.
-        source: the draft vocabulary.
-        target: the target's.
         common: for tokens that end a text or part it.
 
     Returns:
@@ -134,9 +131,6 @@ def _split(text: bytes, begun: bytes, context: bytes, target: Spelling) -> tuple
 
     Args:
         text: what is new, with the bytes that stand in the context already.
-        begun: those bytes.
-        context: what stands before.
-        target: vocabulary.
     """
     if not text.startswith(begun):
         return [], False

@@ -1,9 +1,9 @@
-"""A draft model's law, restricted to the tokens that its vocabulary shares with the target's.
+"""A draft model's distribution, restricted to the tokens that its vocabulary shares with the target's.
 
     q'(x) = q(x) 1[x shared] / sum of q over shared tokens,  after the sequence's own settings
 
 The inner drafter works in the draft model's ids: it is given settings and coins that look like the
-sequence's and speak its ids. What it draws is then put into the target's ids, with the laws that
+sequence's and speak its ids. What it draws is then put into the target's ids, with the distributions that
 it was drawn from, entry by entry.
 
 Shape letters: D columns of the model's logits, V target vocabulary, F rows, S support, K shared.
@@ -29,7 +29,7 @@ class SharedWarp(Warp):
 
     Args:
         base: of the sequence, over the target's ids; only read.
-        common: the tokens that a law may give.
+        common: the tokens that a distribution may give.
     """
 
     def __init__(self, base: Warp, common: Shared) -> None:
@@ -43,7 +43,7 @@ class SharedWarp(Warp):
         return False
 
     def law(self, logits_V: Tensor, path: Sequence[int] = (), id_V: Tensor | None = None) -> Law:
-        """The law over shared tokens, in draft ids. Cost: that of the base, and a gather."""
+        """The distribution over shared tokens, in draft ids. Cost: that of the base, and a gather."""
         column_K, id_K = self._columns(len(logits_V), id_V)
         if not len(column_K):
             return Law.one_hot(int(self._common.draft_K[0]), logits_V.dtype)
@@ -86,7 +86,7 @@ class SharedWarp(Warp):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedCoins(Coins):
-    """Coins for laws over draft ids; a race is run under the target's names of the tokens."""
+    """Coins for distributions over draft ids; a race is run under the target's names of the tokens."""
 
     outer: Coins
     common: Shared
@@ -103,7 +103,7 @@ class SharedCoins(Coins):
 
 
 def renamed(law: Law, common: Shared) -> Law:
-    """A law over draft ids as one over target ids: the same entries under other names."""
+    """A distribution over draft ids as one over target ids: the same entries under other names."""
     return Law(law.prob_S, common.to_target_D[law.ids])
 
 
@@ -114,7 +114,7 @@ def in_target_ids(draft: Draft, common: Shared, who: str) -> Draft:
     drawn cannot be: who drew it would have drawn it too often.
 
     Raises:
-        SpecError: a token that is not shared was drawn: the drafter made its law without the
+        SpecError: a token that is not shared was drawn: the drafter made its distribution without the
             settings that it was given.
     """
     number: dict[int, int] = {ROOT: ROOT}
@@ -136,7 +136,7 @@ def in_target_ids(draft: Draft, common: Shared, who: str) -> Draft:
             lost = len(nodes) < len(group.nodes)
             if lost or bool((common.to_target_D[draft.laws[law].ids] < 0).any()):
                 raise SpecError(
-                    f"{who} draws tokens that the target does not have, so that their law is not "
+                    f"{who} draws tokens that the target does not have, so that their distribution is not "
                     "known over its tokens; use by=text"
                 )
             laws.setdefault(law, len(laws))

@@ -40,7 +40,6 @@ class Spelling:
     """How one vocabulary writes bytes.
 
     Args:
-        tokenizer: of the model.
         rows: of its embedding; the tokenizer may know tokens that the model lacks.
     """
 
@@ -78,7 +77,6 @@ class Spelling:
 
     @cached_property
     def opening(self) -> tuple[int, ...]:
-        """What every text begins with."""
         bos = self.tokenizer.bos_id
         begins = bos is not None and bos < self.size and bos in self.tokenizer.encode("")
         return (bos,) if begins and bos is not None else ()

@@ -12,9 +12,9 @@ Held-out rows also give what the static tree is made of: how often the i-th like
 a row was the target's, where those of the rows before were among their likeliest.
 
 Papers: DFlash, arXiv:2602.06036 (anchors; its weights exp(-i / 4) are a decay of 0.78); PARD,
-arXiv:2504.18583 (later rows learned more rarely). Labels are the target's laws.
+arXiv:2504.18583 (later rows learned more rarely). Labels are the target's distributions.
 
-Shape letters: B sequences, T tokens, A anchors of a sequence, S rows of a block, R rows, N laws,
+Shape letters: B sequences, T tokens, A anchors of a sequence, S rows of a block, R rows, N distributions,
 H hidden size, F width of all features, D draft vocabulary.
 """
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from outpace.drafters.static_tree import LARGEST, likeliest
-from outpace.drafters.trained import about, decoder_to_json, head_name, lender, read_embedding
+from outpace.drafters.trained import decoder_to_json, head_rows, lender, read_embedding
 from outpace.errors import ModelError
 from outpace.files import write_whole
 from outpace.law import VocabMap
@@ -44,14 +44,13 @@ from outpace.models.families import DecoderConfig
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import check, head_loss
-from outpace.train.objective import LAST, Objective, Step, draft_ids, laws_for, target_laws, write_drafter
-from outpace.train.ranks import RankedChain, Ranks, ranked
+from outpace.train.networks import plain_shape
+from outpace.train.objective import LAST, Objective, Step, draft_ids, target_laws, write_drafter
+from outpace.train.ranks import Ranks, judge_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DflashTraining:
-    """Options of ``outpace train dflash``."""
-
     slots: int = 4
     """Tokens guessed at a time."""
     layers: int = 1
@@ -94,8 +93,6 @@ class Anchored(Aligned):
 
 
 class DflashObjective(Objective):
-    """One network in training."""
-
     Config = DflashTraining
     module: BlockNet
 
@@ -109,9 +106,7 @@ class DflashObjective(Objective):
     ) -> None:
         self.config, self.target, self.vocab, self.module = config, target, vocab, net
         self.shape, self._fused = shape, _fused(config, target)
-        head_VH = target.checkpoint.tensor(head_name(target))
-        rows = head_VH if vocab is None else head_VH[vocab.to_target_D]
-        self._head_DH = rows.to(target.device, torch.float32)
+        self._head_DH = head_rows(target, vocab)
         self._embed_VH = read_embedding(target)
         self.ranks = Ranks(config.slots)
 
@@ -125,26 +120,7 @@ class DflashObjective(Objective):
         lent, taps, count = lender(target, METHOD), _fused(config, target), config.layers
         if count > lent.num_layers:
             raise ModelError(f"dflash: layers={count}, but {lent.name} has {lent.num_layers}")
-        theirs = lent.config
-        rope = theirs.ropes[theirs.rope_of_layer[-1]]
-        shape = replace(
-            theirs,
-            num_layers=count,
-            windows=(None,) * count,
-            ropes=(rope,),
-            rope_of_layer=(0,) * count,
-            tied_head=False,
-            qkv_bias=False,
-            out_bias=False,
-            mlp_bias=False,
-            qk_norm=False,
-            norm_offset=0.0,
-            sandwich_norms=False,
-            attention_softcap=None,
-            logit_softcap=None,
-            embed_scale=1.0,
-            attention_scale=theirs.head_dim**-0.5,
-        )
+        shape = plain_shape(lent.config, count, -1)
         net = BlockNet(shape, len(taps), config.slots, lent.device).to(lent.device)
         streams = [number for number, tap in enumerate(taps) if tap != LAST]
         take(net, lent, len(taps), streams[-1] if streams else 0)
@@ -200,35 +176,16 @@ class DflashObjective(Objective):
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
         aligned, slots = Aligned(batch, EAGLE), self.config.slots
-        p_ND, truth_N = laws_for(batch, aligned, self.target, self.vocab)
-        assert p_ND is not None and truth_N is not None, "blocks read features"
         every_BAS = aligned.real_BA.new_ones(*aligned.real_BA.shape, slots)
         y_BASH = self.outputs(batch, aligned, every_BAS).view(*every_BAS.shape, -1)
-        chain = RankedChain(self.ranks, aligned.real_BA)
-        for i in range(slots):
-            row_BA = aligned.law(EAGLE + i)
-            truth_BA = truth_N[row_BA]
-            rank_R, alpha_R = ranked(
-                y_BASH[:, :, i].flatten(0, 1),
-                self._head_DH,
-                self.vocab,
-                truth_BA.flatten(),
-                p_ND,
-                row_BA.flatten(),
-            )
-            follows_BA = aligned.token(EAGLE + i) == truth_BA
-            chain.add(aligned.teaches(EAGLE + i), follows_BA, rank_R, alpha_R)
-        return chain.step(int(aligned.real_BA.sum()))
+        return judge_ranks(self.ranks, y_BASH.unbind(2), batch, aligned, self, self._head_DH)
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         """Write the drafter folder, and in it the calibrated tree alone, as ``tree.json``."""
-        target, rates = self.target, self.ranks.acceptance()
+        rates = self.ranks.acceptance()
         parents = list(likeliest(rates, LARGEST))
         config = {
-            "method": METHOD,
-            **about(target),
-            "draft_vocab_size": len(self._head_DH),
-            "taps": list(self._fused),
+            **self.about(METHOD, self._fused),
             "slots": self.config.slots,
             "decoder": decoder_to_json(self.shape),
             "acceptance": rates,

@@ -60,10 +60,7 @@ class BlockNet(nn.Module):
     """All that is trained.
 
     Args:
-        config: of the layers.
         taps: how many features stand side by side.
-        slots: S.
-        device: of the rotary table.
     """
 
     def __init__(self, config: DecoderConfig, taps: int, slots: int, device: torch.device) -> None:
@@ -112,7 +109,6 @@ def take(net: BlockNet, target: Decoder, taps: int, base: int) -> None:
 
     Args:
         net: overwritten.
-        target: lends the weights.
         taps: how many features stand side by side.
         base: which of them the rows start as.
     """

@@ -38,8 +38,6 @@ LAST = "hidden.-1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadShape:
-    """What a head is made of."""
-
     width: int
     """W."""
     blocks: int
@@ -49,11 +47,9 @@ class HeadShape:
 
     @property
     def stored(self) -> int:
-        """Blocks with weights of their own."""
         return min(self.blocks, 1) if self.tied else self.blocks
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of a folder."""
         shapes: dict[str, tuple[int, ...]] = {"out.weight": (1, self.width), "out.bias": (1,)}
         for block in range(self.stored):
             shapes[f"blocks.{block}.weight"] = (self.width, self.width)
@@ -67,7 +63,6 @@ class AcceptanceHead:
     Args:
         folder: where ``outpace train acceptance`` wrote it.
         model: the draft model; gives dtype and device.
-        target: who judges.
 
     Raises:
         ModelError: files that are missing or corrupt, or made for another target or draft model.
@@ -117,8 +112,6 @@ def find_head(path: str | None, model: Target, target: Target) -> AcceptanceHead
 
     Args:
         path: its folder; None looks where training puts it, for one that fits the draft model.
-        model: the draft model.
-        target: who judges.
 
     Returns:
         None if no folder was named and there is none that fits.

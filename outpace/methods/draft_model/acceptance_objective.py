@@ -1,6 +1,6 @@
 """An acceptance head, which foresees the guesses of a draft model that the target keeps.
 
-    X    an answer of the target                    p, q   its laws along X, and the draft model's
+    X    an answer of the target                    p, q   its distributions along X, and the draft model's
     Y_t  drawn from q(. | X before t)               a_t    min(1, p(Y_t) / q(Y_t)), its acceptance
     Z_t  X_t with chance ``mix``, else Y_t          g_t    last state of the draft model, fed with Z
 
@@ -17,7 +17,7 @@ the same sums with s^2 and (1 - s)^2 in the place of the logarithms, taken from 
 
 Paper: Huang et al. 2024 (SpecDec++), arXiv:2405.19715 (blocks are D, mix is r).
 
-Shape letters: B sequences, T tokens, N laws, R learning rows, C rows of a chunk, W width of the
+Shape letters: B sequences, T tokens, N distributions, R learning rows, C rows of a chunk, W width of the
 draft model, V vocabulary, D draft vocabulary.
 """
 
@@ -50,8 +50,6 @@ LABELS = ("token", "overlap")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AcceptanceTraining:
-    """Options of ``outpace train acceptance``."""
-
     draft: str | None = None
     """The draft model, as in ``draft_model[model=...]``; the one trained for the target by
     default."""
@@ -94,7 +92,6 @@ class HeadNet(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, x_RW: Tensor) -> Tensor:
-        """Log odds of acceptance, float32 [R]."""
         for i in range(self.shape.blocks):
             block = self.blocks[0 if self.shape.tied else i]
             x_RW = x_RW + F.silu(block(x_RW).float())

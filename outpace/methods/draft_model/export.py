@@ -32,10 +32,8 @@ def export(source: Path, form: str, out: Path, target: Target, verifier: str | N
     """Write a draft model as a Llama; everything that loads one reads it.
 
     Args:
-        source: drafter folder.
         form: ``hf``, the only format.
         out: folder to write to; files of the same names are replaced.
-        target: what it was trained for.
         verifier: not used; a Llama does not name the model that it drafts for.
 
     Returns:

@@ -21,6 +21,7 @@ from outpace.drafters.trained import (
     lender,
     read_config,
     read_tensors,
+    rounding,
     vocab_map,
 )
 from outpace.errors import ModelError
@@ -31,7 +32,6 @@ from outpace.models.embedding import Embedding
 from outpace.models.families import DecoderConfig
 from outpace.models.load import shared
 from outpace.models.memory import MemoryCheckpoint
-from outpace.models.packed import Linear
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import Norm
 
@@ -39,15 +39,7 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class PartCheckpoint(MemoryCheckpoint):
-    """Tensors of a decoder that may lack the embedding and have a head of its own size.
-
-    Args:
-        config: shape; ``vocab_size`` is the target's.
-        tensors: by Hugging Face name.
-        name: for reports.
-        rows: of the head.
-        id_D: target ids of those rows; None: they are the ids.
-    """
+    """Tensors of a decoder that may lack the embedding and have a head of its own size."""
 
     def __init__(
         self,
@@ -71,13 +63,15 @@ class PartCheckpoint(MemoryCheckpoint):
                 raise ModelError(f"{self.name}: {name!r} {got}, needs {list(wanted)}")
 
 
-def load_trained(folder: Path, target: Target, dtype: str | None = None) -> tuple[Decoder, Tensor | None]:
+def load_trained(
+    folder: Path, target: Target, dtype: str | None = None, quantize: str | None = None
+) -> tuple[Decoder, Tensor | None]:
     """Load a draft model that ``outpace train draft_model`` wrote; drafters of a target share it.
 
     Args:
-        folder: its drafter folder.
         target: what it was trained for; lends what is not stored.
         dtype: must be the target's if given, since tensors are shared.
+        quantize: how to round its own matrices, where compiled code multiplies them.
 
     Returns:
         The model, and the target ids [D] of its logits' columns; None: they are all ids.
@@ -87,12 +81,13 @@ def load_trained(folder: Path, target: Target, dtype: str | None = None) -> tupl
     """
     weights = (folder / WEIGHTS).stat() if (folder / WEIGHTS).is_file() else None
     written = None if weights is None else (weights.st_mtime_ns, weights.st_size)
-    model = shared(target, (folder.resolve(), written, dtype), lambda: _load(folder, target, dtype))
+    key = folder.resolve(), written, dtype, rounding(quantize, target)
+    model = shared(target, key, lambda: _load(folder, target, dtype, quantize))
     assert isinstance(model.checkpoint, PartCheckpoint)
     return model, model.checkpoint.id_D
 
 
-def _load(folder: Path, target: Target, dtype: str | None) -> Decoder:
+def _load(folder: Path, target: Target, dtype: str | None, quantize: str | None) -> Decoder:
     said = read_config(folder, target, "draft_model")
     lent = lender(target, "draft_model")
     if dtype is not None and getattr(torch, dtype, None) is not target.dtype:
@@ -118,12 +113,12 @@ def _load(folder: Path, target: Target, dtype: str | None) -> Decoder:
         id_D=None if vocab is None else vocab.to_target_D.to(target.device),
     )
     kind, where = target.dtype, target.device
-    form = Form(kind, where)
+    form = Form(kind, where, quantize=rounding(quantize, target))
     blocks = [read_block(checkpoint, i, form) for i in range(config.num_layers)]
     ends = Ends(
         embed=Embedding(checkpoint, kind, where, True) if EMBED in tensors else lent.embedding,
         norm=Norm(checkpoint.tensor("model.norm.weight").to(where), config),
-        head=Linear(checkpoint.tensor(HEAD, kind).to(where)) if HEAD in tensors else lent.unembedding(vocab),
+        head=form.linear(checkpoint.tensor(HEAD, kind)) if HEAD in tensors else lent.unembedding(vocab),
     )
     turns = [Rotation(rope, where) for rope in config.ropes]
     return Decoder(checkpoint, config, blocks, ends, turns, form)

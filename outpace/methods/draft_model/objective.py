@@ -3,10 +3,10 @@
 The layers are copies of the target's (by default the first two), with the target's
 embedding and the rows of its head for the draft vocabulary, both borrowed and not stored; or, with
 ``width``, narrower layers drawn at random between a projected embedding and a head of their own.
-All answer tokens are learned at once, from the target's laws.
+All answer tokens are learned at once, from the target's distributions.
 
 With ``on_policy`` a share of the batches gets answers that the draft model wrote itself, judged by
-the target's laws: the texts on which it will be asked (`outpace.methods.draft_model.on_policy`).
+the target's distributions: the texts on which it will be asked (`outpace.methods.draft_model.on_policy`).
 
 Paper: DistillSpec, Zhou et al. 2023, arXiv:2310.08461.
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.drafters.trained import about, decoder_to_json, head_name, lender, read_embedding
+from outpace.drafters.trained import decoder_to_json, head_rows, lender, read_embedding
 from outpace.law import VocabMap
 from outpace.methods.draft_model.on_policy import student_answers
 from outpace.methods.draft_model.training_net import DraftNet, chosen_layers, narrow_start, shape_of
@@ -33,14 +33,12 @@ from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.train.align import DRAFT_MODEL, Aligned, places
 from outpace.train.batches import Batch
-from outpace.train.losses import check, head_loss
-from outpace.train.objective import LAST, Objective, Step, draft_ids, judge_rows, target_laws, write_drafter
+from outpace.train.losses import check
+from outpace.train.objective import LAST, Objective, Step, judge_rows, write_drafter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftModelTraining:
-    """Options of ``outpace train draft_model``."""
-
     layers: int = 2
     """Layers of the draft model."""
     take: str | None = None
@@ -72,10 +70,9 @@ class DraftModelTraining:
 
 
 class DraftModelObjective(Objective):
-    """One draft model in training."""
-
     Config = DraftModelTraining
     module: DraftNet
+    config: DraftModelTraining
 
     def __init__(
         self, config: DraftModelTraining, target: Decoder, vocab: VocabMap | None, net: DraftNet
@@ -110,9 +107,7 @@ class DraftModelObjective(Objective):
         if self.module.lm_head is not None:
             return self.module.lm_head.weight
         if self._head_DH is None:
-            head_VH = self.target.checkpoint.tensor(head_name(self.target))
-            rows = head_VH if self.vocab is None else head_VH[self.vocab.to_target_D]
-            self._head_DH = rows.to(self.target.device, torch.float32)
+            self._head_DH = head_rows(self.target, self.vocab)
         return self._head_DH
 
     def hidden(self, batch: Batch, aligned: Aligned) -> Tensor:
@@ -123,24 +118,8 @@ class DraftModelObjective(Objective):
         return hidden_BAW
 
     def loss(self, batch: Batch) -> Step:
-        aligned, config = Aligned(batch, DRAFT_MODEL), self.config
-        p_ND = None
-        if config.loss != "ce":
-            last_NH = aligned.laws_of(batch.feature[LAST])
-            p_ND = target_laws(self.target, self.vocab, last_NH, config.temperature)
-        hidden_BAW = self.hidden(batch, aligned)
-        label_BA = draft_ids(aligned.token(DRAFT_MODEL), self.vocab)
-        keep_BA = aligned.teaches(DRAFT_MODEL) & (label_BA >= 0)
-        tokens = max(1, int(keep_BA.sum()))
-        loss = head_loss(
-            hidden_BAW[keep_BA],
-            self.head(),
-            config.loss,
-            p_ND=p_ND,
-            row_R=aligned.law(DRAFT_MODEL)[keep_BA],
-            label_R=label_BA[keep_BA],
-        )
-        return Step(loss / tokens, tokens)
+        aligned = Aligned(batch, DRAFT_MODEL)
+        return self.learn([self.hidden(batch, aligned)], batch, aligned, DRAFT_MODEL, self.head())
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
@@ -172,14 +151,7 @@ class DraftModelObjective(Objective):
         return self._embed_VW
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        target, net = self.target, self.module
-        config = {
-            "method": "draft_model",
-            **about(target),
-            "draft_vocab_size": len(self.head()),
-            "taps": [],
-            "decoder": decoder_to_json(net.shape),
-        }
+        config = {**self.about("draft_model", []), "decoder": decoder_to_json(self.module.shape)}
         write_drafter(folder, config, self.named(), self.vocab, provenance)
 
     def named(self) -> Mapping[str, Tensor]:

@@ -2,13 +2,15 @@
 
 A draft model learns best on the texts on which it will be asked, which are its own. The prompts of
 a batch are kept; each answer is drawn anew from the draft model, as long as it was; then the target
-reads the texts once and gives the laws to learn from. No gradient goes through the sampling.
+reads the texts once and gives the distributions to learn from. No gradient goes through the sampling.
 
 Shape letters: B sequences, T tokens, V vocabulary, W width of the draft model, D draft vocabulary,
 H hidden size of the target.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +19,8 @@ from outpace.law import VocabMap
 from outpace.methods.draft_model.training_net import DraftNet
 from outpace.models.base import Target
 from outpace.train.align import places
-from outpace.train.batches import Batch
-from outpace.types import Feed
+from outpace.train.batches import Batch, padded
+from outpace.train.features import compute
 
 
 @torch.no_grad()
@@ -36,14 +38,9 @@ def student_answers(
     """Write the answers of a batch anew.
 
     Args:
-        net: the draft model.
-        embed_VW: what it reads.
-        head_DW: its head.
         vocab: its vocabulary; None is the whole.
         target: reads the texts; taps are those that the batch has.
         batch: every token that teaches is drawn again, left to right.
-        temperature: of the drawing.
-        seed: of the drawing.
 
     Returns:
         A batch of the same shape with other answers and their features.
@@ -65,32 +62,20 @@ def student_answers(
         z_BD = (hidden_BTW[:, -1] @ head_DW.T).float() / temperature
         picked_B = torch.multinomial(z_BD.softmax(-1), 1, generator=coins).squeeze(1)
         token_BT[rows_B, at] = picked_B if vocab is None else vocab.to_target_D.to(device)[picked_B]
-    lengths = batch.length_B.tolist()
     return Batch(
         token_BT=token_BT,
         length_B=batch.length_B,
         answer_BT=batch.answer_BT,
-        feature=features(target, token_BT, lengths, tuple(batch.feature)),
+        feature=features(target, token_BT, batch.length_B.tolist(), tuple(batch.feature)),
     )
 
 
 def features(
-    target: Target, token_BT: Tensor, lengths: list[int], taps: tuple[str, ...]
+    target: Target, token_BT: Tensor, lengths: Sequence[int], taps: Sequence[str]
 ) -> dict[str, Tensor]:
-    """One pass of the target over the texts; taps as batches carry them, bfloat16 [B, T, H]."""
-    out: dict[str, Tensor] = {}
+    """Features of texts of so many tokens as batches carry them, bfloat16 [B, T, H]."""
     if not taps:
-        return out
-    cache = target.new_cache()
-    for number, (tokens, length) in enumerate(zip(token_BT.tolist(), lengths, strict=True)):
-        slot = cache.open()
-        scored = target.score([Feed.chain(slot, tokens[:length], want=())], cache, taps=frozenset(taps))
-        for tap in taps:
-            rows_TH = scored.taps[tap]
-            if tap not in out:
-                size = (*token_BT.shape, rows_TH.shape[1])
-                out[tap] = torch.zeros(size, dtype=torch.bfloat16, device=token_BT.device)
-            out[tap][number, :length] = rows_TH.to(torch.bfloat16)
-        cache.drop(slot)
-        cache.close(slot)
-    return out
+        return {}
+    texts = [tokens[:length] for tokens, length in zip(token_BT.tolist(), lengths, strict=True)]
+    found = padded(list(compute(target, texts, taps)), taps, token_BT.shape[1])
+    return {tap: feature.to(token_BT.device) for tap, feature in found.items()}

@@ -30,8 +30,6 @@ class DraftNet(nn.Module):
     """Layers between an embedding and a head, either of which may be the target's.
 
     Args:
-        shape: of the decoder.
-        device: of the rotary tables.
         embed: whether it has an embedding of its own.
         head: rows of a head of its own; None borrows.
     """

@@ -33,9 +33,7 @@ def export(source: Path, form: str, out: Path, target: Target, verifier: str | N
 
     Args:
         source: drafter folder, of any format that can be read.
-        form: one of ``FORMATS``.
         out: folder to write to; files of the same names are replaced.
-        target: what it was trained for.
         verifier: how the other program calls the target, a hub id as a rule; None: its name here.
 
     Returns:

@@ -16,7 +16,6 @@ Shape letters: V vocabulary, D draft vocabulary, H hidden size.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,7 +231,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         return read_tensors(folder)
     try:
         tensors = torch.load(pickled, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged one ends in any error of torch's interpreter
         raise ModelError(f"{pickled} is truncated or corrupt: {brief(error)}") from error
     if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise ModelError(f"{pickled} does not hold tensors by name")

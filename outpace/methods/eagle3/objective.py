@@ -12,14 +12,14 @@ reads its stream, and the embedding through a small copy of the same weights.
 
 Paper: Li et al. 2025, arXiv:2503.01840. Parameter names are those of the speculators format.
 
-Shape letters: B sequences, T tokens, A learning rows, R rows, N laws, H hidden size, D draft
+Shape letters: B sequences, T tokens, A learning rows, R rows, N distributions, H hidden size, D draft
 vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.drafters.trained import about, decoder_to_json, lender, read_embedding
+from outpace.drafters.trained import decoder_to_json, lender, read_embedding
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.methods.eagle3.training_net import Eagle3Net, take
@@ -36,26 +36,13 @@ from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.train.align import EAGLE, Aligned, next_tokens, places
 from outpace.train.batches import Batch
-from outpace.train.losses import check, depth_weights, head_loss, weighted
-from outpace.train.networks import KeyValue, Turns
-from outpace.train.objective import (
-    DEPTHS,
-    LAST,
-    Chain,
-    Objective,
-    Step,
-    draft_ids,
-    guesses,
-    laws_for,
-    target_laws,
-    write_drafter,
-)
+from outpace.train.losses import check, depth_weights
+from outpace.train.networks import KeyValue, Turns, plain_shape
+from outpace.train.objective import DEPTHS, LAST, Chain, Objective, Step, guesses, laws_for, write_drafter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eagle3Config:
-    """Options of ``outpace train eagle3``."""
-
     steps: int = 3
     """Depths that training unrolls."""
     decay: float = 0.8
@@ -83,8 +70,6 @@ class Eagle3Config:
 
 
 class Eagle3(Objective):
-    """One EAGLE-3 head in training."""
-
     Config = Eagle3Config
     module: Eagle3Net
 
@@ -115,26 +100,7 @@ class Eagle3(Objective):
         layer = lent.num_layers - 1 if config.layer is None else config.layer
         if not 0 <= layer < lent.num_layers:
             raise ModelError(f"eagle3: layer={layer}, but {lent.name} has {lent.num_layers}")
-        theirs = lent.config
-        rope = theirs.ropes[theirs.rope_of_layer[layer]]
-        shape = replace(
-            theirs,
-            num_layers=1,
-            windows=(None,),
-            ropes=(rope,),
-            rope_of_layer=(0,),
-            tied_head=False,
-            qkv_bias=False,
-            out_bias=False,
-            mlp_bias=False,
-            qk_norm=False,
-            norm_offset=0.0,
-            sandwich_norms=False,
-            attention_softcap=None,
-            logit_softcap=None,
-            embed_scale=1.0,
-            attention_scale=theirs.head_dim**-0.5,
-        )
+        shape = plain_shape(lent.config, 1, layer)
         taps = _tap_layers(config, target)
         rows = lent.vocab_size if vocab is None else len(vocab.to_target_D)
         net = Eagle3Net(shape, len(taps), rows).to(lent.device)
@@ -163,28 +129,9 @@ class Eagle3(Objective):
         return out
 
     def loss(self, batch: Batch) -> Step:
-        aligned, config = Aligned(batch, EAGLE), self.config
-        p_ND = None
-        if config.loss != "ce":
-            last_NH = aligned.laws_of(batch.feature[LAST])
-            p_ND = target_laws(self.target, self.vocab, last_NH, config.temperature)
-        losses, tokens = [], 1
-        for i, hidden_BAH in enumerate(self.unroll(batch, aligned, config.steps)):
-            ahead = EAGLE + i
-            label_BA = draft_ids(aligned.token(ahead), self.vocab)
-            keep_BA = aligned.teaches(ahead) & (label_BA >= 0)
-            losses.append(
-                head_loss(
-                    hidden_BAH[keep_BA],
-                    self.module.lm_head.weight,
-                    config.loss,
-                    p_ND=p_ND,
-                    row_R=aligned.law(ahead)[keep_BA],
-                    label_R=label_BA[keep_BA],
-                )
-            )
-            tokens = max(1, int(keep_BA.sum())) if i == 0 else tokens
-        return Step(weighted(losses, self._weights) / tokens, tokens)
+        aligned = Aligned(batch, EAGLE)
+        states = self.unroll(batch, aligned, self.config.steps)
+        return self.learn(states, batch, aligned, EAGLE, self.module.lm_head.weight, self._weights)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
@@ -207,14 +154,7 @@ class Eagle3(Objective):
         return chain.step(torch.zeros(()), tokens, with_overlap=True)
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        target = self.target
-        config = {
-            "method": "eagle3",
-            **about(target),
-            "draft_vocab_size": self.module.lm_head.out_features,
-            "taps": self._fused,
-            "decoder": decoder_to_json(self.shape),
-        }
+        config = {**self.about("eagle3", self._fused), "decoder": decoder_to_json(self.shape)}
         write_drafter(folder, config, self.named(), self.vocab, provenance)
 
     def _embed(self, token_BA: Tensor) -> Tensor:

@@ -31,13 +31,7 @@ class EagleLayer(Layer):
 
 
 class Eagle3Net(nn.Module):
-    """The trained part; the embedding is the target's.
-
-    Args:
-        config: of the one layer.
-        features: how many are fused.
-        rows: of the head.
-    """
+    """The trained part; the embedding is the target's."""
 
     def __init__(self, config: DecoderConfig, features: int, rows: int) -> None:
         super().__init__()
@@ -49,7 +43,6 @@ class Eagle3Net(nn.Module):
 
     @property
     def layer(self) -> EagleLayer:
-        """The one layer."""
         return cast(EagleLayer, self.layers[0])
 
     def inputs(self, embed_BAH: Tensor, stream_BAH: Tensor) -> Tensor:
@@ -65,11 +58,7 @@ def take(net: Eagle3Net, target: Decoder, layer: int, start: str, taps: int, voc
 
     Args:
         net: overwritten.
-        target: lends the weights.
-        layer: which of its layers.
         start: ``last`` of the features, or their ``mean``.
-        taps: how many features are fused.
-        vocab: the draft vocabulary.
     """
     stored, hidden = target.checkpoint, target.hidden_size
     offset, at = target.config.norm_offset, f"model.layers.{layer}."

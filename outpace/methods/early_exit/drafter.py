@@ -42,8 +42,6 @@ from outpace.types import NOTHING, Draft, Outcome
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EarlyExitConfig:
-    """Settings of the drafter."""
-
     layer: int | None = None
     """Layers that draft. Without it: those of a trained exit, or the first third."""
     exits: str | None = None
@@ -51,6 +49,9 @@ class EarlyExitConfig:
     model: str | None = None
     """Folder of a trained exit. Without it, and without ``layer`` and ``exits``, the one trained
     for the target if there is one; else the target's own norm and head."""
+    quantize: str | None = "int8"
+    """Round weights of a trained exit to int8 or int4, where compiled code multiplies them; none keeps
+    them."""
 
     def __post_init__(self) -> None:
         if (self.layer, self.exits, self.model).count(None) < 2:
@@ -106,10 +107,10 @@ class EarlyExit(ExpandingDrafter[ExitState]):
         """
         head = None
         if config.model is not None:
-            head = ExitHead(find("early_exit", target, config.model), target)
+            head = ExitHead(find("early_exit", target, config.model), target, config.quantize)
         elif config.layer is None and config.exits is None:
             found = candidates("early_exit", target)
-            head = ExitHead(found[0], target) if found else None
+            head = ExitHead(found[0], target, config.quantize) if found else None
         if head is not None:
             return cls(target, [head.layer], head)
         layers = config.layers or (config.layer or max(1, target.num_layers // 3),)
@@ -197,7 +198,6 @@ class EarlyExit(ExpandingDrafter[ExitState]):
             self.rows.observe(states, outcomes)
 
     def num_uncached(self, state: ExitState, tokens: Sequence[int]) -> int:
-        """Those whose features wait."""
         return len(state.ids)
 
     def mark(self, state: ExitState) -> Any:
@@ -206,7 +206,6 @@ class EarlyExit(ExpandingDrafter[ExitState]):
         return known, None if self.rows is None else self.rows.mark(state)
 
     def rewind(self, state: ExitState, mark: Any) -> ExitState:
-        """With what was known then."""
         state.beliefs, read = mark
         state.draft = state.rows = None
         if self.rows is not None:
@@ -214,6 +213,5 @@ class EarlyExit(ExpandingDrafter[ExitState]):
         return state
 
     def end(self, state: ExitState) -> None:
-        """Give the slot back."""
         if self.rows is not None:
             self.rows.cache.close(state.slot)

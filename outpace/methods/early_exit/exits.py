@@ -54,7 +54,6 @@ def pick(beliefs: Sequence[Belief], shares: Sequence[float], depth: int, coins: 
     """Choose an exit before anything is drafted.
 
     Args:
-        beliefs: per exit.
         shares: cost of each exit's pass, in whole passes.
         depth: of the draft that is wanted.
         coins: stream DRAFT; a coin per exit is used, none if there is one exit only.

@@ -4,7 +4,7 @@
     logits = W y_t, W the rows of the target's head for the draft vocabulary, frozen and not stored
 
 Row t guesses token t + 1 from states alone, so all rows of a text are learned in one go and a
-draft of any depth meets nothing that training has not seen. Labels are the target's laws: ``kl``
+draft of any depth meets nothing that training has not seen. Labels are the target's distributions: ``kl``
 has the gradients of the paper's soft cross entropy.
 
 The adapter starts as the attention of the layer that reads h in the target, between that layer's
@@ -12,7 +12,7 @@ norm and the last norm of the target; nothing is drawn at random.
 
 Paper: Liu et al. 2024, arXiv:2404.18911 (l is e).
 
-Shape letters: B sequences, T tokens, A learning rows, R rows, N laws, H hidden size, D draft
+Shape letters: B sequences, T tokens, A learning rows, R rows, N distributions, H hidden size, D draft
 vocabulary.
 """
 
@@ -26,7 +26,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from outpace.drafters.trained import about, decoder_to_json, head_name, lender
+from outpace.drafters.trained import decoder_to_json, head_rows, lender
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.models.base import HEAD, LAYERS, TAPS, Target
@@ -34,20 +34,9 @@ from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.train.align import DRAFT_MODEL, Aligned, places
 from outpace.train.batches import Batch
-from outpace.train.losses import check, head_loss
+from outpace.train.losses import check
 from outpace.train.networks import Attention, Norm, Turns
-from outpace.train.objective import (
-    DEPTHS,
-    LAST,
-    Chain,
-    Objective,
-    Step,
-    draft_ids,
-    guesses,
-    laws_for,
-    target_laws,
-    write_drafter,
-)
+from outpace.train.objective import LAST, Objective, Step, judge_rows, write_drafter
 
 DOUBT = 0.5
 """Scale of the last norm at the start, which is sure of wrong tokens."""
@@ -55,8 +44,6 @@ DOUBT = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KangarooTraining:
-    """Options of ``outpace train kangaroo``."""
-
     exit_layer: int | None = None
     """Layers of the target that draft; a fifth of them by default."""
     loss: str = "kl"
@@ -113,8 +100,6 @@ class AdapterNet(nn.Module):
 
 
 class KangarooObjective(Objective):
-    """One adapter in training."""
-
     Config = KangarooTraining
     method: ClassVar[str] = "kangaroo"
     Net: ClassVar[type[AdapterNet]] = AdapterNet
@@ -178,9 +163,7 @@ class KangarooObjective(Objective):
     def head(self) -> Tensor:
         """The target's rows for the draft vocabulary, [D, H], read once."""
         if self._head_DH is None:
-            head_VH = self.target.checkpoint.tensor(head_name(self.target))
-            rows = head_VH if self.vocab is None else head_VH[self.vocab.to_target_D]
-            self._head_DH = rows.to(self.target.device, torch.float32)
+            self._head_DH = head_rows(self.target, self.vocab)
         return self._head_DH
 
     def outputs(self, batch: Batch, aligned: Aligned) -> Tensor:
@@ -190,55 +173,18 @@ class KangarooObjective(Objective):
         return cast(Tensor, self.module(x_BTH, place_BT, aligned))
 
     def loss(self, batch: Batch) -> Step:
-        aligned, config = Aligned(batch, DRAFT_MODEL), self.config
-        p_ND = None
-        if config.loss != "ce":
-            last_NH = aligned.laws_of(batch.feature[LAST])
-            p_ND = target_laws(self.target, self.vocab, last_NH, config.temperature)
-        label_BA = draft_ids(aligned.token(DRAFT_MODEL), self.vocab)
-        keep_BA = aligned.teaches(DRAFT_MODEL) & (label_BA >= 0)
-        tokens = max(1, int(keep_BA.sum()))
-        loss = head_loss(
-            self.outputs(batch, aligned)[keep_BA],
-            self.head(),
-            config.loss,
-            p_ND=p_ND,
-            row_R=aligned.law(DRAFT_MODEL)[keep_BA],
-            label_R=label_BA[keep_BA],
-        )
-        return Step(loss / tokens, tokens)
+        aligned = Aligned(batch, DRAFT_MODEL)
+        return self.learn([self.outputs(batch, aligned)], batch, aligned, DRAFT_MODEL, self.head())
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
-        aligned = Aligned(batch, DRAFT_MODEL)
-        p_ND, truth_N = laws_for(batch, aligned, self.target, self.vocab)
-        assert truth_N is not None, "an adapter reads features"
-        y_BAH, row_BA = self.outputs(batch, aligned), aligned.law(DRAFT_MODEL)
-        truth_BA, text_BA = truth_N[row_BA], aligned.token(DRAFT_MODEL)
-        guess_R, alpha_R = guesses(y_BAH.flatten(0, 1), self.head(), self.vocab, p_ND, row_BA.flatten())
-        right_BA = guess_R.view_as(truth_BA) == truth_BA
-        alpha_BA = alpha_R.view_as(truth_BA)
-        chain, size = Chain(aligned.real_BA), right_BA.shape[1]
-        # States are the text's own: the row after a row is the same chain, one depth further.
-        for i in range(DEPTHS):
-            ahead = min(i, size)
-            chain.narrow(size - ahead)
-            chain.add(
-                aligned.follows(ahead),
-                right_BA[:, ahead:],
-                (text_BA == truth_BA)[:, ahead:],
-                alpha_BA[:, ahead:],
-            )
-        return chain.step(torch.zeros(()), int(aligned.real_BA.sum()), with_overlap=True)
+        y_BAH = self.outputs(batch, Aligned(batch, DRAFT_MODEL))
+        return judge_rows(batch, self.target, self.vocab, y_BAH, self.head())
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        target = self.target
         config = {
-            "method": self.method,
-            **about(target),
-            "draft_vocab_size": len(self.head()),
+            **self.about(self.method, [f"hidden.{self.layer}"]),
             "layer": self.layer,
-            "taps": [f"hidden.{self.layer}"],
             "decoder": decoder_to_json(self.shape),
         }
         write_drafter(folder, config, self.named(), self.vocab, provenance)

@@ -6,7 +6,7 @@
 
 One whole layer of the target's shape where `kangaroo` has the attention alone; all else is as
 there: its rows, its losses, its measurement. The texts are the target's own answers and the labels
-its laws, so the first layers learn from the whole model: self-distillation.
+its distributions, so the first layers learn from the whole model: self-distillation.
 
 The layer starts as the one that reads h in the target, before the last norm of the target; nothing
 is drawn at random. ``early_exit`` finds what was trained by its name.

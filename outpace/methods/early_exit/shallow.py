@@ -54,7 +54,6 @@ class ShallowRows:
         """The draft, its fed nodes first, with the work below the layer handed on.
 
         Args:
-            draft: as it grew.
             numbers: what growth called its nodes; None: as the draft does.
 
         Effects: rows whose nodes were left out of the draft leave the tail.
@@ -77,7 +76,6 @@ def reordered(draft: Draft, order: Sequence[int]) -> Draft:
     """The same draft with its nodes in another order.
 
     Args:
-        draft: without riders.
         order: the old numbers in their new order, parents before children.
     """
     if list(order) == list(range(len(order))):

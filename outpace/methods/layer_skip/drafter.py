@@ -35,8 +35,6 @@ _LEAST, _MOST = 16, 96
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSkipConfig:
-    """Settings of the drafter."""
-
     skip: str | None = None
     """Layers left out, counted from 0, such as ``4+7+9``; without it they are found."""
     find: str = "search"
@@ -65,8 +63,6 @@ class LayerSkip(ModelDrafter):
     """Drafts with a part of the target.
 
     Args:
-        config: how to find the set.
-        target: whose layers.
         skip: the set; None: still to be found.
     """
 
@@ -164,6 +160,5 @@ class LayerSkip(ModelDrafter):
             remember(self.file(self._config, self._target), found, self._target)
 
     def end(self, state: ModelState) -> None:
-        """Give the slot back."""
         self._living.remove(state)
         super().end(state)

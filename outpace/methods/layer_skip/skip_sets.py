@@ -70,12 +70,8 @@ def search(
     """Try sets of ``count`` layers; the same text gives the same set.
 
     Args:
-        target: whose layers.
-        tokens: a text from its beginning.
         guess_T: int64, what the target itself would say after each of them.
-        count: layers to leave out.
         trials: most sets.
-        clock: counts the passes.
     """
     first = even(target.num_layers, count)
     coins, best = random.Random(0), Found(first, -1.0, 0)
@@ -126,7 +122,6 @@ def by_cosine(stream_LTH: Sequence[Tensor], count: int) -> Found:
 
     Args:
         stream_LTH: L + 1 residual streams, before the first layer and after each, over a text.
-        count: layers to leave out.
     """
     middle = range(1, len(stream_LTH) - 2)
     turn = [float(F.cosine_similarity(stream_LTH[i], stream_LTH[i + 1], dim=-1).mean()) for i in middle]

@@ -39,8 +39,6 @@ PRIOR = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptiveNgramConfig:
-    """Settings of the drafter."""
-
     max_order: int = 6
     """Longest n-gram counted, in tokens: a context and its successor."""
     min_length: int = 4
@@ -55,8 +53,6 @@ class AdaptiveNgramConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Memo:
-    """What a draft was made of."""
-
     owner: AdaptiveNgram
     """Whose guesses they are: another one counts other orders."""
     order_N: tuple[int, ...]
@@ -111,7 +107,6 @@ class AdaptiveNgram(Drafter[_State]):
 
     @classmethod
     def load(cls, config: AdaptiveNgramConfig, target: Target) -> AdaptiveNgram:
-        """Nothing to load."""
         return cls(config)
 
     def begin(self, request: Request) -> _State:

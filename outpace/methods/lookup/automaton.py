@@ -32,11 +32,7 @@ state that was parted, or -1."""
 
 
 class SuffixAutomaton:
-    """Everything that occurs in one text. Grows at the end only.
-
-    Args:
-        tokens: the text to begin with.
-    """
+    """Everything that occurs in one text. Grows at the end only."""
 
     __slots__ = ("_log", "count", "last", "length", "link", "newest", "next", "tokens")
 
@@ -61,7 +57,6 @@ class SuffixAutomaton:
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens."""
         for token in tokens:
             self._push(token)
 
@@ -147,7 +142,6 @@ class SuffixAutomaton:
         return part
 
     def _before(self) -> _Push:
-        """What the next token will overwrite."""
         newest, state = [], self.last
         for _ in range(HOPS):
             if state <= 0:
@@ -157,7 +151,6 @@ class SuffixAutomaton:
         return self.last, newest, -1
 
     def _pop(self, push: _Push) -> None:
-        """Take the last token back."""
         before, newest, old = push
         made, token = self.last, self.tokens.pop()
         state = made

@@ -58,7 +58,6 @@ class BigramTable:
 
         Args:
             texts: token ids; no pair spans two texts.
-            size: tokens of the vocabulary.
 
         Cost: about a second per 5 million tokens; memory for the distinct pairs.
         """

@@ -114,7 +114,6 @@ class Datastore:
         """The longest suffix of a text that the corpus holds.
 
         Args:
-            text: any ids.
             longest: tokens of a suffix at most, up to `DEPTH`.
             shortest: tokens of a suffix worth finding, at least 1.
 
@@ -255,7 +254,6 @@ def suffix_array(token_M: NDArray[np.uint32], depth: int) -> NDArray[np.int64]:
 
 
 def _read(paths: Sequence[Path], tokenizer: Tokenizer, progress: Progress) -> Iterator[list[int]]:
-    """The tokens of every document."""
     for path in paths:
         with reading(path) as file:
             for text in _documents(path, file):

@@ -43,10 +43,6 @@ def write(path: Path, kind: str, vocabulary: str, facts: Mapping[str, int], data
     """Write a file in one go: readers see the old one or the new one, never a part.
 
     Args:
-        path: folders are made as needed.
-        kind: such as ``"bigram table"``.
-        vocabulary: from `vocabulary`.
-        facts: more numbers for the header.
         data: the packed numbers; they are compressed.
 
     Raises:
@@ -67,8 +63,6 @@ def read(path: Path, kind: str, vocabulary: str, remedy: str) -> tuple[dict[str,
     """Read a file back.
 
     Args:
-        path: as written.
-        kind: what it has to be.
         vocabulary: of the model that is to use it.
         remedy: what to do if it does not fit, as the end of a sentence.
 

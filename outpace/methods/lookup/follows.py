@@ -13,8 +13,6 @@ from outpace.types import Outcome
 
 @dataclass(slots=True, eq=False)
 class Text:
-    """One sequence."""
-
     read: SuffixAutomaton
     """Prompt and output, as far as they were looked at."""
     unread: list[int] = field(default_factory=list)

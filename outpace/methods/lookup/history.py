@@ -73,7 +73,6 @@ class History:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tables."""
         return int(self._tokens.nbytes + self._head.nbytes + self._prev.nbytes)
 
     def add(self, text: Sequence[int]) -> None:
@@ -234,9 +233,6 @@ class Keeper:
     cannot be written, the log is told once, and the history goes on in memory.
 
     Args:
-        history: what is kept.
-        path: the file.
-        vocabulary: of its tokens.
         now: a clock, in seconds.
     """
 

@@ -42,8 +42,6 @@ Trie: TypeAlias = "dict[int, Trie]"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LookaheadConfig:
-    """Settings of the drafter."""
-
     window: int = 1
     """Columns: positions that are guessed ahead in every pass."""
     ngram: int = 3
@@ -76,7 +74,6 @@ class Pool:
         return self._count
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Remember an n-gram as the newest."""
         first, rest = ngram[0], tuple(ngram[1:])
         known = self._rest.setdefault(first, {})
         self._rest.move_to_end(first)
@@ -91,7 +88,6 @@ class Pool:
             self._count -= len(dropped)
 
     def after(self, first: int) -> list[tuple[int, ...]]:
-        """What followed a token, newest first."""
         return list(reversed(self._rest.get(first, {})))
 
 
@@ -107,8 +103,6 @@ class _Memo:
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """One sequence."""
-
     pool: Pool
     columns: list[list[int]]
     """Column i -> its tokens, level by level; the first of column 0 is the pending token's."""
@@ -120,7 +114,6 @@ class Lookahead(Drafter[_State]):
     """Drafts n-grams that the target wrote, or guessed in a window of riders.
 
     Args:
-        config: settings.
         max_positions: of the target; no rider goes beyond.
     """
 
@@ -135,7 +128,6 @@ class Lookahead(Drafter[_State]):
 
     @classmethod
     def load(cls, config: LookaheadConfig, target: Target) -> Lookahead:
-        """Nothing to load."""
         return cls(config, target.max_positions)
 
     def begin(self, request: Request) -> _State:

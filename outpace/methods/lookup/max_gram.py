@@ -39,8 +39,6 @@ other people's prose are kept about half as often as they came there."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaxGramConfig:
-    """Settings of the drafter."""
-
     min_match: int = 1
     """Shortest suffix worth copying after, tokens."""
     table: str | None = None
@@ -57,8 +55,6 @@ class MaxGramConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """Where a draft stands."""
-
     token: int
     """The last token."""
     copy: int = -1

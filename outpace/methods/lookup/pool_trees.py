@@ -26,7 +26,6 @@ def fill(budget: Budget, root: K, ranked: Ranked[K]) -> Draft:
     Args:
         budget: nothing in it is exceeded. A place of a template that finds no guess stays empty,
             with all below it, and leaves its node to a later place.
-        root: key of the pending token.
         ranked: asked once per node that may have children, read as far as they are wanted.
 
     Returns:

@@ -33,8 +33,6 @@ LONGEST = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptLookupConfig:
-    """Settings of the drafter."""
-
     max_ngram: int = 4
     """Longest suffix to search for, in tokens. Longer ones are tried first."""
     min_ngram: int = 1
@@ -71,7 +69,6 @@ class PromptLookup(Priced[_State]):
 
     @classmethod
     def load(cls, config: PromptLookupConfig, target: Target) -> PromptLookup:
-        """Nothing to load."""
         return cls(config)
 
     def begin(self, request: Request) -> _State:

@@ -12,7 +12,7 @@ successor only, so give it a tree of as many rows as a pass has to spare: ``tree
 ``tree=4x2x1``.
 
 The lists belong to one sequence: shared ones would make a text depend on what else was generated
-(in law it would not, but the same seed would no longer give the same text).
+(in distribution it would not, but the same seed would no longer give the same text).
 
 Cost: ranking the rows of a pass (16 rows of 49152: 0.2 ms), some dictionary reads per draft; a
 list per distinct token, at most 100 bytes each.
@@ -45,8 +45,6 @@ _KEYS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecyclingConfig:
-    """Settings of the drafter."""
-
     successors: int = 8
     """Successors kept per token; a node of a tree has at most as many children."""
     table: str | None = None
@@ -63,8 +61,6 @@ class RecyclingConfig:
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """What is known of one sequence."""
-
     after: dict[int, tuple[int, ...]]
     """Token -> its successors, best first."""
     last: int | None = field(default=None)
@@ -75,7 +71,6 @@ class Recycling(Drafter[_State]):
     """Follows, from token to token, what the target ranked highest when it last read them.
 
     Args:
-        config: settings.
         table_VK: int32 successors to begin with, -1 where there are fewer; None: none.
     """
 

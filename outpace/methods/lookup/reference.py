@@ -50,8 +50,6 @@ _PATIENCE = 2  # divergences in a row after which a replaced token is no explana
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceConfig:
-    """Settings of the drafter."""
-
     source: str = "prompt"
     """What to follow where a request brings no reference: prompt and output so far, or with
     ``request`` nothing."""
@@ -73,8 +71,6 @@ class _Place:
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """One sequence and its reference."""
-
     places: list[_Place]
     """Best first."""
     expected: int | None
@@ -119,7 +115,6 @@ class _State:
             self.places = self._find()
 
     def _find(self) -> list[_Place]:
-        """Hypotheses after a divergence."""
         scores: dict[_Place, float] = {}
         for size in (2, 1):
             after = self.ends.get(tuple(self.output[-size:]), []) if self.output else []
@@ -161,7 +156,6 @@ class Reference(Priced[_State]):
 
     @classmethod
     def load(cls, config: ReferenceConfig, target: Target) -> Reference:
-        """Nothing to load."""
         return cls(config)
 
     def begin(self, request: Request) -> _State:
@@ -179,7 +173,6 @@ class Reference(Priced[_State]):
         return [self._propose(row) for row in rows]
 
     def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
-        """Follow the output."""
         for state, outcome in zip(states, outcomes, strict=True):
             for token in outcome.verdict.emitted:
                 state.read(token)

@@ -39,8 +39,6 @@ Places: TypeAlias = "NDArray[Any]"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetrievalConfig:
-    """Settings of the drafter."""
-
     store: str
     """The file that ``outpace build datastore`` wrote, for the same vocabulary."""
     max_ngram: int = 16
@@ -63,7 +61,6 @@ class Retrieval(Drafter[None]):
     """Continues the longest suffix of the text that a corpus holds.
 
     Args:
-        config: settings.
         store: the corpus; shared by all sequences, never changed.
     """
 

@@ -51,8 +51,6 @@ _KEYS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuffixConfig:
-    """Settings of the drafter."""
-
     min_match: int = 1
     """Shortest suffix worth a draft, tokens. 2 drafts less, and is more often right."""
     factor: float | None = None
@@ -76,8 +74,6 @@ class SuffixConfig:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _State(Text):
-    """One sequence."""
-
     prompt: int
     """Tokens of its prompt."""
     history: History | None = None
@@ -89,7 +85,6 @@ class Suffix(FollowsText[_State]):
 
     Args:
         history: answers of past requests; None keeps none.
-        keeper: writes them to a file.
     """
 
     Config = SuffixConfig

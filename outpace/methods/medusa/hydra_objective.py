@@ -7,9 +7,9 @@
 In training the tokens between are those of the text (teacher forcing): a guess is kept only if
 all before it were right, so these are the rows that count. Otherwise all is as for `medusa`: its
 alignment, losses, measurement and tree. M starts as the identity on h, so every head starts with
-the target's law of the token before; a ``loop.lr`` of some 1e-3 does well.
+the target's distribution of the token before; a ``loop.lr`` of some 1e-3 does well.
 
-Paper: Ankner et al. 2024, arXiv:2402.05109, with the target's laws as labels (their Hydra++ does
+Paper: Ankner et al. 2024, arXiv:2402.05109, with the target's distributions as labels (their Hydra++ does
 the same) and without its attention layer.
 
 Shape letters: B sequences, A learning rows, H hidden size, I inputs of a head.
@@ -34,8 +34,6 @@ from outpace.train.align import Aligned
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HydraTraining(MedusaTraining):
-    """Options of ``outpace train hydra``."""
-
     layers: int = 2
     """Blocks of a head behind the matrix that mixes its inputs."""
 

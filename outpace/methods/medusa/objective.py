@@ -4,7 +4,7 @@
     head        x = h + silu(A h + b), a few times; logits = the target's unembedding of x
 
 The first guess of a row is its depth 1, as for EAGLE: token t + 1 is known when drafting begins.
-Every head starts as the identity (A = 0, b = 0), so it starts with the target's law of the token
+Every head starts as the identity (A = 0, b = 0), so it starts with the target's distribution of the token
 before. Only A and b are trained, best with a ``loop.lr`` of some 3e-3; the loss of a deeper head
 counts less.
 
@@ -13,9 +13,9 @@ head k was the target's, among rows where the target's tokens before it were amo
 of their heads. `save` stores it, from the measurement before.
 
 Papers: Cai et al. 2024 (Medusa-1), arXiv:2401.10774; Stern et al. 2018, arXiv:1811.03115. Labels
-are the target's laws, not the text alone.
+are the target's distributions, not the text alone.
 
-Shape letters: B sequences, A learning rows, R rows, C rows of a chunk, N laws, K heads, H hidden
+Shape letters: B sequences, A learning rows, R rows, C rows of a chunk, N distributions, K heads, H hidden
 size, I inputs of a head, D draft vocabulary.
 """
 
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outpace.drafters.static_tree import LARGEST, likeliest
-from outpace.drafters.trained import about, head_name, lender
+from outpace.drafters.trained import head_rows, lender
 from outpace.files import write_whole
 from outpace.law import VocabMap
 from outpace.methods.medusa.heads import HeadsShape
@@ -40,15 +40,13 @@ from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
-from outpace.train.losses import check, depth_weights, head_loss, weighted
-from outpace.train.objective import LAST, Objective, Step, draft_ids, laws_for, target_laws, write_drafter
-from outpace.train.ranks import RankedChain, Ranks, ranked
+from outpace.train.losses import check, depth_weights
+from outpace.train.objective import LAST, Objective, Step, write_drafter
+from outpace.train.ranks import Ranks, judge_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MedusaTraining:
-    """Options of ``outpace train medusa``."""
-
     heads: int = 4
     """Tokens that can be guessed at a time."""
     layers: int = 2
@@ -91,8 +89,6 @@ class Head(nn.Module):
 
 
 class HeadsNet(nn.Module):
-    """All that is trained."""
-
     def __init__(self, shape: HeadsShape) -> None:
         super().__init__()
         self.shape = shape
@@ -111,9 +107,7 @@ class Medusa(Objective):
         self, config: MedusaTraining, target: Decoder, vocab: VocabMap | None, net: HeadsNet
     ) -> None:
         self.config, self.target, self.vocab, self.module = config, target, vocab, net
-        head_VH = target.checkpoint.tensor(head_name(target))
-        rows = head_VH if vocab is None else head_VH[vocab.to_target_D]
-        self._head_DH = rows.to(target.device, target.dtype)
+        self._head_DH = head_rows(target, vocab, target.dtype)
         self._weights = depth_weights(config.heads, config.decay)
         self.ranks = Ranks(config.heads)
 
@@ -144,58 +138,25 @@ class Medusa(Objective):
         return [head(u_BAI) for head, u_BAI in zip(self.module.heads, inputs, strict=True)]
 
     def loss(self, batch: Batch) -> Step:
-        aligned, config = Aligned(batch, EAGLE), self.config
+        aligned = Aligned(batch, EAGLE)
         self.ranks.clear()
-        p_ND = None
-        if config.loss != "ce":
-            last_NH = aligned.laws_of(batch.feature[LAST])
-            p_ND = target_laws(self.target, self.vocab, last_NH, config.temperature)
-        losses, tokens = [], 1
-        for i, x_BAH in enumerate(self.states(batch, aligned)):
-            ahead = EAGLE + i
-            label_BA = draft_ids(aligned.token(ahead), self.vocab)
-            keep_BA = aligned.teaches(ahead) & (label_BA >= 0)
-            losses.append(
-                head_loss(
-                    x_BAH[keep_BA],
-                    self._head_DH,
-                    config.loss,
-                    p_ND=p_ND,
-                    row_R=aligned.law(ahead)[keep_BA],
-                    label_R=label_BA[keep_BA],
-                )
-            )
-            tokens = max(1, int(keep_BA.sum())) if i == 0 else tokens
-        return Step(weighted(losses, self._weights) / tokens, tokens)
+        states = self.states(batch, aligned)
+        return self.learn(states, batch, aligned, EAGLE, self._head_DH, self._weights)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
         aligned = Aligned(batch, EAGLE)
-        p_ND, truth_N = laws_for(batch, aligned, self.target, self.vocab)
-        assert p_ND is not None and truth_N is not None, "heads read features"
-        chain = RankedChain(self.ranks, aligned.real_BA)
-        for i, x_BAH in enumerate(self.states(batch, aligned)):
-            row_BA = aligned.law(EAGLE + i)
-            truth_BA = truth_N[row_BA]
-            rank_R, alpha_R = ranked(
-                x_BAH.flatten(0, 1), self._head_DH, self.vocab, truth_BA.flatten(), p_ND, row_BA.flatten()
-            )
-            follows_BA = aligned.token(EAGLE + i) == truth_BA
-            chain.add(aligned.teaches(EAGLE + i), follows_BA, rank_R, alpha_R)
-        return chain.step(int(aligned.real_BA.sum()))
+        return judge_ranks(self.ranks, self.states(batch, aligned), batch, aligned, self, self._head_DH)
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         """Write the drafter folder, and in it the calibrated tree alone, as ``tree.json``.
 
         ``tree=FOLDER/tree.json`` serves every ``tree_size``; the default ends at its 15th node.
         """
-        target, shape, rates = self.target, self.module.shape, self.ranks.acceptance()
+        shape, rates = self.module.shape, self.ranks.acceptance()
         parents = list(likeliest(rates, LARGEST))
         config = {
-            "method": self.method,
-            **about(target),
-            "draft_vocab_size": len(self._head_DH),
-            "taps": [LAST],
+            **self.about(self.method, [LAST]),
             "heads": shape.heads,
             "layers": shape.layers,
             "acceptance": rates,

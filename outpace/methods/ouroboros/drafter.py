@@ -17,7 +17,7 @@ Pays where drafts are often kept whole: a phrase counts only then, so it takes s
 the draft model alone. The defaults suit a draft model whose guesses are kept one time in three; one
 that is right more often wants a ``length`` of 3 to 6, and ``faster=true``, as above. Phrases are
 chosen, and hang behind the last token of the draft (of a tree, of the path of its first guesses);
-every guess of the draft model keeps its law, also where phrases sped it up, see `cascade`. Of a
+every guess of the draft model keeps its distribution, also where phrases sped it up, see `cascade`. Of a
 template the first ``length`` levels are the draft model's. Where chains alone can be checked, one
 phrase goes on.
 
@@ -51,10 +51,8 @@ from outpace.types import ROOT, Draft, Outcome
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OuroborosConfig:
-    """Settings of the drafter."""
-
     draft: str = "draft_model"
-    """Spec of the drafter to start from, one that has a law: draft_model[model=M]."""
+    """Spec of the drafter to start from, one that has a distribution: draft_model[model=M]."""
     length: int = 1
     """Tokens, or levels of a tree, that it writes; one step of a model that is sped up may add a
     few more."""
@@ -80,8 +78,6 @@ class OuroborosConfig:
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """One sequence."""
-
     inner: Any
     """The draft model's own."""
     pool: Pool
@@ -97,7 +93,6 @@ class Ouroboros(WrappingDrafter[_State]):
     """Lengthens the drafts of another drafter with phrases.
 
     Args:
-        config: settings.
         draft: it; draws where it is asked to.
     """
 
@@ -121,7 +116,7 @@ class Ouroboros(WrappingDrafter[_State]):
         """Load the drafter to start from.
 
         Raises:
-            SpecError: none, several, or one without a law.
+            SpecError: none, several, or one without a distribution.
             ModelError: as it raises it.
         """
         who = "drafter 'ouroboros'"
@@ -129,13 +124,12 @@ class Ouroboros(WrappingDrafter[_State]):
         draft = build.drafter(spec, target)
         if more or not draft.traits.samples:
             raise SpecError(
-                f"{who}: draft must be one drafter that has a law, such as "
+                f"{who}: draft must be one drafter that has a distribution, such as "
                 f"draft_model[model=M], got {config.draft}; select joins lookups"
             )
         return cls(config, draft)
 
     def inner(self, state: _State) -> list[tuple[Drafter[Any], Any]]:
-        """The drafter that is lengthened."""
         return [(self.draft, state.inner)]
 
     def begin(self, request: Request) -> _State:

@@ -68,7 +68,6 @@ class Pool:
 
         Args:
             tail: its last tokens so far, which make up no whole phrase; brought up to date.
-            tokens: how it goes on.
         """
         for token in tokens:
             tail.append(token)
@@ -82,8 +81,6 @@ class Phrases(Drafter[Pool]):
 
     Args:
         tokens: of a phrase, at most.
-        per_token: phrases remembered, see `Pool`.
-        most: phrases side by side.
         shared: whether all sequences of a key have one pool.
     """
 
@@ -97,7 +94,6 @@ class Phrases(Drafter[Pool]):
 
     @classmethod
     def load(cls, config: Any, target: Target) -> Phrases:
-        """Nothing to load."""
         return cls(3, 16, 3)
 
     def begin(self, request: Request) -> Pool:
@@ -107,7 +103,6 @@ class Phrases(Drafter[Pool]):
         return Pool(self._tokens, self._per_token)
 
     def propose(self, rows: Sequence[DraftRow[Pool]]) -> list[Draft]:
-        """Phrases behind the pending token."""
         return [
             self.lengthened(
                 Draft(),
@@ -134,11 +129,8 @@ class Phrases(Drafter[Pool]):
         """A draft with phrases behind one of its leaves.
 
         Args:
-            draft: of any kind.
             node: the leaf; ROOT in an empty draft.
             text: the last two tokens before ``node``, at least, and its own.
-            pool: of phrases.
-            room: tokens that may be added.
             depth: most of them behind each other.
             chain: whether only one may go on.
 
@@ -173,7 +165,6 @@ class Phrases(Drafter[Pool]):
         """Nothing to note, since nothing is read."""
 
     def rewind(self, state: Pool, mark: None) -> Pool:
-        """The same pool."""
         return state
 
 
@@ -186,11 +177,7 @@ def discarded(
     holds it, and so on: a run whose predictions agree with the tokens they were made after.
 
     Args:
-        draft: that was scored.
         best_J: the target's best token behind every row.
-        kept: nodes of the accepted path.
-        pending: the token before the draft.
-        most: tokens of a phrase.
 
     Yields:
         The token before the refused one, the refused one, and a phrase of two tokens or more.

@@ -6,7 +6,7 @@
     next draft        the riders of the node at which verification ended: one guess per level
 
 So verifying and guessing are one pass of the target; besides it there is only the unembedding of
-a few rows. Riders are seen by nobody, so guesses are scored as if they were alone. The law of a
+a few rows. Riders are seen by nobody, so guesses are scored as if they were alone. The distribution of a
 level is the same below all nodes of the level before, as for `medusa`.
 
 How many levels a draft can have is the number of riders that its node had: the drafter is in one
@@ -53,8 +53,6 @@ _GUESSED_ROWS = 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PpdConfig:
-    """Settings of the drafter."""
-
     model: str | None = None
     """Folder of the prompt tokens; without it, the ones trained for the target."""
     rows: int | None = None
@@ -94,8 +92,6 @@ class Ppd(ExpandingDrafter[PromptState]):
     """Drafts what the riders of the last pass guessed, and sends new ones along.
 
     Args:
-        prompts: what rides.
-        target: unembeds.
         machine: trees and riders; None: by the prompts' rates, every row at the same cost.
     """
 

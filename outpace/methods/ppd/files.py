@@ -23,8 +23,6 @@ PROMPTS = "prompts"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompts:
-    """Prompt tokens as they were read."""
-
     embed_KEH: Tensor
     """What enters the target's first layer."""
     vocab: VocabMap | None = None
@@ -38,7 +36,6 @@ def read_prompts(path: str | None, target: Target) -> Prompts:
 
     Args:
         path: the folder; None: the one trained for the target.
-        target: whom it has to fit.
 
     Raises:
         ModelError: no folder, or files that are corrupt or of another target or method.

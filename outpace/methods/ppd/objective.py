@@ -9,7 +9,7 @@ down through all of its layers. In every step some places of every text carry ri
 pass (`rider_net`): the text itself is read once, by the target as it drafts. The first guess of a
 place is its depth 1, as for EAGLE: token t + 1 is known when drafting begins.
 
-Labels are the target's laws along the text; the loss of a later rider counts less. The vectors
+Labels are the target's distributions along the text; the loss of a later rider counts less. The vectors
 start as means of embeddings of tokens drawn from a seed, and are learned as a distance from there
 in units of ``UNIT``, so that the rate of the training loop fits.
 
@@ -19,7 +19,7 @@ drafter's trees and riders are decided by.
 
 Paper: Chen et al. 2024 (PPD), arXiv:2405.18628.
 
-Shape letters: B sequences, T tokens, A learning rows, G places with riders, N laws, K riders,
+Shape letters: B sequences, T tokens, A learning rows, G places with riders, N distributions, K riders,
 E vectors of each, H hidden size, R rows, C rows of a chunk, D draft vocabulary.
 """
 
@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outpace.drafters.trained import about, head_name, lender
+from outpace.drafters.trained import head_rows, lender
 from outpace.law import VocabMap
 from outpace.methods.ppd.files import METHOD, PROMPTS
 from outpace.methods.ppd.training_net import RiderNet
@@ -54,8 +54,6 @@ BLEND = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PpdTraining:
-    """Options of ``outpace train ppd``."""
-
     riders: int = 3
     """Prompt tokens: tokens that can be guessed at a time."""
     ensemble: int = 1
@@ -83,11 +81,7 @@ class PpdTraining:
 
 
 class PromptsNet(nn.Module):
-    """All that is trained.
-
-    Args:
-        start_KEH: where the vectors start.
-    """
+    """All that is trained."""
 
     start_KEH: Tensor
 
@@ -101,17 +95,13 @@ class PromptsNet(nn.Module):
 
 
 class Ppd(Objective):
-    """Prompt tokens in training."""
-
     Config = PpdTraining
     module: PromptsNet
 
     def __init__(self, config: PpdTraining, target: Decoder, vocab: VocabMap | None, net: PromptsNet) -> None:
         self.config, self.target, self.vocab, self.module = config, target, vocab, net
         self.net = RiderNet(target)
-        head_VH = target.checkpoint.tensor(head_name(target))
-        rows = head_VH if vocab is None else head_VH[vocab.to_target_D]
-        self._head_DH = rows.to(target.device, torch.float32)
+        self._head_DH = head_rows(target, vocab)
         self._weights = depth_weights(config.riders, config.decay)
         self.ranks = Ranks(config.riders)
 
@@ -207,12 +197,9 @@ class Ppd(Objective):
         return {PROMPTS: self.module.start_KEH}
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        target, config = self.target, self.config
+        config = self.config
         said = {
-            "method": METHOD,
-            **about(target),
-            "draft_vocab_size": len(self._head_DH),
-            "taps": [],
+            **self.about(METHOD, []),
             "riders": config.riders,
             "ensemble": config.ensemble,
             "acceptance": self.ranks.acceptance(),

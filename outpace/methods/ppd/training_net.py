@@ -85,7 +85,6 @@ class RiderNet:
         Args:
             embed_EKH: what enters the first layer, the same for every group; gradients flow to it.
             place_BG: the last row of the text that each group sees.
-            text: from ``texts``.
         """
         (size, groups), (chains, riders, _) = place_BG.shape, embed_EKH.shape
         kind, dtype = place_BG.device.type, self.target.dtype
@@ -127,8 +126,6 @@ def sight(place_BR: Tensor, position_BR: Tensor, longest: int, riders: int, wind
 
     Args:
         place_BR: the last row of the text that each sees.
-        position_BR: its own position.
-        longest: T, rows of the text.
         riders: K; every K riders in order are a chain.
         window: a sliding window, as in ``DecoderConfig.windows``.
 

@@ -91,7 +91,6 @@ class StateMachine:
         """Riders below the pending token, and below each node of any tree, N + 1 numbers.
 
         Args:
-            parent_N: the tree.
             most: riders in all, each counted once however many rows it takes.
         """
         room = (len(self.seconds_R) - len(parent_N) - 1) // self.chains
@@ -136,8 +135,6 @@ def solve(
         rate_KB: K is the most riders of a chain; ranks come in falling order.
         seconds_R: of a pass over 1, 2, ... rows, in any unit; its length is the most rows. Where
             all cost the same, the most tokens per pass are wanted.
-        chains: rows that a rider takes.
-        most_nodes: guesses of a tree.
 
     Cost: some 50 ms for 3 riders and 64 rows.
     """
@@ -204,7 +201,6 @@ def pass_seconds(target: Target, clock: Callable[[], float] = time.perf_counter)
     """Seconds of passes over 1, 2, ... rows of one sequence, from a few that are timed here.
 
     Args:
-        target: any.
         clock: seconds.
 
     Cost: about a second, or two rounds of seven passes where these take longer.

@@ -7,7 +7,7 @@
 All members that choose their guesses are asked at every step; a lookup says how likely each guess
 is from the length of its match, of the others it counts how often their first guess was right. The
 guesses are merged by common prefixes, and as many are checked as pay. A member that samples, such
-as a draft model, is picked before it draws, or its law would not be that of its tokens: it drafts
+as a draft model, is picked before it draws, or its distribution would not be that of its tokens: it drafts
 where it promises more than the forest does, and then alone.
 
     select[members=suffix+recycling]
@@ -48,8 +48,6 @@ FORGET = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectConfig:
-    """Settings of the drafter."""
-
     members: str = "suffix+recycling"
     """Specs of the drafters, joined by ``+``."""
     merge: bool = True
@@ -74,8 +72,6 @@ class _Record:
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """One sequence."""
-
     members: list[Any]
     records: list[_Record]
     drafts: list[Draft] = field(default_factory=list)
@@ -89,7 +85,6 @@ class Select(WrappingDrafter[_State]):
     """Asks several drafters and checks what is likeliest.
 
     Args:
-        config: settings.
         members: at least two.
     """
 
@@ -130,11 +125,9 @@ class Select(WrappingDrafter[_State]):
         self.traits = replace(self.traits, uses_target_cache=uses)
 
     def inner(self, state: _State) -> list[tuple[Drafter[Any], Any]]:
-        """All members."""
         return list(zip(self.members, state.members, strict=True))
 
     def begin(self, request: Request) -> _State:
-        """States of all members."""
         states = [member.begin(request) for member in self.members]
         return _State(states, [_Record() for _ in states])
 
@@ -232,11 +225,9 @@ class Select(WrappingDrafter[_State]):
                     record.drafted += RATE * (max(draft.depth_N) - record.drafted)
 
     def mark(self, state: _State) -> list[Any]:
-        """Marks of all members."""
         marks = [m.mark(own) for m, own in zip(self.members, state.members, strict=True)]
         return [*marks, [replace(record) for record in state.records]]
 
     def rewind(self, state: _State, mark: list[Any]) -> _State:
-        """Members one by one."""
         pairs = zip(self.members, state.members, mark, strict=False)
         return _State([m.rewind(own, its) for m, own, its in pairs], mark[-1])

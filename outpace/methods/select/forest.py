@@ -24,8 +24,6 @@ from outpace.types import ROOT, Budget, Draft
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """What came of a merge."""
-
     draft: Draft
     worth: float
     """Tokens expected per unit of cost; 1 is plain decoding."""
@@ -37,8 +35,6 @@ NEXT = 0.35
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A guess, by whomever."""
-
     token: int
     depth: int
     chance: float = 0.0
@@ -69,9 +65,6 @@ def merge(drafts: Sequence[Draft], rates: Sequence[float], budget: Budget, branc
     """One draft of several.
 
     Args:
-        drafts: chosen, without riders.
-        rates: of their drafters, see ``chances``.
-        budget: not exceeded.
         branches: whether it may branch; otherwise it is the likeliest path.
 
     Returns:

@@ -22,7 +22,6 @@ def expand(packed: Tensor, kind: str) -> Tensor:
 
     Args:
         packed: uint8, whole blocks one after the other.
-        kind: name of their type.
 
     Returns:
         float32, one-dimensional.
@@ -36,7 +35,6 @@ def expand(packed: Tensor, kind: str) -> Tensor:
 
 
 def _half(bytes_N: Tensor) -> Tensor:
-    """Read float16 numbers as float32."""
     return bytes_N.contiguous().view(torch.float16).float()
 
 

@@ -39,8 +39,6 @@ _LONGEST, _MOST, _DEEPEST, _DIMS = 1 << 24, 1 << 24, 4, 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GGUFFile:
-    """The header of one file."""
-
     path: Path
     """The file."""
     metadata: dict[str, Any]
@@ -75,7 +73,6 @@ def read_tensor(place: Place, dtype: torch.dtype | None = None) -> Tensor:
     """Read one tensor into memory of its own.
 
     Args:
-        place: where it lies.
         dtype: what to convert to, in small portions, so that no second copy ever exists; None
             keeps a plain type and expands a quantized one to float32.
 

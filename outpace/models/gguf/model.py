@@ -143,7 +143,6 @@ def split_halves(tensor: Tensor, num_heads: int) -> Tensor:
 
     Args:
         tensor: ``[num_heads * head_dim, ...]``, each head's rows interleaved.
-        num_heads: heads in it.
 
     Returns:
         The same rows, in each head the even ones first. A copy.

@@ -82,7 +82,6 @@ class GatherCache(KVCache):
         """Say where a pass stores its rows.
 
         Args:
-            slots: one per feed.
             rows: what ``append`` gave for each feed.
         """
         places = [
@@ -177,10 +176,7 @@ class GatherCache(KVCache):
         """Build what a pass over the last ``fresh`` tail rows of each slot needs.
 
         Args:
-            spot: of the pass.
-            fresh: rows that each feed appended.
             kinds: layer types, with the window or chunk in tokens (None: sees everything).
-            dtype: of the model.
 
         Returns:
             Positions int64 [B, J], and for each kind an additive mask [B, 1, J, L]. Padding

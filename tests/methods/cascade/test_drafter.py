@@ -100,7 +100,7 @@ class Case:
     def _on(self, state, fate):
         emitted, refused, _ = state
         row = self.told.begin(fate, emitted)
-        mine = row.states["d"]
+        mine = row.members["d"].state
         if emitted:
             self.told.read(row)
             if mine.reading is not None:

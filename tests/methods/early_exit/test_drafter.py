@@ -21,7 +21,7 @@ from outpace.methods.early_exit.shallow import ShallowRows, reordered
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
-from outpace.step import Machine, step
+from outpace.step import Machine, Member, step
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
 from outpace.tree.growth import Branch, DraftRow
@@ -204,17 +204,19 @@ def test_no_slot_is_lent_while_somebody_else_reads_features(engine, target, monk
     (row,) = leased(target, [TEXT], Budget(3, 3))
     cache = row.lease.cache
     both = {"early_exit": method.drafter, "none": reader}
-    states = {name: drafter.begin(Request(prompt=())) for name, drafter in both.items()}
+    members = {
+        name: Member(drafter.begin(Request(prompt=())), Budget(3, 3), method.verifier)
+        for name, drafter in both.items()
+    }
     running = SimpleNamespace(
         number=0,
         tokens=list(TEXT),
         slot=row.lease.slot,
         warp=row.warp,
         policy_state=None,
-        budgets={"early_exit": Budget(3, 3)},
-        states=states,
+        members=members,
         coins=lambda stream: row.coins,
-        verifiers=dict.fromkeys(both, method.verifier),
+        verifier=method.verifier,
         room=lambda: Budget(3, 3),
         cut=lambda verdict: verdict,
         failed=False,
@@ -399,7 +401,7 @@ def laws_apart(engine, objective, monkeypatch, spec):
 @pytest.mark.parametrize("shape", ["", "tree=2x2x1"])
 def test_laws_are_those_that_were_trained_after_every_commit(engine, layer_exit, monkeypatch, shape):
     """Its keys are those of the committed text and of the path, whatever was accepted before."""
-    spec = f"early_exit[model={layer_exit.folder} {shape}]"
+    spec = f"early_exit[model={layer_exit.folder} quantize=none {shape}]"
     assert laws_apart(engine, layer_exit, monkeypatch, spec) < 1e-5
     # Planted: of a draft the row of its first node stays, whether it was accepted or not.
     real = AdapterRows._keep

@@ -286,7 +286,7 @@ def test_bad_settings_are_refused(engine):
     for spec, error, words in (
         ("ouroboros[length=0]", SpecError, "length must be at least 1, got 0"),
         ("ouroboros[tokens=1]", SpecError, "tokens must be at least 2, got 1"),
-        ("ouroboros[draft=max_gram]", SpecError, "draft must be one drafter that has a law"),
+        ("ouroboros[draft=max_gram]", SpecError, "draft must be one drafter that has a distribution"),
         (f"ouroboros[draft={DRAFT}+{DRAFT}]", SpecError, "must be one drafter"),
         (f"ouroboros[draft={DRAFT[:-1]} tree=2x2]]", SpecError, "says tree"),
         ("ouroboros", ModelError, "no trained draft_model for tiny"),

@@ -1,13 +1,13 @@
-"""What online learning remembers: pieces of text with the target's laws at judged tokens.
+"""What online learning remembers: pieces of text with the target's distributions at judged tokens.
 
     text     prompt ...... | t u v w x y z         a request, token by token
     judged                   ^   ^     ^           where a guess was refused: p there is known
     piece    [context ....... u v w x y z]         what a training step reads
 
-The law at a judged token is kept as its likeliest tokens with their probabilities; what is missing
+The distribution at a judged token is kept as its likeliest tokens with their probabilities; what is missing
 to 1 is the tail. It lives on the host and is bounded by the number of judged tokens.
 
-Shape letters: R judged tokens, K entries of a law, V vocabulary, D draft vocabulary, B pieces,
+Shape letters: R judged tokens, K entries of a distribution, V vocabulary, D draft vocabulary, B pieces,
 T tokens, W width.
 """
 
@@ -33,8 +33,6 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnlineConfig:
-    """How to learn from traffic."""
-
     topics: int = 1
     """Most topics of one key; each has a drafter of its own."""
     branches: int = 8
@@ -46,7 +44,7 @@ class OnlineConfig:
     held_out: float = 0.125
     """Share of requests that are held out."""
     top: int = 64
-    """Entries of a law that are kept."""
+    """Entries of a distribution that are kept."""
     context: int = 32
     """Tokens before the first judged one of a piece."""
     piece: int = 64
@@ -103,7 +101,7 @@ class OnlineConfig:
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """Some tokens of one text, and the target's laws of those of them that were judged."""
+    """Some tokens of one text, and the target's distributions of those of them that were judged."""
 
     ids: Ints
     """[T]; the first tokens may be context alone."""
@@ -112,7 +110,7 @@ class Piece:
     id_RK: Ints
     """Target ids, likeliest first."""
     p_RK: Floats
-    """Their probabilities in the model's own law, before any sampling setting."""
+    """Their probabilities in the model's own distribution, before any sampling setting."""
     greedy: bool
     """Whether its guesses were chosen, not sampled: acceptance is then agreement."""
     used: int = 0
@@ -120,7 +118,6 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        """Judged tokens."""
         return len(self.place_R)
 
 
@@ -133,7 +130,7 @@ class Marks:
         self._rows: list[tuple[int, Ints, Floats]] = []
 
     def add(self, place: int, id_K: Ints, p_K: Floats) -> None:
-        """Note the law of the token at ``place``, which is behind all noted before."""
+        """Note the distribution of the token at ``place``, which is behind all noted before."""
         self._rows.append((place, id_K, p_K))
 
     def piece(self, size: int, context: int, end: bool = False) -> Piece | None:
@@ -141,8 +138,6 @@ class Marks:
 
         Args:
             size: tokens from the first judged one on.
-            context: tokens before it.
-            end: nothing follows.
         """
         if not self._rows or not (end or len(self.ids) - self._rows[0][0] >= size):
             return None
@@ -174,7 +169,6 @@ class Buffer:
         self._fresh = 0
 
     def add(self, piece: Piece) -> None:
-        """Take a piece in."""
         self.pieces.append(piece)
         self.rows += piece.rows
         self.added += piece.rows
@@ -188,7 +182,6 @@ class Buffer:
 
         Args:
             tokens: most tokens, padding included; one piece may have more.
-            coins: says which old ones.
             replay: how often an old one is taken though there are new ones.
         """
         taken: list[Piece] = []
@@ -244,8 +237,6 @@ class Branch:
 
 @dataclass(slots=True, eq=False)
 class Text:
-    """One sequence under observation."""
-
     source: Branch
     held: bool
     marks: Marks
@@ -263,8 +254,6 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Version:
-    """A drafter that takes another's place."""
-
     branch: str
     number: int
     """0: what learning started from."""
@@ -279,7 +268,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lesson:
-    """Pieces as a batch, with their laws in the order of its learning rows."""
+    """Pieces as a batch, with their distributions in the order of its learning rows."""
 
     batch: Batch
     id_RK: Tensor
@@ -329,7 +318,6 @@ def top_kl(z_RD: Tensor, id_RK: Tensor, p_RK: Tensor) -> Tensor:
     is left out of p: no q could give it.
 
     Args:
-        z_RD: draft logits.
         id_RK: draft ids of the entries of p, distinct; -1 where the vocabulary has none.
         p_RK: their probabilities; what is missing to 1 is the tail.
     """

@@ -1,6 +1,6 @@
-"""What passes showed, until there is time to look: copies of logits, which become laws later.
+"""What passes showed, until there is time to look: copies of logits, which become distributions later.
 
-A law costs a sweep over a row of logits, a quarter of a millisecond for 49152 tokens, and a pass
+A distribution costs a sweep over a row of logits, a quarter of a millisecond for 49152 tokens, and a pass
 has several such rows; a copy costs a tenth. So a pass leaves copies here, and they are read when
 nobody waits. What waits is bounded, logits and ends of texts: beyond that the oldest is read at
 once.
@@ -40,9 +40,8 @@ class Inbox:
     """Keeps the order in which things came.
 
     Args:
-        top: entries of a law.
         dtype: of the model; logits are as exact in it as they were computed.
-        collect: is told of every text that has got laws, and whether it has ended.
+        collect: is told of every text that has got distributions, and whether it has ended.
     """
 
     def __init__(self, top: int, dtype: torch.dtype, collect: Callable[[Text, bool], None]) -> None:
@@ -51,7 +50,6 @@ class Inbox:
         self._rows = 0
 
     def __bool__(self) -> bool:
-        """Whether there is something to read."""
         return bool(self._shown)
 
     def put(self, rows_V: Sequence[Tensor], places: Sequence[tuple[Text, int]]) -> None:
@@ -69,7 +67,7 @@ class Inbox:
             self.read()
 
     def read(self) -> None:
-        """Turn the oldest logits into laws. Cost: a sweep over ``READ`` rows, one host sync."""
+        """Turn the oldest logits into distributions. Cost: a sweep over ``READ`` rows, one host sync."""
         taken: list[_Shown] = []
         while self._shown and sum(len(one.places) for one in taken) < READ:
             taken.append(self._shown.popleft())
@@ -85,6 +83,5 @@ class Inbox:
             self._rows -= len(one.places)
 
     def clear(self) -> None:
-        """Forget all."""
         self._shown.clear()
         self._rows = 0

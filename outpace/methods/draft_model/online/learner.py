@@ -1,7 +1,7 @@
 """Learning while serving: the draft model is distilled on what the target refused of it.
 
     observe   verified passes -> logits of refused tokens, which wait (`inbox`)
-    read      logits -> laws -> pieces of text, per branch
+    read      logits -> distributions -> pieces of text, per branch
     round     learn from some pieces -> judge on held-out requests -> a version, or none
     review    a version that drafts is compared with its parent on what came since; it may go back
 
@@ -15,11 +15,11 @@ change looks like progress. A version is judged as it is stored, in bfloat16.
 
 Texts stay in memory and go with the process. On the disk are versions (`outpace.train.versions`).
 
-Paper: Online Speculative Decoding, Liu et al. 2023, arXiv:2310.07177. As in its text, the law that
+Paper: Online Speculative Decoding, Liu et al. 2023, arXiv:2310.07177. As in its text, the distribution that
 teaches is that of the refused token itself; the other changes are the held-out judgement, several
 uses of an observation, and a share of accepted tokens against forgetting.
 
-Shape letters: R judged tokens, K entries of a law, V vocabulary, D draft vocabulary.
+Shape letters: R judged tokens, K entries of a distribution, V vocabulary, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -73,12 +73,9 @@ class OnlineLearner:
     """Learns a draft model from verified passes. One thread at a time.
 
     Args:
-        target: lends embedding and head.
         base: the drafter folder that learning starts from.
         folder: of what is learned; made if absent, and locked.
-        config: how.
         spec: method spec under which the drafter drafts, as outcomes name it.
-        now: a clock, for budgets alone.
 
     Raises:
         ModelError: a drafter of another target, damaged files, or a folder in use.
@@ -361,7 +358,6 @@ class OnlineLearner:
         )
 
     def _change(self, branch: Branch) -> None:
-        """Let the current version draft."""
         branch.failures, branch.seen_at = 0, branch.held.added
         branch.drafter = self._load(branch.versions)
 

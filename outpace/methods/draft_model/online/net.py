@@ -2,7 +2,7 @@
 
 One network serves all branches: their weights take turns in it.
 
-Shape letters: R judged tokens, K entries of a law, D draft vocabulary.
+Shape letters: R judged tokens, K entries of a distribution, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class Score:
 
     @property
     def mean(self) -> float:
-        """Acceptance."""
         return sum(self.accepted) / max(1, sum(self.rows))
 
     def over(self, other: Score) -> tuple[float, float]:
@@ -55,8 +54,6 @@ class Desk:
 
     Args:
         base: drafter folder that gives the shape.
-        target: lends embedding and head.
-        config: how to learn.
 
     Raises:
         ModelError: a drafter of another target or method, or damaged files.

@@ -1,0 +1,317 @@
+"""Features of stored sequences: what the target computed at every token of them.
+
+A pass of the target computes them when a batch first needs them. They stay on disk in bfloat16 while
+they have room there, in shards of about 64 MB; the rest is computed again whenever it is needed:
+
+    features/<taps>/features-00000.safetensors    one [rows, H] tensor per tap
+    features/<taps>/manifest.json                 which sequence begins at which row of which shard
+
+Shape letters: T rows of a sequence or of a shard, H hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from outpace.errors import ModelError, OutpaceError, shorten
+from outpace.files import parse_json, write_whole
+from outpace.models.base import TAPS, Target
+from outpace.train.manifest import SHARD, read_manifest
+from outpace.train.tokens import TokenSequence
+from outpace.types import Feed
+
+VERSION = 1
+_FORM = {
+    "target": {"name": str, "digest": str},
+    "taps": [str],
+    "hidden_size": int,
+    "shards": [{"file": SHARD, "bytes": int, "sequences": [[int]]}],
+}
+"""What the manifest has to hold."""
+SHARD_BYTES = 64 << 20
+ROWS = 1024
+"""Tokens of a pass, about."""
+_SPARE = 1 << 30  # bytes of the disk that features leave free
+
+
+@torch.no_grad()
+def compute(
+    target: Target, texts: Sequence[Sequence[int]], taps: Sequence[str], rows: int = ROWS
+) -> Iterator[dict[str, Tensor]]:
+    """Features of texts, tap -> bfloat16 [T, H] on the CPU, in the order of the texts.
+
+    Args:
+        target: with the ability to give taps.
+        texts: token ids.
+        taps: names, see ``Target.score``.
+        rows: tokens of a pass, about; a longer text has passes of its own.
+
+    Raises:
+        ModelError: no such taps, or features that are not finite.
+    """
+    part: list[tuple[int, Sequence[int]]] = []
+    for text in enumerate(texts):
+        if part and sum(len(ids) for _, ids in part) + len(text[1]) > rows:
+            yield from _score(target, part, taps, rows)
+            part = []
+        part.append(text)
+    if part:
+        yield from _score(target, part, taps, rows)
+
+
+def _score(
+    target: Target, part: Sequence[tuple[int, Sequence[int]]], taps: Sequence[str], rows: int
+) -> list[dict[str, Tensor]]:
+    """Features of the texts of one pass, or of the passes of one long text."""
+    longest = max(len(ids) for _, ids in part)
+    cache = target.new_cache(capacity=longest)
+    slots = [cache.open() for _ in part]
+    pieces: list[dict[str, list[Tensor]]] = [{tap: [] for tap in taps} for _ in part]
+    for start in range(0, longest, rows):
+        feeds = [
+            Feed.chain(slot, list(ids[start : start + rows]), want=())
+            for slot, (_, ids) in zip(slots, part, strict=True)
+        ]
+        scored = target.score(feeds, cache, taps=frozenset(taps))
+        for i, (feed, piece) in enumerate(zip(feeds, pieces, strict=True)):
+            cache.keep(feed.slot, range(len(feed.token_J)))
+            for tap in taps:
+                rows_TH = scored.of(i).taps[tap].to("cpu", torch.bfloat16, copy=True)
+                if not bool(torch.isfinite(rows_TH).all()):
+                    raise ModelError(
+                        f"{target.name} gave features {tap} that are not finite for text {part[i][0]}; "
+                        "load it in float32"
+                    )
+                piece[tap].append(rows_TH)
+    return [{tap: torch.cat(found) for tap, found in piece.items()} for piece in pieces]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the features of a sequence lie."""
+
+    file: str
+    start: int
+    """First row."""
+    length: int
+    checksums: tuple[int, ...]
+    """CRC-32 per tap."""
+
+
+class FeatureStore:
+    """Features of the sequences of one token store, computed at first use.
+
+    Files are read with plain reads, not mapped: mapped pages would count as this process's memory
+    until the system is short of it.
+    """
+
+    def __init__(self, target: Target, tokens: Path, taps: Sequence[str], room: int) -> None:
+        """Open what is there; nothing is computed yet.
+
+        Args:
+            target: the model that generated the answers.
+            tokens: folder of the token store; features lie beside its shards.
+            taps: names, see ``Target.score``. Where another method kept more taps, those are used.
+            room: bytes of disk that they may have in all; the disk keeps 1 GiB free. 0 keeps none.
+
+        Raises:
+            ModelError: the target gives no taps, or the folder holds those of another target.
+            OutpaceError: its manifest is damaged.
+        """
+        target.require(frozenset({TAPS}), "training on features")
+        self.target, self.room = target, room
+        self.folder = folder_for(tokens, taps)
+        self._manifest = _read_manifest(self.folder, target) or {
+            "version": VERSION,
+            "target": {"name": target.name, "digest": target.digest},
+            "taps": sorted(taps),
+            "hidden_size": target.hidden_size,
+            "shards": [],
+        }
+        self.taps: tuple[str, ...] = tuple(self._manifest["taps"])
+        self._places: dict[int, _Place] = {}
+        for shard in self._manifest["shards"]:
+            self._learn(shard)
+        self._waiting: dict[int, dict[str, Tensor]] = {}  # for their shard to fill
+        self._begins: dict[str, dict[str, int]] = {}
+        self._checked: set[tuple[int, str]] = set()
+
+    def __len__(self) -> int:
+        """Sequences on disk."""
+        return len(self._places)
+
+    @property
+    def nbytes(self) -> int:
+        """On disk."""
+        return sum(shard["bytes"] for shard in self._manifest["shards"])
+
+    def of(self, part: Sequence[TokenSequence]) -> list[Mapping[str, Tensor]]:
+        """Features of sequences, or of their beginnings: tap -> bfloat16 [T, H] each.
+
+        Raises:
+            ModelError: features that are not finite.
+            OutpaceError: a shard is missing or damaged, named.
+            OSError: the disk is full; what was kept before stays.
+
+        Cost: a read for each that is kept; for the others one pass per ``ROWS`` tokens.
+        """
+        missing = [one for one in part if not self._has(one)]
+        computed = compute(self.target, [one.ids.tolist() for one in missing], self.taps)
+        fresh = {one.number: found for one, found in zip(missing, computed, strict=True)}
+        out: list[Mapping[str, Tensor]] = []
+        for one in part:
+            found = fresh.get(one.number) or self._waiting.get(one.number)
+            length = len(one.ids)
+            out.append(
+                {
+                    tap: self._read(one.number, length, tap) if found is None else found[tap][:length]
+                    for tap in self.taps
+                }
+            )
+        # What is on disk for a shorter part of a sequence stays so.
+        self._keep({number: found for number, found in fresh.items() if number not in self._places})
+        return out
+
+    def _has(self, one: TokenSequence) -> bool:
+        if (waiting := self._waiting.get(one.number)) is not None:
+            return len(waiting[self.taps[0]]) >= len(one.ids)
+        place = self._places.get(one.number)
+        return place is not None and place.length >= len(one.ids)
+
+    def _keep(self, fresh: Mapping[int, dict[str, Tensor]]) -> None:
+        if self.nbytes + 2 * SHARD_BYTES > self.room:
+            return
+        self._waiting.update(fresh)
+        if sum(_nbytes(found) for found in self._waiting.values()) >= SHARD_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits for its shard to fill, if the disk has room."""
+        held, self._waiting = self._waiting, {}
+        size = sum(_nbytes(found) for found in held.values())
+        there = next(path for path in (self.folder, *self.folder.resolve().parents) if path.exists())
+        if not held or shutil.disk_usage(there).free < size + _SPARE:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"features-{len(self._manifest['shards']):05d}.safetensors"
+        sequences, start = [], 0
+        for number, found in held.items():
+            sums = [zlib.crc32(_raw(found[tap])) for tap in self.taps]
+            length = len(found[self.taps[0]])
+            sequences.append([number, start, length, *sums])
+            start += length
+        data = save({tap: torch.cat([found[tap] for found in held.values()]) for tap in self.taps})
+        write_whole(self.folder / name, data)
+        shard = {"file": name, "bytes": len(data), "sequences": sequences}
+        self._manifest["shards"].append(shard)
+        write_whole(self.folder / "manifest.json", json.dumps(self._manifest, sort_keys=True))
+        self._learn(shard)
+
+    def _read(self, number: int, length: int, tap: str) -> Tensor:
+        """The first rows of a sequence on disk."""
+        place = self._places[number]
+        row = 2 * self.target.hidden_size
+        key = number, tap
+        # All of a sequence is read once, to compare its checksum; later as much as is asked for.
+        rows = length if key in self._checked else place.length
+        path = self.folder / place.file
+        try:
+            with path.open("rb", buffering=0) as file:
+                begin, size = self._begin(place.file, tap) + place.start * row, path.stat().st_size
+                data = bytearray(rows * row if begin + place.length * row <= size else 0)
+                file.seek(min(begin, size))
+                read = file.readinto(data) if data else None
+        except FileNotFoundError:
+            raise _corrupt(path, "it is missing") from None
+        wrong = read != len(data)
+        if key not in self._checked:
+            wrong = wrong or zlib.crc32(data) != place.checksums[self.taps.index(tap)]
+        if wrong:
+            raise _corrupt(path, "its checksum is not the manifest's")
+        self._checked.add(key)
+        return torch.frombuffer(data, dtype=torch.bfloat16).view(rows, self.target.hidden_size)[:length]
+
+    def _learn(self, shard: Mapping[str, Any]) -> None:
+        for number, start, length, *sums in shard["sequences"]:
+            self._places[number] = _Place(shard["file"], start, length, tuple(sums))
+
+    def _begin(self, name: str, tap: str) -> int:
+        """Where a tap begins in a shard, bytes."""
+        if name not in self._begins:
+            path = self.folder / name
+            size = next(s["bytes"] for s in self._manifest["shards"] if s["file"] == name)
+            try:
+                if path.stat().st_size != size:
+                    raise ValueError(f"it has {path.stat().st_size} bytes instead of {size}")
+                with path.open("rb") as file:
+                    head = int.from_bytes(file.read(8), "little")
+                    header = parse_json(file.read(min(head, size)))
+                begins = {tap: 8 + head + header[tap]["data_offsets"][0] for tap in self.taps}
+                if not all(type(one) is int and 0 <= one <= size for one in begins.values()):
+                    raise ValueError("a tensor begins outside of it")
+                self._begins[name] = begins
+            except FileNotFoundError:
+                raise _corrupt(path, "it is missing") from None
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                raise _corrupt(path, shorten(str(error), 200)) from None
+        return self._begins[name][tap]
+
+
+def folder_for(tokens: Path, taps: Sequence[str]) -> Path:
+    """Where the features so named of a token store lie, perhaps among others."""
+    for manifest in sorted((tokens / "features").glob("*/manifest.json")):
+        if set(taps) <= set(manifest.parent.name.split("+")):
+            return manifest.parent
+    return tokens / "features" / "+".join(sorted(taps))
+
+
+def size_text(size: float) -> str:
+    """``4.1 GB``."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size:.0f} bytes"
+
+
+def _read_manifest(folder: Path, target: Target) -> dict[str, Any] | None:
+    path, remedy = folder / "manifest.json", f"delete {folder}, and its features are computed anew"
+    try:
+        manifest = read_manifest(path, VERSION, _FORM, remedy)
+    except FileNotFoundError:
+        return None
+    each = 3 + len(manifest["taps"])
+    if any(len(one) != each for shard in manifest["shards"] for one in shard["sequences"]):
+        raise OutpaceError(f"{path} is corrupt (a sequence has not {each} numbers); {remedy}")
+    mine, width = manifest["target"], manifest["hidden_size"]
+    if (mine["digest"], width) != (target.digest, target.hidden_size):
+        raise ModelError(
+            f"{folder} holds features of {mine['name']} ({mine['digest'][:12]}, width {width}), not of "
+            f"{target.name} ({target.digest[:12]}, width {target.hidden_size}); "
+            "delete it or give another folder"
+        )
+    return manifest
+
+
+def _nbytes(found: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in found.values())
+
+
+def _raw(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _corrupt(path: Path, why: str) -> OutpaceError:
+    return OutpaceError(
+        f"feature shard {path} is corrupt: {why}; delete the folder {path.parent}, and its "
+        "features are computed anew"
+    )

@@ -1,0 +1,27 @@
+"""Which targets, and so which caches, the suites run. A new kind of target adds a row."""
+
+from functools import cache
+
+import torch
+
+from outpace.models.load import load_target
+from outpace.models.tiny import TableTarget, tiny
+from tests.models.making import hf_config
+
+
+@cache
+def of_transformers(family):
+    import transformers
+
+    torch.manual_seed(0)
+    config = hf_config(family)
+    return load_target(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+
+
+TARGETS = {
+    "table": cache(lambda: TableTarget.random(0, 12, sharpness=2.0)),
+    "decoder": cache(lambda: tiny(layers=3)),
+    "some of its layers": cache(lambda: tiny(layers=3).variant(layers=[0, 2])),
+    "transformers": lambda: of_transformers("llama"),
+    "transformers, with windows": lambda: of_transformers("gemma3"),
+}
