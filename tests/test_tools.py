@@ -84,3 +84,12 @@ def test_our_half_of_the_comparison_with_speculators(tool, tmp_path, monkeypatch
     monkeypatch.setattr(check.subprocess, "run", child)
     assert check.compare(tmp_path, "python") == (1 if off else 0)
     assert "largest difference" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("off", "lost"), [(0.0, 0), (0.01, 0), (0.0, 1)])
+def test_scores_of_the_harness_are_compared_choice_by_choice(tool, capsys, off, lost):
+    check = tool("check_lm_eval")
+    scores = [[-float(3 * i + j) for j in range(3)] for i in range(check.QUESTIONS - lost)]
+    loaded = [[one - off for one in row] for row in scores]
+    assert check.compare(scores, loaded) == (1 if off or lost else 0)
+    assert f"{len(scores)} questions, {3 * len(scores)} choices" in capsys.readouterr().out

@@ -2,10 +2,10 @@
 
     python tools/check_lm_eval.py --python ENV/bin/python
 
-ENV is an environment with torch, transformers and `lm-eval[api]` (checked with 0.4.12). This program makes a
-small model, serves it, and lets the harness ask `/v1/completions` for log-probabilities of prompts
-(``echo``, ``logprobs``), as it does for any multiple-choice task. Then the harness loads the model itself. The
-log-likelihood of every choice of every question is compared.
+ENV is an environment with torch, transformers and `lm-eval[api,hf]`. This program
+makes a small model, serves it, and lets the harness ask `/v1/completions` for log-probabilities of prompts
+(``echo``, ``logprobs``), as it does for any multiple-choice task. Then the harness loads the model
+itself. The log-likelihood of every choice of every question is compared.
 
 Exit code 0: all agree to 1e-3. 1: they do not.
 """
@@ -57,17 +57,19 @@ def main() -> int:
                 f"model=model,base_url={address}/v1/completions,tokenizer={model},num_concurrent=1",
             )
         loaded = score(python, work, "hf", f"pretrained={model},dtype=float32")
-    off = [
-        abs(one - other)
-        for mine, theirs in zip(served, loaded, strict=True)
-        for one, other in zip(mine, theirs, strict=True)
-    ]
-    flat = [one for row in loaded for one in row]
+    return compare(served, loaded)
+
+
+def compare(served: list[list[float]], loaded: list[list[float]]) -> int:
+    """Say how far the two are apart; 0 if they agree."""
+    pairs = [pair for one, other in zip(served, loaded, strict=True) for pair in zip(one, other, strict=True)]
+    worst = max(abs(one - other) for one, other in pairs)
+    least, most = min(other for _, other in pairs), max(other for _, other in pairs)
     sys.stdout.write(
-        f"{len(served)} questions, {len(off)} choices; log-likelihoods from {min(flat):.2f} to {max(flat):.2f}; "
-        f"largest difference {max(off):.1e}\n"
+        f"{len(served)} questions, {len(pairs)} choices; log-likelihoods from {least:.2f} to {most:.2f}; "
+        f"largest difference {worst:.1e}\n"
     )
-    return 0 if len(served) == QUESTIONS and max(off) < CLOSE and max(flat) - min(flat) > 1 else 1
+    return 0 if len(served) == QUESTIONS and worst < CLOSE and most - least > 1 else 1
 
 
 def write_model(folder: Path) -> Path:
