@@ -197,7 +197,9 @@ def _one(engine: Engine, methods: Mapping[str, SingleMethod], ready: Ready, name
                 one.drafter.clock.count > passes[spec],
                 tuple(previews[spec]) if spec in previews else None,
                 {
-                    nodes: tuple(_guess(draft, row.tokens[at:]) for draft, at in zip(drafts, places, strict=True))
+                    nodes: tuple(
+                        _guess(draft, row.tokens[at:]) for draft, at in zip(drafts, places, strict=True)
+                    )
                     for nodes, drafts in made[spec].items()
                 },
             )

@@ -16,10 +16,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outpace import registry
 from outpace.analysis.recording import Text
 from outpace.coins import KeyedCoins, Stream
 from outpace.policies.base import Evidence, Policy, PolicyRow
@@ -41,7 +42,8 @@ class Device:
     sequence: float = 0.0
     """Of each sequence beside its rows: its keys and values."""
     levels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Drafter -> a level for one sequence, and for each further one. Matched by how a spec begins."""
+    """``head`` and ``model``: a level of a trained head, or of a language model, for one sequence, and
+    for each further one."""
     unread: float = 0.0
     """Of each token that a drafter reads late."""
     look: float = 0.05
@@ -64,7 +66,8 @@ class Device:
 
     def level(self, spec: str, sequences: int) -> float:
         """Milliseconds of a level of a drafter for so many sequences."""
-        one, more = next((ms for name, ms in self.levels.items() if spec.startswith(name)), (0.0, 0.0))
+        model = registry.can("drafter", spec.partition("[")[0], registry.RUNS_MODEL)
+        one, more = self.levels.get("model" if model else "head", (0.0, 0.0))
         return one + more * (sequences - 1)
 
 
@@ -144,18 +147,31 @@ class Replay:
         self.milliseconds = 0.0
         self.by_drafter: dict[str, int] = {}
 
-    def run(self, walks: Sequence[Walk], batch: Callable[[int], int]) -> Replayed:
-        """Run requests to their ends, as many at a time as ``batch`` says of each step."""
-        waiting = list(reversed(walks))
-        before = self.tokens, self.milliseconds, self.steps
-        while waiting or self.active:
-            while waiting and len(self.active) < batch(self.steps - before[2]):
-                self.active.append(_Sequence(waiting.pop(), next(self._count), self.policy.begin()))
+    def run(
+        self, walks: Sequence[Walk], batch: Callable[[float], int], until: float | None = None
+    ) -> Replayed:
+        """Run requests, as many at a time as ``batch`` says of each moment, in milliseconds.
+
+        Args:
+            walks: taken in order.
+            batch: milliseconds since the start -> requests at a time; the oldest ones stay.
+            until: the milliseconds to run, over and over the same requests. None: once, till too few are
+                left; how a queue ends tells nothing of how fast a batch is.
+        """
+        waiting = itertools.chain.from_iterable(itertools.repeat(walks, 1 if until is None else 1 << 20))
+        tokens, start, steps = self.tokens, self.milliseconds, self.steps
+        while until is None or self.milliseconds - start < until:
+            wanted = batch(self.milliseconds - start)
+            for walk in itertools.islice(waiting, max(0, wanted - len(self.active))):
+                self.active.append(_Sequence(walk, next(self._count), self.policy.begin()))
+            if not self.active or (until is None and len(self.active) < wanted):
+                break
             self.step()
+        self.active = []
         return Replayed(
-            tokens=self.tokens - before[0],
-            milliseconds=self.milliseconds - before[1],
-            steps=self.steps - before[2],
+            tokens=self.tokens - tokens,
+            milliseconds=self.milliseconds - start,
+            steps=self.steps - steps,
             by_drafter=dict(self.by_drafter),
         )
 
@@ -170,7 +186,8 @@ class Replay:
             rows.append(row)
             looks += looked
         plans = self.policy.plan(rows, load)
-        evidence, records, users, late = [], [], {}, 0.0
+        evidence, records, late = [], [], 0.0
+        users: dict[str, tuple[int, int]] = {}
         total, drafting = len(rows_of), 0
         for one, plan in zip(rows_of, plans, strict=True):
             text, position, left = one.walk.at(one.place)
@@ -253,10 +270,15 @@ class Replay:
 
 
 def replay(
-    policy: Policy, device: Device, walks: Sequence[Walk], batch: Callable[[int], int], seed: int = 0
+    policy: Policy,
+    device: Device,
+    walks: Sequence[Walk],
+    batch: Callable[[float], int],
+    until: float | None = None,
+    seed: int = 0,
 ) -> Replayed:
     """Replay requests from a fresh start."""
-    return Replay(policy, device, seed).run(walks, batch)
+    return Replay(policy, device, seed).run(walks, batch, until)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,27 +330,33 @@ class Always(Policy):
         return Plan(rule.other, Budget(nodes, depth, shape=own.shape), Choice("best", {}))
 
 
-def rules(text: Text) -> Iterator[Rule]:
-    """All rules that hindsight may choose from."""
-    for least in (None, 0.1, 0.2, 0.3, 0.4, 0.55, 0.7):
-        yield Rule(least)
-        for spec, drafter in text.drafters.items():
-            if drafter.previews_P is not None:
-                continue
-            full = drafter.budget.max_nodes
-            for nodes in sorted({1, 2, full}):
-                for depth in range(1, min(nodes, drafter.budget.max_depth) + 1):
-                    yield Rule(least, spec, nodes, depth)
-
-
 def best_choice(
-    device: Device, walks: Sequence[Walk], batch: Callable[[int], int]
+    device: Device, walks: Sequence[Walk], batch: Callable[[float], int], until: float | None = None
 ) -> tuple[Rule, float, float]:
     """The rule that would have been best.
+
+    All thresholds of lookups are tried without another drafter, and all others without a lookup. Then the
+    three best of each are tried together.
 
     Returns:
         The rule, its tokens per second, and those of the rule that drafts nothing.
     """
-    rates = {rule: replay(Always(rule), device, walks, batch).rate for rule in rules(walks[0].parts[0][0])}
-    best = max(rates, key=lambda rule: rates[rule])
-    return best, rates[best], rates[Rule(None)]
+    rates: dict[Rule, float] = {}
+
+    def run(found: Iterable[Rule]) -> list[Rule]:
+        for rule in found:
+            if rule not in rates:
+                rates[rule] = replay(Always(rule), device, walks, batch, until).rate
+        return sorted(rates, key=lambda rule: -rates[rule])
+
+    alone = run(Rule(least) for least in (None, 0.1, 0.2, 0.3, 0.4, 0.55, 0.7))[:3]
+    others = []
+    for spec, drafter in walks[0].parts[0][0].drafters.items():
+        if drafter.previews_P is None:
+            for nodes in sorted({1, 2, drafter.budget.max_nodes}):
+                depths = range(1, min(nodes, drafter.budget.max_depth) + 1)
+                others += [Rule(None, spec, nodes, depth) for depth in depths]
+    known = set(rates)
+    best = [rule for rule in run(others) if rule not in known][:3]
+    first = run(Rule(one.least, two.other, two.nodes, two.depth) for one in alone for two in best)[0]
+    return first, rates[first], rates[Rule(None)]

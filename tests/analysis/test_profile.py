@@ -239,15 +239,15 @@ def test_policies_begin_with_what_was_measured(engine):
     with_policy = fresh.method(spec)
     profile.begin(fresh)
     assert fresh.costs.passed(9, 0, 1) == pytest.approx(0.018)
-    assert fresh.costs.price("draft_model[model=tiny]") == (0.0, 0.002)
-    assert fresh.costs.price(with_policy.spec) == (0.0, 0.002), "the policy changes no price"
+    assert fresh.costs.price("draft_model[model=tiny]") == 0.002
+    assert fresh.costs.price(with_policy.spec) == 0.002, "the policy changes no price"
     assert fresh.costs.kept(with_policy.spec) == (KNOWN.kept_D, KNOWN.tried_D)
     rows = []
     fresh.listeners.append(lambda r: rows.extend(() if r.prompt else r.rows))
-    fresh.generate([77], drafter=spec, max_new_tokens=8, ignore_eos=True)
-    # In seconds from the first step on: (1 + 0.9 + 0.9 * 2 / 3) tokens in 14 ms is the best of two.
-    assert rows[0].choice.rates["none"] == pytest.approx(100, rel=0.01)
-    assert 170 < rows[0].choice.rates[with_policy.spec] < 250
+    with_auto = "auto[drafters=draft_model[model=tiny]]"
+    fresh.generate([77], drafter=with_auto, max_new_tokens=8, ignore_eos=True)
+    assert rows[0].choice.rates["none"] == pytest.approx(100, rel=0.01), "in seconds from the first step on"
+    assert 130 < rows[0].choice.rates["draft_model[model=tiny]"] < 250
 
 
 def test_without_files_nothing_changes(engine):

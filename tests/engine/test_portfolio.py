@@ -81,8 +81,8 @@ def test_choices_reach_listeners_and_say_what_was_expected(engine):
     assert {"suffix", "draft_model[model=tiny]"} >= {r.drafter for r in rows} - {"none"} != set()
     weighed = [r for r in rows if r.choice.reason != "pause"]
     assert weighed and all(r.choice.rates["none"] > 0 for r in weighed)
-    best = [r for r in rows if r.choice.reason == "best"]
-    assert best and all(r.drafter == max(r.choice.rates, key=r.choice.rates.get) for r in best)
+    assert {r.choice.reason for r in rows} <= {"best", "probe", "pause"}
+    assert all(r.drafter in r.choice.rates for r in rows)
     plain, _ = watch(engine, PROMPTS, drafter="prompt_lookup")
     assert all(r.choice is None for r in plain)
 
@@ -113,7 +113,7 @@ def test_dear_drafters_are_left_alone(engine):
 
 def test_costs_are_watched_for_policies_that_read_them(engine):
     watch(engine, PROMPTS[0], drafter="prompt_lookup")
-    assert engine.costs.passed(1, 0, 1) == 1.0, "nobody asked"
+    assert not engine.costs.known, "nobody asked"
     watch(engine, PROMPTS[0], drafter="draft_model[model=tiny layers=1 policy=goodput]")
     assert 0 < engine.costs.passed(1, 0, 1) < 0.5
     assert engine.costs.timed("draft_model[layers=1 model=tiny policy=goodput]") > 0
@@ -125,7 +125,7 @@ def test_a_seed_is_a_promise_whatever_the_clock_says(monkeypatch, engine):
     expected = engine.generate(PROMPTS, **sampled, drafter="none", reproducible=True)
     ways = set()
     for level in (0.0, 10.0):
-        monkeypatch.setattr(engine.costs, "price", lambda *_, level=level: (0.0, level))
+        monkeypatch.setattr(engine.costs, "price", lambda *_, level=level: level)
         rows, results = watch(engine, PROMPTS, **sampled, drafter=WITH_MODEL, allowed_tokens=None)
         assert [r.tokens for r in results] == [r.tokens for r in expected]
         ways.add(tuple(r.drafter for r in rows))
@@ -144,7 +144,7 @@ def test_every_member_of_a_batch_gives_back_its_states(engine):
         ("auto[tree_size=4]", SpecError, "belongs to its members"),
         ("auto[drafters=auto]", SpecError, "cannot be a member of itself"),
         ("auto[drafters=sufix]", UnknownNameError, "did you mean suffix"),
-        ("auto[policy=auto[margin=7]]", SpecError, r"margin must be in \[0, 1\]"),
+        ("auto[policy=goodput[weight=7]]", SpecError, r"weight must be in \(0, 1\]"),
         ("auto[many=3]", UnknownNameError, "many"),
         ("auto[policy=specdecpp]", SpecError, r"specdecpp steers one .*draft_model\["),
     ],
