@@ -32,6 +32,8 @@ from outpace.models.base import Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig, Rope
 from outpace.models.fields import MOST, Fields, brief, read_json
+from outpace.models.products import works
+from outpace.models.quantize import check_kind
 
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "provenance.json"
 """Files of a drafter folder."""
@@ -183,6 +185,19 @@ def vocab_map(tensors: Mapping[str, Tensor], vocab_size: int) -> VocabMap | None
     feed_V = torch.full((vocab_size,), -1)
     feed_V[to_target_D] = torch.arange(len(to_target_D))
     return VocabMap(to_target_D, feed_V)
+
+
+def rounding(quantize: str | None, target: Target) -> str | None:
+    """How the weights of a drafter are rounded: as was asked where compiled code multiplies them,
+    so that there is less to read; not at all elsewhere.
+
+    Raises:
+        UnknownNameError: no such kind.
+    """
+    if quantize is None:
+        return None
+    check_kind(quantize, torch.device("cpu"))
+    return quantize if works(target.device.type) else None
 
 
 def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-/* A pass in one call: a list of operations, which models/program.py plans, over a team of threads.
+/* A pass in one call: a list of operations, which models/program.py and models/plan.py make, over a team of threads.
 
    Rows lie one after another in buffers of float32. What a row gets depends on that row and on
    what it sees, bit for bit: not on the rows beside it and not on the number of threads. */
@@ -8,8 +8,8 @@
 #include "rowwise.h"
 #include "team.h"
 
-/* program.py has the same lists. */
-enum { NORM, PRODUCT, TURN, ATTEND, GATE, ADD, COPY, PICK, EMBED, BEST };
+/* operations.py has the same lists. */
+enum { NORM, PRODUCT, TURN, ATTEND, GATE, ADD, COPY, PICK, EMBED, BEST, BEND };
 
 typedef struct {
     int64_t kind;
@@ -21,6 +21,7 @@ typedef struct {
     int64_t index; /* ATTEND: which pass; TURN: which table; GATE: which activation */
     int64_t layer; /* ATTEND: of keys and values */
     int64_t parts; /* PRODUCT: matrices, whose outputs stand side by side */
+    int64_t from_stride, to_stride; /* from row to row; 0: rows lie side by side */
     const Matrix *part;
     const float *weight; /* NORM; TURN: of all heads, or NULL */
     float floor;         /* EMBED: a factor */
@@ -41,8 +42,14 @@ typedef struct {
     int64_t heads, turned;          /* of queries, keys and values; of those that rotate */
 } Program;
 
-INLINE float *row_of(const Program *p, int64_t buffer, int64_t row, int64_t width) {
-    return (float *)p->buffer[buffer] + row * width;
+INLINE float *row_of(const Program *p, int64_t buffer, int64_t row, int64_t stride) {
+    return (float *)p->buffer[buffer] + row * stride;
+}
+INLINE const float *row_from(const Program *p, const Op *op, int64_t row, int64_t width) {
+    return row_of(p, op->from, row, op->from_stride ? op->from_stride : width);
+}
+INLINE float *row_to(const Program *p, const Op *op, int64_t row, int64_t width) {
+    return row_of(p, op->to, row, op->to_stride ? op->to_stride : width);
 }
 static int64_t rows_of(const Program *p, const Op *op) { return p->rows[op->rows]; }
 
@@ -57,8 +64,8 @@ static int64_t rows_of(const Program *p, const Op *op) { return p->rows[op->rows
 static void norm_rows(const void *context, const void *self, int64_t piece) {
     ROWS(width) {
         const float *more = op->more < 0 ? NULL : row_of(p, op->more, row, width);
-        norm(row_of(p, op->from, row, width), more, op->weight, op->floor,
-             row_of(p, op->to, row, width), width, 0, 0);
+        norm((float *)row_from(p, op, row, width), more, op->weight, op->floor,
+             row_to(p, op, row, width), width, 0, 0);
     }
 }
 
@@ -76,30 +83,34 @@ static void turn_rows(const void *context, const void *self, int64_t piece) {
 
 static void gate_rows(const void *context, const void *self, int64_t piece) {
     ROWS(2 * width) {
-        const float *from = row_of(p, op->from, row, 2 * width);
-        if (op->index == SILU) gate(from, row_of(p, op->to, row, width), width, 0, SILU);
-        else gate(from, row_of(p, op->to, row, width), width, 0, GELU_TANH);
+        const float *from = row_from(p, op, row, 2 * width);
+        if (op->index == SILU) gate(from, row_to(p, op, row, width), width, 0, SILU);
+        else gate(from, row_to(p, op, row, width), width, 0, GELU_TANH);
     }
 }
 
 static void add_more(const void *context, const void *self, int64_t piece) {
     ROWS(width) {
-        float *to = row_of(p, op->to, row, width);
+        float *to = row_to(p, op, row, width);
         const float *more = row_of(p, op->more, row, width);
         for (int64_t i = 0; i < width; i++) to[i] += more[i];
     }
 }
 
+static void bend_rows(const void *context, const void *self, int64_t piece) {
+    ROWS(width) bend(row_from(p, op, row, width), row_to(p, op, row, width), width);
+}
+
 static void copy_rows(const void *context, const void *self, int64_t piece) {
     ROWS(width) {
         const int64_t from = op->kind == PICK ? p->picked[row] : row;
-        memcpy(row_of(p, op->to, row, width), row_of(p, op->from, from, width), 4 * width);
+        memcpy(row_to(p, op, row, width), row_from(p, op, from, width), 4 * width);
     }
 }
 
 static void embed_rows(const void *context, const void *self, int64_t piece) {
     ROWS(width) {
-        float *to = row_of(p, op->to, row, width);
+        float *to = row_to(p, op, row, width);
         const int64_t id = p->ids[row];
         dense_outputs(op->part, id / GROUP, id % GROUP, id % GROUP + 1, to);
         for (int64_t i = 0; i < width; i++) to[i] *= op->floor;
@@ -112,8 +123,10 @@ static void best_rows(const void *context, const void *self, int64_t piece) {
 
 static Product product_of(const Program *p, const Op *op) {
     return (Product){.part = op->part, .parts = op->parts, .x = p->buffer[op->from],
-                     .x_stride = op->part->inputs, .rows = rows_of(p, op), .y = p->buffer[op->to],
-                     .stride = op->width, .operands = p->buffer[op->more], .threads = p->threads};
+                     .x_stride = op->from_stride ? op->from_stride : op->part->inputs,
+                     .rows = rows_of(p, op), .y = p->buffer[op->to],
+                     .stride = op->to_stride ? op->to_stride : op->width,
+                     .operands = p->buffer[op->more], .threads = p->threads};
 }
 static void prepare_rows(const void *context, const void *self, int64_t piece) {
     const Product product = product_of(context, self);
@@ -150,6 +163,7 @@ static Task *plan(const Program *p, const Op *op, Task *task) {
     case TURN: *task++ = (Task){turn_rows, op, pieces_of(rows, p->heads * width)}; break;
     case GATE: *task++ = (Task){gate_rows, op, pieces_of(rows, 2 * width)}; break;
     case ADD: *task++ = (Task){add_more, op, pieces_of(rows, width)}; break;
+    case BEND: *task++ = (Task){bend_rows, op, pieces_of(rows, width)}; break;
     case COPY:
     case PICK: *task++ = (Task){copy_rows, op, pieces_of(rows, width)}; break;
     case EMBED: *task++ = (Task){embed_rows, op, pieces_of(rows, width)}; break;

@@ -68,6 +68,12 @@ INLINE void gate(Row from, void *out, int64_t width, const int half, const int k
     }
 }
 
+/* Add x * sigmoid(x) to `out`. */
+INLINE void bend(const float *x, float *out, int64_t width) {
+    for (int64_t i = 0; i < width; i += LANES)
+        store(out + i, load(out + i) + load(x + i) * sigmoid(load(x + i)));
+}
+
 /* Index and value of the largest number of a row, the lowest index on ties. A row that holds a NaN
    gives it. */
 INLINE void best(const float *x, int64_t width, double *out) {

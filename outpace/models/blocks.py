@@ -79,6 +79,14 @@ class Form:
     stored: bool = False
     """Leave quantized matrices as they are stored, where compiled code multiplies them."""
 
+    def linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
+        """A matrix and its bias in this form."""
+        weight_OI = weight_OI.to(self.device, self.dtype)
+        bias_O = None if bias_O is None else bias_O.to(self.device, self.dtype)
+        if self.quantize is not None:
+            return quantized(weight_OI, bias_O, self.quantize)
+        return Linear(weight_OI, bias_O, self.packed)
+
 
 def head_name(config: DecoderConfig) -> str:
     """Name of the tensor that holds the rows of the head."""
@@ -94,6 +102,8 @@ def read_ends(checkpoint: Checkpoint, form: Form) -> Ends:
     if form.stored and checkpoint.blocks("model.embed_tokens.weight"):
         by_rows, dtype = True, torch.float32
     embed = Embedding(checkpoint, dtype, form.device, keep=not by_rows)
+    if checkpoint.config.tied_head and head.product is not None and len(head.product.matrices) == 1:
+        embed.vectors = head
     return Ends(embed=embed, norm=read.norm("model.norm"), head=head)
 
 
@@ -150,7 +160,7 @@ class _Reader:
         """One norm for all query and key heads."""
         config = self.checkpoint.config
         query_D, key_D = (
-            _paired(self.checkpoint.tensor(f"{attn}{one}_norm.weight"), config.head_dim) for one in "qk"
+            paired(self.checkpoint.tensor(f"{attn}{one}_norm.weight"), config.head_dim) for one in "qk"
         )
         weight_XD = torch.stack([query_D] * config.num_heads + [key_D] * config.num_kv_heads)
         return Norm(weight_XD.to(self.form.device), config)
@@ -165,10 +175,7 @@ class _Reader:
                 part or store_numbers(self._part(name)) for part, name in zip(parts, weights, strict=True)
             ]
             return Linear.stored(whole, bias_O, form.dtype)
-        weight_OI = torch.cat([self._part(name) for name in weights])
-        if form.quantize is not None:
-            return quantized(weight_OI, bias_O, form.quantize)
-        return Linear(weight_OI, bias_O, form.packed)
+        return form.linear(torch.cat([self._part(name) for name in weights]), bias_O)
 
     def stored(self, name: str, chosen_D: Tensor | None = None) -> Stored | None:
         """A matrix, or some of its rows, as stored; None where it is to be expanded."""
@@ -187,10 +194,10 @@ class _Reader:
 
     def _turned(self, name: str, part: Tensor) -> Tensor:
         turned = ".q_proj." in name or ".k_proj." in name
-        return _paired(part, self.checkpoint.config.head_dim) if turned else part
+        return paired(part, self.checkpoint.config.head_dim) if turned else part
 
 
-def _paired(part: Tensor, width: int) -> Tensor:
+def paired(part: Tensor, width: int) -> Tensor:
     """Move dimension i + D / 2 of every head beside dimension i: the two rotate together.
 
     Scores do not change when queries and keys are reordered alike.

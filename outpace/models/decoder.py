@@ -216,8 +216,7 @@ class Decoder(Target):
 
     def embed(self, ids: Sequence[int]) -> Tensor:
         """Vectors [T, H] of token ids as a pass takes them in, float32."""
-        scale = torch.tensor(self.config.embed_scale, dtype=self._ends.embed.dtype)
-        return self._ends.embed(ids).float() * float(scale)
+        return self._ends.embed(ids).float() * self._ends.embed.factor(self.config)
 
     def head(self, hidden_TH: Tensor, vocab: VocabMap | None = None) -> Tensor:
         """Logits [T, V] of normed hidden states, or [T, D] over a draft vocabulary, float32.

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outpace.models.families import DecoderConfig
+from outpace.models.packed import Linear
 from outpace.models.weights import Checkpoint
 
 
@@ -31,6 +33,12 @@ class Embedding:
         self.dtype, self.device = dtype, device
         self.matrix_VH = checkpoint.tensor(name, dtype).to(device) if keep else None
         self._rows = None if keep else checkpoint.rows(name, dtype)
+        self.vectors: Linear | None = None
+        """For compiled code: a matrix whose outputs are the vectors, to the bit, if there is one."""
+
+    def factor(self, config: DecoderConfig) -> float:
+        """What a model multiplies the vectors by, rounded as they are."""
+        return float(torch.tensor(config.embed_scale, dtype=self.dtype))
 
     def __call__(self, ids: Sequence[int]) -> Tensor:
         """Vectors [T, H], as stored."""

@@ -154,12 +154,18 @@ def views(
         head: address of float32 [T, X, D], queries, keys and values of a layer.
         out: where results go.
     """
+    stores, place = (cache.key_store, cache.value_store), places(spans)
+    at, bfloat16 = out.data_ptr(), out.dtype == torch.bfloat16
+    return {window: View(head, at, bfloat16, stores, place, spans, shape, window) for window in windows}
+
+
+def places(spans: Iterable[Span]) -> array[int]:
+    """Slot and storage row of every row, one after the other."""
     place = array("q")
     for span in spans:
         for row in span.stored:
             place.extend((span.slot, row))
-    stores = cache.key_store, cache.value_store
-    return {window: View(head, out, stores, place, spans, shape, window) for window in windows}
+    return place
 
 
 class View:
@@ -171,20 +177,36 @@ class View:
     def __init__(
         self,
         head: int,
-        out: Tensor,
+        out: int,
+        bfloat16: bool,
         stores: tuple[Tensor, Tensor],
         place: array[int],
         spans: Sequence[Span],
         shape: HeadShape,
         window: int | None,
+        attending: Sequence[Span] | None = None,
     ) -> None:
+        """Look at all rows.
+
+        Args:
+            head: see ``views``.
+            out: address of the results.
+            bfloat16: whether they are of that type, or float32.
+            stores: keys and values of the cache.
+            place: see ``places``.
+            spans: rows of the pass.
+            shape: the heads.
+            window: of the layers that use it.
+            attending: spans of the rows that attend; keys and values of the others are stored
+                only. None: all.
+        """
         self._place = place
         self._sight, self._path = array("q"), array("q")
         for span in spans:
             self._look(span, window)
         self._chunk, self._unit = array("q"), array("q")
         parts = 0
-        for span in spans:
+        for span in spans if attending is None else attending:
             parts = self._cut(span, shape, parts)
         self._part = torch.empty(parts, shape.width)
         self._tops = torch.empty(parts, 2)
@@ -196,14 +218,14 @@ class View:
             capacity=keys.shape[4],
             key_stride=keys.stride(1),
             value_stride=values.stride(1),
-            bfloat16=out.dtype == torch.bfloat16,
+            bfloat16=bfloat16,
             half=keys.dtype == torch.bfloat16,
             news=len(place) // 2,
             units=len(self._unit) // 2,
             chunks=len(self._chunk) // 6,
             parts=parts,
             head=head,
-            out=out.data_ptr(),
+            out=out,
             place=_address(place),
             unit=_address(self._unit),
             chunk=_address(self._chunk),

@@ -31,14 +31,27 @@ from outpace.models.attention import HeadShape, Span
 from outpace.models.blocks import Block, Ends
 from outpace.models.families import DecoderConfig
 from outpace.models.fused import View, fits, views
+from outpace.models.operations import (
+    ADD,
+    ATTEND,
+    BEST,
+    COPY,
+    EMBED,
+    GATE,
+    NONE,
+    NORM,
+    PICK,
+    PRODUCT,
+    TURN,
+    Call,
+    Op,
+)
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
 from outpace.models.room import Room
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import KINDS, Norm
 
-_NORM, _PRODUCT, _TURN, _ATTEND, _GATE, _ADD, _COPY, _PICK, _EMBED, _BEST = range(10)
-"""Kinds of operations, as in pass.c."""
 _STREAM, _NORMED, _HEADS, _ATTENDED, _ADDED, _WIDE, _GATED, _PICKED, _LAST, _LOGITS, _OPERANDS, _FOUND = (
     range(12)
 )
@@ -46,40 +59,13 @@ _TAP = 12
 """Buffers; the first feature wanted has this number."""
 _ALL, _SOME, _HEADED = range(3)
 """Counts of rows: of the pass, of those whose results are wanted, of those with logits."""
-_NONE = -1
-
-
-class _Op(ctypes.Structure):
-    """``Op`` of pass.c."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in "kind rows from_ to more width index layer".split()),
-        ("parts", ctypes.c_int64),
-        ("part", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("floor", ctypes.c_float),
-    ]
-
-
-class _Call(ctypes.Structure):
-    """``Program`` of pass.c."""
-
-    _fields_ = [
-        ("op", ctypes.c_void_p),
-        ("ops", ctypes.c_int64),
-        *(
-            (name, ctypes.c_void_p)
-            for name in "buffer rows picked ids positions pass_ turn keys values".split()
-        ),
-        *((name, ctypes.c_int64) for name in "key_layer value_layer threads heads turned".split()),
-    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _List:
     """The operations of some layers."""
 
-    ops: ctypes.Array[_Op]
+    ops: ctypes.Array[Op]
     taps: tuple[str, ...]
     """Features that they copy, the first one to buffer ``_TAP``."""
 
@@ -134,9 +120,7 @@ class Programs:
         self._known: dict[object, _List] = {}
         self._free: list[_Buffers] = []
         self._room = Room()
-        head = ends.head.product
-        self._tied = config.tied_head and head is not None and len(head.matrices) == 1
-        """Whether the head holds the embedding, to the bit."""
+        self._vectors = ends.embed.vectors
         code = library()
         assert code is not None
         self._run = code.outpace_run
@@ -184,9 +168,10 @@ class Programs:
         buffers.lend(_LAST, last_TH)
         buffers.lend(_LOGITS, logits_TV)
         buffers.address[_FOUND] = ctypes.addressof(found)
-        embedded = self._tied and not rows.embeds and not rows.resumed
-        if not embedded or not 0 <= min(rows.ids) <= max(rows.ids) < self._ends.head.outputs:
-            embedded = False
+        whole = not rows.embeds and not rows.resumed
+        known = self._vectors.outputs if whole and self._vectors is not None else 0
+        embedded = 0 <= min(rows.ids) <= max(rows.ids) < known
+        if not embedded:
             stream_TH = buffers.lent[_STREAM][: counts[0]]
             stream_TH.copy_(embed(rows.ids))
             for start, embed_RH in rows.embeds:
@@ -246,7 +231,7 @@ class Programs:
         told = (ctypes.c_void_p * len(seen_by))(*(ctypes.addressof(view.told) for view in seen_by))
         turn = (ctypes.c_void_p * len(turns))(*(one.data_ptr() for one in turns))
         rows = (ctypes.c_int64 * 3)(*counts)
-        call = _Call(
+        call = Call(
             op=ctypes.addressof(listed.ops),
             ops=len(listed.ops),
             buffer=ctypes.addressof(buffers.address),
@@ -286,15 +271,15 @@ class _Lister:
         self._config, self._shape, self._windows = config, shape, windows
         self._wanted = taps
         self._taps: list[str] = []
-        self._ops: list[_Op] = []
+        self._ops: list[Op] = []
 
     def list(self, blocks: Sequence[Block], layers: range, begins: Ends | None, ends: Ends | None) -> _List:
         """The layers, the embedding before them and what follows them if these are given."""
-        hidden, added = self._config.hidden_size, _NONE
-        if begins is not None and begins.head.product is not None:
-            part = ctypes.addressof(begins.head.product.matrices)
-            scale = float(torch.tensor(self._config.embed_scale, dtype=begins.embed.dtype))
-            self._op(_EMBED, to=_STREAM, width=hidden, part=part, floor=scale)
+        hidden, added = self._config.hidden_size, NONE
+        vectors = None if begins is None else begins.embed.vectors
+        if begins is not None and vectors is not None and vectors.product is not None:
+            part = ctypes.addressof(vectors.product.matrices)
+            self._op(EMBED, to=_STREAM, width=hidden, part=part, floor=begins.embed.factor(self._config))
         for layer in layers:
             block = blocks[layer]
             self._norm(block.attn_norm, _STREAM, _NORMED, added)
@@ -303,14 +288,14 @@ class _Lister:
             self._product(block.qkv, _NORMED, _HEADS)
             each = block.qk_norm
             self._op(
-                _TURN,
+                TURN,
                 to=_HEADS,
                 width=self._shape.width,
                 index=block.rope,
                 weight=None if each is None else each.weight_H.data_ptr(),
                 floor=0.0 if each is None else each.least,
             )
-            self._op(_ATTEND, index=self._windows.index(block.window), layer=layer)
+            self._op(ATTEND, index=self._windows.index(block.window), layer=layer)
             self._product(block.out, _ATTENDED, _ADDED)
             if block.after_attn is not None:
                 self._norm(block.after_attn, _ADDED, _ADDED)
@@ -318,13 +303,13 @@ class _Lister:
             self._norm(block.mlp_norm, _STREAM, _NORMED, _ADDED)
             self._product(block.gate_up, _NORMED, _WIDE)
             width, kind = block.gate_up.outputs // 2, KINDS[self._config.activation]
-            self._op(_GATE, from_=_WIDE, to=_GATED, width=width, index=kind)
+            self._op(GATE, from_=_WIDE, to=_GATED, width=width, index=kind)
             self._product(block.down, _GATED, _ADDED)
             if block.after_mlp is not None:
                 self._norm(block.after_mlp, _ADDED, _ADDED)
             added = _ADDED
         if layers:
-            self._op(_ADD, to=_STREAM, more=_ADDED, width=hidden)
+            self._op(ADD, to=_STREAM, more=_ADDED, width=hidden)
         if ends is not None:
             if layers:
                 self._tap(f"hidden.{layers.stop}", _STREAM)
@@ -332,28 +317,26 @@ class _Lister:
                 self._taps.append("hidden.-1")
                 normed = _TAP + len(self._taps) - 1
                 self._norm(ends.norm, _STREAM, normed)
-                self._op(_PICK, rows=_SOME, from_=normed, to=_LAST, width=hidden)
+                self._op(PICK, rows=_SOME, from_=normed, to=_LAST, width=hidden)
             else:
-                self._op(_PICK, rows=_SOME, from_=_STREAM, to=_PICKED, width=hidden)
+                self._op(PICK, rows=_SOME, from_=_STREAM, to=_PICKED, width=hidden)
                 self._norm(ends.norm, _PICKED, _LAST, rows=_SOME)
             self._product(ends.head, _LAST, _LOGITS, rows=_HEADED)
-            self._op(_BEST, rows=_HEADED, from_=_LOGITS, to=_FOUND, width=ends.head.outputs)
-        return _List((_Op * len(self._ops))(*self._ops), tuple(self._taps))
+            self._op(BEST, rows=_HEADED, from_=_LOGITS, to=_FOUND, width=ends.head.outputs)
+        return _List((Op * len(self._ops))(*self._ops), tuple(self._taps))
 
     def _op(self, kind: int, **fields: object) -> None:
-        self._ops.append(_Op(kind=kind, **fields))
+        self._ops.append(Op(kind=kind, **fields))
 
-    def _norm(self, norm: Norm, from_: int, to: int, more: int = _NONE, rows: int = _ALL) -> None:
+    def _norm(self, norm: Norm, from_: int, to: int, more: int = NONE, rows: int = _ALL) -> None:
         width, weight = self._config.hidden_size, norm.weight_H.data_ptr()
-        self._op(
-            _NORM, rows=rows, from_=from_, to=to, more=more, width=width, weight=weight, floor=norm.least
-        )
+        self._op(NORM, rows=rows, from_=from_, to=to, more=more, width=width, weight=weight, floor=norm.least)
 
     def _product(self, linear: Linear, from_: int, to: int, rows: int = _ALL) -> None:
         assert linear.product is not None
         parts, width = linear.product.matrices, linear.outputs
         self._op(
-            _PRODUCT,
+            PRODUCT,
             rows=rows,
             from_=from_,
             to=to,
@@ -365,7 +348,7 @@ class _Lister:
 
     def _tap(self, name: str, buffer: int) -> None:
         if name in self._wanted:
-            self._op(_COPY, from_=buffer, to=_TAP + len(self._taps), width=self._config.hidden_size)
+            self._op(COPY, from_=buffer, to=_TAP + len(self._taps), width=self._config.hidden_size)
             self._taps.append(name)
 
 

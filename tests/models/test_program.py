@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outpace.kernels.compiled import library
-from outpace.models import program
+from outpace.models import operations, program
 from outpace.models.decoder import Decoder
 from outpace.models.program import Programs
 from outpace.models.weights import SafetensorsCheckpoint
@@ -167,22 +167,22 @@ def broken(kind, nth, **changes):
 @pytest.mark.parametrize(
     "fault",
     [
-        (program._NORM, 3, {"more": -1}),
-        (program._NORM, 2, {"floor": 3.0}),
-        (program._TURN, 1, {}),
-        (program._TURN, 2, {"weight": None}),
-        (program._ATTEND, 3, {"layer": 0}),
-        (program._ATTEND, 2, {"index": 1}),
-        (program._GATE, 0, {"index": 1}),
-        (program._ADD, 0, {}),
-        (program._COPY, 1, {"from_": program._ADDED}),
-        (program._PICK, 0, {"from_": program._ADDED}),
+        (operations.NORM, 3, {"more": -1}),
+        (operations.NORM, 2, {"floor": 3.0}),
+        (operations.TURN, 1, {}),
+        (operations.TURN, 2, {"weight": None}),
+        (operations.ATTEND, 3, {"layer": 0}),
+        (operations.ATTEND, 2, {"index": 1}),
+        (operations.GATE, 0, {"index": 1}),
+        (operations.ADD, 0, {}),
+        (operations.COPY, 1, {"from_": program._ADDED}),
+        (operations.PICK, 0, {"from_": program._ADDED}),
     ],
     ids=lambda fault: f"{fault[0]}-{fault[1]}",
 )
 def test_a_fault_in_a_list_is_noticed(made, fault, monkeypatch):
     kind, nth, changes = fault
-    name = "qwen3" if kind == program._TURN else "gemma3" if kind == program._ATTEND else "llama"
+    name = "qwen3" if kind == operations.TURN else "gemma3" if kind == operations.ATTEND else "llama"
     compiled, plain = made(name)
     monkeypatch.setattr(program._Lister, "_op", broken(kind, nth, **changes))
     with monkeypatch.context() as patch:
@@ -223,8 +223,8 @@ def best_of(x_RV):
     """What the operation for it says of rows."""
     out, rows = (ctypes.c_double * (2 * len(x_RV)))(), (ctypes.c_int64 * 1)(len(x_RV))
     buffer = (ctypes.c_void_p * 2)(x_RV.data_ptr(), ctypes.addressof(out))
-    op = program._Op(kind=program._BEST, from_=0, to=1, width=x_RV.shape[1])
-    call = program._Call(
+    op = operations.Op(kind=operations.BEST, from_=0, to=1, width=x_RV.shape[1])
+    call = operations.Call(
         op=ctypes.addressof(op),
         ops=1,
         buffer=ctypes.addressof(buffer),
@@ -260,7 +260,7 @@ def test_a_pass_says_what_is_largest(made):
 def test_a_tied_head_gives_the_vectors_of_ids(tmp_path, dtype):
     save_hf(tmp_path, "gemma3", **{**SIZES, "tie_word_embeddings": True})
     decoder = Decoder.load(SafetensorsCheckpoint(tmp_path), dtype=dtype)
-    assert decoder._programs._tied and decoder.config.embed_scale != 1.0
+    assert decoder._programs._vectors is not None and decoder.config.embed_scale != 1.0
     ids = [0, 1, 15, 16, 40, 95, 95]
     scored = decoder.score(
         [Feed.chain(0, ids)], begun(decoder, slots=1, length=1), taps=frozenset({"hidden.0"})

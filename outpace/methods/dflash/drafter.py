@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from outpace.drafters.base import ExpandingDrafter, Request, Traits
-from outpace.drafters.trained import find
+from outpace.drafters.trained import find, rounding
 from outpace.methods.dflash.files import METHOD, BlockFile, read_block_drafter
 from outpace.methods.dflash.net import BlockNet, Part
 from outpace.models.base import EMBEDDINGS, TAPS, Target
@@ -52,6 +52,8 @@ class DflashConfig:
 
     model: str | None = None
     """Folder of the network; without it, the one trained for the target."""
+    quantize: str | None = "int8"
+    """Round its weights to int8 or int4, where compiled code multiplies them; none keeps them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,14 +79,15 @@ class Dflash(ExpandingDrafter[_State]):
     Args:
         file: the network as it was read.
         target: embeds and unembeds.
+        quantize: how to round its weights, where compiled code multiplies them.
     """
 
     Config = DflashConfig
     traits = Traits(default_nodes=4, default_tree=STOCK, needs=frozenset({TAPS, EMBEDDINGS}), samples=True)
 
-    def __init__(self, file: BlockFile, target: Target) -> None:
+    def __init__(self, file: BlockFile, target: Target, quantize: str | None = None) -> None:
         self.file, self.target = file, target
-        self.net = BlockNet(file.shape, file.tensors, target)
+        self.net = BlockNet(file.shape, file.tensors, target, quantize=rounding(quantize, target))
         self.cache = self.net.new_cache()
         self.traits = replace(self.traits, taps=frozenset(file.shape.taps))
         self.id_D = None if file.vocab is None else file.vocab.to_target_D.to(target.device)
@@ -97,7 +100,8 @@ class Dflash(ExpandingDrafter[_State]):
         Raises:
             ModelError: no network, a corrupt one, or one that was made for another target.
         """
-        return cls(read_block_drafter(find(METHOD, target, config.model), target), target)
+        file = read_block_drafter(find(METHOD, target, config.model), target)
+        return cls(file, target, config.quantize)
 
     def begin(self, request: Request) -> _State:
         """Take a slot. A prefix that no pass will show is left out: rows start behind it."""

@@ -25,6 +25,7 @@ each, W their width, M = G * S, N keys.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -34,16 +35,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outpace.cache.dense import DenseCache
+from outpace.models.attention import HeadShape, Span
 from outpace.models.base import Target
 from outpace.models.blocks import Form, read_block
 from outpace.models.families import DecoderConfig
 from outpace.models.memory import MemoryCheckpoint
-from outpace.models.packed import Linear
+from outpace.models.plan import WANTED, Plan, Seen
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import Norm, gated
 
 EPS = 1e-6
 """Added to mean squares by ``unit``."""
+_CONTEXT = 2
+"""Which count of rows is that of the context; see `outpace.models.plan`."""
 
 
 def unit(x: Tensor) -> Tensor:
@@ -107,21 +111,44 @@ class BlockNet:
         tensors: all that ``shape.tensor_shapes`` names; converted, not kept.
         target: embeds; its dtype and device are used.
         packed: lay the weights out for the CPU where that works.
+        quantize: round them, see ``outpace.drafters.trained.rounding``.
     """
 
     def __init__(
-        self, shape: BlockShape, tensors: Mapping[str, Tensor], target: Target, packed: bool = True
+        self,
+        shape: BlockShape,
+        tensors: Mapping[str, Tensor],
+        target: Target,
+        packed: bool = True,
+        quantize: str | None = None,
     ) -> None:
         config, dtype, device = shape.decoder, target.dtype, target.device
         self.shape, self.dtype, self.device, self._target = shape, dtype, device, target
         layers = _Layers(config, {f"model.{name}": one for name, one in tensors.items()})
-        self._blocks = [read_block(layers, i, Form(dtype, device, packed)) for i in range(config.num_layers)]
-        self._fc, self._token = (
-            Linear(tensors[f"{name}.weight"].to(device, dtype), None, packed) for name in ("fc", "token")
-        )
+        form = Form(dtype, device, packed, quantize)
+        self._blocks = [read_block(layers, i, form) for i in range(config.num_layers)]
+        self._fc, self._token = (form.linear(tensors[f"{name}.weight"]) for name in ("fc", "token"))
         self._slot_SH = tensors["slots.weight"].to(device).float()
         self._norm = Norm(tensors["norm.weight"].to(device), config)
         self._rotation = Rotation(config.ropes[0], device)
+        self._plan = self._listed()
+
+    def _listed(self) -> Plan:
+        """The layers as a list of operations; the first rows are context, the last ones blocks."""
+        config = self.shape.decoder
+        kv = config.num_kv_heads
+        shape = HeadShape(kv, config.num_heads // kv, config.head_dim, config.attention_scale, None)
+        plan = Plan(shape, self._rotation)
+        stream = plan.copy(plan.lent(config.hidden_size))
+        x, heads = plan.behind(stream, _CONTEXT, WANTED), plan.fresh((shape.queries + 2 * kv) * shape.width)
+        for layer, block in enumerate(self._blocks):
+            plan.product(block.qkv, plan.norm(block.attn_norm, stream), heads)
+            mixed = plan.behind(plan.attend(heads, layer=layer), _CONTEXT, WANTED)
+            normed = plan.norm(block.mlp_norm, x, add=plan.product(block.out, mixed))
+            wide = plan.gate(config.activation, plan.product(block.gate_up, normed))
+            plan.add(plan.product(block.down, wide), x)
+        plan.give(plan.norm(self._norm, x))
+        return plan
 
     def new_cache(self) -> DenseCache:
         """An empty cache for the context's keys and values."""
@@ -141,8 +168,8 @@ class BlockNet:
             cache: from ``new_cache``.
 
         Returns:
-            What the unembedding reads, [B * S, H] in the target's dtype, block by block; no rows
-            without pending tokens. What a block gets does not depend on those beside it.
+            What the unembedding reads, [B * S, H] in the target's dtype or float32, block by block; no
+            rows without pending tokens. What a block gets does not depend on those beside it.
         """
         with torch.inference_mode():
             context_TH = self._fc(torch.cat([part.feature_TF for part in parts])).float()
@@ -153,12 +180,37 @@ class BlockNet:
                 x_YH = self._start(parts, pending, context_TH)
                 block = range(self.shape.slots)
                 positions += [part.offset + part.end + i for part in parts for i in block]
+            if self._plan.ready:
+                return self._compiled(parts, cache, context_TH, x_YH, positions)
             turn = self._rotation.at(positions)
             for layer in range(len(self._blocks)):
                 x_YH = self._layer(layer, parts, cache, context_TH, x_YH, turn)
             y_YH = self._norm(x_YH).to(self.dtype)
         with torch.no_grad():  # made outside of inference mode it is an ordinary tensor
             return y_YH.clone()
+
+    def _compiled(
+        self,
+        parts: Sequence[Part],
+        cache: DenseCache,
+        context_TH: Tensor,
+        x_YH: Tensor,
+        positions: Sequence[int],
+    ) -> Tensor:
+        """The layers in one call."""
+        size, spans, blocks, start = self.shape.slots, list[Span](), list[Span](), 0
+        for part in parts:
+            stored = range(part.first, part.end)
+            spans.append(Span(part.slot, start, stored, part.first, (), range(len(stored)), True))
+            start += len(stored)
+        for part in parts if len(x_YH) else ():
+            # Every row of a block sees what its last row does.
+            stored = range(part.end, part.end + size)
+            blocks.append(Span(part.slot, start, stored, part.end, (), [size - 1] * size, True))
+            start += size
+        seen = Seen(cache=cache, spans=spans + blocks, positions=array("q", positions), attending=blocks)
+        counts = start, len(x_YH), len(context_TH)
+        return self._plan.run(counts, (torch.cat([context_TH, x_YH]),), seen=seen)[0]
 
     def _start(self, parts: Sequence[Part], pending: Sequence[int], context_TH: Tensor) -> Tensor:
         """The rows of all blocks as they enter the first layer, float32 [B * S, H]."""

@@ -30,7 +30,7 @@ from outpace.errors import ModelError
 from outpace.methods.draft_model.acceptance_head import find_head
 from outpace.methods.draft_model.files import load_trained
 from outpace.models.base import LAYERS, Target
-from outpace.models.load import load_target
+from outpace.models.load import fast_dtype, load_target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +43,13 @@ class DraftModelConfig:
     layers: int | None = None
     """Use only the first so many layers."""
     dtype: str | None = None
-    """float32 or bfloat16; the target's by default."""
+    """float32 or bfloat16; by default the target's, and weights of a GGUF file as they are stored."""
     acceptance: str | None = None
     """Folder of an acceptance head; without it, the one trained for this model and target, if
     there is one."""
+    quantize: str | None = "int8"
+    """Round the weights of a model that was trained for the target to int8 or int4, where compiled
+    code multiplies them; none keeps them. Other models are taken as they are."""
 
     def __post_init__(self) -> None:
         if self.layers is not None and self.layers < 1:
@@ -85,11 +88,14 @@ def load_model(config: DraftModelConfig, target: Target) -> tuple[Target, Tensor
     id_D = None
     if config.model is None or is_drafter(config.model):
         folder = find("draft_model", target, config.model)
-        model, id_D = load_trained(folder, target, config.dtype)
+        model, id_D = load_trained(folder, target, config.dtype, config.quantize)
     elif config.model == target.name and config.dtype is None:
         model = target
     else:
-        model = load_target(config.model, dtype=config.dtype or target.dtype, device=target.device)
+        # As stored where that is fastest; else as the target, whose weights it may share.
+        same = fast_dtype(target.device) == target.dtype
+        dtype = config.dtype or ("auto" if same else target.dtype)
+        model = load_target(config.model, dtype=dtype, device=target.device)
         if (model.digest, model.dtype) == (target.digest, target.dtype):
             model = target  # the same weights by another name: one copy will do
         check_vocabulary(model, target)

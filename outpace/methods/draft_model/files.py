@@ -14,7 +14,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outpace.drafters.trained import CONFIG, decoder_from_json, lender, read_config, read_tensors, vocab_map
+from outpace.drafters.trained import (
+    CONFIG,
+    decoder_from_json,
+    lender,
+    read_config,
+    read_tensors,
+    rounding,
+    vocab_map,
+)
 from outpace.errors import ModelError
 from outpace.models.base import Target
 from outpace.models.blocks import Ends, Form, read_block
@@ -22,7 +30,6 @@ from outpace.models.decoder import Decoder
 from outpace.models.embedding import Embedding
 from outpace.models.families import DecoderConfig
 from outpace.models.memory import MemoryCheckpoint
-from outpace.models.packed import Linear
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import Norm
 
@@ -53,13 +60,16 @@ class PartCheckpoint(MemoryCheckpoint):
                 raise ModelError(f"{self.name}: {name!r} {got}, needs {list(wanted)}")
 
 
-def load_trained(folder: Path, target: Target, dtype: str | None = None) -> tuple[Decoder, Tensor | None]:
+def load_trained(
+    folder: Path, target: Target, dtype: str | None = None, quantize: str | None = None
+) -> tuple[Decoder, Tensor | None]:
     """Load a draft model that ``outpace train draft_model`` wrote.
 
     Args:
         folder: its drafter folder.
         target: what it was trained for; lends what is not stored.
         dtype: must be the target's if given, since tensors are shared.
+        quantize: how to round its own matrices, where compiled code multiplies them.
 
     Returns:
         The model, and the target ids [D] of its logits' columns; None: they are all ids.
@@ -86,12 +96,12 @@ def load_trained(folder: Path, target: Target, dtype: str | None = None) -> tupl
             )
     checkpoint = PartCheckpoint(config, tensors, name=f"{target.name}/draft_model", rows=rows)
     kind, where = target.dtype, target.device
-    form = Form(kind, where)
+    form = Form(kind, where, quantize=rounding(quantize, target))
     blocks = [read_block(checkpoint, i, form) for i in range(config.num_layers)]
     ends = Ends(
         embed=Embedding(checkpoint, kind, where, True) if EMBED in tensors else lent.embedding,
         norm=Norm(checkpoint.tensor("model.norm.weight").to(where), config),
-        head=Linear(checkpoint.tensor(HEAD, kind).to(where)) if HEAD in tensors else lent.unembedding(vocab),
+        head=form.linear(checkpoint.tensor(HEAD, kind)) if HEAD in tensors else lent.unembedding(vocab),
     )
     turns = [Rotation(rope, where) for rope in config.ropes]
     model = Decoder(checkpoint, config, blocks, ends, turns, form)

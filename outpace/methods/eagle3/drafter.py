@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from outpace.drafters.base import ExpandingDrafter, Request, Traits
+from outpace.drafters.trained import rounding
 from outpace.methods.eagle3.files import find_head, read_head
 from outpace.methods.eagle3.net import EagleNet
 from outpace.models.base import EMBEDDINGS, TAPS, Target
@@ -50,6 +51,8 @@ class Eagle3Config:
 
     model: str | None = None
     """Folder of the head; without it, the one trained for the target."""
+    quantize: str | None = "int8"
+    """Round its weights to int8 or int4, where compiled code multiplies them; none keeps them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +101,8 @@ class Eagle3(ExpandingDrafter[_State]):
             ModelError: no head, a corrupt one, or one that was made for another target.
         """
         head = read_head(find_head(target, config.model), target)
-        net = EagleNet(head.shape, head.tensors, target, head.embed_VH, head.id_D)
+        rounded = rounding(config.quantize, target)
+        net = EagleNet(head.shape, head.tensors, target, head.embed_VH, head.id_D, quantize=rounded)
         return cls(net, None if head.id_D is None else head.id_D.to(target.device))
 
     def begin(self, request: Request) -> _State:
@@ -120,7 +124,6 @@ class Eagle3(ExpandingDrafter[_State]):
         first = branches[0].nodes == (ROOT,)
         feeds = [self._feed_waiting(b) if first else self._feed_nodes(b) for b in branches]
         if first:
-            feature_TF = torch.cat([part for b in branches for part in b.state.waiting])
             self._out_TH = self._out_TH[:0]
         seen = len(self._out_TH)
         for branch in branches:
@@ -129,12 +132,11 @@ class Eagle3(ExpandingDrafter[_State]):
         rows = PassRows(feeds, self.cache, 1)
         with self.clock:
             if first:
-                stream_TH = self.net.fuse(feature_TF)
+                given_TF = torch.cat([part for b in branches for part in b.state.waiting])
             else:
                 parents = [b.state.out[b.parent_N[node]] for b in branches for node in b.nodes]
-                index = torch.tensor(parents, device=self.net.device)
-                stream_TH = self._out_TH.index_select(0, index)
-            out_FH, logits_FD = self.net.run(rows, self.cache, _starts(branches), stream_TH)
+                given_TF = self._out_TH.index_select(0, torch.tensor(parents, device=self.net.device))
+            out_FH, logits_FD = self.net.run(rows, self.cache, _starts(branches), given_TF, first)
         self._out_TH = out_FH if first else torch.cat([self._out_TH, out_FH])
         return logits_FD, self._id_D
 
@@ -207,7 +209,7 @@ class Eagle3(ExpandingDrafter[_State]):
         starts = [state.start or 0 for state in states]
         rows = PassRows(feeds, self.cache, 1)
         with self.clock:
-            self.net.run(rows, self.cache, starts, self.net.fuse(torch.cat(features)))
+            self.net.run(rows, self.cache, starts, torch.cat(features), features=True)
         for feed in feeds:
             self.cache.keep(feed.slot, range(len(feed.token_J)))
 

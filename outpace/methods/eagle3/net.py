@@ -26,12 +26,14 @@ from outpace.cache.dense import DenseCache
 from outpace.models.attention import HeadShape
 from outpace.models.base import Target
 from outpace.models.blocks import Form, read_block
+from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.models.few_rows import attend_few, few_is_best
 from outpace.models.fused import attention
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
+from outpace.models.plan import Plan, Seen
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import Norm, gated
 
@@ -99,6 +101,7 @@ class EagleNet:
         embed_VH: an embedding of its own; None borrows the target's.
         id_D: tokens that it can draft, whose embeddings it keeps at hand; None: all, and none.
         packed: lay the weights out for the CPU where that works.
+        quantize: round them, see ``outpace.drafters.trained.rounding``.
     """
 
     def __init__(
@@ -109,13 +112,15 @@ class EagleNet:
         embed_VH: Tensor | None = None,
         id_D: Tensor | None = None,
         packed: bool = True,
+        quantize: str | None = None,
     ) -> None:
         config, dtype, device = shape.decoder, target.dtype, target.device
         self.shape, self.dtype, self.device = shape, dtype, device
         self.hidden_size = config.hidden_size
         layer = {f"model.{name}": one for name, one in tensors.items()}
         layer.setdefault(f"{LAYER}input_layernorm.weight", torch.ones(config.hidden_size))
-        self._block = read_block(_OneLayer(config, layer), 0, Form(dtype, device, packed))
+        form = Form(dtype, device, packed, quantize)
+        self._block = read_block(_OneLayer(config, layer), 0, form)
         self._heads = HeadShape(
             config.num_kv_heads,
             config.num_heads // config.num_kv_heads,
@@ -128,8 +133,7 @@ class EagleNet:
 
         def linear(name: str) -> Linear:
             bias = tensors.get(f"{name}.bias")
-            weight = tensors[f"{name}.weight"].to(device, dtype)
-            return Linear(weight, None if bias is None else bias.to(device, dtype), packed)
+            return form.linear(tensors[f"{name}.weight"], bias)
 
         def norm(name: str) -> Norm:
             return Norm(tensors[f"{name}.weight"].to(device), config)
@@ -142,12 +146,53 @@ class EagleNet:
             self._feature_norms = [norm(name) for name in names]
         self._hidden_norm = norm("layers.0.hidden_norm") if shape.fused else None
         self._norm = norm("norm") if shape.fused else None
-        self._head: Callable[[Tensor], Tensor] = linear("lm_head") if shape.fused else target.head
+        self._own_head = linear("lm_head") if shape.fused else None
+        self._head: Callable[[Tensor], Tensor] = self._own_head or target.head
         self._embed: Callable[[Sequence[int]], Tensor] = target.embed
+        self._vectors: tuple[Linear, float] | None = None
+        """Those of the target and their factor, for compiled code."""
+        if embed_VH is None and packed and isinstance(target, Decoder):
+            vectors, factor = target.embedding.vectors, target.embedding.factor(target.config)
+            self._vectors = None if vectors is None else (vectors, factor)
         if embed_VH is not None:
             self._embed = _Table(embed_VH.to(device, dtype))
-        elif id_D is not None:
+        elif id_D is not None and self._vectors is None:
             self._embed = _AtHand(target, id_D)
+        self._plans = {features: self._plan(features) for features in (True, False)}
+
+    def _plan(self, features: bool) -> Plan:
+        """A pass as a list of operations, on features of the target or on outputs of earlier rows."""
+        hidden, block, shape = self.hidden_size, self._block, self.shape
+        plan = Plan(self._heads, self._rotation)
+        fuses = features and shape.fused
+        stream = plan.lent(len(shape.taps) * hidden if fuses else hidden)
+        embed = plan.lent(hidden) if self._vectors is None else plan.embed(*self._vectors)
+        if fuses:
+            for i, norm in enumerate(self._feature_norms):
+                wide = stream.width // len(self._feature_norms)
+                if i == 0:
+                    normed = plan.fresh(stream.width)
+                plan.norm(norm, plan.columns(stream, i * wide, wide), plan.columns(normed, i * wide, wide))
+            stream = plan.product(self._fc, normed if self._feature_norms else stream)
+        u = plan.fresh(2 * hidden)
+        left, right = plan.columns(u, 0, hidden), plan.columns(u, hidden, hidden)
+        if self._hidden_norm is None:
+            plan.copy(embed, left)
+            plan.copy(stream, right)
+            u = stream = plan.product(self._fc, u)
+        else:
+            plan.norm(block.attn_norm, embed, left)
+            plan.norm(self._hidden_norm, stream, right)
+            stream = right if shape.residual_normed else stream
+        a = plan.layer(block, self._activation, stream, u)
+        if self._norm is None:
+            plan.give(a)
+            return plan
+        normed = plan.norm(self._norm, a)
+        plan.give(normed if shape.output_normed else a)
+        assert self._own_head is not None
+        plan.give(plan.product(self._own_head, normed))
+        return plan
 
     def new_cache(self) -> DenseCache:
         """An empty cache for its one layer."""
@@ -157,20 +202,8 @@ class EagleNet:
         """Features [T, F] of rows of a pass of the target, side by side; a copy."""
         return torch.cat([taps[name] for name in self.shape.taps], -1).to(self.dtype)
 
-    def fuse(self, feature_TF: Tensor) -> Tensor:
-        """Turn features of the target into what the layer reads, float32 [T, H]."""
-        if not self.shape.fused:
-            return feature_TF.float()
-        with torch.inference_mode():
-            norms = self._feature_norms
-            if norms:
-                parts = feature_TF.float().chunk(len(norms), -1)
-                normed = [norm(part) for norm, part in zip(norms, parts, strict=True)]
-                feature_TF = torch.cat(normed, -1).to(self.dtype)
-            return self._fc(feature_TF).float()
-
     def run(
-        self, rows: PassRows, cache: DenseCache, offsets: Sequence[int], stream_TH: Tensor
+        self, rows: PassRows, cache: DenseCache, offsets: Sequence[int], given_TF: Tensor, features: bool
     ) -> tuple[Tensor, Tensor]:
         """One pass.
 
@@ -179,13 +212,19 @@ class EagleNet:
                 and values are written for all of them.
             cache: from ``new_cache``; the one that ``rows`` was made with.
             offsets: per feed, the position of the first row of its slot.
-            stream_TH: what ``fuse`` gave, or the outputs of earlier rows; float32.
+            given_TF: features of the target, as ``feature`` gives them, or outputs of earlier
+                rows [T, H].
+            features: which of the two.
 
         Returns:
             For the rows wanted, the feature that the next row reads [R, H], float32, and logits
             [R, D] (or [R, V]), float32.
         """
+        plan = self._plans[features]
+        if plan.ready:
+            return self._compiled(plan, rows, cache, offsets, given_TF)
         with torch.inference_mode():
+            stream_TH = self._fuse(given_TF) if features else given_TF
             x_TH, u_TI = self._inputs(rows.ids, stream_TH)
             a_RH = self._layer(rows, cache, offsets, x_TH, u_TI)
             count = len(rows.wanted)
@@ -197,6 +236,29 @@ class EagleNet:
         with torch.no_grad():
             # Made outside of inference mode the logits are ordinary tensors.
             return given_RH[:count], self._head(headed_RH.clone())[:count].float()
+
+    def _compiled(
+        self, plan: Plan, rows: PassRows, cache: DenseCache, offsets: Sequence[int], given_TF: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        counts = len(rows.ids), len(rows.wanted)
+        seen = Seen.of(rows, cache, offsets)
+        lent = (given_TF,) if self._vectors is not None else (given_TF, self._embed(rows.ids))
+        out_RH, *logits = plan.run(counts, lent, rows.wanted, seen, rows.ids)
+        if logits:
+            return out_RH, logits[0]
+        with torch.no_grad():
+            return out_RH, self._head(out_RH).float()
+
+    def _fuse(self, feature_TF: Tensor) -> Tensor:
+        """Turn features of the target into what the layer reads, float32 [T, H]."""
+        if not self.shape.fused:
+            return feature_TF.float()
+        norms = self._feature_norms
+        if norms:
+            parts = feature_TF.float().chunk(len(norms), -1)
+            normed = [norm(part) for norm, part in zip(norms, parts, strict=True)]
+            feature_TF = torch.cat(normed, -1).to(self.dtype)
+        return self._fc(feature_TF).float()
 
     def _inputs(self, ids: Sequence[int], stream_TH: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream, and what queries, keys and values read; rows are filled up."""

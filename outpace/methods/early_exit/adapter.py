@@ -14,7 +14,7 @@ Papers: Kangaroo, Liu et al. 2024, arXiv:2404.18911, without an MLP (x is h_l, y
 arXiv:2406.03853, with one (x is h^N).
 
 Shape letters: T rows of a pass (filled up to a few), H hidden size, R rows wanted; of heads, X
-queries, keys and values, W their width, E = W / 2.
+queries, keys and values, W their width.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from torch import Tensor
 from outpace.cache.dense import DenseCache
 from outpace.models.attention import HeadShape
 from outpace.models.base import Target
+from outpace.models.blocks import Form, paired
 from outpace.models.families import DecoderConfig
 from outpace.models.few_rows import attend_few, few_is_best
 from outpace.models.fused import attention
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
+from outpace.models.plan import Plan, Seen
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import Norm, gated
 
@@ -64,10 +66,16 @@ class Adapter:
         tensors: all that ``adapter_shapes`` names, with an MLP or without; converted, not kept.
         target: its dtype and device are used.
         packed: lay the weights out for the CPU where that works.
+        quantize: round them, see ``outpace.drafters.trained.rounding``.
     """
 
     def __init__(
-        self, config: DecoderConfig, tensors: Mapping[str, Tensor], target: Target, packed: bool = True
+        self,
+        config: DecoderConfig,
+        tensors: Mapping[str, Tensor],
+        target: Target,
+        packed: bool = True,
+        quantize: str | None = None,
     ) -> None:
         self.config, self.dtype, self.device = config, target.dtype, target.device
         self._heads = HeadShape(
@@ -79,13 +87,16 @@ class Adapter:
         )
         self._rotation = Rotation(config.ropes[0], self.device)
 
-        def read(kind: str, names: Sequence[str]) -> Tensor:
-            parts = [tensors[f"{name}_proj.{kind}"] for name in names]
-            return torch.cat(parts).to(self.device, self.dtype)
+        form = Form(target.dtype, target.device, packed, quantize)
+
+        def read(name: str) -> Tensor:
+            turned = name.startswith(("self_attn.q_", "self_attn.k_"))
+            return paired(tensors[name], config.head_dim) if turned else tensors[name]
 
         def linear(names: Sequence[str], bias: bool) -> Linear:
-            bias_O = read("bias", names) if bias else None
-            return Linear(read("weight", names), bias_O, packed)
+            weight_OI = torch.cat([read(f"{name}_proj.weight") for name in names])
+            bias_O = torch.cat([read(f"{name}_proj.bias") for name in names]) if bias else None
+            return form.linear(weight_OI, bias_O)
 
         def norm(weight: Tensor) -> Norm:
             return Norm(weight.to(self.device), config)
@@ -102,9 +113,24 @@ class Adapter:
         )
         self._head_norm = None
         if config.qk_norm:
-            query_W, key_W = (tensors[f"self_attn.{one}_norm.weight"] for one in "qk")
+            query_W, key_W = (read(f"self_attn.{one}_norm.weight") for one in "qk")
             each = [query_W] * config.num_heads + [key_W] * config.num_kv_heads
             self._head_norm = norm(torch.stack(each))
+        self._plan = self._listed()
+
+    def _listed(self) -> Plan:
+        """A pass as a list of operations."""
+        plan = Plan(self._heads, self._rotation)
+        x = plan.lent(self.config.hidden_size)
+        heads = plan.product(self._qkv, plan.norm(self._input_norm, x))
+        mixed, z = plan.pick(plan.attend(heads, self._head_norm)), plan.pick(x)
+        more = plan.product(self._out, mixed)
+        if self._gate_up is not None:
+            read = plan.norm(self._mlp_norm, z, add=more)
+            gated_up = plan.gate(self.config.activation, plan.product(self._gate_up, read))
+            more = plan.product(self._down, gated_up)
+        plan.give(plan.norm(self._norm, z, add=more))
+        return plan
 
     def new_cache(self) -> DenseCache:
         """An empty cache for its keys and values."""
@@ -120,9 +146,12 @@ class Adapter:
             x_TH: the residual stream of all rows.
 
         Returns:
-            y of the rows wanted, [R, H] in the target's dtype, ready for its head. What a row gets
-            does not depend on the rows beside it.
+            y of the rows wanted, [R, H] in the target's dtype or float32, ready for its head. What a
+            row gets does not depend on the rows beside it.
         """
+        if self._plan.ready:
+            counts, seen = (len(rows.ids), len(rows.wanted)), Seen.of(rows, cache, offsets)
+            return self._plan.run(counts, (x_TH,), rows.wanted, seen)[0]
         wanted, heads = rows.wanted, self._heads
         with torch.inference_mode():
             size = max(len(rows.ids), self._qkv.min_rows)
@@ -157,7 +186,7 @@ class Adapter:
             return y_RH[: len(wanted)].clone()
 
     def _turn(self, head_TXW: Tensor, rows: PassRows, offsets: Sequence[int]) -> None:
-        """Norm and rotate queries and keys in place, dimension i with dimension i + E."""
+        """Norm and rotate queries and keys in place."""
         positions = [
             offset + position
             for span, offset in zip(rows.spans, offsets, strict=True)
@@ -167,10 +196,8 @@ class Adapter:
         turned_TXW = head_TXW[:, : self._heads.queries + self._heads.kv]
         if self._head_norm is not None:
             self._head_norm(turned_TXW, turned_TXW)
-        low_TXE, high_TXE = turned_TXW.chunk(2, -1)
-        both_TXE = torch.complex(low_TXE, high_TXE).mul_(self._rotation.at(positions))
-        low_TXE.copy_(both_TXE.real)
-        high_TXE.copy_(both_TXE.imag)
+        pairs = turned_TXW.view(*turned_TXW.shape[:2], self._heads.width // 2, 2)
+        torch.view_as_complex(pairs).mul_(self._rotation.at(positions))
 
     def _store(self, rows: PassRows, cache: DenseCache, new_TXW: Tensor) -> None:
         """Write keys and values of a pass from which nothing else is wanted."""

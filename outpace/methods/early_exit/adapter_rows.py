@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 
 from outpace.clock import PassClock
-from outpace.drafters.trained import CONFIG, decoder_from_json, lender, read_config, read_tensors, vocab_map
+from outpace.drafters.trained import (
+    CONFIG,
+    decoder_from_json,
+    lender,
+    read_config,
+    read_tensors,
+    rounding,
+    vocab_map,
+)
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.methods.early_exit.adapter import Adapter, adapter_shapes
@@ -46,7 +54,7 @@ class AdapterFile:
     """The part of the target's vocabulary that it drafts; None: all of it."""
 
 
-def read_adapter(folder: Path, target: Target, method: str) -> AdapterFile:
+def read_adapter(folder: Path, target: Target, method: str, quantize: str | None = None) -> AdapterFile:
     """Read a folder that ``outpace train`` wrote.
 
     Raises:
@@ -55,7 +63,7 @@ def read_adapter(folder: Path, target: Target, method: str) -> AdapterFile:
     config, tensors = read_config(folder, target, method), read_tensors(folder)
     lender(target, method)
     layer = exit_layer(folder, config, target)
-    adapter = made_adapter(folder, config, tensors, target)
+    adapter = made_adapter(folder, config, tensors, target, quantize=quantize)
     return AdapterFile(layer, adapter, vocab_map(tensors, target.vocab_size))
 
 
@@ -72,7 +80,12 @@ def exit_layer(folder: Path, config: Mapping[str, Any], target: Target) -> int:
 
 
 def made_adapter(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target, mlp: bool = False
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    target: Target,
+    mlp: bool = False,
+    quantize: str | None = None,
 ) -> Adapter:
     """What a folder holds, ready to run: an adapter, or with an MLP a whole layer.
 
@@ -87,7 +100,7 @@ def made_adapter(
             f"{folder} is no {'layer' if mlp else 'adapter'} of width {target.hidden_size}; "
             f"look at {', '.join(wrong) or 'hidden_size'}"
         )
-    return Adapter(shape, tensors, target)
+    return Adapter(shape, tensors, target, quantize=rounding(quantize, target))
 
 
 def weight_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

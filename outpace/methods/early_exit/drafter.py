@@ -51,6 +51,9 @@ class EarlyExitConfig:
     model: str | None = None
     """Folder of a trained exit. Without it, and without ``layer`` and ``exits``, the one trained
     for the target if there is one; else the target's own norm and head."""
+    quantize: str | None = "int8"
+    """Round weights of a trained exit to int8 or int4, where compiled code multiplies them; none keeps
+    them."""
 
     def __post_init__(self) -> None:
         if (self.layer, self.exits, self.model).count(None) < 2:
@@ -106,10 +109,10 @@ class EarlyExit(ExpandingDrafter[ExitState]):
         """
         head = None
         if config.model is not None:
-            head = ExitHead(find("early_exit", target, config.model), target)
+            head = ExitHead(find("early_exit", target, config.model), target, config.quantize)
         elif config.layer is None and config.exits is None:
             found = candidates("early_exit", target)
-            head = ExitHead(found[0], target) if found else None
+            head = ExitHead(found[0], target, config.quantize) if found else None
         if head is not None:
             return cls(target, [head.layer], head)
         layers = config.layers or (config.layer or max(1, target.num_layers // 3),)

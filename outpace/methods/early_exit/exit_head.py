@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.drafters.trained import lender, read_config, read_tensors, vocab_map
+from outpace.drafters.trained import lender, read_config, read_tensors, rounding, vocab_map
 from outpace.errors import ModelError
 from outpace.methods.early_exit.adapter_rows import (
     AdapterRows,
@@ -36,6 +36,7 @@ from outpace.methods.early_exit.adapter_rows import (
 )
 from outpace.methods.early_exit.exits import Belief
 from outpace.models.base import Target
+from outpace.models.blocks import Form
 from outpace.models.packed import Linear
 from outpace.models.rowwise import Norm
 from outpace.tree.growth import Branch
@@ -60,12 +61,13 @@ class ExitHead:
     Args:
         folder: of the exit.
         target: lends its head.
+        quantize: how to round its weights, where compiled code multiplies them.
 
     Raises:
         ModelError: corrupt, made for another target, or of shapes that do not fit.
     """
 
-    def __init__(self, folder: Path, target: Target) -> None:
+    def __init__(self, folder: Path, target: Target, quantize: str | None = None) -> None:
         config, tensors = read_config(folder, target, "early_exit"), read_tensors(folder)
         self._target = lender(target, "early_exit")
         self.layer = exit_layer(folder, config, target)
@@ -73,23 +75,24 @@ class ExitHead:
         self.rows: AdapterRows | None = None
         """Of the trained layer, if there is one."""
         if "decoder" in config:
-            adapter = made_adapter(folder, config, tensors, target, mlp=True)
+            adapter = made_adapter(folder, config, tensors, target, mlp=True, quantize=quantize)
             self.rows = AdapterRows(adapter, f"hidden.{self.layer}", target.clock)
         else:
-            self._read_norm(folder, tensors)
+            self._read_norm(folder, tensors, rounding(quantize, target))
         self._vocab = vocab_map(tensors, target.vocab_size)
         self.id_D = None if self._vocab is None else self._vocab.to_target_D.to(target.device)
         """Target ids of the columns; None: they are the ids."""
 
-    def _read_norm(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    def _read_norm(self, folder: Path, tensors: Mapping[str, Tensor], quantize: str | None) -> None:
         target, size, found = self._target, self._target.hidden_size, weight_shapes(tensors)
         wanted = {"norm.weight": (size,), "linear.weight": (size, size)}
         if "norm.weight" not in found or any(wanted.get(n) != s for n, s in found.items()):
             raise ModelError(f"{folder} holds tensors of shapes {found}, an exit has {wanted}")
         self._norm = Norm(tensors["norm.weight"].to(target.device), target.config)
-        self._linear = None
+        self._linear: Linear | None = None
         if "linear.weight" in tensors:
-            self._linear = Linear(tensors["linear.weight"].to(target.device, target.dtype))
+            form = Form(target.dtype, target.device, quantize=quantize)
+            self._linear = form.linear(tensors["linear.weight"])
 
     def logits(self, branches: Sequence[Branch[Any]], fed: Sequence[Feed], hidden_TH: Tensor) -> Tensor:
         """Logits [T, D] of nodes, as growth gives them.

@@ -51,6 +51,8 @@ class KangarooConfig:
     threshold: float | None = None
     """A branch ends after a token less likely than this; 0 never ends one. Without it, 0.6 in
     chains and 0.4 in trees."""
+    quantize: str | None = "int8"
+    """Round its weights to int8 or int4, where compiled code multiplies them; none keeps them."""
 
     def __post_init__(self) -> None:
         if self.threshold is not None and not 0 <= self.threshold <= 1:
@@ -105,7 +107,8 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
             ModelError: there is none, or it is corrupt, or was made for another target.
         """
         folder = find("kangaroo", target, config.model)
-        return cls(target, read_adapter(folder, target, "kangaroo"), config.threshold)
+        file = read_adapter(folder, target, "kangaroo", config.quantize)
+        return cls(target, file, config.threshold)
 
     @property
     def cache(self) -> KVCache:

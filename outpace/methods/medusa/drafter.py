@@ -41,6 +41,8 @@ class MedusaConfig:
 
     model: str | None = None
     """Folder of the heads; without it, the ones trained for the target."""
+    quantize: str | None = "int8"
+    """Round their weights to int8 or int4, where compiled code multiplies them; none keeps them."""
 
 
 class Medusa(ResidualDrafter):
@@ -48,8 +50,8 @@ class Medusa(ResidualDrafter):
 
     Config = MedusaConfig
 
-    def __init__(self, heads: Heads, target: Target) -> None:
-        super().__init__(heads, target)
+    def __init__(self, heads: Heads, target: Target, quantize: str | None = None) -> None:
+        super().__init__(heads, target, quantize)
         self._logits_BKD = torch.empty(0)
 
     @classmethod
@@ -59,7 +61,8 @@ class Medusa(ResidualDrafter):
         Raises:
             ModelError: no heads, corrupt ones, or ones that were made for another target.
         """
-        return cls(read_heads(METHOD, config.model, target, conditioned=False), target)
+        heads = read_heads(METHOD, config.model, target, conditioned=False)
+        return cls(heads, target, config.quantize)
 
     def expand(self, branches: Sequence[Branch[HeadState]]) -> tuple[Tensor, Tensor | None]:
         """All heads for all sequences at the first level; later levels look up their head's."""

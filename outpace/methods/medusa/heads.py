@@ -34,11 +34,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outpace.drafters.base import ExpandingDrafter, Request, Traits
-from outpace.drafters.trained import CONFIG, find, read_config, read_tensors, vocab_map
+from outpace.drafters.trained import CONFIG, find, read_config, read_tensors, rounding, vocab_map
 from outpace.errors import ModelError, SpecError
 from outpace.law import VocabMap
 from outpace.models.base import EMBEDDINGS, TAPS, Target
-from outpace.models.packed import Linear
+from outpace.models.blocks import Form
+from outpace.models.plan import Plan
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import parse_shape, table
 from outpace.types import NOTHING, Draft, Outcome, Shape
@@ -154,26 +155,47 @@ class HeadNet:
         heads: what was read.
         numbers: which of them, from 0; conditioned ones run alone, since each reads more.
         target: gives dtype and device.
+        form: of the weights.
     """
 
-    def __init__(self, heads: Heads, numbers: Sequence[int], target: Target) -> None:
-        self._dtype = target.dtype
+    def __init__(self, heads: Heads, numbers: Sequence[int], target: Target, form: Form) -> None:
+        self._dtype, self._hidden = target.dtype, heads.shape.hidden_size
 
         def read(name: str) -> list[Tensor]:
-            named = [heads.tensors[f"heads.{number}.{name}"] for number in numbers]
-            return [tensor.to(target.device, target.dtype) for tensor in named]
+            return [heads.tensors[f"heads.{number}.{name}"] for number in numbers]
 
         assert len(numbers) == 1 or not heads.shape.conditioned
-        self._mix = Linear(read("mix.weight")[0]) if heads.shape.conditioned else None
+        self._mix = form.linear(read("mix.weight")[0]) if heads.shape.conditioned else None
         # One product for the first blocks, which all read the same.
-        self._first = Linear(torch.cat(read("blocks.0.weight")), torch.cat(read("blocks.0.bias")))
+        self._first = form.linear(torch.cat(read("blocks.0.weight")), torch.cat(read("blocks.0.bias")))
         self._later = [
-            [Linear(w, b) for w, b in zip(read(f"{at}.weight"), read(f"{at}.bias"), strict=True)]
+            [form.linear(w, b) for w, b in zip(read(f"{at}.weight"), read(f"{at}.bias"), strict=True)]
             for at in (f"blocks.{i}" for i in range(1, heads.shape.layers))
         ]
+        self._plan = self._listed(heads.shape.inputs(numbers[0]), heads.shape.hidden_size, len(numbers))
+
+    def _listed(self, inputs: int, hidden: int, heads: int) -> Plan:
+        """The same as a list of operations."""
+        plan = Plan()
+        x = plan.lent(inputs)
+        if self._mix is not None:
+            x = plan.product(self._mix, x)
+        out = plan.fresh(heads * hidden)
+        each = [plan.columns(out, head * hidden, hidden) for head in range(heads)]
+        for own in each:
+            plan.copy(x, own)
+        plan.bend(plan.product(self._first, x), out)
+        for blocks in self._later:
+            for block, own in zip(blocks, each, strict=True):
+                plan.bend(plan.product(block, own), own)
+        plan.give(out)
+        return plan
 
     def __call__(self, u_FI: Tensor) -> Tensor:
         """What the unembedding reads, float32 [F, heads, H]."""
+        if self._plan.ready:
+            (x_FY,) = self._plan.run((len(u_FI),), (u_FI,))
+            return x_FY.view(len(u_FI), -1, self._hidden)
         u_FI = u_FI.to(self._dtype)
         x_FH = (u_FI if self._mix is None else self._mix(u_FI)).float()
         first_FKH = self._first(x_FH.to(self._dtype)).view(len(x_FH), -1, x_FH.shape[1])
@@ -203,6 +225,7 @@ class ResidualDrafter(ExpandingDrafter[HeadState]):
     Args:
         heads: of the kind that the method reads.
         target: unembeds, and embeds for heads that ask for it.
+        quantize: how to round the weights, where compiled code multiplies them.
     """
 
     traits = Traits(
@@ -213,14 +236,12 @@ class ResidualDrafter(ExpandingDrafter[HeadState]):
         samples=True,
     )
 
-    def __init__(self, heads: Heads, target: Target) -> None:
+    def __init__(self, heads: Heads, target: Target, quantize: str | None = None) -> None:
         self.heads, self.target = heads, target
         numbers = range(heads.shape.heads)
-        self.nets = (
-            [HeadNet(heads, [number], target) for number in numbers]
-            if heads.shape.conditioned
-            else [HeadNet(heads, numbers, target)]
-        )
+        form = Form(target.dtype, target.device, quantize=rounding(quantize, target))
+        groups = [[number] for number in numbers] if heads.shape.conditioned else [list(numbers)]
+        self.nets = [HeadNet(heads, group, target, form) for group in groups]
         """One per head (hydra), or one of all heads (medusa)."""
         self.id_D = None if heads.vocab is None else heads.vocab.to_target_D.to(target.device)
 

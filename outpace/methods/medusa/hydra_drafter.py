@@ -41,6 +41,8 @@ class HydraConfig:
 
     model: str | None = None
     """Folder of the heads; without it, the ones trained for the target."""
+    quantize: str | None = "int8"
+    """Round their weights to int8 or int4, where compiled code multiplies them; none keeps them."""
 
 
 class Hydra(ResidualDrafter):
@@ -48,8 +50,8 @@ class Hydra(ResidualDrafter):
 
     Config = HydraConfig
 
-    def __init__(self, heads: Heads, target: Target) -> None:
-        super().__init__(heads, target)
+    def __init__(self, heads: Heads, target: Target, quantize: str | None = None) -> None:
+        super().__init__(heads, target, quantize)
         self._hidden_BH = torch.empty(0)
 
     @classmethod
@@ -59,7 +61,8 @@ class Hydra(ResidualDrafter):
         Raises:
             ModelError: no heads, corrupt ones, or ones that were made for another target.
         """
-        return cls(read_heads(METHOD, config.model, target, conditioned=True), target)
+        heads = read_heads(METHOD, config.model, target, conditioned=True)
+        return cls(heads, target, config.quantize)
 
     def expand(self, branches: Sequence[Branch[HeadState]]) -> tuple[Tensor, Tensor | None]:
         """One pass of the head of this level over all nodes."""

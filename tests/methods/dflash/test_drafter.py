@@ -11,7 +11,9 @@ from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
 from outpace.errors import ModelError
 from outpace.methods.dflash.drafter import STOCK, Dflash, DflashConfig
+from outpace.methods.dflash.net import BlockNet
 from outpace.methods.dflash.objective import DflashObjective, DflashTraining
+from outpace.models.products import works
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
@@ -89,9 +91,13 @@ def proposed(drafter, states, texts, budget, drawn=Drawn.CHOSEN, temperature=0.0
         return drafter.propose(rows)
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "torch"])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_the_network_computes_what_its_formulas_say(target, layers):
+def test_the_network_computes_what_its_formulas_say(target, layers, packed):
     drafter = Dflash(random_file(target, layers), target)
+    if not packed:
+        drafter.net = BlockNet(drafter.file.shape, drafter.file.tensors, target, packed=False)
+    assert drafter.net._plan.ready is (packed and works())
     wanted = said(drafter, target, TEXT)
     got = logits(drafter, [begun(drafter, target, TEXT)], [TEXT])[0]
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
@@ -142,10 +148,18 @@ def test_nodes_of_several_levels_at_once(target, drafter):
     torch.testing.assert_close(got, wanted[1:3], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.skipif(not works(), reason="C cannot be compiled for this machine")
+def test_rounded_weights_give_nearly_the_same_laws(target, drafter):
+    rounded = Dflash(random_file(target), target, "int8")
+    both = [logits(one, [begun(one, target, TEXT)], [TEXT])[0].softmax(-1) for one in (drafter, rounded)]
+    assert 0 < float((both[0] - both[1]).abs().sum(-1).max()) / 2 < 0.03
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_batch_drafts_what_single_sequences_do_bit_for_bit(dtype):
+def test_a_batch_drafts_what_single_sequences_do_bit_for_bit(dtype, quantize):
     target = tiny(dtype=dtype)
-    drafter = Dflash(random_file(target), target)
+    drafter = Dflash(random_file(target), target, quantize)
     texts = [TEXT, TEXT[2:7], TEXT[:2], LONG]
     states = [begun(drafter, target, text) for text in texts]
     batch = logits(drafter, states, texts)

@@ -196,7 +196,7 @@ def test_training_and_drafting_give_the_same_logits(target, batches, tmp_path):
     vocab, batch = most_used(batches, 40, target), batches[1]
     objective = built(target, vocab)
     objective.save(tmp_path, {})
-    drafter = Dflash.load(DflashConfig(model=str(tmp_path)), target)
+    drafter = Dflash.load(DflashConfig(model=str(tmp_path), quantize=None), target)
     aligned, wanted = Aligned(batch, EAGLE), outputs(objective, batch)
     for b, a in ((0, 0), (2, 5), (1, 8)):
         row = int(aligned.place_BA[b, a])

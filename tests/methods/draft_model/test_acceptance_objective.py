@@ -68,7 +68,7 @@ def plain_labels(objective, target, model, id_D, text, drawn, place, context=Non
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_labels_are_of_the_answer_and_states_of_the_mixture(target, batches, draft, label, temperature):
     objective = built(target, draft, label=label, temperature=temperature, mix=0.3)
-    model, id_D = load_trained(draft, target)
+    model, id_D = load_trained(draft, target, quantize="int8")
     batch, mixed = batches[0], objective.on_policy(batches[0], 7)
     label_BT = mixed.feature[LABEL].squeeze(-1)
     changed = hard = misled = learns = stale = 0

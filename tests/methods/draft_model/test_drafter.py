@@ -8,8 +8,10 @@ import torch
 from outpace import Engine, ModelError
 from outpace.drafters import trained
 from outpace.law import VocabMap
+from outpace.methods.draft_model import drafter
 from outpace.methods.draft_model.drafter import DraftModel, DraftModelConfig
 from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
+from outpace.models.products import works
 from outpace.models.tiny import TableTarget, tiny
 
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42, 43, 44], [77]]
@@ -38,6 +40,26 @@ def write(target, folder, **options):
     vocab = half(target)
     DraftModelObjective.build(DraftModelTraining(**options), target, vocab).save(folder, {})
     return vocab
+
+
+@pytest.mark.parametrize("fast,wanted", [(torch.float32, "auto"), (torch.bfloat16, torch.float32)])
+def test_another_model_is_read_as_it_is_stored_where_that_fits(target, monkeypatch, fast, wanted):
+    asked = []
+    monkeypatch.setattr(drafter, "fast_dtype", lambda device: fast)
+    monkeypatch.setattr(drafter, "load_target", lambda name, **more: asked.append(more["dtype"]) or target)
+    drafter.load_model(DraftModelConfig(model="other.gguf"), target)
+    drafter.load_model(DraftModelConfig(model="other.gguf", dtype="bfloat16"), target)
+    assert asked == [wanted, "bfloat16"]
+
+
+def test_a_trained_model_is_rounded_and_runs_compiled(target, tmp_path):
+    if not works():
+        pytest.skip("C cannot be compiled for this machine")
+    write(target, tmp_path / "d", layers=2)
+    cut = DraftModel.load(DraftModelConfig(model=str(tmp_path / "d")), target).model
+    whole = DraftModel.load(DraftModelConfig(model=str(tmp_path / "d"), quantize=None), target).model
+    assert cut.weight_bytes < 0.6 * whole.weight_bytes and cut.digest == whole.digest
+    assert cut._programs is not None and whole._programs is not None
 
 
 SHAPES = [

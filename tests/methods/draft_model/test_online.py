@@ -81,7 +81,7 @@ class Stream:
     """Requests to an engine whose draft model learns."""
 
     def __init__(self, target, base, folder, config=QUICK, kind=OnlineLearner):
-        self.spec = f"draft_model[model={base} tree_size=2]"
+        self.spec = f"draft_model[model={base} quantize=none tree_size=2]"
         self.learner = kind(target, base, folder, config, spec=self.spec)
         self.engine = Engine(target, drafter="none")
         method = self.engine.method(self.spec)

@@ -16,8 +16,11 @@ from outpace.methods.eagle3.drafter import Eagle3, Eagle3Config
 from outpace.methods.eagle3.net import EagleNet
 from outpace.methods.eagle3.objective import Eagle3 as Objective
 from outpace.methods.eagle3.objective import Eagle3Config as Training
-from outpace.models import few_rows
+from outpace.models import few_rows, plan
 from outpace.models.attention import Attention, Span
+from outpace.models.decoder import Decoder
+from outpace.models.memory import MemoryCheckpoint
+from outpace.models.products import works
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
@@ -36,17 +39,25 @@ def target():
     return tiny()
 
 
+def tied():
+    """The tiny model with one matrix for embedding and head."""
+    plain = tiny()
+    config = replace(plain.config, tied_head=True)
+    tensors = {name: plain.checkpoint.tensor(name) for name in config.tensor_shapes()}
+    return Decoder.load(MemoryCheckpoint(config, tensors, name="tied"), dtype=torch.float32)
+
+
 def every(target, step=2):
     """Every ``step``-th token."""
     return torch.arange(0, target.vocab_size, step)
 
 
-def made(target, **flags):
+def made(target, packed=True, quantize=None, **flags):
     """A drafter with a random head, and the oracle of the same head."""
     ids = every(target)
     shape = shape_for(target, draft_vocab=len(ids), **flags)
     tensors = random_tensors(shape)
-    net = EagleNet(shape, tensors, target, id_D=ids)
+    net = EagleNet(shape, tensors, target, id_D=ids, packed=packed, quantize=quantize)
     return Eagle3(net, ids if shape.fused else None), Oracle(shape, tensors, target)
 
 
@@ -112,9 +123,11 @@ FLAGS = [
 ]
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "torch"])
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "-".join(flags) or "plain")
-def test_the_head_computes_what_its_formulas_say(target, flags):
-    drafter, oracle = made(target, **flags)
+def test_the_head_computes_what_its_formulas_say(target, flags, packed):
+    drafter, oracle = made(target, packed, **flags)
+    assert drafter.net._plans[True].ready is (packed and works())
     state = begun(drafter, target, TEXT)
     guesses = [4, 8, 200]
     wanted = expected(oracle, target, TEXT, guesses)
@@ -140,7 +153,7 @@ def test_training_and_drafting_give_the_same_logits(target, tmp_path):
             parameter.add_(0.05 * torch.randn_like(parameter))
             parameter.copy_(parameter.bfloat16())  # as files hold them
     objective.save(tmp_path / "head", {})
-    drafter = Eagle3.load(Eagle3Config(model=str(tmp_path / "head")), target)
+    drafter = Eagle3.load(Eagle3Config(model=str(tmp_path / "head"), quantize=None), target)
     assert drafter.net.shape.taps == ("hidden.2", "hidden.1", "hidden.1")
     aligned = Aligned(batch, EAGLE)
     depths, apart = 3, 0.0
@@ -167,8 +180,9 @@ def test_training_and_drafting_give_the_same_logits(target, tmp_path):
 CUTS = [(), (3,), (1, 2, 5), tuple(range(1, len(TEXT) - 1))]
 
 
-def test_one_go_and_token_by_token_are_the_same_bits(target):
-    drafter, _ = made(target)
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_one_go_and_token_by_token_are_the_same_bits(target, quantize):
+    drafter, _ = made(target, quantize=quantize)
     logits = [chain_logits(drafter, begun(drafter, target, TEXT, cuts), TEXT, [4, 8]) for cuts in CUTS]
     for other in logits[1:]:
         assert torch.equal(other, logits[0])
@@ -178,6 +192,42 @@ def test_one_go_and_token_by_token_are_the_same_bits(target):
         show(drafter, state, target, TEXT, stop - 1, stop)
         last = chain_logits(drafter, state, TEXT[: stop + 1], [4, 8])
     assert torch.equal(last, logits[0])
+
+
+def test_sequences_of_a_batch_do_not_feel_each_other(target):
+    for quantize in (None, "int8"):
+        drafter, _ = made(target, quantize=quantize)
+        texts = [TEXT, TEXT[2:7], TEXT[:4]]
+        alone = [chain_logits(drafter, begun(drafter, target, text), text, [4])[0] for text in texts]
+        states = [begun(drafter, target, text) for text in texts]
+        branches = [Branch(s, text, (ROOT,), [], []) for s, text in zip(states, texts, strict=True)]
+        assert torch.equal(drafter.expand(branches)[0], torch.stack(alone))
+
+
+def test_rounded_weights_give_nearly_the_same_laws(target):
+    if not works():
+        pytest.skip("C cannot be compiled for this machine")
+    logits = []
+    for quantize in (None, "int8"):
+        drafter, _ = made(target, quantize=quantize)
+        logits.append(chain_logits(drafter, begun(drafter, target, TEXT), TEXT, [4, 8]))
+        assert (drafter.net._own_head.nbytes < drafter.net._own_head.plain_nbytes()) is bool(quantize)
+    apart = (logits[0].softmax(-1) - logits[1].softmax(-1)).abs().sum(-1) / 2
+    assert 0 < float(apart.max()) < 0.03
+
+
+def test_vectors_are_read_from_the_targets_head_where_it_holds_them():
+    target = tied()
+    lent, own = (made(target, quantize="int8")[0] for _ in range(2))
+    if lent.net._vectors is None:
+        pytest.skip("C cannot be compiled for this machine")
+    own.net._vectors, own.net._embed = None, target.embed
+    own.net._plans = {features: own.net._plan(features) for features in (True, False)}
+    both = [chain_logits(one, begun(one, target, TEXT), TEXT, [4, 8, 200]) for one in (lent, own)]
+    assert torch.equal(*both)
+    state = begun(lent, target, TEXT)
+    with pytest.raises(IndexError, match="got 5 to 999"):
+        lent.expand([Branch(state, [*TEXT[:-1], 999], (ROOT,), [], [])])
 
 
 def test_a_long_prompt_goes_through_the_head_when_it_comes(target, monkeypatch):
@@ -192,7 +242,7 @@ def test_a_long_prompt_goes_through_the_head_when_it_comes(target, monkeypatch):
 
 
 def test_rows_that_were_never_shown_are_left_out_and_positions_stay(target, monkeypatch):
-    drafter, oracle = made(target)
+    drafter, oracle = made(target, packed=False)
     held = 4
     state = drafter.begin(Request(prompt=tuple(TEXT), num_cached=held))
     show(drafter, state, target, TEXT, held, len(TEXT) - 1)
@@ -204,6 +254,20 @@ def test_rows_that_were_never_shown_are_left_out_and_positions_stay(target, monk
     assert seen[0][: len(TEXT) - 1 - held] == list(range(held, len(TEXT) - 1))
     assert seen[1][0] == len(TEXT) - 1
     assert float((wanted - expected(oracle, target, TEXT, [4])).abs().max()) > 1e-2
+
+
+def test_compiled_rows_have_the_same_positions(target, monkeypatch):
+    drafter, _ = made(target)
+    if not drafter.net._plans[True].ready:
+        pytest.skip("C cannot be compiled for this machine")
+    seen, real = [], plan.Plan.run
+    watched = lambda self, *given: seen.append(given[3].positions) or real(self, *given)  # noqa: E731
+    monkeypatch.setattr(plan.Plan, "run", watched)
+    held = 4
+    state = drafter.begin(Request(prompt=tuple(TEXT), num_cached=held))
+    show(drafter, state, target, TEXT, held, len(TEXT) - 1)
+    chain_logits(drafter, state, TEXT, [4])
+    assert [list(at) for at in seen] == [list(range(held, len(TEXT) - 1)), [len(TEXT) - 1]]
 
 
 def test_branches_of_a_tree_do_not_see_each_other(target):

@@ -69,7 +69,7 @@ def own_data(tmp_path, monkeypatch):
 
 
 def loaded(objective, threshold=0.0):
-    config = KangarooConfig(model=str(objective.folder), threshold=threshold)
+    config = KangarooConfig(model=str(objective.folder), threshold=threshold, quantize=None)
     return Kangaroo.load(config, objective.target)
 
 
@@ -393,7 +393,7 @@ def test_the_head_is_the_targets_and_in_no_file(target, objective, known):
     assert len(drafter._id_D) == len(known.to_target_D)
     # Without a reduced vocabulary the whole head is used; the name alone finds what was trained.
     adapter(target, trained.home("kangaroo", target))
-    found = Kangaroo.load(KangarooConfig(), target)
+    found = Kangaroo.load(KangarooConfig(quantize=None), target)
     whole = chain_logits(found, begun(found, TEXT), TEXT, [])
     part = chain_logits(drafter, begun(drafter, TEXT), TEXT, [])
     assert found._id_D is None and whole.shape == (1, target.vocab_size)

@@ -14,12 +14,14 @@ from outpace.drafters.static_tree import likeliest
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.methods.medusa.drafter import Medusa, MedusaConfig
-from outpace.methods.medusa.heads import STOCK, Heads, HeadsShape
+from outpace.methods.medusa.heads import STOCK, HeadNet, Heads, HeadsShape
 from outpace.methods.medusa.hydra_drafter import Hydra, HydraConfig
 from outpace.methods.medusa.hydra_objective import Hydra as HydraObjective
 from outpace.methods.medusa.hydra_objective import HydraTraining
 from outpace.methods.medusa.objective import Medusa as MedusaObjective
 from outpace.methods.medusa.objective import MedusaTraining
+from outpace.models.blocks import Form
+from outpace.models.products import works
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
@@ -45,12 +47,17 @@ def half(target):
     return VocabMap(ids, feed_V)
 
 
-def made(method, target, tree=None):
+def made(method, target, tree=None, packed=True, quantize=None):
     """A drafter with random heads of two blocks."""
     coins = torch.Generator().manual_seed(5)
     shape = HeadsShape(heads=HEADS, layers=2, hidden_size=target.hidden_size, conditioned=method is Hydra)
     tensors = {name: 0.3 * torch.randn(size, generator=coins) for name, size in shape.tensor_shapes().items()}
-    return method(Heads(shape=shape, tensors=tensors, vocab=half(target), tree=tree), target)
+    drafter = method(Heads(shape=shape, tensors=tensors, vocab=half(target), tree=tree), target, quantize)
+    if not packed:
+        form = Form(target.dtype, target.device, packed=False)
+        each = [[i] for i in range(HEADS)] if method is Hydra else [range(HEADS)]
+        drafter.nets = [HeadNet(drafter.heads, numbers, target, form) for numbers in each]
+    return drafter
 
 
 def said(drafter, target, hidden, read, head=None):
@@ -99,6 +106,26 @@ def proposed(drafter, states, texts, budget, drawn=Drawn.CHOSEN, temperature=0.0
             for state, text in zip(states, texts, strict=True)
         ]
     )
+
+
+@pytest.mark.skipif(not works(), reason="C cannot be compiled for this machine")
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_heads_agree_with_torch_and_rows_with_themselves(target, method):
+    plain, compiled, rounded = (
+        made(method, target, packed=packed, quantize=quantize)
+        for packed, quantize in ((False, None), (True, None), (True, "int8"))
+    )
+    for number, (net, oracle, other) in enumerate(
+        zip(compiled.nets, plain.nets, rounded.nets, strict=True), 0 if method is Medusa else 1
+    ):
+        wide = target.hidden_size * (1 if method is Medusa else number + 1)
+        u_FI = torch.randn(5, wide, generator=torch.Generator().manual_seed(number))
+        assert net._plan.ready and not oracle._plan.ready
+        got, want = net(u_FI), oracle(u_FI)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
+        assert all(torch.equal(net(u_FI[i : i + 1])[0], got[i]) for i in range(5))
+        off = float((other(u_FI) - got).abs().max() / got.abs().max())
+        assert 0 < off < 0.02
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,0 +1,383 @@
+"""Small networks as lists of operations, each run in one call of compiled code: those of drafters.
+
+A level of a drafter is a dozen operations on a few rows. Called one by one they take longer than
+what they compute, and each of them wakes and awaits the threads. Whoever has such a network lists
+its operations in a `Plan`, from rows to rows, and then runs all of them at once. Where ``ready``
+says no, torch has to do the same; that is also the oracle of the tests.
+
+Numbers are float32 between operations, whatever the weights are. What a row gets depends on that
+row and on what it sees, bit for bit.
+
+Shape letters: T rows of a pass, R rows wanted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from outpace.cache.dense import DenseCache
+from outpace.kernels.compiled import LANES, library
+from outpace.models import operations as kinds
+from outpace.models.attention import HeadShape, Span
+from outpace.models.blocks import Block
+from outpace.models.fused import View, fits, places
+from outpace.models.operations import NONE, Call, Op
+from outpace.models.packed import Linear
+from outpace.models.passes import PassRows
+from outpace.models.rope import Rotation
+from outpace.models.rowwise import KINDS, Norm
+
+ALL, WANTED = 0, 1
+"""Counts of rows: all of a pass, and those behind ``Plan.pick``."""
+_OPERANDS = 0
+"""The buffer that products have for themselves."""
+_KEPT = 1 << 22
+"""Most numbers of memory that are kept from one run to the next."""
+_LAYOUTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that an operation reads or writes."""
+
+    buffer: int
+    width: int
+    stride: int
+    """Numbers from row to row."""
+    count: int
+    """Which of the counts of rows."""
+
+    @property
+    def apart(self) -> int:
+        """The stride as operations have it."""
+        return 0 if self.stride == self.width else self.stride
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Seen:
+    """Which rows of a pass attend, and to what."""
+
+    cache: DenseCache
+    """Keys and values; room for all rows is reserved."""
+    spans: Sequence[Span]
+    """All rows of the pass, in order: their keys and values are stored."""
+    positions: array[int]
+    """Of all rows."""
+    attending: Sequence[Span]
+    """Those whose results are wanted."""
+
+    @classmethod
+    def of(cls, rows: PassRows, cache: DenseCache, offsets: Sequence[int]) -> Seen:
+        """What the rows wanted of a pass see, as in a decoder.
+
+        Args:
+            rows: of the pass.
+            cache: the one that they were made with.
+            offsets: per feed, the position of the first row of its slot.
+        """
+        spans, wanted, positions = rows.spans, rows.wanted, array("q")
+        for span, offset in zip(spans, offsets, strict=True):
+            positions.extend([offset + position for position in span.positions])
+        attending: Sequence[Span] = spans
+        if len(wanted) < len(positions):
+            of = [(span, at) for span in spans for at in range(len(span.stored))]
+            attending = [
+                replace(span, start=span.start + at, stored=span.stored[at : at + 1])
+                for span, at in (of[row] for row in wanted)
+            ]
+        return cls(cache=cache, spans=spans, positions=positions, attending=attending)
+
+
+class Plan:
+    """A list of operations under construction, and then to be run.
+
+    Args:
+        heads: of its attention, if it has any.
+        rotation: rotary table of queries and keys.
+    """
+
+    def __init__(self, heads: HeadShape | None = None, rotation: Rotation | None = None) -> None:
+        self.ready = library() is not None
+        """Whether compiled code does all that was listed so far."""
+        self._heads, self._rotation = heads, rotation
+        self._window: int | None = None
+        self._ops: list[Op] = []
+        self._listed: ctypes.Array[Op] | None = None
+        self._held: list[Linear | Norm] = []
+        self._own: list[tuple[int, int, int]] = []
+        """Buffer, width and count of what is kept between operations."""
+        self._views: list[tuple[int, Rows, int, int]] = []
+        """Buffer, the rows that it is part of, its first column, and which count of rows it leaves
+        out."""
+        self._lent: list[Rows] = []
+        self._given: list[Rows] = []
+        self._buffers = _OPERANDS + 1
+        self._attended: tuple[Rows, Rows] | None = None
+        self._ids = 0
+        """How many ids have vectors."""
+        self._layouts: dict[tuple[int, ...], tuple[int, list[tuple[int, int]]]] = {}
+        self._kept = torch.empty(0)
+
+    # ---- rows ----
+
+    def lent(self, width: int, count: int = ALL) -> Rows:
+        """Rows that whoever runs it brings, in the order of these calls; nothing writes to them."""
+        rows = self._named(width, count)
+        self._lent.append(rows)
+        return rows
+
+    def fresh(self, width: int, count: int = ALL) -> Rows:
+        """Rows to be written column by column."""
+        rows = self._named(width, count)
+        self._own.append((rows.buffer, width, count))
+        return rows
+
+    def give(self, rows: Rows) -> None:
+        """Hand these rows out, in the order of these calls."""
+        assert rows.stride == rows.width, "columns cannot be given"
+        self._own.remove((rows.buffer, rows.width, rows.count))
+        self._given.append(rows)
+
+    def columns(self, rows: Rows, first: int, width: int) -> Rows:
+        """Some columns of rows."""
+        return self._part(rows, replace(rows, width=width), first, NONE)
+
+    def behind(self, rows: Rows, left_out: int, count: int) -> Rows:
+        """The last rows of some.
+
+        Args:
+            rows: all of them.
+            left_out: which count of rows stands before.
+            count: which count of rows is left.
+        """
+        return self._part(rows, replace(rows, count=count), 0, left_out)
+
+    def _part(self, whole: Rows, like: Rows, first: int, left_out: int) -> Rows:
+        part = replace(like, buffer=self._buffers)
+        self._buffers += 1
+        self._views.append((part.buffer, whole, first, left_out))
+        return part
+
+    def _named(self, width: int, count: int) -> Rows:
+        self._buffers += 1
+        return Rows(self._buffers - 1, width, width, count)
+
+    # ---- operations ----
+
+    def norm(self, norm: Norm, x: Rows, to: Rows | None = None, add: Rows | None = None) -> Rows:
+        """Norm rows, to which ``add`` is added before, in place."""
+        self._held.append(norm)
+        out = to or self.fresh(x.width, x.count)
+        more, weight = NONE if add is None else add.buffer, norm.weight_H.data_ptr()
+        self._op(kinds.NORM, x, out, more=more, weight=weight, floor=norm.least)
+        return out
+
+    def product(self, linear: Linear, x: Rows, to: Rows | None = None) -> Rows:
+        """Rows times a matrix."""
+        self._held.append(linear)
+        out = to or self.fresh(linear.outputs, x.count)
+        if linear.product is None:
+            self.ready = False
+            return out
+        parts = linear.product.matrices
+        part = ctypes.addressof(parts)
+        self._op(kinds.PRODUCT, x, out, more=_OPERANDS, parts=len(parts), part=part)
+        return out
+
+    def embed(self, vectors: Linear, scale: float) -> Rows:
+        """Vectors of the ids of all rows, which are outputs of a matrix."""
+        self._held.append(vectors)
+        out = self.fresh(vectors.inputs)
+        assert vectors.product is not None
+        self._ids = vectors.outputs
+        part = ctypes.addressof(vectors.product.matrices)
+        self._op(kinds.EMBED, out, out, part=part, floor=scale)
+        return out
+
+    def copy(self, x: Rows, to: Rows | None = None) -> Rows:
+        """The same rows, elsewhere."""
+        out = to or self.fresh(x.width, x.count)
+        self._op(kinds.COPY, x, out)
+        return out
+
+    def pick(self, x: Rows) -> Rows:
+        """The rows that are wanted: a copy."""
+        out = self.fresh(x.width, WANTED)
+        self._op(kinds.PICK, x, out)
+        return out
+
+    def gate(self, activation: str, x: Rows) -> Rows:
+        """The activation of the first half of rows, times the second."""
+        out = self.fresh(x.width // 2, x.count)
+        self._op(kinds.GATE, x, out, index=KINDS[activation])
+        return out
+
+    def add(self, x: Rows, to: Rows) -> None:
+        """Add rows to others, in place."""
+        assert x.stride == x.width
+        self._op(kinds.ADD, to, to, more=x.buffer)
+
+    def bend(self, x: Rows, to: Rows) -> None:
+        """Add the SiLU of rows to others, in place."""
+        self._op(kinds.BEND, x, to)
+
+    def attend(self, x: Rows, each: Norm | None = None, window: int | None = None, layer: int = 0) -> Rows:
+        """Norm and rotate queries and keys, store keys and values, attend.
+
+        Args:
+            x: queries, keys and values; numbers that rotate together are neighbours. Layers of one
+                plan share these rows, and those of the result.
+            each: norm of all query and key heads.
+            window: the same for all layers of a plan.
+            layer: of the cache.
+        """
+        heads = self._heads
+        assert heads is not None
+        self.ready &= fits(heads, torch.float32, torch.device("cpu"))
+        self._window = window
+        weight, least = None, 0.0
+        if each is not None:
+            self._held.append(each)
+            weight, least = each.weight_H.data_ptr(), each.least
+        self._op(kinds.TURN, x, replace(x, width=heads.width), weight=weight, floor=least)
+        out = self._attended[1] if self._attended else self.fresh(heads.queries * heads.width, x.count)
+        assert self._attended in (None, (x, out)), "all layers of a plan have the same rows"
+        self._attended = x, out
+        self._op(kinds.ATTEND, x, out, layer=layer)
+        return out
+
+    def layer(self, block: Block, activation: str, x: Rows, reads: Rows) -> Rows:
+        """A layer of a decoder on the stream ``x``, whose attention reads ``reads``; behind the
+        attention only the rows that are wanted.
+        """
+        mixed = self.attend(self.product(block.qkv, reads), block.qk_norm, block.window)
+        x = self.pick(x)
+        normed = self.norm(block.mlp_norm, x, add=self.product(block.out, self.pick(mixed)))
+        self.add(self.product(block.down, self.gate(activation, self.product(block.gate_up, normed))), x)
+        return x
+
+    def _op(self, kind: int, x: Rows, to: Rows, **fields: object) -> None:
+        whole = kind in (kinds.PRODUCT, kinds.COPY, kinds.PICK)  # of any width
+        self.ready &= whole or (x.width % LANES == 0 and to.width % LANES == 0)
+        strides = {"from_stride": x.apart, "to_stride": to.apart}
+        if kind == kinds.TURN:
+            strides = {}
+        self._ops.append(
+            Op(kind=kind, rows=to.count, from_=x.buffer, to=to.buffer, width=to.width, **strides, **fields)
+        )
+
+    # ---- running ----
+
+    def run(
+        self,
+        counts: Sequence[int],
+        lent: Sequence[Tensor],
+        picked: Sequence[int] = (),
+        seen: Seen | None = None,
+        ids: Sequence[int] = (),
+    ) -> list[Tensor]:
+        """Run all operations.
+
+        Args:
+            counts: how many rows there are of each count.
+            lent: [rows, width] as planned; read as float32.
+            picked: rows that are wanted.
+            seen: what the rows of an attention see.
+            ids: of the rows that are embedded.
+
+        Returns:
+            What was given, each in memory of its own.
+        """
+        code = library()
+        assert code is not None and self.ready
+        if self._listed is None:
+            self._listed = (Op * len(self._ops))(*self._ops)
+        size, layout = self._layout(tuple(counts))
+        memory = self._memory(size)
+        at, base = [0] * self._buffers, memory.data_ptr()
+        for buffer, start in layout:
+            at[buffer] = base + 4 * start
+        held = [one.to(torch.float32).contiguous() for one in lent]
+        for rows, one in zip(self._lent, held, strict=True):
+            assert one.shape == (counts[rows.count], rows.width), (one.shape, counts, rows)
+            at[rows.buffer] = one.data_ptr()
+        with torch.inference_mode(False):
+            given = [torch.empty(counts[rows.count], rows.width) for rows in self._given]
+        for rows, one in zip(self._given, given, strict=True):
+            at[rows.buffer] = one.data_ptr()
+        for buffer, whole, column, left_out in self._views:
+            skipped = 0 if left_out == NONE else counts[left_out]
+            at[buffer] = at[whole.buffer] + 4 * (column + skipped * whole.stride)
+        address = (ctypes.c_void_p * len(at))(*at)
+        if self._ids and ids and not 0 <= min(ids) <= max(ids) < self._ids:
+            raise IndexError(f"ids are 0 to {self._ids - 1}, got {min(ids)} to {max(ids)}")
+        told = array("q", ids)
+        chosen, rows_C = array("q", picked), (ctypes.c_int64 * len(counts))(*counts)
+        call = Call(
+            op=ctypes.addressof(self._listed),
+            ops=len(self._listed),
+            buffer=ctypes.addressof(address),
+            rows=ctypes.addressof(rows_C),
+            picked=chosen.buffer_info()[0],
+            ids=told.buffer_info()[0],
+            threads=torch.get_num_threads(),
+        )
+        if seen is None:
+            code.outpace_run(ctypes.byref(call))
+            return given
+        self._attending(code, call, seen, at)
+        return given
+
+    def _attending(self, code: ctypes.CDLL, call: Call, seen: Seen, at: Sequence[int]) -> None:
+        """Run a list with attention in it."""
+        heads, rotation = self._heads, self._rotation
+        assert self._attended is not None and heads is not None and rotation is not None
+        head, out = (rows.buffer for rows in self._attended)
+        stores, spans = (seen.cache.key_store, seen.cache.value_store), seen.spans
+        view = View(
+            at[head], at[out], False, stores, places(spans), spans, heads, self._window, seen.attending
+        )
+        positions = seen.positions
+        table = rotation.table(max(positions) + 1)
+        told = (ctypes.c_void_p * 1)(ctypes.addressof(view.told))
+        turn = (ctypes.c_void_p * 1)(table.data_ptr())
+        call.positions = positions.buffer_info()[0]
+        call.pass_, call.turn = ctypes.addressof(told), ctypes.addressof(turn)
+        keys, values = stores
+        call.keys, call.values = keys.data_ptr(), values.data_ptr()
+        call.key_layer = keys.stride(0) * keys.element_size()
+        call.value_layer = values.stride(0) * values.element_size()
+        call.heads, call.turned = heads.queries + 2 * heads.kv, heads.queries + heads.kv
+        code.outpace_run(ctypes.byref(call))
+
+    def _memory(self, size: int) -> Tensor:
+        if size > _KEPT:
+            return torch.empty(size)
+        if len(self._kept) < size:
+            self._kept = torch.empty(size)
+        return self._kept
+
+    def _layout(self, counts: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]]:
+        """Numbers of memory in all, and where the buffers begin."""
+        known = self._layouts.get(counts)
+        if known is None:
+            code = library()
+            assert code is not None
+            room = 0
+            for op in self._ops:
+                if op.kind == kinds.PRODUCT:
+                    room = max(room, code.outpace_room(op.part, op.parts, counts[op.rows]))
+            places, size = [(_OPERANDS, 0)], -(-room // (4 * LANES)) * LANES
+            for buffer, width, count in self._own:
+                places.append((buffer, size))
+                size += -(-counts[count] * width // LANES) * LANES
+            if len(self._layouts) >= _LAYOUTS:
+                self._layouts.clear()
+            known = self._layouts[counts] = size, places
+        return known
