@@ -127,6 +127,17 @@ class ModelOptions:
         ),
     ] = None
 
+    draft_model: Annotated[
+        str | None,
+        option(
+            "--draft-model",
+            panel=MODEL,
+            metavar="M",
+            show_default="none",
+            help="A smaller model with the same tokenizer, for auto to draft with where that pays.",
+        ),
+    ] = None
+
     def load(self, **settings: Any) -> Engine:
         """Load the engine, with a spinner on a terminal.
 
@@ -144,22 +155,11 @@ class ModelOptions:
 
             if self.threads is not None:
                 torch.set_num_threads(self.threads)
-            given = {key: value for key, value in settings.items() if value is not None}
-            return _tuned(
-                Engine.load(self.model, dtype=self.dtype, device=self.device, quantize=self.quantize, **given)
+            own = dict(settings, draft_model=self.draft_model)
+            given = {key: value for key, value in own.items() if value is not None}
+            return Engine.load(
+                self.model, dtype=self.dtype, device=self.device, quantize=self.quantize, **given
             )
-
-
-def _tuned(engine: Engine) -> Engine:
-    """Let policies begin with what was measured here, if any of them asks."""
-
-    def fill() -> None:
-        from outpace.analysis.profile import tell
-
-        tell(engine)
-
-    engine.costs.later(fill)
-    return engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

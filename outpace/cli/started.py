@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from outpace.cli import show
 from outpace.cli.options import ModelOptions
@@ -117,10 +117,10 @@ def launched(model: ModelOptions, drafters: Sequence[str], more: Sequence[str] =
 
 
 def _options(model: ModelOptions) -> Iterator[str]:
-    for name in ("model", "dtype", "quantize", "device", "threads"):
-        value = getattr(model, name)
+    for field in fields(model):
+        value = getattr(model, field.name)
         if value is not None:
-            yield from (f"--{name}", str(value))
+            yield from (f"--{field.name.replace('_', '-')}", str(value))
 
 
 def _address(process: subprocess.Popen[str]) -> str:

@@ -6,6 +6,7 @@ import pytest
 
 from outpace import Engine, SamplingParams, SpecError, UnknownNameError
 from outpace.drafters.trained import home
+from outpace.engine import portfolio
 from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
 from outpace.methods.lookup.suffix import Suffix
 from outpace.methods.medusa.hydra_objective import Hydra, HydraTraining
@@ -52,14 +53,30 @@ def test_of_trained_models_the_one_measured_fastest_takes_part(engine, monkeypat
         built = objective.build(config, engine.target, None)
         built.save(home(name, engine.target), measured)
     method = engine.method("auto")
-    assert list(method.members) == ["suffix[tree_size=48]", "hydra"]
-    assert method.left_out["medusa"] == "hydra was measured faster"
-    assert method.left_out["draft_model"].endswith("name it with auto[add=draft_model]")
+    assert list(method.members) == ["suffix[tree_size=48]", "hydra", "medusa", "draft_model"], (
+        "all of the user's"
+    )
+    monkeypatch.setattr(portfolio, "home", lambda method, target: tmp_path / "elsewhere")
+    shipped = Engine.load("tiny", drafter="none", dtype="float32").method("auto")
+    assert list(shipped.members) == ["suffix[tree_size=48]", "hydra"]
+    assert shipped.left_out["medusa"] == "hydra was measured faster"
+    assert shipped.left_out["draft_model"].endswith("name it with auto[add=draft_model]")
     assert "outpace train eagle3" in method.left_out["eagle3"], "there is none"
     (home("hydra", engine.target) / "model.safetensors").write_bytes(b"broken")
     spoiled = Engine.load("tiny", drafter="none", dtype="float32").method("auto")
     assert "medusa" in spoiled.members, "the next best stands in"
     assert "hydra" in spoiled.left_out
+
+
+def test_a_draft_model_of_the_users_takes_part():
+    engine = Engine.load("tiny", drafter="none", dtype="float32", draft_model="tiny")
+    assert list(engine.method("auto").members) == ["draft_model[model=tiny]", "suffix[tree_size=48]"]
+    exactly = engine.method("auto[drafters=suffix]")
+    assert list(exactly.members) == ["suffix"], "who names members means these"
+    expected = engine.generate(PROMPTS, drafter="none", **SETTINGS)
+    assert [r.tokens for r in engine.generate(PROMPTS, drafter="auto", **SETTINGS)] == [
+        r.tokens for r in expected
+    ]
 
 
 def test_members_are_loaded_with_the_first_request(monkeypatch):
