@@ -123,9 +123,10 @@ class KnownDrafter:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> KnownDrafter:
         """Read plain data; ValueError, TypeError or KeyError if it is something else."""
-        return cls(
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-        )
+        plain: dict[str, Any] = {}
+        for name, value in data.items():
+            plain[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**plain)
 
 
 def _linear(x_P: Sequence[float], y_P: Sequence[float], x: float) -> float:

@@ -66,9 +66,14 @@ class Device:
 
     def level(self, spec: str, sequences: int) -> float:
         """Milliseconds of a level of a drafter for so many sequences."""
-        model = registry.can("drafter", spec.partition("[")[0], registry.RUNS_MODEL)
-        one, more = self.levels.get("model" if model else "head", (0.0, 0.0))
+        one, more = self.levels.get(self.kind(spec), (0.0, 0.0))
         return one + more * (sequences - 1)
+
+    @staticmethod
+    def kind(spec: str) -> str:
+        """Whether a drafter is a language ``model`` or a ``head``."""
+        model = registry.can("drafter", spec.partition("[")[0], registry.RUNS_MODEL)
+        return "model" if model else "head"
 
 
 @dataclass(frozen=True, slots=True)

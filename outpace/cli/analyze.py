@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.cli import analyze_cascade, analyze_tree, show
+from outpace.cli import analyze_cascade, analyze_policy, analyze_tree, show
 from outpace.cli.drafting import known
 from outpace.cli.options import UNDRAFTED, ModelOptions, WorkloadOptions, at_least, option, spread
 
@@ -52,6 +52,7 @@ def register(app: typer.Typer) -> None:
     group.command(epilog=_epilog(_ACCEPTANCE))(spread(acceptance))
     analyze_tree.register(group)
     analyze_cascade.register(group)
+    analyze_policy.register(group)
     app.add_typer(group)
 
 
