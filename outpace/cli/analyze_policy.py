@@ -6,19 +6,18 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from outpace.cli import show
-from outpace.cli.options import ModelOptions, WorkloadOptions, at_least, option, spread
+from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, epilog, option, output, spread
 from outpace.config import split_specs
 from outpace.errors import RequestError
 
 if TYPE_CHECKING:
     from outpace.analysis.judge import Judged
 
-_OUTPUT = "Output"
 _EXAMPLES = """
 Examples:
 
@@ -31,53 +30,33 @@ Examples:
 
 
 def register(group: typer.Typer) -> None:
-    """Add the command."""
-    group.command("policy", epilog=_EXAMPLES.strip().replace("[", r"\["))(spread(policy))
+    group.command("policy", epilog=epilog(_EXAMPLES))(spread(policy))
 
 
 def policy(
     *,
     model: ModelOptions,
     texts: WorkloadOptions,
-    file: Annotated[
-        Path,
-        option(
-            "--texts", metavar="FILE", help="Recorded answers; they are recorded if there is no such file."
-        ),
-    ],
-    policies: Annotated[
-        str, option("--policies", metavar="SPECS", help="Policies, with commas between them.")
-    ] = "auto,goodput,bandit,two_lines",
-    drafters: Annotated[
-        str | None,
-        option(
-            "--drafters",
-            metavar="SPECS",
-            show_default="those of auto",
-            help="Drafters to record, with commas between them.",
-        ),
-    ] = None,
-    max_new_tokens: Annotated[int, option("--max-new-tokens", metavar="N", help="Tokens per answer.")] = 96,
-    temperature: Annotated[
-        float, option("--temperature", "-t", metavar="T", help="Of the answers to record.")
-    ] = 0.0,
-    only: Annotated[
-        str, option("--only", metavar="PART", help="Scenarios whose names hold this.", show_default="all")
-    ] = "",
-    measure: Annotated[
-        bool, option("--measure", help="Answer the prompts again, and compare replay with measured speed.")
-    ] = False,
-    as_json: Annotated[bool, option("--json", panel=_OUTPUT, help="Print one JSON object.")] = False,
-    out: Annotated[
-        Path | None,
-        option("--out", "-o", panel=_OUTPUT, metavar="DIR", help="Write policy.json and a plot here."),
-    ] = None,
+    file: Path = option(
+        ..., "Recorded answers; they are recorded if there is no such file.", "--texts", metavar="FILE"
+    ),
+    policies: str = option(
+        "auto,goodput,bandit,two_lines", "Policies, with commas between them.", metavar="SPECS"
+    ),
+    drafters: str | None = option(
+        None, "Drafters to record, with commas between them.", metavar="SPECS", shown="those of auto"
+    ),
+    max_new_tokens: int = option(96, "Tokens per answer.", least=16),
+    temperature: float = option(0.0, "Of the answers to record.", "-t", metavar="T"),
+    only: str = option("", "Scenarios whose names hold this.", metavar="PART", shown="all"),
+    measure: bool = option(False, "Answer the prompts again, and compare replay with measured speed."),
+    as_json: bool = AS_JSON,
+    out: Path | None = output(None, "Write policy.json and a plot here.", "-o", metavar="DIR"),
 ) -> None:
     """Replay policies against recorded answers on machines of several kinds.
 
     Prints what each reaches of the best fixed rule in hindsight; above 1 it beats all fixed rules.
     """
-    at_least(16, "--max-new-tokens", max_new_tokens, "too few tell nothing")
     names = split_specs(policies, ",")
     if not names:
         raise RequestError("--policies names none; give for example auto,goodput")
