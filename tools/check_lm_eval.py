@@ -4,8 +4,8 @@
 
 ENV is an environment with torch, transformers and `lm-eval[api]` (checked with 0.4.12). This program makes a
 small model, serves it, and lets the harness ask `/v1/completions` for log-probabilities of prompts
-(``echo``, ``logprobs``), as it does for any multiple-choice task. Then the harness loads the model itself. The
-log-likelihood of every choice of every question is compared.
+(``echo``, ``logprobs``), as it does for any multiple-choice task. Then the harness loads the model itself.
+The log-likelihood of every choice of every question is compared.
 
 Exit code 0: all agree to 1e-3. 1: they do not.
 """
@@ -64,8 +64,8 @@ def main() -> int:
     ]
     flat = [one for row in loaded for one in row]
     sys.stdout.write(
-        f"{len(served)} questions, {len(off)} choices; log-likelihoods from {min(flat):.2f} to {max(flat):.2f}; "
-        f"largest difference {max(off):.1e}\n"
+        f"{len(served)} questions, {len(off)} choices; "
+        f"log-likelihoods from {min(flat):.2f} to {max(flat):.2f}; largest difference {max(off):.1e}\n"
     )
     return 0 if len(served) == QUESTIONS and max(off) < CLOSE and max(flat) - min(flat) > 1 else 1
 
