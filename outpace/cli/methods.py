@@ -82,9 +82,10 @@ def _one(name: str, as_json: bool) -> None:
         )
         return
     for row, cls in zip(found, classes, strict=True):
-        shape = f" {natural_shape(cls)}" if row.kind == "drafter" else ""
-        paper = f" After {row.paper}." if row.paper else ""
-        show.write(f"{row.kind} {name}: {row.summary.rstrip('.')}.{shape}{paper}\n")
+        shape = natural_shape(cls) if row.kind == "drafter" else ""
+        paper = f"After {row.paper}." if row.paper else ""
+        said = filter(None, (f"{row.summary.rstrip('.')}.", shape, paper))
+        show.write(f"{row.kind} {name}: {' '.join(said)}\n")
         settings = settings_of(cls.Config)
         if settings:
             show.table(
