@@ -232,7 +232,7 @@ def test_the_builtin_prompts_are_the_default(outpace, monkeypatch):
         (("--synthetic-acceptance", "2"), "acceptance must be rates in [0, 1]"),
         (("--workload", "nowhere.jsonl"), "nowhere.jsonl"),
         (("--answers", "a.jsonl", "--batch", "2"), "--answers needs the time of every answer"),
-        (("--out", "w.jsonl"), "w.jsonl: file exists"),
+        (("--out", "w.jsonl"), "w.jsonl: not a directory"),
         (("compare", "nowhere", "nowhere"), "cannot read report nowhere"),
         (("compare", "w.jsonl", "w.jsonl"), "w.jsonl is not json"),
     ],
@@ -301,12 +301,12 @@ def test_what_takes_a_core_ends_with_whoever_started_it():
 
 def test_a_full_disk_costs_files_and_no_figures(outpace, tmp_path, monkeypatch):
     """The disk is full once the benchmark has run; before, it was not."""
-    from outpace.bench import report
+    from outpace.bench import tables
 
     def full(path, data):
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(report, "write_whole", full)
+    monkeypatch.setattr(tables, "write_whole", full)
     ran = outpace(*few("--drafters", "prompt_lookup", "--out", str(tmp_path / "out")))
     assert ran.code == 2 and "Speed-up over none" in ran.out
     assert "report.json: No space left on device" in ran.err and not (tmp_path / "out").exists()
