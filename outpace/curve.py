@@ -119,6 +119,14 @@ class KnownDrafter:
         if not (0.0 <= self.call < float("inf") and 0.0 <= self.level < float("inf")):
             raise ValueError(f"seconds must be at least 0, got {self.call} and {self.level}")
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> KnownDrafter:
+        """Read plain data; ValueError, TypeError or KeyError if it is something else."""
+        plain: dict[str, Any] = {}
+        for name, value in data.items():
+            plain[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**plain)
+
 
 def _linear(x_P: Sequence[float], y_P: Sequence[float], x: float) -> float:
     """Value at x of the line through points in ascending x."""

@@ -11,13 +11,11 @@ class Choice:
     """Why a policy planned what it planned, for listeners to show."""
 
     reason: str
-    """``best``; ``stay``: another is better, by less than a change is worth; ``probe``: to learn
-    what this drafter is worth now; ``together``: a drafter whose levels all sequences share does
-    not pay for all of them together; ``explore``: nothing is drafted, to measure what that costs;
-    ``pause``: nothing is planned, because drafting does not pay in a batch of this size."""
+    """``best``: it gains most; ``probe``: to learn what an idle drafter is worth now; ``pause``: the
+    sequence is not looked at in this step, because drafting did not pay for it lately."""
     rates: Mapping[str, float]
-    """Drafter, or ``"none"`` -> tokens per second that the whole batch is expected to emit with it;
-    without those that had nothing to propose."""
+    """The drafter picked, and ``"none"`` -> tokens per second that the whole batch is expected to emit
+    with it."""
 
 
 @dataclass(frozen=True, slots=True)

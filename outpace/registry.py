@@ -164,7 +164,7 @@ _CORE = (
         "policy",
         "policy",
         "outpace.policies.bandit:Bandit",
-        "Draws a plausible acceptance rate, and drafts as deep as would then pay best",
+        "Draws plausible acceptance rates, and takes the drafter and depth that would then pay best",
         "Thompson sampling as in EESD, arXiv:2406.03853",
     ),
     MethodEntry(
@@ -172,15 +172,22 @@ _CORE = (
         "policy",
         "policy",
         "outpace.policies.goodput:Goodput",
-        "Drafts a level more where it raises the tokens per second at measured cost",
+        "The drafter and depth with most tokens per second, by moving averages of acceptance",
         "SmartSpec, arXiv:2406.14066",
+    ),
+    MethodEntry(
+        "two_lines",
+        "policy",
+        "policy",
+        "outpace.policies.two_lines:TwoLines",
+        "A lookup while it is sure, else a trained drafter, and nothing in a large batch",
     ),
     MethodEntry(
         "auto",
         "policy",
         "policy",
         "outpace.policies.auto:Auto",
-        "Picks the drafter, or none, and its depth by expected tokens per second",
+        "Picks the drafter, or none, and its depth by what they gain over the present throughput",
     ),
 )
 

@@ -37,7 +37,8 @@ MAY_IMPORT = {
     "drafters.base": "clock types tree models.base",
     "drafters.wrapping": "clock tree drafters.base",
     "verifiers.base": "errors types coins",
-    "policies.costs": "types",
+    "policies.tuning": "",
+    "policies.costs": "types policies.tuning",
     "policies.base": "types coins policies.costs",
     # The step knows contracts and no implementation, so methods may stand on it.
     "step": "errors clock types coins sampling tree cache.base models.base drafters.base verifiers.base"
@@ -53,7 +54,7 @@ MAY_IMPORT = {
     "drafters": "errors config files registry clock rows types coins sampling tree step cache.base"
     " models models.base drafters.base drafters.trained verifiers.base policies.base",
     "verifiers": "errors types coins verifiers.base",
-    "policies": "types coins policies.base policies.costs",
+    "policies": "types coins policies.base policies.costs policies.tuning",
     # The engine finds methods through the registry and never names one.
     "engine": "errors config registry params stops types coins sampling tree step cache.base"
     " models models.base drafters.base drafters.trained verifiers.base policies.base"

@@ -14,36 +14,28 @@ Shape letters: L levels of a draft; those of ``CostCurve``.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from outpace import __version__
-from outpace.analysis.roofline import machine, medians, now
+from outpace.analysis.roofline import medians, now
 from outpace.cache.base import KVCache, Lease
 from outpace.coins import KeyedCoins, Stream
-from outpace.config import cache_folder
 from outpace.drafters.base import Request
 from outpace.engine.method import Method
 from outpace.errors import RequestError
-from outpace.files import parse_json, write_whole
-from outpace.kernels.compiled import library
 from outpace.models.base import Target
+from outpace.models.measured import dtype_name, kept, machine, store
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
 from outpace.types import CostCurve as CostCurve
 from outpace.types import Draft, Drawn, Feed, Outcome, Verdict
 
-T = TypeVar("T")
 Tick = Callable[[str, int], None]
 """Receives what is measured now, and how many rounds were finished since the last call."""
 
@@ -55,7 +47,6 @@ LEVELS = 8
 """Deepest draft that is timed."""
 
 _CHUNK = 256  # rows per pass while a context is read
-_FORMAT = 1  # of the files; other ones are measured anew
 _PERIOD = 24  # tokens after which the fixed text repeats itself, so that lookups find something
 _DRAFT_CONTEXT = 192
 
@@ -103,7 +94,7 @@ def measure(
         of_batches.append((of_rows[-1][0], *(next(found) for _ in sizes[1:])))
     return CostCurve(
         model=target.name,
-        dtype=_name(target.dtype),
+        dtype=dtype_name(target.dtype),
         threads=torch.get_num_threads(),
         device=machine(target.device),
         rows_R=counts,
@@ -244,16 +235,6 @@ def keep(target: Target, value: CostCurve | DraftCost, note: Callable[[str], Non
     store(kind, target, spec, value, note)
 
 
-def store(
-    kind: str, target: Target, spec: str, value: Any, note: Callable[[str], None] | None = None
-) -> Path:
-    """Keep a dataclass, for ``kept`` to find under the same kind and spec. Returns its file."""
-    key = _key(kind, target, spec)
-    file = _file(key, target)
-    _write(file, key, value, note)
-    return file
-
-
 def _counts(what: str, given: Iterable[int]) -> tuple[int, ...]:
     counts = sorted({1, *given})
     if counts[0] < 1:
@@ -306,66 +287,3 @@ def _pass(target: Target, cache: KVCache, slots: Sequence[int], rows: int) -> Ca
         return seconds
 
     return run
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _key(kind: str, target: Target, spec: str) -> dict[str, Any]:
-    return {
-        "format": _FORMAT,
-        "kind": kind,
-        "model": "" if kind == "device" else f"{type(target).__name__} {target.digest}",
-        "spec": spec,
-        "dtype": _name(target.dtype),
-        "threads": torch.get_num_threads(),
-        "machine": machine(target.device),
-        "compiled": target.device.type == "cpu" and library() is not None,
-        "outpace": __version__,
-    }
-
-
-def _file(key: Mapping[str, Any], target: Target) -> Path:
-    kind, spec = key["kind"], key["spec"]
-    digest = hashlib.sha256(json.dumps({**key, "format": None}).encode()).hexdigest()[:16]
-    about = re.sub(r"[^A-Za-z0-9.]+", "_", spec or ("" if kind == "device" else target.name))[:40]
-    words = [word for word in (kind, about, _name(target.dtype), digest) if word]
-    return cache_folder() / "costs" / f"{'-'.join(words)}.json"
-
-
-def kept(
-    kind: str,
-    target: Target,
-    spec: str,
-    read: Callable[[Any], T],
-    make: Callable[[], T] | None,
-    note: Callable[[str], None] | None,
-) -> T | None:
-    """Read a measurement, or make and keep it; None if it is missing and not to be made."""
-    key = _key(kind, target, spec)
-    file = _file(key, target)
-    try:
-        data = parse_json(file.read_bytes())
-        if data["key"] != key:
-            raise ValueError("it was written by another version")
-        return read(data["value"])
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        if note is not None:
-            note(f"{file} is ignored: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
-    if make is None:
-        return None
-    value = make()
-    _write(file, key, value, note)
-    return value
-
-
-def _write(file: Path, key: Mapping[str, Any], value: Any, note: Callable[[str], None] | None) -> None:
-    """Put a file in place as a whole; a folder that cannot be written is no error."""
-    try:
-        write_whole(file, json.dumps({"key": key, "value": asdict(value)}))
-    except OSError as error:
-        if note is not None:
-            note(f"{file} cannot be written, so the next run measures again: {error.strerror}")

@@ -2,7 +2,6 @@
 
     profile = measure(engine, asked, specs, curve, max_new_tokens=64)
     save(engine.target, profile)
-    begin(engine)     before a policy's first decision, what was saved is read
 
 Drafters answer the same prompts in turns, each with its own budget. From their steps come what a
 draft costs, what is kept of it by depth, and the speed-up to expect if drafts were cut at depth d:
@@ -21,11 +20,9 @@ Shape letters: D depths of a draft, from 1.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -33,12 +30,11 @@ from typing import Any
 import torch
 
 from outpace import registry
-from outpace.analysis.cost import curve_for, kept, store
-from outpace.analysis.roofline import machine
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
 from outpace.errors import OutpaceError, RequestError
 from outpace.models.base import Target
+from outpace.models.measured import kept, machine, store
 from outpace.params import SamplingParams
 from outpace.types import CostCurve, KnownDrafter, StepRecord
 
@@ -83,12 +79,11 @@ class Learned:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Learned:
         """Read what ``dataclasses.asdict`` gave, through JSON."""
-        known = {name: _tuple(value) for name, value in data["known"].items()}
         own = {name: _tuple(data[name]) for name in cls.__slots__ if name != "known"}
         numbers = (own["speedup"], own["mean_emitted"], *own["expected_D"])
         if type(own["spec"]) is not str or not all(type(one) in (int, float) for one in numbers):
             raise ValueError("a drafter's spec must be text, and its figures numbers")
-        return cls(known=KnownDrafter(**known), **own)
+        return cls(known=KnownDrafter.from_json(data["known"]), **own)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,7 +223,6 @@ class _Answer:
 
     @property
     def emitted(self) -> float:
-        """Tokens per pass."""
         return mean(len(step.rows[0].emitted) for step in self.steps) if self.steps else 1.0
 
 
@@ -375,26 +369,6 @@ def profile_for(target: Target, note: Callable[[str], None] | None = None) -> Pr
         note: told, in one line, of a file that cannot be used.
     """
     return kept("profile", target, "", Profile.from_json, None, note)
-
-
-def begin(engine: Engine) -> None:
-    """Have policies begin with what was measured, if anything was; nothing is measured now.
-
-    Files are read when a policy first asks what something costs. One that is missing, unreadable
-    or of another version is as if there were none.
-    """
-    engine.costs.later(partial(tell, engine))
-
-
-def tell(engine: Engine) -> None:
-    """Put what was measured into the costs of an engine now."""
-    with contextlib.suppress(OSError):  # a checkpoint that vanished has no digest any more
-        curve = curve_for(engine.target, measure_if_missing=False)
-        profile = profile_for(engine.target)
-        if curve is not None:
-            engine.costs.start(curve)
-        if profile is not None:
-            engine.costs.know({one.spec: one.known for one in profile.drafters})
 
 
 def _tuple(value: Any) -> Any:

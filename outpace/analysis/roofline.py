@@ -21,9 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import platform
-import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +32,7 @@ import numpy as np
 import torch
 
 from outpace.models.families import DecoderConfig
+from outpace.models.measured import machine
 from outpace.models.packed import Linear
 from outpace.types import CostCurve
 
@@ -278,19 +276,6 @@ def flop_rate(dtype: torch.dtype, device: torch.device, repeat: int = _REPEAT) -
     linear = Linear(torch.full((width, width), 0.5, dtype=dtype, device=device))
     x_TI = torch.full((512, width), 0.5, dtype=dtype, device=device)
     return 2 * x_TI.numel() * width / _seconds_of(lambda: linear(x_TI), device, repeat)
-
-
-def machine(device: torch.device) -> str:
-    """Name of the processor, and how many cores of it this process may use."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        name = next(iter(re.findall(r"^model name\s*: (.+)$", lines, re.MULTILINE)), name)
-    allowed = getattr(os, "sched_getaffinity", None)
-    cores = len(allowed(0)) if allowed is not None else os.cpu_count() or 1
-    return f"{name.strip()}, {cores} core{'s' * (cores != 1)}"
 
 
 def medians(

@@ -261,6 +261,5 @@ def _differing(texts: Mapping[str, Any] | None) -> str:
 
 
 def markdown(report: Report) -> str:
-    """The report as a page."""
     lead = [heading(report), "", *(f"- {note}" for note in report["notes"])]
     return page("Load", lead, [table(report)], report["provenance"])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from outpace.cli import analyze_cascade, analyze_tree, show
+from outpace.cli import analyze_cascade, analyze_policy, analyze_tree, show
 from outpace.cli.drafting import known
 from outpace.cli.options import (
     AS_JSON,
@@ -60,6 +60,7 @@ def register(app: typer.Typer) -> None:
     group.command(epilog=epilog(_ACCEPTANCE))(spread(acceptance))
     analyze_tree.register(group)
     analyze_cascade.register(group)
+    analyze_policy.register(group)
     app.add_typer(group)
 
 

@@ -58,6 +58,7 @@ def chat(
     """Talk with a model; each line is a message. Ctrl-C stops an answer, Ctrl-D leaves."""
     params = sampling.params()
     engine = model.load(drafter=drafting.spec, allow_lossy=drafting.allow_lossy)
+    engine.remember()
     for line in notes(engine, params):
         show.note(f"outpace: {line}")
     talk = Talk(engine, params, system, sampling.reproducible)

@@ -86,6 +86,7 @@ def generate(
         raise RequestError("--logprobs are printed with --json only; add it")
     text = read_prompt(prompt, prompt_file)
     engine = model.load(drafter=drafting.spec, allow_lossy=drafting.allow_lossy)
+    engine.remember()
     run = Run(engine, to_ids(engine, text, chat, system), params, sampling.reproducible)
     remarks = notes(engine, params)
     about = {

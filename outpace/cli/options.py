@@ -143,6 +143,13 @@ class ModelOptions:
         "accepted; the output has the same distribution.",
     )
 
+    draft_model: str | None = model_option(
+        None,
+        "A smaller model with the same tokenizer, for auto to draft with where that pays.",
+        metavar="M",
+        shown="none",
+    )
+
     def load(self, **settings: Any) -> Engine:
         """Load the engine, with a spinner on a terminal.
 
@@ -159,29 +166,16 @@ class ModelOptions:
 
             if self.threads is not None:
                 torch.set_num_threads(self.threads)
-            given = {key: value for key, value in settings.items() if value is not None}
-            return _tuned(
-                Engine.load(
-                    self.model,
-                    dtype=self.dtype,
-                    device=self.device,
-                    quantize=self.quantize,
-                    drafter_anyway=self.drafter_anyway,
-                    **given,
-                )
+            own = dict(settings, draft_model=self.draft_model)
+            given = {key: value for key, value in own.items() if value is not None}
+            return Engine.load(
+                self.model,
+                dtype=self.dtype,
+                device=self.device,
+                quantize=self.quantize,
+                drafter_anyway=self.drafter_anyway,
+                **given,
             )
-
-
-def _tuned(engine: Engine) -> Engine:
-    """Let policies begin with what was measured here, if any of them asks."""
-
-    def fill() -> None:
-        from outpace.analysis.profile import tell
-
-        tell(engine)
-
-    engine.costs.later(fill)
-    return engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -138,6 +138,7 @@ def serve(
         if importlib.util.find_spec(module) is None:
             raise ModelError(f"serving needs the package {module}; install it: pip install 'outpace[server]'")
     engine = model.load(drafter="none")
+    engine.remember()
     for line in notes(engine, SamplingParams()):
         show.note(f"outpace: {line}")
     with show.busy("loading drafters"):

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from outpace.cli import show
 from outpace.cli.options import ModelOptions
@@ -106,12 +106,11 @@ def launched(model: ModelOptions, drafters: Sequence[str], more: Sequence[str] =
 
 
 def _options(model: ModelOptions) -> Iterator[str]:
-    for name in ("model", "dtype", "quantize", "device", "threads"):
-        value = getattr(model, name)
+    for field in fields(model):
+        value = getattr(model, field.name)
         if value is not None:
-            yield from (f"--{name}", str(value))
-    if model.drafter_anyway:
-        yield "--drafter-anyway"
+            name = f"--{field.name.replace('_', '-')}"
+            yield from (name,) * value if isinstance(value, bool) else (name, str(value))
 
 
 def _address(process: subprocess.Popen[str]) -> str:

@@ -128,10 +128,7 @@ def check_target(said: Mapping[str, Any], digest: str, name: str, folder: Path, 
     """Refuse a drafter of another model, or note what is skipped if the target takes it anyway.
 
     Args:
-        said: what the folder's config.json says.
         digest: of the model that it was trained for.
-        name: of that model.
-        folder: for messages.
         target: the model that it shall draft for.
 
     Raises:

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -14,6 +15,7 @@ from outpace import registry
 from outpace.coins import key_of
 from outpace.config import DEFAULT_DRAFTER, MethodSpec
 from outpace.engine.method import Method, SingleMethod, make
+from outpace.engine.recall import recall, remember
 from outpace.engine.requests import GenerationRequest, Wanted, check, each, settle, together
 from outpace.engine.results import Chunk, Result
 from outpace.engine.scheduler import run
@@ -37,8 +39,17 @@ class Engine:
     Not thread-safe: one call at a time.
     """
 
-    def __init__(self, target: Target, drafter: str = DEFAULT_DRAFTER, *, allow_lossy: bool = False) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: str = DEFAULT_DRAFTER,
+        *,
+        allow_lossy: bool = False,
+        draft_model: str | None = None,
+    ) -> None:
         self.target = target
+        self.draft_model = draft_model
+        """A language model that methods which pick among drafters may draft with."""
         self.allow_lossy = allow_lossy
         self.drafter = str(MethodSpec.parse(drafter))
         self.listeners: list[Callable[[StepRecord], None]] = []
@@ -66,6 +77,7 @@ class Engine:
         quantize: str | None = None,
         allow_lossy: bool = False,
         drafter_anyway: bool = False,
+        draft_model: str | None = None,
     ) -> Engine:
         """Load a model and a drafter for it.
 
@@ -82,6 +94,10 @@ class Engine:
             allow_lossy: permit verifiers that change the distribution of the output.
             drafter_anyway: take drafters that were trained for another model, as long as their sizes
                 fit. Nothing is lost but acceptance; the target's note says what was skipped.
+            draft_model: name, folder or file of a smaller model with the same tokenizer, for `auto` to
+                draft with where that pays.
+
+        What ``outpace tune`` measured of the model here is read when a policy first asks for it.
 
         Raises:
             ModelError, UnknownNameError, SpecError: with one line that says what to do.
@@ -91,7 +107,16 @@ class Engine:
             model, dtype=dtype, device=device, backend=backend, tokenizer=tokenizer, quantize=quantize
         )
         target.drafter_anyway = drafter_anyway
-        return cls(target, drafter, allow_lossy=allow_lossy)
+        engine = cls(target, drafter, allow_lossy=allow_lossy, draft_model=draft_model)
+        engine.costs.later(partial(recall, target, engine.costs))
+        return engine
+
+    def remember(self) -> None:
+        """Begin with what policies learned in earlier processes; keep what they learn when this one ends.
+
+        Counts of guesses are kept, and no text.
+        """
+        remember(self, self.target, self._methods)
 
     def method(self, spec: str | None = None) -> Method:
         """The drafter of a spec, loaded on first use and kept; None: the engine's own."""
@@ -100,7 +125,9 @@ class Engine:
         if name not in self._methods:
             cls = registry.load("drafter", parsed.name)
             if issubclass(cls, Method):  # it picks among drafters
-                self._methods[name] = cls(parsed, self.target, self.allow_lossy, self.costs, self._single)
+                self._methods[name] = cls(
+                    parsed, self.target, self.allow_lossy, self.costs, self._single, self.draft_model
+                )
             else:
                 self._methods[name] = SingleMethod(parsed, self.target, self.allow_lossy, self.costs)
         return self._methods[name]

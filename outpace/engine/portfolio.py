@@ -1,7 +1,7 @@
 """`auto`: several drafters for one sequence, of which a policy picks one, or none, at every step.
 
     auto                                          lookups, and the fastest trained for this target
-    auto[add=draft_model[model=smollm2-135m]]     and a draft model
+    auto[add=draft_model[model=smollm2-135m]]     and a draft model, as by --draft-model
     auto[drafters=suffix+eagle3[tree=dynamic]]    exactly these
 
 Members are loaded when the first request comes, so that an engine with `auto` is ready as soon as
@@ -23,7 +23,7 @@ from functools import cached_property
 from outpace import registry
 from outpace.config import MethodSpec, build, split_specs
 from outpace.drafters.base import Traits
-from outpace.drafters.trained import candidates, read_measured
+from outpace.drafters.trained import CONFIG, candidates, home, read_measured
 from outpace.engine.method import Method, SingleMethod, make
 from outpace.errors import OutpaceError, SpecError
 from outpace.models.base import Target
@@ -53,6 +53,7 @@ class Portfolio(Method):
         allow_lossy: whether members may name a verifier that changes the distribution of the output.
         costs: what passes and drafts cost, for the policy.
         find: gives the method of a spec, so that a member that is in use by itself is loaded once.
+        draft_model: a language model of the user's that takes part; None: there is none.
     """
 
     Config = PortfolioConfig
@@ -66,6 +67,7 @@ class Portfolio(Method):
         allow_lossy: bool = False,
         costs: Costs | None = None,
         find: Callable[[MethodSpec], SingleMethod] | None = None,
+        draft_model: str | None = None,
     ) -> None:
         own, plan = spec.split()
         who = f"drafter {spec.name!r}"
@@ -91,6 +93,9 @@ class Portfolio(Method):
         self._target = target
         self._find = find or (lambda one: SingleMethod(one, target, allow_lossy, own_costs))
         self._named = [*self._specs(self.config.drafters), *self._specs(self.config.add)]
+        if draft_model is not None and not self.config.drafters:
+            runs = registry.able("drafter", registry.RUNS_MODEL)[0].name
+            self._named.append(MethodSpec(runs, (("model", draft_model),)))
         named = [p["verifier"] for one in self._named if "verifier" in (p := one.split()[1])]
         self.names_verifier = bool(named)
         self.verifier_spec = MethodSpec.parse(named[0] if named else "tree")
@@ -146,14 +151,15 @@ class Portfolio(Method):
         return made
 
     def _fastest(self, names: Sequence[str]) -> dict[str, SingleMethod]:
-        """The trained model that was measured fastest of those that can run here.
+        """The trained model that was measured fastest of those that can run here, and all of the user's own.
 
-        One alone, because each that takes part follows the text in every pass.
+        Of those that come with the package one alone, because each that takes part follows the text.
         """
         speed = {name: _measured_speed(name, self._target) for name in names}
         made: dict[str, SingleMethod] = {}
         for name in sorted(names, key=lambda name: -speed[name]):
-            if made and speed[name] >= 0.0:
+            own = (home(name, self._target) / CONFIG).is_file()
+            if made and speed[name] >= 0.0 and not own:
                 self.left_out[name] = (
                     f"{', '.join(made)} was measured faster"
                     if speed[name] > 0.0

@@ -39,11 +39,7 @@ class ActiveSequence:
 
     Args:
         number: for records; unique within the engine.
-        warp: over its prompt.
         stops: tells where the text ends; also yields printable text.
-        coins: names all its coins.
-        slot: of the target's cache.
-        max_positions: context length of the target.
     """
 
     def __init__(

@@ -187,13 +187,8 @@ class View:
         """Look at all rows.
 
         Args:
-            head: see ``views``.
-            out: address of the results.
             bfloat16: whether they are of that type, or float32.
             stores: keys and values of the cache.
-            place: see ``places``.
-            spans: rows of the pass.
-            shape: the heads.
             window: of the layers that use it.
             attending: spans of the rows that attend; keys and values of the others are stored
                 only. None: all.

@@ -74,7 +74,6 @@ class Likeness:
         return None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, some 2 kB."""
         data = base64.b64encode(self.sample_N.numpy().tobytes()).decode()
         return {"shape": list(self.shape), "sample": data}
 

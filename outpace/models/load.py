@@ -87,8 +87,6 @@ def load_beside(target: Target, model: str, dtype: str | torch.dtype | None = No
     dtype are the target. A model is freed with the last drafter that holds it.
 
     Args:
-        target: whose drafters share it.
-        model: as for ``load_target``.
         dtype: None: the target's.
 
     Raises:

@@ -40,6 +40,7 @@ _OPERANDS = 0
 _KEPT = 1 << 22
 """Most numbers of memory that are kept from one run to the next."""
 _LAYOUTS = 256
+_NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,6 @@ class Rows:
 
     @property
     def apart(self) -> int:
-        """The stride as operations have it."""
         return 0 if self.stride == self.width else self.stride
 
 
@@ -77,7 +77,6 @@ class Seen:
         """What the rows wanted of a pass see, as in a decoder.
 
         Args:
-            rows: of the pass.
             cache: the one that they were made with.
             offsets: per feed, the position of the first row of its slot.
         """
@@ -122,7 +121,7 @@ class Plan:
         self._ids = 0
         """How many ids have vectors."""
         self._layouts: dict[tuple[int, ...], tuple[int, list[tuple[int, int]]]] = {}
-        self._kept = torch.empty(0)
+        self._kept = _NOTHING
 
     # ---- rows ----
 
@@ -145,14 +144,12 @@ class Plan:
         self._given.append(rows)
 
     def columns(self, rows: Rows, first: int, width: int) -> Rows:
-        """Some columns of rows."""
         return self._part(rows, replace(rows, width=width), first, NONE)
 
     def behind(self, rows: Rows, left_out: int, count: int) -> Rows:
         """The last rows of some.
 
         Args:
-            rows: all of them.
             left_out: which count of rows stands before.
             count: which count of rows is left.
         """
@@ -172,6 +169,7 @@ class Plan:
 
     def norm(self, norm: Norm, x: Rows, to: Rows | None = None, add: Rows | None = None) -> Rows:
         """Norm rows, to which ``add`` is added before, in place."""
+        assert add is None or x not in self._lent
         self._held.append(norm)
         out = to or self.fresh(x.width, x.count)
         more, weight = NONE if add is None else add.buffer, norm.weight_H.data_ptr()
@@ -179,7 +177,6 @@ class Plan:
         return out
 
     def product(self, linear: Linear, x: Rows, to: Rows | None = None) -> Rows:
-        """Rows times a matrix."""
         self._held.append(linear)
         out = to or self.fresh(linear.outputs, x.count)
         if linear.product is None:
@@ -201,7 +198,6 @@ class Plan:
         return out
 
     def copy(self, x: Rows, to: Rows | None = None) -> Rows:
-        """The same rows, elsewhere."""
         out = to or self.fresh(x.width, x.count)
         self._op(kinds.COPY, x, out)
         return out
@@ -219,12 +215,12 @@ class Plan:
         return out
 
     def add(self, x: Rows, to: Rows) -> None:
-        """Add rows to others, in place."""
-        assert x.stride == x.width
+        assert x.stride == x.width and to not in self._lent
         self._op(kinds.ADD, to, to, more=x.buffer)
 
     def bend(self, x: Rows, to: Rows) -> None:
         """Add the SiLU of rows to others, in place."""
+        assert to not in self._lent
         self._op(kinds.BEND, x, to)
 
     def attend(self, x: Rows, each: Norm | None = None, window: int | None = None, layer: int = 0) -> Rows:
@@ -235,7 +231,6 @@ class Plan:
                 plan share these rows, and those of the result.
             each: norm of all query and key heads.
             window: the same for all layers of a plan.
-            layer: of the cache.
         """
         heads = self._heads
         assert heads is not None
@@ -287,7 +282,6 @@ class Plan:
         Args:
             counts: how many rows there are of each count.
             lent: [rows, width] as planned; read as float32.
-            picked: rows that are wanted.
             seen: what the rows of an attention see.
             ids: of the rows that are embedded.
 
@@ -330,8 +324,9 @@ class Plan:
         )
         if seen is None:
             code.outpace_run(ctypes.byref(call))
-            return given
-        self._attending(code, call, seen, at)
+        else:
+            self._attending(code, call, seen, at)
+        self._kept = memory if len(memory) <= _KEPT else self._kept
         return given
 
     def _attending(self, code: ctypes.CDLL, call: Call, seen: Seen, at: Sequence[int]) -> None:
@@ -357,11 +352,9 @@ class Plan:
         code.outpace_run(ctypes.byref(call))
 
     def _memory(self, size: int) -> Tensor:
-        if size > _KEPT:
-            return torch.empty(size)
-        if len(self._kept) < size:
-            self._kept = torch.empty(size)
-        return self._kept
+        """Take what is kept, if it is enough: a run in another thread meanwhile finds nothing."""
+        memory, self._kept = self._kept, _NOTHING
+        return memory if len(memory) >= size else torch.empty(size)
 
     def _layout(self, counts: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]]:
         """Numbers of memory in all, and where the buffers begin."""

@@ -82,6 +82,14 @@ class Policy(ABC):
         """Update the states in ``rows``. Called once per step, after COMMIT."""
         return
 
+    def learned(self) -> Any:
+        """What it knows beyond single sequences, as plain data; None if it keeps nothing."""
+        return None
+
+    def recall(self, learned: Any) -> None:
+        """Begin with what ``learned`` gave in another process; what is broken is ignored."""
+        return
+
 
 def within(budget: Budget, limit: Budget, least: float = 0.0) -> Budget:
     """The budget, cut to what a sequence has room for, and to guesses that are likely enough."""

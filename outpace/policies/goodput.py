@@ -1,39 +1,66 @@
-"""As deep as pays here and now: a level is drafted if it raises the tokens emitted per second.
+"""As deep as pays, by moving averages: the rule of SmartSpec, for one drafter or several.
 
-Knows three things: how likely each level is to be kept (learned online, per sequence, from a prior
-that all sequences share), what the pass costs with so many rows at this batch and context, and
-what a level of drafting costs. Where nothing pays, nothing is drafted, and the drafter is tried
-again now and then.
+    goodput(d, k) = (1 + a + a**2 + ... + a**k) / seconds(d, k),   a = moving average of acceptance of d
 
-Source of the rule: SmartSpec's goodput, arXiv:2406.14066.
+The drafter and the depth with the largest goodput win; where `none` has it, nothing is drafted. A drafter
+that is not asked keeps its average, so one that was given up may stay so: `auto` tries it again.
+
+Source: Liu et al. 2024 (SmartSpec), arXiv:2406.14066; costs are those of this machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outpace.policies.base import PolicyRow
-from outpace.policies.throughput import ThroughputConfig, ThroughputPolicy
-from outpace.types import Budget
+from outpace.policies.arms import pick
+from outpace.policies.base import Evidence, Policy, PolicyRow, within
+from outpace.policies.tuning import TUNING
+from outpace.types import NOTHING, Budget, Load, Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GoodputConfig(ThroughputConfig):
+class GoodputConfig:
     """Settings of the policy."""
 
-    probe: float = 0.015
-    """Share of the time that may be spent on finding out what an idle drafter is worth, and
-    half as much on passes without drafts, to learn what those cost; 0: on neither."""
-    margin: float = 0.04
-    """Gain, as a share, below which drafting is neither begun nor given up."""
+    weight: float = 0.05
+    """Of the latest guess in the moving average of acceptance."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.weight <= 1.0:
+            raise ValueError(f"weight must be in (0, 1], got {self.weight}")
 
 
-class Goodput(ThroughputPolicy):
-    """The preferred drafter, cut where its next level costs more than it brings."""
+class Goodput(Policy):
+    """The drafter and the depth with the largest goodput, the same acceptance for all sequences."""
 
     Config = GoodputConfig
+    config: GoodputConfig
+    deterministic = False
 
-    def candidates(self, row: PolicyRow) -> Iterable[tuple[str, Budget]]:
-        """The preferred drafter alone."""
-        return [next(iter(row.drafters.items()))]
+    def __init__(self, config: GoodputConfig) -> None:
+        super().__init__(config)
+        self._kept: dict[str, float] = {}
+
+    def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
+        """Cost: some microseconds per drafter and depth, once for all sequences."""
+        best = pick(self, {name: self._chance(name) for name in rows[0].drafters}, rows[0].drafters, load)
+        if best is None:
+            return [Plan("none", NOTHING)] * len(rows)
+        name, nodes, depth = best
+        shape = rows[0].drafters[name].shape
+        return [Plan(name, within(Budget(nodes, depth, shape=shape), row.limit)) for row in rows]
+
+    def _chance(self, name: str) -> float:
+        if name not in self._kept:
+            kept_D, tried_D = self.costs.kept(name)
+            self._kept[name] = (sum(kept_D) + TUNING.hope) / (sum(tried_D) + 1.0)
+        return self._kept[name]
+
+    def learn(self, rows: Sequence[PolicyRow], evidence: Sequence[Evidence]) -> None:
+        """Move the averages; an empty draft teaches nothing."""
+        for seen in evidence:
+            refused = seen.depth > seen.accepted and not seen.censored
+            for kept in [1.0] * seen.accepted + [0.0] * refused if seen.depth else ():
+                before = self._chance(seen.drafter)
+                self._kept[seen.drafter] = before + self.config.weight * (kept - before)

@@ -61,7 +61,6 @@ def estimate(pipeline: Pipeline, measured_tokens: int = 0) -> Estimate:
     """Say what a training would take.
 
     Args:
-        pipeline: of the training.
         measured_tokens: answer tokens that a measurement of the drafter has, at one sequence.
 
     Cost: a few passes of the target, one of them over 1024 tokens, and one step of training.

@@ -52,8 +52,6 @@ def compute(
 
     Args:
         target: with the ability to give taps.
-        texts: token ids.
-        taps: names, see ``Target.score``.
         rows: tokens of a pass, about; a longer text has passes of its own.
 
     Raises:
@@ -147,12 +145,10 @@ class FeatureStore:
         self._checked: set[tuple[int, str]] = set()
 
     def __len__(self) -> int:
-        """Sequences on disk."""
         return len(self._places)
 
     @property
     def nbytes(self) -> int:
-        """On disk."""
         return sum(shard["bytes"] for shard in self._manifest["shards"])
 
     def of(self, part: Sequence[TokenSequence]) -> list[Mapping[str, Tensor]]:

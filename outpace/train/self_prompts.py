@@ -125,10 +125,8 @@ def write_conversations(
 
     Args:
         engine: of the target; its drafter is not used.
-        prompts: a file of ``write_prompts``.
         path: of the file; one that is there is gone on with.
         config: how; its count is not used.
-        say: receives progress.
 
     Returns:
         How many conversations the file holds.

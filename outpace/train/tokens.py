@@ -53,7 +53,6 @@ class TokenSequence:
     """The answer was sampled at; 0 is greedy, GIVEN is not sampled at all."""
 
     def beginning(self, length: int) -> TokenSequence:
-        """Its first tokens."""
         return replace(self, ids=self.ids[:length])
 
 

@@ -11,6 +11,7 @@ from outpace.cache.base import KVCache
 from outpace.config import MethodSpec
 from outpace.engine.method import SingleMethod
 from outpace.errors import RequestError
+from outpace.models import measured
 from outpace.models.base import Target
 from outpace.models.tiny import TableCache, tiny
 from outpace.types import CostCurve, Scored
@@ -64,7 +65,7 @@ def paced(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(cost, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(measured, "cache_folder", lambda: tmp_path)
     return tmp_path / "costs"
 
 
@@ -174,8 +175,8 @@ def test_a_curve_is_measured_once_per_model_dtype_threads_machine_and_version(pa
     changes = (
         lambda m: m.setattr(paced, "digest", "d2", raising=False),
         lambda m: m.setattr(paced, "dtype", torch.bfloat16, raising=False),
-        lambda m: m.setattr(cost, "machine", lambda device: "another"),
-        lambda m: m.setattr(cost, "__version__", "0"),
+        lambda m: m.setattr(measured, "machine", lambda device: "another"),
+        lambda m: m.setattr(measured, "__version__", "0"),
         lambda m: m.setattr(cost.torch, "get_num_threads", lambda: 77),
     )
     for change in changes:

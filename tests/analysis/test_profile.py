@@ -9,6 +9,9 @@ from outpace.analysis import cost, profile
 from outpace.analysis.profile import Asked, Learned, Profile, _Answer
 from outpace.cli import tune
 from outpace.drafters.base import Traits
+from outpace.engine import recall
+from outpace.models import measured
+from outpace.policies.costs import Costs
 from outpace.types import Budget, CostCurve, KnownDrafter, RowRecord, StepRecord
 
 CURVE = CostCurve(
@@ -49,7 +52,7 @@ PROFILE = Profile(
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(cost, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(measured, "cache_folder", lambda: tmp_path)
     return tmp_path / "costs"
 
 
@@ -247,46 +250,68 @@ def test_a_bad_file_is_as_none(engine, harm):
     file.write_text(bad)
     notes = []
     assert profile.profile_for(engine.target, notes.append) is None and len(notes) == 1
-    profile.tell(Engine(engine.target, "none"))
+    recall.recall(engine.target, Costs())
+
+
+def begun(engine):
+    """An engine as ``Engine.load`` gives it."""
+    fresh = Engine(engine.target, "none")
+    fresh.costs.later(lambda: recall.recall(fresh.target, fresh.costs))
+    return fresh
+
+
+def test_what_policies_learned_is_kept_for_the_next_process(engine):
+    spec = "auto[drafters=suffix]"
+    settings = {"max_new_tokens": 30, "ignore_eos": True, "allowed_tokens": frozenset({3, 4})}
+    first = Engine(engine.target, "none")
+    ends = recall.remember(first, first.target, first._methods)
+    first.generate([3, 4, 3, 4, 3, 4], drafter=spec, **settings)
+    learned = first.method(spec).policy.learned()
+    assert learned["suffix"]["kinds"]
+    ends()
+    second = Engine(engine.target, spec)
+    second.remember()
+    second.costs.passed(1, 0, 1)
+    assert second.method(spec).policy._recalled["suffix"].to_json() == learned["suffix"]
+    kept = next(measured.cache_folder().rglob("learned-*.json"))
+    kept.write_text("{broken")
+    Engine(engine.target, spec).remember()
 
 
 def test_files_are_read_once_and_only_by_those_who_need_them(engine, monkeypatch):
     cost.keep(engine.target, CURVE)
     profile.save(engine.target, PROFILE)
     read = []
-    monkeypatch.setattr(profile, "kept", lambda *a: (read.append(1), cost.kept(*a))[1])
-    fresh = Engine(engine.target, "none")
-    profile.begin(fresh)
+    monkeypatch.setattr(recall, "kept", lambda *a: (read.append(a[0]), measured.kept(*a))[1])
+    fresh = begun(engine)
     short = {"max_new_tokens": 6, "ignore_eos": True}
     fresh.generate([5, 9, 11] * 4, drafter="prompt_lookup", **short)
     assert not read
     for _ in range(2):
         fresh.generate([5, 9, 11] * 4, drafter="auto", **short)
-    assert read == [1]
+    assert read == ["passes", "profile"]
 
 
 def test_policies_begin_with_what_was_measured(engine):
     cost.keep(engine.target, CURVE)
     profile.save(engine.target, PROFILE)
-    fresh = Engine(engine.target, "none")
+    fresh = begun(engine)
     spec = "draft_model[model=tiny policy=goodput]"
     with_policy = fresh.method(spec)
-    profile.begin(fresh)
     assert fresh.costs.passed(9, 0, 1) == pytest.approx(0.018)
-    assert fresh.costs.price("draft_model[model=tiny]") == (0.0, 0.002)
-    assert fresh.costs.price(with_policy.spec) == (0.0, 0.002), "the policy changes no price"
+    assert fresh.costs.price("draft_model[model=tiny]") == 0.002
+    assert fresh.costs.price(with_policy.spec) == 0.002, "the policy changes no price"
     assert fresh.costs.kept(with_policy.spec) == (KNOWN.kept_D, KNOWN.tried_D)
     rows = []
     fresh.listeners.append(lambda r: rows.extend(() if r.prompt else r.rows))
-    fresh.generate([77], drafter=spec, max_new_tokens=8, ignore_eos=True)
-    # In seconds from the first step on: (1 + 0.9 + 0.9 * 2 / 3) tokens in 14 ms is the best of two.
-    assert rows[0].choice.rates["none"] == pytest.approx(100, rel=0.01)
-    assert 170 < rows[0].choice.rates[with_policy.spec] < 250
+    with_auto = "auto[drafters=draft_model[model=tiny]]"
+    fresh.generate([77], drafter=with_auto, max_new_tokens=8, ignore_eos=True)
+    assert rows[0].choice.rates["none"] == pytest.approx(100, rel=0.01), "in seconds from the first step on"
+    assert 130 < rows[0].choice.rates["draft_model[model=tiny]"] < 250
 
 
 def test_without_files_nothing_changes(engine):
-    fresh = Engine(engine.target, "none")
-    profile.begin(fresh)
+    fresh = begun(engine)
     assert fresh.costs.passed(1, 0, 1) == 1.0 and fresh.costs.kept("suffix") == ((), ())
 
 
@@ -294,8 +319,8 @@ def test_a_checkpoint_that_vanished_is_no_error(engine, monkeypatch):
     def gone(*a, **k):
         raise FileNotFoundError("model.safetensors")
 
-    monkeypatch.setattr(profile, "curve_for", gone)
-    profile.tell(engine)
+    monkeypatch.setattr(recall, "kept", gone)
+    recall.recall(engine.target, Costs())
 
 
 def test_profiles_are_plain_data():

@@ -6,8 +6,7 @@ import pytest
 
 from outpace import Engine
 from outpace.bench.cases import make_cases, turn_id
-from outpace.bench.ours import Ours
-from outpace.bench.ours import _Watch as Watch
+from outpace.bench.ours import Ours, Watch
 from outpace.bench.records import VERBS, Case, Settings
 from outpace.bench.runner import Runner, make_units
 from outpace.bench.workloads import Prompt

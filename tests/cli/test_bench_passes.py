@@ -9,6 +9,7 @@ from outpace.analysis import cost, roofline
 from outpace.bench import plots
 from outpace.cli import bench_passes
 from outpace.cli.main import main
+from outpace.models import measured
 from outpace.models.tiny import tiny
 from outpace.types import CostCurve
 
@@ -55,7 +56,7 @@ def passes(capsys, monkeypatch, tmp_path):
     app.callback()(lambda: None)
     bench_passes.register(app)
     monkeypatch.setattr("outpace.cli.main.app", app)
-    monkeypatch.setattr(cost, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(measured, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(roofline, "read_bandwidth", lambda device, repeat: 1e9)
     monkeypatch.setattr(roofline, "flop_rate", lambda dtype, device, repeat: 2e9)
 

@@ -7,6 +7,7 @@ import torch
 
 from outpace.analysis import cost, profile
 from outpace.cli import tune
+from outpace.models import measured
 from outpace.models.tiny import tiny
 from outpace.types import CostCurve
 
@@ -60,7 +61,7 @@ KEYS = {
 def files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "w.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    monkeypatch.setattr(cost, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(measured, "cache_folder", lambda: tmp_path / "cache")
 
 
 @pytest.fixture

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from outpace.errors import ModelError
+from outpace.models import base
 from outpace.models.base import LAYERS, TAPS, TREE
 from outpace.types import Draft, Feed
 from tests.conformance.targets import TARGETS
 
+ABILITIES = {value for name, value in vars(base).items() if name.isupper() and isinstance(value, str)}
 TEXT = [5, 9, 11, 5, 9, 11, 5, 9, 2, 7]
 TREE_OF_FOUR = Draft.chosen([3, 4, 5, 6], [-1, -1, 0, 2])
 PATHS = [[], [3], [4], [3, 5], [3, 5, 6]]
@@ -42,7 +44,7 @@ def test_it_describes_itself(target):
     _, logits_TV = read(target, target.new_cache(), TEXT)
     assert logits_TV.shape == (len(TEXT), target.vocab_size)
     assert target.name and target.digest and target.max_positions > len(TEXT)
-    assert target.can <= {"tree", "layers", "taps", "embeddings"}
+    assert target.can <= ABILITIES
 
 
 def test_a_text_may_be_read_in_pieces(target):

@@ -4,7 +4,7 @@ SPECS = {
     "auto": [
         "auto",
         "auto[drafters=suffix+draft_model[model=tiny]]",
-        "auto[add=draft_model[model=tiny layers=1 tree=2x2x1] policy=auto[margin=0]]",
+        "auto[add=draft_model[model=tiny layers=1 tree=2x2x1]]",
     ],
     "quantized_self": ["quantized_self", "quantized_self[kind=int4 tree=2x2]"],
     "graph": [

@@ -89,7 +89,7 @@ class Simulator:
         self.policy, self.drafters, self.curve = policy, drafters, curve
         self.trouble = trouble
         self.random = random.Random(seed)
-        self.states, self.last, self.steps = {}, {}, 0
+        self.states, self.last, self.steps, self.kept = {}, {}, 0, 0
         if know:
             policy.costs.start(curve)
             for name, fake in drafters.items():
@@ -128,6 +128,7 @@ class Simulator:
             while kept < len(chances) and self.random.random() < chances[kept]:
                 kept += 1
             total += nodes
+            self.kept += kept
             levels[plan.drafter] = max(levels.get(plan.drafter, 0), len(chances))
             expected_B.append(1 + sum(reach(chances)))
             evidence.append(Evidence(plan.drafter, nodes, len(chances), kept, censor))

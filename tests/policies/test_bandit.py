@@ -15,7 +15,7 @@ class Uncensored(Bandit):
     def learn(self, rows, evidence):
         super().learn(rows, evidence)
         for row, seen in zip(rows, evidence, strict=True):
-            row.state.refused += max(0, seen.depth - seen.accepted - 1)
+            row.state.posteriors["m"].refused += max(0, seen.depth - seen.accepted - 1)
 
 
 def share(chance, level, cls=Bandit, seed=0):
@@ -38,7 +38,8 @@ def test_only_what_was_tried_counts():
     row = PolicyRow(policy.begin(), {}, Budget(9, 9), None)
     for depth, kept, censored in ((8, 3, False), (8, 8, False), (8, 2, True), (0, 0, False)):
         policy.learn([row], [Evidence("m", depth, depth, kept, censored)])
-    assert (row.state.kept, row.state.refused) == (13, 1)
+    one = row.state.posteriors["m"]
+    assert (one.kept, one.refused) == (13, 1)
 
 
 def test_draws_follow_the_posterior_and_the_coins():
@@ -69,3 +70,11 @@ def test_bad_settings_are_refused():
     for options in ({"forget": "0"}, {"prior": "1"}):
         with pytest.raises(SpecError, match="must be in"):
             build(BanditConfig, options, "policy 'bandit'")
+
+
+def test_while_nothing_pays_it_looks_less_and_less_often():
+    steps = Simulator(Bandit(BanditConfig()), {"m": Fake([0.05], 0.01)}).run(300)
+    assert sum(one.drafter == "m" for one in steps[100:]) < 10
+    both = {"a": Fake([0.2], 0.001), "b": Fake([0.8], 0.001)}
+    steps = Simulator(Bandit(BanditConfig()), both).run(200)
+    assert sum(one.drafter == "b" for one in steps[100:]) > 80

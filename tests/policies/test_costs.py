@@ -1,6 +1,7 @@
 import pytest
 
-from outpace.policies.costs import LATE, Costs
+from outpace.policies.costs import Costs, Line
+from outpace.policies.tuning import TUNING
 from outpace.types import CostCurve, KnownDrafter, RowRecord, StepRecord
 
 CURVE = CostCurve(
@@ -8,293 +9,155 @@ CURVE = CostCurve(
     dtype="float32",
     threads=1,
     device="d",
-    rows_R=(1, 4, 16, 64),
+    rows_R=(1, 8, 64),
     context_C=(0, 512),
-    seconds_CR=((0.01, 0.01, 0.02, 0.06), (0.02, 0.02, 0.03, 0.07)),
+    seconds_CR=((0.010, 0.017, 0.080), (0.020, 0.027, 0.090)),
 )
 
 
 def record(
-    score, rows=1, draft=0.0, levels=0, drafters=("none",), prompt=False, rest=0.0, plan=0.0, num_uncached=1
+    rows=1,
+    score=0.010,
+    draft=0.0,
+    levels=0,
+    drafter="none",
+    batch=1,
+    uncached=0,
+    prompt=False,
+    context=0,
+    rest=0.001,
 ):
-    rows_B = [
-        RowRecord(i, name, 0, 0, (1,), 0, False, num_uncached=num_uncached) for i, name in enumerate(drafters)
-    ]
+    made = [RowRecord(i, drafter, rows, 0, (0,), rows, False, None, uncached) for i in range(batch)]
+    seconds = {"plan": 0.0, "draft": draft, "score": score, "judge": rest, "commit": 0.0}
     return StepRecord(
-        0,
-        tuple(rows_B),
-        {"plan": plan, "draft": draft, "score": score, "judge": rest / 2, "commit": rest / 2},
-        rows,
-        draft_levels=levels,
-        prompt=prompt,
+        0, tuple(made), seconds, batch * rows, draft_levels=levels, prompt=prompt, context=context
     )
 
 
-def test_the_curve_is_the_start():
-    costs = Costs(CURVE)
-    costs.suppose("m", 0.004)
-    for rows, context in ((1, 0), (10, 0), (40, 512)):
-        assert costs.passed(rows, context, 1) == pytest.approx(CURVE.seconds(rows, context))
-    assert costs.passed(8, 0, 2) == pytest.approx(CURVE.seconds(4, 0, 2))
-    assert costs.price("m") == (0.0, 0.004)
-    assert costs.price("unknown") == (0.0, pytest.approx(0.001)), "a tenth of a pass"
+def watched(*records, curve=None, times=1):
+    costs = Costs(curve)
+    for _ in range(times):
+        for one in records:
+            costs.watch(one)
+    return costs
 
 
-def test_a_slower_day_is_noticed_soon_and_a_stall_is_not_believed():
+def test_a_line_finds_both_of_its_numbers_and_follows_them():
+    line = Line(None, 0.5)
+    for i in range(60):
+        line.learn(1.0, float(i % 4), 2.0 + 0.3 * (i % 4))
+    assert (line.a, line.b) == pytest.approx((2.0, 0.3), rel=0.01)
+    for i in range(200):
+        line.learn(1.0, float(i % 4), 3.0 + 0.1 * (i % 4))
+    assert (line.a, line.b) == pytest.approx((3.0, 0.1), rel=0.05)
+
+
+def test_what_does_not_vary_keeps_its_ratio():
+    line = Line(None, 0.25)
+    for _ in range(20):
+        line.learn(1.0, 0.0, 4.0)
+    assert (line.a, line.b) == pytest.approx((4.0, 1.0))
+
+
+def test_one_stall_is_no_price_and_two_in_a_row_are_one():
+    line = Line(None, 0.1)
+    for _ in range(20):
+        line.learn(1.0, 0.0, 1.0)
+    line.learn(1.0, 0.0, 50.0)
+    assert line.a < 1.1
+    line.learn(1.0, 0.0, 50.0)
+    assert line.a > 2.0
+
+
+def test_passes_without_a_curve_are_learned_from_steps():
+    costs = watched(record(1, 0.010), record(4, 0.016), times=20)
+    assert costs.known and not Costs().known
+    assert costs.passed(1, 0, 1) == pytest.approx(0.010, rel=0.03)
+    assert costs.passed(3, 0, 1) == pytest.approx(0.014, rel=0.05)
+    assert costs.passed(9, 0, 1) == pytest.approx(0.026, rel=0.05)
+
+
+def test_rows_that_are_free_up_to_a_number_are_seen_to_be():
+    steps = [record(n, 0.010 if n < 5 else 0.010 + 0.005 * (n - 4)) for n in (1, 2, 3, 4, 8, 12)]
+    costs = watched(*steps, times=20)
+    assert costs.passed(4, 0, 1) / costs.passed(1, 0, 1) < 1.35
+    assert costs.passed(8, 0, 1) == pytest.approx(0.030, rel=0.1)
+
+
+def test_a_curve_is_corrected_by_steps():
     costs = Costs(CURVE)
-    for _ in range(5):
-        costs.watch(record(0.01))
-    costs.watch(record(2.0))
-    assert costs.passed(1, 0, 1) < 0.013
+    assert costs.passed(8, 0, 1) == pytest.approx(0.017) and costs.passed(1, 512, 1) == pytest.approx(0.020)
     for _ in range(30):
-        costs.watch(record(0.02))
-    assert costs.passed(1, 0, 1) == pytest.approx(0.02, rel=0.05)
-    assert costs.passed(16, 0, 1) == pytest.approx(0.04, rel=0.25), "of which most is for all rows"
+        costs.watch(record(1, 0.020))
+    assert costs.passed(1, 0, 1) == pytest.approx(0.020, rel=0.05)
+    assert costs.passed(8, 0, 1) == pytest.approx(0.034, rel=0.1), "rows are dearer in the same ratio"
 
 
-def test_the_shape_is_learned_where_it_is_wrong():
-    costs = Costs(CURVE)
-    for _ in range(150):
-        costs.watch(record(0.01))
-        costs.watch(record(0.04, rows=16))  # twice what the curve says
-    assert costs.passed(1, 0, 1) == pytest.approx(0.01, rel=0.15)
-    assert costs.passed(16, 0, 1) == pytest.approx(0.04, rel=0.15)
-
-
-def test_without_a_curve_steps_do_all_the_work():
-    costs = Costs()
-    assert costs.passed(4, 0, 1) == 1.0 < costs.passed(8, 0, 1)
-    for _ in range(3):
-        costs.watch(record(0.01))
-    assert costs.passed(1, 0, 1) == pytest.approx(0.01, rel=0.01)
+def test_a_batch_of_a_new_size_begins_like_its_neighbour():
+    costs = watched(record(1, 0.010), record(3, 0.012), times=20)
+    assert costs.passed(8, 0, 8) == pytest.approx(0.017, rel=0.1), "seven rows more"
 
 
 def test_prompts_teach_nothing():
-    costs = Costs(CURVE)
-    costs.watch(record(5.0, rows=256, prompt=True))
-    assert costs.passed(1, 0, 1) == pytest.approx(0.01) and costs.around(1) == (0.0, 0.0, 0.0)
+    assert not watched(record(1, 9.0, prompt=True)).known
 
 
-def test_what_drafts_cost_beside_drafting_is_told_apart():
-    costs = Costs(CURVE)
-    both = [record(0.01, 4, 0.001, 1, drafters=("m", "m"), rest=0.005, plan=0.003)] * 60
-    for one in both:
-        costs.watch(one)
-    all_of_it = (0.0, pytest.approx(0.003), pytest.approx(0.0025, rel=0.03))
-    assert costs.around(2) == all_of_it, "no step without drafts was seen"
-    costs.watch(record(0.01, 2, drafters=("none", "none"), rest=0.001, plan=1.0))
-    for one in both:
-        costs.watch(one)
-    assert costs.around(2) == (pytest.approx(0.001), pytest.approx(0.003), pytest.approx(0.002, rel=0.06))
-    assert costs.around(4)[:2] == costs.around(2)[:2], "till it is seen"
-    assert costs.price("m")[0] == 0.0
-    for _ in range(2):
-        costs.watch(record(0.01, 8, drafters=("none",) * 8, rest=0.003))
-    assert costs.around(8)[0] == pytest.approx(0.003)
-    assert costs.around(2)[0] == pytest.approx(0.001)
-    assert 0.001 < costs.around(4)[0] < 0.003, "between them"
+def test_levels_and_calls_have_prices():
+    costs = watched(record(3, 0.02, 0.004, 2, "m"), record(5, 0.02, 0.008, 4, "m"), times=20)
+    assert costs.price("m") == pytest.approx(0.002, rel=0.05) and costs.timed("m") == 40
+    costs = watched(record(3, 0.02, 0.0005, 0, "look", batch=4), times=20)
+    assert costs.price("look") == pytest.approx(0.000125, rel=0.1)
 
 
-def test_a_step_with_few_drafts_says_little_of_what_a_draft_costs_beside_drafting():
-    """The rest of a step wavers by a millisecond; a draft adds 0.05 ms to it."""
-    costs = Costs(CURVE)
-    for step in range(200):
-        asked = 16 if step % 2 else 1
-        drafters = ("m",) * asked + ("none",) * (16 - asked)
-        noise = 0.001 * (-1) ** (step // 2)
-        costs.watch(record(0.01, 16, drafters=("none",) * 16, rest=0.003))
-        costs.watch(record(0.01, 17, 0.001, 1, drafters, rest=0.003 + 5e-5 * asked + noise))
-    assert costs.around(16)[2] == pytest.approx(5e-5, rel=0.3), "a mean of steps is off by 3e-4"
+def test_reading_late_has_a_price_of_its_own():
+    steps = [record(3, 0.02, 0.004 + 0.0001 * n, 2, "m", uncached=n) for n in (0, 2, 200, 1, 90)]
+    costs = watched(*steps, times=12)
+    assert costs.price("m") == pytest.approx(0.002, rel=0.1)
+    assert costs.late("m", 100) == pytest.approx(0.010, rel=0.15) and costs.late("m", 0) == 0.0
 
 
-def test_a_stall_beside_a_draft_is_forgotten():
-    """Else nobody would draft any more, and nothing would correct it."""
-    costs = Costs(CURVE)
-    for _ in range(20):
-        costs.watch(record(0.01, 16, drafters=("none",) * 16, rest=0.003))
-    costs.watch(record(0.01, 17, 0.001, 1, ("m",) + ("none",) * 15, rest=0.5))
-    stalled = costs.around(16)[2]
-    assert stalled < 0.01, "a stall of half a second is not believed"
-    for _ in range(100):
-        costs.watch(record(0.01, 16, drafters=("none",) * 16, rest=0.003))
-    assert costs.around(16)[2] < stalled / 10
-
-
-def test_drafters_are_timed():
-    costs = Costs(CURVE)
+def test_beside_one_with_levels_a_lookup_is_taken_off():
+    costs = watched(record(3, 0.02, 0.0002, 0, "look"), times=5)
     costs.suppose("look", 0.0)
-    for _ in range(10):
-        costs.watch(record(0.01, 2, 0.006, 3, drafters=("m", "none"), rest=0.001))
-    assert costs.price("m") == (0.0, pytest.approx(0.002)) and costs.timed("m") == 10
-    assert costs.around(2) == (0.0, 0.0, pytest.approx(0.001, rel=0.12))
-    for _ in range(10):
-        costs.watch(record(0.01, 2, 0.0004, drafters=("look", "look")))
-    assert costs.price("look") == (pytest.approx(0.0002), 0.0), "no model: a price per sequence"
-    # Beside one whose price is known, the rest is the other's.
-    costs.watch(record(0.01, 2, 0.0062, 3, drafters=("m", "look")))
-    assert costs.price("m") == (0.0, pytest.approx(0.002))
-    costs.watch(record(0.01, 2, 0.0092, 3, drafters=("m", "look")))
-    assert costs.price("m") == (0.0, pytest.approx(0.00215))
-    # Two that both run models cannot be told apart.
-    costs.watch(record(0.01, 2, 1.0, 3, drafters=("m", "n")))
-    assert costs.price("m") == (0.0, pytest.approx(0.00215)) and not costs.timed("n")
-    costs.watch(record(0.01))
+    rows = (RowRecord(0, "look", 2, 0, (0,), 2, False), RowRecord(1, "m", 2, 0, (0,), 2, False))
+    for _ in range(20):
+        costs.watch(StepRecord(0, rows, {"draft": 0.0042, "score": 0.02}, 6, draft_levels=2))
+    assert costs.price("m") == pytest.approx(0.002, rel=0.1)
 
 
-def test_what_a_drafter_reads_late_moves_its_price_little_and_a_cheap_level_brings_it_down():
-    costs = Costs(CURVE)
-    for _ in range(10):
-        costs.watch(record(0.01, draft=0.002, levels=1, drafters=("m",)))
-    costs.watch(record(0.01))
-    costs.watch(record(0.01, draft=1.0, levels=1, drafters=("m",), num_uncached=LATE + 1000))
-    assert costs.price("m")[1] == pytest.approx(0.002, rel=0.05), "no price of a level"
-    costs.watch(record(0.01, draft=0.004, levels=1, drafters=("m",)))
-    dear = costs.price("m")[1]
-    assert dear > 0.0022
-    costs.watch(record(0.01))
-    costs.watch(record(0.01, draft=0.001, levels=1, drafters=("m",)))
-    assert costs.price("m")[1] < dear, "what began too high comes down"
+def test_the_first_draft_warms_up():
+    costs = watched(record(1), record(3, 0.02, 5.0, 2, "m"))
+    assert costs.price("m") < 3.0 * TUNING.level * costs.passed(1, 0, 1)
 
 
-def test_what_a_drafter_reads_after_a_pause_is_no_level():
-    """A level takes 2 ms, and each token that it missed 0.03 ms."""
-    costs, blind = Costs(CURVE), Costs(CURVE)
-    for step in range(120):
-        missed = 100 * (step % 3 == 0)
-        seen = {"draft": 0.002 + 3e-5 * missed, "levels": 1, "drafters": ("m",)}
-        costs.watch(record(0.01, num_uncached=LATE + missed, **seen))
-        blind.watch(record(0.01, **seen))
-    assert costs.price("m")[1] == pytest.approx(0.002, rel=0.05)
-    assert costs.late("m", LATE + 50) == pytest.approx(0.0015, rel=0.15)
-    assert costs.late("m", LATE) == 0.0 == costs.late("unknown", 1000)
-    assert blind.price("m")[1] > 0.0025, "who does not know what was missed takes it for a level"
-
-
-def test_the_first_guess_is_no_dearer_than_the_next_ones():
-    """Long without guesses while the machine is slow, then fast with them: no step in between."""
-    costs = Costs(CURVE)
-    for _ in range(40):
-        costs.watch(record(0.02, drafters=("none",)))
-    for _ in range(3):
-        costs.watch(record(CURVE.seconds(16, 0), rows=16, drafters=("m",)))
-    seconds = [costs.passed(rows, 0, 1) for rows in (1, 2, 3, 5, 9, 17)]
-    assert seconds == sorted(seconds)
-    assert seconds[1] - seconds[0] <= 0.002, "the curve says nothing"
-
-
-def test_a_batch_is_no_long_draft():
-    """Eight rows of eight sequences cost more than eight of one; neither is taken for the other."""
-    costs = Costs(CURVE)
-    for _ in range(60):
-        costs.watch(record(CURVE.seconds(8, 0), rows=8))
-        costs.watch(record(0.03, rows=8, drafters=("none",) * 8))
-    assert costs.passed(8, 0, 8) == pytest.approx(0.03, rel=0.05)
-    assert costs.passed(8, 0, 1) == pytest.approx(CURVE.seconds(8, 0), rel=0.05)
-    assert costs.passed(7, 0, 7) == pytest.approx(0.03, rel=0.1), "what is near is alike"
-    assert Costs().passed(8, 0, 8) > Costs().passed(8, 0, 1), "where nothing is known as well"
-
-
-def test_passes_with_guesses_say_little_of_passes_without():
-    """In a batch of 8, plain passes cost 0.03 s and a guess for each doubles that."""
-    costs = Costs(CURVE)
-    for _ in range(60):
-        costs.watch(record(0.06, rows=16, drafters=("m",) * 8))
-    before = costs.passed(8, 0, 8)
-    for _ in range(3):
-        costs.watch(record(0.03, rows=8, drafters=("none",) * 8))
-    assert before > 0.036 > costs.passed(8, 0, 8) > 0.027
-    assert costs.passed(16, 0, 8) == pytest.approx(0.06, rel=0.1)
-
-
-def test_a_cold_first_draft_does_not_forbid_a_second_one():
-    costs = Costs(CURVE)
-    costs.watch(record(0.01, draft=0.5, levels=1, drafters=("m",)))
-    assert costs.price("m")[1] == pytest.approx(0.003), "three tenths of a pass, not fifty passes"
-    for _ in range(12):
-        costs.watch(record(0.01, draft=0.005, levels=1, drafters=("m",)))
-    assert costs.price("m")[1] == pytest.approx(0.005, rel=0.1), "what is dear is found out"
-
-
-def test_a_level_may_cost_more_for_more_sequences():
-    costs = Costs(CURVE)
-    for _ in range(30):
-        for sequences, level in ((1, 0.002), (8, 0.004)):
-            for _ in range(2):
-                costs.watch(record(0.01, 16, 2 * level, 2, drafters=("m",) * sequences))
-    assert costs.price("m", 1)[1] == pytest.approx(0.002, rel=0.01)
-    assert costs.price("m", 8)[1] == pytest.approx(0.004, rel=0.01)
-    assert 0.002 < costs.price("m", 3)[1] < costs.price("m", 5)[1] < 0.004
-    assert costs.price("m", 32) == costs.price("m", 8)
-
-
-KNOWN = KnownDrafter(call=0.0, level=0.004, kept_D=(6.0, 3.0), tried_D=(10.0, 6.0))
-
-
-def test_what_was_measured_is_read_when_it_is_needed():
-    costs, asked = Costs(), []
-    costs.later(lambda: (asked.append(1), costs.start(CURVE), costs.know({"m": KNOWN})))
-    costs.watch(record(5.0, prompt=True))
-    costs.suppose("m", 0.0)
-    assert not asked and costs.timed("m") == 0
-    assert costs.price("m") == (0.0, 0.004) and asked == [1]
-    assert costs.passed(1, 0, 1) == pytest.approx(0.01) and costs.known and asked == [1]
-    assert costs.kept("m") == (KNOWN.kept_D, KNOWN.tried_D) and costs.kept("x") == ((), ())
-    other = Costs()
-    other.later(lambda: asked.append(2))
-    other.start(CURVE)
-    assert other.price("m")[1] > 0 and asked == [1], "a curve that was given comes first"
-
-
-def test_a_measured_price_is_a_start_that_steps_correct():
-    costs = Costs(CURVE)
-    costs.know({"m": KNOWN})
-    for _ in range(2):
-        costs.watch(record(0.01, draft=0.008, levels=1, drafters=("m",)))
-    # Each moves the price by its weight.
-    assert 0.004 < costs.price("m")[1] < 0.0055
-    for _ in range(60):
-        costs.watch(record(0.01, draft=0.008, levels=1, drafters=("m",)))
-    assert costs.price("m")[1] == pytest.approx(0.008, rel=0.01)
-    seen = costs.price("m")
-    costs.know({"m": KNOWN})
-    assert costs.price("m") == seen, "what steps taught stays"
-
-
-def test_a_spec_may_be_known_under_another_name():
+def test_what_was_measured_is_where_prices_begin():
     costs = Costs(CURVE)
     costs.known_as("m[policy=goodput]", "m")
-    costs.know({"m": KNOWN})
-    costs.known_as("m[policy=bandit]", "m")
-    for name in ("m", "m[policy=goodput]", "m[policy=bandit]"):
-        assert costs.price(name) == (0.0, 0.004) and costs.kept(name)[0] == KNOWN.kept_D
+    costs.know({"m": KnownDrafter(call=0.0, level=0.003, kept_D=(4.0,), tried_D=(8.0,))})
+    assert costs.price("m[policy=goodput]") == 0.003 and costs.kept("m") == ((4.0,), (8.0,))
+    assert costs.kept("other") == ((), ())
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"level": -1.0},
-        {"call": float("nan")},
-        {"kept_D": (2.0,), "tried_D": (1.0,)},
-        {"kept_D": (1.0,), "tried_D": ()},
-        {"kept_D": (1.0,), "tried_D": (float("nan"),)},
-    ],
-)
-def test_what_cannot_have_been_measured_is_refused(wrong):
-    with pytest.raises(ValueError):
-        KnownDrafter(**{"call": 0.0, "level": 0.0, **wrong})
+def test_what_a_step_takes_beside_pass_and_draft():
+    costs = watched(record(1, rest=0.001), record(3, 0.02, 0.001, 1, "m", rest=0.004), times=30)
+    still, each = costs.rest(1)
+    assert (still, each) == pytest.approx((0.001, 0.003), rel=0.1)
 
 
-def test_costs_without_a_curve_or_a_step_are_in_no_unit():
-    costs = Costs()
-    assert not costs.known
-    costs.watch(record(0.01))
-    assert costs.known and Costs(CURVE).known
-
-
-def test_a_new_curve_forgets_passes_and_keeps_drafts():
-    costs = Costs()
-    costs.suppose("m", 0.004)
-    for _ in range(9):
-        costs.watch(record(7.0))
+def test_files_are_read_when_costs_are_first_asked_for():
+    costs, asked = Costs(), []
+    costs.later(lambda: asked.append(1))
+    assert not asked
+    costs.passed(1, 0, 1), costs.price("m"), costs.kept("m")
+    assert asked == [1]
+    costs.later(lambda: asked.append(2))
     costs.start(CURVE)
-    assert costs.passed(1, 0, 1) == pytest.approx(0.01) and costs.price("m") == (0.0, 0.004)
+    costs.passed(1, 0, 1)
+    assert asked == [1], "what is given meanwhile counts"
+
+
+def test_guesses_of_unknown_cost_are_few():
+    costs = Costs()
+    assert costs.most(1) == TUNING.first and Costs(CURVE).most(1) > 1000
+    costs.watch(record(7, 0.02, 0.001, 1, "m"))
+    assert costs.most(1) == 12

@@ -22,13 +22,13 @@ BODY = {"prompt": "ab", "max_tokens": 3}
 class Asked:
     """What a call reads of a request."""
 
-    ready, n, answers = (object(),), 1, 1
+    requests, n, answers = (object(),), 1, 1
 
 
 class Silent:
     """A service that says what it is told to say."""
 
-    def submit(self, ready, listen, *, key):
+    def submit(self, request, listen, *, key):
         self.listen, self.ticket = listen, Ticket(1, lambda: None)
         return self.ticket
 

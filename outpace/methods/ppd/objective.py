@@ -81,8 +81,6 @@ class PpdTraining:
 
 
 class PromptsNet(nn.Module):
-    """All that is trained."""
-
     start_KEH: Tensor
 
     def __init__(self, start_KEH: Tensor) -> None:

@@ -1,0 +1,149 @@
+"""``outpace analyze policy``: how much policies lose against the best choice in hindsight."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from outpace.cli import show
+from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, epilog, option, output, spread
+from outpace.config import split_specs
+from outpace.errors import RequestError
+
+if TYPE_CHECKING:
+    from outpace.analysis.judge import Judged
+
+_EXAMPLES = """
+Examples:
+
+  outpace analyze policy --texts texts.gz
+
+  outpace analyze policy --texts texts.gz --policies "auto,goodput,bandit,two_lines" --out report
+
+  outpace analyze policy --texts texts.gz --measure --only "cpu, 1"
+"""
+
+
+def register(group: typer.Typer) -> None:
+    group.command("policy", epilog=epilog(_EXAMPLES))(spread(policy))
+
+
+def policy(
+    *,
+    model: ModelOptions,
+    texts: WorkloadOptions,
+    file: Path = option(
+        ..., "Recorded answers; they are recorded if there is no such file.", "--texts", metavar="FILE"
+    ),
+    policies: str = option(
+        "auto,goodput,bandit,two_lines", "Policies, with commas between them.", metavar="SPECS"
+    ),
+    drafters: str | None = option(
+        None, "Drafters to record, with commas between them.", metavar="SPECS", shown="those of auto"
+    ),
+    max_new_tokens: int = option(96, "Tokens per answer.", least=16),
+    temperature: float = option(0.0, "Of the answers to record.", "-t", metavar="T"),
+    only: str = option("", "Scenarios whose names hold this.", metavar="PART", shown="all"),
+    measure: bool = option(False, "Answer the prompts again, and compare replay with measured speed."),
+    as_json: bool = AS_JSON,
+    out: Path | None = output(None, "Write policy.json and a plot here.", "-o", metavar="DIR"),
+) -> None:
+    """Replay policies against recorded answers on machines of several kinds.
+
+    Prints what each reaches of the best fixed rule in hindsight; above 1 it beats all fixed rules.
+    """
+    names = split_specs(policies, ",")
+    if not names:
+        raise RequestError("--policies names none; give for example auto,goodput")
+    prompts = texts.read()
+
+    from outpace.analysis import judge, recording
+
+    asked = []
+    if measure or not file.exists():
+        from outpace.bench.cases import evenly, fitting
+
+        engine = model.load(drafter="none")
+        asked = [
+            (prompt.id, prompt.category, ids)
+            for prompt, ids in evenly(fitting(engine, prompts, max_new_tokens), texts.limit)
+        ]
+    if not file.exists():
+        specs = split_specs(drafters or "", ",") or list(engine.method("auto").members)
+        settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+        with show.progress(len(asked), "prompts") as tick:
+            recording.write(file, recording.record(engine, asked, specs, **settings, tick=tick))
+    found = recording.read(file)
+    with show.progress(0, "scenarios") as tick:
+        rows = judge.judge(found, names, only, tick)
+    report: dict[str, Any] = {"texts": len(found), "scenarios": [row.to_json() for row in rows]}
+    if measure:
+        ids = {name: tokens for name, _, tokens in asked}
+        same = [text for text in found if text.name in ids]
+        if not same:
+            raise RequestError(
+                "no prompt of the workload was recorded; give the --workload and --limit of then"
+            )
+        report["reality"] = {
+            name: judge.reality(engine, [ids[text.name] for text in same], same, name) for name in names
+        }
+    if as_json:
+        show.write_json(report)
+    else:
+        show_report(rows, names, report)
+    if out is not None:
+        from outpace.bench.plots import paint
+
+        show.save(out / "policy.json", json.dumps(report, indent=1) + "\n")
+        paint({"policy": partial(_picture, rows=rows, names=names)}, out, note=show.note)
+
+
+def show_report(rows: Sequence[Judged], names: Sequence[str], report: dict[str, Any]) -> None:
+    """Print for people."""
+    show.write("Tokens per second over those of the best fixed rule in hindsight\n")
+    table = [
+        (
+            row.scenario,
+            row.best,
+            f"{row.best_rate / row.plain_rate:.2f}",
+            *(f"{1.0 - row.regret(name):.3f}" for name in names),
+        )
+        for row in rows
+    ]
+    if rows:
+        each = {name: [1.0 - row.regret(name) for row in rows] for name in names}
+        table.append(("mean", "", "", *(f"{sum(each[name]) / len(rows):.3f}" for name in names)))
+        table.append(("least", "", "", *(f"{min(each[name]):.3f}" for name in names)))
+        over = {name: min(row.rates[name] / row.plain_rate for row in rows) for name in names}
+        table.append(("least over none", "", "", *(f"{over[name]:.3f}" for name in names)))
+    show.table(("scenario", "best rule", "over none", *names), table, numbers=("over none", *names))
+    for name, one in report.get("reality", {}).items():
+        off = one["predicted"] / one["measured"] - 1.0
+        show.write(
+            f"{name}: {one['predicted']:.1f} tokens/s predicted, {one['measured']:.1f} measured, {off:+.1%}\n"
+        )
+
+
+def _picture(figure: Any, rows: Sequence[Judged], names: Sequence[str]) -> bool:
+    """Draw what every policy reaches, a row per scenario."""
+    if not rows:
+        return False
+    figure.set_size_inches(8, 1.5 + 0.25 * len(rows))
+    axes = figure.subplots()
+    places = range(len(rows))
+    for index, name in enumerate(names):
+        axes.plot(
+            [1.0 - row.regret(name) for row in rows], places, "osD^v*"[index % 6], label=name, mfc="none"
+        )
+    axes.plot([row.plain_rate / row.best_rate for row in rows], places, "|", color="0.4", label="none")
+    axes.axvline(1.0, color="0.4", lw=1)
+    axes.set_yticks(places, [row.scenario for row in rows], fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens per second over those of the best fixed rule in hindsight")
+    axes.legend(fontsize="small")
+    return True

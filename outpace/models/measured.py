@@ -1,0 +1,118 @@
+"""What was measured of a target on this machine, in the user's cache folder.
+
+A file per kind, model, dtype, threads, machine and version. Files are replaced as a whole, so that several
+processes may share the folder. One that is missing, damaged or of another version counts as none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from outpace import __version__
+from outpace.config import cache_folder
+from outpace.files import parse_json, write_whole
+from outpace.kernels.compiled import library
+from outpace.models.base import Target
+
+T = TypeVar("T")
+_FORMAT = 1  # of the files; other ones are measured anew
+
+
+def machine(device: torch.device) -> str:
+    """Name of the processor, and how many cores of it this process may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        name = next(iter(re.findall(r"^model name\s*: (.+)$", lines, re.MULTILINE)), name)
+    allowed = getattr(os, "sched_getaffinity", None)
+    cores = len(allowed(0)) if allowed is not None else os.cpu_count() or 1
+    return f"{name.strip()}, {cores} core{'s' * (cores != 1)}"
+
+
+def store(
+    kind: str, target: Target, spec: str, value: Any, note: Callable[[str], None] | None = None
+) -> Path:
+    """Keep a dataclass, for ``kept`` to find under the same kind and spec. Returns its file."""
+    key = _key(kind, target, spec)
+    file = _file(key, target)
+    _write(file, key, value, note)
+    return file
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _key(kind: str, target: Target, spec: str) -> dict[str, Any]:
+    """What a measurement depends on."""
+    return {
+        "format": _FORMAT,
+        "kind": kind,
+        "model": "" if kind == "device" else f"{type(target).__name__} {target.digest}",
+        "spec": spec,
+        "dtype": dtype_name(target.dtype),
+        "threads": torch.get_num_threads(),
+        "machine": machine(target.device),
+        "compiled": target.device.type == "cpu" and library() is not None,
+        "outpace": __version__,
+    }
+
+
+def _file(key: Mapping[str, Any], target: Target) -> Path:
+    kind, spec = key["kind"], key["spec"]
+    digest = hashlib.sha256(json.dumps({**key, "format": None}).encode()).hexdigest()[:16]
+    about = re.sub(r"[^A-Za-z0-9.]+", "_", spec or ("" if kind == "device" else target.name))[:40]
+    words = [word for word in (kind, about, dtype_name(target.dtype), digest) if word]
+    return cache_folder() / "costs" / f"{'-'.join(words)}.json"
+
+
+def kept(
+    kind: str,
+    target: Target,
+    spec: str,
+    read: Callable[[Any], T],
+    make: Callable[[], T] | None,
+    note: Callable[[str], None] | None,
+) -> T | None:
+    """Read a measurement, or make and keep it; None if it is missing and not to be made."""
+    key = _key(kind, target, spec)
+    file = _file(key, target)
+    try:
+        data = parse_json(file.read_bytes())
+        if data["key"] != key:
+            raise ValueError("it was written by another version")
+        return read(data["value"])
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        if note is not None:
+            note(f"{file} is ignored: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    if make is None:
+        return None
+    value = make()
+    _write(file, key, value, note)
+    return value
+
+
+def _write(file: Path, key: Mapping[str, Any], value: Any, note: Callable[[str], None] | None) -> None:
+    """Put a file in place as a whole; a folder that cannot be written is no error."""
+    try:
+        write_whole(
+            file, json.dumps({"key": key, "value": value if isinstance(value, dict) else asdict(value)})
+        )
+    except OSError as error:
+        if note is not None:
+            note(f"{file} cannot be written, so the next run measures again: {error.strerror}")

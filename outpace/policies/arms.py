@@ -1,0 +1,39 @@
+"""Drafters and depths as arms: which one emits most per second, if acceptance is the same at every level."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from outpace.policies.acceptance import asks
+from outpace.policies.base import Policy
+from outpace.types import Budget, Load
+
+
+def pick(
+    policy: Policy, chances: Mapping[str, float], drafters: Mapping[str, Budget], load: Load
+) -> tuple[str, int, int] | None:
+    """The drafter, nodes and depth that emit most per second if a level is kept with these chances.
+
+    Args:
+        policy: whose costs are read.
+        chances: by drafter.
+        drafters: budgets to stay within.
+        load: of the step.
+
+    Returns:
+        None where drafting nothing emits most.
+    """
+    costs, batch = policy.costs, load.batch
+    still, each = costs.rest(batch)
+    rows = batch + load.beside
+    best, found = batch / (costs.passed(rows, load.context, batch) + still), None
+    for name, budget in drafters.items():
+        level = costs.price(name, batch)
+        for nodes, depth in asks(budget):
+            chance = min(0.98, chances[name])
+            tokens = (1.0 - chance ** (depth + 1)) / (1.0 - chance)
+            seconds = costs.passed(rows + batch * nodes, load.context, batch) + still + batch * each
+            rate = batch * tokens / (seconds + level * depth)
+            if rate > best:
+                best, found = rate, (name, nodes, depth)
+    return found
