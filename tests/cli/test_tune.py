@@ -58,6 +58,12 @@ KEYS = {
 
 
 @pytest.fixture(autouse=True)
+def _nothing_disturbs(monkeypatch):
+    """Tests run beside each other; tests/analysis/test_profile.py says what is made of that."""
+    monkeypatch.setattr("outpace.analysis.profile._disturbed", lambda own, plain: False)
+
+
+@pytest.fixture(autouse=True)
 def files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "w.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))

@@ -46,7 +46,7 @@ def write(target, folder, **options):
 def test_another_model_is_read_as_it_is_stored_where_that_fits(target, monkeypatch, fast, wanted):
     asked = []
     monkeypatch.setattr(drafter, "fast_dtype", lambda device: fast)
-    monkeypatch.setattr(drafter, "load_target", lambda name, **more: asked.append(more["dtype"]) or target)
+    monkeypatch.setattr(drafter, "load_beside", lambda target, name, dtype: asked.append(dtype) or target)
     drafter.load_model(DraftModelConfig(model="other.gguf"), target)
     drafter.load_model(DraftModelConfig(model="other.gguf", dtype="bfloat16"), target)
     assert asked == [wanted, "bfloat16"]
