@@ -84,10 +84,12 @@ def test_greedy_text_is_plain_text_in_any_batch(engine, plain, plainly, spec):
     single = [engine.generate(*pair, drafter=spec) for pair in zip(prompts, params, strict=True)]
     assert tokens(single) == tokens(batch)
     assert [single[-1].tokens] == plainly(prompts[-1:], circles)
-    # Not vacuous: it drafts, and something of it is accepted, unless it is the baseline.
+    # Not vacuous: it drafts, and something of it is accepted, unless it is the baseline, or its policy
+    # finds that drafts cost more than they bring, as those of a model by itself do.
     drafted = sum(r.counters.drafted for r in batch)
     accepted = sum(r.counters.accepted for r in batch)
-    assert (drafted > 0) == (accepted > 0) == (spec != "none")
+    if engine.method(spec).policy.deterministic:
+        assert (drafted > 0) == (accepted > 0) == (spec != "none")
     for result in batch:
         counters = result.counters
         assert counters.new_tokens == 24 and counters.accepted <= counters.drafted
