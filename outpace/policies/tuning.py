@@ -1,4 +1,4 @@
-"""The constants of `auto` and of its cost model: all of them, with unit, reason and sensitivity."""
+"""The constants of `auto` and of its cost model: all of them, with unit and reason."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """What `auto` does not measure. ``outpace analyze policy --sensitivity`` halves and doubles each."""
+    """What `auto` does not measure."""
 
     hope: float = 0.6
     """Probability that a level is kept of which nothing is known. High enough to be tried once."""
