@@ -15,6 +15,8 @@ from outpace.files import write_whole
 
 Figures = dict[str, Any]
 """What a report says of one method."""
+_DEPTHS = 10
+"""Most columns of acceptance by depth: what a terminal holds. The JSON has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +172,14 @@ def _costs(rows: Sequence[Figures]) -> Table:
 
 def _depths(rows: Sequence[Figures]) -> Table:
     deep = [row for row in rows if row["acceptance_by_depth"]]
-    most = max((len(row["acceptance_by_depth"]) for row in deep), default=0)
+    most = min(_DEPTHS, max((len(row["acceptance_by_depth"]) for row in deep), default=0))
     return Table(
-        "Acceptance by depth: of the passes whose draft reached it",
+        "Acceptance by depth, the first of them: of the passes whose draft reached it",
         ("method", *(str(depth + 1) for depth in range(most))),
         tuple(
             (
                 label(row),
-                *(f"{a:.2f}" for a in row["acceptance_by_depth"]),
+                *(f"{a:.2f}" for a in row["acceptance_by_depth"][:most]),
                 *[""] * (most - len(row["acceptance_by_depth"])),
             )
             for row in deep
