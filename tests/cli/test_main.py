@@ -16,64 +16,63 @@ COMMAND = (sys.executable, "-m", "outpace.cli.main")
 
 OPTIONS = {
     "generate": """
-        -d -f -m -t --allow-lossy --allow-token-id --ban-token-id --chat --compare --device --draft-model --drafter-anyway
-        --drafter --dtype --explain --frequency-penalty --help --ignore-eos --include-stop --json
-        --logit-bias --logprobs --max-new-tokens --min-p --min-tokens --model --n --no-reproducible
-        --presence-penalty --prompt-file --quantize --raw --repetition-penalty --reproducible --seed
-        --stop --stop-token-id --system --temperature --threads --top-k --top-p --tree --tree-size
-        --verifier
+        -d -f -m -t --allow-lossy --allow-token-id --ban-token-id --chat --compare --device
+        --draft-model --drafter-anyway --drafter --dtype --explain --frequency-penalty --help
+        --ignore-eos --include-stop --json --logit-bias --logprobs --max-new-tokens --min-p
+        --min-tokens --model --n --no-reproducible --presence-penalty --prompt-file --quantize --raw
+        --repetition-penalty --reproducible --seed --stop --stop-token-id --system --temperature
+        --threads --top-k --top-p --tree --tree-size --verifier
     """,
     "chat": """
-        -d -m -t --allow-lossy --allow-token-id --ban-token-id --device --draft-model --drafter-anyway --drafter --dtype
-        --frequency-penalty --help --ignore-eos --include-stop --logit-bias --max-new-tokens --min-p
-        --min-tokens --model --no-reproducible --presence-penalty --quantize --repetition-penalty
-        --reproducible --seed --stop --stop-token-id --system --temperature --threads --top-k
-        --top-p --tree --tree-size --verifier
+        -d -m -t --allow-lossy --allow-token-id --ban-token-id --device --draft-model
+        --drafter-anyway --drafter --dtype --frequency-penalty --help --ignore-eos --include-stop
+        --logit-bias --max-new-tokens --min-p --min-tokens --model --no-reproducible
+        --presence-penalty --quantize --repetition-penalty --reproducible --seed --stop
+        --stop-token-id --system --temperature --threads --top-k --top-p --tree --tree-size
+        --verifier
     """,
     "serve": """
-        -d -m -p --allowed-host --allowed-origin --api-key --api-key-file --device --draft-model --drafter-anyway --drafter
-        --dtype --grace --help --host --learn --learn-folder --learn-share --learn-topics
-        --max-answers --max-batch --max-body-kb --max-connections --max-new-tokens --max-per-key
-        --max-prompt-tokens --max-queue --model --name --pages --port --quantize
-        --share-across-keys --stored-pages --threads --timeout
+        -d -m -p --allowed-host --allowed-origin --api-key --api-key-file --device --draft-model
+        --drafter-anyway --drafter --dtype --grace --help --host --learn --learn-folder
+        --learn-share --learn-topics --max-answers --max-batch --max-body-kb --max-connections
+        --max-new-tokens --max-per-key --max-prompt-tokens --max-queue --model --name --pages --port
+        --quantize --share-across-keys --stored-pages --threads --timeout
     """,
     "check": """
-        -d -m --device --draft-model --drafter-anyway --drafters --dtype --help --json --max-new-tokens --model --prompts
-        --quantize --shapes --threads
+        -d -m --device --draft-model --drafter-anyway --drafters --dtype --help --json
+        --max-new-tokens --model --prompts --quantize --shapes --threads
     """,
     "bench": """
-        -b -d -m -o -t -w --allow-lossy --answers --batch --device --draft-model --drafter-anyway --disturb
-        --drafters --dtype --help --json
-        --limit --max-new-tokens --max-repeat --model --out --peer-python --peers --quantize
-        --repeat --seed --synthetic-acceptance --temperature --threads --tree --tree-size --verifier
-        --workload
+        -b -d -m -o -t -w --allow-lossy --answers --batch --device --draft-model --drafter-anyway
+        --disturb --drafters --dtype --help --json --limit --max-new-tokens --max-repeat --model
+        --out --peer-python --peers --quantize --repeat --seed --synthetic-acceptance --temperature
+        --threads --tree --tree-size --verifier --workload
     """,
     "bench compare": "--help --json",
     "bench passes": """
-        -d -m --batches --contexts --device --draft-model --drafter-anyway --drafters --dtype --help --json --model --out
-        --quantize --repeat --rows --threads
+        -d -m --batches --contexts --device --draft-model --drafter-anyway --drafters --dtype --help
+        --json --model --out --quantize --repeat --rows --threads
     """,
     "bench serve": """
-        -c -d -m -n -o -t -w --api-key-file --check-texts --concurrency --device --draft-model --drafter-anyway
-        --drafters --dtype
-        --help --json --max-new-tokens --mixed --model --out --quantize --rate --requests --rounds
-        --seed --temperature --threads --timeout --url --workload
+        -c -d -m -n -o -t -w --api-key-file --check-texts --concurrency --device --draft-model
+        --drafter-anyway --drafters --dtype --help --json --max-new-tokens --mixed --model --out
+        --quantize --rate --requests --rounds --seed --temperature --threads --timeout --url
+        --workload
     """,
     "analyze": "-h --help",
     "analyze acceptance": """
-        -d -m -o -t -w --device --draft-model --drafter-anyway --drafter --dtype --help --json --limit
-        --max-new-tokens --model
-        --out --quantize --temperature --threads --workload
+        -d -m -o -t -w --device --draft-model --drafter-anyway --drafter --dtype --help --json
+        --limit --max-new-tokens --model --out --quantize --temperature --threads --workload
     """,
     "analyze cascade": """
-        -l -m -o -t -w --device --draft-model --drafter-anyway --dtype --help --json --k --levels --limit --max-new-tokens
-        --measure --model --out --quantize --temperature --threads --workload
+        -l -m -o -t -w --device --draft-model --drafter-anyway --dtype --help --json --k --levels
+        --limit --max-new-tokens --measure --model --out --quantize --temperature --threads
+        --workload
     """,
     "analyze tree": """
-        -d -f -m -o -t --allow-lossy --device --draft-model --drafter-anyway --drafter --dtype --help --json
-        --max-new-tokens
-        --model --out --prompt-file --quantize --seed --steps --temperature --threads --tree
-        --tree-size --verifier
+        -d -f -m -o -t --allow-lossy --device --draft-model --drafter-anyway --drafter --dtype
+        --help --json --max-new-tokens --model --out --prompt-file --quantize --seed --steps
+        --temperature --threads --tree --tree-size --verifier
     """,
     "analyze policy": """
         -m -o -t -w --device --draft-model --drafter-anyway --drafters --dtype --help --json --limit
@@ -81,19 +80,19 @@ OPTIONS = {
         --threads --workload
     """,
     "analyze shape": """
-        -d -m -o -t -w --depth --device --draft-model --drafter-anyway --drafter --dtype --help --json --limit
-        --max-new-tokens
-        --model --nodes --out --quantize --temperature --threads --workload
+        -d -m -o -t -w --depth --device --draft-model --drafter-anyway --drafter --dtype --help
+        --json --limit --max-new-tokens --model --nodes --out --quantize --temperature --threads
+        --workload
     """,
     "train": """
-        -m -o -s --device --draft-model --drafter-anyway --dry-run --dtype --help --json --model --only-data --out --prompts
-        --quantize --resume --self-prompts --set --start --texts --threads --tokens --work
+        -m -o -s --device --draft-model --drafter-anyway --dry-run --dtype --help --json --model
+        --only-data --out --prompts --quantize --resume --self-prompts --set --start --texts
+        --threads --tokens --work
     """,
     "export": "-f -m -o --format --help --json --model --out --verifier",
     "tune": """
         -d -m -o -w --device --draft-model --drafter-anyway --drafters --dtype --help --json --limit
-        --max-new-tokens --model
-        --out --quantize --threads --workload
+        --max-new-tokens --model --out --quantize --threads --workload
     """,
     "version": "--help",
     "methods": "-m --help --json --model",
