@@ -9,6 +9,7 @@ The block stands between two comments, so the rest of the page stays as it is.
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 BEGIN = "<!-- results: written by tools/readme_results.py -->"
 END = "<!-- end of results -->"
+PRIVATE = ("--out", "-o", "--peer-python")
+"""Options that name folders."""
 
 
 def render(report: dict[str, Any]) -> str:
@@ -37,7 +40,13 @@ def render(report: dict[str, Any]) -> str:
         head += "The run was stopped early.\n"
     table = ["| | speed-up | mean emitted | least and most of the categories |", "|---|---|---|---|"]
     table += [_line(row) for row in sorted(others, key=lambda row: -(row["speedup"] or 0))]
-    return "\n".join([BEGIN, "", head, *table, "", "```text", said["command"], "```", "", END])
+    return "\n".join([BEGIN, "", head, *table, "", "```text", _command(said["command"]), "```", "", END])
+
+
+def _command(typed: str) -> str:
+    """The command without the folders of whoever ran it."""
+    words = iter(shlex.split(typed))
+    return shlex.join(word for word in words if word not in PRIVATE or not next(words))
 
 
 def _line(row: dict[str, Any]) -> str:
