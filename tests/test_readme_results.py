@@ -46,7 +46,7 @@ REPORT = {
 def test_rows_are_ordered_and_span_their_categories(tool):
     block = tool.render(REPORT)
     assert "| `auto` | 2.50 x | 2.00 | 1.50 (chat), 5.25 (edit) |\n| `hf` | 0.50 x |  |" in block
-    assert "outpace bench --out report" in block and "`none`" not in block
+    assert "```text\noutpace bench\n```" in block and "`none`" not in block, "no folder is told"
 
 
 def test_the_block_goes_into_its_place_twice(tool):
