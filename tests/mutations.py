@@ -27,12 +27,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from safetensors.torch import save_file
 
 from outpace.cli import train
 from outpace.cli.main import main
 from outpace.models.load import load_target
 from outpace.models.tiny import tiny
+from tests.methods.eagle3 import foreign
 from tests.methods.eagle3.oracle import random_tensors, shape_for
 from tests.models import making
 
@@ -151,58 +151,21 @@ def heads():
 
 def foreign_heads(target, root):
     """Format of another program -> files of an EAGLE head in it."""
-    layer = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 1,
-        "head_dim": 16,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 1024,
-        "rope_theta": 10000.0,
-        "vocab_size": target.vocab_size,
-    }
-    ids = torch.arange(0, target.vocab_size, 2)
-    known = torch.zeros(target.vocab_size, dtype=torch.bool)
-    known[ids] = True
-    vocab = {"d2t": ids - torch.arange(len(ids)), "t2d": known}
-    reads = {"eagle_aux_hidden_state_layer_ids": [2, 1, 0]}
-    speculators = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_config": {"verifier": {"name_or_path": "some/model"}},
-        **reads,
-        "transformer_layer_config": layer,
-        "draft_vocab_size": len(ids),
-        "norm_before_residual": False,
-    }
-    authors = {
-        **layer,
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": len(ids),
-        "bias": False,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 0, 0]},
-    }
-    fused = random_tensors(shape_for(target, draft_vocab=len(ids))) | vocab
+    few = len(foreign.ids(target))
+    fused = random_tensors(shape_for(target, draft_vocab=few)) | foreign.offsets(target)
     first = random_tensors(shape_for(target, fused=False, fc_bias=True, taps=("hidden.-1",)))
     # Each in the names of its own program.
     theirs = {name.replace("layers.0.", "midlayer."): one for name, one in fused.items()}
+    reads = {"eagle_aux_hidden_state_layer_ids": [1, 0, 0]}
+    layer = foreign.LAYER | {"vocab_size": target.vocab_size}
     out = {}
     for name, config, tensors in (
-        ("speculators", speculators, fused),
-        ("eagle3 authors", authors, theirs),
+        ("speculators", foreign.speculators(target), fused),
+        ("eagle3 authors", foreign.plain(target, eagle_config=reads), theirs),
         ("eagle authors", layer, first),
     ):
-        folder = root / name.replace(" ", "_")
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(config))
+        folder = foreign.write(root / name.replace(" ", "_"), config, tensors, pickled=tensors is first)
         file = folder / ("pytorch_model.bin" if tensors is first else "model.safetensors")
-        if tensors is first:
-            torch.save(tensors, file)
-        else:
-            save_file(tensors, file)
         out[name] = (folder / "config.json", file)
     return out
 

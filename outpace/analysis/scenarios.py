@@ -79,7 +79,7 @@ def scenarios(texts: Sequence[Text], seed: int = 0) -> list[Scenario]:
         kind: [whole(text) for text in texts if text.kind == kind]
         for kind in dict.fromkeys(t.kind for t in texts)
     }
-    other = [draw.sample(list(texts), 2) for _ in texts]
+    other = [draw.sample(list(texts), 2) for _ in texts if len(texts) > 1]
     turns = [turning(first, second) for first, second in other if first.kind != second.kind]
     found = []
     for kind, walks in kinds.items():
@@ -108,7 +108,8 @@ def scenarios(texts: Sequence[Text], seed: int = 0) -> list[Scenario]:
                 name=f"{device.name}, come and go", device=device, walks=mixed, batch=_waves, until=6000.0
             )
         )
-        found.append(Scenario(name=f"{device.name}, turning", device=device, walks=turns, batch=_one))
+        if turns:
+            found.append(Scenario(name=f"{device.name}, turning", device=device, walks=turns, batch=_one))
     return found
 
 

@@ -12,7 +12,7 @@ import typer
 
 from outpace.cli import show
 from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, epilog, option, output, spread
-from outpace.config import split_specs
+from outpace.config import MethodSpec, split_specs
 from outpace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -63,6 +63,10 @@ def policy(
     prompts = texts.read()
 
     from outpace.analysis import judge, recording
+    from outpace.engine.method import make
+
+    for name in names:  # a wrong one is said before a long recording
+        make("policy", MethodSpec.parse(name))
 
     asked = []
     if measure or not file.exists():

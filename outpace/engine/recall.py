@@ -38,20 +38,25 @@ def remember(owner: object, target: Target, methods: Mapping[str, Method]) -> we
         target: of the engine.
         methods: of the engine, those that it has now and those that it gets.
     """
-    learned: Mapping[str, Any] = kept("learned", target, "", dict, None, None) or {}
 
     def fill(costs: Costs) -> None:
         recall(target, costs)
+        learned = _learned(target)
         for spec, method in methods.items():
             method.policy.recall(learned.get(spec))
 
     for method in methods.values():
         method.policy.costs.later(partial(fill, method.policy.costs))
-    return weakref.finalize(owner, _write, target, methods, learned)
+    return weakref.finalize(owner, _write, target, methods)
 
 
-def _write(target: Target, methods: Mapping[str, Method], before: Mapping[str, Any]) -> None:
+def _learned(target: Target) -> Mapping[str, Any]:
+    """What policies learned before, by method spec."""
+    return kept("learned", target, "", dict, None, None) or {}
+
+
+def _write(target: Target, methods: Mapping[str, Method]) -> None:
     """Keep what is known now; of methods that were not used, what was known before. At most 64."""
     now = {spec: found for spec, method in methods.items() if (found := method.policy.learned())}
     if now:
-        store("learned", target, "", dict(list({**before, **now}.items())[-64:]))
+        store("learned", target, "", dict(list({**_learned(target), **now}.items())[-64:]))

@@ -28,6 +28,8 @@ from torch import Tensor
 from outpace.cache.dense import DenseCache
 from outpace.kernels.compiled import DTYPES, LANES, library
 from outpace.models.attention import Attention, HeadShape, Span
+from outpace.models.operations import Call
+from outpace.models.rope import Rotation
 
 BLOCK = 128
 """Positions of a unit of work."""
@@ -258,6 +260,37 @@ class View:
             self._chunk.extend((span.slot, row, rows, first, stop - first, parts))
             parts += (stop - first) * shape.queries * rows
         return parts
+
+
+def tell(
+    call: Call,
+    shape: HeadShape,
+    cache: DenseCache,
+    seen: Sequence[View],
+    turns: Sequence[Rotation],
+    positions: array[int],
+) -> object:
+    """Tell a call what its rows see, and where they stand.
+
+    Args:
+        seen: a view per window, as its operations number them.
+        turns: rotary tables, likewise.
+        positions: of all rows.
+
+    Returns:
+        Memory that the call reads; keep it until the call has ended.
+    """
+    tables = [rotation.table(max(positions) + 1) for rotation in turns]
+    told = (ctypes.c_void_p * len(seen))(*(ctypes.addressof(view.told) for view in seen))
+    turn = (ctypes.c_void_p * len(tables))(*(table.data_ptr() for table in tables))
+    call.positions = positions.buffer_info()[0]
+    call.pass_, call.turn = ctypes.addressof(told), ctypes.addressof(turn)
+    keys, values = cache.key_store, cache.value_store
+    call.keys, call.values = keys.data_ptr(), values.data_ptr()
+    call.key_layer = keys.stride(0) * keys.element_size()
+    call.value_layer = values.stride(0) * values.element_size()
+    call.heads, call.turned = shape.queries + 2 * shape.kv, shape.queries + shape.kv
+    return seen, tables, told, turn, positions
 
 
 def _address(numbers: array[int]) -> int:

@@ -26,7 +26,7 @@ from outpace.kernels.compiled import LANES, library
 from outpace.models import operations as kinds
 from outpace.models.attention import HeadShape, Span
 from outpace.models.blocks import Block
-from outpace.models.fused import View, fits, places
+from outpace.models.fused import View, fits, places, tell
 from outpace.models.operations import NONE, Call, Op
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
@@ -338,18 +338,9 @@ class Plan:
         view = View(
             at[head], at[out], False, stores, places(spans), spans, heads, self._window, seen.attending
         )
-        positions = seen.positions
-        table = rotation.table(max(positions) + 1)
-        told = (ctypes.c_void_p * 1)(ctypes.addressof(view.told))
-        turn = (ctypes.c_void_p * 1)(table.data_ptr())
-        call.positions = positions.buffer_info()[0]
-        call.pass_, call.turn = ctypes.addressof(told), ctypes.addressof(turn)
-        keys, values = stores
-        call.keys, call.values = keys.data_ptr(), values.data_ptr()
-        call.key_layer = keys.stride(0) * keys.element_size()
-        call.value_layer = values.stride(0) * values.element_size()
-        call.heads, call.turned = heads.queries + 2 * heads.kv, heads.queries + heads.kv
+        held = tell(call, heads, seen.cache, [view], [rotation], seen.positions)
         code.outpace_run(ctypes.byref(call))
+        del held
 
     def _memory(self, size: int) -> Tensor:
         """Take what is kept, if it is enough: a run in another thread meanwhile finds nothing."""

@@ -30,7 +30,7 @@ from outpace.kernels.compiled import LANES, library
 from outpace.models.attention import HeadShape, Span
 from outpace.models.blocks import Block, Ends
 from outpace.models.families import DecoderConfig
-from outpace.models.fused import View, fits, views
+from outpace.models.fused import fits, tell, views
 from outpace.models.operations import (
     ADD,
     ATTEND,
@@ -210,18 +210,6 @@ class Programs:
         for i, name in enumerate(listed.taps):
             way.seen[name] = torch.empty(counts[0], self._config.hidden_size)
             buffers.lend(_TAP + i, way.seen[name])
-        shape = self._shape
-        seen_by, turns, positions = list[View](), list[Tensor](), array("q")
-        cache, keys, values = way.cache, way.cache.key_store, way.cache.value_store
-        if spans:
-            head, out = buffers.lent[_HEADS].data_ptr(), buffers.lent[_ATTENDED]
-            given = views(cache, spans, shape, self._windows, head, out)
-            seen_by = [given[window] for window in self._windows]
-            positions.extend(position for span in spans for position in span.positions)
-            length = max(positions) + 1
-            turns = [rotation.table(length) for rotation in self._turns]
-        told = (ctypes.c_void_p * len(seen_by))(*(ctypes.addressof(view.told) for view in seen_by))
-        turn = (ctypes.c_void_p * len(turns))(*(one.data_ptr() for one in turns))
         rows = (ctypes.c_int64 * 3)(*counts)
         call = Call(
             op=ctypes.addressof(listed.ops),
@@ -230,18 +218,18 @@ class Programs:
             rows=ctypes.addressof(rows),
             picked=way.picked.buffer_info()[0],
             ids=way.ids.buffer_info()[0],
-            positions=positions.buffer_info()[0],
-            pass_=ctypes.addressof(told),
-            turn=ctypes.addressof(turn),
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
-            key_layer=keys.stride(0) * keys.element_size(),
-            value_layer=values.stride(0) * values.element_size(),
             threads=torch.get_num_threads(),
-            heads=shape.queries + 2 * shape.kv,
-            turned=shape.queries + shape.kv,
         )
+        held: object = None
+        if spans:
+            shape, cache = self._shape, way.cache
+            head, out = buffers.lent[_HEADS].data_ptr(), buffers.lent[_ATTENDED]
+            given = views(cache, spans, shape, self._windows, head, out)
+            seen_by = [given[window] for window in self._windows]
+            positions = array("q", (position for span in spans for position in span.positions))
+            held = tell(call, shape, cache, seen_by, self._turns, positions)
         self._run(ctypes.byref(call))
+        del held
 
     def _list(self, layers: range, begins: bool, ends: bool, taps: frozenset[str]) -> _List:
         """The operations of some layers, of the embedding before and of what follows them."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outpace.policies.acceptance import SURE, Pool, Ratio
-from outpace.policies.base import Evidence, Policy, PolicyRow
+from outpace.policies.base import Evidence, Policy, PolicyRow, within
 from outpace.policies.offers import Offer, Prices, gain_of, look_up, offers_of, prices_of
 from outpace.policies.tuning import TUNING
 from outpace.types import NOTHING, Budget, Choice, Load, Plan
@@ -201,15 +201,10 @@ class Auto(Policy):
         level = self.costs.price(offer.drafter, 1) * offer.levels
         more = (offer.kept - offer.gain) / prices.rate + level
         rates[offer.drafter] = (load.batch + offer.kept) / (prices.plain + more)
-        own, limit = row.drafters[offer.drafter], row.limit
-        budget = Budget(
-            max_nodes=min(offer.nodes, own.max_nodes, limit.max_nodes),
-            max_depth=min(offer.depth, own.max_depth, limit.max_depth),
-            max_rows=min(own.max_rows, limit.max_rows),
-            shape=own.shape,
-            stop=own.stop,
-        )
-        return Plan(offer.drafter, budget, Choice(reason, rates))
+        own = row.drafters[offer.drafter]
+        nodes, depth = min(offer.nodes, own.max_nodes), min(offer.depth, own.max_depth)
+        asked = Budget(nodes, depth, own.max_rows, shape=own.shape, stop=own.stop)
+        return Plan(offer.drafter, within(asked, row.limit), Choice(reason, rates))
 
     def learn(self, rows: Sequence[PolicyRow], evidence: Sequence[Evidence]) -> None:
         """Take in what was kept of the drafts, and what the step brought."""

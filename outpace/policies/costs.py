@@ -63,11 +63,9 @@ class Line:
         self._high = stalled and not self._high
         self.seen += 1
         keep, tie = TUNING.remember, self.b / self.a
-        self._uu, self._uv, self._vv = (
-            keep * self._uu + u * u,
-            keep * self._uv + u * v,
-            keep * self._vv + v * v,
-        )
+        self._uu = keep * self._uu + u * u
+        self._uv = keep * self._uv + u * v
+        self._vv = keep * self._vv + v * v
         self._uy, self._vy = keep * self._uy + u * y, keep * self._vy + v * y
         one = min(1.0, self._vv) or 1.0  # observation that says: b = tie * a
         uu, uv, vv = self._uu + one * tie * tie, self._uv - one * tie, self._vv + one
@@ -247,11 +245,8 @@ class Costs:
             return
         name = names.pop()
         mine = [row for row in record.rows if row.drafter == name]
-        lines, power, line = (
-            self._drafts.setdefault(name, {}),
-            _power(len(mine)),
-            self._draft(name, len(mine)),
-        )
+        power, line = _power(len(mine)), self._draft(name, len(mine))
+        lines = self._drafts.setdefault(name, {})
         if power not in lines:
             line = lines[power] = Line(line.a, line.b / line.a)
         units, tokens = float(record.draft_levels or len(mine)), float(sum(row.num_uncached for row in mine))

@@ -94,6 +94,11 @@ def test_judging_names_every_scenario_and_policy():
     assert len({one.name for one in scenarios(texts)}) == len(scenarios(texts)) > 15
 
 
+def test_one_text_is_enough():
+    names = [row.scenario for row in judge.judge([text(lookup=[2, 0], positions=20)], ["auto"], "cpu, ")]
+    assert "cpu, 1" in names and not any("turning" in name for name in names)
+
+
 def test_a_recording_is_what_drafters_would_have_done(tmp_path):
     engine = Engine.load("tiny", drafter="none", dtype="float32")
     ids = (5, 9, 11, 5, 9, 11, 5, 9)

@@ -126,3 +126,9 @@ def test_equal_curves_all_show():
     below, above = figure.axes[0].lines[1:]
     assert below.get_linewidth() > above.get_linewidth() and below.get_markersize() > above.get_markersize()
     assert above.get_markerfacecolor() == "none"
+
+
+def test_a_wrong_policy_is_said_before_anything_is_recorded(outpace, tmp_path):
+    ran = outpace("analyze", "policy", "--texts", str(tmp_path / "t.gz"), "--policies", "auto,nosuch")
+    assert ran.code == 2 and "unknown policy 'nosuch'" in ran.err and ran.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
