@@ -8,7 +8,7 @@ Shape letters: T rows of a pass, V vocabulary, H hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TREE = "tree"
 """Rows of one feed may branch."""
 LAYERS = "layers"
-"""``variant(layers=...)`` works, ``score(layers=...)`` may stop early, feeds may ``resume``."""
+"""``variant`` and ``without`` work, ``score(layers=...)`` may stop early, feeds may ``resume``."""
 TAPS = "taps"
 """Hidden states can be asked for by name."""
 HEAD = "head"
@@ -122,6 +122,14 @@ class Target(ABC):
     def variant(self, *, layers: Sequence[int]) -> Target:
         """A target made of some layers of this one, sharing its weights and nothing else."""
         raise ModelError(f"{self.name} cannot leave out layers; use the own decoder")
+
+    def without(self, *, attentions: Collection[int], mlps: Collection[int]) -> Target:
+        """This target with some attentions and MLPs left out: they add nothing to the residual stream.
+
+        Layers and taps keep their numbers, and caches of this target fit. A pass writes keys and
+        values of the attentions that run, and reads those that this target left in the slot.
+        """
+        raise ModelError(f"{self.name} cannot leave out sub-layers; use the own decoder")
 
     @cached_property
     def clock(self) -> PassClock:

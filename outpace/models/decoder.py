@@ -11,7 +11,7 @@ D width of a head, E = D / 2, R riders.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -38,14 +38,13 @@ from outpace.models.quantize import check_kind, note
 from outpace.models.room import Room
 from outpace.models.rope import ENDS_DYNAMIC, Rotation
 from outpace.models.rowwise import gated
+from outpace.models.taps import check_taps, tap
 from outpace.models.text import Tokenizer
 from outpace.models.weights import Checkpoint
 from outpace.types import Feed, Scored, VocabMap
 
 DTYPES = (torch.bfloat16, torch.float32)
 """Dtypes that a decoder can be loaded in."""
-
-_TAPS = ("hidden", "attn_in", "attn_out")
 
 
 class Decoder(Target):
@@ -204,11 +203,22 @@ class Decoder(Target):
             windows=tuple(self.config.windows[i] for i in layers),
             rope_of_layer=tuple(self.config.rope_of_layer[i] for i in layers),
         )
-        blocks = [self._blocks[i] for i in layers]
-        part = Decoder(self.checkpoint, config, blocks, self._ends, self._turns, self._form)
         chosen = "-".join(str(i) for i in layers)
+        return self._part(config, [self._blocks[i] for i in layers], f"layers={chosen}")
+
+    def without(self, *, attentions: Collection[int], mlps: Collection[int]) -> Decoder:
+        """This decoder without some sub-layers; see the contract."""
+        blocks = [
+            replace(one, attends=i not in attentions, has_mlp=i not in mlps)
+            for i, one in enumerate(self._blocks)
+        ]
+        left = [f"{kind}{i}" for kind, some in (("a", attentions), ("m", mlps)) for i in sorted(some)]
+        return self._part(self.config, blocks, f"without={'-'.join(left)}")
+
+    def _part(self, config: DecoderConfig, blocks: Sequence[Block], chosen: str) -> Decoder:
+        part = Decoder(self.checkpoint, config, blocks, self._ends, self._turns, self._form)
         part.quantize = self.quantize
-        part.name, part.digest = f"{self.name}[layers={chosen}]", f"{self.digest}:{chosen}"
+        part.name, part.digest = f"{self.name}[{chosen}]", f"{self.digest}:{chosen}"
         if "tokenizer" in vars(self):
             part.tokenizer = self.tokenizer
         return part
@@ -263,7 +273,8 @@ class Decoder(Target):
         if not isinstance(cache, DenseCache) or cache.layers != self.num_layers:
             raise ModelError(f"this cache was not made by {self.name}; use its new_cache()")
         resumed = [feed.resume.layer for feed in feeds if feed.resume is not None]
-        self._check_taps(taps, depth, max(resumed, default=0))
+        attends = [block.attends for block in self._blocks]
+        check_taps(self.name, taps, range(max(resumed, default=0), depth), attends)
         rows = PassRows(feeds, cache, depth)
         with self.clock:
             return self._pass(rows, cache, depth, taps)
@@ -400,18 +411,25 @@ class Decoder(Target):
         y_TH: Tensor | None = None  # of the layer before
         for layer in layers:
             block = self._blocks[layer]
-            block.attn_norm(x_TH, normed_TH, add=y_TH)
+            if block.attends:
+                block.attn_norm(x_TH, normed_TH, add=y_TH)
+            elif y_TH is not None:
+                x_TH.add_(y_TH)
             if taps:
-                _tap(taps, seen, f"hidden.{layer}", x_TH)
-                _tap(taps, seen, f"attn_in.{layer}", normed_TH)
-            qkv_TY.copy_(block.qkv(normed_TH))
-            if block.qk_norm is not None:
-                block.qk_norm(qk_TXD, qk_TXD)
-            turned_TXE.mul_(turn[block.rope])
-            y_TH = block.out(attend(layer, block.window))
-            if block.after_attn is not None:
-                y_TH = block.after_attn(y_TH.float())
-            _tap(taps, seen, f"attn_out.{layer}", y_TH)
+                tap(taps, seen, f"hidden.{layer}", x_TH)
+                tap(taps, seen, f"attn_in.{layer}", normed_TH)
+            y_TH = None
+            if block.attends:
+                qkv_TY.copy_(block.qkv(normed_TH))
+                if block.qk_norm is not None:
+                    block.qk_norm(qk_TXD, qk_TXD)
+                turned_TXE.mul_(turn[block.rope])
+                y_TH = block.out(attend(layer, block.window))
+                if block.after_attn is not None:
+                    y_TH = block.after_attn(y_TH.float())
+                tap(taps, seen, f"attn_out.{layer}", y_TH)
+            if not block.has_mlp:
+                continue
             block.mlp_norm(x_TH, normed_TH, add=y_TH)
             y_TH = block.down(gated(self.config.activation, block.gate_up(normed_TH)))
             if block.after_mlp is not None:
@@ -424,19 +442,3 @@ class Decoder(Target):
         if not 0 < depth <= self.num_layers:
             raise ModelError(f"cannot run {layers} layers of {self.name}: it has {self.num_layers}")
         return depth
-
-    def _check_taps(self, taps: frozenset[str], depth: int, resumed: int) -> None:
-        for name in taps:
-            kind, _, number = name.partition(".")
-            layer = int(number) if number.removeprefix("-").isdecimal() else -2
-            last = depth if kind == "hidden" else depth - 1
-            if kind not in _TAPS or not (resumed <= layer <= last or name == "hidden.-1"):
-                raise ModelError(
-                    f"{self.name} has no tap {name!r} in a pass over layers {resumed} to "
-                    f"{depth - 1}; taps are hidden.L, hidden.-1, attn_in.L and attn_out.L"
-                )
-
-
-def _tap(taps: frozenset[str], seen: dict[str, Tensor], name: str, rows: Tensor) -> None:
-    if name in taps:
-        seen[name] = rows.clone()

@@ -260,25 +260,18 @@ class _Lister:
             self._op(EMBED, to=_STREAM, width=hidden, part=part, floor=begins.embed.factor(self._config))
         for layer in layers:
             block = blocks[layer]
-            self._norm(block.attn_norm, _STREAM, _NORMED, added)
+            if block.attends:
+                self._norm(block.attn_norm, _STREAM, _NORMED, added)
+            elif added != NONE:
+                self._op(ADD, to=_STREAM, more=added, width=hidden)
             self._tap(f"hidden.{layer}", _STREAM)
-            self._tap(f"attn_in.{layer}", _NORMED)
-            self._product(block.qkv, _NORMED, _HEADS)
-            each = block.qk_norm
-            self._op(
-                TURN,
-                to=_HEADS,
-                width=self._shape.width,
-                index=block.rope,
-                weight=None if each is None else each.weight_H.data_ptr(),
-                floor=0.0 if each is None else each.least,
-            )
-            self._op(ATTEND, index=self._windows.index(block.window), layer=layer)
-            self._product(block.out, _ATTENDED, _ADDED)
-            if block.after_attn is not None:
-                self._norm(block.after_attn, _ADDED, _ADDED)
-            self._tap(f"attn_out.{layer}", _ADDED)
-            self._norm(block.mlp_norm, _STREAM, _NORMED, _ADDED)
+            added = NONE
+            if block.attends:
+                self._attention(block, layer)
+                added = _ADDED
+            if not block.has_mlp:
+                continue
+            self._norm(block.mlp_norm, _STREAM, _NORMED, added)
             self._product(block.gate_up, _NORMED, _WIDE)
             width, kind = block.gate_up.outputs // 2, KINDS[self._config.activation]
             self._op(GATE, from_=_WIDE, to=_GATED, width=width, index=kind)
@@ -286,8 +279,8 @@ class _Lister:
             if block.after_mlp is not None:
                 self._norm(block.after_mlp, _ADDED, _ADDED)
             added = _ADDED
-        if layers:
-            self._op(ADD, to=_STREAM, more=_ADDED, width=hidden)
+        if added != NONE:
+            self._op(ADD, to=_STREAM, more=added, width=hidden)
         if ends is not None:
             if layers:
                 self._tap(f"hidden.{layers.stop}", _STREAM)
@@ -302,6 +295,25 @@ class _Lister:
             self._product(ends.head, _LAST, _LOGITS, rows=_HEADED)
             self._op(BEST, rows=_HEADED, from_=_LOGITS, to=_FOUND, width=ends.head.outputs)
         return _List((Op * len(self._ops))(*self._ops), tuple(self._taps))
+
+    def _attention(self, block: Block, layer: int) -> None:
+        """What a layer attends to, from its normed rows; the result is still to be added."""
+        self._tap(f"attn_in.{layer}", _NORMED)
+        self._product(block.qkv, _NORMED, _HEADS)
+        each = block.qk_norm
+        self._op(
+            TURN,
+            to=_HEADS,
+            width=self._shape.width,
+            index=block.rope,
+            weight=None if each is None else each.weight_H.data_ptr(),
+            floor=0.0 if each is None else each.least,
+        )
+        self._op(ATTEND, index=self._windows.index(block.window), layer=layer)
+        self._product(block.out, _ATTENDED, _ADDED)
+        if block.after_attn is not None:
+            self._norm(block.after_attn, _ADDED, _ADDED)
+        self._tap(f"attn_out.{layer}", _ADDED)
 
     def _op(self, kind: int, **fields: object) -> None:
         self._ops.append(Op(kind=kind, **fields))

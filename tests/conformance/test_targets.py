@@ -95,6 +95,26 @@ def test_slots_do_not_see_each_other(target):
         assert_same(scored.of(i).logits_TV[-1], alone(target, [*text, *[3, 4][: 1 + i % 2]]))
 
 
+def test_sub_layers_can_be_left_out_over_the_same_cache(target):
+    """What is left of it attends to what the whole target left; leaving out whole layers is a variant."""
+    if LAYERS not in target.can or target.num_layers < 3:
+        pytest.skip("it leaves out no layers")
+    cut, few = target.without(attentions=[1], mlps=[1]), target.variant(layers=[0, 2])
+    assert cut.weight_bytes == few.weight_bytes < target.weight_bytes
+    assert_same(alone(cut, TEXT), alone(few, TEXT))
+    for names in ({"attentions": [1], "mlps": []}, {"attentions": [], "mlps": [0, 1]}):
+        part = target.without(**names)
+        assert not torch.allclose(alone(part, TEXT), alone(target, TEXT))
+        cache = target.new_cache()
+        slot, _ = read(target, cache, TEXT[:-1])
+        logits_TV = part.score([Feed.chain(slot, TEXT[-1:])], cache).logits_TV.clone()
+        cache.drop(slot)
+        whole_TV = target.score([Feed.chain(slot, TEXT[-1:])], cache).logits_TV
+        assert_same(whole_TV[-1], alone(target, TEXT)), "it left no trace"
+        assert not torch.allclose(logits_TV[-1], alone(part, TEXT)), "it read the target's keys"
+    assert_same(alone(target.without(attentions=[], mlps=[]), TEXT), alone(target, TEXT))
+
+
 def test_what_it_cannot_do_is_refused(target):
     cache = target.new_cache()
     slot = cache.open()
@@ -104,6 +124,8 @@ def test_what_it_cannot_do_is_refused(target):
     if LAYERS not in target.can:
         with pytest.raises(ModelError):
             target.variant(layers=[0])
+        with pytest.raises(ModelError):
+            target.without(attentions=[0], mlps=[])
     missing = frozenset({"telepathy"})
     with pytest.raises(ModelError, match="somebody needs telepathy"):
         target.require(missing, "somebody")

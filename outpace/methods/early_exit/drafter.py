@@ -30,11 +30,11 @@ from torch import Tensor
 
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request, Traits
+from outpace.drafters.shallow import ShallowRows
 from outpace.drafters.trained import candidates, find
 from outpace.errors import ModelError
 from outpace.methods.early_exit.exit_head import ExitHead, ExitState
 from outpace.methods.early_exit.exits import Belief, pick
-from outpace.methods.early_exit.shallow import ShallowRows
 from outpace.models.base import LAYERS, TAPS, Target
 from outpace.tree.growth import Branch, DraftRow, grow
 from outpace.types import NOTHING, Draft, Outcome
@@ -136,7 +136,7 @@ class EarlyExit(ExpandingDrafter[ExitState]):
             state.draft = state.rows = None
             if self.rows is not None:
                 self.rows.ready(state, len(row.tokens) - 1)
-            if row.lease is None:
+            if row.lease is None or (self.rows is not None and not row.lease.resumes):
                 ready.append(replace(row, budget=NOTHING))
                 continue
             state.exit = pick(state.beliefs, self._shares, row.budget.max_depth, row.coins)

@@ -7,7 +7,7 @@ The adapter is one attention layer with a cache of its own; the head is the targ
 for a part of the vocabulary, and is in no file. A draft leaves early twice:
 
 - at layer e. What the target did below it is handed to verification and never done again
-  (`outpace.methods.early_exit.shallow`);
+  (`outpace.drafters.shallow`);
 - where the drafter doubts: no branch grows on behind a token to which it gave less than
   ``threshold``. That token is kept and verified, so the text keeps its law.
 
@@ -31,9 +31,9 @@ from torch import Tensor
 from outpace.cache.base import KVCache
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request, Traits
+from outpace.drafters.shallow import ShallowRows
 from outpace.drafters.trained import find
 from outpace.methods.early_exit.adapter_rows import AdapterFile, AdapterRows, AdapterState, read_adapter
-from outpace.methods.early_exit.shallow import ShallowRows
 from outpace.models.base import HEAD, LAYERS, TAPS, Target
 from outpace.tree.growth import Branch, DraftRow, grow
 from outpace.types import NOTHING, Draft, Outcome, Shape, Signals, StopRule
@@ -125,7 +125,7 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
         for row in rows:
             state, budget = row.state, row.budget
             self.rows.ready(state, len(row.tokens) - 1)
-            if row.lease is None:
+            if row.lease is None or not row.lease.resumes:
                 ready.append(replace(row, budget=NOTHING))
                 continue
             state.rows = ShallowRows(row.lease, self.layer)

@@ -30,7 +30,7 @@ class ShallowRows:
 
     lease: Lease
     layer: int
-    """e: layers that the rows run through."""
+    """e: layers that the rows run through as the target does; 0: none, nothing is handed on."""
     row: dict[int, int] = field(default_factory=dict)
     """Node, as growth calls it -> its row in the tail of the slot."""
     hidden: list[Tensor] = field(default_factory=list)
@@ -58,7 +58,7 @@ class ShallowRows:
 
         Effects: rows whose nodes were left out of the draft leave the tail.
         """
-        if not self.row:
+        if not self.row or not self.layer or not self.lease.resumes:
             return draft
         names = range(len(draft)) if numbers is None else numbers
         fed = [node for node, name in enumerate(names) if name in self.row]
