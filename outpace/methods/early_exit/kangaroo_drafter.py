@@ -34,9 +34,10 @@ from outpace.drafters.base import ExpandingDrafter, Request, Traits
 from outpace.drafters.shallow import ShallowRows
 from outpace.drafters.trained import find
 from outpace.methods.early_exit.adapter_rows import AdapterFile, AdapterRows, AdapterState, read_adapter
+from outpace.methods.early_exit.thresholds import Doubt
 from outpace.models.base import HEAD, LAYERS, TAPS, Target
 from outpace.tree.growth import Branch, DraftRow, grow
-from outpace.types import NOTHING, Draft, Outcome, Shape, Signals, StopRule
+from outpace.types import NOTHING, Draft, Outcome, Shape
 
 _CHAIN, _TREE = 0.6, 0.4
 """Thresholds of the paper."""
@@ -57,19 +58,6 @@ class KangarooConfig:
     def __post_init__(self) -> None:
         if self.threshold is not None and not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold must be in [0, 1], got {self.threshold}")
-
-
-@dataclass(frozen=True, slots=True)
-class Doubt:
-    """Stop rule: the second exit, besides the rule that the budget had already."""
-
-    threshold: float
-    other: StopRule | None = None
-
-    def more(self, signals: Signals) -> Tensor:
-        """Bool [F]. It reads kept tokens alone, so nothing drawn is lost."""
-        sure_F = signals.q_F >= self.threshold
-        return sure_F if self.other is None else sure_F & self.other.more(signals)
 
 
 class Kangaroo(ExpandingDrafter[AdapterState]):

@@ -73,10 +73,10 @@ def test_the_text_is_plain_text(engine, spec):
 @pytest.mark.parametrize(
     "spec",
     [
-        "early_exit[layer=4]",
-        "early_exit[layer=5 tree=3x2x1]",
-        "early_exit[model=FOLDER]",
-        "early_exit[model=FOLDER tree=3x2x1]",
+        "early_exit[layer=4 threshold=0]",
+        "early_exit[layer=5 tree=3x2x1 threshold=0]",
+        "early_exit[model=FOLDER threshold=0]",
+        "early_exit[model=FOLDER tree=3x2x1 threshold=0]",
     ],
 )
 def test_every_layer_runs_once_per_drafted_token(engine, target, layer_exit, monkeypatch, spec):

@@ -19,8 +19,9 @@ from outpace.drafters import trained
 from outpace.drafters.base import Request
 from outpace.drafters.shallow import ShallowRows
 from outpace.methods.early_exit.adapter_rows import AdapterRows
-from outpace.methods.early_exit.kangaroo_drafter import Doubt, Kangaroo, KangarooConfig
+from outpace.methods.early_exit.kangaroo_drafter import Kangaroo, KangarooConfig
 from outpace.methods.early_exit.kangaroo_objective import KangarooObjective, KangarooTraining
+from outpace.methods.early_exit.thresholds import Doubt
 from outpace.models.passes import PassRows
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
