@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outpace.cache.base import Lease
 from outpace.tree.growth import Branch
-from outpace.types import ROOT, Draft, Feed, Resume
+from outpace.types import ROOT, Draft, Feed, Resume, Signals, StopRule
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +70,19 @@ class ShallowRows:
             hidden_KH = hidden_KH[torch.tensor(rows, device=hidden_KH.device)]
         resume = Resume(self.layer, tuple(range(len(rows))), hidden_KH)
         return replace(reordered(draft, [*fed, *rest]), resume=resume)
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Stop rule: a branch ends after a token below a threshold, or where another rule ends it."""
+
+    threshold: float
+    other: StopRule | None = None
+
+    def more(self, signals: Signals) -> Tensor:
+        """Bool [F]. It reads kept tokens alone, so nothing drawn is lost."""
+        sure_F = signals.q_F >= self.threshold
+        return sure_F if self.other is None else sure_F & self.other.more(signals)
 
 
 def reordered(draft: Draft, order: Sequence[int]) -> Draft:

@@ -126,8 +126,8 @@ class Target(ABC):
     def without(self, *, attentions: Collection[int], mlps: Collection[int]) -> Target:
         """This target with some attentions and MLPs left out: they add nothing to the residual stream.
 
-        Layers and taps keep their numbers, and caches of this target fit. A pass writes keys and
-        values of the attentions that run, and reads those that this target left in the slot.
+        Layers and taps keep their numbers, caches of this target fit, and passes count on its clock. They
+        write keys and values of the attentions that run, and read those that this target left.
         """
         raise ModelError(f"{self.name} cannot leave out sub-layers; use the own decoder")
 

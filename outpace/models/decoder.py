@@ -213,7 +213,9 @@ class Decoder(Target):
             for i, one in enumerate(self._blocks)
         ]
         left = [f"{kind}{i}" for kind, some in (("a", attentions), ("m", mlps)) for i in sorted(some)]
-        return self._part(self.config, blocks, f"without={'-'.join(left)}")
+        part = self._part(self.config, blocks, f"without={'-'.join(left)}")
+        part.clock = self.clock
+        return part
 
     def _part(self, config: DecoderConfig, blocks: Sequence[Block], chosen: str) -> Decoder:
         part = Decoder(self.checkpoint, config, blocks, self._ends, self._turns, self._form)

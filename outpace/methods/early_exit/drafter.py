@@ -31,12 +31,12 @@ from torch import Tensor
 
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request, Traits
-from outpace.drafters.shallow import ShallowRows
+from outpace.drafters.shallow import Doubt, ShallowRows
 from outpace.drafters.trained import candidates, find
 from outpace.errors import ModelError
 from outpace.methods.early_exit.exit_head import ExitHead, ExitState
 from outpace.methods.early_exit.exits import Belief, pick
-from outpace.methods.early_exit.thresholds import BetaMixture, Doubt, given, said_of
+from outpace.methods.early_exit.thresholds import BetaMixture, given, said_of
 from outpace.models.base import LAYERS, TAPS, Target
 from outpace.tree.growth import Branch, DraftRow, grow
 from outpace.types import NOTHING, ROOT, Draft, Outcome

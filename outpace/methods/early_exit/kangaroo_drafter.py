@@ -31,10 +31,9 @@ from torch import Tensor
 from outpace.cache.base import KVCache
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request, Traits
-from outpace.drafters.shallow import ShallowRows
+from outpace.drafters.shallow import Doubt, ShallowRows
 from outpace.drafters.trained import find
 from outpace.methods.early_exit.adapter_rows import AdapterFile, AdapterRows, AdapterState, read_adapter
-from outpace.methods.early_exit.thresholds import Doubt
 from outpace.models.base import HEAD, LAYERS, TAPS, Target
 from outpace.tree.growth import Branch, DraftRow, grow
 from outpace.types import NOTHING, Draft, Outcome, Shape

@@ -16,13 +16,12 @@ Shape letters: S guesses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-
-from outpace.types import Signals, StopRule
 
 _SHARE, _BLEND = 0.4, 0.8
 _KEPT, _FIT = 512, 16
@@ -66,11 +65,10 @@ class BetaMixture:
     def chance(self, confidence_S: Tensor) -> Tensor:
         """How likely guesses of such confidences are right, float64 [S]."""
         x_S = confidence_S.double().clamp(_EDGE, 1 - _EDGE)
-        parts = [
-            torch.distributions.Beta(a, b).log_prob(x_S) + torch.tensor(w).log()
-            for a, b, w in zip(self.a, self.b, self.weight, strict=True)
-        ]
-        return (parts[1] - parts[0]).sigmoid()
+        wrong_S, right_S = (
+            _log_density(x_S, a, b) + math.log(w) for a, b, w in zip(self.a, self.b, self.weight, strict=True)
+        )
+        return (right_S - wrong_S).sigmoid()
 
     def _fit(self) -> None:
         """One step of EM; what is known of every guess counts beside what the mixture believes."""
@@ -86,6 +84,12 @@ class BetaMixture:
         self.least = 0.0 if len(doubted) == 0 else float((doubted.max() + 1) / _GRID)
 
 
+def _log_density(x_S: Tensor, a: float, b: float) -> Tensor:
+    """Of the Beta distribution."""
+    whole = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
+    return (a - 1) * x_S.log() + (b - 1) * (1 - x_S).log() + whole
+
+
 def _moments(x_S: Tensor, weight_S: Tensor) -> tuple[float, float]:
     """The Beta distribution of these mean and variance, given how much each one counts."""
     total = weight_S.sum() + 1e-6
@@ -94,19 +98,6 @@ def _moments(x_S: Tensor, weight_S: Tensor) -> tuple[float, float]:
     mean = min(max(mean, 0.02), 0.98)
     both = max(mean * (1 - mean) / spread - 1, 0.2)
     return mean * both, (1 - mean) * both
-
-
-@dataclass(frozen=True, slots=True)
-class Doubt:
-    """Stop rule: a branch ends after a token below a threshold, or where another rule ends it."""
-
-    threshold: float
-    other: StopRule | None = None
-
-    def more(self, signals: Signals) -> Tensor:
-        """Bool [F]. It reads kept tokens alone, so nothing drawn is lost."""
-        sure_F = signals.q_F >= self.threshold
-        return sure_F if self.other is None else sure_F & self.other.more(signals)
 
 
 def said_of(logits_FD: Tensor, id_D: Tensor | None) -> list[Said]:

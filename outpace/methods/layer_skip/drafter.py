@@ -182,7 +182,7 @@ class LayerSkip(ExpandingDrafter[SkipState]):
         """Find a set on the end of a text, and draft with it from now on. Cost: some passes, once."""
         text = list(tokens[-_MOST:])
         with torch.no_grad():
-            trial = Trial(self._target, text, len(text) - _JUDGED, self.clock)
+            trial = Trial(self._target, text, len(text) - _JUDGED)
             search = Search(trial, self._config.share)
             found = search.cosine() if self._config.find == "cosine" else search.bayes(self._config.trials)
         self._take(found.skip)

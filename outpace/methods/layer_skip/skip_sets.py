@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.clock import PassClock
 from outpace.errors import ModelError
 from outpace.files import write_whole
 from outpace.models.base import Target
@@ -121,11 +120,10 @@ class Trial:
     Args:
         tokens: the text; it is read once by the whole target.
         first: guesses are judged from this place on, at least 1.
-        clock: counts the passes.
     """
 
-    def __init__(self, target: Target, tokens: Sequence[int], first: int, clock: PassClock) -> None:
-        self.target, self._clock = target, clock
+    def __init__(self, target: Target, tokens: Sequence[int], first: int) -> None:
+        self.target = target
         self._judged = tuple(tokens[first:])
         self._nodes = tuple(range(first - 2, len(tokens) - 2))
         self._cache = target.new_cache(len(tokens))
@@ -153,7 +151,7 @@ class Trial:
     def agreement(self, skip: SkipSet) -> float:
         """Share of the target's likeliest tokens that the rest guesses. Cost: one pass of the rest."""
         riders = Riders(self._nodes, (-1,) * len(self._nodes), self._judged)
-        with self._clock, torch.no_grad():
+        with torch.no_grad():
             scored = skip.part(self.target).score([Feed(self._slot, (), (), riders=riders)], self._cache)
         assert scored.rider_logits_RV is not None
         return float((scored.rider_logits_RV.argmax(1) == self._guess_T).float().mean())

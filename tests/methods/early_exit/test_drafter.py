@@ -123,7 +123,7 @@ def test_verification_goes_on_where_the_draft_stopped(target, tree, drawn):
 
     Dynamic trees of chosen tokens leave out nodes that were expanded: their rows must go.
     """
-    drafter = EarlyExit(target, [4])
+    drafter = EarlyExit(target, [4], threshold=0.0)
     asked = budget(tree, 7 if tree == "chain" else None, 4)
     temperature = 0.0 if drawn is Drawn.CHOSEN else 0.9
     for text in (TEXT, [77, 3]):
@@ -164,7 +164,7 @@ def test_nodes_left_out_leave_the_tail(target):
 
 
 def test_the_laws_are_those_of_the_exit(target):
-    drafter = EarlyExit(target, [3])
+    drafter = EarlyExit(target, [3], threshold=0.0)
     _, (draft,) = proposed(drafter, leased(target, [TEXT], budget("2x2x1", None, 4), Drawn.DISTINCT, 0.9))
     first = target.variant(layers=range(3))
     seen = 0
@@ -179,7 +179,7 @@ def test_the_laws_are_those_of_the_exit(target):
 
 
 def test_without_a_lease_nothing_is_drafted(target):
-    drafter = EarlyExit(target, [3])
+    drafter = EarlyExit(target, [3], threshold=0.0)
     (row,) = leased(target, [TEXT], Budget(4, 4))
     (draft,) = drafter.propose([replace(row, state=drafter.begin(None), lease=None)])
     assert len(draft) == 0 and draft.resume is None
