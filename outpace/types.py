@@ -301,6 +301,8 @@ class Feed:
     riders: Riders | None = None
     """Their nodes count from ROOT = row 0 of the slot's tail."""
     resume: Resume | None = None
+    view: Any = None
+    """Which committed rows its rows see (``outpace.models.views``, needs VIEWS); None: all."""
 
     @classmethod
     def chain(

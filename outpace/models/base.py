@@ -34,6 +34,8 @@ HEAD = "head"
 """``embed`` and ``head`` work: vectors of tokens, and logits of hidden states."""
 EMBEDDINGS = "embeddings"
 """Riders may enter, also as embeddings."""
+VIEWS = "views"
+"""A feed may see a part of the committed text; ``choice`` makes memory for such views."""
 
 
 class Target(ABC):
@@ -53,7 +55,7 @@ class Target(ABC):
     device: torch.device
     dtype: torch.dtype
     can: frozenset[str]
-    """Which of TREE, LAYERS, TAPS, HEAD, EMBEDDINGS it supports; chains always work."""
+    """Which of TREE, LAYERS, TAPS, HEAD, EMBEDDINGS, VIEWS it supports; chains always work."""
     tokenizer: Tokenizer | None = None
     defaults: GenerationDefaults | None = None
     """Sampling defaults and end-of-sequence ids that came with the model."""

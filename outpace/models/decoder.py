@@ -24,7 +24,7 @@ from outpace.cache.base import KVCache
 from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError
 from outpace.models.attention import Attention, HeadShape, Span
-from outpace.models.base import EMBEDDINGS, HEAD, LAYERS, TAPS, TREE, Target
+from outpace.models.base import EMBEDDINGS, HEAD, LAYERS, TAPS, TREE, VIEWS, Target
 from outpace.models.blocks import Block, Ends, Form, capped, read_block, read_ends, read_head, release
 from outpace.models.embedding import Embedding
 from outpace.models.families import DecoderConfig
@@ -40,6 +40,7 @@ from outpace.models.rope import ENDS_DYNAMIC, Rotation
 from outpace.models.rowwise import gated
 from outpace.models.taps import check_taps, tap
 from outpace.models.text import Tokenizer
+from outpace.models.views import Choice, Rule
 from outpace.models.weights import Checkpoint
 from outpace.types import Feed, Scored, VocabMap
 
@@ -55,7 +56,7 @@ class Decoder(Target):
     stream. ``hidden.0`` and up are float32.
     """
 
-    can = frozenset({TREE, LAYERS, TAPS, HEAD, EMBEDDINGS})
+    can = frozenset({TREE, LAYERS, TAPS, HEAD, EMBEDDINGS, VIEWS})
     quantize: str | None = None
     """How projections and head are rounded; None: not at all."""
 
@@ -189,6 +190,11 @@ class Decoder(Target):
         return DenseCache(
             self.num_layers, shape.kv, shape.width, device=device, capacity=capacity, dtype=dtype
         )
+
+    def choice(self, rule: Rule) -> Choice:
+        """Memory for what the views of one sequence show."""
+        full = next((block.rope for block in self._blocks if block.window is None), 0)
+        return Choice(rule, self.num_layers, self._shape, self._turns[full])
 
     def variant(self, *, layers: Sequence[int]) -> Decoder:
         """A decoder of some layers of this one, in the order given, counted anew from 0."""

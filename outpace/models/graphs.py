@@ -102,8 +102,8 @@ class StaticPasses:
         self._known = WeakKeyDictionary()
 
     def fits(self, rows: PassRows) -> bool:
-        """Whether a pass can run here: no riders, no resume, short feeds, little to fill up."""
-        if rows.riders or rows.resumed or not rows.ids:
+        """Whether a pass can run here: no riders, resume or view, short feeds, little to fill up."""
+        if rows.riders or rows.resumed or not rows.ids or any(span.view for span in rows.spans):
             return False
         count, slots = _rows(rows.spans), _slots(rows.spans)
         return count > 0 and count * len(slots) <= max(ROWS[0], _WASTE * len(rows.ids))

@@ -15,6 +15,7 @@ from torch import Tensor
 from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError
 from outpace.models.attention import Span
+from outpace.models.views import fits
 from outpace.types import Feed, Riders
 
 
@@ -68,7 +69,9 @@ class PassRows:
             base = len(state.ids)
             stored = range(base + first, base + first + count)
             chain = depths == list(range(len(depths)))
-            self.spans.append(Span(feed.slot, start, stored, base, parents, depths, chain))
+            if feed.view is not None:
+                fits(feed.view, base)
+            self.spans.append(Span(feed.slot, start, stored, base, parents, depths, chain, feed.view))
             self._known.append(covered)
         self.start_B = _starts([feed.wanted for feed in feeds])
         self.tap_start_B = _starts([len(feed.token_J) for feed in feeds])
