@@ -95,7 +95,12 @@ def train(
     Prompts come from files, from the model itself, or both. The model answers them, its features
     are kept, the method is trained on them, and the drafter is measured on prompts that were kept
     apart. Whatever is stopped goes on where it was.
+
+    With target as METHOD, a small decoder is made from texts, whose first layers draft well for it.
     """
+    if method == "target":
+        _train_target(texts or (), out, settings or (), resume)
+        return
     from outpace.train.options import read_options
 
     options = read_options(method, settings or (), tokens)

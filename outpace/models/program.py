@@ -1,6 +1,6 @@
 """A pass in one call of compiled code, for CPUs.
 
-`Decoder.run_layers` calls a dozen operations per layer, each of which wakes the threads, waits for
+`Layers.run_layers` calls a dozen operations per layer, each of which wakes the threads, waits for
 the last one and comes back to Python. Here the operations of a pass are listed once and run by
 ``pass.c`` together: Python says per pass only which rows there are and what they see. torch stays
 for whatever this does not know, and is the oracle of the tests. Numbers between two operations are
@@ -51,6 +51,7 @@ from outpace.models.passes import PassRows
 from outpace.models.room import Room
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import KINDS, Norm
+from outpace.models.taps import spread
 
 _STREAM, _NORMED, _HEADS, _ATTENDED, _ADDED, _WIDE, _GATED, _PICKED, _LAST, _LOGITS, _OPERANDS, _FOUND = (
     range(12)
@@ -160,7 +161,7 @@ class Programs:
         buffers.lend(_LAST, last_TH)
         buffers.lend(_LOGITS, logits_TV)
         buffers.address[_FOUND] = ctypes.addressof(found)
-        whole = not rows.embeds and not rows.resumed
+        whole = not rows.embeds and not rows.levels
         known = self._vectors.outputs if whole and self._vectors is not None else 0
         embedded = 0 <= min(rows.ids) <= max(rows.ids) < known
         if not embedded:
@@ -168,7 +169,7 @@ class Programs:
             stream_TH.copy_(embed(rows.ids))
             for start, embed_RH in rows.embeds:
                 stream_TH[start : start + len(embed_RH)] = embed_RH
-        if rows.resumed:
+        if rows.levels:
             self._joining(buffers, rows, depth, counts, way)
         else:
             listed = self._list(range(depth), embedded, True, taps)
@@ -184,9 +185,7 @@ class Programs:
         whole_TH = stream_TH[: counts[0]]
         borders = [0, *rows.levels, depth]
         for begin, end in pairwise(borders):
-            for start, layer, hidden_KH in rows.resumed:
-                if layer == begin:
-                    whole_TH[start : start + len(hidden_KH)] = hidden_KH
+            rows.join(begin, whole_TH)
             spans, running = rows.running(begin)
             if not spans:
                 continue
@@ -199,9 +198,27 @@ class Programs:
             if few:
                 whole_TH[index] = buffers.lent[_STREAM]
                 buffers.lend(_STREAM, stream_TH)
+                for name in listed.taps:
+                    way.seen[name] = spread(way.seen[name], index, counts[0])
+        for other, layer, spans, running in rows.apart():
+            own_TH = whole_TH[running]
+            other.run_rows(own_TH, range(layer, depth), spans, way.cache)
+            whole_TH[running] = own_TH
         if f"hidden.{depth}" in way.taps:
             way.seen[f"hidden.{depth}"] = whole_TH.clone()
         self._some(buffers, self._list(range(depth, depth), False, True, way.taps), [], counts, way)
+
+    def through(self, x_TH: Tensor, layers: range, spans: list[Span], cache: DenseCache) -> None:
+        """Run rows through some layers, in place."""
+        buffers = self._free.pop() if self._free else _Buffers(self._config, self._shape)
+        if len(x_TH) > buffers.most:
+            buffers.fit(len(x_TH), [*(one for b in self._blocks for one in b.linears), self._ends.head])
+        stream_TH = buffers.lent[_STREAM]
+        buffers.lend(_STREAM, x_TH)
+        way = _Way(cache, frozenset(), array("q"), array("q"), {})
+        self._some(buffers, self._list(layers, False, False, way.taps), spans, (len(x_TH), 0, 0), way)
+        buffers.lend(_STREAM, stream_TH)
+        self._free.append(buffers)
 
     def _some(
         self, buffers: _Buffers, listed: _List, spans: Sequence[Span], counts: tuple[int, int, int], way: _Way

@@ -31,6 +31,13 @@ def check_taps(who: str, taps: Iterable[str], layers: range, attends: Sequence[b
             raise ModelError(f"{who} has no tap {name!r}: it leaves this attention out")
 
 
+def spread(x_RH: Tensor, index: Tensor, count: int) -> Tensor:
+    """Features of some rows of a pass where those of all rows have their places; zeros elsewhere."""
+    out_TH = x_RH.new_zeros(count, x_RH.shape[1])
+    out_TH[index] = x_RH[: len(index)]
+    return out_TH
+
+
 def tap(taps: frozenset[str], seen: dict[str, Tensor], name: str, rows: Tensor) -> None:
     """Keep a copy of rows that somebody asked for."""
     if name in taps:

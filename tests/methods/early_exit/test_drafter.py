@@ -340,7 +340,7 @@ def layer_exit(target, tmp_path_factory):
 
 
 def with_layer(objective):
-    return EarlyExit.load(EarlyExitConfig(model=str(objective.folder)), objective.target)
+    return EarlyExit.load(EarlyExitConfig(model=str(objective.folder), threshold=0), objective.target)
 
 
 def test_a_trained_layer_changes_the_guesses_and_not_the_text(tmp_path):
@@ -401,7 +401,7 @@ def laws_apart(engine, objective, monkeypatch, spec):
 @pytest.mark.parametrize("shape", ["", "tree=2x2x1"])
 def test_laws_are_those_that_were_trained_after_every_commit(engine, layer_exit, monkeypatch, shape):
     """Its keys are those of the committed text and of the path, whatever was accepted before."""
-    spec = f"early_exit[model={layer_exit.folder} quantize=none {shape}]"
+    spec = f"early_exit[model={layer_exit.folder} quantize=none threshold=0 {shape}]"
     assert laws_apart(engine, layer_exit, monkeypatch, spec) < 1e-5
     # Planted: of a draft the row of its first node stays, whether it was accepted or not.
     real = AdapterRows._keep

@@ -71,7 +71,7 @@ def test_the_text_is_plain_text(engine, folder, settings):
 
 def test_what_drafts_is_what_was_trained(target, made, folder):
     """The slots of a draft give the logits of the network in training; one pass, whatever the depth."""
-    drafter = S3d.load(S3dConfig(model=str(folder)), target)
+    drafter = S3d.load(S3dConfig(model=str(folder), quantize=None), target)
     batch = texts()
     aligned = Aligned(batch, DRAFT_MODEL)
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_what_drafts_is_what_was_trained(target, made, folder):
 
 
 def test_sequences_of_a_batch_have_slots_of_their_own(target, folder):
-    drafter = S3d.load(S3dConfig(model=str(folder)), target)
+    drafter = S3d.load(S3dConfig(model=str(folder), quantize=None), target)
     both = [[5, 9, 11, 5], [40, 41, 42, 43, 44]]
     budgets = (Budget(3, 3), Budget(2, 1))
     drafts = []
