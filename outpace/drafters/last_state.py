@@ -32,7 +32,7 @@ from outpace.law import VocabMap
 from outpace.models.base import HEAD, TAPS
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import parse_shape, table
-from outpace.types import NOTHING, Draft, Outcome, Shape
+from outpace.types import NOTHING, Budget, Draft, Outcome, Shape
 
 LAST = "hidden.-1"
 """The feature that they read."""
@@ -94,14 +94,7 @@ class LastStateDrafter(ExpandingDrafter[LastState]):
     def _fitted(self, row: DraftRow[LastState]) -> DraftRow[LastState]:
         if row.state.hidden_H is None or row.state.end != len(row.tokens) - 1:
             return replace(row, budget=NOTHING)
-        budget = row.budget
-        shape = budget.shape
-        if shape.parent_N == _STOCK.parent_N:
-            parents = (self.tree or _STOCK).parent_N
-            assert parents is not None
-            shape = Shape(parents[: budget.max_nodes])  # the likeliest, not the first levels
-        depth = min(budget.max_depth, self.depths)
-        return replace(row, budget=replace(budget, max_depth=depth, shape=shape))
+        return replace(row, budget=fitted_budget(row.budget, self.depths, self.tree))
 
     def hidden(self, branches: Sequence[Branch[LastState]]) -> Tensor:
         """The hidden states of the sequences, [B, H]; numbers them."""
@@ -123,6 +116,16 @@ class LastStateDrafter(ExpandingDrafter[LastState]):
     def mark(self, state: LastState) -> LastState:
         """A copy that shares the tensor."""
         return copy.copy(state)
+
+
+def fitted_budget(budget: Budget, depths: int, tree: Shape | None) -> Budget:
+    """A budget no deeper than a drafter, whose calibrated tree stands in for the stock one."""
+    shape = budget.shape
+    if shape.parent_N == _STOCK.parent_N:
+        parents = (tree or _STOCK).parent_N
+        assert parents is not None
+        shape = Shape(parents[: budget.max_nodes])  # the likeliest, not the first levels
+    return replace(budget, max_depth=min(budget.max_depth, depths), shape=shape)
 
 
 def read_tree(said: Mapping[str, Any], folder: Path) -> Shape | None:

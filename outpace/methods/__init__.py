@@ -175,6 +175,15 @@ ENTRIES = (
         trained=True,
     ),
     MethodEntry(
+        "mtp",
+        "drafter",
+        "heads",
+        "outpace.methods.mtp.drafter:Mtp",
+        "Whole layers on the target's states guess, chained or side by side; reads MTP modules",
+        "Gloeckle et al. 2024, arXiv:2404.19737; DeepSeek-V3, arXiv:2412.19437",
+        trained=True,
+    ),
+    MethodEntry(
         "ppd",
         "drafter",
         "heads",
@@ -308,6 +317,13 @@ ENTRIES = (
         "heads",
         "outpace.methods.recurrent.objective:MlpSpeculator",
         "One small layer per depth",
+    ),
+    MethodEntry(
+        "mtp",
+        "objective",
+        "heads",
+        "outpace.methods.mtp.objective:Mtp",
+        "Modules of one layer on a frozen trunk",
     ),
     MethodEntry(
         "ppd",

@@ -101,7 +101,10 @@ class Recurrent(LastStateDrafter):
         row_F = [b.state.row for b in branches for _ in b.nodes]
         token_F = [b.tokens[-1] if n == ROOT else b.token_N[n] for b in branches for n in b.nodes]
         depth_F = [len(b.path(node)) for b in branches for node in b.nodes]
-        parent_F = self._rows.add(branches)
+        parent_F = [
+            -1 if node == ROOT else self._rows.of(b, b.parent_N[node]) for b in branches for node in b.nodes
+        ]
+        self._rows.add(branches)
         with self.clock, torch.no_grad():
             state_FS, logits_FD = self._pass(self._hidden_BH[row_F].float(), token_F, depth_F, parent_F)
         self._state_NS = torch.cat([self._state_NS, state_FS])
