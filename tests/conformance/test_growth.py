@@ -91,6 +91,8 @@ def told(drafter, rows, forced=None, mixed=False):
 def test_what_follows_a_node_depends_on_its_path_alone(engine, differ, spec):
     """State per node: siblings, other branches and other sequences leave no trace in it."""
     drafter = engine.method(spec).preferred.drafter
+    if drafter.traits.uses_target_cache:
+        pytest.skip("it drafts in the target's slots, which are dropped in between")
     rows = proposal_rows(engine.target, drafter, Drawn.CHOSEN, TREE, 0.0, TEXTS)
     drafts, tree = told(drafter, rows)
     if not any(len(draft) for draft in drafts):

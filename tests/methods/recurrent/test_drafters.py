@@ -135,14 +135,13 @@ def test_recorded_laws_of_a_batch_are_those_of_the_formulas(target, kind, fields
     drafts = proposed(drafter, [state for state, _ in begins], texts, wide, Drawn.IID, 0.8)
     wrong = 0.0
     for (_, hidden), text, draft in zip(begins, texts, drafts, strict=True):
-        assert max(draft.depth_N) > 1 and len(draft.groups) >= 3
+        assert len(draft.groups) >= (1 if tree == "dynamic" else 3)
         for group in draft.groups:
             path, law = draft.path_tokens(group.parent), draft.laws[group.law]
             logits = said(drafter, target, hidden, [text[-1], *path])
             torch.testing.assert_close(law.prob_S, (logits / 0.8).softmax(0), atol=1e-4, rtol=5e-3)
-            if path:
-                other = said(drafter, target, hidden, [text[-1] + 1, *path])
-                wrong = max(wrong, float((other - logits).abs().max()))
+            other = said(drafter, target, hidden, [text[-1] + 1, *path])
+            wrong = max(wrong, float((other - logits).abs().max()))
     assert wrong > 0.1, "planted: another pending token would be seen"
 
 
