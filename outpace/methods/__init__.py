@@ -184,6 +184,15 @@ ENTRIES = (
         trained=True,
     ),
     MethodEntry(
+        "falcon",
+        "drafter",
+        "heads",
+        "outpace.methods.falcon.drafter:Falcon",
+        "An LSTM and one layer guess k tokens per pass, block behind block; trees, T > 0",
+        "Gao et al. 2024 (Falcon), arXiv:2412.12639",
+        trained=True,
+    ),
+    MethodEntry(
         "ppd",
         "drafter",
         "heads",
@@ -324,6 +333,13 @@ ENTRIES = (
         "heads",
         "outpace.methods.mtp.objective:Mtp",
         "Modules of one layer on a frozen trunk",
+    ),
+    MethodEntry(
+        "falcon",
+        "objective",
+        "heads",
+        "outpace.methods.falcon.objective:Falcon",
+        "Blocks of tokens per pass, behind an LSTM",
     ),
     MethodEntry(
         "ppd",
