@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 TYPES = ("agreement", "article", "preposition", "spelling", "order")
 
 _ARTICLES = ("a", "an", "the")
 _PREPOSITIONS = ("in", "on", "at", "to", "for", "of", "with", "from", "by", "into", "about")
+_LITTLE = frozenset(
+    (*_ARTICLES, *_PREPOSITIONS)
+    + tuple("and was is were his her he she it they that had has not so very their be could him them you my".split())
+)
+"""Words that stand in few places, so that a wrong order shows."""
 _FORMS = (
     "is are",
     "was were",
@@ -65,8 +71,10 @@ _NEAR = {row[i]: row[max(0, i - 1) : i] + row[i + 1 : i + 2] for row in _ROWS fo
 """Letters beside a letter on a keyboard."""
 
 
-VARIANTS = 3
+VARIANTS = 2
 """Misspellings of a word."""
+MISSPELLED = 300
+"""How many words are ever misspelled: the commonest of the texts that are long enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +87,7 @@ class Pair:
     """One for every error, in the order in which they were made; empty: nothing is wrong."""
 
 
-def sentences(text: str, fewest: int = 4, most: int = 28) -> list[str]:
+def sentences(text: str, fewest: int = 4, most: int = 20) -> list[str]:
     """The sentences of a text that have a usual beginning and end, and so many words."""
     found = []
     for paragraph in re.split(r"\n\s*\n|<\|endoftext\|>", text):
@@ -89,17 +97,27 @@ def sentences(text: str, fewest: int = 4, most: int = 28) -> list[str]:
     return found
 
 
-def corrupted(sentence: str, coin: random.Random, most: int = 3) -> Pair:
-    """A pair with 0 to ``most`` errors of types drawn evenly; a type without a place is left out."""
+def common_words(texts: Iterable[str]) -> frozenset[str]:
+    """The words that are misspelled."""
+    counts = Counter(word for text in texts for word in re.findall(r"\b[a-z]{4,}\b", text))
+    return frozenset(word for word, _ in counts.most_common(MISSPELLED))
+
+
+def corrupted(sentence: str, common: frozenset[str], coin: random.Random, most: int = 3) -> Pair:
+    """A pair with 0 to ``most`` errors of types drawn evenly; a type without a place is left out.
+
+    Args:
+        common: of ``common_words``.
+    """
     number = coin.choices(range(most + 1), [0.1, *(0.6 * 0.4**i for i in range(most))])[0]
-    return with_errors(sentence, [coin.choice(TYPES) for _ in range(number)], coin)
+    return with_errors(sentence, [coin.choice(TYPES) for _ in range(number)], common, coin)
 
 
-def with_errors(sentence: str, types: Sequence[str], coin: random.Random) -> Pair:
+def with_errors(sentence: str, types: Sequence[str], common: frozenset[str], coin: random.Random) -> Pair:
     """A pair with one error of each of the types that has a place in the sentence."""
     words, made = sentence.split(" "), []
     for kind in types:
-        changed = _MAKE[kind](words, coin)
+        changed = _spelling(words, common, coin) if kind == "spelling" else _MAKE[kind](words, coin)
         if changed is not None and changed != words:
             words = changed
             made.append(kind)
@@ -140,8 +158,8 @@ def _preposition(words: list[str], coin: random.Random) -> list[str] | None:
     return [*words[:i], coin.choice(others), *words[i + 1 :]]
 
 
-def _spelling(words: list[str], coin: random.Random) -> list[str] | None:
-    places = _places(words[1:], lambda word: re.fullmatch(r"[a-z]{4,}[,.!?]?", word) is not None)
+def _spelling(words: list[str], common: frozenset[str], coin: random.Random) -> list[str] | None:
+    places = _places(words[1:], lambda word: word.rstrip(",.!?") in common)
     if not places:
         return None
     i = coin.choice(places) + 1
@@ -167,7 +185,11 @@ def misspellings(word: str) -> list[str]:
 
 
 def _order(words: list[str], coin: random.Random) -> list[str] | None:
-    places = [i for i in range(1, len(words) - 1) if (words[i] + words[i + 1]).isalpha()]
+    places = [
+        i
+        for i in range(1, len(words) - 1)
+        if (words[i] + words[i + 1]).isalpha() and not _LITTLE.isdisjoint(words[i : i + 2])
+    ]
     if not places:
         return None
     i = coin.choice(places)
@@ -182,6 +204,5 @@ _MAKE: dict[str, Callable[[list[str], random.Random], list[str] | None]] = {
     "agreement": _agreement,
     "article": _article,
     "preposition": _preposition,
-    "spelling": _spelling,
     "order": _order,
 }

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import tokenizers
 import torch
-from grammar_errors import TYPES, Pair, corrupted, sentences, with_errors
+from grammar_errors import TYPES, Pair, common_words, corrupted, sentences, with_errors
 from grammar_net import END, PAD, GrammarModel, Pairs, Recipe
 
 from outpace.errors import OutpaceError
@@ -81,6 +81,8 @@ class Source:
     clean: Sequence[str]
     tokenizer: tokenizers.Tokenizer
     recipe: Recipe
+    common: frozenset[str]
+    """Words that are misspelled."""
 
     def _batch(self, pairs: Sequence[Pair]) -> Pairs:
         wrong = [one.ids for one in self.tokenizer.encode_batch([pair.wrong for pair in pairs])]
@@ -97,7 +99,7 @@ class Source:
         coin = random.Random(f"{self.recipe.seed} {epoch}")
         order = list(range(len(self.clean)))
         coin.shuffle(order)
-        pairs = [corrupted(self.clean[i], coin) for i in order]
+        pairs = [corrupted(self.clean[i], self.common, coin) for i in order]
         size, batches = self.recipe.batch, []
         for lo in range(0, len(pairs), WINDOW * size):
             part = sorted(pairs[lo : lo + WINDOW * size], key=lambda pair: len(pair.wrong))
@@ -123,12 +125,12 @@ def _stacked(rows: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
 
 
-def prompts(clean: Sequence[str], seed: int) -> list[dict[str, str]]:
+def prompts(clean: Sequence[str], common: frozenset[str], seed: int) -> list[dict[str, str]]:
     """Held-out sentences with one error each, equally many of every type."""
     coin = random.Random(seed)
     rows: list[dict[str, str]] = []
     for kind in TYPES:
-        made = (with_errors(one, [kind], coin) for one in coin.sample(list(clean), len(clean)))
+        made = (with_errors(one, [kind], common, coin) for one in coin.sample(list(clean), len(clean)))
         pairs = [pair for pair in made if pair.types][:EACH]
         rows += [
             {"id": f"{kind}-{i}", "category": kind, "prompt": pair.wrong, "clean": pair.clean}
@@ -152,6 +154,7 @@ def make(out: Path, recipe: Recipe, args: argparse.Namespace, loop: LoopConfig) 
     clean = [one for i, one in enumerate(all_of_them) if i % APART != APART - 1]
     if len(held) < EACH:
         raise OutpaceError(f"the texts have {len(all_of_them)} usable sentences; give more")
+    common = common_words(clean)
     out.mkdir(parents=True, exist_ok=True)
     if args.like is not None:
         for name in ("tokenizer.json", "tokenizer_config.json", "prompts.jsonl"):
@@ -164,10 +167,10 @@ def make(out: Path, recipe: Recipe, args: argparse.Namespace, loop: LoopConfig) 
         marks = {"eos_token": END, "pad_token": PAD, "model_max_length": 512}
         write_whole(out / "tokenizer_config.json", json.dumps(marks) + "\n")
     if not (out / "prompts.jsonl").is_file():
-        rows = prompts(held, recipe.seed)
+        rows = prompts(held, common, recipe.seed)
         write_whole(out / "prompts.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     model = GrammarModel(recipe, tokenizer)
-    source = Source(clean, tokenizer, recipe)
+    source = Source(clean, tokenizer, recipe, common)
     size = sum(one.numel() for one in model.module.parameters())
     print(f"{size / 1e6:.1f} million weights, {len(clean)} sentences, {len(held)} held out", flush=True)
 
@@ -178,7 +181,7 @@ def make(out: Path, recipe: Recipe, args: argparse.Namespace, loop: LoopConfig) 
     train(
         model,
         source,
-        Source(held, tokenizer, recipe).all(),
+        Source(held, tokenizer, recipe, common).all(),
         loop,
         out=out,
         work=work,

@@ -131,7 +131,7 @@ class Target(ABC):
         return tuple(ids)
 
     def source_of(self, prompt: Sequence[int]) -> tuple[int, ...] | None:
-        """What an encoder reads of a framed prompt, less the mark of its end; None without one."""
+        """What an encoder reads of a framed prompt, the mark of its end included; None without one."""
         return None
 
     def longest(self, prompt: Sequence[int]) -> int:

@@ -152,12 +152,12 @@ class Seq2SeqTarget(Target):
         return (*source, *rest)
 
     def source_of(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """What the encoder reads of a sequence, less its end."""
-        end = ids.index(self.config.eos_id) if self.config.eos_id in ids else len(ids)
+        """What the encoder reads of a sequence."""
+        end = ids.index(self.config.eos_id) + 1 if self.config.eos_id in ids else len(ids)
         return tuple(ids[:end])
 
     def longest(self, prompt: Sequence[int]) -> int:
-        return len(self.source_of(prompt)) + 1 + self.config.source_positions
+        return len(self.source_of(prompt)) + self.config.source_positions
 
     def new_cache(self, capacity: int = 0) -> KVCache:
         """An empty cache; the rows of a source hold what cross-attention reads."""
