@@ -195,14 +195,14 @@ def make(out: Path, recipe: Recipe, args: argparse.Namespace, loop: LoopConfig) 
 
 def measure(out: Path) -> None:
     """Print which share of the held-out errors plain decoding corrects, by type, and what it harms."""
-    from outpace import Engine, GenerateOptions
+    from outpace import Engine
 
     engine = Engine.load(str(out), drafter="none")
     rows = [json.loads(line) for line in read_text(out / "prompts.jsonl").splitlines()]
     right, total, harmed = Counter[str](), Counter[str](), 0
     for row in rows:
         given = [
-            engine.generate(text, GenerateOptions(max_new_tokens=64)).text
+            engine.generate(text, max_new_tokens=64).text
             for text in (row["prompt"], row["clean"])
         ]
         right[row["category"]] += given[0].strip() == row["clean"]
