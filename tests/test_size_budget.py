@@ -12,7 +12,7 @@ from pathlib import Path
 from outpace import registry
 
 ROOT = Path(__file__).parents[1]
-LEAF, STRUCTURAL, TOTAL = 300, 450, 7200
+LEAF, STRUCTURAL, TOTAL = 300, 450, 7350
 ROOMS = ("analysis", "bench", "cli", "kernels", "methods", "server", "serving", "train")
 FAMILIES = ("drafters", "verifiers", "policies")
 CORE_MODELS = {"attention", "base", "blocks", "decoder", "packed", "passes"}

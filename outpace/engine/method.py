@@ -130,7 +130,8 @@ class SingleMethod(Method):
         if chain and branches:
             raise SpecError(f"{who}: {target.name} checks chains only, not tree={tree}; use tree=chain")
         self.drafter = cls.load(build(cls.Config, own, who), target)
-        if self.policy.reads_estimates and not self.drafter.traits.estimates:
+        traits = self.drafter.traits
+        if self.policy.reads_estimates and not (traits.estimates or traits.foresees):
             raise SpecError(
                 f"{who}: policy {plan['policy']} needs estimates of acceptance, which this drafter "
                 "does not make; a draft model makes them with a head from: "

@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from outpace.methods.dflash.dspark_objective import DsparkObjective, DsparkTraining
 from outpace.methods.dflash.objective import DflashObjective, DflashTraining
 from outpace.methods.draft_model.acceptance_objective import Acceptance, AcceptanceTraining
 from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
@@ -19,6 +20,7 @@ from outpace.train.pipeline import begin_from
 KINDS = {
     "acceptance": (Acceptance, AcceptanceTraining(draft="tiny", draft_layers=1)),
     "dflash": (DflashObjective, DflashTraining()),
+    "dspark": (DsparkObjective, DsparkTraining()),
     "draft_model": (DraftModelObjective, DraftModelTraining(take="0,1")),
     "eagle3": (Eagle3, Eagle3Config()),
     "early_exit": (EarlyExitObjective, EarlyExitTraining()),

@@ -30,6 +30,7 @@ from typing import Any
 
 from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, Request, Traits
+from outpace.drafters.worth import as_own
 from outpace.drafters.wrapping import WrappingDrafter
 from outpace.errors import SpecError
 from outpace.methods.select.forest import merge
@@ -202,14 +203,9 @@ class Select(WrappingDrafter[_State]):
 
     def _own(self, state: _State, i: int, outcome: Outcome) -> Outcome:
         """The outcome with a member's own draft, if it left a memo to learn by."""
-        if outcome.forced or state.given is not outcome.draft:
+        if outcome.forced or i == state.picked or not state.drafts:
             return outcome
-        draft = state.drafts[i]
-        if draft is outcome.draft or draft.memo is None or i == state.picked:
-            return outcome
-        kept = draft.path_of(outcome.verdict.emitted)
-        verdict = Verdict(kept, outcome.verdict.emitted, censored=outcome.verdict.censored)
-        return replace(outcome, draft=draft, verdict=verdict)
+        return as_own(state.drafts[i], state.given, outcome)
 
     def _learn(self, state: _State, verdict: Verdict) -> None:
         for i, (member, record) in enumerate(zip(self.members, state.records, strict=True)):
