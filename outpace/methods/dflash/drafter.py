@@ -25,7 +25,7 @@ H hidden size, D draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from outpace.cache.dense import DenseCache
 from outpace.drafters.base import Traits
+from outpace.drafters.blocks import BlockDrafter
 from outpace.drafters.features import FeatureDrafter, Followed, TrainedConfig
 from outpace.drafters.trained import find, rounding
 from outpace.methods.dflash.files import BlockFile, read_block_drafter
@@ -50,13 +51,7 @@ _WAITING = 32
 """Most rows that wait for the next draft: more, such as a prompt, are read at once."""
 
 
-@dataclass(slots=True, eq=False)
-class BlockState(Followed):
-    row: int = 0
-    """The sequence's place in the drafts under way."""
-
-
-class Dflash(FeatureDrafter[BlockState]):
+class Dflash(BlockDrafter[Followed], FeatureDrafter[Followed]):
     """Drafts a block at a time.
 
     Args:
@@ -84,7 +79,8 @@ class Dflash(FeatureDrafter[BlockState]):
         self.traits = replace(self.traits, taps=frozenset(file.shape.taps), temper_D=file.temper_D)
         self.id_D = None if file.vocab is None else file.vocab.to_target_D.to(target.device)
         self._head = file.head(target)
-        self._hidden_BAH = self._logits_BAD = torch.empty(0)
+        self.block = file.shape.guesses
+        self._hidden_BAH = torch.empty(0)
 
     @classmethod
     def load(cls, config: TrainedConfig, target: Target) -> Dflash:
@@ -96,13 +92,13 @@ class Dflash(FeatureDrafter[BlockState]):
         file = read_block_drafter(find(cls.method, target, config.model), target, cls.method)
         return cls(file, target, config.quantize)
 
-    def opened(self, slot: int) -> BlockState:
-        return BlockState(slot)
+    def opened(self, slot: int) -> Followed:
+        return Followed(slot)
 
     def feature(self, taps: dict[str, Tensor]) -> Tensor:
         return self.net.feature(taps)
 
-    def fitted(self, row: DraftRow[BlockState]) -> DraftRow[BlockState]:
+    def fitted(self, row: DraftRow[Followed]) -> DraftRow[Followed]:
         budget = row.budget
         shape = budget.shape
         tree = self.file.tree
@@ -112,21 +108,15 @@ class Dflash(FeatureDrafter[BlockState]):
         depth = min(budget.max_depth, self.file.shape.guesses)
         return replace(row, budget=replace(budget, max_depth=depth, shape=shape))
 
-    def expand(self, branches: Sequence[Branch[BlockState]]) -> tuple[Tensor, Tensor | None]:
-        """All blocks at the first level; later levels look up their row's logits."""
-        if branches[0].nodes == (ROOT,):
-            self._logits_BAD = self.logits(branches)
-        return self._logits_BAD[places(branches)], self.id_D
-
-    def logits(self, branches: Sequence[Branch[BlockState]]) -> Tensor:
+    def blocks(self, branches: Sequence[Branch[Followed]]) -> Tensor:
         """What every guessing row of every block says, float32 [B, A, D].
 
         Effects: the context rows that waited are in the tails of their slots.
         """
         slots, parts = self.file.shape.slots, []
-        for number, branch in enumerate(branches):
+        for branch in branches:
             state = branch.state
-            state.row, state.lead = number, len(state.ids)
+            state.lead = len(state.ids)
             parts.append(self._part(state, state.ids, branch.tokens[-1]))
             self.cache.scratch(state.slot, slots)
         with self.clock, torch.no_grad():
@@ -134,7 +124,12 @@ class Dflash(FeatureDrafter[BlockState]):
             self._hidden_BAH = y_BSH[:, slots - self.file.shape.guesses :]
             return self._head(self._hidden_BAH.flatten(0, 1)).view(*self._hidden_BAH.shape[:2], -1)
 
-    def _part(self, state: BlockState, ids: Sequence[int], pending: int | None = None) -> Part:
+    def places(self, branches: Sequence[Branch[Followed]]) -> tuple[list[int], list[int]]:
+        """Block and guessing row of every node that was expanded."""
+        row_F = [self.rows.of(b, ROOT) for b in branches for _ in b.nodes]
+        return row_F, [len(b.path(node)) for b in branches for node in b.nodes]
+
+    def _part(self, state: Followed, ids: Sequence[int], pending: int | None = None) -> Part:
         """Rows for the tokens given, which are the first of those that wait."""
         feature_TF = torch.cat(state.waiting)[: len(ids)]
         stored = self.cache.append(state.slot, ids, range(-1, len(ids) - 1))
@@ -146,7 +141,7 @@ class Dflash(FeatureDrafter[BlockState]):
             pending=pending,
         )
 
-    def read(self, states: Sequence[BlockState]) -> None:
+    def read(self, states: Sequence[Followed]) -> None:
         """Store keys and values of all that waits but the last row, from which a block starts."""
         parts = [self._part(state, state.ids[:-1]) for state in states]
         with self.clock:
@@ -154,12 +149,3 @@ class Dflash(FeatureDrafter[BlockState]):
         for state in states:
             self.cache.keep(state.slot, range(len(state.ids) - 1))
             state.waiting, state.ids = [state.waiting[-1][-1:].clone()], state.ids[-1:]
-
-
-def places(branches: Sequence[Branch[BlockState]]) -> tuple[list[int], list[int]]:
-    """Block and guessing row of every node to be expanded.
-
-    Counted from the nodes' paths, since whoever grows the tree may open nodes of several levels.
-    """
-    row_F = [b.state.row for b in branches for _ in b.nodes]
-    return row_F, [len(b.path(node)) for b in branches for node in b.nodes]

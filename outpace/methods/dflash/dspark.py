@@ -24,8 +24,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from outpace.drafters.features import Followed
 from outpace.drafters.trained import rounding
-from outpace.methods.dflash.drafter import BlockState, Dflash, places
+from outpace.methods.dflash.drafter import Dflash
 from outpace.methods.dflash.files import BlockFile
 from outpace.methods.dflash.net import CONFIDENCE, W2
 from outpace.models.base import Target
@@ -48,19 +49,19 @@ class Dspark(Dflash):
             self._sure_I = file.tensors[f"{CONFIDENCE}.weight"][0].to(target.device).float()
             self._sure = float(file.tensors[f"{CONFIDENCE}.bias"])
 
-    def expand(self, branches: Sequence[Branch[BlockState]]) -> tuple[Tensor, Tensor | None]:
+    def expand(self, branches: Sequence[Branch[Followed]]) -> tuple[Tensor, Tensor | None]:
         logits_FD, id_D = super().expand(branches)
         with self.clock, torch.no_grad():
             return logits_FD.float() + self._bias(self._above(branches)).float(), id_D
 
-    def foresee(self, branches: Sequence[Branch[BlockState]]) -> Tensor:
+    def foresee(self, branches: Sequence[Branch[Followed]]) -> Tensor:
         """C of the draws below the nodes that were just expanded."""
-        hidden_FH = self._hidden_BAH[places(branches)].float()
+        hidden_FH = self._hidden_BAH[self.places(branches)].float()
         joint_FI = torch.cat([hidden_FH, self._above(branches).float()], -1)
         # Row by row, whatever rows are beside: a product would round by their number.
         return (joint_FI.mul_(self._sure_I).sum(-1) + self._sure).sigmoid().cpu()
 
-    def _above(self, branches: Sequence[Branch[BlockState]]) -> Tensor:
+    def _above(self, branches: Sequence[Branch[Followed]]) -> Tensor:
         """What follows from the tokens of the nodes, [F, R]."""
         ids = [b.tokens[-1] if node == ROOT else b.token_N[node] for b in branches for node in b.nodes]
         return self._after_VR[ids]

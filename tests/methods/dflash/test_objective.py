@@ -227,7 +227,7 @@ def test_training_and_drafting_give_the_same_logits(target, batches, tmp_path, k
         drafter.observe(
             [state], [Outcome(Draft(), passed.of(0), Verdict((), ()), tuple(text[:-1]), rows, 0, forced=True)]
         )
-        got = drafter.logits([Branch(state, text, (ROOT,), [], [])])[0]
+        got = drafter.blocks([Branch(state, text, (ROOT,), [], [])])[0]
         theirs = target.head(wanted[b, a])[:, vocab.to_target_D]
         torch.testing.assert_close(got, theirs, atol=0.02, rtol=0.02)  # features in bfloat16
         before = target.head(wanted[b, a + 1])[:, vocab.to_target_D]
@@ -253,7 +253,7 @@ def test_guesses_follow_the_one_above_and_foresee_what_is_kept(target, batches, 
     for nodes, depth in (((ROOT,), 0), ((0, 1), 1), ((2,), 2)):
         branch = Branch(state, text, nodes, tokens, parents)
         got_FD, _ = drafter.expand([branch])
-        base_AD = drafter._logits_BAD[0] if base_AD is None else base_AD
+        base_AD = drafter._logits_NKD[0] if base_AD is None else base_AD
         for i, node in enumerate(nodes):
             above = vocab.feed_V[text[-1] if node == ROOT else tokens[node]].reshape(1)
             vector = net.markov_head.above(above)[0]
