@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from outpace.methods.dflash.net import BlockShape
 from outpace.models.decoder import Decoder
-from outpace.train.networks import KeyValue, Layer, Norm, Turn, Turns
+from outpace.train.networks import KeyValue, Layer, Norm, Turn, Turns, take_layer
 
 SMALL = 0.05
 """Scale of what a layer adds at the start: in the target it adds to a stream of length 20."""
@@ -172,24 +172,7 @@ def take(net: BlockNet, target: Decoder, base: int) -> None:
     else:
         net.token.weight.copy_(torch.eye(hidden) * 0.5)
         net.slots.weight.zero_()
-    before_mlp = "pre_feedforward" if config.sandwich_norms else "post_attention"
     for number, module in enumerate(net.layers):
-        layer, at = cast(BlockLayer, module), f"model.layers.{first + number}."
-        for name in (
-            "self_attn.q",
-            "self_attn.k",
-            "self_attn.v",
-            "self_attn.o",
-            "mlp.gate",
-            "mlp.up",
-            "mlp.down",
-        ):
-            writes = name in ("self_attn.o", "mlp.down")
-            # Rows that are masks start as next to nothing: all they guess by is what layers add.
-            weight = read(f"{at}{name}_proj.weight") * (SMALL if writes and not masks else 1.0)
-            layer.get_parameter(f"{name}_proj.weight").copy_(weight)
-        norms = ("input_layernorm", "input"), ("post_attention_layernorm", before_mlp)
-        for own, theirs in norms:
-            norm = read(f"{at}{theirs}_layernorm.weight") + config.norm_offset
-            layer.get_parameter(f"{own}.weight").copy_(norm)
+        # Rows that are masks start as next to nothing: all they guess by is what layers add.
+        take_layer(cast(BlockLayer, module), target, first + number, 1.0 if masks else SMALL)
     net.norm.weight.copy_((read("model.norm.weight") + config.norm_offset) * DOUBT)

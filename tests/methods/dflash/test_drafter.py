@@ -120,7 +120,7 @@ def test_the_network_computes_what_its_formulas_say(target, layers, packed, kind
         assert float((wrong - wanted).abs().max()) > 1e-2
 
 
-@pytest.mark.parametrize("tree", ["chain", "3x2x1x1", "dynamic"])
+@pytest.mark.parametrize("tree", ["chain", "3x2x1x1", "dynamic:8:0"])
 def test_recorded_laws_are_those_of_the_rows(target, drafter, tree):
     """q of every group is the softmax, at the temperature, of the row of its depth."""
     shape = budget(tree, 30, 4).shape
