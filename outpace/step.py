@@ -275,6 +275,8 @@ def _draft(machine: Machine, rows: Sequence[StepSequence], plans: Sequence[Plan]
         for i, row, draft in zip(indices, wanted, answers, strict=True):
             if fault := row.fault(draft):
                 raise OutpaceError(f"drafter {name!r} broke its contract: a draft of {fault}")
+            if draft.view is not None and machine.drafters[name].traits.lossless:
+                raise OutpaceError(f"drafter {name!r} broke its contract: a view for verification")
             if draft.resume is None:
                 machine.cache.drop(rows[i].slot)  # what the drafter tried there
             drafts[i] = draft
@@ -286,7 +288,7 @@ def _draft_row(
 ) -> DraftRow[Any]:
     member = row.members[name]
     # What another drafter reads is computed from the bottom up, so nothing may be resumed.
-    lent = tapped <= {name}
+    lent = tapped <= {name} or not machine.drafters[name].traits.resumes
     return DraftRow(
         member.state,
         row.tokens,

@@ -56,6 +56,11 @@ class Traits:
     """Whether ``preview`` tells a policy what ``propose`` would give."""
     uses_target_cache: bool = False
     """Whether it drafts in the slot that a row lends it, and little or nothing without one."""
+    resumes: bool = False
+    """Whether its drafts hand on work (``Draft.resume``); then it is lent a slot only while nobody else
+    reads features."""
+    lossless: bool = True
+    """Whether verification sees all of the text; not if drafts bring a view for it (``Draft.view``)."""
     deterministic: bool = True
     """Whether drafts follow from the sequence alone; not where other sequences are remembered."""
     estimates: bool = False

@@ -149,6 +149,7 @@ class NarrowGroup:
                 group.attend(layer, window)
             return
         span, shape, view = self._span, self._whole.shape, self._span.view
+        assert view is not None
         keys_KDC, values_KCD = (
             store[layer, span.slot].float() for store in (self._cache.key_store, self._cache.value_store)
         )
@@ -186,7 +187,7 @@ def choose(
 ) -> None:
     """Choose rows of a layer by a rotated query, as choose.h does."""
     rule, turn_E = choice.rule, choice.rotation.at([span.positions[0]])[0, 0]
-    halves = torch.view_as_complex(query_KGD.unflatten(-1, (-1, 2)).contiguous())
+    halves = torch.view_as_complex(query_KGD.reshape(*query_KGD.shape[:2], -1, 2).contiguous())
     back_X = torch.view_as_real(halves * turn_E.conj()).flatten().cpu()
     known_X = choice.query_LX[layer]
     alike = torch.cosine_similarity(back_X, known_X, 0) if bool(known_X.any()) else torch.tensor(-2.0)
@@ -199,7 +200,7 @@ def choose(
     vote_KC = score_KGC.sum(1)
     if rule.kind == VOTE:
         vote_KC = score_KGC.softmax(-1).sum((0, 1))[None]
-    vote_KC = vote_KC.unflatten(-1, (-1, rule.run)).sum(-1)
+    vote_KC = vote_KC.view(len(vote_KC), -1, rule.run).sum(-1)
     best_KC = vote_KC.topk(rule.count // rule.run).indices.sort().values
     row_KN = low + (best_KC[..., None] * rule.run + torch.arange(rule.run, device=best_KC.device)).flatten(1)
     choice.row_LKN[layer, :, rule.sinks :] = row_KN.to("cpu", torch.int32)

@@ -12,7 +12,7 @@ from outpace.models.attention import Attention
 from outpace.models.fused import FusedAttention
 from outpace.models.rope import Rope, Rotation
 from outpace.models.tiny import tiny
-from outpace.models.views import MEAN, VOTE, Choice, Rule
+from outpace.models.views import MEAN, Choice, Rule
 from outpace.types import Feed
 from tests.models.test_fused import cache_of, fill, heads, span
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -214,6 +215,27 @@ class Eagle3(ExpandingDrafter[_State]):
     def num_uncached(self, state: _State, tokens: Sequence[int]) -> int:
         """Those whose features wait."""
         return len(state.ids)
+
+    def mark(self, state: _State) -> Any:
+        """How much of the text the head has read, and the features that wait."""
+        return self.cache.length(state.slot), state.start, list(state.waiting), list(state.ids)
+
+    def rewind(self, state: _State, mark: Any) -> _State:
+        """Go back; rows that were made since then of the features that waited stay, but for the last,
+        which the next draft begins with.
+        """
+        length, state.start, waiting, ids = mark
+        held = self.cache.length(state.slot)
+        if held < length:
+            self._restart(state)
+            return state
+        self._forget(state)
+        if ids and held >= length + len(ids):
+            length += len(ids) - 1
+            waiting, ids = [torch.cat(waiting)[-1:]], ids[-1:]
+        self.cache.truncate(state.slot, length)
+        state.waiting, state.ids = waiting, ids
+        return state
 
     def _end(self, state: _State) -> int | None:
         """The first position without features; None if there are none at all."""

@@ -79,7 +79,9 @@ class EarlyExit(ExpandingDrafter[ExitState]):
     """
 
     Config = EarlyExitConfig
-    traits = Traits(default_nodes=4, needs=frozenset({LAYERS, TAPS}), samples=True, uses_target_cache=True)
+    traits = Traits(
+        default_nodes=4, needs=frozenset({LAYERS, TAPS}), samples=True, uses_target_cache=True, resumes=True
+    )
 
     def __init__(self, target: Target, layers: Sequence[int], head: ExitHead | None = None) -> None:
         self.target, self.layers, self.head = target, tuple(layers), head

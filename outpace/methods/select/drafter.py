@@ -95,7 +95,7 @@ class Select(WrappingDrafter[_State]):
         self.config, self.members = config, tuple(members)
         # A pass that one member resumes has no features of the layers below for the others.
         tapped = [i for i, member in enumerate(self.members) if member.traits.taps]
-        self._lent = [set(tapped) <= {i} for i in range(len(self.members))]
+        self._lent = [set(tapped) <= {i} or not m.traits.resumes for i, m in enumerate(self.members)]
         self.traits = replace(self.traits, samples=any(member.traits.samples for member in members))
         super().__init__(members)
         self._budgets = [
