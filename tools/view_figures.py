@@ -1,6 +1,6 @@
-"""Measures views of long texts: what a pass costs, what is accepted, what it gains, and what a lossy one loses.
+"""Measures views of long texts: cost of a pass, acceptance, speed-up, and what a lossy view loses.
 
-    .venv/bin/python tools/view_figures.py --texts FOLDER --contexts 2048,4096,8000 --out figures.json
+    .venv/bin/python tools/view_figures.py --texts FOLDER --out figures.json
 
 FOLDER holds texts (*.txt). Three tasks per context: going on with a text; a fact hidden in it; a question
 about its passages. Each prompt is read once; every method then goes on from there, in turns, so that its
@@ -13,6 +13,7 @@ Shape letters: V vocabulary.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 import time
@@ -26,6 +27,7 @@ import torch
 from outpace import Engine
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
+from outpace.files import replaced
 from outpace.params import SamplingParams
 from outpace.policies.fixed import Fixed, FixedConfig
 from outpace.sampling import Warp
@@ -34,18 +36,17 @@ from outpace.types import Budget, Feed, Outcome, StepRecord
 
 METHODS = (
     "none",
-    "suffix",
     "recycling",
     "window_self[window=240 tree_size=2]",
     "window_self[tree_size=2]",
     "window_self[window=1008 tree_size=2]",
+    "token_select[budget=256 tree_size=2]",
     "token_select[budget=512 tree_size=2]",
     "token_select[tree_size=2]",
-    "token_select[run=32 sinks=32 tree_size=2]",
-    "token_select[run=32 sinks=32 tree_size=3]",
+    "token_select[copies=false tree_size=2]",
+    "token_select[run=32 copies=false tree_size=2]",
+    "triforce",
     "triforce[draft=recycling]",
-    "triforce[draft=recycling tree_size=3]",
-    "triforce[draft=suffix tree_size=3]",
 )
 LOSSY = (512, 1024, 2048)
 FACT, ASKED = "The secret number of the lighthouse is 48213.", "What is the secret number of the lighthouse?"
@@ -91,13 +92,23 @@ class Bench:
         self.cache = self.target.new_cache(8192)
         self.slot = self.cache.open()
 
-    def read(self, prompt: Sequence[int]) -> None:
-        """Read all of a prompt but its last token."""
-        self.cache.truncate(self.slot, 0)
-        for at in range(0, len(prompt) - 1, 256):
-            part = prompt[at : min(at + 256, len(prompt) - 1)]
-            self.target.score([Feed.chain(self.slot, part, want=())], self.cache)
-            self.cache.keep(self.slot, range(len(part)))
+    def read(self, prompt: Sequence[int], folder: Path | None) -> None:
+        """Read all of a prompt but its last token; go on where an earlier run stopped."""
+        digest = hashlib.sha256(repr(list(prompt)).encode()).hexdigest()[:12]
+        file = None if folder is None else folder / f"{self.target.digest}-{digest}.pt"
+        self.cache.close(self.slot)
+        self.slot = self.cache.open()
+        if file is not None and file.exists():
+            part = torch.load(file)
+            self.cache.restore(self.slot, prompt[: part[1].shape[-2]], [part])
+        for at in range(self.cache.length(self.slot), len(prompt) - 1, 256):
+            fed = prompt[at : min(at + 256, len(prompt) - 1)]
+            self.target.score([Feed.chain(self.slot, fed, want=())], self.cache)
+            self.cache.keep(self.slot, range(len(fed)))
+            length = self.cache.length(self.slot)
+            if file is not None and (length % 1024 == 0 or length == len(prompt) - 1):
+                with replaced(file) as fresh:
+                    torch.save(self.cache.copy(self.slot, 0, length), fresh)
 
     def run(self, spec: str, prompt: Sequence[int]) -> dict[str, Any]:
         """Go on from a prompt that was read."""
@@ -129,12 +140,10 @@ class Bench:
     def lossy(self, budget: int, run: int, prompt: Sequence[int], text: Sequence[int]) -> dict[str, float]:
         """KL of a lossy view along a text, and the seconds of its tokens against those of the target."""
         self.cache.truncate(self.slot, len(prompt) - 1)
-        spec = f"token_select[budget={budget} run={run} sinks={max(16, run)} lossy=true]"
+        spec = f"token_select[budget={budget} run={run} lossy=true]"
         drafter = self.engine.method(spec).preferred.drafter
         other = self.cache.open()
-        self.cache.restore(
-            other, self.cache.ids(self.slot), [self.cache.copy(self.slot, 0, len(prompt) - 1)]
-        )
+        self.cache.restore(other, self.cache.ids(self.slot), [self.cache.copy(self.slot, 0, len(prompt) - 1)])
         looks = drafter.begin(Request(prompt=tuple(prompt))).seeing
         divergence, agree, spent = [], 0, [0.0, 0.0]
         for token in [prompt[-1], *text[:-1]]:
@@ -188,7 +197,7 @@ def costs(bench: Bench, contexts: Sequence[int]) -> list[dict[str, Any]]:
         feeds = {f"full, {n} rows": (n, None) for n in (1, 2, 3, 4)}
         for budget in (256, 512, 1024):
             for run in (1, 32):
-                spec = f"token_select[budget={budget} run={run} sinks=32]"
+                spec = f"token_select[budget={budget} run={run}]"
                 seeing = bench.engine.method(spec).preferred.drafter.begin(Request(prompt=())).seeing
                 feeds[f"{budget} seen by {run}, choosing"] = 1, seeing.choice.view(context, choose=True)
                 feeds[f"{budget} seen by {run}"] = 1, seeing.choice.view(context)
@@ -215,6 +224,7 @@ def main() -> None:
     parser.add_argument("--tasks", default="continue,fact,question")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--kept", type=Path, help="folder for the keys and values of prompts")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -228,7 +238,7 @@ def main() -> None:
             for task, prompt in prompts(engine, texts, context, seed).items():
                 if task not in args.tasks.split(","):
                     continue
-                bench.read(prompt)
+                bench.read(prompt, args.kept)
                 plain: list[int] = []
                 for spec in args.methods.split(","):
                     base, got = bench.run("none", prompt), bench.run(spec, prompt)
@@ -248,7 +258,9 @@ def main() -> None:
                             print(json.dumps(got), flush=True)
                 if not measured:
                     measured = costs(bench, sorted(one - 1 for one in contexts))
-                args.out.write_text(json.dumps({"passes": measured, "runs": runs}, indent=1), encoding="utf-8")
+                args.out.write_text(
+                    json.dumps({"passes": measured, "runs": runs}, indent=1), encoding="utf-8"
+                )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Drafters that see a part of the text: laws by enumeration, planted leaks and faults, lossy only if allowed."""
+"""Drafters that see a part of the text: laws by enumeration, planted leaks and faults."""
 
 from dataclasses import dataclass, replace
 
@@ -212,7 +212,7 @@ def test_a_choice_is_made_anew_by_stride_and_when_acceptance_falls():
         ("triforce[draft=suffix+recycling]", "cannot draft for a draft"),
         ("triforce[budget=64 window=64]", "room for two chunks"),
         ("token_select[budget=100]", "budget must be above"),
-        ("token_select[run=32 sinks=8]", "multiples of 32"),
+        ("token_select[run=0]", "run and every 1 or more"),
         ("window_self[window=0]", "window 1 or more"),
     ],
 )
