@@ -115,6 +115,10 @@ class Machine:
     listeners: Sequence[Callable[[StepRecord], None]] = ()
     steps: int = field(default=0, init=False)
 
+    def granted(self, name: str, row: StepSequence) -> Budget:
+        least = self.drafters[name].traits.least_context
+        return row.members[name].budget if len(row.tokens) > least else NOTHING
+
     def tapped(self, rows: Sequence[StepSequence]) -> frozenset[str]:
         """Drafters of these rows that read features."""
         names = {name for row in rows for name in row.members}
@@ -239,7 +243,7 @@ def _plan(machine: Machine, rows: Sequence[StepSequence]) -> tuple[list[Plan], l
     views = [
         PolicyRow(
             row.policy_state,
-            {name: one.budget for name, one in row.members.items()},
+            {name: machine.granted(name, row) for name in row.members},
             row.room(),
             row.coins(Stream.POLICY),
             preview,

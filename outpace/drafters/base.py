@@ -59,6 +59,8 @@ class Traits:
     resumes: bool = False
     """Whether its drafts hand on work (``Draft.resume``); then it is lent a slot only while nobody else
     reads features."""
+    least_context: int = 0
+    """Committed tokens up to which it proposes nothing, and is not asked."""
     lossless: bool = True
     """Whether verification sees all of the text; not if drafts bring a view for it (``Draft.view``)."""
     deterministic: bool = True

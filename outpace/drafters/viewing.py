@@ -85,6 +85,7 @@ class ViewDrafter(ExpandingDrafter[ViewState]):
 
     def __init__(self, target: Target, rule: Rule, every: int = 1, fall: float = 0.0) -> None:
         self.target, self.rule, self.every, self.fall = target, rule, every, fall
+        self.traits = replace(self.traits, least_context=rule.listed + rule.window + rule.run)
 
     @property
     def clock(self) -> PassClock:

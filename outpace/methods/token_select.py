@@ -80,7 +80,9 @@ class TokenSelect(ViewDrafter):
     def __init__(self, config: TokenSelectConfig, target: Target) -> None:
         super().__init__(target, config.rule, config.every, config.fall)
         if config.lossy:
-            self.traits = replace(self.traits, default_nodes=1, lossless=False, uses_target_cache=False)
+            self.traits = replace(
+                self.traits, default_nodes=1, lossless=False, uses_target_cache=False, least_context=0
+            )
 
     @classmethod
     def load(cls, config: TokenSelectConfig, target: Target) -> TokenSelect:

@@ -183,8 +183,10 @@ class Triforce(WrappingDrafter[State]):
     traits = Traits(default_nodes=6, needs=frozenset({VIEWS}), samples=True, uses_target_cache=True)
 
     def __init__(self, config: TriforceConfig, inner: Drafter[Any], target: Target) -> None:
-        super().__init__([inner])
         self.config, self.target, self.rule = config, target, config.rule
+        least = self.rule.listed + self.rule.window + self.rule.run
+        self.traits = replace(self.traits, least_context=least)
+        super().__init__([inner])
         self.verifier: Verifier = parts.made("verifier", "tree")
         self.coupled: Verifier = parts.made("verifier", "coupled")
         own = inner.traits

@@ -63,6 +63,7 @@ def telling(verifier="tree", vocab=2, length=3, inner=None, drafter=None, temper
     config = TriforceConfig(budget=4, chunk=1, window=1, guesses=2)
     made = Triforce(config, inner, target) if drafter is None else drafter(target)
     made.rule = RULE
+    made._base_traits = made.traits = replace(made.traits, least_context=0)
     params = SamplingParams(temperature=temperature)
     return Telling(target, made, PROMPT, length, RIGHT[verifier], Budget(3, 3), params)
 
