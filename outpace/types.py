@@ -136,6 +136,8 @@ class Draft(Rooted):
     """The distributions really drawn from. One row may serve many parents."""
     riders: Riders | None = None
     resume: Resume | None = None
+    view: Any = None
+    """What verification sees (``Feed.view``): of drafters that are not lossless alone."""
     memo: Any = None
     """Opaque to all but the drafter; comes back in the outcome."""
 
@@ -333,6 +335,7 @@ class Feed:
             (-1, *(parent + 1 for parent in draft.parent_N)),
             riders=draft.riders,
             resume=draft.resume,
+            view=draft.view,
         )
 
     @property

@@ -56,6 +56,10 @@ class Traits:
     """Whether ``preview`` tells a policy what ``propose`` would give."""
     uses_target_cache: bool = False
     """Whether it drafts in the slot that a row lends it, and little or nothing without one."""
+    least_context: int = 0
+    """Committed tokens up to which it proposes nothing, and is not asked."""
+    lossless: bool = True
+    """Whether verification sees all of the text; not if drafts bring a view for it (``Draft.view``)."""
     deterministic: bool = True
     """Whether drafts follow from the sequence alone; not where other sequences are remembered."""
     estimates: bool = False
