@@ -59,6 +59,9 @@ class Target(ABC):
     tokenizer: Tokenizer | None = None
     defaults: GenerationDefaults | None = None
     """Sampling defaults and end-of-sequence ids that came with the model."""
+    encodes = False
+    """Whether an encoder reads its prompts, apart from the answers: then a prompt is no text to go on
+    from, there are no chats, and tokens of a prompt have no logits."""
     drafter_anyway = False
     """Take drafters that were trained for another model, as long as their sizes fit."""
     note: str | None = None
@@ -120,6 +123,22 @@ class Target(ABC):
     def embed(self, ids: Sequence[int]) -> Tensor:
         """Vectors [T, H] of token ids as a pass takes them in, float32; needs HEAD."""
         raise ModelError(f"{self.name} does not give embeddings; use the own decoder")
+
+    def framed(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that a sequence with this prompt begins with; the prompt, where no encoder reads it.
+
+        Raises:
+            RequestError: what an encoder cannot read.
+        """
+        return tuple(ids)
+
+    def source_of(self, prompt: Sequence[int]) -> tuple[int, ...] | None:
+        """What an encoder reads of a framed prompt, the mark of its end included; None without one."""
+        return None
+
+    def longest(self, prompt: Sequence[int]) -> int:
+        """Most tokens of a sequence that begins with this framed prompt, which is counted too."""
+        return self.max_positions
 
     def variant(self, *, layers: Sequence[int]) -> Target:
         """A target made of some layers of this one, sharing its weights and nothing else."""
