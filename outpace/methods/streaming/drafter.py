@@ -16,8 +16,11 @@ target's rows: they attend to the keys and values of those. So verifying and gue
 Only nodes that are likely to be reached carry streams: ``rows`` of a pass at most. First children go before
 second ones, so which nodes follows from the order of drawing, and nothing that was drawn is dropped.
 
-Papers: Speculative Streaming, arXiv:2402.11131 (there the target is tuned as well, and trees are pruned by an
-early exit within the pass); COrAL, arXiv:2410.09675 (there the block is refined and not verified).
+Before verification an early exit prunes the tree: one pass of the first layers says how likely each
+guess is reached, unlikely ones leave, and verification goes on from there. Guesses that were drawn stay.
+
+Papers: Speculative Streaming, arXiv:2402.11131 (there the target is tuned as well, and pruning is inside of
+the pass); COrAL, arXiv:2410.09675 (there the block is refined and not verified).
 
 Shape letters: K streams, R riders, T guesses of all sequences, F nodes of a frontier, H hidden size, D draft
 vocabulary.
@@ -35,12 +38,15 @@ import torch
 from torch import Tensor
 
 from outpace.drafters.base import ExpandingDrafter, Request, Traits
+from outpace.drafters.shallow import pruned
 from outpace.drafters.trained import lender
 from outpace.methods.streaming.files import Streams, read_streams
-from outpace.models.base import EMBEDDINGS, HEAD, LAYERS, TREE, Target
+from outpace.models.base import EMBEDDINGS, HEAD, LAYERS, TAPS, TREE, Target
+from outpace.models.blocks import Form
+from outpace.models.rowwise import Norm
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import parse_shape
-from outpace.types import NOTHING, ROOT, Draft, Outcome, Riders, Shape
+from outpace.types import NOTHING, ROOT, Draft, Drawn, Feed, Outcome, Resume, Riders, Shape
 
 STOCK = "3x2x1"
 """The tree of a drafter whose acceptance nobody measured, and the mark of the one that was."""
@@ -55,8 +61,13 @@ class StreamingConfig:
     """Folder of the streams; without it, the ones trained for the target."""
     rows: int = 24
     """Most rows of a pass: the pending token, guesses and streams."""
+    prune: float = 0.02
+    """Leave out guesses that the early exit holds for less likely than this to be reached; 0 keeps all.
+    Only where guesses are chosen, not drawn, and while no other drafter reads features."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.prune < 1:
+            raise ValueError(f"prune must be at least 0 and below 1, got {self.prune}")
         if self.rows < 2:
             raise ValueError(f"rows must be at least 2, got {self.rows}")
 
@@ -90,15 +101,21 @@ class Streaming(ExpandingDrafter[StreamState]):
     chained: ClassVar[bool] = True
     """Whether a stream sees those before it."""
     traits = Traits(
-        default_nodes=9, default_tree=STOCK, needs=frozenset({TREE, EMBEDDINGS, LAYERS, HEAD}), samples=True
+        default_nodes=9,
+        default_tree=STOCK,
+        needs=frozenset({TREE, EMBEDDINGS, LAYERS, TAPS, HEAD}),
+        samples=True,
     )
 
-    def __init__(self, streams: Streams, target: Target, rows: int = StreamingConfig.rows) -> None:
+    def __init__(self, streams: Streams, target: Target, config: StreamingConfig) -> None:
         lent = lender(target, self.method)
-        self.streams, self.target, self._rows = streams, lent, rows
+        self.streams, self.target, self._rows, self._prune = streams, lent, config.rows, config.prune
+        self._norm = Norm(streams.exit_norm_H.to(lent.device), lent.config)
+        self._exit = Form(lent.dtype, lent.device).linear(streams.exit_HH)
         self.through = streams.through(lent)
         self.count = len(streams.stream_KH)
         self.id_D = None if streams.vocab is None else streams.vocab.to_target_D.to(lent.device)
+        self._feed_V = None if streams.vocab is None else streams.vocab.feed_V
         self._enter_HH = streams.enter_HH.to(lent.device)
         self._stream_KH = streams.stream_KH.to(lent.device)
         self._hang = lru_cache(maxsize=64)(self._make_riders)
@@ -111,7 +128,7 @@ class Streaming(ExpandingDrafter[StreamState]):
         Raises:
             ModelError: there are none, or they are corrupt, or were made for another target.
         """
-        return cls(read_streams(cls.method, config.model, target), target, config.rows)
+        return cls(read_streams(cls.method, config.model, target), target, config)
 
     def begin(self, request: Request) -> StreamState:
         """Nothing is known until streams were in a pass."""
@@ -119,7 +136,7 @@ class Streaming(ExpandingDrafter[StreamState]):
 
     def propose(self, rows: Sequence[DraftRow[StreamState]]) -> list[Draft]:
         """Grow drafts from the guesses that are there, if any, and hang streams below likely nodes."""
-        drafts = super().propose([self._fitted(row) for row in rows])
+        drafts = self._pruned(rows, super().propose([self._fitted(row) for row in rows]))
         return [self._ridden(row, draft) for row, draft in zip(rows, drafts, strict=True)]
 
     def _fitted(self, row: DraftRow[StreamState]) -> DraftRow[StreamState]:
@@ -131,6 +148,39 @@ class Streaming(ExpandingDrafter[StreamState]):
             shape = Shape(self.streams.tree[:nodes])
         depth = min(budget.max_depth, len(state.hidden_KH))
         return replace(row, budget=replace(budget, max_nodes=nodes, max_depth=depth, shape=shape))
+
+    def _pruned(self, rows: Sequence[DraftRow[StreamState]], drafts: list[Draft]) -> list[Draft]:
+        """Drafts without unlikely guesses, by one pass of the first layers, which hands on its work."""
+        asked = [
+            (i, row.lease)
+            for i, (row, draft) in enumerate(zip(rows, drafts, strict=True))
+            if self._prune and len(draft) > 1 and row.lease is not None and row.lease.resumes
+            if row.drawn is Drawn.CHOSEN
+        ]
+        if not asked:
+            return drafts
+        name, layer = f"hidden.{self.streams.exit}", self.streams.exit
+        feeds = []
+        for i, lease in asked:
+            lease.cache.drop(lease.slot)
+            feeds.append(replace(Feed.tree(lease.slot, rows[i].tokens[-1], drafts[i]), want=()))
+        scored = self.target.score(feeds, asked[0][1].cache, taps=frozenset({name}), layers=layer)
+        hidden_TH = scored.taps[name].clone()
+        with self.clock, torch.no_grad():
+            n_TH = self._norm(hidden_TH)
+            y_TH = n_TH + self._exit(n_TH.to(self.target.dtype)).float()
+            prob_TD = self.target.head(y_TH, self.streams.vocab).softmax(-1)
+        for (i, lease), start in zip(asked, scored.tap_start_B, strict=False):
+            draft, reach = drafts[i], [1.0]
+            columns = draft.token_N if self._feed_V is None else self._feed_V[list(draft.token_N)].tolist()
+            for column, parent in zip(columns, draft.parent_N, strict=True):
+                reach.append(reach[parent + 1] * float(prob_TD[start + parent + 1, column]))
+            keep = [node for node in range(len(draft)) if reach[node + 1] >= self._prune]
+            kept = [0, *(node + 1 for node in keep)]
+            lease.cache.prune(lease.slot, kept)
+            resume = Resume(layer, tuple(range(len(kept))), hidden_TH[[start + row for row in kept]])
+            drafts[i] = replace(pruned(draft, keep), resume=resume)
+        return drafts
 
     def _ridden(self, row: DraftRow[StreamState], draft: Draft) -> Draft:
         """The draft with streams below the nodes that verification most likely ends at."""

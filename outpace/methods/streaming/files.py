@@ -3,8 +3,10 @@
     x_k = h + h E + P_k      h: the state of a row before ``layer``; enters there, k positions further on
     weights of the layers from there on, for streams alone:  W + B A
 
-Tensors ``streams`` [K, H] (P), ``enter`` [H, H] (E), and for every projection of these layers, named as in
-the target, ``.a`` [R, I] and ``.b`` [O, R].
+    early exit, for pruning:  y = n + n X, n = norm(state after ``exit`` layers);  logits: head(y)
+
+Tensors ``streams`` [K, H] (P), ``enter`` [H, H] (E), ``exit.norm`` [H], ``exit.linear`` [H, H] (X), and for
+every projection of the upper layers, named as in the target, ``.a`` [R, I] and ``.b`` [O, R].
 
 Shape letters: K streams, H hidden size, R rank, I inputs, O outputs.
 """
@@ -34,6 +36,10 @@ class Streams:
     enter_HH: Tensor
     low_rank: Mapping[str, Tensor]
     """Name in the target, then ``.a`` or ``.b``."""
+    exit: int
+    """Layers below the early exit that prunes trees."""
+    exit_norm_H: Tensor
+    exit_HH: Tensor
     rates: tuple[tuple[float, ...], ...]
     """Held-out acceptance by stream and rank; empty: nothing was measured."""
     vocab: VocabMap | None = None
@@ -79,7 +85,11 @@ def read_streams(method: str, path: str | None, target: Target) -> Streams:
     layer, rank, hidden = said.get("layer"), said.get("rank"), target.hidden_size
     if type(layer) is not int or not 0 < layer < target.num_layers or type(rank) is not int or rank < 1:
         raise ModelError(f"{folder / CONFIG}: layer and rank are {shown(layer)} and {shown(rank)}")
-    wanted: dict[str, tuple[int, ...]] = {"enter": (hidden, hidden)}
+    exit_ = said.get("exit")
+    if type(exit_) is not int or not 0 < exit_ <= layer:
+        raise ModelError(f"{folder / CONFIG}: exit must be a layer up to {layer}, got {shown(exit_)}")
+    square = (hidden, hidden)
+    wanted: dict[str, tuple[int, ...]] = {"enter": square, "exit.norm": (hidden,), "exit.linear": square}
     for i in range(layer, target.num_layers):
         for name, (outputs, inputs) in projections(lent.config, i).items():
             wanted |= {f"{name}.a": (rank, inputs), f"{name}.b": (outputs, rank)}
@@ -98,7 +108,10 @@ def read_streams(method: str, path: str | None, target: Target) -> Streams:
         layer=layer,
         stream_KH=tensors["streams"].float(),
         enter_HH=tensors["enter"].float(),
-        low_rank={name: tensors[name] for name in wanted if name != "enter"},
+        low_rank={name: tensors[name] for name in wanted if name.startswith("model.")},
+        exit=exit_,
+        exit_norm_H=tensors["exit.norm"].float(),
+        exit_HH=tensors["exit.linear"],
         rates=rates,
         vocab=vocab_map(tensors, target.vocab_size),
     )

@@ -32,7 +32,7 @@ from outpace.law import VocabMap
 from outpace.methods.streaming.files import projections
 from outpace.models.base import EMBEDDINGS, HEAD, LAYERS, TAPS, Target
 from outpace.models.decoder import Decoder
-from outpace.train.align import EAGLE, Aligned
+from outpace.train.align import DRAFT_MODEL, EAGLE, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import check, depth_weights, head_loss, weighted
 from outpace.train.objective import LAST, Objective, Step, draft_ids, target_laws, whole_laws, write_drafter
@@ -49,6 +49,8 @@ class StreamingTraining:
     """Upper layers that streams run through; by default an eighth of them."""
     streams: int = 3
     """Tokens that are guessed besides the next one."""
+    exit: int | None = None
+    """Layers below the early exit by which trees are pruned; by default a fifth of the target's."""
     rank: int = 16
     """Of the weights that streams have of their own."""
     places: int = 64
@@ -64,7 +66,7 @@ class StreamingTraining:
 
     def __post_init__(self) -> None:
         check(self.loss)
-        for name in ("layers", "streams", "rank", "places"):
+        for name in ("layers", "streams", "rank", "places", "exit"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.decay <= 1 or self.temperature <= 0:
@@ -99,11 +101,17 @@ class LowRank(nn.Module):
 class StreamsNet(nn.Module):
     """All that is trained."""
 
+    start_KH: Tensor
+
     def __init__(self, config: StreamingTraining, net: RiderNet) -> None:
         super().__init__()
         hidden, device = net.config.hidden_size, net.target.device
         coins = torch.Generator().manual_seed(config.seed)
+        self.register_buffer("start_KH", torch.zeros(config.streams, hidden, device=device))
         self.moved_KH = nn.Parameter(torch.zeros(config.streams, hidden, device=device))
+        self.exit_norm = nn.Parameter(net.norm.weight.detach().clone().float())
+        self.exit_linear = nn.Parameter(torch.zeros(hidden, hidden, device=device))
+        self._eps, self._offset = net.config.norm_eps, net.config.norm_offset
         self.enter = nn.Parameter(torch.zeros(hidden, hidden, device=device))
         self.low = nn.ModuleDict()
         for i, layer in net.layers.items():
@@ -117,11 +125,20 @@ class StreamsNet(nn.Module):
     def forward(self, x_BGH: Tensor) -> Tensor:
         """What enters, [B, G, K, H], of the states of some places."""
         start_BGH = x_BGH + F.linear(x_BGH, self.enter)
-        return start_BGH[:, :, None] + UNIT * self.moved_KH
+        return start_BGH[:, :, None] + self.streams()
+
+    def streams(self) -> Tensor:
+        return self.start_KH + UNIT * self.moved_KH
+
+    def exits(self, x_BGH: Tensor) -> Tensor:
+        """What the head reads behind the early exit, [B, G, H]."""
+        n_BGH = F.rms_norm(x_BGH, self.exit_norm.shape, self.exit_norm + self._offset, self._eps)
+        return n_BGH + F.linear(n_BGH, self.exit_linear)
 
     def stored(self) -> dict[str, Tensor]:
-        """Its weights by the names that files have; streams are made by ``save``."""
-        named = {"streams": self.moved_KH, "enter": self.enter}
+        """Its weights by the names that files have; streams as they start, and ``save`` moves them."""
+        named: dict[str, Tensor] = {"streams": self.start_KH, "enter": self.enter}
+        named |= {"exit.norm": self.exit_norm, "exit.linear": self.exit_linear}
         for name, low in self.low.items():
             at = name.replace("/", ".")
             named |= {f"{at}.a": cast(LowRank, low).a, f"{at}.b": cast(LowRank, low).b}
@@ -140,6 +157,7 @@ class Streaming(Objective):
         self.config, self.target, self.vocab, self.net = config, target, vocab, net
         self.module = StreamsNet(config, net)
         self.layer = min(net.layers)
+        self.exit = min(self.layer, max(1, target.num_layers // 5) if config.exit is None else config.exit)
         self._head_DH = head_rows(target, vocab)
         self._weights = depth_weights(config.streams, config.decay)
         self.ranks = Ranks(config.streams)
@@ -166,23 +184,27 @@ class Streaming(Objective):
         order_BA = turn_BA.masked_fill(~real_BA, 2.0).argsort(1)
         return order_BA[:, : self.config.places].sort(1).values
 
-    def states(self, batch: Batch, aligned: Aligned, pick_BG: Tensor) -> tuple[Tensor, Tensor]:
-        """What the head reads at the chosen places, [B, G, K, H], and the feature ``hidden.-1``."""
-        name = f"hidden.{self.layer}"
-        text, found = self.net.read(batch, (name, LAST))
+    def states(self, batch: Batch, aligned: Aligned, pick_BG: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the head reads at the chosen places, [B, G, K, H], and behind the early exit there,
+        [B, G, H]; and the feature ``hidden.-1``.
+        """
+        name, early = f"hidden.{self.layer}", f"hidden.{self.exit}"
+        text, found = self.net.read(batch, (*{name, early}, LAST))
         place_BG = aligned.place_BA.gather(1, pick_BG)
         index_BGH = place_BG[..., None].expand(-1, -1, found[name].shape[-1])
         entering_BGKH = self.module(found[name].gather(1, index_BGH))
         y_BGEKH = self.net(entering_BGKH[:, :, None], place_BG, text, alone=not self.chained)
-        return y_BGEKH[:, :, 0], found[LAST]
+        early_BGH = self.module.exits(found[early].gather(1, index_BGH))
+        return y_BGEKH[:, :, 0], early_BGH, found[LAST]
 
     def loss(self, batch: Batch) -> Step:
         aligned, config = Aligned(batch, EAGLE), self.config
         self.ranks.clear()
         pick_BG = self.chosen(aligned)
-        y_BGKH, last_BTH = self.states(batch, aligned, pick_BG)
+        y_BGKH, early_BGH, last_BTH = self.states(batch, aligned, pick_BG)
+        guessed = [*y_BGKH.unbind(2), early_BGH]
         labels, keeps, laws = [], [], []
-        for ahead in range(EAGLE, EAGLE + config.streams):
+        for ahead in (*range(EAGLE, EAGLE + config.streams), DRAFT_MODEL):
             label_BG = draft_ids(aligned.token(ahead), self.vocab).gather(1, pick_BG)
             keep_BG = aligned.teaches(ahead).gather(1, pick_BG) & (label_BG >= 0)
             labels.append(label_BG[keep_BG])
@@ -196,23 +218,18 @@ class Streaming(Objective):
             p_ND = target_laws(self.target, self.vocab, last_NH, config.temperature)
         losses = [
             head_loss(
-                y_BGKH[:, :, k][keep_BG],
-                self._head_DH,
-                config.loss,
-                p_ND=p_ND,
-                row_R=rows[k],
-                label_R=labels[k],
+                guessed[k][keep_BG], self._head_DH, config.loss, p_ND=p_ND, row_R=rows[k], label_R=labels[k]
             )
             for k, keep_BG in enumerate(keeps)
         ]
         tokens = max(1, len(labels[0]))
-        return Step(weighted(losses, self._weights) / tokens, tokens)
+        return Step((weighted(losses[:-1], self._weights) + losses[-1]) / tokens, tokens)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
         aligned = Aligned(batch, EAGLE)
         pick_BG = self.chosen(aligned)
-        y_BGKH, last_BTH = self.states(batch, aligned, pick_BG)
+        y_BGKH, _, last_BTH = self.states(batch, aligned, pick_BG)
         p_ND, truth_N = whole_laws(self.target, self.vocab, aligned.laws_of(last_BTH))
         real_BG = aligned.real_BA.gather(1, pick_BG)
         chain = RankedChain(self.ranks, real_BG)
@@ -240,9 +257,10 @@ class Streaming(Objective):
             **self.about(self.method, []),
             "layer": self.layer,
             "rank": self.config.rank,
+            "exit": self.exit,
             "acceptance": self.ranks.acceptance(),
         }
-        tensors = {**self.named(), "streams": UNIT * self.module.moved_KH.detach()}
+        tensors = {**self.named(), "streams": self.module.streams().detach()}
         write_drafter(folder, said, tensors, self.vocab, provenance)
 
 

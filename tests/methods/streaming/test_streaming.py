@@ -75,7 +75,7 @@ def test_what_drafts_is_what_was_trained(target, made):
     aligned = Aligned(batch, EAGLE)
     with torch.no_grad():
         pick_BG = trained.chosen(aligned)
-        y_BGKH, _ = trained.states(batch, aligned, pick_BG)
+        y_BGKH, _, _ = trained.states(batch, aligned, pick_BG)
     at = aligned.place_BA.gather(1, pick_BG)[0].tolist().index(5)
     ids = batch.token_BT[0, :6].tolist()
     cache = target.new_cache()
@@ -91,6 +91,21 @@ def test_what_drafts_is_what_was_trained(target, made):
     assert torch.equal(scored.logits_TV, plain_TV)
     got_KH = scored.rider_hidden_RH[start[3] : start[3] + 3]
     torch.testing.assert_close(got_KH, y_BGKH[0, at], atol=2e-3, rtol=2e-3)
+
+
+def test_an_early_exit_prunes_what_was_chosen_and_hands_on_its_work(engine, made):
+    """Where guesses are unlikely at the exit, fewer rows are verified; what was drawn stays."""
+    name, _, folder = made
+    plain = engine.generate(PROMPTS, drafter="none", **LONG)
+    drafted, seen = {}, set()
+    for prune in ("0", "0.02", "0.9"):
+        spec = f"{name}[model={folder} tree=3x2x1 prune={prune}]"
+        fast = engine.generate(PROMPTS, drafter=spec, **LONG)
+        assert [one.tokens for one in fast] == [one.tokens for one in plain]
+        drafted[prune] = sum(one.counters.drafted for one in fast)
+        sampled = engine.generate(PROMPTS, drafter=spec, temperature=0.8, seed=1, reproducible=True, **LONG)
+        seen.add(sum(one.counters.drafted for one in sampled))
+    assert drafted["0"] > drafted["0.02"] > drafted["0.9"] and len(seen) == 1
 
 
 def test_likely_nodes_carry_streams(target, made):
@@ -128,6 +143,7 @@ def test_what_does_not_fit_is_said(target, made, tmp_path):
         type(config)(rank=0)
     for key, value, words in (
         ("layer", 6, "layer and rank are 6"),
+        ("exit", 9, "exit must be a layer up to"),
         ("rank", 5, "holds no streams of this target"),
         ("acceptance", ["x"], "must be numbers"),
     ):
