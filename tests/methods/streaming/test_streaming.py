@@ -15,7 +15,9 @@ from outpace.methods.streaming.objective import Streaming as StreamingObjective
 from outpace.models.tiny import tiny
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
-from outpace.types import ROOT, Draft, Feed
+from outpace.tree.shapes import widths
+from outpace.types import ROOT, Budget, Draft, Drawn, Feed
+from tests.conformance.test_drafters import proposal_rows
 
 LONG = {"max_new_tokens": 24, "ignore_eos": True}
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42], [77]]
@@ -91,6 +93,23 @@ def test_what_drafts_is_what_was_trained(target, made):
     assert torch.equal(scored.logits_TV, plain_TV)
     got_KH = scored.rider_hidden_RH[start[3] : start[3] + 3]
     torch.testing.assert_close(got_KH, y_BGKH[0, at], atol=2e-3, rtol=2e-3)
+
+
+def test_the_law_recorded_is_that_of_the_stream(target, made):
+    """One per level, of the streams of the row at which verification ended."""
+    name, _, folder = made
+    drafter = KINDS[name][2].load(StreamingConfig(model=str(folder)), target)
+    asked = Budget(7, 3, shape=widths((2, 2, 1)))
+    (row,) = proposal_rows(target, drafter, Drawn.DISTINCT, asked, 0.9, [PROMPTS[0]])
+    row.state.hidden_KH = torch.randn(3, target.hidden_size, generator=torch.Generator().manual_seed(1))
+    row.state.end = len(PROMPTS[0]) - 1
+    (draft,) = drafter.propose([row])
+    want_KV = (target.head(row.state.hidden_KH) / 0.9).softmax(1)
+    for group in draft.groups:
+        apart_K = (want_KV - draft.laws[group.law].prob_S).abs().amax(1)
+        depth = len(draft.path(group.parent))
+        assert float(apart_K[depth]) < 1e-6 and int((apart_K > 1e-4).sum()) == 2
+    assert draft.resume is None and draft.riders is not None, "what was drawn is not pruned"
 
 
 def test_an_early_exit_prunes_what_was_chosen_and_hands_on_its_work(engine, made):
