@@ -172,6 +172,24 @@ ENTRIES = (
         trained=True,
     ),
     MethodEntry(
+        "streaming",
+        "drafter",
+        "heads",
+        "outpace.methods.streaming.drafter:Streaming",
+        "Streams that enter the target's own pass at a middle layer guess ahead",
+        "Bhendawade et al. 2024 (Speculative Streaming), arXiv:2402.11131",
+        trained=True,
+    ),
+    MethodEntry(
+        "coral",
+        "drafter",
+        "heads",
+        "outpace.methods.streaming.drafter:Coral",
+        "The target's last layer guesses a block in any order; the next pass verifies it",
+        "Xie et al. 2024 (COrAL), arXiv:2410.09675",
+        trained=True,
+    ),
+    MethodEntry(
         "medusa",
         "drafter",
         "heads",
@@ -371,6 +389,20 @@ ENTRIES = (
     ),
     MethodEntry(
         "s3d", "objective", "own", "outpace.methods.s3d.objective:S3d", "Masks for the target's outer layers"
+    ),
+    MethodEntry(
+        "streaming",
+        "objective",
+        "heads",
+        "outpace.methods.streaming.objective:Streaming",
+        "Streams through the target's upper layers",
+    ),
+    MethodEntry(
+        "coral",
+        "objective",
+        "heads",
+        "outpace.methods.streaming.objective:Coral",
+        "Blocks of the target's last layer",
     ),
     MethodEntry(
         "medusa",

@@ -14,6 +14,9 @@ from outpace.methods.early_exit.objective import EarlyExitObjective, EarlyExitTr
 from outpace.methods.medusa.hydra_objective import Hydra, HydraTraining
 from outpace.methods.medusa.objective import Medusa, MedusaTraining
 from outpace.methods.ppd.objective import Ppd, PpdTraining
+from outpace.methods.s2d.objective import S2d, S2dTraining
+from outpace.methods.s3d.objective import S3d, S3dTraining
+from outpace.methods.streaming.objective import Coral, CoralTraining, Streaming, StreamingTraining
 from outpace.models.load import load_target
 from outpace.train.pipeline import begin_from
 
@@ -28,6 +31,10 @@ KINDS = {
     "kangaroo": (KangarooObjective, KangarooTraining()),
     "medusa": (Medusa, MedusaTraining()),
     "ppd": (Ppd, PpdTraining()),
+    "s2d": (S2d, S2dTraining()),
+    "s3d": (S3d, S3dTraining()),
+    "streaming": (Streaming, StreamingTraining()),
+    "coral": (Coral, CoralTraining()),
 }
 
 
