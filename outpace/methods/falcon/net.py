@@ -187,7 +187,7 @@ class FalconNet:
         for span in rows.spans:
             stored = slice(span.stored.start, span.stored.stop)
             part = head_TXW[start : start + len(span.stored), heads.queries :]
-            for store, new in zip(cache.by_row, part.split(heads.kv, 1), strict=True):
+            for store, new in zip(cache.by_row, (part[:, : heads.kv], part[:, heads.kv :]), strict=True):
                 store[0, span.slot, stored] = new
             start += len(span.stored)
         mixed = [self._mixed(cache, span, head_TXW[span.start, : heads.queries]) for span in attending]
