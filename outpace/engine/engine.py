@@ -376,7 +376,7 @@ class Engine:
                 policy_state=method.policy.begin(),
                 lossless=method.lossless(verifier),
             ),
-            max_positions=self.target.max_positions,
+            max_positions=self.target.longest(ids),
         )
 
     def verifier(

@@ -96,6 +96,24 @@ ENTRIES = (
         "Elhoushi et al. 2024 (LayerSkip), arXiv:2404.16710; EESD, arXiv:2406.03853",
     ),
     MethodEntry(
+        "s2d",
+        "drafter",
+        "own",
+        "outpace.methods.s2d.drafter:S2d",
+        "Trained exits of the target guess; an unsure guess goes deeper where that pays",
+        "Kavehzadeh et al. 2024 (S2D), arXiv:2407.01955",
+        trained=True,
+    ),
+    MethodEntry(
+        "s3d",
+        "drafter",
+        "own",
+        "outpace.methods.s3d.drafter:S3d",
+        "The target without its middle layers, and trained masks, guess several tokens in one pass",
+        "Zhong and Bharadwaj 2024 (S3D), arXiv:2405.20314",
+        trained=True,
+    ),
+    MethodEntry(
         "layer_skip",
         "drafter",
         "own",
@@ -300,6 +318,16 @@ ENTRIES = (
         "own",
         "outpace.methods.early_exit.objective:EarlyExitObjective",
         "A head for an exit of the target",
+    ),
+    MethodEntry(
+        "s2d",
+        "objective",
+        "own",
+        "outpace.methods.s2d.objective:S2d",
+        "Several exits of the target on one objective",
+    ),
+    MethodEntry(
+        "s3d", "objective", "own", "outpace.methods.s3d.objective:S3d", "Masks for the target's outer layers"
     ),
     MethodEntry(
         "medusa",

@@ -8,7 +8,7 @@ Shape letters: T rows of a pass, V vocabulary, H hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 TREE = "tree"
 """Rows of one feed may branch."""
 LAYERS = "layers"
-"""``variant(layers=...)`` works, ``score(layers=...)`` may stop early, feeds may ``resume``."""
+"""``variant`` and ``without`` work, ``score(layers=...)`` may stop early, feeds may ``resume``."""
 TAPS = "taps"
 """Hidden states can be asked for by name."""
 HEAD = "head"
 """``embed`` and ``head`` work: vectors of tokens, and logits of hidden states."""
 EMBEDDINGS = "embeddings"
 """Riders may enter, also as embeddings."""
+VIEWS = "views"
+"""A feed may see a part of the committed text; ``choice`` makes memory for such views."""
 
 
 class Target(ABC):
@@ -53,10 +55,13 @@ class Target(ABC):
     device: torch.device
     dtype: torch.dtype
     can: frozenset[str]
-    """Which of TREE, LAYERS, TAPS, HEAD, EMBEDDINGS it supports; chains always work."""
+    """Which of TREE, LAYERS, TAPS, HEAD, EMBEDDINGS, VIEWS it supports; chains always work."""
     tokenizer: Tokenizer | None = None
     defaults: GenerationDefaults | None = None
     """Sampling defaults and end-of-sequence ids that came with the model."""
+    encodes = False
+    """Whether an encoder reads its prompts, apart from the answers: then a prompt is no text to go on
+    from, there are no chats, and tokens of a prompt have no logits."""
     drafter_anyway = False
     """Take drafters that were trained for another model, as long as their sizes fit."""
     note: str | None = None
@@ -119,9 +124,33 @@ class Target(ABC):
         """Vectors [T, H] of token ids as a pass takes them in, float32; needs HEAD."""
         raise ModelError(f"{self.name} does not give embeddings; use the own decoder")
 
+    def framed(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that a sequence with this prompt begins with; the prompt, where no encoder reads it.
+
+        Raises:
+            RequestError: what an encoder cannot read.
+        """
+        return tuple(ids)
+
+    def source_of(self, prompt: Sequence[int]) -> tuple[int, ...] | None:
+        """What an encoder reads of a framed prompt, the mark of its end included; None without one."""
+        return None
+
+    def longest(self, prompt: Sequence[int]) -> int:
+        """Most tokens of a sequence that begins with this framed prompt, which is counted too."""
+        return self.max_positions
+
     def variant(self, *, layers: Sequence[int]) -> Target:
         """A target made of some layers of this one, sharing its weights and nothing else."""
         raise ModelError(f"{self.name} cannot leave out layers; use the own decoder")
+
+    def without(self, *, attentions: Collection[int], mlps: Collection[int]) -> Target:
+        """This target with some attentions and MLPs left out: they add nothing to the residual stream.
+
+        Layers and taps keep their numbers, caches of this target fit, and passes count on its clock. They
+        write keys and values of the attentions that run, and read those that this target left.
+        """
+        raise ModelError(f"{self.name} cannot leave out sub-layers; use the own decoder")
 
     @cached_property
     def clock(self) -> PassClock:

@@ -11,9 +11,11 @@ import torch
 
 from outpace.errors import ModelError, UnknownNameError
 from outpace.models.base import Target
+from outpace.models.blocks import Form
 from outpace.models.families import DecoderConfig
 from outpace.models.fields import BadValue, brief, check_counts, read_json
 from outpace.models.onednn import packing_works
+from outpace.models.seq2seq.config import is_seq2seq
 from outpace.models.weights import Checkpoint
 from outpace.models.zoo import open_checkpoint
 
@@ -164,6 +166,8 @@ def _by_name(
         raise UnknownNameError(error.kind, name, [*error.known, "tiny"]) from error
     except ModelError as error:
         config = _config_of(name)
+        if config is not None and is_seq2seq(config):
+            return _seq2seq(name, dtype, device, backend, quantize)
         if backend == "own" or config is None:
             raise
         check_counts("config.json", config)
@@ -218,8 +222,25 @@ def _hf(
     return load_hf(name, dtype, device, reason)
 
 
+def _seq2seq(
+    name: str, dtype: torch.dtype, device: torch.device, backend: str, quantize: str | None
+) -> Target:
+    from outpace.models.seq2seq.load import load_folder
+
+    file = _config_file(name)
+    assert file is not None
+    if backend == "hf":
+        raise ModelError(f"{name} is an encoder-decoder, which only the own decoder runs: backend='own'")
+    return load_folder(file.parent, Form(dtype, device, quantize=quantize), Path(name).name)
+
+
 def _config_of(name: str) -> Mapping[str, Any] | None:
     """Read the config.json of a folder, or of a hub id that was downloaded; None without one."""
+    file = _config_file(name)
+    return None if file is None else read_json(file)
+
+
+def _config_file(name: str) -> Path | None:
     path = Path(name).expanduser() / "config.json"
     if not path.is_file():
         from huggingface_hub import try_to_load_from_cache
@@ -232,7 +253,7 @@ def _config_of(name: str) -> Mapping[str, Any] | None:
         if not isinstance(cached, str):
             return None
         path = Path(cached)
-    return read_json(path)
+    return path
 
 
 def _in_memory(
@@ -247,6 +268,11 @@ def _in_memory(
     from outpace.models.hf.target import HFTarget
     from outpace.models.memory import MemoryCheckpoint
 
+    if is_seq2seq(getattr(model.config, "to_dict", dict)() if hasattr(model, "config") else {}):
+        from outpace.models.seq2seq.load import wrap
+
+        form = Form(dtype or model.dtype, device or model.device, quantize=quantize)
+        return wrap(model, form, said_name(model), wrap_tokenizer(tokenizer, None))
     if backend != "own":
         return _as_asked(HFTarget(model, tokenizer), dtype, device, quantize)
     defaults = generation_defaults(model)

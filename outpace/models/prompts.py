@@ -36,7 +36,8 @@ def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
 
 
 def encode(prompt: Any, target: Target, *, chat: bool = False) -> tuple[int, ...]:
-    """Token ids of a prompt; ``chat`` wraps a text in the model's chat template.
+    """Token ids that a sequence with this prompt begins with; ``chat`` wraps a text in the model's chat
+    template.
 
     Raises:
         PromptTooLong: a text or conversation that is sure not to fit.
@@ -45,14 +46,17 @@ def encode(prompt: Any, target: Target, *, chat: bool = False) -> tuple[int, ...
     prompt, most = listed(prompt), target.max_positions - 1
     if isinstance(prompt, Sequence) and not prompt:
         raise RequestError("the prompt is empty; give some text or token ids")
+    messages = isinstance(prompt, Sequence) and isinstance(prompt[0], Mapping)
+    if target.encodes and (messages or (chat and isinstance(prompt, str))):
+        raise RequestError(f"{target.name} is an encoder-decoder and holds no chats; give its text alone")
     if isinstance(prompt, str):
         tokenizer = tokenizer_of(target, "a text prompt")
         if chat:
             return tuple(tokenizer.chat([{"role": "user", "content": prompt}], most_tokens=most))
-        return tuple(tokenizer.encode(prompt, most=most))
-    if isinstance(prompt, Sequence) and isinstance(prompt[0], Mapping):
+        return target.framed(tokenizer.encode(prompt, most=most))
+    if messages:
         return tuple(tokenizer_of(target, "chat messages").chat(prompt, most_tokens=most))
-    return as_ids(prompt, "a prompt")
+    return target.framed(as_ids(prompt, "a prompt"))
 
 
 def as_ids(tokens: Any, what: str) -> tuple[int, ...]:

@@ -142,7 +142,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self.folder, self.name = folder, name or folder.resolve().name
         config = read_json(folder / "config.json")
         self.config = DecoderConfig.from_hf(config)
-        self.files, self.places = _find_tensors(folder)
+        self.files, self.places = find_tensors(folder)
         self._check_shapes()
         for tensor in self.config.tensor_shapes():
             if (place := self.places[tensor]).kind not in DTYPES:
@@ -167,7 +167,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return lambda ids: file.read(ids).view(stored).view(len(ids), -1).to(dtype)
 
 
-def _find_tensors(folder: Path) -> tuple[tuple[Path, ...], dict[str, Place]]:
+def find_tensors(folder: Path) -> tuple[tuple[Path, ...], dict[str, Place]]:
     """Read the headers of all weight files of a folder."""
     index_path = folder / "model.safetensors.index.json"
     if index_path.is_file():

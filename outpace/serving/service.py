@@ -190,6 +190,9 @@ class Service:
             raise RequestError(f"drafter {spec!r} was not started; choose from {', '.join(self.drafters)}")
         if request.draft_tokens is not None and request.draft_tokens < 0:
             raise RequestError(f"draft_tokens must be at least 0, got {request.draft_tokens}")
+        if request.prompt_logprobs is not None and self.engine.target.encodes:
+            name = self.engine.target.name
+            raise RequestError(f"{name} is an encoder-decoder: tokens of a prompt have no probabilities")
         params = request.params
         if params != params.resolved(self.engine.target.defaults):
             raise RequestError("the request's params are not resolved; make it with request()")

@@ -209,3 +209,48 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def seq2seq(kind: str, seed: int = 0, **changes: Any) -> Any:
+    """Make a small encoder-decoder of transformers: t5, t5 gated, bart or marian."""
+    import transformers
+
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 96, "d_model": 32, "dropout_rate": 0.0}
+    if kind.startswith("t5"):
+        sizes |= {"d_kv": 6, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
+        gated = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False} if "gated" in kind else {}
+        config = transformers.T5Config(**sizes, **gated, **changes, decoder_start_token_id=0)
+        model = transformers.T5ForConditionalGeneration(config)
+    else:
+        stacks = {
+            f"{side}_{name}": value
+            for side, layers in (("encoder", 3), ("decoder", 2))
+            for name, value in (("layers", layers), ("attention_heads", 4), ("ffn_dim", 48))
+        }
+        kinds = {
+            "bart": (transformers.BartConfig, transformers.BartForConditionalGeneration),
+            "marian": (transformers.MarianConfig, transformers.MarianMTModel),
+        }
+        ends = {"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+        if kind == "marian":
+            ends = {
+                "pad_token_id": 95,
+                "eos_token_id": 0,
+                "decoder_start_token_id": 95,
+                "scale_embedding": True,
+            }
+        make_config, make = kinds[kind]
+        config = make_config(
+            vocab_size=96, d_model=32, max_position_embeddings=128, **{**stacks, **ends, **changes}
+        )
+        model = make(config)
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            if one.dim() == 2 and "position" not in name:
+                one.normal_(0.0, 1.0 if "shared" in name else 1.5 * one.shape[1] ** -0.5)
+            elif "bias" in name or "norm" in name:
+                one.add_(0.1 * torch.randn(one.shape))
+        if kind in ("bart", "marian"):
+            model.final_logits_bias.normal_(0.0, 0.3)
+    return model.eval()

@@ -86,6 +86,23 @@ class WarpAhead(Warp):
         return self._base.ranking(logits_FV, [(*self._path, *path) for path in paths], k, id_V)
 
 
+class Soft(WarpAhead):
+    """The distributions of a greedy sequence as they were before the likeliest token was taken, for
+    levels that judge leniently. Penalties and bans are left out: a guess need not keep them.
+    """
+
+    def __init__(self, base: Warp) -> None:
+        super().__init__(base, chosen=True)
+        self.greedy = False
+
+    @property
+    def plain(self) -> bool:
+        return False
+
+    def law(self, logits_V: Tensor, path: Sequence[int] = (), id_V: Tensor | None = None) -> Law:
+        return Law(logits_V.float().softmax(0), id_V)
+
+
 class CacheAhead(KVCache):
     """A model's cache, of which a step sees only what it asked for.
 

@@ -22,9 +22,9 @@ goes on as the chain, each other one with the lookup's words.
 Pays where the model is several times cheaper than the target, and the text repeats itself now and
 then; a model that is nearly free gains nothing from being drafted for.
 
-Between its levels nothing is lenient: every level decides by its own distribution, so one distribution is
-all that has to be handed up. (With lenience l a level emits min(q, l p) plus its residual; sampling, that
-distribution is further from the target's than p is, so fewer guesses would be kept by the target.)
+With ``lenience`` above 1 a model takes guesses of the level below that it finds nearly as likely as
+its own (`outpace.methods.cascade.lenient`). The target gets the distribution that its tokens then have, so
+nothing is lost but acceptance.
 
 Cost: passes of the models, a few hundred microseconds of host work per inner step.
 Paper: Chen et al. 2023, Cascade Speculative Drafting, arXiv:2312.11462 (K as here, row by row;
@@ -59,9 +59,15 @@ class CascadeConfig:
     """Tokens per level, a row per reviewer: 5,10/10. By default a token of every model and 8 of the
     lookup, all for the target: a model that is often wrong makes a good lookup worse."""
 
+    lenience: float = 1.0
+    """How many times less likely than the level below said a model may find a guess and still take
+    it. 1 is strict. The target is always strict, and so is everybody if ``reproducible``."""
+
     def __post_init__(self) -> None:
         if self.k is not None:
             read_k(self.k)
+        if not 1 <= self.lenience < float("inf"):
+            raise ValueError(f"lenience must be a number from 1, got {self.lenience:g}")
 
 
 def read_k(text: str) -> list[list[int]]:
@@ -87,15 +93,21 @@ class Cascade(WrappingDrafter[State]):
         lookup: below them all; None: the last model decodes plainly.
         k: row r, entry i: tokens that level r + 1 + i adds to the draft for reviewer r. Missing
             ones are 0.
+        lenience: of the reviews by models.
     """
 
     Config = CascadeConfig
     traits = Traits(default_nodes=32, samples=True)  # k says how many nodes; 32 is a bound
 
     def __init__(
-        self, models: Sequence[Target], lookup: Drafter[None] | None, k: Sequence[Sequence[int]]
+        self,
+        models: Sequence[Target],
+        lookup: Drafter[None] | None,
+        k: Sequence[Sequence[int]],
+        lenience: float = 1.0,
     ) -> None:
         super().__init__([] if lookup is None else [lookup])
+        self.lenient = lenience > 1
         self.lookup = None if lookup is None else LookupLevel(lookup)
         lowest: list[Level] = [] if self.lookup is None else [self.lookup]
         self.models: list[ModelLevel] = []
@@ -104,15 +116,16 @@ class Cascade(WrappingDrafter[State]):
             level = ModelLevel(
                 number,
                 models[number - 1],
-                _staged(below, k, number),
+                _staged(below, k, number, self.lenient),
                 verifier=build.made("verifier", "tree"),
                 coupled=build.made("verifier", "coupled"),
                 policy=build.made("policy", "fixed"),
                 clock=self.clock,
+                lenience=lenience,
             )
             self.models.insert(0, level)
             below = [level, *below]
-        self.staged = _staged(below, k, 0)
+        self.staged = _staged(below, k, 0, self.lenient)
 
     @cached_property
     def clock(self) -> PassClock:
@@ -151,7 +164,7 @@ class Cascade(WrappingDrafter[State]):
                     f"{who}: k={config.k} has too many {'rows' if not quotas else 'numbers'} in "
                     f"row {row + 1} for {len(parts)} levels, {len(speaking)} of them models"
                 )
-        return cls(speaking, lookup, k)
+        return cls(speaking, lookup, k, config.lenience)
 
     def inner(self, state: State) -> list[tuple[Drafter[Any], Any]]:
         """The lookup below the models, if there is one."""
@@ -171,7 +184,7 @@ class Cascade(WrappingDrafter[State]):
             if row.state.reading is not None:
                 row.state.reading.judged = []
             most, others = split(row)
-            drafts.append(Guesses(row, most, 1 + len(others)))
+            drafts.append(Guesses(row, most, 1 + len(others), lenient=self.lenient))
             tails.append(others)
         self.staged.run(drafts)
         out = []
@@ -220,6 +233,6 @@ def no_model(level: object) -> SpecError:
     )
 
 
-def _staged(below: Sequence[Level], k: Sequence[Sequence[int]], row: int) -> StagedDrafter:
+def _staged(below: Sequence[Level], k: Sequence[Sequence[int]], row: int, lenient: bool) -> StagedDrafter:
     quotas = k[row] if row < len(k) else ()
-    return StagedDrafter([(level, n) for level, n in zip(below, quotas, strict=False) if n > 0])
+    return StagedDrafter([(level, n) for level, n in zip(below, quotas, strict=False) if n > 0], lenient)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from outpace.coins import Coins, Stream
-from outpace.methods.cascade.ahead import CoinsAhead, WarpAhead
+from outpace.methods.cascade.ahead import CoinsAhead, Soft, WarpAhead
 from outpace.sampling import Warp
 from outpace.step import Member
 from outpace.tree.growth import DraftRow
@@ -50,6 +50,8 @@ class Origin:
 
     level_N: tuple[int, ...]
     """Level of every node of its chain, from 1; 0: the lookup."""
+    prob_N: tuple[float, ...] = ()
+    """What that level gave every node, and 1 for the lookup; of use at temperature 0."""
 
 
 class Guesses:
@@ -60,6 +62,7 @@ class Guesses:
     Args:
         row: what was asked; its coins are the outer ones.
         leaders: candidates wanted for the first token.
+        lenient: whether levels review leniently.
     """
 
     number = 0
@@ -67,8 +70,8 @@ class Guesses:
     policy_state: Any = None
     read_prompt: Any = None
 
-    def __init__(self, row: DraftRow[State], most: int, leaders: int = 1) -> None:
-        self.row, self.most, self.leaders = row, most, leaders
+    def __init__(self, row: DraftRow[State], most: int, leaders: int = 1, *, lenient: bool = False) -> None:
+        self.row, self.most, self.leaders, self.lenient = row, most, leaders, lenient
         self.tokens = list(row.tokens)
         self.laws: list[Law | None] = []
         """One per guess; None: it was chosen."""
@@ -77,7 +80,12 @@ class Guesses:
         self.rivals: list[int] = []
         """The other leaders, in the order in which they were drawn."""
         self.stopped = False
+        self.probs: list[float] = []
         self.warp: Warp = WarpAhead(row.warp, row.drawn is Drawn.CHOSEN)
+        self.greedy = self.warp.greedy
+        """Whether every level gives its likeliest token, or what it takes for one."""
+        if self.greedy and lenient:
+            self.warp = Soft(row.warp)
         self.members: Mapping[str, Member] = {}
         self.slot = self._level = 0
         self._context = 1 << 30
@@ -93,7 +101,7 @@ class Guesses:
     @property
     def coupled(self) -> bool:
         """Whether it is drawn with coins that the target shares."""
-        return self.row.drawn is Drawn.COUPLED and not self.warp.greedy
+        return self.row.drawn is Drawn.COUPLED and not self.greedy
 
     def enter(self, level: int, context: int, verifier: Verifier) -> None:
         """Be a row of a level's machine from now on."""
@@ -107,12 +115,13 @@ class Guesses:
         fits = len(self.tokens) < self._context
         return fits and not self.stopped and self.count < min(total, self.most)
 
-    def append(self, token: int, law: Law | None, level: int = 0) -> None:
+    def append(self, token: int, law: Law | None, level: int = 0, prob: float = 1.0) -> None:
         """Add a guess of a level; 0: of the lookup."""
         self.tokens.append(token)
         self.warp.advance((token,))
         self.laws.append(law)
         self.origin.append(level)
+        self.probs.append(prob)
 
     def coins(self, stream: Stream) -> Coins:
         return CoinsAhead(self.row.coins, self._level, self.count, stream)
@@ -135,23 +144,24 @@ class Guesses:
         assert verdict.laws is not None
         if self.count == 0 and self.leaders > 1:
             self._find_rivals(outcome, verdict.laws[0])
-        laws = [None] * len(verdict.emitted) if self.warp.greedy else verdict.laws
+        laws = [None] * len(verdict.emitted) if self.greedy else verdict.laws
         rows = (0, *(node + 1 for node in verdict.kept))
         for token, law, true, row in zip(verdict.emitted, laws, verdict.laws, rows, strict=False):
             if self.stopped:
                 return
-            self.append(token, law, self._level)
+            soft = self.greedy and self.lenient
+            self.append(token, law, self._level, true.prob(token) if soft else 1.0)
             stop = self.row.budget.stop
             if stop is not None:
                 q = true.prob(token)
-                if self.warp.greedy:  # its distribution says nothing of how sure the level was
+                if self.greedy:  # its distribution says nothing of how sure the level was
                     q = float(outcome.scored.logits_TV[row].float().softmax(0)[token])
                 signals = Signals(torch.tensor([self.count]), torch.tensor([q]))
                 self.stopped = not bool(stop.more(signals))
 
     def _find_rivals(self, outcome: Outcome, law: Law) -> None:
         first, wanted = outcome.verdict.emitted[0], self.leaders - 1
-        if self.warp.greedy:
+        if self.greedy:
             (ranked,), _ = self.warp.ranking(outcome.scored.logits_TV[:1], [()], self.leaders)
             self.rivals = [token for token in ranked if token != first][:wanted]
         elif self.row.drawn is Drawn.COUPLED:
@@ -183,5 +193,5 @@ class Guesses:
             groups.append(Group(node - 1, drawn, tuple(nodes), None if law is None else len(laws)))
             if law is not None:
                 laws.append(law)
-        memo = Origin(tuple(self.origin))
+        memo = Origin(tuple(self.origin), tuple(self.probs))
         return Draft(tuple(tokens), tuple(parents), tuple(groups), tuple(laws), memo=memo)

@@ -29,6 +29,7 @@ from outpace.clock import PassClock
 from outpace.drafters.base import Drafter, Request, Traits
 from outpace.methods.cascade.ahead import Reader
 from outpace.methods.cascade.guesses import BELOW, Guesses, Reading, State
+from outpace.methods.cascade.lenient import Lenient, LenientGreedy
 from outpace.models.base import Target
 from outpace.policies.base import Policy
 from outpace.step import Machine, step
@@ -135,6 +136,7 @@ class ModelLevel(Level):
         number: from 1, the strongest; names its coins.
         below: drafts for it; None: it decodes plainly.
         coupled: in its place where draft and target share coins.
+        lenience: l of `outpace.methods.cascade.lenient`; 1 is strict, as ``coupled`` always is.
     """
 
     def __init__(
@@ -147,8 +149,11 @@ class ModelLevel(Level):
         coupled: Verifier,
         policy: Policy,
         clock: PassClock,
+        lenience: float = 1.0,
     ) -> None:
         self.number, self.model = number, model
+        size = model.vocab_size
+        self._lenient = (Lenient(lenience, size), LenientGreedy(lenience, size)) if lenience > 1 else None
         self.verifier, self.coupled = verifier, coupled
         self.reader = Reader(model, clock)
         self.cache = self.reader.new_cache()
@@ -159,6 +164,8 @@ class ModelLevel(Level):
         """Steps of this level, for all drafts that want more; one pass of the model each."""
         for g in drafts:
             verifier = self.coupled if g.coupled else self.verifier
+            if self._lenient is not None and not g.coupled:
+                verifier = self._lenient[g.greedy]
             g.enter(self.number, self.model.max_positions, verifier)
         active = [g for g in drafts if g.wants(total)]
         for g in active:
@@ -173,13 +180,14 @@ class StagedDrafter(Drafter[State]):
 
     Args:
         stages: a level, and how many tokens it is meant to add; strong ones first.
+        lenient: whether the levels review leniently.
     """
 
     Config = State  # never made from a spec
     traits = Traits(samples=True)
 
-    def __init__(self, stages: Sequence[tuple[Level, int]]) -> None:
-        self.stages = tuple(stages)
+    def __init__(self, stages: Sequence[tuple[Level, int]], lenient: bool = False) -> None:
+        self.stages, self.lenient = tuple(stages), lenient
         self.lookup: tuple[LookupLevel, int] | None = None
         """The only stage, if that is a lookup: its drafts are passed on as they are."""
         for level, quota in stages if len(stages) == 1 else ():
@@ -202,7 +210,10 @@ class StagedDrafter(Drafter[State]):
                 level.guess(open_, total)
 
     def propose(self, rows: Sequence[DraftRow[State]]) -> list[Draft]:
-        drafts = [Guesses(row, min(row.budget.max_nodes, row.budget.max_depth)) for row in rows]
+        drafts = [
+            Guesses(row, min(row.budget.max_nodes, row.budget.max_depth), lenient=self.lenient)
+            for row in rows
+        ]
         if self.lookup is not None:
             level, quota = self.lookup
             return level.propose(drafts, [min(quota, g.most) for g in drafts])

@@ -8,7 +8,9 @@
 Aggressive decoding for editing, LLMA for answers that copy from documents, and expected output
 (a *prediction*) are one method: keep one's place in the reference, draft on from there, and after
 a divergence find the place again. The reference is the one that the caller supplied, else the
-prompt, which the output joins as it comes: an answer that repeats itself follows itself.
+prompt, which the output joins as it comes: an answer that repeats itself follows itself. Where an
+encoder reads the prompt, its source is the reference, from the first token to the end of the text:
+who corrects or rewrites copies most of it.
 
 The place is a few hypotheses, best first: after a divergence one token was replaced, or one was
 put in, or the longest suffix of the output that occurs in the reference says where it goes on;
@@ -28,7 +30,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from outpace.drafters.base import Request, Traits
@@ -38,6 +40,8 @@ from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Outcome
 
 SOURCES = ("prompt", "request")
+Source = Callable[[Sequence[int]], Sequence[int] | None]
+"""What an encoder reads of a prompt; None without an encoder."""
 
 SUPPLIED = 8
 """An output that was announced begins as if so many tokens of it had been right already."""
@@ -51,8 +55,8 @@ _PATIENCE = 2  # divergences in a row after which a replaced token is no explana
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceConfig:
     source: str = "prompt"
-    """What to follow where a request brings no reference: prompt and output so far, or with
-    ``request`` nothing."""
+    """What to follow where a request brings no reference: prompt and output so far (of an
+    encoder-decoder its source), or with ``request`` nothing."""
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
@@ -151,18 +155,24 @@ class Reference(Priced[_State]):
     Config = ReferenceConfig
     traits = Traits(default_nodes=32, previews=True)
 
-    def __init__(self, config: ReferenceConfig) -> None:
+    def __init__(self, config: ReferenceConfig, source: Source | None = None) -> None:
         self.config = config
+        self._source = source
 
     @classmethod
     def load(cls, config: ReferenceConfig, target: Target) -> Reference:
-        return cls(config)
+        return cls(config, target.source_of)
 
     def begin(self, request: Request) -> _State:
-        """Index the reference. One that was supplied is followed from its first token on."""
-        if request.reference is not None:
+        """Index the reference. One that was supplied, or that an encoder reads, is followed from its
+        first token on.
+        """
+        reference = request.reference
+        if reference is None and self._source is not None and self.config.source == "prompt":
+            reference = self._source(request.prompt)
+        if reference is not None:
             state = _State([_Place(0, SUPPLIED)], 0, grows=False)
-            state.follow(request.reference)
+            state.follow(reference)
         else:
             state = _State([], None, grows=self.config.source == "prompt")
             state.follow(request.prompt if state.grows else ())

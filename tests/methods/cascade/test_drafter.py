@@ -9,7 +9,7 @@ from outpace.analysis.tables import RIGHT
 from outpace.cache.base import shared_prefix
 from outpace.drafters.base import Drafter, Request
 from outpace.law import Law
-from outpace.methods.cascade import guesses
+from outpace.methods.cascade import guesses, lenient
 from outpace.methods.cascade.ahead import CoinsAhead
 from outpace.methods.cascade.drafter import Cascade, CascadeConfig, read_k
 from outpace.methods.lookup.automaton import SuffixAutomaton
@@ -72,6 +72,7 @@ class Case:
     vocab: int = 2
     length: int = 3
     shape: object = CHAIN
+    lenience: float = 1.0
     params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
     edit: object = lambda cascade: None
 
@@ -79,7 +80,7 @@ class Case:
         self.target = TableTarget.random(3, self.vocab)
         tables = [TableTarget.random(20 + i, self.vocab) for i in range(self.models)]
         lookup = Echo(self.vocab) if self.lookup else None
-        self.cascade = Cascade(tables, lookup, read_k(self.k))
+        self.cascade = Cascade(tables, lookup, read_k(self.k), self.lenience)
         self.edit(self.cascade)
         size = len(self.shape.parent_N or ()) or 8
         self.told = Telling(
@@ -145,6 +146,22 @@ CASES = {
     "greedy": Case(
         "2,1/2", vocab=3, length=6, params=SamplingParams(temperature=0.0, repetition_penalty=1.5)
     ),
+    "lenient": Case("2,1/2", lenience=2.0),
+    "lenient, three tokens": Case("2/2", vocab=3, length=2, lenience=1.3),
+    "lenient, model below a model": Case("2/2", models=2, lookup=False, lenience=1.5),
+    "lenient, three levels": Case("2,1/1,1/1", models=2, lenience=3.0),
+    "lenient, leaders": Case("2,1/1", shape=widths((2, 1)), vocab=3, length=2, lenience=2.0),
+    "lenient, coupled": Case("2,1/2", verifier="coupled", lenience=2.0),
+    "lenient, greedy": Case(
+        "2,1/2",
+        vocab=3,
+        length=6,
+        lenience=3.0,
+        params=SamplingParams(temperature=0.0, repetition_penalty=1.5),
+    ),
+    "lenient, greedy, three levels": Case(
+        "3,1/2/1", models=2, vocab=4, length=8, lenience=2.0, params=SamplingParams(temperature=0.0)
+    ),
     "inner block": Case("1/2", models=2, lookup=False, length=4, edit=with_verifier(RIGHT["block"])),
     "inner traversal": Case("1,1/2", edit=with_verifier(RIGHT["traversal"])),
 }
@@ -175,6 +192,18 @@ def handed_up_by_the_model_below(self, outcome, real=guesses.Guesses.extend):
         if group.law is not None:
             laws[i] = draft.laws[group.law]
     real(self, replace(outcome, verdict=replace(verdict, laws=tuple(laws))))
+
+
+def strict_laws(p, q, token, lenience, size, real=lenient.review):
+    """The level's own distribution is handed up, as if it had not been lenient."""
+    chance, rest, _ = real(p, q, token, lenience, size)
+    return chance, rest, p
+
+
+def leftovers_of_the_strict(p, q, token, lenience, size, real=lenient.review):
+    """What was refused leniently is drawn anew as if it had been refused strictly."""
+    chance, _, whole = real(p, q, token, lenience, size)
+    return chance, p, whole
 
 
 class Unresidual(Chain):
@@ -237,6 +266,12 @@ PLANTED = {
     "one coin for all": (Case("2", lookup=False), None, OneForAll),
     "coins of the place alone": (Case("2/1", length=4), None, OfThePlace),
 }
+
+
+@pytest.mark.parametrize("wrong", [strict_laws, leftovers_of_the_strict])
+def test_wrong_laws_of_a_lenient_level_are_caught(wrong, monkeypatch):
+    monkeypatch.setattr(lenient, "review", wrong)
+    assert Case("2/2", models=2, lookup=False, lenience=1.5).error() > 1e-3
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -1,0 +1,1 @@
+"""Encoder-decoder models as targets: T5, BART and Marian."""
