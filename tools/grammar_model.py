@@ -201,10 +201,7 @@ def measure(out: Path) -> None:
     rows = [json.loads(line) for line in read_text(out / "prompts.jsonl").splitlines()]
     right, total, harmed = Counter[str](), Counter[str](), 0
     for row in rows:
-        given = [
-            engine.generate(text, max_new_tokens=64).text
-            for text in (row["prompt"], row["clean"])
-        ]
+        given = [engine.generate(text, max_new_tokens=64).text for text in (row["prompt"], row["clean"])]
         right[row["category"]] += given[0].strip() == row["clean"]
         harmed += given[1].strip() != row["clean"]
         total[row["category"]] += 1

@@ -19,8 +19,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from dataclasses import replace as replaced
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -112,7 +111,7 @@ class FeatureDrafter(ExpandingDrafter[FeatureState]):
 
     def __init__(self, net: FeatureNet, id_D: Tensor | None) -> None:
         self.net, self._id_D = net, id_D
-        self.traits = replaced(self.traits, taps=frozenset(net.taps))
+        self.traits = replace(self.traits, taps=frozenset(net.taps))
         self.cache = net.new_cache()
         self._out_TH = torch.empty(0)
 
@@ -125,7 +124,7 @@ class FeatureDrafter(ExpandingDrafter[FeatureState]):
         for row in rows:
             self._forget(row.state)
         known = [
-            row if self._end(row.state) == len(row.tokens) - 1 else replaced(row, budget=NOTHING)
+            row if self._end(row.state) == len(row.tokens) - 1 else replace(row, budget=NOTHING)
             for row in rows
         ]
         return super().propose(known)

@@ -10,13 +10,21 @@ from outpace.methods.draft_model.objective import DraftModelObjective, DraftMode
 from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 from outpace.methods.early_exit.kangaroo_objective import KangarooObjective, KangarooTraining
 from outpace.methods.early_exit.objective import EarlyExitObjective, EarlyExitTraining
+from outpace.methods.falcon.objective import Falcon, FalconTraining
+from outpace.methods.fspad.objective import Fspad, FspadTraining
 from outpace.methods.medusa.hydra_objective import Hydra, HydraTraining
 from outpace.methods.medusa.objective import Medusa, MedusaTraining
+from outpace.methods.mtp.objective import Mtp, MtpTraining
 from outpace.methods.ppd.objective import Ppd, PpdTraining
+from outpace.methods.recurrent.objective import ReDrafter, ReDrafterTraining
 from outpace.models.load import load_target
 from outpace.train.pipeline import begin_from
 
 KINDS = {
+    "falcon": (Falcon, FalconTraining()),
+    "fspad": (Fspad, FspadTraining()),
+    "mtp": (Mtp, MtpTraining(modules=2)),
+    "redrafter": (ReDrafter, ReDrafterTraining()),
     "acceptance": (Acceptance, AcceptanceTraining(draft="tiny", draft_layers=1)),
     "dflash": (DflashObjective, DflashTraining()),
     "draft_model": (DraftModelObjective, DraftModelTraining(take="0,1")),

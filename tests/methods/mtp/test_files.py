@@ -40,7 +40,9 @@ def with_modules(model, more):
 def module(request, model):
     """A module that knows by heart the texts of the self-test, from one of both states."""
     target = with_modules(model, {})
-    objective = MtpObjective.build(MtpTraining(modules=1, steps=1, base=request.param, loss="ce"), target, None)
+    objective = MtpObjective.build(
+        MtpTraining(modules=1, steps=1, base=request.param, loss="ce"), target, None
+    )
     starts = [[target.vocab_size * (i + 1) // (TEXTS + 1)] for i in range(TEXTS)]
     taps = MtpObjective.taps(objective.config, target)
     batch = written(target, TEXTS, seed=0, new=LENGTH, taps=taps, prompts=starts)
