@@ -2,8 +2,8 @@
 
 How rows follow each other: `outpace.drafters.feature_rows`; the two parts: `outpace.methods.fspad.net`.
 Either can be left out when it is trained, so that each one's gain over plain EAGLE can be measured.
-Reads what ``outpace train fspad`` made. `eagle3`, which reads more of the target and is not held to its
-features, is the better drafter of the two; this room is for comparison.
+Reads what ``outpace train fspad`` made. It is here to be compared: `eagle3` reads more of the target, and
+is not held to its features.
 
 Paper: Gui et al. 2024, arXiv:2408.15562, of which the abstract was known: reconstructed.
 """

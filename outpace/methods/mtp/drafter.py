@@ -15,8 +15,8 @@ states through the modules before, as in training: what a draft leaves behind is
 anew when the tokens are committed. Level d costs one pass of module d, over what was committed since
 its last pass and the open nodes with those above them.
 
-Reads what ``outpace train mtp`` made, and modules that stand in the target's own checkpoint. Pays where
-a model came with modules; trained on a frozen small target, `eagle3` is cheaper for what it brings.
+Reads what ``outpace train mtp`` made, and modules that stand in the target's own checkpoint. Made for
+models that came with modules: there nothing has to be trained.
 
 Papers: Gloeckle et al. 2024, arXiv:2404.19737; DeepSeek-V3, arXiv:2412.19437.
 
