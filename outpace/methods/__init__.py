@@ -253,6 +253,15 @@ ENTRIES = (
         trained=True,
     ),
     MethodEntry(
+        "fspad",
+        "drafter",
+        "heads",
+        "outpace.methods.fspad.drafter:Fspad",
+        "EAGLE with feature sampling and partial alignment (reconstructed); trees, T > 0",
+        "Gui et al. 2024 (FSPAD), arXiv:2408.15562",
+        trained=True,
+    ),
+    MethodEntry(
         "ppd",
         "drafter",
         "heads",
@@ -452,6 +461,13 @@ ENTRIES = (
         "heads",
         "outpace.methods.falcon.objective:Falcon",
         "Blocks of tokens per pass, behind an LSTM",
+    ),
+    MethodEntry(
+        "fspad",
+        "objective",
+        "heads",
+        "outpace.methods.fspad.objective:Fspad",
+        "EAGLE's network with two parts as switches",
     ),
     MethodEntry(
         "ppd",

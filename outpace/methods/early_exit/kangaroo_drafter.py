@@ -70,10 +70,7 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
 
     Config = KangarooConfig
     traits = Traits(
-        default_nodes=6,
-        needs=frozenset({LAYERS, TAPS, HEAD}),
-        samples=True,
-        uses_target_cache=True,
+        default_nodes=6, needs=frozenset({LAYERS, TAPS, HEAD}), samples=True, uses_target_cache=True
     )
 
     def __init__(self, target: Target, file: AdapterFile, threshold: float | None = None) -> None:
