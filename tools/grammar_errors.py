@@ -16,10 +16,8 @@ TYPES = ("agreement", "article", "preposition", "spelling", "order")
 
 _ARTICLES = ("a", "an", "the")
 _PREPOSITIONS = ("in", "on", "at", "to", "for", "of", "with", "from", "by", "into", "about")
-_LITTLE = frozenset(
-    (*_ARTICLES, *_PREPOSITIONS)
-    + tuple("and was is were his her he she it they that had has not so very their be could him them you my".split())
-)
+_OTHERS = "and was is were his her he she it they that had has not so very their be could him them you my"
+_LITTLE = frozenset((*_ARTICLES, *_PREPOSITIONS, *_OTHERS.split()))
 """Words that stand in few places, so that a wrong order shows."""
 _FORMS = (
     "is are",

@@ -234,7 +234,12 @@ def seq2seq(kind: str, seed: int = 0, **changes: Any) -> Any:
         }
         ends = {"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
         if kind == "marian":
-            ends = {"pad_token_id": 95, "eos_token_id": 0, "decoder_start_token_id": 95, "scale_embedding": True}
+            ends = {
+                "pad_token_id": 95,
+                "eos_token_id": 0,
+                "decoder_start_token_id": 95,
+                "scale_embedding": True,
+            }
         make_config, make = kinds[kind]
         config = make_config(
             vocab_size=96, d_model=32, max_position_embeddings=128, **{**stacks, **ends, **changes}

@@ -71,7 +71,11 @@ def test_greedy_answers_are_those_of_transformers(pair, drafter):
         text = target.framed(source)
         ends = text.index(target.config.eos_id) + 1
         want = model.generate(
-            torch.tensor([text[:ends]]), max_new_tokens=24, do_sample=False, num_beams=1, forced_eos_token_id=None
+            torch.tensor([text[:ends]]),
+            max_new_tokens=24,
+            do_sample=False,
+            num_beams=1,
+            forced_eos_token_id=None,
         )[0].tolist()
         assert [*text[ends:], *one.tokens] == want[: len(text) - ends + len(one.tokens)]
         assert len(one.tokens) == 24 or one.tokens[-1] == target.config.eos_id

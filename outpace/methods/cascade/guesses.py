@@ -70,9 +70,7 @@ class Guesses:
     policy_state: Any = None
     read_prompt: Any = None
 
-    def __init__(
-        self, row: DraftRow[State], most: int, leaders: int = 1, *, lenient: bool = False
-    ) -> None:
+    def __init__(self, row: DraftRow[State], most: int, leaders: int = 1, *, lenient: bool = False) -> None:
         self.row, self.most, self.leaders, self.lenient = row, most, leaders, lenient
         self.tokens = list(row.tokens)
         self.laws: list[Law | None] = []

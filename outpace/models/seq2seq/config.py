@@ -154,7 +154,9 @@ def _bart(family: str, config: Mapping[str, Any], starts: tuple[int, ...]) -> Se
         for side in ("encoder", "decoder")
     )
     if encoder.heads != decoder.heads or hidden % decoder.heads:
-        raise ModelError(f"config.json: {encoder.heads} and {decoder.heads} heads of a width {hidden} do not fit")
+        raise ModelError(
+            f"config.json: {encoder.heads} and {decoder.heads} heads of a width {hidden} do not fit"
+        )
     if family == "marian" and config.get("share_encoder_decoder_embeddings") is False:
         raise ModelError("config.json: embeddings of encoder and decoder that differ are not supported")
     vocab = read.count("vocab_size")

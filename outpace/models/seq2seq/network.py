@@ -187,9 +187,7 @@ class Stack:
         """
         if self.config.positions != RELATIVE:
             return None
-        which = bucket(
-            distance, self.config.buckets, self.config.reach, both_ways=self.side == "encoder"
-        )
+        which = bucket(distance, self.config.buckets, self.config.reach, both_ways=self.side == "encoder")
         return self._bias_RK[which]
 
     def sublayer(self, x_TH: Tensor, norm: Norm, run: Callable[[Tensor], Tensor]) -> Tensor:
@@ -225,7 +223,11 @@ def encode(stack: Stack, embedded_SH: Tensor) -> Tensor:
         def attend(u_SH: Tensor, own: Attention = own) -> Tensor:
             q, k, v = own.query(u_SH).view(size, 3, heads, width).unbind(1)
             mixed_KSD = mix(
-                q.transpose(0, 1), k.permute(1, 2, 0), v.transpose(0, 1), stack.config.attention_scale, bias_KSS
+                q.transpose(0, 1),
+                k.permute(1, 2, 0),
+                v.transpose(0, 1),
+                stack.config.attention_scale,
+                bias_KSS,
             )
             return own.out(mixed_KSD.transpose(0, 1).flatten(1).to(u_SH.dtype))
 

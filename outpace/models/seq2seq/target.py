@@ -180,7 +180,9 @@ class Seq2SeqTarget(Target):
     ) -> Scored:
         """Run one pass; see the contract. A feed that ends a source costs a run of the encoder too."""
         if layers is not None or taps:
-            raise ModelError(f"{self.name} is an encoder-decoder and gives no layers and no taps {sorted(taps)}")
+            raise ModelError(
+                f"{self.name} is an encoder-decoder and gives no layers and no taps {sorted(taps)}"
+            )
         if not isinstance(cache, DenseCache):
             raise ModelError(f"{type(cache).__name__} is not a cache of {self.name}")
         with self.clock, torch.inference_mode():
@@ -225,7 +227,9 @@ class Seq2SeqTarget(Target):
     def _read_source(self, ids: Sequence[int], slot: int, cache: DenseCache) -> None:
         """Run the encoder; cross-attention's keys and values go to the rows of the source."""
         if len(ids) > self.config.source_positions:
-            raise ModelError(f"{self.name} takes sources of {self.config.source_positions} tokens, got {len(ids)}")
+            raise ModelError(
+                f"{self.name} takes sources of {self.config.source_positions} tokens, got {len(ids)}"
+            )
         id_S = torch.tensor(ids, device=self.device)
         x_SH = encode(self._encoder, F.embedding(id_S, self._embed_VH)).to(self.dtype)
         heads, width, size = self.config.decoder.heads, self.config.head_dim, len(ids)
@@ -253,7 +257,9 @@ class Seq2SeqTarget(Target):
         total, longest = len(tokens), max(count_B)
         slot_T = torch.tensor([part.slot for part in real for _ in part.row_J], device=self.device)
         row_T = torch.tensor([row for part in real for row in part.row_J], device=self.device)
-        feed_T = torch.tensor([b for b, count in enumerate(count_B) for _ in range(count)], device=self.device)
+        feed_T = torch.tensor(
+            [b for b, count in enumerate(count_B) for _ in range(count)], device=self.device
+        )
         column_T = torch.tensor([j for count in count_B for j in range(count)], device=self.device)
         own, source = self._own(real), self._source(real)
         keys, values = cache.by_row
