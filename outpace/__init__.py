@@ -52,6 +52,8 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
+    if name == "hf":
+        return importlib.import_module("outpace.hf")
     raise AttributeError(f"module 'outpace' has no attribute {name!r}")
 
 

@@ -61,6 +61,17 @@ class Grammar(Protocol):
         """Where a text begins."""
 
 
+class Processor(Protocol):
+    """Changes logits by a rule of the user's own."""
+
+    def __call__(self, tokens: Sequence[int], logits_V: Tensor, /) -> Tensor:
+        """New logits [V] for the token that follows ``tokens``: prompt, answer, and guesses.
+
+        A pure function: it is called for guesses that are never kept, in any order, and more than
+        once. ``logits_V`` is its own to change. Tokens that a drafter does not know have -inf.
+        """
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """One request's settings. None means: the model's own default, else the neutral value.
@@ -94,6 +105,8 @@ class SamplingParams:
     """Never generated."""
     grammar: Grammar | None = None
     """If given, only what it allows is generated, token by token."""
+    processors: tuple[Processor, ...] = ()
+    """Rules of your own for the logits, in turn; applied after all penalties, before the temperature."""
     max_new_tokens: int = 128
     """Longest output, in tokens."""
     min_tokens: int = 0
@@ -102,6 +115,8 @@ class SamplingParams:
     """Strings that end the text where they begin."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the text besides the model's end-of-sequence tokens."""
+    stop_when: Callable[[Sequence[int]], bool] | None = None
+    """Asked after every new token, with the answer so far; true ends the text there."""
     ignore_eos: bool = False
     """Whether end-of-sequence tokens are tokens like any other."""
     include_stop: bool = False
@@ -215,6 +230,7 @@ class SamplingParams:
 _IDS = (frozenset, "a list of token ids")
 _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "stop": (tuple, "a string or a list of strings"),
+    "processors": (tuple, "a list of functions"),
     "logit_bias": (dict, "a mapping of token ids to numbers"),
     "allowed_tokens": _IDS,
     "banned_tokens": _IDS,

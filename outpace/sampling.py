@@ -5,6 +5,7 @@ The order of the processors is that of transformers, and of vLLM but for min-p:
 1. logit bias, then allowed and banned tokens, grammar, min_tokens: what may be generated at all;
 2. repetition, then presence and frequency penalties: they read the model's own scale, so they
    come before
+   processors of the user's own, and these before
 3. temperature;
 4. top-k, top-p, min-p, each on the distribution that the one before it left: they speak of the
    probabilities that would be drawn from.
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from outpace.errors import LogitsError, RequestError
 from outpace.law import Law
+from outpace.params import Processor
 from outpace.params import SamplingParams as SamplingParams
 from outpace.rows import as_float, at_least, best_rows, largest, rank
 from outpace.types import Draft, Scored
@@ -77,8 +79,10 @@ class Warp:
             self._repetition != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
         self._matcher = params.grammar.begin() if params.grammar is not None else None
+        self._text = list(prompt) if params.processors else []
         self._always = bool(
             self._penalized
+            or params.processors
             or len(self._ban_K)
             or len(self._bias_K)
             or self._allow_K is not None
@@ -103,6 +107,8 @@ class Warp:
         Cost: host only; O(tokens seen) if a penalty is on, else O(1).
         """
         self.generated += len(tokens)
+        if self.params.processors:
+            self._text += tokens
         if self._matcher is not None:
             self._matcher.advance(tokens)
         if self._penalized:
@@ -212,6 +218,8 @@ class Warp:
             full_V[self._end_K.to(on)] = -math.inf
         if self._penalized:
             self._penalize(full_V, path)
+        for process in self.params.processors:
+            full_V = self._processed(process, full_V, path)
         ids = id_V if self._allow_K is None else self._allow_K.to(on)
         edited_S = full_V if ids is None else full_V[ids]
         if drafting and not bool((edited_S > -math.inf).any()):
@@ -219,6 +227,15 @@ class Warp:
             # the target will refuse what it gives.
             return x_V, id_V
         return edited_S, ids
+
+    def _processed(self, process: Processor, full_V: Tensor, path: Sequence[int]) -> Tensor:
+        result_V = process((*self._text, *path), full_V)
+        if not isinstance(result_V, Tensor) or result_V.shape != full_V.shape:
+            raise RequestError(
+                f"processor {getattr(process, '__name__', type(process).__name__)} must return logits "
+                f"[{len(full_V)}], got {getattr(result_V, 'shape', type(result_V).__name__)}"
+            )
+        return result_V.to(full_V.dtype)
 
     def _penalize(self, full_V: Tensor, path: Sequence[int]) -> None:
         """Apply the penalties in place, at the tokens seen."""

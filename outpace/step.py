@@ -286,7 +286,7 @@ def _draft_row(
 ) -> DraftRow[Any]:
     member = row.members[name]
     # What another drafter reads is computed from the bottom up, so nothing may be resumed.
-    lent = tapped <= {name}
+    lease = Lease(machine.cache, row.slot, resumes=tapped <= {name})
     return DraftRow(
         member.state,
         row.tokens,
@@ -294,7 +294,7 @@ def _draft_row(
         row.coins(Stream.DRAFT),
         row.warp,
         Drawn.CHOSEN if row.warp.greedy else member.verifier.draws,
-        Lease(machine.cache, row.slot) if lent else None,
+        lease,
         chain=member.verifier.chains_only or TREE not in machine.target.can,
     )
 

@@ -1,4 +1,4 @@
-"""Where a text ends: end-of-sequence ids, stop ids, stop strings, length.
+"""Where a text ends: end-of-sequence ids, stop ids, stop strings, a rule of the user's own, length.
 
 Stop strings are searched in the detokenised text, so they are found wherever the borders of
 tokens and steps fall. The characters are judged as if they came one by one: the match that ends
@@ -48,6 +48,7 @@ class StopChecker:
         self._params = params
         self._ends = params.end_ids(eos_ids)
         self._stream = stream
+        self._answer: list[int] = []
         self._parts: list[str] = []
         self._taken = 0
         self._longest = max(map(len, params.stop), default=1) - 1
@@ -86,13 +87,20 @@ class StopChecker:
             shown = self._params.include_stop and token in self._params.stop_token_ids
             if self._stream is not None and (shown or not stops):
                 self._read(self._stream.push((token,)))
-            if stops:
+            if stops or self._wants_no_more(token):
                 self.close("stop")
             elif self.generated >= self._params.max_new_tokens:
                 self.close("length")
             if self.reason is not None:
                 return length, self.reason
         return len(tokens), None
+
+    def _wants_no_more(self, token: int) -> bool:
+        """Whether the user's own rule ends the text with this token."""
+        if self._params.stop_when is None:
+            return False
+        self._answer.append(token)
+        return self._may_stop and self._params.stop_when(self._answer)
 
     def close(self, reason: FinishReason = "length") -> None:
         """End the text here and release what is held back; harmless if it has ended.

@@ -10,7 +10,7 @@ H hidden size, R riders, T rows of a whole batch.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -74,6 +74,15 @@ class Riders:
     """Ids (a lookahead window), or None when embeddings are given."""
     embed_RH: Tensor | None = None
     """Embeddings (trained prompt tokens), or None when ids are given."""
+    layer: int = 0
+    """Where they enter. Above 0 they come with ``enter``, and with neither ids nor embeddings."""
+    enter: Callable[[Tensor], Tensor] | None = None
+    """Makes of the states [R, H] of the riders' nodes before ``layer`` those that the riders enter with."""
+    ahead_R: tuple[int, ...] | None = None
+    """Positions of riders behind that of their node; None: one more for every rider of a chain."""
+    through: Any = None
+    """A target like the one that runs the pass, whose weights the riders run through from ``layer`` on;
+    None: those of the target."""
     logits: bool = True
     """Whether their logits are wanted besides their last hidden states."""
 
@@ -301,6 +310,8 @@ class Feed:
     riders: Riders | None = None
     """Their nodes count from ROOT = row 0 of the slot's tail."""
     resume: Resume | None = None
+    view: Any = None
+    """Which committed rows its rows see (``outpace.models.views``, needs VIEWS); None: all."""
 
     @classmethod
     def chain(

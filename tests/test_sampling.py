@@ -165,10 +165,20 @@ def by_definition(row_V, output, prompt=PROMPT, **s):
         count = output.count(token)
         x[token] -= s.get("presence_penalty", 0.0) * (count > 0)
         x[token] -= s.get("frequency_penalty", 0.0) * count
+    for rule in s.get("processors", ()):
+        x = rule((*prompt, *output), x)
     return (x / s.get("temperature", 1.0)).softmax(0)
 
 
 PATH = (9, 7, 9, 5, 150)
+
+
+def rule(tokens, logits_V):
+    """Reads prompt, answer and path in order."""
+    logits_V[sum((place + 1) * token for place, token in enumerate(tokens)) % len(logits_V)] += 8
+    return logits_V
+
+
 DEPENDENT = {
     "repetition": {"repetition_penalty": 1.5},
     "presence": {"presence_penalty": 0.9},
@@ -183,6 +193,10 @@ DEPENDENT = {
         "banned_tokens": frozenset({8, 12}),
         "min_tokens": 4,
         "temperature": 0.8,
+    },
+    "processors": {
+        "processors": [rule, lambda tokens, logits_V: logits_V / (1 + tokens[-1] % 3)],
+        "repetition_penalty": 1.2,
     },
     "all within allowed": {
         "repetition_penalty": 1.2,
@@ -341,6 +355,7 @@ def test_greedy_is_the_argmax_after_all_processors():
         ({"stop_token_ids": {1.5}}, "stop_token_ids .* got 1.5"),
         ({"logit_bias": {4: math.inf}}, "logit_bias of token 4 must be a finite number, got inf"),
         ({"logit_bias": {"4": 1.0}}, "logit_bias .* got '4'"),
+        ({"processors": 3}, "processors must be a list of functions, got 3"),
         ({"allowed_tokens": ()}, "allowed_tokens is empty"),
         ({"allowed_tokens": {4}, "banned_tokens": {4}}, "banned_tokens holds all 1 allowed"),
         ({"grammar": object(), "min_tokens": 5}, "min_tokens and grammar exclude each other"),
@@ -486,3 +501,9 @@ def test_logprobs_are_the_models_own():
             best = want_RV[r].topk(min(k, V))
             assert [token for token, _ in entry.top] == best.indices.tolist()
             assert [lp for _, lp in entry.top] == pytest.approx(best.values.tolist())
+
+
+def test_a_processor_of_another_shape_is_refused():
+    warp = warp_of(processors=[lambda tokens, logits_V: logits_V[1:]])
+    with pytest.raises(RequestError, match=rf"must return logits \[{V}\], got torch.Size\(\[{V - 1}\]\)"):
+        warp.law(random_row(0))

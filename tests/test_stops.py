@@ -150,6 +150,8 @@ def test_characters_of_several_tokens():
         ({"stop": ("ab",)}, [0, EOS], 2, "stop", "a"),
         ({"min_tokens": 2, "stop": ("b",)}, [0, 1, 2, 1], 4, "stop", "abc"),
         ({"min_tokens": 2, "stop": ("bc",)}, [0, 1, 2, 1], 3, "stop", "a"),
+        ({"stop_when": lambda answer: answer == [0, 1]}, [0, 1, 2], 2, "stop", "ab"),
+        ({"stop_when": lambda answer: True, "min_tokens": 2}, [0, 1, 2, 1], 3, "stop", "abc"),
         ({"stop": ("c", "bc", "abcd")}, [0, 1, 2, 2], 3, "stop", "a"),
     ],
 )

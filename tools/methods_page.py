@@ -26,7 +26,7 @@ Generalized speculative decoding: anything may draft, and the target verifies. E
 |---|---|---|---|---|
 | guesses from text | copy what followed the same words | `prompt_lookup`, `max_gram`, `suffix`, `adaptive_ngram`, `reference`, `retrieval`, `recycling`, `lookahead` | shipped n-gram tables; drafts from a grammar | |
 | draft models | a smaller model guesses | `draft_model` (distilled, on policy, online), `cross_vocabulary` | `redrafter`, `lstm`, `mlp_speculator` | |
-| the target's own layers | early exit, skipped layers, rounded weights | `early_exit`, `layer_skip`, `quantized_self` | learned exit thresholds (FREE), `s3d`, `s2d`, `sec` (stop and exit for code), skipping with shared keys and values | federated early exit for speech: no token tree, another task; pruning of diffusion models: no autoregressive decoding |
+| the target's own layers | early exit with learned thresholds, skipped layers and sub-layers, sorted exits, masks behind a gap, rounded weights | `early_exit`, `layer_skip`, `s2d`, `s3d`, `quantized_self` | `sec` (stop and exit for code) | federated early exit for speech: no token tree, another task; pruning of diffusion models: no autoregressive decoding |
 | views of the KV cache | the target over a part of its context | | `triforce`, `token_select`, `window_self` | |
 | heads on the target's features | trained layers or heads guess | `eagle3` (reads EAGLE-1 and 2), `medusa`, `hydra`, `kangaroo`, `ppd` | `falcon`, `fspad`, `glide`, `mtp`, `streaming`, `coral`, Hydra++ | |
 | block drafters | many positions in one drafter pass | `dflash` (one layer) | `dflash` with several layers, `dspark`, `jetspec` | |

@@ -228,7 +228,7 @@ def _ask(
     sizes = {1, 2, full} if one.budget.shape.beam else {full}
     chain = row.verifier.chains_only or TREE not in machine.target.can
     drawn = Drawn.CHOSEN if row.warp.greedy else row.verifier.draws
-    lent = machine.tapped([row]) <= {spec}
+    lease = Lease(machine.cache, row.slot, resumes=machine.tapped([row]) <= {spec})
     for nodes in sorted(size for size in sizes if size <= full):
         asked = Budget(nodes, min(nodes, one.budget.max_depth), shape=one.budget.shape)
         wanted: DraftRow[Any] = DraftRow(
@@ -238,7 +238,7 @@ def _ask(
             row.coins(Stream.DRAFT),
             row.warp,
             drawn,
-            Lease(machine.cache, row.slot) if lent else None,
+            lease,
             chain=chain,
         )
         with torch.inference_mode():

@@ -56,6 +56,9 @@ class Lease:
     cache: KVCache
     """The same for all rows of one ``propose``."""
     slot: int
+    resumes: bool = True
+    """Whether the draft may ``resume``; not while another drafter reads features, which a resumed
+    pass could not give."""
 
 
 class KVCache(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from outpace.cli import show
 from outpace.cli.options import AS_JSON, epilog, option, spread
+from outpace.errors import RequestError
 
 _EXAMPLES = """
 Examples:
@@ -16,6 +18,8 @@ Examples:
   outpace export eagle3 --format speculators --verifier owner/model --out head
 
   outpace export draft_model --format hf --out small-llama
+
+  outpace export custom-generate --out folder
 """
 
 
@@ -27,17 +31,20 @@ def export(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="SOURCE", help="A drafter folder, or the method whose drafter for the model it is."
+            metavar="SOURCE",
+            help="A drafter folder, or the method whose drafter for the model it is; or custom-generate, "
+            "the code for `generate` of transformers, which needs no format.",
         ),
     ],
     *,
-    form: str = option(
-        ...,
+    form: str | None = option(
+        None,
         "speculators (vLLM reads it) or eagle3 (its authors' layout) for a head; hf, a "
         "plain folder of transformers, for a draft model.",
         "--format",
         "-f",
         metavar="FORMAT",
+        shown="needed for a drafter",
     ),
     out: Path = option(..., "The folder to write.", "-o", metavar="DIR"),
     model: str = option(
@@ -55,6 +62,13 @@ def export(
 
     Heads for vLLM and SGLang, draft models for everything that loads a Llama.
     """
+    if source == "custom-generate":
+        from outpace.hf import write_folder
+
+        _say(write_folder(out), source, as_json)
+        return
+    if form is None:
+        raise RequestError("no --format; give speculators, eagle3 or hf")
     folder = Path(source).expanduser()
     from outpace.drafters.trained import find
     from outpace.models.load import load_target
@@ -68,6 +82,10 @@ def export(
         if not folder.is_dir():
             folder = find(source, target)
         files = write(folder, form, out, target, verifier)
+    _say(files, form, as_json)
+
+
+def _say(files: Sequence[Path], form: str, as_json: bool) -> None:
     written = {str(file): file.stat().st_size for file in files}
     if as_json:
         show.write_json({"written": written, "format": form})

@@ -35,6 +35,8 @@ Examples:
   outpace train eagle3 --resume --set loop.minutes=120
 
   outpace train draft_model --set layers=4 --set pipeline.vocab=16384 --set data.greedy=0.3
+
+  outpace train target --texts stories.txt --set layers=24 --set loop.minutes=40 --out exits
 """
 
 
@@ -44,7 +46,7 @@ def register(app: typer.Typer) -> None:
 
 def train(
     method: Annotated[
-        str, typer.Argument(metavar="METHOD", help="What to train, such as draft_model or eagle3.")
+        str, typer.Argument(metavar="METHOD", help="What to train, such as draft_model or eagle3; or target.")
     ],
     *,
     model: ModelOptions,
@@ -93,7 +95,12 @@ def train(
     Prompts come from files, from the model itself, or both. The model answers them, its features
     are kept, the method is trained on them, and the drafter is measured on prompts that were kept
     apart. Whatever is stopped goes on where it was.
+
+    With target as METHOD, a small decoder is made from texts, whose first layers draft well for it.
     """
+    if method == "target":
+        _train_target(texts or (), out, settings or (), resume)
+        return
     from outpace.train.options import read_options
 
     options = read_options(method, settings or (), tokens)
@@ -155,6 +162,20 @@ def train(
         show.write_json({**made_to_json(made), "measured": measured})
     else:
         _show_made(made, measured)
+
+
+def _train_target(texts: Sequence[str], out: Path | None, settings: Sequence[str], resume: bool) -> None:
+    """Make a model of its own from texts."""
+    from outpace.train.target import make, read_settings
+
+    if not texts or out is None:
+        raise RequestError("a target is made from texts; give --texts FILE and --out DIR")
+    missing = [name for name in texts if not Path(name).is_file()]
+    if missing:
+        raise RequestError(f"--texts {missing[0]}: there is no such file")
+    recipe, loop = read_settings(settings)
+    make(out, recipe, [Path(name) for name in texts], loop, resume, say=show.note)
+    show.write(f"wrote {out}, and a workload to measure it with, {out / 'prompts.jsonl'}\n")
 
 
 def _self_prompts(engine: Engine, folder: Path, count: int) -> list[str]:

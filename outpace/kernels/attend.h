@@ -48,15 +48,31 @@ typedef struct {
     int64_t low, dense, path, length;
 } Sight;
 
-/* Consecutive rows of one slot that are handled together, and the blocks that they see. */
+/* Consecutive rows of one slot that are handled together, and the blocks that they see: first
+   those of `listed` rows that a list names, then those of positions from block `first` on. */
 typedef struct {
-    int64_t slot, row, rows, first, blocks, part;
+    int64_t slot, row, rows, first, blocks, part, listed;
+    int64_t list, list_layer, list_head; /* address of int32, and steps from list to list */
 } Chunk;
+
+/* Which rows of a slot a list shall name: see choose.h. */
+typedef struct {
+    int64_t slot, row;       /* the row of the pass whose queries choose */
+    int64_t low, high;       /* rows of the slot that may be chosen */
+    int64_t rule, run, runs; /* how many runs of neighbouring rows, and their length */
+    int64_t list, list_layer, list_head;
+    int64_t scores;  /* float [(G + 1) * kv, high - low] */
+    int64_t tops;    /* float [G * kv, 2] */
+    int64_t queries; /* float [layers, G * kv * D]: those that chose last, not rotated */
+    int64_t turn;    /* float [D]: cosines and sines of the row's position */
+    int64_t anew;    /* int64 [layers]: whether this pass chose anew */
+    int64_t least;   /* cosine from which on a choice stays, in millionths */
+} Choice;
 
 /* All that the layers of a pass have in common. fused.py has the same list. */
 typedef struct {
     int64_t kv, group, width, capacity, key_stride, value_stride, bfloat16, half;
-    int64_t news, units, chunks, parts;
+    int64_t news, units, chunks, parts, choices;
     float *head;          /* [T, (G + 2) * kv, D]: queries, keys, values of the pass */
     void *out;            /* [T, kv * G * D], float32, or bfloat16 if `bfloat16` is set */
     const int64_t *place; /* [news, 2]: slot and row of each new key */
@@ -66,6 +82,7 @@ typedef struct {
     const int64_t *path;
     float *part; /* [., D]: per chunk, block, head and query row the weighted values */
     float *tops; /* [., 2]: likewise the largest score, and the sum of weights */
+    const Choice *choice;
     float scale; /* multiplies queries; scores are powers of two */
 } Pass;
 
@@ -223,14 +240,54 @@ INLINE float score_one(const int half, Row q, int64_t width, Row key, int64_t ca
     return sum[0];
 }
 
-/* One block of positions, for the rows of a chunk and one head of keys. */
-INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t head,
+/* Copy `count` numbers. */
+INLINE void copy_run(const int half, Row from, void *to, int64_t count) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        if (half) *(hvec *)((bf16 *)to + i) = *(const hvec *)((const bf16 *)from + i);
+        else store((float *)to + i, load((const float *)from + i));
+    }
+    for (; i < count; i++) {
+        if (half) ((bf16 *)to)[i] = ((const bf16 *)from)[i];
+        else ((float *)to)[i] = ((const float *)from)[i];
+    }
+}
+
+/* Keys and values of the rows that a list names, at most BLOCK, side by side. Coordinate by
+   coordinate and in rising order: so each cache line is fetched once, and ahead. */
+INLINE void gather(const int half, const int32_t *list, int64_t count, Row key, Row value,
+                   int64_t capacity, int64_t width, char *keys, char *values) {
+    int64_t run[BLOCK + 1], runs = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (i == 0 || list[i] != list[i - 1] + 1) run[runs++] = i;
+    run[runs] = count;
+    for (int64_t d = 0; d < width; d++)
+        for (int64_t i = 0; i < runs; i++)
+            copy_run(half, past(key, d * capacity + list[run[i]], half),
+                     (void *)past(keys, d * BLOCK + run[i], half), run[i + 1] - run[i]);
+    for (int64_t i = 0; i < runs; i++)
+        copy_run(half, past(value, list[run[i]] * width, half),
+                 (void *)past(values, run[i] * width, half), (run[i + 1] - run[i]) * width);
+}
+
+/* One block of positions or of listed rows, for the rows of a chunk and one head of keys. */
+INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t layer, int64_t head,
                          const int half, Row keys, Row values) {
-    const int64_t G = p->group, D = p->width, C = p->capacity, M = c->rows * G;
-    const int64_t low = (c->first + block) * BLOCK, heads = (G + 2) * p->kv;
+    const int64_t G = p->group, D = p->width, M = c->rows * G;
+    const int64_t lists = (c->listed + BLOCK - 1) / BLOCK, heads = (G + 2) * p->kv;
+    const int64_t low = block < lists ? 0 : (c->first + block - lists) * BLOCK;
     const int64_t at = c->part + (block * p->kv + head) * M;
+    int64_t C = p->capacity, listed = 0;
     Row key = past(keys, c->slot * p->key_stride + head * D * C + low, half);
     Row value = past(values, c->slot * p->value_stride + (head * C + low) * D, half);
+    char own_keys[4 * WIDEST * BLOCK] __attribute__((aligned(64)));
+    char own_values[4 * WIDEST * BLOCK] __attribute__((aligned(64)));
+    if (block < lists) {
+        const int32_t *list = (const int32_t *)c->list + layer * c->list_layer + head * c->list_head;
+        listed = c->listed - block * BLOCK < BLOCK ? c->listed - block * BLOCK : BLOCK;
+        gather(half, list + block * BLOCK, listed, key, value, C, D, own_keys, own_values);
+        key = own_keys, value = own_values, C = BLOCK;
+    }
     float full_q[MOST * WIDEST] __attribute__((aligned(64)));
     float full_weight[MOST * BLOCK] __attribute__((aligned(64)));
     bf16 half_q[MOST * WIDEST] __attribute__((aligned(64)));
@@ -239,7 +296,7 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t h
     float *out = p->part + at * D;
 
     /* Columns that some row sees at the place of their position: those from `first` to `last`. */
-    int64_t first = BLOCK, last = 0;
+    int64_t first = listed ? 0 : BLOCK, last = listed;
     for (int64_t r = 0; r < c->rows; r++) {
         const Sight *sight = p->sight + c->row + r;
         const float *from = p->head + ((c->row + r) * heads + head * G) * D;
@@ -247,6 +304,7 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t h
             if (half) half_q[r * G * D + i] = rounded(from[i] * p->scale);
             else full_q[r * G * D + i] = from[i] * p->scale;
         }
+        if (listed) continue; /* all rows see all of them */
         if (clip(sight->low - low) < first) first = clip(sight->low - low);
         if (clip(sight->dense - low) > last) last = clip(sight->dense - low);
     }
@@ -265,15 +323,15 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t h
         const int64_t own = clip(dense), stop = clip(dense + sight->length);
         const int64_t *path = p->path + sight->path - dense;
         float *row = full_weight + m * BLOCK;
-        for (int64_t i = 0; i < seen; i++) row[i] = -INFINITY;
-        for (int64_t i = own > seen ? own : seen; i < stop; i++)
+        for (int64_t i = 0; i < (listed ? 0 : seen); i++) row[i] = -INFINITY;
+        for (int64_t i = own > seen ? own : seen; i < (listed ? 0 : stop); i++)
             row[i] = score_one(half, past(q, m * D, half), D, past(key, path[i] - low, half), C);
-        for (int64_t i = stop; i < BLOCK; i++) row[i] = -INFINITY;
+        for (int64_t i = listed ? listed : stop; i < BLOCK; i++) row[i] = -INFINITY;
         weigh(row, half ? half_weight + m * BLOCK : NULL, p->tops + 2 * (at + m));
     }
     /* Rows that see more by their paths all end at the same `dense`: that comes behind here, with
        the last one before it if that is the first of a pair. */
-    const int by_path = p->sight[c->row].length > 0;
+    const int by_path = !listed && p->sight[c->row].length > 0;
     if (half && by_path) last = last / 2 * 2;
     for (int64_t m = 0; m < M; m += TALL) {
         int64_t d = 0;
@@ -373,10 +431,11 @@ static void keep_piece(const Pass *p, int64_t piece, void *keys, void *values) {
     }
 }
 
-static void block_piece(const Pass *p, int64_t piece, Row keys, Row values) {
+static void block_piece(const Pass *p, int64_t piece, int64_t layer, Row keys, Row values) {
     const int64_t *unit = p->unit + piece / p->kv * 2;
-    if (p->half) attend_block(p, p->chunk + unit[0], unit[1], piece % p->kv, 1, keys, values);
-    else attend_block(p, p->chunk + unit[0], unit[1], piece % p->kv, 0, keys, values);
+    const Chunk *c = p->chunk + unit[0];
+    if (p->half) attend_block(p, c, unit[1], layer, piece % p->kv, 1, keys, values);
+    else attend_block(p, c, unit[1], layer, piece % p->kv, 0, keys, values);
 }
 
 static void merge_piece(const Pass *p, int64_t piece) {

@@ -34,7 +34,7 @@ _ARGUMENTS = {
     "outpace_host": "a",
     "outpace_threads": "",
     "outpace_run": "a",
-    "outpace_attend": "aaai",
+    "outpace_attend": "aiaaiii",
     "outpace_norm": "aaafaiiiiii",
     "outpace_gate": "aaiiiii",
     "outpace_product": "aiaiiiaiiai",

@@ -4,6 +4,7 @@
    what it sees, bit for bit: not on the rows beside it and not on the number of threads. */
 
 #include "attend.h"
+#include "choose.h"
 #include "products.c"
 #include "rowwise.h"
 #include "team.h"
@@ -148,14 +149,32 @@ static void store_new(const void *context, const void *self, int64_t piece) {
     LAYER keep_piece(pass, piece, keys, values);
 }
 static void attend_blocks(const void *context, const void *self, int64_t piece) {
-    LAYER block_piece(pass, piece, keys, values);
+    LAYER block_piece(pass, piece, op->layer, keys, values);
 }
 static void merge_blocks(const void *context, const void *self, int64_t piece) {
     const Program *p = context;
     merge_piece(p->pass[((const Op *)self)->index], piece);
 }
 
-/* An operation is up to three tasks. */
+static void ask_query(const void *context, const void *self, int64_t piece) {
+    const Op *op = self;
+    ask(((const Program *)context)->pass[op->index], piece, op->layer);
+}
+static void score_keys(const void *context, const void *self, int64_t piece) {
+    LAYER
+    (void)values;
+    score_piece(pass, piece, op->layer, keys);
+}
+static void top_scores(const void *context, const void *self, int64_t piece) {
+    const Op *op = self;
+    top_piece(((const Program *)context)->pass[op->index], piece, op->layer);
+}
+static void choose_rows(const void *context, const void *self, int64_t piece) {
+    const Op *op = self;
+    choose_piece(((const Program *)context)->pass[op->index], piece, op->layer);
+}
+
+/* An operation is up to seven tasks. */
 static Task *plan(const Program *p, const Op *op, Task *task) {
     const int64_t rows = rows_of(p, op), width = op->width;
     switch (op->kind) {
@@ -175,6 +194,13 @@ static Task *plan(const Program *p, const Op *op, Task *task) {
         break;
     }
     case ATTEND:
+        if (p->pass[op->index]->choices) {
+            const Pass *pass = p->pass[op->index];
+            *task++ = (Task){ask_query, op, pass->choices};
+            *task++ = (Task){score_keys, op, score_pieces(pass)};
+            *task++ = (Task){top_scores, op, pass->choices * pass->kv * pass->group};
+            *task++ = (Task){choose_rows, op, pass->choices * pass->kv};
+        }
         *task++ = (Task){store_new, op, keep_pieces(p->pass[op->index])};
         *task++ = (Task){attend_blocks, op, block_pieces(p->pass[op->index])};
         *task++ = (Task){merge_blocks, op, merge_pieces(p->pass[op->index])};
@@ -184,16 +210,18 @@ static Task *plan(const Program *p, const Op *op, Task *task) {
 
 /* Run all operations; gives how many threads were used. */
 int64_t outpace_run(const Program *p) {
-    Task task[3 * p->ops + 1], *end = task;
+    Task task[7 * p->ops + 1], *end = task;
     for (int64_t i = 0; i < p->ops; i++) end = plan(p, p->op + i, end);
     return run_tasks(task, end - task, p, p->threads);
 }
 
 /* Store the new keys and values of a layer, and attend. */
-void outpace_attend(const Pass *pass, void *keys, void *values, int64_t threads) {
-    const Op op = {.kind = ATTEND};
+void outpace_attend(const Pass *pass, int64_t layer, void *keys, void *values,
+                    int64_t key_layer, int64_t value_layer, int64_t threads) {
+    const Op op = {.kind = ATTEND, .layer = layer};
     const Program p = {.op = &op, .ops = 1, .pass = &pass, .rows = &pass->news, .keys = keys,
-                       .values = values, .threads = threads};
+                       .values = values, .key_layer = key_layer, .value_layer = value_layer,
+                       .threads = threads};
     outpace_run(&p);
 }
 

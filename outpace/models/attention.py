@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from outpace.cache.dense import DenseCache
+from outpace.models.views import KVView, NarrowGroup
 
 _BLOCK = 128
 """Positions whose values are summed in one product."""
@@ -63,6 +64,8 @@ class Span:
     depths: Sequence[int]
     chain: bool
     """Whether the tail is one chain, so that storage rows are positions."""
+    view: KVView | None = None
+    """What its rows see of the committed text; None: all of it."""
 
     @property
     def positions(self) -> list[int]:
@@ -151,13 +154,17 @@ class Attention:
             row_Y = torch.tensor([row for span in spans for row in span.stored])
             self._index = slot_Y.to(self.device), row_Y.to(self.device)
         self._places = list(zip(*(store.unbind(0) for store in stores), strict=True))
-        groups = list(_grouped([piece for span in spans for piece in span.pieces()]))
+        groups = list(_grouped([piece for span in spans if not span.view for piece in span.pieces()]))
+        narrow = [(span, [[piece] for piece in span.pieces()]) for span in spans if span.view]
+        every = [*groups, *(group for _, pieces in narrow for group in pieces)]
         largest = max(
-            len(group) * kv * _height(group, shape) * max(span.reach for span in group) for group in groups
+            len(group) * kv * _height(group, shape) * max(span.reach for span in group) for group in every
         )
         self.scratch = self.head_TXD.new_empty(largest)
         """Scores of one group; the next one overwrites them."""
-        self._groups = [_Group(self, cache, group) for group in groups]
+        self._groups: list[_Group | NarrowGroup] = [_Group(self, cache, group) for group in groups]
+        for span, pieces in narrow:
+            self._groups.append(NarrowGroup(self, cache, span, [_Group(self, cache, one) for one in pieces]))
 
     def __call__(self, layer: int, window: int | None) -> Tensor:
         """Store keys and values, attend.

@@ -8,7 +8,7 @@ Shape letters: T rows of a pass, V vocabulary, H hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 TREE = "tree"
 """Rows of one feed may branch."""
 LAYERS = "layers"
-"""``variant(layers=...)`` works, ``score(layers=...)`` may stop early, feeds may ``resume``."""
+"""``variant`` and ``without`` work, ``score(layers=...)`` may stop early, feeds may ``resume``."""
 TAPS = "taps"
 """Hidden states can be asked for by name."""
 HEAD = "head"
 """``embed`` and ``head`` work: vectors of tokens, and logits of hidden states."""
 EMBEDDINGS = "embeddings"
 """Riders may enter, also as embeddings."""
+VIEWS = "views"
+"""A feed may see a part of the committed text; ``choice`` makes memory for such views."""
 
 
 class Target(ABC):
@@ -53,7 +55,7 @@ class Target(ABC):
     device: torch.device
     dtype: torch.dtype
     can: frozenset[str]
-    """Which of TREE, LAYERS, TAPS, HEAD, EMBEDDINGS it supports; chains always work."""
+    """Which of TREE, LAYERS, TAPS, HEAD, EMBEDDINGS, VIEWS it supports; chains always work."""
     tokenizer: Tokenizer | None = None
     defaults: GenerationDefaults | None = None
     """Sampling defaults and end-of-sequence ids that came with the model."""
@@ -141,6 +143,14 @@ class Target(ABC):
     def variant(self, *, layers: Sequence[int]) -> Target:
         """A target made of some layers of this one, sharing its weights and nothing else."""
         raise ModelError(f"{self.name} cannot leave out layers; use the own decoder")
+
+    def without(self, *, attentions: Collection[int], mlps: Collection[int]) -> Target:
+        """This target with some attentions and MLPs left out: they add nothing to the residual stream.
+
+        Layers and taps keep their numbers, caches of this target fit, and passes count on its clock. They
+        write keys and values of the attentions that run, and read those that this target left.
+        """
+        raise ModelError(f"{self.name} cannot leave out sub-layers; use the own decoder")
 
     @cached_property
     def clock(self) -> PassClock:

@@ -38,10 +38,16 @@ class Block:
     after_mlp: Norm | None
     window: int | None
     rope: int
+    attends: bool = True
+    """Whether its attention runs; else it adds nothing."""
+    has_mlp: bool = True
+    """Whether its MLP runs."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
+        """Projections that a pass reads."""
+        attention, mlp = (self.qkv, self.out), (self.gate_up, self.down)
+        return (*(attention if self.attends else ()), *(mlp if self.has_mlp else ()))
 
     @property
     def nbytes(self) -> int:

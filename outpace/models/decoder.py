@@ -11,7 +11,7 @@ D width of a head, E = D / 2, R riders.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -23,13 +23,14 @@ from torch.nn import functional as F
 from outpace.cache.base import KVCache
 from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError
-from outpace.models.attention import Attention, HeadShape, Span
-from outpace.models.base import EMBEDDINGS, HEAD, LAYERS, TAPS, TREE, Target
+from outpace.models.attention import HeadShape, Span
+from outpace.models.base import EMBEDDINGS, HEAD, LAYERS, TAPS, TREE, VIEWS, Target
 from outpace.models.blocks import Block, Ends, Form, capped, read_block, read_ends, read_head, release
 from outpace.models.embedding import Embedding
 from outpace.models.families import DecoderConfig
-from outpace.models.fused import FusedAttention, attention, stored
-from outpace.models.graphs import PaddedAttention, Record, StaticPasses, cuda_recorder
+from outpace.models.fused import stored
+from outpace.models.graphs import Record, StaticPasses, cuda_recorder
+from outpace.models.layers import Layers
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
 from outpace.models.products import works
@@ -37,15 +38,14 @@ from outpace.models.program import Programs, Results
 from outpace.models.quantize import check_kind, note
 from outpace.models.room import Room
 from outpace.models.rope import ENDS_DYNAMIC, Rotation
-from outpace.models.rowwise import gated
+from outpace.models.taps import check_taps, spread
 from outpace.models.text import Tokenizer
+from outpace.models.views import Choice, Rule
 from outpace.models.weights import Checkpoint
 from outpace.types import Feed, Scored, VocabMap
 
 DTYPES = (torch.bfloat16, torch.float32)
 """Dtypes that a decoder can be loaded in."""
-
-_TAPS = ("hidden", "attn_in", "attn_out")
 
 
 class Decoder(Target):
@@ -56,7 +56,7 @@ class Decoder(Target):
     stream. ``hidden.0`` and up are float32.
     """
 
-    can = frozenset({TREE, LAYERS, TAPS, HEAD, EMBEDDINGS})
+    can = frozenset({TREE, LAYERS, TAPS, HEAD, EMBEDDINGS, VIEWS})
     quantize: str | None = None
     """How projections and head are rounded; None: not at all."""
 
@@ -81,7 +81,6 @@ class Decoder(Target):
         self.checkpoint = checkpoint
         """What it was read from: tensors one at a time, by Hugging Face name."""
         self._blocks, self._ends, self._turns = blocks, ends, turns
-        self._windows = frozenset(block.window for block in blocks)
         self._shape = HeadShape(
             config.num_kv_heads,
             config.num_heads // config.num_kv_heads,
@@ -89,6 +88,7 @@ class Decoder(Target):
             config.attention_scale,
             config.attention_softcap,
         )
+        self._layers = Layers(blocks, turns, self._shape, config.activation, self._between)
         if any(rope.kind == "dynamic" for rope in config.ropes):
             self.why_shorter = ENDS_DYNAMIC
         self._reduced: list[tuple[VocabMap, Linear]] = []
@@ -103,7 +103,7 @@ class Decoder(Target):
 
     def static_passes(self, record: Record) -> StaticPasses:
         """Its layers in fixed shapes; see ``StaticPasses``."""
-        return StaticPasses(self._shape, self._windows, self._turns, self.dtype, record)
+        return StaticPasses(self._shape, self._layers.windows, self._turns, self.dtype, record)
 
     @classmethod
     def load(
@@ -191,6 +191,11 @@ class Decoder(Target):
             self.num_layers, shape.kv, shape.width, device=device, capacity=capacity, dtype=dtype
         )
 
+    def choice(self, rule: Rule) -> Choice:
+        """Memory for what the views of one sequence show."""
+        full = next((block.rope for block in self._blocks if block.window is None), 0)
+        return Choice(rule, self.num_layers, self._shape, self._turns[full])
+
     def variant(self, *, layers: Sequence[int]) -> Decoder:
         """A decoder of some layers of this one, in the order given, counted anew from 0."""
         if not layers or not set(layers) <= set(range(self.num_layers)):
@@ -204,11 +209,33 @@ class Decoder(Target):
             windows=tuple(self.config.windows[i] for i in layers),
             rope_of_layer=tuple(self.config.rope_of_layer[i] for i in layers),
         )
-        blocks = [self._blocks[i] for i in layers]
-        part = Decoder(self.checkpoint, config, blocks, self._ends, self._turns, self._form)
         chosen = "-".join(str(i) for i in layers)
+        return self._part(config, [self._blocks[i] for i in layers], f"layers={chosen}")
+
+    def without(self, *, attentions: Collection[int], mlps: Collection[int]) -> Decoder:
+        """This decoder without some sub-layers; see the contract."""
+        blocks = [
+            replace(one, attends=i not in attentions, has_mlp=i not in mlps)
+            for i, one in enumerate(self._blocks)
+        ]
+        left = [f"{kind}{i}" for kind, some in (("a", attentions), ("m", mlps)) for i in sorted(some)]
+        part = self._part(self.config, blocks, f"without={'-'.join(left)}")
+        part.clock = self.clock
+        return part
+
+    def with_layers(self, checkpoint: Checkpoint, layers: Sequence[int]) -> Decoder:
+        """This decoder with some layers read from another checkpoint of its shape."""
+        blocks = list(self._blocks)
+        for i in layers:
+            blocks[i] = read_block(checkpoint, i, replace(self._form, stored=False))
+        part = self._part(self.config, blocks, f"other={'-'.join(str(i) for i in layers)}")
+        part.clock = self.clock
+        return part
+
+    def _part(self, config: DecoderConfig, blocks: Sequence[Block], chosen: str) -> Decoder:
+        part = Decoder(self.checkpoint, config, blocks, self._ends, self._turns, self._form)
         part.quantize = self.quantize
-        part.name, part.digest = f"{self.name}[layers={chosen}]", f"{self.digest}:{chosen}"
+        part.name, part.digest = f"{self.name}[{chosen}]", f"{self.digest}:{chosen}"
         if "tokenizer" in vars(self):
             part.tokenizer = self.tokenizer
         return part
@@ -263,7 +290,8 @@ class Decoder(Target):
         if not isinstance(cache, DenseCache) or cache.layers != self.num_layers:
             raise ModelError(f"this cache was not made by {self.name}; use its new_cache()")
         resumed = [feed.resume.layer for feed in feeds if feed.resume is not None]
-        self._check_taps(taps, depth, max(resumed, default=0))
+        attends = [block.attends for block in self._blocks]
+        check_taps(self.name, taps, range(max(resumed, default=0), depth), attends)
         rows = PassRows(feeds, cache, depth)
         with self.clock:
             return self._pass(rows, cache, depth, taps)
@@ -331,12 +359,10 @@ class Decoder(Target):
         seen: dict[str, Tensor] = {}
         borders = [0, *rows.levels, depth]
         if self.static is not None and self.static.fits(rows):
-            stream_TH, seen = self.static.run(rows, cache, depth, taps, stream_TH, self.run_layers)
+            stream_TH, seen = self.static.run(rows, cache, depth, taps, stream_TH, self._layers.run_layers)
             borders = []
         for begin, end in pairwise(borders):
-            for start, layer, hidden_KH in rows.resumed:
-                if layer == begin:
-                    stream_TH[start : start + len(hidden_KH)] = hidden_KH
+            rows.join(begin, stream_TH)
             spans, running = rows.running(begin)
             if not spans:
                 continue
@@ -344,9 +370,17 @@ class Decoder(Target):
             if len(running) < len(rows.ids):
                 filling = [running[0]] * (self._min_rows - len(running))
                 x_TH = stream_TH[torch.tensor([*running, *filling], device=self.device)]
-            self._layers(x_TH, range(begin, end), spans, cache, taps, seen)
+            found: dict[str, Tensor] = {}
+            self._layers.run(x_TH, range(begin, end), spans, cache, taps, found)
             if x_TH is not stream_TH:
-                stream_TH[torch.tensor(running, device=self.device)] = x_TH[: len(running)]
+                index = torch.tensor(running, device=self.device)
+                stream_TH[index] = x_TH[: len(running)]
+                found = {name: spread(one, index, len(stream_TH)) for name, one in found.items()}
+            seen |= found
+        for other, layer, spans, running in rows.apart():
+            own_TH = stream_TH[running]
+            other.run_rows(own_TH, range(layer, depth), spans, cache)
+            stream_TH[running] = own_TH
         if f"hidden.{depth}" in taps:
             seen[f"hidden.{depth}"] = stream_TH
         return stream_TH, seen
@@ -361,82 +395,18 @@ class Decoder(Target):
             stream_TH[start : start + len(embed_RH)] = embed_RH
         return stream_TH
 
-    def _layers(
-        self,
-        x_TH: Tensor,
-        layers: range,
-        spans: Sequence[Span],
-        cache: DenseCache,
-        taps: frozenset[str],
-        seen: dict[str, Tensor],
-    ) -> None:
-        """Run some layers on the residual stream, in place."""
-        positions = [position for span in spans for position in span.positions]
-        positions += [0] * (len(x_TH) - len(positions))
-        turn = [rotation.at(positions) for rotation in self._turns]
-        attend = attention(cache, spans, len(x_TH), self._shape, self._windows, self._between)
-        self.run_layers(x_TH, layers, turn, attend, taps, seen)
-
-    def run_layers(
-        self,
-        x_TH: Tensor,
-        layers: range,
-        turn: Sequence[Tensor],
-        attend: Attention | FusedAttention | PaddedAttention,
-        taps: frozenset[str],
-        seen: dict[str, Tensor],
-    ) -> None:
-        """Run some layers on the residual stream, in place; nothing here looks at a value.
-
-        Args:
-            x_TH: float32.
-            turn: per rotary table, complex factors [T, 1, E].
-            attend: where the rows write, and what they see.
-            seen: name -> feature, of all rows.
-        """
-        qkv_TY, turned_TXE = attend.head_TXD.flatten(1), attend.turned_TXE
-        qk_TXD = attend.head_TXD[:, : turned_TXE.shape[1]]
-        normed_TH = torch.empty(x_TH.shape, dtype=self._between, device=self.device)
-        y_TH: Tensor | None = None  # of the layer before
-        for layer in layers:
-            block = self._blocks[layer]
-            block.attn_norm(x_TH, normed_TH, add=y_TH)
-            if taps:
-                _tap(taps, seen, f"hidden.{layer}", x_TH)
-                _tap(taps, seen, f"attn_in.{layer}", normed_TH)
-            qkv_TY.copy_(block.qkv(normed_TH))
-            if block.qk_norm is not None:
-                block.qk_norm(qk_TXD, qk_TXD)
-            turned_TXE.mul_(turn[block.rope])
-            y_TH = block.out(attend(layer, block.window))
-            if block.after_attn is not None:
-                y_TH = block.after_attn(y_TH.float())
-            _tap(taps, seen, f"attn_out.{layer}", y_TH)
-            block.mlp_norm(x_TH, normed_TH, add=y_TH)
-            y_TH = block.down(gated(self.config.activation, block.gate_up(normed_TH)))
-            if block.after_mlp is not None:
-                y_TH = block.after_mlp(y_TH.float())
-        if y_TH is not None:
-            x_TH.add_(y_TH)
+    def run_rows(self, x_TH: Tensor, layers: range, spans: list[Span], cache: DenseCache) -> None:
+        """Run rows through some layers, in place, over keys and values of any decoder of this shape."""
+        if self._programs is not None and self.static is None:
+            self._programs.through(x_TH, layers, spans, cache)
+            return
+        few = max(0, self._min_rows - len(x_TH))
+        filled_TH = F.pad(x_TH, (0, 0, 0, few))
+        self._layers.run(filled_TH, layers, spans, cache, frozenset(), {})
+        x_TH.copy_(filled_TH[: len(x_TH)])
 
     def _depth(self, layers: int | None) -> int:
         depth = self.num_layers if layers is None else layers
         if not 0 < depth <= self.num_layers:
             raise ModelError(f"cannot run {layers} layers of {self.name}: it has {self.num_layers}")
         return depth
-
-    def _check_taps(self, taps: frozenset[str], depth: int, resumed: int) -> None:
-        for name in taps:
-            kind, _, number = name.partition(".")
-            layer = int(number) if number.removeprefix("-").isdecimal() else -2
-            last = depth if kind == "hidden" else depth - 1
-            if kind not in _TAPS or not (resumed <= layer <= last or name == "hidden.-1"):
-                raise ModelError(
-                    f"{self.name} has no tap {name!r} in a pass over layers {resumed} to "
-                    f"{depth - 1}; taps are hidden.L, hidden.-1, attn_in.L and attn_out.L"
-                )
-
-
-def _tap(taps: frozenset[str], seen: dict[str, Tensor], name: str, rows: Tensor) -> None:
-    if name in taps:
-        seen[name] = rows.clone()

@@ -28,7 +28,7 @@ __all__ = [
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 
-_ALIASES = {family: family for family in FAMILIES} | {"gemma3_text": "gemma3"}
+_ALIASES = {family: family for family in FAMILIES} | {"gemma3_text": "gemma3", "mimo": "qwen2"}
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 HF_ACTIVATIONS = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
 """``DecoderConfig.activation`` -> its name in config files, the first if it has several."""

@@ -30,9 +30,12 @@ from outpace.kernels.compiled import DTYPES, LANES, library
 from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.operations import Call
 from outpace.models.rope import Rotation
+from outpace.models.views import Choice, KVView
 
 BLOCK = 128
 """Positions of a unit of work."""
+_CHUNK, _CHOICE = 10, 16
+"""Numbers of a ``Chunk`` and of a ``Choice`` of attend.h."""
 _MOST, _WIDEST = 32, 256
 _ROWS = 24
 """Query rows of a unit that are aimed at: a key that was read serves them all."""
@@ -102,10 +105,9 @@ class FusedAttention:
 
     def __call__(self, layer: int, window: int | None) -> Tensor:
         """Store keys and values, attend; as ``Attention.__call__``."""
-        keys, values = (
-            store.data_ptr() + layer * store.stride(0) * store.element_size() for store in self._stores
-        )
-        self._attend(ctypes.byref(self._passes[window].told), keys, values, self._threads)
+        at = [store.data_ptr() for store in self._stores]
+        steps = [store.stride(0) * store.element_size() for store in self._stores]
+        self._attend(ctypes.byref(self._passes[window].told), layer, *at, *steps, self._threads)
         return self._out
 
 
@@ -128,11 +130,12 @@ class _Told(ctypes.Structure):
                 "units",
                 "chunks",
                 "parts",
+                "choices",
             )
         ),
         *(
             (name, ctypes.c_void_p)
-            for name in ("head", "out", "place", "unit", "chunk", "sight", "path", "part", "tops")
+            for name in ("head", "out", "place", "unit", "chunk", "sight", "path", "part", "tops", "choice")
         ),
         ("scale", ctypes.c_float),
     ]
@@ -199,10 +202,14 @@ class View:
         self._sight, self._path = array("q"), array("q")
         for span in spans:
             self._look(span, window)
-        self._chunk, self._unit = array("q"), array("q")
+        self._chunk, self._unit, self._choice = array("q"), array("q"), array("q")
+        self._held: list[object] = []
         parts = 0
         for span in spans if attending is None else attending:
-            parts = self._cut(span, shape, parts)
+            view = span.view if window is None else None
+            parts = self._cut(span, shape, parts, view)
+            if view is not None and view.choice is not None:
+                self._choose(span, shape, view.choice)
         self._part = torch.empty(parts, shape.width)
         self._tops = torch.empty(parts, 2)
         keys, values = stores
@@ -217,8 +224,9 @@ class View:
             half=keys.dtype == torch.bfloat16,
             news=len(place) // 2,
             units=len(self._unit) // 2,
-            chunks=len(self._chunk) // 6,
+            chunks=len(self._chunk) // _CHUNK,
             parts=parts,
+            choices=len(self._choice) // _CHOICE,
             head=head,
             out=out,
             place=_address(place),
@@ -228,6 +236,7 @@ class View:
             path=_address(self._path),
             part=self._part.data_ptr(),
             tops=self._tops.data_ptr(),
+            choice=_address(self._choice),
             scale=shape.scale / math.log(2),
         )
 
@@ -235,9 +244,10 @@ class View:
         """Note of every row the first position that it sees, up to where positions lie in order,
         and the storage rows of those behind.
         """
+        first = 0 if span.view is None else span.view.rule.start(span.base)
         for row in span.stored:
             position = span.base + span.depths[row - span.base]
-            low = 0 if window is None else max(0, position - window + 1)
+            low = first if window is None else max(0, position - window + 1)
             dense, way = position + 1, list[int]()
             if not span.chain:
                 dense, at = span.base, row - span.base
@@ -247,19 +257,39 @@ class View:
             self._sight.extend((low, dense, len(self._path), len(way)))
             self._path.extend(reversed(way))
 
-    def _cut(self, span: Span, shape: HeadShape, parts: int) -> int:
+    def _cut(self, span: Span, shape: HeadShape, parts: int, view: KVView | None) -> int:
         """Cut rows into chunks, and what they see into blocks; give the parts so far."""
         count = max(1, _ROWS // shape.group)
+        listed, lists = 0, (0, 0, 0)
+        if view is not None:
+            listed, lists = view.row_LKN.shape[2], _list(view.row_LKN)
+            self._held.append(view.row_LKN)
         for row in range(span.start, span.start + len(span.stored), count):
             rows = min(count, span.start + len(span.stored) - row)
             sights = [self._sight[4 * r : 4 * r + 4] for r in range(row, row + rows)]
             first = min(low for low, *_ in sights) // BLOCK
             stop = -(-max(dense + length for _, dense, _, length in sights) // BLOCK)
-            for block in range(stop - first):
-                self._unit.extend((len(self._chunk) // 6, block))
-            self._chunk.extend((span.slot, row, rows, first, stop - first, parts))
-            parts += (stop - first) * shape.queries * rows
+            blocks = stop - first - (-listed // BLOCK)
+            for block in range(blocks):
+                self._unit.extend((len(self._chunk) // _CHUNK, block))
+            self._chunk.extend((span.slot, row, rows, first, blocks, parts, listed, *lists))
+            parts += blocks * shape.queries * rows
         return parts
+
+    def _choose(self, span: Span, shape: HeadShape, choice: Choice) -> None:
+        """Have the first row of a span choose what follows the sinks."""
+        rule, low, high = choice.rule, choice.rule.sinks, choice.rule.start(span.base)
+        position = span.positions[0]
+        turn_PE = choice.rotation.table(position + 1)
+        scores = torch.empty((shape.queries + shape.kv) * (high - low))
+        tops = torch.empty(2 * shape.queries)
+        at, *steps = _list(choice.row_LKN)
+        self._held += [turn_PE, scores, tops, choice]
+        self._choice.extend((span.slot, span.start, low, high, rule.kind, rule.run, rule.count // rule.run))
+        self._choice.extend((at + 4 * low, *steps, scores.data_ptr(), tops.data_ptr()))
+        turn = turn_PE.data_ptr() + position * turn_PE.stride(0) * turn_PE.element_size()
+        self._choice.extend((choice.query_LX.data_ptr(), turn, choice.anew_L.data_ptr()))
+        self._choice.append(round(1e6 * rule.least))
 
 
 def tell(
@@ -291,6 +321,11 @@ def tell(
     call.value_layer = values.stride(0) * values.element_size()
     call.heads, call.turned = shape.queries + 2 * shape.kv, shape.queries + shape.kv
     return seen, tables, told, turn, positions
+
+
+def _list(row_LKN: Tensor) -> tuple[int, int, int]:
+    """Address of lists of rows, and the steps from layer to layer and from head to head."""
+    return row_LKN.data_ptr(), *(0 if row_LKN.shape[i] == 1 else row_LKN.stride(i) for i in range(2))  # type: ignore[return-value]
 
 
 def _address(numbers: array[int]) -> int:

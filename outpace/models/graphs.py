@@ -3,7 +3,7 @@
 A pass of a small model is some 25 launches a layer, and on a GPU launching may well take longer
 than computing. So the layers of a pass are recorded with every input in a buffer, and later passes
 of the same shape fill the buffers and replay. Rows are filled up to a bucket, keys to another;
-what a row sees is a mask in a buffer. The layers are the decoder's own ``run_layers``; only
+what a row sees is a mask in a buffer. The layers are those of `outpace.models.layers`; only
 attention is written again, for a shape that does not depend on the text.
 
 Rows that fill up write keys behind the tail of their slot, where nobody looks and the next pass
@@ -44,7 +44,7 @@ Record = Callable[[Launch], Launch]
 
 
 class RunLayers(Protocol):
-    """``Decoder.run_layers``."""
+    """``Layers.run_layers``."""
 
     def __call__(
         self,
@@ -102,8 +102,8 @@ class StaticPasses:
         self._known = WeakKeyDictionary()
 
     def fits(self, rows: PassRows) -> bool:
-        """Whether a pass can run here: no riders, no resume, short feeds, little to fill up."""
-        if rows.riders or rows.resumed or not rows.ids:
+        """Whether a pass can run here: no riders, resume or view, short feeds, little to fill up."""
+        if rows.riders or rows.resumed or not rows.ids or any(span.view for span in rows.spans):
             return False
         count, slots = _rows(rows.spans), _slots(rows.spans)
         return count > 0 and count * len(slots) <= max(ROWS[0], _WASTE * len(rows.ids))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError
 from outpace.models.attention import Span
+from outpace.models.views import fits
 from outpace.types import Feed, Riders
 
 
@@ -34,8 +36,8 @@ class PassRows:
     def __init__(self, feeds: Sequence[Feed], cache: DenseCache, depth: int) -> None:
         known = [_covered(feed, cache, depth) for feed in feeds]
         for feed in feeds:
-            if feed.riders and (feed.riders.token_R is None) == (feed.riders.embed_RH is None):
-                raise ModelError("riders need either ids or embeddings, and not both")
+            if feed.riders:
+                _check_riders(feed, depth)
         self.spans: list[Span] = []
         self.ids: list[int] = []
         self.wanted: list[int] = []
@@ -45,6 +47,7 @@ class PassRows:
         self.resumed: list[tuple[int, int, Tensor]] = []
         """First row, layer, and the residual stream with which the rows enter it."""
         self._known: list[int] = []
+        self._ridden: list[Riders | None] = []
         for feed, covered in zip(feeds, known, strict=True):
             first = len(cache.slot(feed.slot).tail_ids) - covered
             cache.append(feed.slot, feed.token_J[covered:], feed.parent_J[covered:])
@@ -67,15 +70,19 @@ class PassRows:
                 self.resumed.append((start, feed.resume.layer, feed.resume.hidden_KH))
             base = len(state.ids)
             stored = range(base + first, base + first + count)
-            chain = depths == list(range(len(depths)))
-            self.spans.append(Span(feed.slot, start, stored, base, parents, depths, chain))
+            chain = depths == list(range(len(depths))) and parents == list(range(-1, len(depths) - 1))
+            if feed.view is not None:
+                fits(feed.view, base)
+            self.spans.append(Span(feed.slot, start, stored, base, parents, depths, chain, feed.view))
             self._known.append(covered)
+            self._ridden.append(feed.riders)
         self.start_B = _starts([feed.wanted for feed in feeds])
         self.tap_start_B = _starts([len(feed.token_J) for feed in feeds])
         given = [0 if feed.riders is None else len(feed.riders.node_R) for feed in feeds]
         self.rider_start_B = _starts(given)
         self.rider_logits = any(feed.riders and feed.riders.logits for feed in feeds)
-        self.levels = sorted({layer for _, layer, _ in self.resumed})
+        entering = {riders.layer for riders in self._ridden if riders and riders.layer}
+        self.levels = sorted({layer for _, layer, _ in self.resumed} | entering)
         """Layers at which rows join."""
 
     def running(self, layer: int) -> tuple[list[Span], list[int]]:
@@ -83,12 +90,39 @@ class PassRows:
         late = {start: at for start, at, _ in self.resumed}
         spans: list[Span] = []
         rows: list[int] = []
-        for span, covered in zip(self.spans, self._known, strict=True):
+        for span, covered, riders in zip(self.spans, self._known, self._ridden, strict=True):
             skip = covered if late.get(span.start, 0) > layer else 0
-            if len(span.stored) > skip:
-                spans.append(replace(span, start=len(rows), stored=span.stored[skip:]))
-                rows += range(span.start + skip, span.start + len(span.stored))
+            stop = len(span.stored)
+            if riders is not None and (riders.layer > layer or riders.through is not None):
+                stop -= len(riders.node_R)
+            if stop > skip:
+                spans.append(replace(span, start=len(rows), stored=span.stored[skip:stop]))
+                rows += range(span.start + skip, span.start + stop)
         return spans, rows
+
+    def join(self, layer: int, stream_TH: Tensor) -> None:
+        """Put the rows that enter at ``layer`` into the residual stream of the pass."""
+        for start, at, hidden_KH in self.resumed:
+            if at == layer:
+                stream_TH[start : start + len(hidden_KH)] = hidden_KH
+        for span, riders in zip(self.spans, self._ridden, strict=True):
+            if riders is not None and riders.enter is not None and riders.layer == layer:
+                first = span.start + len(span.stored) - len(riders.node_R)
+                node_R = [span.start + node + 1 for node in riders.node_R]
+                stream_TH[first : first + len(node_R)] = riders.enter(stream_TH[node_R])
+
+    def apart(self) -> list[tuple[Any, int, list[Span], list[int]]]:
+        """Riders with weights of their own: the target, the first layer, their spans and their rows."""
+        found: dict[tuple[int, int], tuple[Any, int, list[Span], list[int]]] = {}
+        for span, riders in zip(self.spans, self._ridden, strict=True):
+            if riders is None or riders.through is None:
+                continue
+            key = id(riders.through), riders.layer
+            _, _, spans, rows = found.setdefault(key, (riders.through, riders.layer, [], []))
+            first = len(span.stored) - len(riders.node_R)
+            spans.append(replace(span, start=len(rows), stored=span.stored[first:]))
+            rows += range(span.start + first, span.start + len(span.stored))
+        return list(found.values())
 
     def without_riders(self, x_TH: Tensor) -> Tensor:
         """The rows fed, of features of all rows of the pass."""
@@ -121,9 +155,24 @@ def _covered(feed: Feed, cache: DenseCache, depth: int) -> int:
     return count
 
 
+def _check_riders(feed: Feed, depth: int) -> None:
+    riders = feed.riders
+    assert riders is not None
+    if [riders.token_R, riders.embed_RH, riders.enter].count(None) != 2:
+        raise ModelError("riders need ids, embeddings or a way to enter, and no two of these")
+    if (riders.layer > 0) != (riders.enter is not None) or not 0 <= riders.layer < depth:
+        raise ModelError(f"riders cannot enter at layer {riders.layer} of {depth} in this way")
+    if riders.layer and feed.resume is not None and feed.resume.layer > riders.layer:
+        raise ModelError(
+            f"riders enter at layer {riders.layer}, where rows that resume at {feed.resume.layer} are gone"
+        )
+
+
 def _ride(riders: Riders, parents: list[int], depths: list[int]) -> None:
     """Append riders to copies of a tail's parents and depths."""
     first = len(parents)
     for node, after in zip(riders.node_R, riders.after_R, strict=True):
         parents.append(node + 1 if after < 0 else first + after)
         depths.append(depths[parents[-1]] + 1)
+    for i, ahead in enumerate(riders.ahead_R or ()):
+        depths[first + i] = depths[riders.node_R[i] + 1] + ahead

@@ -1,6 +1,6 @@
 """A pass in one call of compiled code, for CPUs.
 
-`Decoder.run_layers` calls a dozen operations per layer, each of which wakes the threads, waits for
+`Layers.run_layers` calls a dozen operations per layer, each of which wakes the threads, waits for
 the last one and comes back to Python. Here the operations of a pass are listed once and run by
 ``pass.c`` together: Python says per pass only which rows there are and what they see. torch stays
 for whatever this does not know, and is the oracle of the tests. Numbers between two operations are
@@ -51,6 +51,7 @@ from outpace.models.passes import PassRows
 from outpace.models.room import Room
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import KINDS, Norm
+from outpace.models.taps import spread
 
 _STREAM, _NORMED, _HEADS, _ATTENDED, _ADDED, _WIDE, _GATED, _PICKED, _LAST, _LOGITS, _OPERANDS, _FOUND = (
     range(12)
@@ -160,7 +161,7 @@ class Programs:
         buffers.lend(_LAST, last_TH)
         buffers.lend(_LOGITS, logits_TV)
         buffers.address[_FOUND] = ctypes.addressof(found)
-        whole = not rows.embeds and not rows.resumed
+        whole = not rows.embeds and not rows.levels
         known = self._vectors.outputs if whole and self._vectors is not None else 0
         embedded = 0 <= min(rows.ids) <= max(rows.ids) < known
         if not embedded:
@@ -168,7 +169,7 @@ class Programs:
             stream_TH.copy_(embed(rows.ids))
             for start, embed_RH in rows.embeds:
                 stream_TH[start : start + len(embed_RH)] = embed_RH
-        if rows.resumed:
+        if rows.levels:
             self._joining(buffers, rows, depth, counts, way)
         else:
             listed = self._list(range(depth), embedded, True, taps)
@@ -184,9 +185,7 @@ class Programs:
         whole_TH = stream_TH[: counts[0]]
         borders = [0, *rows.levels, depth]
         for begin, end in pairwise(borders):
-            for start, layer, hidden_KH in rows.resumed:
-                if layer == begin:
-                    whole_TH[start : start + len(hidden_KH)] = hidden_KH
+            rows.join(begin, whole_TH)
             spans, running = rows.running(begin)
             if not spans:
                 continue
@@ -199,9 +198,27 @@ class Programs:
             if few:
                 whole_TH[index] = buffers.lent[_STREAM]
                 buffers.lend(_STREAM, stream_TH)
+                for name in listed.taps:
+                    way.seen[name] = spread(way.seen[name], index, counts[0])
+        for other, layer, spans, running in rows.apart():
+            own_TH = whole_TH[running]
+            other.run_rows(own_TH, range(layer, depth), spans, way.cache)
+            whole_TH[running] = own_TH
         if f"hidden.{depth}" in way.taps:
             way.seen[f"hidden.{depth}"] = whole_TH.clone()
         self._some(buffers, self._list(range(depth, depth), False, True, way.taps), [], counts, way)
+
+    def through(self, x_TH: Tensor, layers: range, spans: list[Span], cache: DenseCache) -> None:
+        """Run rows through some layers, in place."""
+        buffers = self._free.pop() if self._free else _Buffers(self._config, self._shape)
+        if len(x_TH) > buffers.most:
+            buffers.fit(len(x_TH), [*(one for b in self._blocks for one in b.linears), self._ends.head])
+        stream_TH = buffers.lent[_STREAM]
+        buffers.lend(_STREAM, x_TH)
+        way = _Way(cache, frozenset(), array("q"), array("q"), {})
+        self._some(buffers, self._list(layers, False, False, way.taps), spans, (len(x_TH), 0, 0), way)
+        buffers.lend(_STREAM, stream_TH)
+        self._free.append(buffers)
 
     def _some(
         self, buffers: _Buffers, listed: _List, spans: Sequence[Span], counts: tuple[int, int, int], way: _Way
@@ -260,25 +277,18 @@ class _Lister:
             self._op(EMBED, to=_STREAM, width=hidden, part=part, floor=begins.embed.factor(self._config))
         for layer in layers:
             block = blocks[layer]
-            self._norm(block.attn_norm, _STREAM, _NORMED, added)
+            if block.attends:
+                self._norm(block.attn_norm, _STREAM, _NORMED, added)
+            elif added != NONE:
+                self._op(ADD, to=_STREAM, more=added, width=hidden)
             self._tap(f"hidden.{layer}", _STREAM)
-            self._tap(f"attn_in.{layer}", _NORMED)
-            self._product(block.qkv, _NORMED, _HEADS)
-            each = block.qk_norm
-            self._op(
-                TURN,
-                to=_HEADS,
-                width=self._shape.width,
-                index=block.rope,
-                weight=None if each is None else each.weight_H.data_ptr(),
-                floor=0.0 if each is None else each.least,
-            )
-            self._op(ATTEND, index=self._windows.index(block.window), layer=layer)
-            self._product(block.out, _ATTENDED, _ADDED)
-            if block.after_attn is not None:
-                self._norm(block.after_attn, _ADDED, _ADDED)
-            self._tap(f"attn_out.{layer}", _ADDED)
-            self._norm(block.mlp_norm, _STREAM, _NORMED, _ADDED)
+            added = NONE
+            if block.attends:
+                self._attention(block, layer)
+                added = _ADDED
+            if not block.has_mlp:
+                continue
+            self._norm(block.mlp_norm, _STREAM, _NORMED, added)
             self._product(block.gate_up, _NORMED, _WIDE)
             width, kind = block.gate_up.outputs // 2, KINDS[self._config.activation]
             self._op(GATE, from_=_WIDE, to=_GATED, width=width, index=kind)
@@ -286,8 +296,8 @@ class _Lister:
             if block.after_mlp is not None:
                 self._norm(block.after_mlp, _ADDED, _ADDED)
             added = _ADDED
-        if layers:
-            self._op(ADD, to=_STREAM, more=_ADDED, width=hidden)
+        if added != NONE:
+            self._op(ADD, to=_STREAM, more=added, width=hidden)
         if ends is not None:
             if layers:
                 self._tap(f"hidden.{layers.stop}", _STREAM)
@@ -302,6 +312,25 @@ class _Lister:
             self._product(ends.head, _LAST, _LOGITS, rows=_HEADED)
             self._op(BEST, rows=_HEADED, from_=_LOGITS, to=_FOUND, width=ends.head.outputs)
         return _List((Op * len(self._ops))(*self._ops), tuple(self._taps))
+
+    def _attention(self, block: Block, layer: int) -> None:
+        """What a layer attends to, from its normed rows; the result is still to be added."""
+        self._tap(f"attn_in.{layer}", _NORMED)
+        self._product(block.qkv, _NORMED, _HEADS)
+        each = block.qk_norm
+        self._op(
+            TURN,
+            to=_HEADS,
+            width=self._shape.width,
+            index=block.rope,
+            weight=None if each is None else each.weight_H.data_ptr(),
+            floor=0.0 if each is None else each.least,
+        )
+        self._op(ATTEND, index=self._windows.index(block.window), layer=layer)
+        self._product(block.out, _ATTENDED, _ADDED)
+        if block.after_attn is not None:
+            self._norm(block.after_attn, _ADDED, _ADDED)
+        self._tap(f"attn_out.{layer}", _ADDED)
 
     def _op(self, kind: int, **fields: object) -> None:
         self._ops.append(Op(kind=kind, **fields))

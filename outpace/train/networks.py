@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.models.rope import Rope, Rotation
 from outpace.models.rowwise import ACTIVATION
@@ -194,3 +195,28 @@ def plain_shape(theirs: DecoderConfig, layers: int, like: int) -> DecoderConfig:
         embed_scale=1.0,
         attention_scale=theirs.head_dim**-0.5,
     )
+
+
+@torch.no_grad()
+def take_layer(layer: Layer, target: Decoder, number: int, writes: float = 1.0) -> None:
+    """Copy a layer of a target, as far as a plain layer has its parts.
+
+    Args:
+        layer: overwritten.
+        number: which layer of the target.
+        writes: scale of what it adds to the stream.
+    """
+    at, offset = f"model.layers.{number}.", target.config.norm_offset
+
+    def read(name: str) -> Tensor:
+        return target.checkpoint.tensor(f"{at}{name}.weight", torch.float32).to(target.device)
+
+    for name in ("q", "k", "v", "o"):
+        scale = writes if name == "o" else 1.0
+        layer.get_parameter(f"self_attn.{name}_proj.weight").copy_(scale * read(f"self_attn.{name}_proj"))
+    for name in ("gate", "up", "down"):
+        scale = writes if name == "down" else 1.0
+        layer.get_parameter(f"mlp.{name}_proj.weight").copy_(scale * read(f"mlp.{name}_proj"))
+    before_mlp = "pre_feedforward" if target.config.sandwich_norms else "post_attention"
+    for own, theirs in (("input_layernorm", "input"), ("post_attention_layernorm", before_mlp)):
+        layer.get_parameter(f"{own}.weight").copy_(read(f"{theirs}_layernorm") + offset)

@@ -9,7 +9,7 @@ pipeline.vocab=4096    see PipelineConfig
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,34 @@ def objective(method: str) -> type[Objective]:
     return found
 
 
+def read_pairs(who: str, pairs: Sequence[str], groups: Mapping[str, type]) -> dict[str, dict[str, str]]:
+    """Sort ``key=value`` and ``group.key=value`` pairs by group; later ones win.
+
+    Args:
+        groups: name, empty for that without one -> dataclass whose fields are its keys.
+
+    Raises:
+        UnknownNameError: no such setting.
+        SpecError: not a pair.
+    """
+    given: dict[str, dict[str, str]] = {group: {} for group in groups}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key or not value:
+            raise SpecError(f"--set {pair!r} is not key=value")
+        group, dot, name = key.rpartition(".")
+        fields = [field.name for field in dataclasses.fields(groups.get(group, groups[""]))]
+        if group not in groups or name not in fields or (dot and not group):
+            known = [
+                f"{prefix}.{field.name}" if prefix else field.name
+                for prefix, config in groups.items()
+                for field in dataclasses.fields(config)
+            ]
+            raise UnknownNameError(f"setting of {who}", key, known)
+        given[group][name] = value
+    return given
+
+
 def read_options(method: str, pairs: Sequence[str], tokens: int | None = None) -> Options:
     """Read ``key=value`` pairs; later ones win.
 
@@ -100,21 +128,7 @@ def read_options(method: str, pairs: Sequence[str], tokens: int | None = None) -
     """
     kind = objective(method)
     groups = {"": kind.Config, "data": GenerateConfig, "loop": LoopConfig, "pipeline": PipelineConfig}
-    given: dict[str, dict[str, str]] = {group: {} for group in groups}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key or not value:
-            raise SpecError(f"--set {pair!r} is not key=value")
-        group, dot, name = key.rpartition(".")
-        fields = [field.name for field in dataclasses.fields(groups.get(group, kind.Config))]
-        if group not in groups or name not in fields or (dot and not group):
-            known = [
-                f"{prefix}.{field.name}" if prefix else field.name
-                for prefix, config in groups.items()
-                for field in dataclasses.fields(config)
-            ]
-            raise UnknownNameError(f"setting of {method}", key, known)
-        given[group][name] = value
+    given = read_pairs(method, pairs, groups)
     if tokens is not None:
         given["data"]["tokens"] = str(tokens)
     options = Options(

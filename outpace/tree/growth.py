@@ -43,8 +43,7 @@ class DraftRow(Generic[S]):
     drawn: Drawn
     """How to draw if the drafter has a distribution; CHOSEN at temperature 0. CHOSEN is always legal."""
     lease: Lease | None = None
-    """The sequence's slot in the target's cache; None if nobody lends it, as while another
-    drafter reads features, which a resumed pass could not give."""
+    """The sequence's slot in the target's cache; None if nobody lends it."""
     chain: bool = False
     """Whether no node may have two children: the verifier, or the target, takes chains only. The
     budget's shape is a chain then, which matters to drafters that branch by their own reasons."""

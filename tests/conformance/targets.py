@@ -18,6 +18,13 @@ def of_transformers(family):
     return load_target(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
 
 
+def by_torch():
+    """The same without compiled code."""
+    made = tiny(layers=3)
+    made._programs = None
+    return made
+
+
 @cache
 def encoder_decoder(kind):
     """The first token of the suite's text ends the source."""
@@ -27,6 +34,7 @@ def encoder_decoder(kind):
 TARGETS = {
     "table": cache(lambda: TableTarget.random(0, 12, sharpness=2.0)),
     "decoder": cache(lambda: tiny(layers=3)),
+    "decoder, by torch": cache(by_torch),
     "some of its layers": cache(lambda: tiny(layers=3).variant(layers=[0, 2])),
     "transformers": lambda: of_transformers("llama"),
     "transformers, with windows": lambda: of_transformers("gemma3"),

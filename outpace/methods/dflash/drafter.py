@@ -17,7 +17,7 @@ the target; a network for another target is refused.
 
 Paper: DFlash, arXiv:2602.06036; block drafters: PARD, arXiv:2504.18583.
 
-Shape letters: B sequences, F nodes of a frontier, S rows of a block, D draft vocabulary.
+Shape letters: B sequences, S rows of a block, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.drafters.base import ExpandingDrafter, Request, Traits
+from outpace.drafters.base import Request, Traits
+from outpace.drafters.blocks import BlockDrafter
 from outpace.drafters.trained import find, rounding
 from outpace.methods.dflash.files import METHOD, BlockFile, read_block_drafter
 from outpace.methods.dflash.net import BlockNet, Part
 from outpace.models.base import HEAD, TAPS, Target
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import parse_shape
-from outpace.types import NOTHING, ROOT, Draft, Outcome, Shape
+from outpace.types import NOTHING, Draft, Outcome, Shape
 
 STOCK = "[-1,0,1,-1,0]"
 """The tree where neither the user nor a calibration says better; its first nodes are deep, so that
@@ -69,11 +70,9 @@ class _State:
     """The tokens at whose rows they were computed."""
     lead: int = 0
     """Tail rows of the slot that a draft made of them: all true, whatever was drafted."""
-    row: int = 0
-    """The sequence's place in the drafts under way."""
 
 
-class Dflash(ExpandingDrafter[_State]):
+class Dflash(BlockDrafter[_State]):
     """Drafts a block at a time.
 
     Args:
@@ -91,7 +90,7 @@ class Dflash(ExpandingDrafter[_State]):
         self.cache = self.net.new_cache()
         self.traits = replace(self.traits, taps=frozenset(file.shape.taps))
         self.id_D = None if file.vocab is None else file.vocab.to_target_D.to(target.device)
-        self._logits_BSD = torch.empty(0)
+        self.block = file.shape.slots
 
     @classmethod
     def load(cls, config: DflashConfig, target: Target) -> Dflash:
@@ -125,24 +124,15 @@ class Dflash(ExpandingDrafter[_State]):
         depth = min(budget.max_depth, self.file.shape.slots)
         return replace(row, budget=replace(budget, max_depth=depth, shape=shape))
 
-    def expand(self, branches: Sequence[Branch[_State]]) -> tuple[Tensor, Tensor | None]:
-        """All blocks at the first level; later levels look up their row's logits."""
-        if branches[0].nodes == (ROOT,):
-            self._logits_BSD = self.logits(branches)
-        # Counted anew, since whoever grows the tree may open nodes of several levels.
-        row_F = [b.state.row for b in branches for _ in b.nodes]
-        depth_F = [len(b.path(node)) for b in branches for node in b.nodes]
-        return self._logits_BSD[row_F, depth_F], self.id_D
-
-    def logits(self, branches: Sequence[Branch[_State]]) -> Tensor:
+    def blocks(self, branches: Sequence[Branch[_State]]) -> Tensor:
         """What every row of every block says, float32 [B, S, D].
 
         Effects: the context rows that waited are in the tails of their slots.
         """
         slots, parts = self.file.shape.slots, []
-        for number, branch in enumerate(branches):
+        for branch in branches:
             state = branch.state
-            state.row, state.lead = number, len(state.ids)
+            state.lead = len(state.ids)
             parts.append(self._part(state, state.ids, branch.tokens[-1]))
             self.cache.scratch(state.slot, slots)
         with self.clock, torch.no_grad():

@@ -9,9 +9,8 @@ behind the attention only the rows whose outputs are wanted.
 
 Papers: Li et al. 2024, arXiv:2401.15077 and arXiv:2406.16858; Li et al. 2025, arXiv:2503.01840.
 
-Shape letters: T rows of a pass (filled up to a few), H hidden size, F width of all features side
-by side, R rows wanted, D draft vocabulary, V vocabulary; of heads, K key-value heads, G query
-heads of each, X = K * (G + 2) heads of all kinds, W their width, E = W / 2, N keys.
+Shape letters: T rows of a pass (filled up to a few), H hidden size, I width of what attention reads,
+F width of all features side by side, R rows wanted, D draft vocabulary, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,22 +22,15 @@ import torch
 from torch import Tensor
 
 from outpace.cache.dense import DenseCache
-from outpace.models.attention import HeadShape
+from outpace.drafters.one_layer import LAYER, OneLayer
 from outpace.models.base import Target
-from outpace.models.blocks import Form, read_block
+from outpace.models.blocks import Form
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
-from outpace.models.few_rows import attend_few, few_is_best
-from outpace.models.fused import attention
-from outpace.models.memory import MemoryCheckpoint
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
 from outpace.models.plan import Plan, Seen
-from outpace.models.rope import Rotation
-from outpace.models.rowwise import Norm, gated
-
-LAYER = "model.layers.0."
-"""What a decoder's reader calls the one layer; files say ``layers.0.``."""
+from outpace.models.rowwise import Norm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,19 +109,10 @@ class EagleNet:
         config, dtype, device = shape.decoder, target.dtype, target.device
         self.shape, self.dtype, self.device = shape, dtype, device
         self.hidden_size = config.hidden_size
-        layer = {f"model.{name}": one for name, one in tensors.items()}
-        layer.setdefault(f"{LAYER}input_layernorm.weight", torch.ones(config.hidden_size))
         form = Form(dtype, device, packed, quantize)
-        self._block = read_block(_OneLayer(config, layer), 0, form)
-        self._heads = HeadShape(
-            config.num_kv_heads,
-            config.num_heads // config.num_kv_heads,
-            config.head_dim,
-            config.attention_scale,
-            config.attention_softcap,
-        )
-        self._rotation = Rotation(config.ropes[config.rope_of_layer[0]], device)
-        self._activation = config.activation
+        layer = {f"model.{name}": one for name, one in tensors.items()}
+        self._layer = OneLayer(config, layer, form)
+        self._block = self._layer.block
 
         def linear(name: str) -> Linear:
             bias = tensors.get(f"{name}.bias")
@@ -163,7 +146,7 @@ class EagleNet:
     def _plan(self, features: bool) -> Plan:
         """A pass as a list of operations, on features of the target or on outputs of earlier rows."""
         hidden, block, shape = self.hidden_size, self._block, self.shape
-        plan = Plan(self._heads, self._rotation)
+        plan = self._layer.plan()
         fuses = features and shape.fused
         stream = plan.lent(len(shape.taps) * hidden if fuses else hidden)
         embed = plan.lent(hidden) if self._vectors is None else plan.embed(*self._vectors)
@@ -184,7 +167,7 @@ class EagleNet:
             plan.norm(block.attn_norm, embed, left)
             plan.norm(self._hidden_norm, stream, right)
             stream = right if shape.residual_normed else stream
-        a = plan.layer(block, self._activation, stream, u)
+        a = plan.layer(block, self._layer.activation, stream, u)
         if self._norm is None:
             plan.give(a)
             return plan
@@ -196,7 +179,7 @@ class EagleNet:
 
     def new_cache(self) -> DenseCache:
         """An empty cache for its one layer."""
-        return DenseCache(1, self._heads.kv, self._heads.width, device=self.device)
+        return self._layer.new_cache()
 
     def feature(self, taps: Mapping[str, Tensor]) -> Tensor:
         """Features [T, F] of rows of a pass of the target, side by side; a copy."""
@@ -226,7 +209,7 @@ class EagleNet:
         with torch.inference_mode():
             stream_TH = self._fuse(given_TF) if features else given_TF
             x_TH, u_TI = self._inputs(rows.ids, stream_TH)
-            a_RH = self._layer(rows, cache, offsets, x_TH, u_TI)
+            a_RH = self._layer.run(rows, cache, offsets, x_TH, u_TI)
             count = len(rows.wanted)
             if not count:
                 return a_RH[:0], a_RH[:0]
@@ -280,53 +263,6 @@ class EagleNet:
             x_TH[:count] = stream_TH
             self._hidden_norm(x_TH, u_TI[:, hidden:])
         return x_TH, u_TI
-
-    def _layer(
-        self, rows: PassRows, cache: DenseCache, offsets: Sequence[int], x_TH: Tensor, u_TI: Tensor
-    ) -> Tensor:
-        """The layer, [R, H] filled up, of the rows wanted."""
-        block, heads, spans = self._block, self._heads, rows.spans
-        positions = [
-            offset + position
-            for span, offset in zip(spans, offsets, strict=True)
-            for position in span.positions
-        ]
-        positions += [0] * (len(x_TH) - len(positions))
-        alone = block.window is None and few_is_best(cache, spans, heads, self.dtype)
-        if alone:
-            head_TXW = block.qkv(u_TI).float().view(len(x_TH), -1, heads.width)
-        else:
-            attend = attention(cache, spans, len(x_TH), heads, frozenset({block.window}), self.dtype)
-            head_TXW = attend.head_TXD
-            head_TXW.flatten(1).copy_(block.qkv(u_TI))
-        turned_TYW = head_TXW[:, : heads.queries + heads.kv]
-        if block.qk_norm is not None:
-            block.qk_norm(turned_TYW, turned_TYW)
-        pairs = turned_TYW.view(*turned_TYW.shape[:2], heads.width // 2, 2)
-        torch.view_as_complex(pairs).mul_(self._rotation.at(positions))
-        if alone:
-            mixed_TY = attend_few(cache, spans[0], head_TXW, heads, self.dtype)
-        else:
-            mixed_TY = attend(0, block.window)
-        if len(rows.wanted) < len(rows.ids):
-            wanted = [*rows.wanted, *[0] * (self._fc.min_rows - len(rows.wanted))]
-            if not rows.wanted:
-                return x_TH
-            index = torch.tensor(wanted, device=self.device)
-            x_TH, mixed_TY = x_TH.index_select(0, index), mixed_TY.index_select(0, index)
-        normed_TH = torch.empty(x_TH.shape, dtype=self.dtype, device=self.device)
-        block.mlp_norm(x_TH, normed_TH, add=block.out(mixed_TY))
-        return x_TH.add_(block.down(gated(self._activation, block.gate_up(normed_TH))))
-
-
-class _OneLayer(MemoryCheckpoint):
-    """A layer alone, whose shapes were checked by whoever read it."""
-
-    def __init__(self, config: DecoderConfig, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(config, tensors, name="eagle")
-
-    def _check_shapes(self) -> None:
-        """Queries, keys and values may read twice the hidden size, and there are no ends."""
 
 
 class _Table:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from outpace.clock import PassClock
+from outpace.drafters.shallow import ShallowRows
 from outpace.drafters.trained import (
     CONFIG,
     decoder_from_json,
@@ -33,7 +34,6 @@ from outpace.drafters.trained import (
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.methods.early_exit.adapter import Adapter, adapter_shapes
-from outpace.methods.early_exit.shallow import ShallowRows
 from outpace.models.base import Target
 from outpace.models.passes import PassRows
 from outpace.tree.growth import Branch

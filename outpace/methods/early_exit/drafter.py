@@ -11,10 +11,11 @@ between e and the head, which ``outpace train early_exit`` makes (`exit_head`; E
 in a plain model the first third of the layers seldom guesses what the whole says, and a small
 model spends a large part of each guess on its head.
 
-Several exits (``exits``) compete in each sequence, see `exits`. ``policy=confidence`` ends a
-draft when the exit doubts its last token.
+Several exits (``exits``) compete in each sequence, see `exits`. A draft ends behind a token that the exit
+doubts; from which confidence on, every sequence learns (`thresholds`, FREE). What is learned is also
+an estimate of acceptance that policies read, such as ``policy=specdecpp``.
 
-Papers: LayerSkip, arXiv:2404.16710; EESD, arXiv:2406.03853.
+Papers: LayerSkip, arXiv:2404.16710; EESD, arXiv:2406.03853; FREE, arXiv:2310.05424.
 
 Shape letters: F nodes of a frontier, D columns of the logits.
 """
@@ -30,14 +31,15 @@ from torch import Tensor
 
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request, Traits
+from outpace.drafters.shallow import Doubt, ShallowRows
 from outpace.drafters.trained import candidates, find
 from outpace.errors import ModelError
 from outpace.methods.early_exit.exit_head import ExitHead, ExitState
 from outpace.methods.early_exit.exits import Belief, pick
-from outpace.methods.early_exit.shallow import ShallowRows
+from outpace.methods.early_exit.thresholds import BetaMixture, given, said_of
 from outpace.models.base import LAYERS, TAPS, Target
 from outpace.tree.growth import Branch, DraftRow, grow
-from outpace.types import NOTHING, Draft, Outcome
+from outpace.types import NOTHING, ROOT, Draft, Outcome
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +51,8 @@ class EarlyExitConfig:
     model: str | None = None
     """Folder of a trained exit. Without it, and without ``layer`` and ``exits``, the one trained
     for the target if there is one; else the target's own norm and head."""
+    threshold: float | None = None
+    """A branch ends after a token less likely than this; 0 never ends one. Without it, learned."""
     quantize: str | None = "int8"
     """Round weights of a trained exit to int8 or int4, where compiled code multiplies them; none keeps
     them."""
@@ -56,6 +60,8 @@ class EarlyExitConfig:
     def __post_init__(self) -> None:
         if (self.layer, self.exits, self.model).count(None) < 2:
             raise ValueError("layer, exits and model exclude each other; give one of them")
+        if self.threshold is not None and not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold must be in [0, 1], got {self.threshold}")
         if self.layer is not None and self.layer < 1:
             raise ValueError(f"layer must be at least 1, got {self.layer}")
         if self.exits is not None and len(self.layers) < 2:
@@ -76,13 +82,22 @@ class EarlyExit(ExpandingDrafter[ExitState]):
         target: it; every sequence drafts in the slot that it is lent.
         layers: the exits, ascending; one or more.
         head: of the only exit; None: the target's own norm and head.
+        threshold: as in the config.
     """
 
     Config = EarlyExitConfig
-    traits = Traits(default_nodes=4, needs=frozenset({LAYERS, TAPS}), samples=True, uses_target_cache=True)
+    traits = Traits(
+        default_nodes=8, needs=frozenset({LAYERS, TAPS}), samples=True, uses_target_cache=True, estimates=True
+    )
 
-    def __init__(self, target: Target, layers: Sequence[int], head: ExitHead | None = None) -> None:
-        self.target, self.layers, self.head = target, tuple(layers), head
+    def __init__(
+        self,
+        target: Target,
+        layers: Sequence[int],
+        head: ExitHead | None = None,
+        threshold: float | None = None,
+    ) -> None:
+        self.target, self.layers, self.head, self.threshold = target, tuple(layers), head, threshold
         self.rows = None if head is None else head.rows
         if self.rows is not None:
             self.traits = replace(self.traits, taps=frozenset({self.rows.tap}))
@@ -112,21 +127,22 @@ class EarlyExit(ExpandingDrafter[ExitState]):
             found = candidates("early_exit", target)
             head = ExitHead(found[0], target, config.quantize) if found else None
         if head is not None:
-            return cls(target, [head.layer], head)
+            return cls(target, [head.layer], head, config.threshold)
         layers = config.layers or (config.layer or max(1, target.num_layers // 3),)
         if layers[-1] >= target.num_layers:
             raise ModelError(
                 f"early_exit: {layers[-1]} layers of {target.num_layers} are not the first few; "
                 f"leave {target.name} after layer {target.num_layers - 1} at the latest"
             )
-        return cls(target, layers)
+        return cls(target, layers, threshold=config.threshold)
 
     def begin(self, request: Request) -> ExitState:
         """Nothing is known yet of what its exits are worth. A trained layer gets a slot; a prefix
         that no pass will show is left out of it: rows start behind it.
         """
         slot = -1 if self.rows is None else self.rows.cache.open()
-        return ExitState(slot, beliefs=[Belief() for _ in self.layers])
+        beliefs, mixtures = [Belief() for _ in self.layers], [BetaMixture() for _ in self.layers]
+        return ExitState(slot, beliefs=beliefs, mixtures=mixtures)
 
     def propose(self, rows: Sequence[DraftRow[ExitState]]) -> list[Draft]:
         """Grow drafts in the lent slots; a row without a lease gets an empty one."""
@@ -134,21 +150,29 @@ class EarlyExit(ExpandingDrafter[ExitState]):
         for row in rows:
             state = row.state
             state.draft = state.rows = None
+            state.said, state.judged = {}, []
             if self.rows is not None:
                 self.rows.ready(state, len(row.tokens) - 1)
-            if row.lease is None:
+            if row.lease is None or (self.rows is not None and not row.lease.resumes):
                 ready.append(replace(row, budget=NOTHING))
                 continue
             state.exit = pick(state.beliefs, self._shares, row.budget.max_depth, row.coins)
             state.rows = ShallowRows(row.lease, self.layers[state.exit])
-            ready.append(row)
+            least = state.mixtures[state.exit].least if self.threshold is None else self.threshold
+            doubt = replace(row.budget, stop=Doubt(least, row.budget.stop))
+            ready.append(replace(row, budget=doubt))
         drafts = []
-        for row, (draft, numbers) in zip(ready, grow(ready, self.expand), strict=True):
-            state = row.state
+        for row, (draft, numbers) in zip(ready, grow(ready, self.expand, self.estimate), strict=True):
+            state, names = row.state, list(range(len(draft)) if numbers is None else numbers)
             if state.rows is not None and self.rows is not None:
                 draft = self.rows.finish(state, draft, numbers)
             elif state.rows is not None:
                 state.draft = draft = state.rows.finish(draft, numbers)
+            if draft.resume is not None:  # nodes that were fed stand first now
+                names.sort(key=lambda name: name not in state.said)
+            state.judged = [
+                (i, state.said[name]) for i, name in enumerate((ROOT, *names)) if name in state.said
+            ]
             state.rows = None  # a lease ends here
             drafts.append(draft)
         return drafts
@@ -177,7 +201,22 @@ class EarlyExit(ExpandingDrafter[ExitState]):
                 parts[i] = logits_FD[lo:hi]
         logits = [parts[i] for i in range(len(branches))]
         out_FD = logits[0] if len(logits) == 1 else torch.cat(logits)
-        return out_FD, None if self.head is None else self.head.id_D
+        id_D = None if self.head is None else self.head.id_D
+        known = iter(said_of(out_FD, id_D))
+        for branch in branches:
+            branch.state.said |= {node: next(known) for node in branch.nodes}
+        return out_FD, id_D
+
+    def estimate(self, branches: Sequence[Branch[ExitState]]) -> Tensor:
+        """How likely the nodes just fed are right, by what the exit said of them before."""
+        return torch.cat([self._chances(branch) for branch in branches]).float()
+
+    @staticmethod
+    def _chances(branch: Branch[ExitState]) -> Tensor:
+        state, parents = branch.state, [branch.parent_N[node] for node in branch.nodes if node != ROOT]
+        said = [state.said[parent] for parent in parents]
+        own = [given(one, branch.token_N[node]) for one, node in zip(said, branch.nodes, strict=False)]
+        return state.mixtures[state.exit].chance(torch.tensor(own)) if own else torch.ones(1)
 
     @staticmethod
     def _rows(branch: Branch[ExitState]) -> ShallowRows:
@@ -192,6 +231,9 @@ class EarlyExit(ExpandingDrafter[ExitState]):
             if state.draft is not None and state.draft is outcome.draft:
                 depth = max(outcome.draft.depth_N, default=0)
                 state.beliefs[state.exit].learn(len(outcome.verdict.kept), depth, outcome.verdict.censored)
+                truth = outcome.scored.logits_TV.argmax(1).tolist() if state.judged else []
+                guesses = [(probs[0], ids[0] == truth[row]) for row, (ids, probs) in state.judged]
+                state.mixtures[state.exit].learn(guesses)
             if self.rows is None:
                 state.draft = None
         if self.rows is not None:
@@ -202,12 +244,13 @@ class EarlyExit(ExpandingDrafter[ExitState]):
 
     def mark(self, state: ExitState) -> Any:
         """What is known of the exits, and how much of the text a trained layer has read."""
-        known = [replace(belief) for belief in state.beliefs]
+        known = [replace(belief) for belief in state.beliefs], [one.copy() for one in state.mixtures]
         return known, None if self.rows is None else self.rows.mark(state)
 
     def rewind(self, state: ExitState, mark: Any) -> ExitState:
-        state.beliefs, read = mark
+        (state.beliefs, state.mixtures), read = mark
         state.draft = state.rows = None
+        state.judged = []
         if self.rows is not None:
             self.rows.rewind(state, read)
         return state

@@ -35,6 +35,7 @@ from outpace.methods.early_exit.adapter_rows import (
     weight_shapes,
 )
 from outpace.methods.early_exit.exits import Belief
+from outpace.methods.early_exit.thresholds import BetaMixture, Said
 from outpace.models.base import Target
 from outpace.models.blocks import Form
 from outpace.models.packed import Linear
@@ -53,6 +54,12 @@ class ExitState(AdapterState):
     """Per exit."""
     exit: int = 0
     """Which of the exits made the draft."""
+    mixtures: list[BetaMixture] = field(default_factory=list)
+    """Per exit: how its confidence tells right guesses from wrong ones."""
+    said: dict[int, Said] = field(default_factory=dict)
+    """Node, as growth calls it -> what the exit guesses after it."""
+    judged: list[tuple[int, Said]] = field(default_factory=list)
+    """Row of verification, and what the exit guessed there, for the draft that was proposed."""
 
 
 class ExitHead:

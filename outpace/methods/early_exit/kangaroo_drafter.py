@@ -7,7 +7,7 @@ The adapter is one attention layer with a cache of its own; the head is the targ
 for a part of the vocabulary, and is in no file. A draft leaves early twice:
 
 - at layer e. What the target did below it is handed to verification and never done again
-  (`outpace.methods.early_exit.shallow`);
+  (`outpace.drafters.shallow`);
 - where the drafter doubts: no branch grows on behind a token to which it gave less than
   ``threshold``. That token is kept and verified, so the text keeps its law.
 
@@ -31,12 +31,12 @@ from torch import Tensor
 from outpace.cache.base import KVCache
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request, Traits
+from outpace.drafters.shallow import Doubt, ShallowRows
 from outpace.drafters.trained import find
 from outpace.methods.early_exit.adapter_rows import AdapterFile, AdapterRows, AdapterState, read_adapter
-from outpace.methods.early_exit.shallow import ShallowRows
 from outpace.models.base import HEAD, LAYERS, TAPS, Target
 from outpace.tree.growth import Branch, DraftRow, grow
-from outpace.types import NOTHING, Draft, Outcome, Shape, Signals, StopRule
+from outpace.types import NOTHING, Draft, Outcome, Shape
 
 _CHAIN, _TREE = 0.6, 0.4
 """Thresholds of the paper."""
@@ -57,19 +57,6 @@ class KangarooConfig:
     def __post_init__(self) -> None:
         if self.threshold is not None and not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold must be in [0, 1], got {self.threshold}")
-
-
-@dataclass(frozen=True, slots=True)
-class Doubt:
-    """Stop rule: the second exit, besides the rule that the budget had already."""
-
-    threshold: float
-    other: StopRule | None = None
-
-    def more(self, signals: Signals) -> Tensor:
-        """Bool [F]. It reads kept tokens alone, so nothing drawn is lost."""
-        sure_F = signals.q_F >= self.threshold
-        return sure_F if self.other is None else sure_F & self.other.more(signals)
 
 
 class Kangaroo(ExpandingDrafter[AdapterState]):
@@ -125,7 +112,7 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
         for row in rows:
             state, budget = row.state, row.budget
             self.rows.ready(state, len(row.tokens) - 1)
-            if row.lease is None:
+            if row.lease is None or not row.lease.resumes:
                 ready.append(replace(row, budget=NOTHING))
                 continue
             state.rows = ShallowRows(row.lease, self.layer)

@@ -1,17 +1,26 @@
-"""The target with some of its layers left out guesses; nothing is trained.
+"""The target with some attentions and MLPs left out guesses; nothing is trained.
 
-Which layers can go is found on the first prompt that is long enough, by trying sets or by how
-little a layer turns the hidden states (`skip_sets`), and remembered for the model and the kind of
-text. Until then every few a layer is left out. From then on the set stays, so that the same seed
-gives the same text.
+    draft     x0 -> all layers but for some sub-layers -> head -> x1 -> ... -> x2
+    verify    x0 and x1 enter at the first layer that missed something, x2 at layer 0
+
+It drafts in the target's own slot, as SWIFT and Draft & Verify do: every guess attends to the keys and
+values that the target itself left for the committed text. Drafted positions alone have entries of
+their own, and verification writes over them. Below the first layer that misses something nothing is
+computed twice.
+
+Which sub-layers can go is found on the first text that is long enough (`search`), and remembered for
+the model and the kind of text. Until then every few a layer is left out. From then on the set
+stays, so that the same seed gives the same text. ``policy=confidence`` ends drafts, chains and trees,
+where the last token is doubted, as in SWIFT.
 
 Pays for large models, which have layers to spare: published speed-ups are 1.3 to 1.6 from 13
-billion weights on. A model of a hundred million loses. Whether it pays is a matter of two
-numbers: the share of a pass that a guess costs, about one less the share of the layers left out,
-and how often it is accepted. ``policy=confidence`` ends drafts early, as in SWIFT.
+billion weights on. Whether it pays is a matter of two numbers: the share of a pass that a guess costs,
+and how often it is accepted.
 
 Papers: SWIFT, arXiv:2410.06916; Draft on the Fly, arXiv:2410.01028; Draft & Verify,
 arXiv:2309.08168.
+
+Shape letters: F nodes of a frontier.
 """
 
 from __future__ import annotations
@@ -21,28 +30,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from outpace.config import data_folder
-from outpace.drafters.base import Request, Traits
-from outpace.drafters.model_rows import ModelDrafter, ModelState
-from outpace.errors import ModelError
-from outpace.methods.layer_skip.skip_sets import Found, by_cosine, even, part, recall, remember, search
-from outpace.models.base import LAYERS, TAPS, Target
-from outpace.types import Outcome
+import torch
+from torch import Tensor
 
-_LEAST, _MOST = 16, 96
-"""Tokens of a prompt on which a set is found: at least, and at most."""
+from outpace.clock import PassClock
+from outpace.config import data_folder
+from outpace.drafters.base import ExpandingDrafter, Request, Traits
+from outpace.drafters.shallow import ShallowRows
+from outpace.errors import ModelError
+from outpace.methods.layer_skip.search import Search
+from outpace.methods.layer_skip.skip_sets import SkipSet, Trial, even, recall, remember
+from outpace.models.base import LAYERS, TAPS, Target
+from outpace.tree.growth import Branch, DraftRow, grow
+from outpace.types import NOTHING, Draft, Outcome
+
+_JUDGED, _MOST = 48, 192
+"""Tokens of an answer on which a set is found, and tokens of text before and with them, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSkipConfig:
     skip: str | None = None
-    """Layers left out, counted from 0, such as ``4+7+9``; without it they are found."""
+    """Left out, counted from 0: ``4+a7+m9`` is layer 4, the attention of 7 and the MLP of 9. Without
+    it a set is found."""
     find: str = "search"
-    """How: ``search`` tries sets on a prompt, ``cosine`` compares hidden states."""
+    """How: ``search`` tries sets on a text, ``cosine`` compares hidden states."""
     share: float = 0.4
-    """Share of the layers to leave out."""
-    trials: int = 24
-    """Most sets tried by a search, each at the price of about a pass, once."""
+    """Share of the weights of the layers to leave out."""
+    trials: int = 40
+    """Most sets tried by a search, each at the price of a pass over 48 rows, once."""
     kind: str = "text"
     """Name of the kind of text; a set is remembered per model and kind."""
 
@@ -55,11 +71,19 @@ class LayerSkipConfig:
             raise ValueError(f"trials must be at least 1, got {self.trials}")
         if not re.fullmatch(r"[A-Za-z0-9_-]+", self.kind):
             raise ValueError(f"kind must be letters, digits, - and _, got {self.kind!r}")
-        if self.skip is not None and not re.fullmatch(r"\d+(\+\d+)*", self.skip):
-            raise ValueError(f"skip must be numbers of layers, as in 4+7+9, got {self.skip!r}")
+        if self.skip is not None and SkipSet.read(self.skip) is None:
+            raise ValueError(f"skip must be layers and sub-layers, as in 4+a7+m9, got {self.skip!r}")
 
 
-class LayerSkip(ModelDrafter):
+@dataclass(slots=True, eq=False)
+class SkipState:
+    """One sequence: where its answer begins, and the rows of a draft under way."""
+
+    answer: int
+    rows: ShallowRows | None = None
+
+
+class LayerSkip(ExpandingDrafter[SkipState]):
     """Drafts with a part of the target.
 
     Args:
@@ -67,18 +91,25 @@ class LayerSkip(ModelDrafter):
     """
 
     Config = LayerSkipConfig
-    traits = Traits(default_nodes=4, needs=frozenset({LAYERS, TAPS}), samples=True)
+    traits = Traits(default_nodes=4, needs=frozenset({LAYERS, TAPS}), samples=True, uses_target_cache=True)
 
-    def __init__(self, config: LayerSkipConfig, target: Target, skip: tuple[int, ...] | None) -> None:
-        self._config, self._target, self._living = config, target, list[ModelState]()
-        self._count = max(1, round(config.share * target.num_layers))
-        self.skip = even(target.num_layers, self._count) if skip is None else skip
-        """The layers that are left out now."""
-        super().__init__(part(target, self.skip), target.vocab_size)
-        if skip is None:  # the set that is found follows the texts met first
-            streams = [f"hidden.{i}" for i in range(target.num_layers + 1)]
-            taps = frozenset(["hidden.-1"] if config.find == "search" else streams)
-            self.traits = replace(self.traits, taps=taps, deterministic=False)
+    def __init__(self, config: LayerSkipConfig, target: Target, skip: SkipSet | None) -> None:
+        self._config, self._target = config, target
+        self.found = skip is not None
+        """Whether the set stays from now on."""
+        self._take(skip or even(target.num_layers, max(1, round(config.share * target.num_layers))))
+        if not self.found:  # the set that is found follows the texts met first
+            self.traits = replace(self.traits, deterministic=False)
+
+    def _take(self, skip: SkipSet) -> None:
+        self.skip = skip
+        """What is left out now."""
+        self.model = skip.part(self._target)
+
+    @property
+    def clock(self) -> PassClock:
+        """The target's: whether a pass drafts, the verb tells."""
+        return self._target.clock
 
     @classmethod
     def load(cls, config: LayerSkipConfig, target: Target) -> LayerSkip:
@@ -89,8 +120,8 @@ class LayerSkip(ModelDrafter):
         """
         if config.skip is None:
             return cls(config, target, recall(cls.file(config, target), target.num_layers))
-        skip = tuple(sorted({int(number) for number in config.skip.split("+")}))
-        if skip[-1] >= target.num_layers or len(skip) == target.num_layers:
+        skip = SkipSet.read(config.skip)
+        if skip is None or not skip.fits(target.num_layers):
             raise ModelError(
                 f"layer_skip: cannot leave out layers {config.skip} of {target.name}, which has "
                 f"layers 0 to {target.num_layers - 1}, and keep one"
@@ -104,61 +135,68 @@ class LayerSkip(ModelDrafter):
         return data_folder() / "layer_skip" / target.digest / name
 
     @property
-    def language_model(self) -> Target | None:  # type: ignore[override]
+    def language_model(self) -> Target | None:
         """The part of the target, once its set is found: whoever runs it in the drafter's place
         neither finds the set nor follows it.
         """
-        return None if self.traits.taps else super().language_model
+        return self.model if self.found else None
 
-    def begin(self, request: Request) -> ModelState:
-        """Take a slot of the part's cache."""
-        state = super().begin(request)
-        self._living.append(state)
+    def begin(self, request: Request) -> SkipState:
+        return SkipState(len(request.prompt))
+
+    def propose(self, rows: Sequence[DraftRow[SkipState]]) -> list[Draft]:
+        """Find a set if there is none and a text is long enough; then grow drafts in the lent slots."""
+        ready = []
+        for row in rows:
+            if not self.found and len(row.tokens) >= row.state.answer + _JUDGED:
+                self._find(row.tokens)
+        for row in rows:
+            if row.lease is None:
+                ready.append(replace(row, budget=NOTHING))
+                continue
+            row.state.rows = ShallowRows(row.lease, self.skip.first)
+            ready.append(row)
+        drafts = []
+        for row, (draft, numbers) in zip(ready, grow(ready, self.expand), strict=True):
+            if row.state.rows is not None:
+                draft = row.state.rows.finish(draft, numbers)
+            row.state.rows = None  # a lease ends here
+            drafts.append(draft)
+        return drafts
+
+    def expand(self, branches: Sequence[Branch[SkipState]]) -> tuple[Tensor, Tensor | None]:
+        """One pass of the part over the new nodes."""
+        rows = [_rows(branch) for branch in branches]
+        feeds = [one.feed(branch) for one, branch in zip(rows, branches, strict=True)]
+        below = f"hidden.{self.skip.first}"
+        taps = frozenset({below} if self.skip.first else ())
+        scored = self.model.score(feeds, rows[0].lease.cache, taps=taps)
+        for i, one in enumerate(rows if taps else ()):
+            one.hidden.append(scored.taps[below][scored.tap_start_B[i] : scored.tap_start_B[i + 1]].clone())
+        return scored.logits_TV, None
+
+    def observe(self, states: Sequence[SkipState], outcomes: Sequence[Outcome]) -> None:
+        """Nothing grows with a text but the target's own cache."""
+
+    def _find(self, tokens: Sequence[int]) -> None:
+        """Find a set on the end of a text, and draft with it from now on. Cost: some passes, once."""
+        text = list(tokens[-_MOST:])
+        with torch.no_grad():
+            trial = Trial(self._target, text, len(text) - _JUDGED)
+            search = Search(trial, self._config.share)
+            found = search.cosine() if self._config.find == "cosine" else search.bayes(self._config.trials)
+        self._take(found.skip)
+        self.found, self.traits = True, replace(self.traits, deterministic=True)
+        remember(self.file(self._config, self._target), found, self._target)
+
+    def mark(self, state: SkipState) -> None:
+        """There is nothing to come back to."""
+
+    def rewind(self, state: SkipState, mark: None) -> SkipState:
+        state.rows = None
         return state
 
-    def observe(self, states: Sequence[ModelState], outcomes: Sequence[Outcome]) -> None:
-        """Find the set if it is still to be found, then as any model."""
-        if self.traits.taps:
-            texts = [
-                outcome
-                for outcome in outcomes
-                if outcome.forced
-                and outcome.start == 0
-                and len(outcome.fed) >= _LEAST
-                and outcome.scored.taps.keys() >= self.traits.taps
-            ]
-            if texts:
-                self._adopt(self._found(max(texts, key=lambda outcome: len(outcome.fed))))
-        super().observe(states, outcomes)
 
-    def _found(self, text: Outcome) -> Found:
-        taps, most = text.scored.taps, slice(0, _MOST)
-        if self._config.find == "cosine":
-            streams = [taps[f"hidden.{i}"][most] for i in range(self._target.num_layers + 1)]
-            return by_cosine(streams, self._count)
-        guess_T = self._target.head(taps["hidden.-1"][most]).argmax(1)
-        return search(
-            self._target,
-            text.fed[most],
-            guess_T,
-            count=self._count,
-            trials=self._config.trials,
-            clock=self.clock,
-        )
-
-    def _adopt(self, found: Found) -> None:
-        """Draft with this set from now on, and remember it."""
-        clock = self.clock
-        self.skip = found.skip
-        self.traits = replace(self.traits, taps=frozenset())
-        self.model = part(self._target, found.skip)
-        self.model.clock = clock
-        self.cache = self.model.new_cache()
-        for state in self._living:  # their texts are read anew at their next drafts
-            state.slot, state.draft, state.lead, state.row = self.cache.open(), None, 0, {}
-        if found.skip:
-            remember(self.file(self._config, self._target), found, self._target)
-
-    def end(self, state: ModelState) -> None:
-        self._living.remove(state)
-        super().end(state)
+def _rows(branch: Branch[SkipState]) -> ShallowRows:
+    assert branch.state.rows is not None
+    return branch.state.rows

@@ -1,22 +1,20 @@
-"""Which layers a model can do without: found on a text, and remembered.
+"""Which attentions and MLPs a model can do without: written down, measured on a text, remembered.
 
-    search     leave out a set, read the text in one pass, count the guesses that are the target's;
-               sets come at random, or from a linear model of what each layer is worth
-    cosine     leave out the layers that turn the residual stream least
+    4+7      layers 4 and 7, whole
+    a4+m9    the attention of layer 4, the MLP of layer 9
 
-The first and the last layer always stay. A search costs one pass of a part of the model per trial.
+A set is judged as it will be used. The target reads a text once; then one pass of what the set leaves
+guesses after every token at once, each guess with the target's own keys and values of all before
+it (as riders, which do not see each other). So a set costs a pass.
 
-Papers: SWIFT, arXiv:2410.06916 (there a Gaussian process proposes, over halves of layers); Draft on
-the Fly, arXiv:2410.01028 (there attentions alone are left out, by a threshold).
-
-Shape letters: T tokens, S sets tried, L layers, H hidden size.
+Shape letters: T tokens judged, L layers, H hidden size.
 """
 
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,113 +22,146 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.clock import PassClock
 from outpace.errors import ModelError
 from outpace.files import write_whole
 from outpace.models.base import Target
 from outpace.models.fields import read_json
-from outpace.types import Feed
+from outpace.types import Feed, Riders
 
-_RANDOM = 6
-"""Sets tried before the linear model is asked; then it has every second turn."""
-_ENOUGH = 0.95
-"""Share of guesses that ends a search."""
-_PRIOR, _NOISE, _BOLD = 0.1, 0.05, 1.0
-"""Of the linear model: how far layers differ in worth, how far a score is off, and how many
-standard deviations above its mean a layer is believed to be dispensable."""
+_PART = re.compile(r"([am]?)(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class SkipSet:
+    """Sub-layers to leave out."""
+
+    attentions: frozenset[int] = frozenset()
+    mlps: frozenset[int] = frozenset()
+
+    @classmethod
+    def read(cls, text: str) -> SkipSet | None:
+        """The set that a text such as ``4+a7+m9`` names; None if it names none."""
+        found = [_PART.fullmatch(part) for part in text.split("+")]
+        named = [(one[1], int(one[2])) for one in found if one is not None]
+        if len(named) < len(found):
+            return None
+        return cls(
+            frozenset(layer for kind, layer in named if kind != "m"),
+            frozenset(layer for kind, layer in named if kind != "a"),
+        )
+
+    def __str__(self) -> str:
+        whole, named = self.attentions & self.mlps, []
+        for layer in sorted(self.attentions | self.mlps):
+            kind = "" if layer in whole else "a" if layer in self.attentions else "m"
+            named.append(f"{kind}{layer}")
+        return "+".join(named)
+
+    def __len__(self) -> int:
+        return len(self.attentions) + len(self.mlps)
+
+    @property
+    def first(self) -> int:
+        """The first layer that misses something; below it all is as in the target."""
+        return min(self.attentions | self.mlps, default=0)
+
+    def fits(self, layers: int) -> bool:
+        """Whether a model has all of this, and more."""
+        named = self.attentions | self.mlps
+        return 0 < len(self) < 2 * layers and all(0 <= layer < layers for layer in named)
+
+    def part(self, target: Target) -> Target:
+        """The target without this; it shares the weights, and caches fit."""
+        return target.without(attentions=self.attentions, mlps=self.mlps)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A set of layers to leave out."""
+    """A set, and what is known of it."""
 
-    skip: tuple[int, ...]
-    """Ascending, counted from 0."""
-    score: float
-    """Share of the guesses that were the target's, in search; mean cosine of what is left out."""
+    skip: SkipSet
+    agreement: float
+    """Share of the target's likeliest tokens that it guessed."""
+    cost: float
+    """Of a guess, in whole passes, by weights read."""
     tried: int
     """Sets tried."""
 
 
-def part(target: Target, skip: Sequence[int]) -> Target:
-    """The target without some layers; it shares the weights."""
-    return target.variant(layers=[i for i in range(target.num_layers) if i not in set(skip)])
-
-
-def even(layers: int, count: int) -> tuple[int, ...]:
-    """A set of ``count`` layers, or as many as may go, evenly spread."""
+def even(layers: int, count: int) -> SkipSet:
+    """``count`` whole layers, or as many as may go, evenly spread; the first and the last stay."""
     middle = range(1, layers - 1)
     count = min(count, len(middle))
-    return tuple(middle[(2 * i + 1) * len(middle) // (2 * count)] for i in range(count))
+    chosen = frozenset(middle[(2 * i + 1) * len(middle) // (2 * count)] for i in range(count))
+    return SkipSet(chosen, chosen)
 
 
-def search(
-    target: Target, tokens: Sequence[int], guess_T: Tensor, *, count: int, trials: int, clock: PassClock
-) -> Found:
-    """Try sets of ``count`` layers; the same text gives the same set.
-
-    Args:
-        guess_T: int64, what the target itself would say after each of them.
-        trials: most sets.
-    """
-    first = even(target.num_layers, count)
-    coins, best = random.Random(0), Found(first, -1.0, 0)
-    tried: dict[tuple[int, ...], float] = {}
-    candidate = first
-    middle = range(1, target.num_layers - 1)
-    for trial in range(trials):
-        score = _agreement(part(target, candidate), tokens, guess_T, clock)
-        tried[candidate] = score
-        if score > best.score:
-            best = Found(candidate, score, 0)
-        if best.score >= _ENOUGH or not first or len(first) == len(middle):
-            break
-        candidate = tuple(sorted(coins.sample(middle, len(first))))
-        if trial >= _RANDOM and trial % 2:
-            modelled = propose(tried, target.num_layers)
-            candidate = candidate if modelled in tried else modelled
-    return Found(best.skip, best.score, len(tried))
+def choices(layers: int) -> list[SkipSet]:
+    """Sub-layers that may be left out, one by one: attentions, then MLPs."""
+    middle = range(1, layers - 1)
+    return [
+        *(SkipSet(attentions=frozenset({layer})) for layer in middle),
+        *(SkipSet(mlps=frozenset({layer})) for layer in middle),
+    ]
 
 
-def _agreement(model: Target, tokens: Sequence[int], guess_T: Tensor, clock: PassClock) -> float:
-    cache = model.new_cache(len(tokens))
-    with clock:
-        logits_TV = model.score([Feed.chain(cache.open(), tokens)], cache).logits_TV
-    return float((logits_TV.argmax(1) == guess_T).float().mean())
+def union(parts: Iterable[SkipSet]) -> SkipSet:
+    """All of these together."""
+    listed = list(parts)
+    return SkipSet(
+        frozenset().union(*(one.attentions for one in listed)),
+        frozenset().union(*(one.mlps for one in listed)),
+    )
 
 
-def propose(tried: dict[tuple[int, ...], float], layers: int) -> tuple[int, ...]:
-    """The set that a Bayesian linear model of the scores holds for the best, if it is lucky.
-
-    score(set) = mean + sum of the worth of leaving out each of its layers; the worths have a
-    normal prior. Layers rank by posterior mean plus ``_BOLD`` deviations.
-    """
-    size = len(next(iter(tried)))
-    x_SL = torch.zeros(len(tried), layers, dtype=torch.float64)
-    for row, skip in enumerate(tried):
-        x_SL[row, list(skip)] = 1.0
-    y_S = torch.tensor(list(tried.values()), dtype=torch.float64)
-    precision_LL = x_SL.T @ x_SL / _NOISE**2 + torch.eye(layers, dtype=torch.float64) / _PRIOR**2
-    spread_LL = torch.linalg.inv(precision_LL)
-    mean_L = spread_LL @ (x_SL.T @ (y_S - y_S.mean())) / _NOISE**2
-    worth_L = mean_L + _BOLD * spread_LL.diagonal().sqrt()
-    return tuple(sorted((worth_L[1 : layers - 1].topk(size).indices + 1).tolist()))
-
-
-def by_cosine(stream_LTH: Sequence[Tensor], count: int) -> Found:
-    """The layers whose output points most where their input did.
+class Trial:
+    """A text that sets are judged on.
 
     Args:
-        stream_LTH: L + 1 residual streams, before the first layer and after each, over a text.
+        tokens: the text; it is read once by the whole target.
+        first: guesses are judged from this place on, at least 1.
     """
-    middle = range(1, len(stream_LTH) - 2)
-    turn = [float(F.cosine_similarity(stream_LTH[i], stream_LTH[i + 1], dim=-1).mean()) for i in middle]
-    order = sorted(range(len(middle)), key=lambda i: -turn[i])[:count]
-    score = sum(turn[i] for i in order) / max(1, len(order))
-    return Found(tuple(sorted(middle[i] for i in order)), score, 1)
+
+    def __init__(self, target: Target, tokens: Sequence[int], first: int) -> None:
+        self.target = target
+        self._judged = tuple(tokens[first:])
+        self._nodes = tuple(range(first - 2, len(tokens) - 2))
+        self._cache = target.new_cache(len(tokens))
+        self._slot = self._cache.open()
+        inside = [f"{kind}.{i}" for i in range(target.num_layers) for kind in ("hidden", "attn_out")]
+        taps = frozenset([*inside, f"hidden.{target.num_layers}"])
+        scored = target.score([Feed.chain(self._slot, tokens)], self._cache, taps=taps)
+        self._guess_T = scored.logits_TV[first:].argmax(1)
+        self._kept = [self._cosines(scored.taps, i, first) for i in range(target.num_layers)]
+
+    @staticmethod
+    def _cosines(taps: Mapping[str, Tensor], layer: int, first: int) -> tuple[float, float]:
+        """How little the attention and the MLP of a layer turn the residual stream."""
+        x_TH, y_TH = taps[f"hidden.{layer}"][first:], taps[f"hidden.{layer + 1}"][first:]
+        between_TH = x_TH + taps[f"attn_out.{layer}"][first:]
+        first_T = F.cosine_similarity(x_TH, between_TH, dim=-1)
+        second_T = F.cosine_similarity(between_TH, y_TH, dim=-1)
+        return float(first_T.mean()), float(second_T.mean())
+
+    def likeness(self, part: SkipSet) -> float:
+        """Mean cosine between the residual stream before and after what is left out."""
+        some = [self._kept[i][0] for i in part.attentions] + [self._kept[i][1] for i in part.mlps]
+        return sum(some) / max(1, len(some))
+
+    def agreement(self, skip: SkipSet) -> float:
+        """Share of the target's likeliest tokens that the rest guesses. Cost: one pass of the rest."""
+        riders = Riders(self._nodes, (-1,) * len(self._nodes), self._judged)
+        with torch.no_grad():
+            scored = skip.part(self.target).score([Feed(self._slot, (), (), riders=riders)], self._cache)
+        assert scored.rider_logits_RV is not None
+        return float((scored.rider_logits_RV.argmax(1) == self._guess_T).float().mean())
+
+    def cost(self, skip: SkipSet) -> float:
+        """Of a guess, in whole passes, by weights read."""
+        return skip.part(self.target).weight_bytes / self.target.weight_bytes
 
 
-def recall(file: Path, layers: int) -> tuple[int, ...] | None:
+def recall(file: Path, layers: int) -> SkipSet | None:
     """Read a set; None if there is none.
 
     Raises:
@@ -140,14 +171,19 @@ def recall(file: Path, layers: int) -> tuple[int, ...] | None:
     if not data:
         return None
     said = data.get("skip")
-    listed = said if isinstance(said, list) else []
-    skip = {i for i in listed if type(i) is int and 0 <= i < layers}
-    if len(skip) != len(listed) or len(skip) in (0, layers):
+    skip = SkipSet.read(said) if isinstance(said, str) else None
+    if skip is None or not skip.fits(layers):
         raise ModelError(f"{file}: skip {said!r} is no part of layers 0 to {layers - 1}; delete it")
-    return tuple(sorted(skip))
+    return skip
 
 
 def remember(file: Path, found: Found, target: Target) -> None:
     """Write a set; the file is whole or not there."""
-    data = {"target": target.name, "skip": list(found.skip), "score": found.score, "tried": found.tried}
+    data = {
+        "target": target.name,
+        "skip": str(found.skip),
+        "agreement": found.agreement,
+        "cost": found.cost,
+        "tried": found.tried,
+    }
     write_whole(file, json.dumps(data))

@@ -16,7 +16,7 @@ every head as one chain, kept as far as it equals the target's own choice:
 Paper: Cai et al. 2024 (Medusa-1), arXiv:2401.10774. Theirs copies the unembedding for every head
 and trains it; here all heads share the target's. Typical acceptance is a verifier, `typical`.
 
-Shape letters: B sequences, F nodes of a frontier, K heads, H hidden size, D draft vocabulary.
+Shape letters: B sequences, K heads, H hidden size, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.methods.medusa.heads import Heads, HeadState, ResidualDrafter, read_heads
+from outpace.drafters.blocks import BlockDrafter
+from outpace.drafters.last_state import LastState
+from outpace.methods.medusa.heads import Heads, ResidualDrafter, read_heads
 from outpace.models.base import Target
 from outpace.tree.growth import Branch
-from outpace.types import ROOT
 
 METHOD = "medusa"
 
@@ -45,14 +46,14 @@ class MedusaConfig:
     """Round their weights to int8 or int4, where compiled code multiplies them; none keeps them."""
 
 
-class Medusa(ResidualDrafter):
+class Medusa(BlockDrafter[LastState], ResidualDrafter):
     """Drafts with heads that read the hidden state alone."""
 
     Config = MedusaConfig
 
     def __init__(self, heads: Heads, target: Target, quantize: str | None = None) -> None:
-        super().__init__(heads, target, quantize)
-        self._logits_BKD = torch.empty(0)
+        ResidualDrafter.__init__(self, heads, target, quantize)
+        self.block = heads.shape.heads
 
     @classmethod
     def load(cls, config: MedusaConfig, target: Target) -> Medusa:
@@ -64,15 +65,10 @@ class Medusa(ResidualDrafter):
         heads = read_heads(METHOD, config.model, target, conditioned=False)
         return cls(heads, target, config.quantize)
 
-    def expand(self, branches: Sequence[Branch[HeadState]]) -> tuple[Tensor, Tensor | None]:
-        """All heads for all sequences at the first level; later levels look up their head's."""
-        if branches[0].nodes == (ROOT,):
-            with self.clock, torch.no_grad():
-                self._logits_BKD = self.logits(self.hidden(branches))
-        # Counted anew, since whoever grows the tree may open nodes of several levels.
-        row_F = [b.state.row for b in branches for _ in b.nodes]
-        head_F = [len(b.path(node)) for b in branches for node in b.nodes]
-        return self._logits_BKD[row_F, head_F], self.id_D
+    def blocks(self, branches: Sequence[Branch[LastState]]) -> Tensor:
+        """All heads for all sequences, [B, K, D]."""
+        with self.clock, torch.no_grad():
+            return self.logits(self.hidden(branches))
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
         """What every head says after hidden states, float32 [B, K, D]."""

@@ -10,47 +10,26 @@
 The unembedding is the target's, sliced to the draft vocabulary in memory: a drafter folder holds
 M, A and b alone. Embeddings come in with length sqrt(H), whatever the scale of the target's.
 
-A tree is static. With the weights are stored the accuracies a[k][i], how often the i-th likeliest
-token of head k was the target's, given that the path before was; the tree takes the paths with
-the largest products. It stands in for ``STOCK``, the tree of a drafter that nobody gave another.
-Its first four nodes are checked where nobody says how many: on CPUs further rows cost what they
-bring.
-
-Shape letters: B sequences, F nodes of a frontier, K heads, H hidden size, I inputs of a head,
-D draft vocabulary.
+Shape letters: F nodes of a frontier, K heads, H hidden size, I inputs of a head.
 """
 
 from __future__ import annotations
 
-import copy
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.drafters.base import ExpandingDrafter, Request, Traits
-from outpace.drafters.trained import CONFIG, find, read_config, read_tensors, rounding, vocab_map
-from outpace.errors import ModelError, SpecError
+from outpace.drafters.last_state import LastStateDrafter, fit_tensors, read_tree, read_vocab
+from outpace.drafters.trained import CONFIG, find, read_config, read_tensors, rounding
+from outpace.errors import ModelError
 from outpace.law import VocabMap
-from outpace.models.base import HEAD, TAPS, Target
+from outpace.models.base import Target
 from outpace.models.blocks import Form
 from outpace.models.plan import Plan
-from outpace.tree.growth import Branch, DraftRow
-from outpace.tree.shapes import parse_shape, table
-from outpace.types import NOTHING, Draft, Outcome, Shape
-
-LAST = "hidden.-1"
-"""The feature that heads read."""
-STOCK = "[-1,0,1,2,3,-1,0,-1,5,1,0,-1,5,7,6]"
-"""The tree where neither the user nor a calibration says better. Its chain comes first: whoever
-cuts a budget to its first nodes, and to their depth, leaves a calibrated tree its depth too."""
-_STOCK = parse_shape(STOCK)
-_EPS = 1e-6
+from outpace.types import Shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,11 +74,6 @@ class Heads:
     """The calibrated tree, likeliest nodes first; None: nothing was measured."""
 
 
-def unit(embed: Tensor) -> Tensor:
-    """Embeddings [..., H] as heads read them, float32."""
-    return F.rms_norm(embed.float(), (embed.shape[-1],), eps=_EPS)
-
-
 def read_heads(method: str, path: str | None, target: Target, conditioned: bool) -> Heads:
     """Read a drafter folder.
 
@@ -122,30 +96,9 @@ def read_heads(method: str, path: str | None, target: Target, conditioned: bool)
         heads=said["heads"], layers=said["layers"], hidden_size=target.hidden_size, conditioned=conditioned
     )
     tensors = read_tensors(folder)
-    wanted = shape.tensor_shapes()
-    for name in sorted(wanted.keys() | tensors.keys() - {"d2t", "t2d"}):
-        got, need = (tuple(tensors[name].shape) if name in tensors else None), wanted.get(name)
-        if got != need:
-            raise ModelError(f"{folder}: {name!r} has shape {got}, its config needs {need}")
-    vocab = vocab_map(tensors, target.vocab_size)
-    columns = target.vocab_size if vocab is None else len(vocab.to_target_D)
-    if said.get("draft_vocab_size") != columns:
-        raise ModelError(
-            f"{folder / CONFIG}: draft_vocab_size is {said.get('draft_vocab_size')}, but the "
-            f"weights have {columns} draft tokens"
-        )
-    kept = {name: tensors[name] for name in wanted}
-    return Heads(shape=shape, tensors=kept, vocab=vocab, tree=_tree(said, folder))
-
-
-def _tree(said: Mapping[str, Any], folder: Path) -> Shape | None:
-    parents = said.get("tree")
-    if not parents:
-        return None
-    try:
-        return table(parents)
-    except (SpecError, TypeError) as error:
-        raise ModelError(f"{folder / CONFIG}: {error}") from error
+    kept = fit_tensors(tensors, shape.tensor_shapes(), folder)
+    vocab = read_vocab(tensors, said, target.vocab_size, folder)
+    return Heads(shape=shape, tensors=kept, vocab=vocab, tree=read_tree(said, folder))
 
 
 class HeadNet:
@@ -207,20 +160,8 @@ class HeadNet:
         return x_FKH
 
 
-@dataclass(slots=True, eq=False)
-class HeadState:
-    """What is known of one sequence. Its tensor is never changed, only replaced."""
-
-    hidden_H: Tensor | None = None
-    """Of the newest row that a pass showed."""
-    end: int = -1
-    """The position after that row's."""
-    row: int = 0
-    """The sequence's place in the drafts under way."""
-
-
-class ResidualDrafter(ExpandingDrafter[HeadState]):
-    """Drafts with residual heads; keeps one hidden state per sequence, and no cache.
+class ResidualDrafter(LastStateDrafter):
+    """Drafts with residual heads.
 
     Args:
         heads: of the kind that the method reads.
@@ -228,15 +169,8 @@ class ResidualDrafter(ExpandingDrafter[HeadState]):
         quantize: how to round the weights, where compiled code multiplies them.
     """
 
-    traits = Traits(
-        default_nodes=4,
-        default_tree=STOCK,
-        needs=frozenset({TAPS, HEAD}),
-        taps=frozenset({LAST}),
-        samples=True,
-    )
-
     def __init__(self, heads: Heads, target: Target, quantize: str | None = None) -> None:
+        super().__init__(heads.shape.heads, heads.tree)
         self.heads, self.target = heads, target
         numbers = range(heads.shape.heads)
         form = Form(target.dtype, target.device, quantize=rounding(quantize, target))
@@ -244,48 +178,3 @@ class ResidualDrafter(ExpandingDrafter[HeadState]):
         self.nets = [HeadNet(heads, group, target, form) for group in groups]
         """One per head (hydra), or one of all heads (medusa)."""
         self.id_D = None if heads.vocab is None else heads.vocab.to_target_D.to(target.device)
-
-    @abstractmethod
-    def expand(self, branches: Sequence[Branch[HeadState]]) -> tuple[Tensor, Tensor | None]:
-        """Logits of the nodes' children; see the contract."""
-
-    def begin(self, request: Request) -> HeadState:
-        """Nothing is known until the first pass."""
-        return HeadState()
-
-    def propose(self, rows: Sequence[DraftRow[HeadState]]) -> list[Draft]:
-        """Grow drafts; a sequence whose last features were not shown gets an empty one."""
-        return super().propose([self._fitted(row) for row in rows])
-
-    def _fitted(self, row: DraftRow[HeadState]) -> DraftRow[HeadState]:
-        if row.state.hidden_H is None or row.state.end != len(row.tokens) - 1:
-            return replace(row, budget=NOTHING)
-        budget = row.budget
-        shape = budget.shape
-        if shape.parent_N == _STOCK.parent_N:
-            parents = (self.heads.tree or _STOCK).parent_N
-            assert parents is not None
-            shape = Shape(parents[: budget.max_nodes])  # the likeliest, not the first levels
-        depth = min(budget.max_depth, self.heads.shape.heads)
-        return replace(row, budget=replace(budget, max_depth=depth, shape=shape))
-
-    def hidden(self, branches: Sequence[Branch[HeadState]]) -> Tensor:
-        """The hidden states of the sequences, [B, H]; numbers them."""
-        parts = []
-        for number, branch in enumerate(branches):
-            branch.state.row = number
-            assert branch.state.hidden_H is not None
-            parts.append(branch.state.hidden_H)
-        return torch.stack(parts)
-
-    def observe(self, states: Sequence[HeadState], outcomes: Sequence[Outcome]) -> None:
-        """Keep the hidden state of the last row that was committed."""
-        for state, outcome in zip(states, outcomes, strict=True):
-            taps = outcome.scored.taps
-            if LAST in taps and outcome.fed:
-                state.hidden_H = taps[LAST][outcome.row_F[-1]].clone()
-                state.end = outcome.start + len(outcome.fed)
-
-    def mark(self, state: HeadState) -> HeadState:
-        """A copy that shares the tensor."""
-        return copy.copy(state)

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.methods.medusa.heads import Heads, HeadState, ResidualDrafter, read_heads, unit
+from outpace.drafters.last_state import LastState, unit
+from outpace.methods.medusa.heads import Heads, ResidualDrafter, read_heads
 from outpace.models.base import Target
 from outpace.tree.growth import Branch
 from outpace.types import ROOT
@@ -64,7 +65,7 @@ class Hydra(ResidualDrafter):
         heads = read_heads(METHOD, config.model, target, conditioned=True)
         return cls(heads, target, config.quantize)
 
-    def expand(self, branches: Sequence[Branch[HeadState]]) -> tuple[Tensor, Tensor | None]:
+    def expand(self, branches: Sequence[Branch[LastState]]) -> tuple[Tensor, Tensor | None]:
         """One pass of the head of this level over all nodes."""
         if branches[0].nodes == (ROOT,):
             self._hidden_BH = self.hidden(branches)

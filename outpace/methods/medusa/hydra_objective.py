@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from outpace.drafters.last_state import unit
 from outpace.drafters.trained import read_embedding
 from outpace.law import VocabMap
-from outpace.methods.medusa.heads import unit
 from outpace.methods.medusa.objective import HeadsNet, Medusa, MedusaTraining
 from outpace.models.decoder import Decoder
 from outpace.train.align import Aligned

@@ -8,64 +8,45 @@ Every head starts as the identity (A = 0, b = 0), so it starts with the target's
 before. Only A and b are trained, best with a ``loop.lr`` of some 3e-3; the loss of a deeper head
 counts less.
 
-Held-out rows also give what the static tree is made of: how often the i-th likeliest token of
-head k was the target's, among rows where the target's tokens before it were among the likeliest
-of their heads. `save` stores it, from the measurement before.
+Held-out measurement and the tree that is stored: `outpace.train.ahead`.
 
 Papers: Cai et al. 2024 (Medusa-1), arXiv:2401.10774; Stern et al. 2018, arXiv:1811.03115. Labels
 are the target's distributions, not the text alone.
 
-Shape letters: B sequences, A learning rows, R rows, C rows of a chunk, N distributions, K heads, H hidden
-size, I inputs of a head, D draft vocabulary.
+Shape letters: B sequences, A learning rows, K heads, H hidden size, I inputs of a head.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outpace.drafters.static_tree import LARGEST, likeliest
-from outpace.drafters.trained import head_rows, lender
-from outpace.files import write_whole
+from outpace.drafters.trained import lender
 from outpace.law import VocabMap
 from outpace.methods.medusa.heads import HeadsShape
 from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
-from outpace.train.align import EAGLE, Aligned
+from outpace.train.ahead import AheadObjective, AheadTraining
+from outpace.train.align import Aligned
 from outpace.train.batches import Batch
-from outpace.train.losses import check, depth_weights
-from outpace.train.objective import LAST, Objective, Step, write_drafter
-from outpace.train.ranks import Ranks, judge_ranks
+from outpace.train.objective import LAST
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MedusaTraining:
+class MedusaTraining(AheadTraining):
     heads: int = 4
     """Tokens that can be guessed at a time."""
     layers: int = 2
     """Blocks of a head."""
-    decay: float = 0.8
-    """Weight of a head relative to the one before."""
-    loss: str = "kl"
-    """One of the losses of `outpace.train.losses`: ce, kl, rkl, jsd, tv, lk, lk_mix."""
-    temperature: float = 1.0
-    """Divides the target's logits before they become labels."""
 
     def __post_init__(self) -> None:
-        check(self.loss)
-        if self.heads < 1 or self.layers < 1:
-            raise ValueError(f"heads and layers must be at least 1, got {self.heads} and {self.layers}")
-        if not 0 < self.decay <= 1 or self.temperature <= 0:
-            raise ValueError(
-                f"decay must be in (0, 1] and temperature above 0, got {self.decay} and {self.temperature}"
-            )
+        AheadTraining.__post_init__(self)
+        self.at_least_one(heads=self.heads, layers=self.layers)
 
 
 class Head(nn.Module):
@@ -95,7 +76,7 @@ class HeadsNet(nn.Module):
         self.heads = nn.ModuleList(Head(shape, number) for number in range(shape.heads))
 
 
-class Medusa(Objective):
+class Medusa(AheadObjective):
     """Heads that read the hidden state alone, in training."""
 
     Config = MedusaTraining
@@ -106,10 +87,8 @@ class Medusa(Objective):
     def __init__(
         self, config: MedusaTraining, target: Decoder, vocab: VocabMap | None, net: HeadsNet
     ) -> None:
-        self.config, self.target, self.vocab, self.module = config, target, vocab, net
-        self._head_DH = head_rows(target, vocab, target.dtype)
-        self._weights = depth_weights(config.heads, config.decay)
-        self.ranks = Ranks(config.heads)
+        super().__init__(config, target, vocab, config.heads)
+        self.module = net
 
     @classmethod
     def taps(cls, config: Any, target: Target) -> tuple[str, ...]:
@@ -137,31 +116,8 @@ class Medusa(Objective):
         inputs = self.inputs(hidden_BAH, aligned)
         return [head(u_BAI) for head, u_BAI in zip(self.module.heads, inputs, strict=True)]
 
-    def loss(self, batch: Batch) -> Step:
-        aligned = Aligned(batch, EAGLE)
-        self.ranks.clear()
-        states = self.states(batch, aligned)
-        return self.learn(states, batch, aligned, EAGLE, self._head_DH, self._weights)
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Step:
-        aligned = Aligned(batch, EAGLE)
-        return judge_ranks(self.ranks, self.states(batch, aligned), batch, aligned, self, self._head_DH)
-
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """Write the drafter folder, and in it the calibrated tree alone, as ``tree.json``.
-
-        ``tree=FOLDER/tree.json`` serves every ``tree_size``; the default ends at its 15th node.
-        """
-        shape, rates = self.module.shape, self.ranks.acceptance()
-        parents = list(likeliest(rates, LARGEST))
-        config = {
-            **self.about(self.method, [LAST]),
-            "heads": shape.heads,
-            "layers": shape.layers,
-            "acceptance": rates,
-            "tree": parents,
-        }
-        write_drafter(folder, config, self.named(), self.vocab, provenance)
-        if parents:
-            write_whole(folder / "tree.json", json.dumps({"parents": parents}) + "\n")
+        """Write the drafter folder with the calibrated tree."""
+        shape = self.module.shape
+        config = {**self.about(self.method, [LAST]), "heads": shape.heads, "layers": shape.layers}
+        self.save_tree(folder, config, provenance)

@@ -37,7 +37,6 @@ from torch import Tensor, nn
 from outpace.drafters.trained import head_rows, lender
 from outpace.law import VocabMap
 from outpace.methods.ppd.files import METHOD, PROMPTS
-from outpace.methods.ppd.training_net import RiderNet
 from outpace.models.base import EMBEDDINGS, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.train.align import EAGLE, Aligned
@@ -45,6 +44,7 @@ from outpace.train.batches import Batch
 from outpace.train.losses import check, depth_weights, head_loss, weighted
 from outpace.train.objective import Objective, Step, draft_ids, target_laws, whole_laws, write_drafter
 from outpace.train.ranks import RankedChain, Ranks, ranked
+from outpace.train.rider_net import RiderNet
 
 UNIT = 50.0
 """Distance from the start, in what is trained: Adam's steps are so much longer."""

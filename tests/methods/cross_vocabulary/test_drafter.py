@@ -652,7 +652,7 @@ def test_a_context_that_was_held_already_is_read(engine, other):
         ("cross_vocabulary", "needs model="),
         ("cross_vocabulary[model=M by=ids]", "by must be one of auto, text, tokens, got ids"),
         ("cross_vocabulary[model=M drafter=suffix+max_gram]", "names 2 drafters; give one"),
-        ("cross_vocabulary[model=M drafter=layer_skip]", "nobody computes; use a language model"),
+        ("cross_vocabulary[model=M drafter=layer_skip]", "which nobody lends; use a language model"),
         ("cross_vocabulary[model=M drafter=early_exit]", "which nobody lends; use a language"),
         ("cross_vocabulary[model=M drafter=ouroboros[draft=early_exit]]", "which nobody lends"),
         ("cross_vocabulary[model=M drafter=suffix[tree=2x2]]", "tree, which the whole decides"),

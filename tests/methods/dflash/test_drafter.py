@@ -63,7 +63,7 @@ def logits(drafter, states, texts):
     for state in states:
         drafter._forget(state)
     branches = [Branch(s, t, (ROOT,), [], []) for s, t in zip(states, texts, strict=True)]
-    return drafter.logits(branches).clone()
+    return drafter.blocks(branches).clone()
 
 
 def said(drafter, target, text, **planted):

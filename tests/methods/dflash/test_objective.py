@@ -207,7 +207,7 @@ def test_training_and_drafting_give_the_same_logits(target, batches, tmp_path):
         drafter.observe(
             [state], [Outcome(Draft(), passed.of(0), Verdict((), ()), tuple(text[:-1]), rows, 0, forced=True)]
         )
-        got = drafter.logits([Branch(state, text, (ROOT,), [], [])])[0]
+        got = drafter.blocks([Branch(state, text, (ROOT,), [], [])])[0]
         theirs = target.head(wanted[b, a])[:, vocab.to_target_D]
         torch.testing.assert_close(got, theirs, atol=0.02, rtol=0.02)  # features in bfloat16
         before = target.head(wanted[b, a + 1])[:, vocab.to_target_D]

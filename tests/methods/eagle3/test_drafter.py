@@ -246,8 +246,8 @@ def test_rows_that_were_never_shown_are_left_out_and_positions_stay(target, monk
     held = 4
     state = drafter.begin(Request(prompt=tuple(TEXT), num_cached=held))
     show(drafter, state, target, TEXT, held, len(TEXT) - 1)
-    seen, real = [], drafter.net._rotation.at
-    monkeypatch.setattr(drafter.net._rotation, "at", lambda at: seen.append(at) or real(at))
+    seen, real = [], drafter.net._layer.rotation.at
+    monkeypatch.setattr(drafter.net._layer.rotation, "at", lambda at: seen.append(at) or real(at))
     got = chain_logits(drafter, state, TEXT, [4])
     wanted = expected(oracle, target, TEXT, [4], start=held)
     torch.testing.assert_close(got, wanted, atol=3e-5, rtol=3e-5)

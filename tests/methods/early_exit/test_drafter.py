@@ -13,11 +13,11 @@ from outpace.cache.base import Lease
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters import trained
 from outpace.drafters.base import Request, Traits
+from outpace.drafters.shallow import ShallowRows, reordered
 from outpace.methods.early_exit.adapter_rows import AdapterRows
 from outpace.methods.early_exit.drafter import EarlyExit, EarlyExitConfig
 from outpace.methods.early_exit.exits import Belief, pick
 from outpace.methods.early_exit.objective import EarlyExitObjective, EarlyExitTraining
-from outpace.methods.early_exit.shallow import ShallowRows, reordered
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
@@ -73,10 +73,10 @@ def test_the_text_is_plain_text(engine, spec):
 @pytest.mark.parametrize(
     "spec",
     [
-        "early_exit[layer=4]",
-        "early_exit[layer=5 tree=3x2x1]",
-        "early_exit[model=FOLDER]",
-        "early_exit[model=FOLDER tree=3x2x1]",
+        "early_exit[layer=4 threshold=0]",
+        "early_exit[layer=5 tree=3x2x1 threshold=0]",
+        "early_exit[model=FOLDER threshold=0]",
+        "early_exit[model=FOLDER tree=3x2x1 threshold=0]",
     ],
 )
 def test_every_layer_runs_once_per_drafted_token(engine, target, layer_exit, monkeypatch, spec):
@@ -123,7 +123,7 @@ def test_verification_goes_on_where_the_draft_stopped(target, tree, drawn):
 
     Dynamic trees of chosen tokens leave out nodes that were expanded: their rows must go.
     """
-    drafter = EarlyExit(target, [4])
+    drafter = EarlyExit(target, [4], threshold=0.0)
     asked = budget(tree, 7 if tree == "chain" else None, 4)
     temperature = 0.0 if drawn is Drawn.CHOSEN else 0.9
     for text in (TEXT, [77, 3]):
@@ -164,7 +164,7 @@ def test_nodes_left_out_leave_the_tail(target):
 
 
 def test_the_laws_are_those_of_the_exit(target):
-    drafter = EarlyExit(target, [3])
+    drafter = EarlyExit(target, [3], threshold=0.0)
     _, (draft,) = proposed(drafter, leased(target, [TEXT], budget("2x2x1", None, 4), Drawn.DISTINCT, 0.9))
     first = target.variant(layers=range(3))
     seen = 0
@@ -179,7 +179,7 @@ def test_the_laws_are_those_of_the_exit(target):
 
 
 def test_without_a_lease_nothing_is_drafted(target):
-    drafter = EarlyExit(target, [3])
+    drafter = EarlyExit(target, [3], threshold=0.0)
     (row,) = leased(target, [TEXT], Budget(4, 4))
     (draft,) = drafter.propose([replace(row, state=drafter.begin(None), lease=None)])
     assert len(draft) == 0 and draft.resume is None
@@ -196,7 +196,7 @@ def test_what_a_drafter_leaves_in_the_tail_without_a_draft_is_dropped(engine, mo
 
 
 @pytest.mark.parametrize("taps", [frozenset(), frozenset({"hidden.1"})])
-def test_no_slot_is_lent_while_somebody_else_reads_features(engine, target, monkeypatch, taps):
+def test_nothing_is_resumed_while_somebody_else_reads_features(engine, target, monkeypatch, taps):
     """The pass that resumes at layer 3 could not give ``hidden.1``."""
     method = engine.method("early_exit[layer=3]")
     reader = engine.method("none").drafter
@@ -223,7 +223,7 @@ def test_no_slot_is_lent_while_somebody_else_reads_features(engine, target, monk
         extend=lambda outcome: None,
     )
     (outcome,) = step(Machine(target, cache, both, method.policy), [running])
-    assert (len(outcome.draft) == 0) == bool(taps) == (outcome.draft.resume is None)
+    assert len(outcome.draft) and bool(taps) == (outcome.draft.resume is None)
     assert outcome.scored.taps.keys() == taps
 
 
@@ -340,7 +340,7 @@ def layer_exit(target, tmp_path_factory):
 
 
 def with_layer(objective):
-    return EarlyExit.load(EarlyExitConfig(model=str(objective.folder)), objective.target)
+    return EarlyExit.load(EarlyExitConfig(model=str(objective.folder), threshold=0), objective.target)
 
 
 def test_a_trained_layer_changes_the_guesses_and_not_the_text(tmp_path):
@@ -401,7 +401,7 @@ def laws_apart(engine, objective, monkeypatch, spec):
 @pytest.mark.parametrize("shape", ["", "tree=2x2x1"])
 def test_laws_are_those_that_were_trained_after_every_commit(engine, layer_exit, monkeypatch, shape):
     """Its keys are those of the committed text and of the path, whatever was accepted before."""
-    spec = f"early_exit[model={layer_exit.folder} quantize=none {shape}]"
+    spec = f"early_exit[model={layer_exit.folder} quantize=none threshold=0 {shape}]"
     assert laws_apart(engine, layer_exit, monkeypatch, spec) < 1e-5
     # Planted: of a draft the row of its first node stays, whether it was accepted or not.
     real = AdapterRows._keep

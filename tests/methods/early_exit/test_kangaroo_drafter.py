@@ -17,10 +17,10 @@ from outpace.cache.base import Lease
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters import trained
 from outpace.drafters.base import Request
+from outpace.drafters.shallow import Doubt, ShallowRows
 from outpace.methods.early_exit.adapter_rows import AdapterRows
-from outpace.methods.early_exit.kangaroo_drafter import Doubt, Kangaroo, KangarooConfig
+from outpace.methods.early_exit.kangaroo_drafter import Kangaroo, KangarooConfig
 from outpace.methods.early_exit.kangaroo_objective import KangarooObjective, KangarooTraining
-from outpace.methods.early_exit.shallow import ShallowRows
 from outpace.models.passes import PassRows
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams

@@ -1,4 +1,4 @@
-"""Layers left out: which ones are found, that the set is kept, and that the text stays the same."""
+"""Sub-layers left out: which ones are found, that the set is kept, and that the text stays the same."""
 
 import json
 from dataclasses import replace
@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from outpace import Engine, ModelError, SpecError
-from outpace.clock import PassClock
 from outpace.errors import UnknownNameError
-from outpace.methods.layer_skip import skip_sets
 from outpace.methods.layer_skip.drafter import LayerSkip, LayerSkipConfig
+from outpace.methods.layer_skip.search import Process, Search
+from outpace.methods.layer_skip.skip_sets import SkipSet, Trial, choices, even, union
 from outpace.methods.quantized_self import QuantizedSelf, QuantizedSelfConfig
 from outpace.models.decoder import Decoder
 from outpace.models.memory import MemoryCheckpoint
@@ -22,6 +22,8 @@ PROMPTS = [TEXT, [40, 41, 42, 43, 44], [77]]
 LONG = {"max_new_tokens": 24, "ignore_eos": True}
 IDLE = (3, 6)
 """Layers of the target that do nothing."""
+ENOUGH = {"max_new_tokens": 60, "ignore_eos": True}
+"""Of an answer, to find a set on."""
 
 
 def idle_target():
@@ -57,9 +59,9 @@ def tokens(results):
         "skip=3+6",
         "",
         "find=cosine share=0.3",
-        "skip=1+3+6 tree=3x2x1",
-        "skip=5 tree=dynamic",
-        "skip=2+4 tree_size=12 policy=confidence",
+        "skip=1+a3+m6 tree=3x2x1",
+        "skip=m0+5 tree=dynamic",
+        "skip=2+a4 tree_size=12 policy=confidence",
     ],
 )
 def test_the_text_is_plain_text(target, settings):
@@ -75,19 +77,36 @@ def test_the_text_is_plain_text(target, settings):
 
 @pytest.mark.parametrize("find", ["search", "cosine"])
 def test_idle_layers_are_the_ones_left_out(target, find):
-    """Both ways find them in the first prompt that is long enough, and not in a shorter one."""
+    """Both ways find them in the first answer that is long enough, and not in a shorter one."""
     engine, spec = Engine(target, drafter="none"), f"layer_skip[find={find} share=0.25]"
     drafter = engine.method(spec).drafter
     engine.generate([1, 2, 3], drafter=spec, **LONG)
-    assert drafter.traits.taps and drafter.skip == skip_sets.even(8, 2) != IDLE
-    before = drafter.clock
+    assert not drafter.found and not drafter.traits.deterministic and drafter.skip == even(8, 2)
+    plain = engine.generate(PROMPTS, drafter="none", **ENOUGH)
+    assert tokens(engine.generate(PROMPTS, drafter=spec, **ENOUGH)) == tokens(plain), "found on the way"
+    assert drafter.found and drafter.traits.deterministic and str(drafter.skip) == "3+6"
     result = engine.generate(PROMPTS, drafter=spec, **LONG)[1]
-    assert drafter.skip == IDLE and not drafter.traits.taps and drafter.clock is before
     assert result.counters.acceptance_rate == 1.0, "nothing that matters is left out"
     file = LayerSkip.file(drafter._config, target)
-    assert json.loads(file.read_text())["skip"] == list(IDLE)
-    assert LayerSkip.load(replace(drafter._config), target).skip == IDLE
-    assert LayerSkip.load(replace(drafter._config, kind="code"), target).skip != IDLE
+    assert json.loads(file.read_text())["skip"] == "3+6"
+    assert str(LayerSkip.load(replace(drafter._config), target).skip) == "3+6"
+    assert not LayerSkip.load(replace(drafter._config, kind="code"), target).found
+
+
+def test_nothing_below_the_first_gap_is_computed_twice(target):
+    """Rows that were drafted enter verification there; keys and values below it are in the slot."""
+    engine, rows = Engine(target, drafter="none"), []
+    drafter = engine.method("layer_skip[skip=3+6]").drafter
+    propose = drafter.propose
+
+    def watched(asked):
+        drafts = propose(asked)
+        rows.extend((one.resume.layer, len(one) - len(one.resume.row_K)) for one in drafts if len(one))
+        return drafts
+
+    drafter.propose = watched
+    engine.generate(TEXT, drafter="layer_skip[skip=3+6]", **LONG)
+    assert set(rows) == {(3, 0)}, "the pending token and all guesses but the last, from layer 3 on"
 
 
 def test_who_runs_the_model_in_its_place_waits_for_the_set(target):
@@ -96,72 +115,59 @@ def test_who_runs_the_model_in_its_place_waits_for_the_set(target):
     with pytest.raises(SpecError, match="layer_skip is no language model; every"):
         engine.method(cascade)
     phrases = "ouroboros[draft=layer_skip[share=0.25] faster=true]"
-    plain = engine.generate(TEXT, drafter="none", **LONG)
-    assert engine.generate(TEXT, drafter=phrases, **LONG).tokens == plain.tokens
-    assert engine.method(phrases).drafter.draft.skip == IDLE, "it finds the set itself"
+    plain = engine.generate(TEXT, drafter="none", **ENOUGH)
+    assert engine.generate(TEXT, drafter=phrases, **ENOUGH).tokens == plain.tokens
+    assert str(engine.method(phrases).drafter.draft.skip) == "3+6", "it finds the set itself"
     ready = Engine(target, drafter="none")
     assert ready.method(phrases).drafter.sped, "the set is known"
     ready.method(cascade.replace("skip+", "skip[share=0.25]+"))
 
 
-def test_a_set_is_swapped_under_running_sequences(target):
-    """A sequence that was drafted for with the first set goes on with the next one."""
-    engine, spec = Engine(target, drafter="none"), "layer_skip[share=0.25]"
-    plain = engine.generate([[1, 2, 3], TEXT], drafter="none", **LONG)
-    drafter = engine.method(spec).drafter
-    early = engine.stream([1, 2, 3], drafter=spec, **LONG)
-    texts = [next(early).tokens, next(early).tokens]
-    old = drafter.model
-    assert engine.generate(TEXT, drafter=spec, **LONG).tokens == plain[1].tokens
-    assert drafter.model is not old
-    texts += [chunk.tokens for chunk in early]
-    assert tuple(token for text in texts for token in text) == tuple(plain[0].tokens)
-    assert not drafter.cache._slots and not drafter._living
+def slow_agreement(target, skip, first):
+    """The plain way to judge a set: one guess at a time, over keys and values of the whole target."""
+    part, same = skip.part(target), 0
+    for end in range(first, len(TEXT)):
+        cache = target.new_cache()
+        slot = cache.open()
+        target.score([Feed.chain(slot, TEXT[:end])], cache)
+        cache.keep(slot, range(end))
+        said = part.score([Feed.chain(slot, TEXT[end : end + 1])], cache).logits_TV.argmax(1)
+        cache.drop(slot)
+        same += bool(said == target.score([Feed.chain(slot, TEXT[end : end + 1])], cache).logits_TV.argmax(1))
+    return same / (len(TEXT) - first)
 
 
-def agreement(target, skip):
-    """The plain way to score a set: two models, token by token."""
-    part, same = skip_sets.part(target, skip), 0
-    for end in range(1, len(TEXT) + 1):
-        said = []
-        for model in (part, target):
-            cache = model.new_cache()
-            logits = model.score([Feed.chain(cache.open(), TEXT[:end])], cache).logits_TV
-            said.append(int(logits[-1].argmax()))
-        same += said[0] == said[1]
-    return same / len(TEXT)
+def test_a_set_is_judged_as_it_is_used(target):
+    trial = Trial(target, TEXT, 5)
+    before = target.clock.count
+    found = Search(trial, 0.4).bayes(5)
+    assert found.tried == target.clock.count - before <= 5
+    assert found.agreement == pytest.approx(slow_agreement(target, found.skip, 5))
+    assert not {0, 7} & (found.skip.attentions | found.skip.mlps)
+    body = 1 - trial.cost(SkipSet(frozenset(range(8)), frozenset(range(8))))
+    assert 0.4 <= (1 - found.cost) / body < 0.5
+    assert Search(Trial(target, TEXT, 5), 0.4).bayes(5) == found
+    for skip in (SkipSet.read("1+a4"), SkipSet.read("m2+5")):
+        assert trial.agreement(skip) == pytest.approx(slow_agreement(target, skip, 5))
 
 
-def test_a_score_is_the_share_of_guesses_that_were_right(target):
-    cache = target.new_cache()
-    guess = target.score([Feed.chain(cache.open(), TEXT)], cache).logits_TV.argmax(1)
-    clock = PassClock()
-    found = skip_sets.search(target, TEXT, guess, count=3, trials=5, clock=clock)
-    assert found.tried == clock.count <= 5 and len(found.skip) == 3
-    assert found.score == pytest.approx(agreement(target, found.skip))
-    assert 0 not in found.skip and 7 not in found.skip
-    again = skip_sets.search(target, TEXT, guess, count=3, trials=5, clock=clock)
-    assert again == found
+def test_the_process_tells_what_is_near_from_what_is_far():
+    coins = torch.Generator().manual_seed(0)
+    worth_N = torch.rand(20, generator=coins, dtype=torch.float64) / 20
+    x_SN = (torch.rand(40, 20, generator=coins) < 0.4).double()
+    process = Process(x_SN[:30], 1 - x_SN[:30] @ worth_N)
+    mean_C, spread_C = process.predict(x_SN)
+    truth_C = 1 - x_SN @ worth_N
+    assert float((mean_C - truth_C)[30:].abs().mean()) < 0.4 * float(truth_C.std())
+    assert float(spread_C[:30].max()) < float(spread_C[30:].min())
 
 
-def test_the_model_of_scores_learns_what_layers_are_worth():
-    """Scores are made of a worth per layer, and few of the 56 sets of three have to be tried."""
-    worth = [0.0, -0.1, -0.01, -0.1, -0.1, -0.02, -0.1, -0.03, -0.1, 0.0]
-
-    def score(skip):
-        return 1.0 + sum(worth[layer] for layer in skip)
-
-    tried = {skip: score(skip) for skip in ((1, 2, 3), (4, 5, 6), (2, 6, 8), (1, 4, 7))}
-    while (skip := skip_sets.propose(tried, 10)) not in tried:
-        assert len(skip) == 3 and not {0, 9} & set(skip)
-        tried[skip] = score(skip)
-    assert max(tried, key=tried.get) == (2, 5, 7) and len(tried) < 16
-
-
-def test_even_sets():
-    assert skip_sets.even(8, 3) == (2, 4, 6)
-    assert skip_sets.even(3, 5) == (1,)
-    assert skip_sets.even(2, 1) == ()
+def test_sets_are_written_as_they_are_read():
+    for text in ("3+6", "a1+2+m9", "m4"):
+        assert str(SkipSet.read(text)) == text
+    assert SkipSet.read("a3+m3") == SkipSet.read("3") and SkipSet.read("x3") is SkipSet.read("") is None
+    assert str(even(8, 3)) == "2+4+6" and str(even(3, 5)) == "1" and len(even(2, 1)) == 0
+    assert union(choices(4)) == SkipSet.read("1+2") and SkipSet.read("a2+5").first == 2
 
 
 def test_what_does_not_fit_is_said(target, tmp_path):
@@ -169,7 +175,7 @@ def test_what_does_not_fit_is_said(target, tmp_path):
     for settings, words in (
         ("find=luck", "must be search or cosine"),
         ("share=1", "between 0 and 1"),
-        ("skip=a", "numbers of layers"),
+        ("skip=a", "layers and sub-layers"),
         ("kind=../x", "letters, digits"),
         ("trials=0", "at least"),
     ):
@@ -180,8 +186,8 @@ def test_what_does_not_fit_is_said(target, tmp_path):
             LayerSkip.load(LayerSkipConfig(skip=skip), target)
     file = LayerSkip.file(LayerSkipConfig(), target)
     file.parent.mkdir(parents=True)
-    file.write_text('{"skip": [3, 9]}')
-    with pytest.raises(ModelError, match=r"skip \[3, 9\] is no part of layers 0 to 7; delete it"):
+    file.write_text('{"skip": "3+m9"}')
+    with pytest.raises(ModelError, match=r"skip '3\+m9' is no part of layers 0 to 7; delete it"):
         LayerSkip.load(LayerSkipConfig(), target)
 
 

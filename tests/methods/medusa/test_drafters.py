@@ -10,11 +10,12 @@ from outpace import Engine
 from outpace.analysis.best_tree import expected, optimal
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
+from outpace.drafters.last_state import STOCK
 from outpace.drafters.static_tree import likeliest
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.methods.medusa.drafter import Medusa, MedusaConfig
-from outpace.methods.medusa.heads import STOCK, HeadNet, Heads, HeadsShape
+from outpace.methods.medusa.heads import HeadNet, Heads, HeadsShape
 from outpace.methods.medusa.hydra_drafter import Hydra, HydraConfig
 from outpace.methods.medusa.hydra_objective import Hydra as HydraObjective
 from outpace.methods.medusa.hydra_objective import HydraTraining

@@ -10,7 +10,6 @@ from outpace import Engine
 from outpace.errors import ModelError
 from outpace.methods.ppd.files import read_prompts
 from outpace.methods.ppd.objective import Ppd, PpdTraining
-from outpace.methods.ppd.training_net import attend, sight
 from outpace.models.tiny import TableTarget, tiny
 from outpace.train import losses
 from outpace.train.align import EAGLE, Aligned
@@ -18,6 +17,7 @@ from outpace.train.corpus import CorpusPrompt
 from outpace.train.loop import LoopConfig, train
 from outpace.train.options import read_options
 from outpace.train.pipeline import Pipeline
+from outpace.train.rider_net import attend, sight
 from outpace.types import ROOT, Feed, Riders
 from tests.train.texts import Listed, most_used, written
 
@@ -170,7 +170,7 @@ def test_gradients_are_slopes_and_reach_every_vector_alone(target, batches):
     objective.loss(batches[0]).loss.backward()
     grad = moved.grad.clone()
     assert bool((grad.abs().amax(-1) > 0).all()), "every vector learns"
-    assert all(p.grad is None for layer in objective.net.layers for p in layer.parameters())
+    assert all(p.grad is None for layer in objective.net.layers.values() for p in layer.parameters())
     torch.manual_seed(1)
     way = torch.randn_like(moved)
     way /= way.norm()

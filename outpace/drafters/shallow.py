@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outpace.cache.base import Lease
 from outpace.tree.growth import Branch
-from outpace.types import ROOT, Draft, Feed, Resume
+from outpace.types import ROOT, Draft, Feed, Resume, Signals, StopRule
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class ShallowRows:
 
     lease: Lease
     layer: int
-    """e: layers that the rows run through."""
+    """e: layers that the rows run through as the target does; 0: none, nothing is handed on."""
     row: dict[int, int] = field(default_factory=dict)
     """Node, as growth calls it -> its row in the tail of the slot."""
     hidden: list[Tensor] = field(default_factory=list)
@@ -58,7 +58,7 @@ class ShallowRows:
 
         Effects: rows whose nodes were left out of the draft leave the tail.
         """
-        if not self.row:
+        if not self.row or not self.layer or not self.lease.resumes:
             return draft
         names = range(len(draft)) if numbers is None else numbers
         fed = [node for node, name in enumerate(names) if name in self.row]
@@ -70,6 +70,19 @@ class ShallowRows:
             hidden_KH = hidden_KH[torch.tensor(rows, device=hidden_KH.device)]
         resume = Resume(self.layer, tuple(range(len(rows))), hidden_KH)
         return replace(reordered(draft, [*fed, *rest]), resume=resume)
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Stop rule: a branch ends after a token below a threshold, or where another rule ends it."""
+
+    threshold: float
+    other: StopRule | None = None
+
+    def more(self, signals: Signals) -> Tensor:
+        """Bool [F]. It reads kept tokens alone, so nothing drawn is lost."""
+        sure_F = signals.q_F >= self.threshold
+        return sure_F if self.other is None else sure_F & self.other.more(signals)
 
 
 def reordered(draft: Draft, order: Sequence[int]) -> Draft:

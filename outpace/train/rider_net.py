@@ -32,14 +32,15 @@ class RiderNet:
 
     Args:
         target: lends its weights, which are copied once in its dtype. Products are of that dtype.
+        layers: those that riders run, ascending; None: all.
     """
 
-    def __init__(self, target: Decoder) -> None:
+    def __init__(self, target: Decoder, layers: Sequence[int] | None = None) -> None:
         self.target, self.config = target, target.config
         config, device = target.config, target.device
-        self.layers = [Layer(config, i) for i in range(config.num_layers)]
+        self.layers = {i: Layer(config, i) for i in layers or range(config.num_layers)}
         self.norm = Norm(config.hidden_size, config)
-        for i, layer in enumerate(self.layers):
+        for i, layer in self.layers.items():
             _take(layer, target, f"model.layers.{i}.")
             layer.to(device)
         _take(self.norm, target, "model.norm.")
@@ -83,10 +84,11 @@ class RiderNet:
         """Normed last states of riders, float32 [B, G, E, K, H].
 
         Args:
-            embed_EKH: what enters the first layer, the same for every group; gradients flow to it.
+            embed_EKH: what enters the first layer, the same for every group, or [B, G, E, K, H];
+                gradients flow to it.
             place_BG: the last row of the text that each group sees.
         """
-        (size, groups), (chains, riders, _) = place_BG.shape, embed_EKH.shape
+        (size, groups), (chains, riders, _) = place_BG.shape, embed_EKH.shape[-3:]
         kind, dtype = place_BG.device.type, self.target.dtype
         ahead_K = torch.arange(1, riders + 1, device=place_BG.device)
         shape = (size, groups, chains, riders)
@@ -102,7 +104,7 @@ class RiderNet:
             mask_BRX.masked_fill_(~sees_BRX, -torch.inf)
             masks[window] = mask_BRX.repeat(1, group, 1)
         with torch.autocast(kind, dtype, enabled=dtype is torch.bfloat16):
-            for i, layer in enumerate(self.layers):
+            for i, layer in self.layers.items():
                 turn = self._turns[self.config.rope_of_layer[i]].at(position_BR, longest + riders)
                 mask_BYX = masks[self.config.windows[i]]
                 stream_BRH = self._layer(layer, stream_BRH, turn, text[i], mask_BYX)

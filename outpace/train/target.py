@@ -1,41 +1,37 @@
-"""Make a small decoder whose first layers guess well, and measure what leaving early gains.
+"""A small decoder whose first layers guess well, made from texts: ``outpace train target``.
 
-    python tools/early_exit_model.py OUT --texts FILE... [--minutes 40] [--resume]
-    python tools/early_exit_model.py OUT --only measure [-- options of outpace bench]
-
-OUT becomes a model folder in the layout of Hugging Face, which every ``--model`` takes. Training
-goes on from OUT/training with ``--resume`` and shows its progress. Texts are split at
+OUT becomes a model folder in the layout of Hugging Face, which every ``--model`` takes, with a tokenizer
+of its own. Training goes on from OUT/training with ``--resume``. Texts are split at
 ``<|endoftext|>`` or else at paragraphs; every 40th piece is kept from training, and the beginnings
-of such pieces are the prompts that are measured with (OUT/prompts.jsonl).
+of such pieces are a workload to measure with (OUT/prompts.jsonl).
 
-Recipe and network are in `early_exit_net`. Progress lines say how often the whole model's
-likeliest token is the text's, and after it, exit by exit, how often the exit's is the whole
-model's; all held out.
+Recipe and network are in `target_net`. Progress lines say how often the whole model's likeliest token is
+the text's, and after it, exit by exit, how often the exit's is the whole model's; all held out.
 
 Shape letters: B sequences.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import tokenizers
 import torch
-from early_exit_net import END, ExitModel, Numbered, Recipe, end_of
 from torch import Tensor
 
+from outpace.config import build
 from outpace.errors import OutpaceError
 from outpace.files import write_whole
 from outpace.train import checkpoint
 from outpace.train.batches import Batch
 from outpace.train.loop import LoopConfig, Progress, train
+from outpace.train.options import read_pairs
+from outpace.train.target_net import END, ExitModel, Numbered, Recipe, end_of
 
 APART = 40
 """Every so many-th piece of text is held out."""
@@ -142,7 +138,40 @@ def write_prompts(texts: Sequence[str], file: Path, seed: int) -> None:
     write_whole(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make(out: Path, recipe: Recipe, files: Sequence[Path], loop: LoopConfig, resume: bool) -> None:
+LOOP = {
+    "minutes": "40",
+    "lr": "0.0015",
+    "weight_decay": "0.05",
+    "evaluate_every": "100",
+    "evaluate_tokens": "10000",
+    "checkpoint_every": "100",
+    "report_every": "20",
+}
+"""How it is trained unless told otherwise: a model from nothing learns at a higher rate than a drafter."""
+
+
+def read_settings(pairs: Sequence[str]) -> tuple[Recipe, LoopConfig]:
+    """Options of the recipe, and those of the loop (``loop.KEY``), as ``key=value``.
+
+    Raises:
+        UnknownNameError, SpecError: as ``outpace train`` refuses settings.
+    """
+    given = read_pairs("a target", pairs, {"": Recipe, "loop": LoopConfig})
+    if "steps" in given["loop"]:
+        given["loop"].setdefault("minutes", "none")
+    return build(Recipe, given[""], "the recipe"), build(
+        LoopConfig, {**LOOP, **given["loop"]}, "the training loop"
+    )
+
+
+def make(
+    out: Path,
+    recipe: Recipe,
+    files: Sequence[Path],
+    loop: LoopConfig,
+    resume: bool,
+    say: Callable[[str], None],
+) -> None:
     """Tokenizer, training, model folder.
 
     Raises:
@@ -168,10 +197,9 @@ def make(out: Path, recipe: Recipe, files: Sequence[Path], loop: LoopConfig, res
         raise OutpaceError(f"the texts have {len(own.ids) + len(held.ids)} tokens; give more")
     model = ExitModel(recipe, tokenizer)
     size = sum(one.numel() for one in model.module.parameters())
-    print(
+    say(
         f"{size / 1e6:.1f} million weights, {len(own.ids)} tokens to learn, {len(held.ids)} held "
-        f"out, {own.count} steps an epoch",
-        flush=True,
+        f"out, {own.count} steps an epoch"
     )
 
     def report(now: Progress) -> None:
@@ -180,10 +208,10 @@ def make(out: Path, recipe: Recipe, files: Sequence[Path], loop: LoopConfig, res
         if now.acceptance:
             whole, *early = now.acceptance
             each = ", ".join(
-                f"exit {layer} {one:.3f}" for layer, one in zip(recipe.exits, early, strict=True)
+                f"exit {layer} {one:.3f}" for layer, one in zip(recipe.after, early, strict=True)
             )
             text += f" | text {whole:.3f}; {each}"
-        print(text, flush=True)
+        say(text)
 
     train(
         model,
@@ -203,67 +231,3 @@ def make(out: Path, recipe: Recipe, files: Sequence[Path], loop: LoopConfig, res
     )
     for path in checkpoint.paths(work):
         path.unlink()
-
-
-def measure(out: Path, exits: Sequence[int], extra: Sequence[str]) -> int:
-    """Plain decoding against every exit, as ``outpace bench`` measures; its exit status."""
-    specs = ",".join(f"early_exit[layer={layer}]" for layer in exits)
-    command = [
-        sys.executable,
-        "-m",
-        "outpace",
-        "bench",
-        "--model",
-        str(out),
-        "--drafters",
-        f"none,{specs}",
-        "--workload",
-        str(out / "prompts.jsonl"),
-        *extra,
-    ]
-    return subprocess.run(command, check=False).returncode
-
-
-def main() -> int:
-    """Parse, make, measure."""
-    # What is behind -- is for bench; whatever else is not known is refused before hours of work.
-    given = [*sys.argv[1:], "--"]
-    own, extra = given[: given.index("--")], given[given.index("--") + 1 : -1]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--texts", type=Path, nargs="+", default=[], help="files to learn")
-    parser.add_argument("--only", choices=("train", "measure"), help="by default both")
-    parser.add_argument("--resume", action="store_true", help="go on with a stopped training")
-    parser.add_argument("--minutes", type=float, default=40.0)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--exits", default="+".join(map(str, Recipe().exits)))
-    names = ("layers", "width", "ffn", "vocab", "batch", "length", "seed")
-    for name in names:
-        parser.add_argument(f"--{name}", type=int, default=getattr(Recipe(), name))
-    args = parser.parse_args(own)
-    if extra and args.only == "train":
-        parser.error(f"{extra[0]} behind -- is for outpace bench, which --only train leaves out")
-    try:
-        exits = tuple(sorted({int(one) for one in args.exits.split("+")}))
-        recipe = Recipe(exits=exits, **{name: getattr(args, name) for name in names})
-        if args.only != "measure":
-            loop = LoopConfig(
-                minutes=args.minutes,
-                steps=args.steps,
-                lr=args.lr,
-                weight_decay=0.05,
-                evaluate_every=100,
-                evaluate_tokens=10_000,
-                checkpoint_every=100,
-                report_every=20,
-            )
-            make(args.out, recipe, args.texts, loop, args.resume)
-        return 0 if args.only == "train" else measure(args.out, exits, extra)
-    except (OutpaceError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,8 @@ loss of the whole model and that of one of the exits, in turn:
     loss = (CE(L) + s CE(e)) / (1 + s)
 
 Paper: LayerSkip, Elhoushi et al. 2024, arXiv:2404.16710 (l, L, S, D and p_max are its letters;
-dropping is per sequence, as there).
+dropping is per sequence, as there). ``together`` takes the mean loss of all exits in every step, as S2D
+does, arXiv:2407.01955.
 
 Shape letters: B sequences, T tokens, H hidden size, V vocabulary, R rows; of attention, X texts and
 heads, K heads, D their width.
@@ -50,8 +51,10 @@ class Recipe:
     """Width of the MLPs."""
     vocab: int = 4096
     """Tokens of a byte-level tokenizer that is trained on the texts."""
-    exits: tuple[int, ...] = (2, 3, 4)
-    """Layers after which a loss is taken, in turn."""
+    exits: str = "2+3+4"
+    """Layers after which a loss is taken."""
+    together: bool = False
+    """Take the losses of all exits in every step (sorted fine-tuning), and not one in turn."""
     scale: float = 1.0
     """s: weight of that loss."""
     dropout: float = 0.1
@@ -64,10 +67,15 @@ class Recipe:
     """Of the weights, of what is read when, and of what drops out."""
 
     def __post_init__(self) -> None:
-        if not self.exits or not all(0 < one < self.layers for one in self.exits):
-            raise ValueError(f"exits must be layers 1 to {self.layers - 1}, got {self.exits}")
+        if not all(part.isdecimal() and 0 < int(part) < self.layers for part in self.exits.split("+")):
+            raise ValueError(f"exits must be layers 1 to {self.layers - 1}, as in 2+3, got {self.exits!r}")
         if self.width < 64 or self.width % 64:
             raise ValueError(f"width must be a multiple of 64, got {self.width}")
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        """The exits, ascending."""
+        return tuple(sorted({int(part) for part in self.exits.split("+")}))
 
     def config_json(self, end: int) -> dict[str, Any]:
         """The config.json of a Llama."""
@@ -179,14 +187,15 @@ class ExitModel(Objective):
     def loss(self, batch: Batch) -> Step:
         recipe, token_BT = self.recipe, batch.token_BT
         number = cast(Numbered, batch).number
-        after = (recipe.exits[number % len(recipe.exits)], recipe.layers)
-        states = self.module(token_BT[:, :-1], after, self._kept(number, len(token_BT)))
+        exits = recipe.after if recipe.together else (recipe.after[number % len(recipe.after)],)
+        states = self.module(token_BT[:, :-1], (*exits, recipe.layers), self._kept(number, len(token_BT)))
         label_R = token_BT[:, 1:].flatten()
-        early, whole = (
+        *early, whole = (
             head_loss(one.flatten(0, 1), self.module.embed_tokens.weight, "ce", label_R=label_R)
             for one in states
         )
-        loss = (whole + recipe.scale * early) / (1 + recipe.scale) / len(label_R)
+        mean = torch.stack(early).mean()
+        loss = (whole + recipe.scale * mean) / (1 + recipe.scale) / len(label_R)
         return Step(loss, len(label_R))
 
     def _kept(self, number: int, size: int) -> list[Tensor]:
@@ -201,7 +210,7 @@ class ExitModel(Objective):
     def evaluate(self, batch: Batch) -> Step:
         recipe, token_BT = self.recipe, batch.token_BT
         everything = [torch.arange(len(token_BT))] * recipe.layers
-        after = (*recipe.exits, recipe.layers)
+        after = (*recipe.after, recipe.layers)
         *early, whole = self.module(token_BT[:, :-1], after, everything)
         head_VH = self.module.embed_tokens.weight
         label_R, truth_R = token_BT[:, 1:].flatten(), (whole @ head_VH.T).argmax(-1).flatten()

@@ -1,31 +1,20 @@
-"""The tool that makes a model with trained exits: its recipe, its files, its second start."""
-
-import sys
-from pathlib import Path
+"""A model with trained exits, made from texts: its recipe, its files, its second start."""
 
 import pytest
+import tokenizers
 import torch
 
 from outpace import Engine, OutpaceError
 from outpace.bench.formats import read_workload
+from outpace.errors import SpecError, UnknownNameError
 from outpace.train import checkpoint
 from outpace.train.loop import LoopConfig
+from outpace.train.target import Windows, make, read_settings
+from outpace.train.target_net import ExitModel, Recipe
 from outpace.types import Feed
 
-TOOLS = Path(__file__).parents[2] / "tools"
-SMALL = {"layers": 3, "width": 64, "ffn": 96, "vocab": 300, "exits": (1, 2), "length": 32}
+SMALL = {"layers": 3, "width": 64, "ffn": 96, "vocab": 300, "exits": "1+2", "length": 32}
 LOOP = {"lr": 5e-3, "evaluate_every": 8, "checkpoint_every": 4, "report_every": 2, "bf16": False}
-
-
-@pytest.fixture(scope="module")
-def tool():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(TOOLS)
-        import early_exit_model
-
-        yield early_exit_model
-    for name in ("early_exit_model", "early_exit_net"):
-        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +33,9 @@ def texts(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def made(tool, texts, tmp_path_factory):
+def made(texts, tmp_path_factory):
     out = tmp_path_factory.mktemp("made") / "model"
-    tool.make(out, tool.Recipe(**SMALL), [texts], LoopConfig(steps=24, **LOOP), resume=False)
+    make(out, Recipe(**SMALL), [texts], LoopConfig(steps=24, **LOOP), resume=False, say=str)
     return out
 
 
@@ -62,11 +51,11 @@ def test_the_folder_is_a_model_whose_first_layers_draft(made):
         assert fast.tokens == plain.tokens and fast.counters.accepted > 0
 
 
-def test_what_is_saved_is_what_was_trained(tool, made, tmp_path):
+def test_what_is_saved_is_what_was_trained(made, tmp_path):
     """The decoder gives the logits of the network in training, after every exit."""
-    recipe = tool.Recipe(**SMALL)
-    tokenizer = tool.tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
-    model = tool.ExitModel(recipe, tokenizer)
+    recipe = Recipe(**SMALL)
+    tokenizer = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
+    model = ExitModel(recipe, tokenizer)
     with torch.no_grad():
         for parameter in model.module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -86,9 +75,9 @@ def test_what_is_saved_is_what_was_trained(tool, made, tmp_path):
         torch.testing.assert_close(found, logits_TV, atol=2e-4, rtol=2e-4)
 
 
-def test_deep_layers_drop_out_more_often_and_more_so_later(tool, made):
-    tokenizer = tool.tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
-    model = tool.ExitModel(tool.Recipe(**SMALL, dropout=0.4), tokenizer)
+def test_deep_layers_drop_out_more_often_and_more_so_later(made):
+    tokenizer = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
+    model = ExitModel(Recipe(**SMALL, dropout=0.4), tokenizer)
 
     def shares():
         return [1 - len(kept) / 4000 for kept in model._kept(7, 4000)]
@@ -108,10 +97,10 @@ def test_deep_layers_drop_out_more_often_and_more_so_later(tool, made):
     assert torch.equal(some[1], all_[1]) and torch.equal(some[0], two[0])
 
 
-def test_every_exit_has_its_turn(tool, made):
-    tokenizer = tool.tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
-    model = tool.ExitModel(tool.Recipe(**SMALL), tokenizer)
-    windows = tool.Windows(torch.arange(400) % 300, model.recipe)
+def test_every_exit_has_its_turn(made):
+    tokenizer = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
+    model = ExitModel(Recipe(**SMALL), tokenizer)
+    windows = Windows(torch.arange(400) % 300, model.recipe)
     seen, real = [], model.module.forward
     model.module.forward = lambda token_BT, after, keep: seen.append(after) or real(token_BT, after, keep)
     for number in range(3):
@@ -119,56 +108,42 @@ def test_every_exit_has_its_turn(tool, made):
     assert seen == [(1, 3), (2, 3), (1, 3)]
 
 
-def test_a_stopped_training_goes_on(tool, texts, tmp_path, monkeypatch):
-    out, recipe, loop = tmp_path / "model", tool.Recipe(**SMALL), LoopConfig(steps=8, **LOOP)
+def test_a_stopped_training_goes_on(texts, tmp_path):
+    out, recipe, loop = tmp_path / "model", Recipe(**SMALL), LoopConfig(steps=8, **LOOP)
     lines = []
 
-    def stop(text, **more):
+    def stop(text):
         lines.append(text)
         if text.startswith("step 6"):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(tool, "print", stop, raising=False)
     with pytest.raises(KeyboardInterrupt):
-        tool.make(out, recipe, [texts], loop, resume=False)
-    monkeypatch.setattr(tool, "print", lambda text, **more: lines.append(text), raising=False)
+        make(out, recipe, [texts], loop, resume=False, say=stop)
     with pytest.raises(OutpaceError, match="a training was stopped in"):
-        tool.make(out, recipe, [texts], loop, resume=False)
+        make(out, recipe, [texts], loop, resume=False, say=str)
     lines.clear()
-    tool.make(out, recipe, [texts], loop, resume=True)
+    make(out, recipe, [texts], loop, resume=True, say=lines.append)
     steps = [line.split()[1] for line in lines if line.startswith("step")]
     assert steps == ["6", "8"] and "exit 1" in lines[-1] and (out / "config.json").is_file()
 
 
-def test_options_of_bench_stand_behind_two_dashes(tool, tmp_path, monkeypatch, capsys):
-    ran = []
-    monkeypatch.setattr(tool.subprocess, "run", lambda command, **_: ran.append(command) or _Ended)
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["tool", str(tmp_path), "--only", "measure", *words])
-        return tool.main()
-
-    assert call("--exits", "1+2", "--", "--batch", "4", "--seed", "3") == 0
-    assert ran[0][-4:] == ["--batch", "4", "--seed", "3"]
-    assert "none,early_exit[layer=1],early_exit[layer=2]" in ran[0]
-    for wrong in (["--minuts", "5"], ["--temperature", "1"], ["--only", "train", "--", "--x"]):
-        with pytest.raises(SystemExit):
-            call(*wrong)
-    assert len(ran) == 1 and "--minuts 5" in capsys.readouterr().err
+def test_all_exits_learn_in_every_step_if_asked(made):
+    tokenizer = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
+    model = ExitModel(Recipe(**SMALL, together=True), tokenizer)
+    seen, real = [], model.module.forward
+    model.module.forward = lambda token_BT, after, keep: seen.append(after) or real(token_BT, after, keep)
+    batch = Windows(torch.arange(400) % 300, model.recipe).batch(torch.tensor([0, 50]), 0)
+    assert model.loss(batch).loss.item() > 0 and seen == [(1, 2, 3)]
 
 
-class _Ended:
-    returncode = 0
-
-
-def test_what_cannot_be_is_said(tool, texts, tmp_path, monkeypatch, capsys):
-    with pytest.raises(ValueError, match="exits must be layers 1 to 2, got"):
-        tool.Recipe(**{**SMALL, "exits": (3,)})
+def test_what_cannot_be_is_said(tmp_path):
+    with pytest.raises(ValueError, match="exits must be layers 1 to 2, as in 2\\+3, got"):
+        Recipe(**{**SMALL, "exits": "3"})
+    recipe, loop = read_settings(["layers=5", "loop.steps=7"])
+    assert (recipe.layers, loop.steps, loop.minutes, loop.lr) == (5, 7, None, 0.0015)
+    for pairs, error in ((["lairs=5"], UnknownNameError), (["layers"], SpecError)):
+        with pytest.raises(error):
+            read_settings(pairs)
     (tmp_path / "short.txt").write_text("A few words.")
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["tool", str(tmp_path / "out"), "--texts", str(tmp_path / "short.txt"), "--only", "train"],
-    )
-    assert tool.main() == 1
-    assert "give more" in capsys.readouterr().err
+    with pytest.raises(OutpaceError, match="give more"):
+        make(tmp_path / "out", recipe, [tmp_path / "short.txt"], loop, resume=False, say=str)

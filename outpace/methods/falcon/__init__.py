@@ -1,0 +1,1 @@
+"""Falcon: several tokens per pass of an EAGLE-like layer behind an LSTM, over several passes."""

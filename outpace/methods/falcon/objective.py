@@ -1,0 +1,267 @@
+"""Falcon: an LSTM and one layer learn to guess k tokens per pass, over several passes.
+
+    row r      the block of rows r - k + 1 ... r guesses tokens r + 2 ... r + 1 + k
+    pass 2     its k outputs, with the text's tokens, are the next block; and so on
+
+All learning rows end a block of their own: keys are the same wherever blocks begin, so only queries are
+made k times. Labels are the target's distributions; the features that outputs stand for are learned
+beside them (``regression``, SmoothL1).
+
+Coupled sequential glancing distillation: a first look, without gradients, counts on how many rows the
+target's token is missed. A share of so many rows (``glance``) is then shown what it has to give: its
+feature and its token, together, in runs along the text. What such a row is asked for is in front of
+it, so it teaches nothing itself; it helps the rows that see it. The paper lets the share fall from 0.4 to
+0 over the training; here it is one number, so that a step depends on its batch alone.
+
+Paper: Gao et al. 2024 (Falcon), arXiv:2412.12639. Reconstructed: the share of glances; the layer starts as
+the target's last.
+
+Shape letters: B sequences, T tokens, A learning rows, k rows of a block, H hidden size, S numbers of an LSTM
+state.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from outpace.drafters.trained import decoder_to_json, lender, read_embedding
+from outpace.law import VocabMap
+from outpace.methods.falcon.files import METHOD
+from outpace.methods.falcon.net import LSTM_LAYERS, lstm_step
+from outpace.models.base import HEAD, TAPS, Target
+from outpace.models.decoder import Decoder
+from outpace.models.families import DecoderConfig
+from outpace.train.ahead import AheadObjective, AheadTraining
+from outpace.train.align import EAGLE, Aligned, next_tokens, places
+from outpace.train.batches import Batch
+from outpace.train.losses import feature_loss
+from outpace.train.networks import KeyValue, Layer, Turns, plain_shape, take_layer
+from outpace.train.objective import LAST, Step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FalconTraining(AheadTraining):
+    block: int = 2
+    """k: tokens guessed per pass."""
+    passes: int = 2
+    """Passes that training unrolls; k times as many depths can be drafted."""
+    regression: float = 10.0
+    """Weight of the features' loss beside that of the distributions."""
+    glance: float = 0.2
+    """Rows shown their answer, as a share of the rows that miss it; 0 leaves the first look out."""
+    seed: int = 0
+    """Of the first weights."""
+
+    def __post_init__(self) -> None:
+        AheadTraining.__post_init__(self)
+        self.at_least_one(block=self.block, passes=self.passes)
+        if self.regression < 0 or not 0 <= self.glance <= 1:
+            raise ValueError(
+                f"regression must be at least 0 and glance in [0, 1], got {self.regression}, {self.glance}"
+            )
+
+
+class FalconNet(nn.Module):
+    """What is trained; names are those of `outpace.methods.falcon.net`."""
+
+    def __init__(self, config: DecoderConfig, seed: int) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        wide = [3 * hidden, *[2 * hidden] * (LSTM_LAYERS - 1)]
+        self.lstm = nn.ModuleList(nn.Linear(one, 4 * hidden) for one in wide)
+        self.layer = Layer(config)
+        self.layer.input_layernorm = nn.Identity()
+        coins = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for one in self.lstm:
+                drawn = torch.rand(one.weight.shape, generator=coins) * 2 - 1
+                one.weight.copy_(drawn * hidden**-0.5)
+                one.bias.zero_()
+                one.bias[hidden : 2 * hidden] = 1.0  # it begins with a memory
+
+    def product(self, number: int, u: Tensor) -> Tensor:
+        out: Tensor = self.lstm[number](u)
+        return out.float()
+
+    def along(self, x_BTI: Tensor) -> tuple[Tensor, Tensor]:
+        """The LSTM along texts: what it gives [B, T, H], and its state behind every token [B, T, S]."""
+        state = x_BTI.new_zeros(len(x_BTI), 2 * LSTM_LAYERS * self.lstm[0].out_features // 4)
+        outs, states = [], []
+        for x_BI in x_BTI.unbind(1):
+            out, state = lstm_step(self.product, x_BI, state)
+            outs.append(out)
+            states.append(state)
+        return torch.stack(outs, 1), torch.stack(states, 1)
+
+
+class Falcon(AheadObjective):
+    """The network in training."""
+
+    Config = FalconTraining
+    module: FalconNet
+
+    def __init__(
+        self,
+        config: FalconTraining,
+        target: Decoder,
+        vocab: VocabMap | None,
+        net: FalconNet,
+        shape: DecoderConfig,
+    ) -> None:
+        super().__init__(config, target, vocab, config.block * config.passes)
+        self.module, self.shape = net, shape
+        self._embed_VH = read_embedding(target)
+        self._turns = Turns(shape.ropes[0], target.device)
+
+    @classmethod
+    def taps(cls, config: FalconTraining, target: Target) -> tuple[str, ...]:
+        return (LAST,)
+
+    @classmethod
+    def build(cls, config: FalconTraining, target: Target, vocab: VocabMap | None) -> Falcon:
+        target.require(frozenset({TAPS, HEAD}), METHOD)
+        lent = lender(target, METHOD)
+        shape = plain_shape(lent.config, 1, -1)
+        net = FalconNet(shape, config.seed).to(lent.device)
+        take_layer(net.layer, lent, lent.num_layers - 1)
+        return cls(config, lent, vocab, net, shape)
+
+    def states(self, batch: Batch, aligned: Aligned) -> list[Tensor]:
+        """What the unembedding reads at the learning rows, [B, A, H] for every depth."""
+        return self._unroll(batch, aligned, next_tokens(batch), batch.feature[LAST].float(), None)
+
+    def _unroll(
+        self, batch: Batch, aligned: Aligned, token_BT: Tensor, given_BTH: Tensor, passes: int | None
+    ) -> list[Tensor]:
+        """All depths, from the tokens and features that the rows of the text read."""
+        net, attn, size = self.module, self.module.layer.self_attn, self.config.block
+        longest = token_BT.shape[1] + size * self.config.passes + 1
+        x_BTH, lstm_BTS = net.along(torch.cat([self._embed(token_BT), given_BTH], -1))
+        text = attn.keys(x_BTH, self._turns.at(places(batch), longest))
+        place_BA, out, own = aligned.place_BA, list[Tensor](), list[KeyValue]()
+        # Rows that end no whole block read the first row instead; they are few, and drafts skip them.
+        blocks = [(place_BA - size + 1 + i).clamp_min(0) for i in range(size)]
+        rows = [_at(x_BTH, block_BA) for block_BA in blocks]
+        turns = [self._turns.at(block_BA, longest) for block_BA in blocks]
+        lstm = _at(lstm_BTS, place_BA)
+        for number in range(self.config.passes if passes is None else passes):
+            if number:
+                first = (number - 1) * size
+                rows = []
+                for i in range(size):
+                    ahead = first + i + EAGLE
+                    step = torch.cat([self._embed(aligned.token(ahead)), out[first + i]], -1)
+                    x, lstm = lstm_step(net.product, step, lstm)
+                    rows.append(x)
+                turns = [self._turns.at(place_BA + first + i + 1, longest) for i in range(size)]
+                own += [attn.keys(x, turn) for x, turn in zip(rows, turns, strict=True)]
+            for x, turn in zip(rows, turns, strict=True):
+                mixed = attn(attn.queries(x, turn), text, own, place_BA)
+                out.append(net.layer.after(x, mixed))
+        return out
+
+    def loss(self, batch: Batch) -> Step:
+        """The loss of the distributions and of the features, behind a first look if asked for."""
+        aligned = Aligned(batch, EAGLE)
+        self.ranks.clear()
+        token_BT, given_BTH = next_tokens(batch), batch.feature[LAST].float()
+        if self.config.glance:
+            shown_BT = self._shown(batch, aligned, token_BT, given_BTH)
+            size = self.config.block
+            token_BT = torch.where(shown_BT, _ahead(token_BT, size), token_BT)
+            given_BTH = torch.where(shown_BT[..., None], _ahead(given_BTH, size), given_BTH)
+            aligned = _Glanced(batch, shown_BT, size)
+        states = self._unroll(batch, aligned, token_BT, given_BTH, None)
+        step = self.learn(states, batch, aligned, EAGLE, self._head_DH, self._weights)
+        if not self.config.regression:
+            return step
+        regression = self._regression(batch, aligned, states)
+        return Step(step.loss + self.config.regression * regression, step.tokens)
+
+    def _regression(self, batch: Batch, aligned: Aligned, states: Sequence[Tensor]) -> Tensor:
+        """SmoothL1 between outputs and the features that they stand for, weighted like the depths."""
+        feature_BTH, total = batch.feature[LAST].float(), torch.zeros((), device=batch.token_BT.device)
+        for depth, (state_BAH, weight) in enumerate(zip(states, self._weights, strict=True)):
+            keep_BA = aligned.teaches(EAGLE + depth)
+            place_BA = (aligned.place_BA + depth + 1).clamp_max(feature_BTH.shape[1] - 1)
+            wanted = _at(feature_BTH, place_BA)[keep_BA]
+            total = total + weight * feature_loss(state_BAH[keep_BA], wanted).sum()
+        return total / max(1, int(aligned.teaches(EAGLE).sum()))
+
+    @torch.no_grad()
+    def _shown(self, batch: Batch, aligned: Aligned, token_BT: Tensor, given_BTH: Tensor) -> Tensor:
+        """Rows of the text that are shown their answer, bool [B, T], in runs of a block.
+
+        The coins are a function of the batch alone, so that a training that goes on after a break
+        draws what it would have drawn.
+        """
+        size = self.config.block
+        last = self._unroll(batch, aligned, token_BT, given_BTH, 1)[-1]
+        ahead = EAGLE + size - 1
+        known_BA = aligned.teaches(ahead)
+        logits = last[known_BA].to(self._head_DH.dtype) @ self._head_DH.T
+        guess = logits.argmax(-1)
+        if self.vocab is not None:
+            guess = self.vocab.to_target_D.to(guess.device)[guess]
+        missed = int((guess != aligned.token(ahead)[known_BA]).sum())
+        shown_BT = torch.zeros_like(token_BT, dtype=torch.bool)
+        count = round(self.config.glance * missed / size)
+        places_N2 = (known_BA & (aligned.place_BA % size == 0)).nonzero()
+        if count < 1 or not len(places_N2):
+            return shown_BT
+        coins = torch.Generator().manual_seed(zlib.crc32(batch.token_BT.cpu().numpy().tobytes()))
+        order = torch.randperm(len(places_N2), generator=coins)[:count].to(places_N2.device)
+        b, a = places_N2[order].unbind(1)
+        for i in range(size):
+            row = aligned.place_BA[b, a] + i
+            inside = row + size < batch.length_B[b]
+            shown_BT[b[inside], row[inside]] = True
+        return shown_BT
+
+    def _embed(self, token: Tensor) -> Tensor:
+        # As `Target.embed`: the scale is rounded to the dtype of the embedding.
+        scale = torch.tensor(self.target.config.embed_scale, dtype=self._embed_VH.dtype)
+        return F.embedding(token, self._embed_VH).float() * float(scale)
+
+    def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
+        """Write the drafter folder with the calibrated tree."""
+        kept = {
+            "block": self.config.block,
+            "passes": self.config.passes,
+            "decoder": decoder_to_json(self.shape),
+        }
+        self.save_tree(folder, {**self.about(METHOD, [LAST]), **kept}, provenance)
+
+
+class _Glanced(Aligned):
+    """Learning rows, without those guesses whose row was shown the answer."""
+
+    def __init__(self, batch: Batch, shown_BT: Tensor, block: int) -> None:
+        super().__init__(batch, EAGLE)
+        self._shown_BT, self._block = shown_BT, block
+
+    def teaches(self, ahead: int) -> Tensor:
+        """The same, of depths of the first block alone: later blocks read the network's own outputs."""
+        teaches_BA = super().teaches(ahead)
+        row = ahead - EAGLE - (self._block - 1)
+        if row > 0:
+            return teaches_BA
+        place_BA = (self.place_BA + row).clamp_min(0)
+        return teaches_BA & ~self._shown_BT.gather(1, place_BA)
+
+
+def _at(x_BTH: Tensor, place_BA: Tensor) -> Tensor:
+    return x_BTH.gather(1, place_BA[..., None].expand(-1, -1, x_BTH.shape[-1]))
+
+
+def _ahead(x: Tensor, count: int) -> Tensor:
+    """What stands so many rows further on; the last ones see themselves."""
+    return torch.cat([x[:, count:], x[:, -min(count, x.shape[1]) :]], 1)[:, : x.shape[1]]
