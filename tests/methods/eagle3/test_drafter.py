@@ -9,9 +9,9 @@ import torch
 from outpace import Engine
 from outpace.cache.dense import DenseCache
 from outpace.coins import KeyedCoins, Stream
+from outpace.drafters import feature_rows
 from outpace.drafters.base import Request
 from outpace.law import VocabMap
-from outpace.methods.eagle3 import drafter as eagle3
 from outpace.methods.eagle3.drafter import Eagle3, Eagle3Config
 from outpace.methods.eagle3.net import EagleNet
 from outpace.methods.eagle3.objective import Eagle3 as Objective
@@ -231,7 +231,7 @@ def test_vectors_are_read_from_the_targets_head_where_it_holds_them():
 
 
 def test_a_long_prompt_goes_through_the_head_when_it_comes(target, monkeypatch):
-    monkeypatch.setattr(eagle3, "_WAITING", 32)  # what waits longer is read by the next draft
+    monkeypatch.setattr(feature_rows, "_WAITING", 32)  # what waits longer is read by the next draft
     drafter, _ = made(target)
     text = (TEXT * 16)[:150]
     whole, pieces = begun(drafter, target, text), begun(drafter, target, text, (40, 41, 100))
