@@ -12,7 +12,9 @@ from pathlib import Path
 from outpace import registry
 
 ROOT = Path(__file__).parents[1]
-LEAF, STRUCTURAL, TOTAL = 300, 450, 7300
+LEAF, STRUCTURAL, TOTAL = 300, 450, 7450
+TABLE = "outpace/methods/__init__.py"
+"""A row per method: it grows with the methods."""
 ROOMS = ("analysis", "bench", "cli", "kernels", "methods", "server", "serving", "train")
 FAMILIES = ("drafters", "verifiers", "policies")
 CORE_MODELS = {"attention", "base", "blocks", "decoder", "packed", "passes"}
@@ -35,6 +37,8 @@ def overruns(table: dict[str, tuple[bool, int]]) -> list[str]:
     """What is too long, worst first, in one line each."""
     out = []
     for name, (leaf, lines) in sorted(table.items(), key=lambda item: -item[1][1]):
+        if name == TABLE:
+            continue
         most = LEAF if leaf else STRUCTURAL
         if lines > most:
             out.append(f"{lines:6d}  {name} (a {'leaf' if leaf else 'structural file'}: {most})")

@@ -16,8 +16,8 @@ TYPES = ("agreement", "article", "preposition", "spelling", "order")
 
 _ARTICLES = ("a", "an", "the")
 _PREPOSITIONS = ("in", "on", "at", "to", "for", "of", "with", "from", "by", "into", "about")
-_SMALL = "and was is were his her he she it they that had has not so very their be could him them you my"
-_LITTLE = frozenset((*_ARTICLES, *_PREPOSITIONS, *_SMALL.split()))
+_OTHERS = "and was is were his her he she it they that had has not so very their be could him them you my"
+_LITTLE = frozenset((*_ARTICLES, *_PREPOSITIONS, *_OTHERS.split()))
 """Words that stand in few places, so that a wrong order shows."""
 _FORMS = (
     "is are",

@@ -197,19 +197,19 @@ def measure(out: Path) -> None:
     """Print which share of the held-out errors plain decoding corrects, by type, and what it harms."""
     from outpace import Engine
 
-    engine = Engine.load(str(out), drafter="none")
+    engine = Engine.load(str(out), drafter="none", dtype="float32")
     rows = [json.loads(line) for line in read_text(out / "prompts.jsonl").splitlines()]
-    right, total, harmed = Counter[str](), Counter[str](), 0
-    for row in rows:
-        given = [engine.generate(text, max_new_tokens=64).text for text in (row["prompt"], row["clean"])]
-        right[row["category"]] += given[0].strip() == row["clean"]
-        harmed += given[1].strip() != row["clean"]
+    right, total = Counter[str](), Counter[str]()
+    settings = {"max_new_tokens": 64, "temperature": 0.0}
+    corrected = dict(engine.map([row["prompt"] for row in rows], **settings))
+    kept = dict(engine.map([row["clean"] for row in rows], **settings))
+    for i, row in enumerate(rows):
+        right[row["category"]] += corrected[i].text.strip() == row["clean"]
         total[row["category"]] += 1
     for kind in TYPES:
         print(f"{kind:12} {right[kind]:3} of {total[kind]}")
-    print(
-        f"corrected {sum(right.values()) / len(rows):.3f}, clean sentences changed {harmed / len(rows):.3f}"
-    )
+    harmed = sum(kept[i].text.strip() != row["clean"] for i, row in enumerate(rows)) / len(rows)
+    print(f"corrected {sum(right.values()) / len(rows):.3f}; clean sentences changed {harmed:.3f}")
 
 
 def main() -> int:

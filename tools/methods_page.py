@@ -28,7 +28,7 @@ Generalized speculative decoding: anything may draft, and the target verifies. E
 | draft models | a smaller model guesses | `draft_model` (distilled, on policy, online), `cross_vocabulary` | `redrafter`, `lstm`, `mlp_speculator` | |
 | the target's own layers | early exit with learned thresholds, skipped layers and sub-layers, sorted exits, masks behind a gap, rounded weights | `early_exit`, `layer_skip`, `s2d`, `s3d`, `quantized_self` | `sec` (stop and exit for code) | federated early exit for speech: no token tree, another task; pruning of diffusion models: no autoregressive decoding |
 | views of the KV cache | the target over a part of its context | | `triforce`, `token_select`, `window_self` | |
-| heads on the target's features | trained layers or heads guess | `eagle3` (reads EAGLE-1 and 2), `medusa`, `hydra`, `kangaroo`, `ppd` | `falcon`, `fspad`, `glide`, `mtp`, `streaming`, `coral`, Hydra++ | |
+| heads on the target's features | trained layers or heads guess | `eagle3` (reads EAGLE-1 and 2), `medusa`, `hydra`, `kangaroo`, `ppd`, `streaming`, `coral` | `falcon`, `fspad`, `glide`, `mtp`, Hydra++ | |
 | block drafters | many positions in one drafter pass | `dflash` (one layer) | `dflash` with several layers, `dspark`, `jetspec` | |
 | drafters of drafters | combine guesses | `cascade`, `ouroboros`, `graph`, `select`, `auto` | lenience, cascades that choose their levels, `hybrid` trees from two sources | |
 | trees | which guesses share a pass | chains, templates, Sequoia's shapes, dynamic trees | `cape`, calibrated dynamic trees | |

@@ -255,3 +255,79 @@ def best_k(
                 if found.speedup > best.speedup * (1 + 1e-9):
                     k, best, changed = new, found, True
     return k, best
+
+
+def best_alone(ladder: Ladder, level: int) -> tuple[list[list[int]], Prediction]:
+    """The K that promises most where one level drafts and the others do not.
+
+    Args:
+        level: from 1.
+    """
+    sizes = MODEL_TOKENS if level <= ladder.models else LOOKUP_TOKENS
+    tried = [[[0] * (level - 1) + [size]] for size in sizes if size]
+    return max(((k, predict(ladder, k)) for k in tried), key=lambda one: one[1].speedup)
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """One arrangement of levels, in closed form."""
+
+    kind: str
+    k: str
+    """As in a cascade's spec, counted in steps."""
+    emitted: float
+    speedup: float
+
+
+def closed(alpha: Sequence[float], cost: Sequence[float], most: int = 30) -> list[Closed]:
+    """The best of every arrangement of one or two levels, without a model.
+
+    Args:
+        alpha: acceptance of each level's tokens by whoever reviews them, below 1; strongest first.
+        cost: of a pass of each level, or of a token of a lookup, in passes of the target.
+        most: longest part of a draft that is tried.
+
+    Raises:
+        ValueError: not one or two levels, or numbers out of range.
+    """
+    if len(alpha) != len(cost) or not 1 <= len(alpha) <= 2:
+        raise ValueError(f"need one or two levels, a cost each, got {len(alpha)} and {len(cost)}")
+    if not all(0 <= a < 1 for a in alpha) or not all(c >= 0 for c in cost):
+        raise ValueError("acceptance must be from 0 to below 1, and costs from 0")
+    found = []
+    for level, (a, c) in enumerate(zip(alpha, cost, strict=True), 1):
+        g = max(range(1, most + 1), key=lambda g: plain(a, g, c))
+        found.append(
+            Closed(f"level {level} alone", "0," * (level - 1) + str(g), emitted(a, g), plain(a, g, c))
+        )
+    if len(alpha) == 2:
+        (a, b), (c1, c2) = alpha, cost
+        sizes = [(i, j) for i in range(1, most + 1) for j in range(1, most + 1)]
+        n, g = max(sizes, key=lambda one: vertical(a, b, one[0], one[1], c1, c2))
+        tokens = (1 - a * phi(b, g, a) ** n) / (1 - a)
+        found.append(Closed("vertical", f"{n}/{g}", tokens, vertical(a, b, n, g, c1, c2)))
+
+        def chain(one: tuple[int, int]) -> float:
+            return horizontal([a] * one[0] + [b] * one[1], [c1] * one[0] + [c2] * one[1])
+
+        g1, g2 = max(sizes, key=chain)
+        spent = 1 + g1 * c1 + g2 * c2
+        found.append(Closed("horizontal", f"{g1},{g2}", chain((g1, g2)) * spent, chain((g1, g2))))
+    return found
+
+
+def break_even(alpha: Sequence[float], cost: Sequence[float]) -> float:
+    """Largest cost of the first of two levels with which it joins the best arrangement; 0: never."""
+    low, high = 0.0, 1.0
+
+    def pays(first: float) -> bool:
+        rows = closed(alpha, (first, cost[1]))
+        best = max(row.speedup for row in rows)
+        return best > rows[1].speedup * (1 + 1e-9)
+
+    if pays(high):
+        return high
+    for _ in range(20 if pays(1e-9) else 0):
+        middle = (low + high) / 2
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return low

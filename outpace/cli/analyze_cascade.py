@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import typer
 from outpace import registry
 from outpace.cli import show
 from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, epilog, option, output, spread
+from outpace.drafters.parts import split_parts
+from outpace.errors import RequestError
 
 _EXAMPLES = """
 Examples:
@@ -21,6 +25,10 @@ Examples:
   outpace analyze cascade -m ./big -l "draft_model[model=./mid]+draft_model[model=./small]+suffix"
 
   outpace analyze cascade -l draft_model+max_gram --k 5,10/10 --k 3/4 --measure --out report
+
+  outpace analyze cascade -l draft_model+max_gram --cost 1=0.15 --lenience 3 --measure
+
+  outpace analyze cascade --theory --alpha 0.6,0.3 --cost 0.1,0.01
 """
 _PLACES = 5
 
@@ -36,8 +44,12 @@ def plan(
     *,
     model: ModelOptions,
     texts: WorkloadOptions,
-    levels: str = option(
-        ..., "Drafters, strongest first, joined by +: draft_model[model=M]+max_gram.", "-l", metavar="SPECS"
+    levels: str | None = option(
+        None,
+        "Drafters, strongest first, joined by +: draft_model[model=M]+max_gram.",
+        "-l",
+        metavar="SPECS",
+        shown="needed, but for --theory",
     ),
     k: list[str] | None = option(
         None,
@@ -45,7 +57,21 @@ def plan(
         metavar="K",
         shown="the best ones",
     ),
-    measure: bool = option(False, "Run every configuration, and plain decoding beside it."),
+    measure: bool = option(
+        False, "Run every configuration beside plain decoding, on prompts that it was not fitted on."
+    ),
+    lenience: float = option(1.0, "How lenient inner levels are; 1 is strict.", metavar="L"),
+    cost: list[str] | None = option(
+        None,
+        "Price a model by hand: LEVEL=SHARE of a pass of the target, as in draft=0.15 or 2=0.03. With "
+        "--theory, the cost of every level: 0.1,0.01.",
+        metavar="COST",
+        shown="measured",
+    ),
+    theory: bool = option(False, "Closed form without a model, from --alpha and --cost."),
+    alpha: str | None = option(
+        None, "Acceptance of every level by its reviewer, for --theory: 0.6,0.3.", metavar="SHARES"
+    ),
     max_new_tokens: int = option(64, "Tokens per answer.", least=8),
     temperature: float = option(0.0, "Of all distributions.", "-t", metavar="T"),
     as_json: bool = AS_JSON,
@@ -56,19 +82,28 @@ def plan(
     Times passes of all models here, so let nothing else run.
     """
     method = str(context.info_name)
+    planner = registry.load("planner", method)
+    if theory:
+        show_theory(planner, alpha, cost or [], as_json)
+        return
+    if levels is None:
+        raise RequestError("--levels is needed; only --theory does without")
+    parts = split_parts(levels, f"drafter {method!r}")
+    costs = dict(_cost(text, [part.name for part in parts]) for text in cost or ())
     wanted = [f"{method}[levels={levels} k={text}]" for text in k or ()]
     prompts = texts.read()
-
-    planner = registry.load("planner", method)
-    for spec in (f"{method}[levels={levels}]", *wanted):
+    for spec in (f"{method}[levels={levels} lenience={lenience:g}]", *wanted):
         planner.check_levels(spec)
     engine = model.load(drafter="none")
     for spec in wanted:
         engine.method(spec)
     ids = texts.pick(engine, prompts, max_new_tokens)
+    # Every other prompt is kept for judging; a single one has to do for both.
+    fitted, held_out = (ids[::2], ids[1::2]) if measure and len(ids) > 1 else (ids, ids)
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    with show.progress(len(ids), "prompts") as tick:
-        found = planner.measure(engine, levels, ids, **settings, tick=tick)
+    with show.progress(len(fitted), "prompts") as tick:
+        found = planner.measure(engine, levels, fitted, **settings, lenience=lenience, tick=tick)
+    found = found.priced(costs) if costs else found
     rows = [
         {"kind": kind, "k": planner.text_of(best), **_numbers(promise)}
         for kind, (best, promise) in found.predicted().items()
@@ -77,20 +112,27 @@ def plan(
         {"kind": "given", "k": text, **_numbers(found.predict(planner.read_k(text)))} for text in k or ()
     ]
     if measure:
-        specs = [planner.spec_of(levels, planner.read_k(row["k"])) for row in rows]
-        with show.progress(len(ids), "prompts") as tick:
-            gains = planner.speedup(engine, list(dict.fromkeys(specs)), ids, **settings, tick=tick)
+        specs = [planner.spec_of(levels, planner.read_k(row["k"]), lenience) for row in rows]
+        with show.progress(len(held_out), "prompts") as tick:
+            gains = planner.speedup(engine, list(dict.fromkeys(specs)), held_out, **settings, tick=tick)
         by_spec = dict(zip(dict.fromkeys(specs), gains, strict=True))
+        shares = [cost_(1.0) for cost_ in found.ladder.seconds[1:]]
         for row, spec in zip(rows, specs, strict=True):
-            row["measured"], row["measured_emitted"] = by_spec[spec]
+            real = by_spec[spec]
+            row["measured"] = real.standard(shares) if costs else real.speedup
+            row["measured_emitted"], row["measured_seconds"] = real.emitted, real.seconds
+            row["error"] = row["predicted"] / row["measured"] - 1
     best = max(rows, key=lambda row: row["predicted"])
     report = {
         **planner.as_json(found),
         "workload": texts.workload,
         "prompts": len(ids),
+        "held_out": len(held_out) if measure else 0,
         **settings,
+        "lenience": lenience,
+        "costs": {str(parts[level - 1]): share for level, share in costs.items()},
         "configurations": rows,
-        "best": planner.spec_of(levels, planner.read_k(best["k"])),
+        "best": planner.spec_of(levels, planner.read_k(best["k"]), lenience),
     }
     if as_json:
         show.write_json(report)
@@ -100,8 +142,57 @@ def plan(
         show.save(out / f"{method}.json", json.dumps(report, indent=1) + "\n")
 
 
+def _cost(text: str, parts: Sequence[str]) -> tuple[int, float]:
+    """Level, from 1, and its cost."""
+    name, _, share = text.partition("=")
+    names = {"draft": 1, **{str(i): i for i in range(1, len(parts) + 1)}}
+    names |= {part: i for i, part in reversed(list(enumerate(parts, 1)))}
+    try:
+        value = float(share)
+    except ValueError:
+        value = -1.0
+    if name not in names or not 0 <= value < float("inf"):
+        raise RequestError(
+            f"--cost is LEVEL=SHARE with a level of {', '.join(names)} and a share from 0, got {text!r:.80}"
+        )
+    return names[name], value
+
+
+def _shares(text: str | None, what: str) -> list[float]:
+    try:
+        return [float(part) for part in (text or "").split(",")]
+    except ValueError:
+        raise RequestError(f"{what} must be numbers such as 0.6,0.3, got {text or 'nothing'!r:.80}") from None
+
+
+def show_theory(planner: Any, alpha: str | None, cost: list[str], as_json: bool) -> None:
+    """The best of every arrangement of one or two levels, in closed form."""
+    accepted, costs = _shares(alpha, "--alpha"), _shares(",".join(cost), "--cost")
+    try:
+        rows = planner.closed(accepted, costs)
+        limit = planner.break_even(accepted, costs) if len(accepted) == 2 else None
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+    if as_json:
+        show.write_json({"rows": [asdict(row) for row in rows], "break_even": limit})
+        return
+    show.table(
+        ("arrangement", "k", "emitted", "speed-up"),
+        [(row.kind, row.k, f"{row.emitted:.2f}", f"{row.speedup:.2f}") for row in rows],
+        numbers=("emitted", "speed-up"),
+    )
+    show.write("\nk counts steps of level 1. The lower level's acceptance is the same for both reviewers.\n")
+    if limit is not None:
+        show.write(f"Level 1 pays up to a cost of {limit:.3f} passes of the target.\n")
+
+
 def _numbers(promise: Any) -> dict[str, Any]:
-    return {"predicted": promise.speedup, "emitted": promise.emitted, "steps": list(promise.steps)}
+    return {
+        "predicted": promise.speedup,
+        "emitted": promise.emitted,
+        "seconds": promise.seconds / promise.emitted,
+        "steps": list(promise.steps),
+    }
 
 
 def show_report(method: str, found: Any, report: dict[str, Any], measured: bool) -> None:
@@ -126,16 +217,31 @@ def show_report(method: str, found: Any, report: dict[str, Any], measured: bool)
         [(one["model"], *(f"{one[n]:.2f}" for n in counts)) for one in report["milliseconds"]],
         numbers=counts,
     )
-    show.write("\nSpeed-up over plain decoding\n")
-    names = {"emitted": "emitted", "predicted": "predicted"}
+    held_out = f", measured on {show.count(report['held_out'], 'other text')}" if measured else ""
+    priced = f", with a pass of {report['costs']} by hand" if report["costs"] else ""
+    show.write(f"\nSpeed-up over plain decoding{priced}{held_out}\n")
+    names = {"emitted": "emitted"}
     if measured:
-        names |= {"really emitted": "measured_emitted", "measured": "measured"}
+        names["really emitted"] = "measured_emitted"
+    if not report["costs"]:
+        names["ms a token"] = "seconds"
+        if measured:
+            names["really ms"] = "measured_seconds"
+    names["predicted"] = "predicted"
+    if measured:
+        names |= {"measured": "measured", "error": "error"}
     show.table(
         (method, "k", *names),
         [
-            (row["kind"], row["k"], *(f"{row[name]:.2f}" for name in names.values()))
+            (row["kind"], row["k"], *(_figure(name, row[name]) for name in names.values()))
             for row in report["configurations"]
         ],
         numbers=tuple(names),
     )
     show.write(f"\nbest: {report['best']}\n")
+
+
+def _figure(name: str, value: float) -> str:
+    if name.endswith("seconds"):
+        return f"{1e3 * value:.2f}"
+    return f"{value:+.0%}" if name == "error" else f"{value:.2f}"

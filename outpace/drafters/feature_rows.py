@@ -26,19 +26,17 @@ import torch
 from torch import Tensor
 
 from outpace.cache.dense import DenseCache
-from outpace.drafters.base import ExpandingDrafter, Request, Traits
+from outpace.drafters.base import Traits
+from outpace.drafters.features import FeatureDrafter, Followed
 from outpace.models.base import HEAD, TAPS
 from outpace.models.passes import PassRows
-from outpace.tree.growth import Branch, DraftRow
-from outpace.types import NOTHING, ROOT, Draft, Feed, Outcome
+from outpace.tree.growth import Branch
+from outpace.types import ROOT, Feed
 
 _WAITING = 2048
 """Most rows of a sequence that wait for its next draft; more go through the head at once. In a full
 batch where nobody drafts, most answers end before that, and nothing was read in vain. A row that
 waits takes about a sixth of what the target keeps of it."""
-
-_PIECES = 32
-"""Most parts of a sequence's features, each of which holds the memory of a whole pass."""
 
 
 class FeatureNet(Protocol):
@@ -81,55 +79,38 @@ class FeatureNet(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class FeatureState:
-    """One sequence in the head's cache."""
-
-    slot: int
-    start: int | None = None
-    """Position of the first row of the slot; None: no features were seen yet."""
-    waiting: list[Tensor] = field(default_factory=list)
-    """Features [., F] that have not been through the head for good."""
-    ids: list[int] = field(default_factory=list)
-    """The tokens at whose rows they were computed; each row embeds the one after it."""
-    lead: int = 0
-    """Tail rows of the slot that are made of these features: all true, whatever was drafted."""
+class RowState(Followed):
     row: dict[int, int] = field(default_factory=dict)
     """Draft node -> its row in the tail of the slot."""
     out: dict[int, int] = field(default_factory=dict)
     """Draft node -> its row among the outputs of this draft's passes."""
 
 
-class FeatureDrafter(ExpandingDrafter[FeatureState]):
+class RowDrafter(FeatureDrafter[RowState]):
     """Drafts with one network and its cache.
 
     Args:
         net: the network.
         id_D: target ids of the columns of its logits; None: they are the ids.
+        temper_D: as in ``Traits``.
     """
 
+    most_waiting = _WAITING
     traits = Traits(default_nodes=5, default_tree="dynamic", needs=frozenset({TAPS, HEAD}), samples=True)
 
-    def __init__(self, net: FeatureNet, id_D: Tensor | None) -> None:
+    def __init__(self, net: FeatureNet, id_D: Tensor | None, temper_D: tuple[float, ...] = ()) -> None:
         self.net, self._id_D = net, id_D
-        self.traits = replace(self.traits, taps=frozenset(net.taps))
-        self.cache = net.new_cache()
+        self.traits = replace(self.traits, taps=frozenset(net.taps), temper_D=temper_D)
+        self.cache: DenseCache = net.new_cache()
         self._out_TH = torch.empty(0)
 
-    def begin(self, request: Request) -> FeatureState:
-        """Take a slot. A prefix that no pass will show is left out: rows start behind it."""
-        return FeatureState(self.cache.open())
+    def opened(self, slot: int) -> RowState:
+        return RowState(slot)
 
-    def propose(self, rows: Sequence[DraftRow[FeatureState]]) -> list[Draft]:
-        """Grow drafts; a sequence whose last features were not shown gets an empty one."""
-        for row in rows:
-            self._forget(row.state)
-        known = [
-            row if self._end(row.state) == len(row.tokens) - 1 else replace(row, budget=NOTHING)
-            for row in rows
-        ]
-        return super().propose(known)
+    def feature(self, taps: dict[str, Tensor]) -> Tensor:
+        return self.net.feature(taps)
 
-    def expand(self, branches: Sequence[Branch[FeatureState]]) -> tuple[Tensor, Tensor | None]:
+    def expand(self, branches: Sequence[Branch[RowState]]) -> tuple[Tensor, Tensor | None]:
         """One pass of the head: features of the target first, then its own outputs."""
         first = branches[0].nodes == (ROOT,)
         feeds = [self._feed_waiting(b) if first else self._feed_nodes(b) for b in branches]
@@ -150,7 +131,7 @@ class FeatureDrafter(ExpandingDrafter[FeatureState]):
         self._out_TH = out_FH if first else torch.cat([self._out_TH, out_FH])
         return logits_FD, self._id_D
 
-    def _feed_waiting(self, branch: Branch[FeatureState]) -> Feed:
+    def _feed_waiting(self, branch: Branch[RowState]) -> Feed:
         """What the target computed since the last draft, the row of the pending token last."""
         state = branch.state
         state.lead = len(state.ids)
@@ -158,7 +139,7 @@ class FeatureDrafter(ExpandingDrafter[FeatureState]):
         tokens = (*state.ids[1:], branch.tokens[-1])
         return Feed.chain(state.slot, tokens, want=(state.lead - 1,))
 
-    def _feed_nodes(self, branch: Branch[FeatureState]) -> Feed:
+    def _feed_nodes(self, branch: Branch[RowState]) -> Feed:
         state = branch.state
         start = len(state.row) - 1 + state.lead
         tokens = tuple(branch.token_N[node] for node in branch.nodes)
@@ -166,49 +147,7 @@ class FeatureDrafter(ExpandingDrafter[FeatureState]):
         state.row |= {node: start + i for i, node in enumerate(branch.nodes)}
         return Feed(state.slot, tokens, parents)
 
-    def observe(self, states: Sequence[FeatureState], outcomes: Sequence[Outcome]) -> None:
-        """Keep the rows made of true features, and the features of what was committed."""
-        new: list[tuple[FeatureState, Outcome]] = []
-        for state, outcome in zip(states, outcomes, strict=True):
-            if state.lead:
-                self.cache.keep(state.slot, range(state.lead))
-                state.waiting, state.ids = [], []
-            self._forget(state)
-            taps = outcome.scored.taps
-            if not taps.keys() >= self.traits.taps or self._end(state) != outcome.start:
-                self._restart(state)
-            if taps.keys() >= self.traits.taps and outcome.fed:
-                state.start = outcome.start if state.start is None else state.start
-                state.ids += outcome.fed
-                new.append((state, outcome))
-        if new:
-            self._copy(new)
-        long = [state for state, _ in new if len(state.ids) > _WAITING]
-        if long:
-            self._read(long)
-
-    def _copy(self, new: Sequence[tuple[FeatureState, Outcome]]) -> None:
-        """Keep the features of what was committed: one copy, of which every sequence has its part,
-        for a copy of each takes four times as long in a batch of 64.
-        """
-        rows = [_rows(outcome) for _, outcome in new]
-        together = {
-            name: torch.cat(
-                [
-                    taps[name] if at is None else taps[name][at]
-                    for taps, at in zip((o.scored.taps for _, o in new), rows, strict=True)
-                ]
-            )
-            for name in self.net.taps
-        }
-        sizes = [len(outcome.fed) for _, outcome in new]
-        parts = torch.split(self.net.feature(together), sizes)
-        for (state, _), part in zip(new, parts, strict=True):
-            state.waiting.append(part)
-            if len(state.waiting) > _PIECES:
-                state.waiting = [torch.cat(state.waiting)]
-
-    def _read(self, states: Sequence[FeatureState]) -> None:
+    def read(self, states: Sequence[RowState]) -> None:
         """Put all features but the last through the head, whose next token is not known yet."""
         features, feeds = [], []
         for state in states:
@@ -223,39 +162,10 @@ class FeatureDrafter(ExpandingDrafter[FeatureState]):
         for feed in feeds:
             self.cache.keep(feed.slot, range(len(feed.token_J)))
 
-    def num_uncached(self, state: FeatureState, tokens: Sequence[int]) -> int:
-        """Those whose features wait."""
-        return len(state.ids)
-
-    def _end(self, state: FeatureState) -> int | None:
-        """The first position without features; None if there are none at all."""
-        if state.start is None:
-            return None
-        return state.start + self.cache.length(state.slot) + len(state.ids)
-
-    def _forget(self, state: FeatureState) -> None:
-        """Drop a proposal that is done with, or was never seen."""
-        self.cache.drop(state.slot)
-        state.lead, state.row, state.out = 0, {}, {}
-
-    def _restart(self, state: FeatureState) -> None:
-        """Start anew with the next features that come."""
-        self.cache.truncate(state.slot, 0)
-        self._forget(state)
-        state.start, state.waiting, state.ids = None, [], []
-
-    def end(self, state: FeatureState) -> None:
-        """Give the slot back."""
-        self.cache.close(state.slot)
+    def forget(self, state: RowState) -> None:
+        super().forget(state)
+        state.row, state.out = {}, {}
 
 
-def _starts(branches: Sequence[Branch[FeatureState]]) -> list[int]:
+def _starts(branches: Sequence[Branch[RowState]]) -> list[int]:
     return [branch.state.start or 0 for branch in branches]
-
-
-def _rows(outcome: Outcome) -> slice | list[int] | None:
-    """Which rows of a feed were committed: None, all in order; a slice, the first of them."""
-    rows, count = outcome.row_F, len(outcome.row_F)
-    if rows != tuple(range(count)):
-        return list(rows)
-    return None if count == outcome.scored.tap_start_B[-1] else slice(0, count)

@@ -85,6 +85,19 @@ class Doubt:
         return sure_F if self.other is None else sure_F & self.other.more(signals)
 
 
+def pruned(draft: Draft, keep: Sequence[int]) -> Draft:
+    """The same draft without some nodes; only for drafts that were chosen, and not drawn.
+
+    Args:
+        keep: nodes that stay, ascending; the parent of each stays.
+    """
+    assert draft.riders is None and all(group.law is None for group in draft.groups)
+    return Draft.chosen(
+        [draft.token_N[node] for node in keep],
+        [ROOT if draft.parent_N[node] == ROOT else keep.index(draft.parent_N[node]) for node in keep],
+    )
+
+
 def reordered(draft: Draft, order: Sequence[int]) -> Draft:
     """The same draft with its nodes in another order.
 

@@ -224,7 +224,7 @@ class Decoder(Target):
         return part
 
     def with_layers(self, checkpoint: Checkpoint, layers: Sequence[int]) -> Decoder:
-        """This decoder with some layers read from another checkpoint of its shape."""
+        """This decoder with some layers read from another checkpoint of its shape; caches fit."""
         blocks = list(self._blocks)
         for i in layers:
             blocks[i] = read_block(checkpoint, i, replace(self._form, stored=False))

@@ -86,3 +86,27 @@ class MemoryCheckpoint(Checkpoint):
     def _read(self, name: str, place: Place, dtype: torch.dtype | None) -> Tensor:
         tensor = self._tensors[name].detach()
         return tensor.to("cpu", dtype or tensor.dtype).contiguous()
+
+
+class Replaced(Checkpoint):
+    """A checkpoint some of whose tensors are others, of the same shapes; for reading layers."""
+
+    def __init__(self, whole: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
+        self.config, self.name, self.files = whole.config, whole.name, whole.files
+        self._whole, self._others = whole, tensors
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor, in the wanted dtype."""
+        if name not in self._others:
+            return self._whole.tensor(name, dtype)
+        other = self._others[name]
+        return other.to("cpu", dtype or other.dtype).contiguous()
+
+    def rows(self, name: str, dtype: torch.dtype) -> Callable[[Sequence[int]], Tensor]:
+        return self._whole.rows(name, dtype)
+
+    def tokenizer(self) -> Tokenizer:
+        return self._whole.tokenizer()
+
+    def _read(self, name: str, place: Place, dtype: torch.dtype | None) -> Tensor:
+        return self._whole._read(name, place, dtype)

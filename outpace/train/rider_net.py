@@ -50,14 +50,18 @@ class RiderNet:
         self._order_D = half.T.flatten()
         """Where the cache, whose coordinates turn in neighbouring pairs, has each coordinate."""
 
-    @torch.no_grad()
     def texts(self, batch: Batch) -> tuple[list[KeyValue], Tensor]:
+        """Keys and values as ``read`` gives them, and the feature ``hidden.-1``."""
+        held, found = self.read(batch, (LAST,))
+        return held, found[LAST]
+
+    @torch.no_grad()
+    def read(self, batch: Batch, taps: Sequence[str]) -> tuple[list[KeyValue], dict[str, Tensor]]:
         """Read a batch with the target itself.
 
         Returns:
             Per layer the keys and values of all tokens, [B, N, T, D], in the target's dtype, and
-            the feature ``hidden.-1``, [B, T, H]. Rows behind the end of a text hold anything
-            finite.
+            features [B, T, H]. Rows behind the end of a text hold anything finite.
 
         Cost: one pass over the batch. Memory: its keys and values, twice.
         """
@@ -67,26 +71,33 @@ class RiderNet:
             Feed.chain(cache.open(), tokens[:length], want=())
             for tokens, length in zip(batch.token_BT.tolist(), batch.length_B.tolist(), strict=True)
         ]
-        scored = target.score(feeds, cache, taps=frozenset({LAST}))
-        last_BTH = torch.zeros(size, longest, target.hidden_size, dtype=target.dtype, device=target.device)
-        for i in range(size):
-            own_TH = scored.of(i).taps[LAST]
-            last_BTH[i, : len(own_TH)] = own_TH
+        scored = target.score(feeds, cache, taps=frozenset(taps))
+        found = {}
+        for name in taps:
+            dtype = target.dtype if name == LAST else torch.float32
+            x_BTH = torch.zeros(size, longest, target.hidden_size, dtype=dtype, device=target.device)
+            for i in range(size):
+                own_TH = scored.of(i).taps[name]
+                x_BTH[i, : len(own_TH)] = own_TH
+            found[name] = x_BTH
         held: list[KeyValue] = []
         for layer in range(target.num_layers):
             k_BNDT = cache.key_store[layer, :size, :, :, :longest]
             v_BNTD = cache.value_store[layer, :size, :, :longest]
             k_BNTD = k_BNDT.index_select(2, self._order_D).transpose(2, 3)
             held.append((k_BNTD.to(target.dtype), v_BNTD.to(target.dtype, copy=True)))
-        return held, last_BTH
+        return held, found
 
-    def __call__(self, embed_EKH: Tensor, place_BG: Tensor, text: Sequence[KeyValue]) -> Tensor:
+    def __call__(
+        self, embed_EKH: Tensor, place_BG: Tensor, text: Sequence[KeyValue], alone: bool = False
+    ) -> Tensor:
         """Normed last states of riders, float32 [B, G, E, K, H].
 
         Args:
             embed_EKH: what enters the first layer, the same for every group, or [B, G, E, K, H];
                 gradients flow to it.
             place_BG: the last row of the text that each group sees.
+            alone: riders of a chain do not see each other.
         """
         (size, groups), (chains, riders, _) = place_BG.shape, embed_EKH.shape[-3:]
         kind, dtype = place_BG.device.type, self.target.dtype
@@ -99,7 +110,7 @@ class RiderNet:
         group = self.config.num_heads // self.config.num_kv_heads
         masks = {}
         for window in set(self.config.windows):
-            sees_BRX = sight(place_BR, position_BR, longest, riders, window)
+            sees_BRX = sight(place_BR, position_BR, longest, 1 if alone else riders, window)
             mask_BRX = torch.zeros(sees_BRX.shape, dtype=dtype, device=sees_BRX.device)
             mask_BRX.masked_fill_(~sees_BRX, -torch.inf)
             masks[window] = mask_BRX.repeat(1, group, 1)

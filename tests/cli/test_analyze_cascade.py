@@ -40,12 +40,17 @@ def test_prediction_and_measurement_stand_side_by_side(outpace, tmp_path):
     got = json.loads(ran.out)
     assert json.loads((tmp_path / "report/cascade.json").read_text()) == got
     kinds = [row["kind"] for row in got["configurations"]]
-    assert kinds == ["model alone", "vertical", "horizontal", "both", "given"]
+    assert kinds == ["model alone", "vertical", "horizontal", "both", "MaxGram alone", "given"]
+    assert got["prompts"] == 2 and got["held_out"] == 1
     for row in got["configurations"]:
         assert row["predicted"] > 0 and row["measured"] > 0
         assert row["emitted"] >= 1 <= row["measured_emitted"]
+        assert row["seconds"] > 0 and row["measured_seconds"] > 0
+        assert row["error"] == pytest.approx(row["predicted"] / row["measured"] - 1)
     by_kind = {row["kind"]: row for row in got["configurations"]}
-    assert by_kind["both"]["predicted"] == max(row["predicted"] for row in got["configurations"])
+    cascades = [row["predicted"] for row in got["configurations"] if row["kind"] != "MaxGram alone"]
+    assert by_kind["both"]["predicted"] == max(cascades)
+    assert by_kind["MaxGram alone"]["k"].startswith("0,") and by_kind["MaxGram alone"]["steps"] == [0.0]
     assert "," not in by_kind["vertical"]["k"] and "/" not in by_kind["horizontal"]["k"]
     assert by_kind["given"]["k"] == "2,4/3"
     assert got["best"].startswith(f"cascade[levels={LEVELS} k=")
@@ -54,6 +59,31 @@ def test_prediction_and_measurement_stand_side_by_side(outpace, tmp_path):
     for one in got["acceptance"]:
         assert one["drafts"] > 0
         assert all(1 >= a >= b >= 0 for a, b in zip(one["kept"], one["kept"][1:], strict=False))
+
+
+def test_costs_by_hand_and_lenience(outpace):
+    ran = outpace(*FEW, "--measure", "--cost", "draft=0.15", "--lenience", "3", "--json")
+    assert ran.code == 0, ran.err
+    got = json.loads(ran.out)
+    assert got["costs"] == {"draft_model[layers=1 model=tiny]": 0.15}
+    assert got["best"].endswith("lenience=3]")
+    for row in got["configurations"]:
+        alone = row["kind"] == "MaxGram alone"
+        assert row["measured"] == pytest.approx(row["measured_emitted"]) if alone else row["measured"] > 0
+
+
+def test_theory_needs_no_model(outpace):
+    ran = outpace("analyze", "cascade", "--theory", "--alpha", "0.6,0.3", "--cost", "0.1,0.01", "--json")
+    assert ran.code == 0, ran.err
+    got = json.loads(ran.out)
+    rows = {row["kind"]: row for row in got["rows"]}
+    assert list(rows) == ["level 1 alone", "level 2 alone", "vertical", "horizontal"]
+    # (1 - 0.6^3) / (1 - 0.6) tokens for 1.2 passes
+    assert rows["level 1 alone"]["k"] in ("2", "3")
+    best = max((1 - 0.6 ** (g + 1)) / 0.4 / (1 + 0.1 * g) for g in range(1, 9))
+    assert rows["level 1 alone"]["speedup"] == pytest.approx(best)
+    assert rows["horizontal"]["speedup"] > rows["level 1 alone"]["speedup"]
+    assert 0.1 < got["break_even"] < 1
 
 
 def test_the_tables(outpace):
@@ -71,6 +101,10 @@ def test_the_tables(outpace):
         (("--k", "3/4/5"), "row 3 for 2 levels"),
         (("--max-new-tokens", "3"), "must be at least 8, got 3"),
         (("--limit", "0"), "--limit must be at least 1, got 0"),
+        (("--cost", "max=x"), "--cost is LEVEL=SHARE"),
+        (("--lenience", "0.5"), "lenience must be a number from 1, got 0.5"),
+        (("--theory", "--alpha", "1,x"), "--alpha must be numbers"),
+        (("--theory", "--alpha", "0.5", "--cost", "0.1,0.2"), "one or two levels"),
     ],
 )
 def test_bad_input_is_one_line(outpace, arguments, says):
@@ -155,5 +189,7 @@ def test_the_tally_counts_what_the_engine_counts_and_leaves_no_trace():
     level = method.drafter.models[0]
     assert type(level.verifier).__name__ == "Tree" and level.machine.listeners == ()
     assert list(found.predicted()) == ["model alone"]
+    dear, cheap = (found.priced({1: share}).predicted()["model alone"][1].speedup for share in (0.9, 0.01))
+    assert dear < cheap
     assert found.ladder.seconds[0](8) > 0
     assert len(speedup(engine, [method.spec], prompts, max_new_tokens=10)) == 1

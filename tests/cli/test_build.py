@@ -1,12 +1,15 @@
 import json
 
+import numpy as np
 import pytest
 
+from outpace import Engine
 from outpace.config import data_folder
 from outpace.methods.lookup import bigram as module
 from outpace.methods.lookup.bigram import BigramTable
 from outpace.methods.lookup.files import vocabulary
 from outpace.models.load import load_target
+from outpace.train.tokens import TokenSequence, TokenStore
 
 TEXT = "the cat sat on the mat.\nthe dog sat on the log.\n" * 30
 
@@ -46,6 +49,32 @@ def test_without_a_name_it_goes_where_the_drafter_looks(outpace, folder):
     assert ran.code == 0, ran.err
     (made,) = (data_folder() / "bigram").iterdir()
     assert ran.out.startswith(f"{made}: ") and made.suffix == ".bigram"
+
+
+def test_a_table_of_the_targets_own_answers(outpace, folder):
+    target = load_target("tiny")
+    store = TokenStore.create(
+        folder / "tokens",
+        target=target.name,
+        digest=target.digest,
+        vocab_size=target.vocab_size,
+        about={"plans": [{"command": "secret", "plan": {"seed": 0}, "sources": []}]},
+    )
+    answers = [
+        TokenSequence(
+            number=i, ids=np.array([40, 41 + i % 50, 50, 51, 50, 51, 50], np.int32), prompt=2, temperature=0.0
+        )
+        for i in range(60)
+    ]
+    store.append(answers, {})
+    ran = outpace("build", "bigram", "tokens", "-m", "tiny")
+    assert ran.code == 0, ran.err
+    drafter = Engine(target, "max_gram").method().drafter
+    assert drafter.table.after(50)[0][0] == 51 and drafter.table.after(40) == []
+    (place,) = (data_folder() / "drafters").glob("*/max_gram")
+    told = json.loads((place / "provenance.json").read_text())
+    assert told["data"]["counted_tokens"] == 6 * int((~store.held_out_S).sum())
+    assert told["data"]["plans"] == [{"plan": {"seed": 0}, "sources": []}]
 
 
 def test_pieces_of_a_file_are_counted_as_one_text(folder, monkeypatch):
@@ -88,7 +117,7 @@ def test_a_datastore_is_made_and_json_names_what_is_written(outpace, folder):
         (["bigrams"], "did you mean"),
         (["bigram"], "missing argument"),
         (["bigram", "nowhere.txt", "-m", "tiny"], "nowhere.txt"),
-        (["bigram", ".", "-m", "tiny"], "is a directory"),
+        (["bigram", ".", "-m", "tiny"], "holds no manifest.json"),
         (["bigram", "latin.txt", "-m", "tiny"], "latin.txt is not utf-8 text (byte 3)"),
         (["bigram", "empty.txt", "-m", "tiny"], "no text in empty.txt"),
         (["bigram", "a.txt", "-m", "smollm2-135n"], "did you mean smollm2-135m"),

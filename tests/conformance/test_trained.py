@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outpace import Engine, registry
-from outpace.drafters import feature_rows, prefix_layer
+from outpace.drafters import prefix_layer
 from outpace.train.ahead import AheadObjective
 from outpace.train.align import EAGLE, Aligned
 from outpace.types import Budget, Drawn, Feed
@@ -64,9 +64,11 @@ def test_a_drafter_says_what_its_objective_learned(engine, tmp_path, monkeypatch
         parameter.copy_(moved.to(torch.bfloat16))
     objective.save(tmp_path / "made", {})
     made = registry.load("drafter", name)
-    for module in (sys.modules[made.__module__], feature_rows, prefix_layer) if waiting else ():
+    for module in (sys.modules[made.__module__], prefix_layer) if waiting else ():
         if hasattr(module, "_WAITING"):
             monkeypatch.setattr(module, "_WAITING", waiting)
+    if waiting and hasattr(made, "most_waiting"):
+        monkeypatch.setattr(made, "most_waiting", waiting)
     drafter = made.load(made.Config(model=str(tmp_path / "made"), quantize=None), target)
     taps = kind.taps(objective.config, target)
     batch = exact(written(target, 3, seed=4, new=20, prompt=3), target, taps)

@@ -12,7 +12,7 @@ from outpace.analysis.enumeration import EnumeratingCoins, fates
 from outpace.analysis.tables import distance
 from outpace.drafters.base import Drafter, Request
 from outpace.law import VocabMap
-from outpace.models.decoder import Decoder
+from outpace.models.layers import Layers
 from outpace.models.program import Programs
 from outpace.models.tiny import TableTarget
 from outpace.params import SamplingParams
@@ -156,14 +156,14 @@ class Row:
 def count_rows(monkeypatch, target):
     """Rows that each layer really computes, from now on."""
     rows = [0] * target.num_layers
-    real = Decoder._layers
+    real = Layers.run
 
     def counting(self, x_TH, layers, spans, *rest):
         for layer in layers:
             rows[layer] += sum(len(span.stored) for span in spans)
         return real(self, x_TH, layers, spans, *rest)
 
-    monkeypatch.setattr(Decoder, "_layers", counting)
+    monkeypatch.setattr(Layers, "run", counting)
     layers_of, list_, some = {}, Programs._list, Programs._some
 
     def listing(self, layers, *rest):

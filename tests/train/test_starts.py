@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from outpace.methods.dflash.dspark_objective import DsparkObjective, DsparkTraining
 from outpace.methods.dflash.objective import DflashObjective, DflashTraining
 from outpace.methods.draft_model.acceptance_objective import Acceptance, AcceptanceTraining
 from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
@@ -17,6 +18,9 @@ from outpace.methods.medusa.objective import Medusa, MedusaTraining
 from outpace.methods.mtp.objective import Mtp, MtpTraining
 from outpace.methods.ppd.objective import Ppd, PpdTraining
 from outpace.methods.recurrent.objective import ReDrafter, ReDrafterTraining
+from outpace.methods.s2d.objective import S2d, S2dTraining
+from outpace.methods.s3d.objective import S3d, S3dTraining
+from outpace.methods.streaming.objective import Coral, CoralTraining, Streaming, StreamingTraining
 from outpace.models.load import load_target
 from outpace.train.pipeline import begin_from
 
@@ -27,6 +31,7 @@ KINDS = {
     "redrafter": (ReDrafter, ReDrafterTraining()),
     "acceptance": (Acceptance, AcceptanceTraining(draft="tiny", draft_layers=1)),
     "dflash": (DflashObjective, DflashTraining()),
+    "dspark": (DsparkObjective, DsparkTraining()),
     "draft_model": (DraftModelObjective, DraftModelTraining(take="0,1")),
     "eagle3": (Eagle3, Eagle3Config()),
     "early_exit": (EarlyExitObjective, EarlyExitTraining()),
@@ -34,6 +39,10 @@ KINDS = {
     "kangaroo": (KangarooObjective, KangarooTraining()),
     "medusa": (Medusa, MedusaTraining()),
     "ppd": (Ppd, PpdTraining()),
+    "s2d": (S2d, S2dTraining()),
+    "s3d": (S3d, S3dTraining()),
+    "streaming": (Streaming, StreamingTraining()),
+    "coral": (Coral, CoralTraining()),
 }
 
 

@@ -126,6 +126,9 @@ class Cascade(WrappingDrafter[State]):
             self.models.insert(0, level)
             below = [level, *below]
         self.staged = _staged(below, k, 0, self.lenient)
+        used = _used(self.staged)
+        self.idle = frozenset(level.number for level in self.models if level not in used)
+        """Numbers of the models that ``k`` leaves out: they read nothing."""
 
     @cached_property
     def clock(self) -> PassClock:
@@ -201,6 +204,8 @@ class Cascade(WrappingDrafter[State]):
                 self.lookup.observe(state.reading, outcome, outcome.draft is state.draft)
             state.draft = None
         for at, level in enumerate(self.models):
+            if level.number in self.idle:
+                continue
             prompts = {}
             for state, outcome in zip(states, outcomes, strict=True):
                 slot, end = state.slots[at], outcome.start + len(outcome.fed)
@@ -215,6 +220,7 @@ class Cascade(WrappingDrafter[State]):
         return super().num_uncached(state, tokens) + sum(
             len(tokens) - level.cache.length(slot)
             for level, slot in zip(self.models, state.slots, strict=True)
+            if level.number not in self.idle
         )
 
     def end(self, state: State) -> None:
@@ -231,6 +237,16 @@ def no_model(level: object) -> SpecError:
         f"drafter 'cascade': {level} is no language model; every level but the last must be one, "
         "such as draft_model[model=M] or layer_skip[skip=4+7]"
     )
+
+
+def _used(staged: StagedDrafter) -> list[Level]:
+    """The levels that a staged drafter asks, and those that they ask."""
+    found: list[Level] = []
+    for level, _ in staged.stages:
+        found.append(level)
+        if isinstance(level, ModelLevel):
+            found += _used(level.staged)
+    return found
 
 
 def _staged(below: Sequence[Level], k: Sequence[Sequence[int]], row: int, lenient: bool) -> StagedDrafter:

@@ -157,8 +157,8 @@ class ModelLevel(Level):
         self.verifier, self.coupled = verifier, coupled
         self.reader = Reader(model, clock)
         self.cache = self.reader.new_cache()
-        staged = StagedDrafter(()) if below is None else below
-        self.machine = Machine(self.reader, self.cache, {BELOW: staged}, policy, want_laws=True)
+        self.staged = StagedDrafter(()) if below is None else below
+        self.machine = Machine(self.reader, self.cache, {BELOW: self.staged}, policy, want_laws=True)
 
     def guess(self, drafts: Sequence[Guesses], total: int) -> None:
         """Steps of this level, for all drafts that want more; one pass of the model each."""

@@ -5,7 +5,8 @@
 
 One cascade with a generous K answers the prompts; a tally behind every verifier counts, for each
 level of every reviewed draft, how far it was kept. Another one, with a token of every model, does
-so for the lookup at the target: behind five tokens of a model it is hardly ever reached. Passes
+so for the lookup at the target: behind five tokens of a model it is hardly ever reached. Then every
+lower level drafts alone, so that a cascade can be compared with the best of its members. Passes
 are timed by rows (`cost.measure`) and scaled to what they took among the others; the host's share
 is what else a step took.
 """
@@ -14,11 +15,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outpace.analysis import cost
-from outpace.analysis.theory import Ladder, Prediction, best_k, predict
+from outpace.analysis.theory import Ladder, Prediction, best_alone, best_k, predict
+from outpace.analysis.theory import break_even as break_even
+from outpace.analysis.theory import closed as closed
 from outpace.coins import Coins
 from outpace.engine.engine import Engine
 from outpace.errors import RequestError
@@ -123,9 +126,26 @@ class Found:
     parts: Mapping[tuple[int, int], Part]
     names: tuple[str, ...]
     """Target, then levels."""
+    alone: Mapping[int, Part] = field(default_factory=dict)
+    """Level from 2 -> how its drafts were kept where nobody else drafted."""
+    lenience: float = 1.0
+
+    def priced(self, costs: Mapping[int, float]) -> Found:
+        """The same with costs by hand: level -> share of a pass of the target, whatever its rows.
+
+        Models that are not named keep what a row of theirs was measured to take; a lookup is free.
+        """
+        plain = self.ladder.seconds[0](1.0)
+        shares = [
+            1.0,
+            *(costs.get(i, cost_(1.0) / plain) for i, cost_ in enumerate(self.ladder.seconds[1:], 1)),
+        ]
+        lookup = costs.get(self.ladder.levels, 0.0) if self.ladder.lookup else 0.0
+        fixed = [_always(share) for share in shares]
+        return replace(self, ladder=replace(self.ladder, seconds=fixed, lookup_seconds=lookup))
 
     def predicted(self) -> dict[str, tuple[list[list[int]], Prediction]]:
-        """Kind of cascade -> its best K and what that promises."""
+        """Kind of cascade -> its best K and what that promises; every level alone is one."""
         kinds: dict[str, Callable[[int, int], bool]] = {
             "model alone": lambda reviewer, level: reviewer == 0 and level == 1,
             "vertical": lambda reviewer, level: level == reviewer + 1,
@@ -134,10 +154,23 @@ class Found:
         }
         if self.ladder.levels == 1:
             kinds = {"model alone": kinds["model alone"]}
-        return {name: best_k(self.ladder, allowed) for name, allowed in kinds.items()}
+        found = {name: best_k(self.ladder, allowed) for name, allowed in kinds.items()}
+        for level in self.alone:
+            found[f"{self.names[level]} alone"] = best_alone(self._only(level), level)
+        return found
 
     def predict(self, k: Sequence[Sequence[int]]) -> Prediction:
-        return predict(self.ladder, k)
+        used = [i for i, quota in enumerate(k[0], 1) if quota]
+        return predict(self._only(used[0]) if used[0] in self.alone and len(used) == 1 else self.ladder, k)
+
+    def _only(self, level: int) -> Ladder:
+        """The ladder as a level sees it that drafts alone."""
+        part = self.alone[level]
+        return replace(self.ladder, survival={(0, level): part.survival}, drafted={0: part.drafted})
+
+
+def _always(share: float) -> Callable[[float], float]:
+    return lambda rows: share
 
 
 def text_of(k: Sequence[Sequence[int]]) -> str:
@@ -153,8 +186,9 @@ def text_of(k: Sequence[Sequence[int]]) -> str:
     return "/".join(rows)
 
 
-def spec_of(levels: str, k: Sequence[Sequence[int]]) -> str:
-    return f"cascade[levels={levels} k={text_of(k)}]"
+def spec_of(levels: str, k: Sequence[Sequence[int]], lenience: float = 1.0) -> str:
+    more = "" if lenience == 1 else f" lenience={lenience:g}"
+    return f"cascade[levels={levels} k={text_of(k)}{more}]"
 
 
 def probe_k(models: int, lookup: bool) -> list[list[int]]:
@@ -172,6 +206,7 @@ def measure(
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
+    lenience: float = 1.0,
     tick: Callable[[str, int], None] = lambda part, prompts: None,
 ) -> Found:
     """Answer prompts plainly and with a probing cascade, and time passes of every model.
@@ -187,12 +222,17 @@ def measure(
     loaded = engine.method(f"cascade[levels={levels}]").preferred.drafter
     assert isinstance(loaded, Cascade)
     k = probe_k(len(loaded.models), loaded.lookup is not None)
-    method = engine.method(spec_of(levels, k))
+    method = engine.method(spec_of(levels, k, lenience))
     probe = method.preferred.drafter
     assert isinstance(probe, Cascade)
     lookup = len(probe.models) + 1
     tail_k = [[1] * len(probe.models) + [LOOKUP_QUOTA]]
-    tail = engine.method(spec_of(levels, tail_k)) if probe.lookup is not None else method
+    tail = engine.method(spec_of(levels, tail_k, lenience)) if probe.lookup is not None else method
+    singles = {}
+    for number in range(2, lookup + (probe.lookup is not None)):
+        row = [0] * (number - 1) + [LOOKUP_QUOTA if number == lookup else MODEL_QUOTA]
+        singles[number] = ([row], engine.method(spec_of(levels, [row], lenience)))
+    lone: dict[tuple[int, int], Part] = defaultdict(Part)
     parts: dict[tuple[int, int], Part] = defaultdict(Part)
     tails: dict[tuple[int, int], Part] = defaultdict(Part)
     passes = [_Passes() for _ in range(len(probe.models) + 1)]
@@ -200,7 +240,9 @@ def measure(
 
     for spec in ("none", method.spec):  # the first answers pay for what is set up on the way
         engine.generate(list(prompts[0]), params, drafter=spec, reproducible=False)
-    usual = {one: one.verifier for one in (tail, method)}
+    usual = {one: one.verifier for one in (tail, method, *(one for _, one in singles.values()))}
+    for own_k, one in singles.values():
+        one.verifier = Tally(usual[one], _note(lone, 0, own_k, probe))
     tail.verifier = Tally(tail.verifier, _note(tails, 0, tail_k, probe))
     method.verifier = Tally(usual[method], _note(parts, 0, k, probe))
     for level, own in zip(probe.models, passes[1:], strict=True):
@@ -213,6 +255,8 @@ def measure(
             _run(engine, method.spec, prompt, params, passes[0])
             if tail is not method:
                 _run(engine, tail.spec, prompt, params, _Passes())
+            for _, one in singles.values():
+                _run(engine, one.spec, prompt, params, _Passes())
             tick("probing", 1)
     finally:
         for one, verifier in usual.items():
@@ -246,7 +290,31 @@ def measure(
     names = (engine.target.name, *(level.model.name for level in probe.models))
     if probe.lookup is not None:
         names = (*names, type(probe.lookup.drafter).__name__)
-    return Found(levels=levels, ladder=ladder, parts=dict(parts), names=names)
+    alone_parts = {number: lone[0, number] for number in singles if (0, number) in lone}
+    return Found(
+        levels=levels, ladder=ladder, parts=dict(parts), names=names, alone=alone_parts, lenience=lenience
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """How one drafter did on some prompts. Prompts do not count, nor does the time in which the models
+    of a cascade read them: for short answers to long prompts the gain is smaller.
+    """
+
+    speedup: float
+    """Over plain decoding, in seconds."""
+    emitted: float
+    """Tokens per pass of the target."""
+    seconds: float
+    """Per token."""
+    passes: tuple[float, ...]
+    """Of every model of the cascade, per pass of the target."""
+
+    def standard(self, costs: Sequence[float]) -> float:
+        """The speed-up if a pass of the target costs 1, and one of each model what is said here."""
+        spent = sum(cost_ * made for cost_, made in zip(costs, self.passes, strict=False))
+        return self.emitted / (1 + spent)
 
 
 def speedup(
@@ -257,23 +325,39 @@ def speedup(
     max_new_tokens: int,
     temperature: float = 0.0,
     tick: Callable[[str, int], None] = lambda part, prompts: None,
-) -> list[tuple[float, float]]:
-    """Speed-up over plain decoding, and tokens per pass, of every drafter.
-
-    All run in turn on every prompt. Prompts do not count, nor does the time in which the models
-    of a cascade read them: for short answers to long prompts the gain is smaller.
-    """
+) -> list[Measured]:
+    """Measure drafters against plain decoding; all run in turn on every prompt."""
     params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, ignore_eos=True, seed=0)
     spent = {spec: _Passes() for spec in ("none", *specs)}
     tokens = dict.fromkeys(spent, 0)
+    below: dict[str, list[_Passes]] = {spec: [] for spec in spent}
     for spec in spent:  # the first answers pay for what is set up on the way
         engine.generate(list(prompts[0]), params, drafter=spec, reproducible=False)
-    for prompt in prompts:
-        for spec, passes in spent.items():
-            tokens[spec] += _run(engine, spec, prompt, params, passes) - 1
-        tick("measuring", 1)
+        drafter = engine.method(spec).preferred.drafter
+        for level in drafter.models if isinstance(drafter, Cascade) else ():
+            own = _Passes()
+            below[spec].append(own)
+            level.machine.listeners = (own.listen,)
+    try:
+        for prompt in prompts:
+            for spec, passes in spent.items():
+                tokens[spec] += _run(engine, spec, prompt, params, passes) - 1
+            tick("measuring", 1)
+    finally:
+        for spec in spent:
+            drafter = engine.method(spec).preferred.drafter
+            for level in drafter.models if isinstance(drafter, Cascade) else ():
+                level.machine.listeners = ()
     seconds = {spec: passes.whole / tokens[spec] for spec, passes in spent.items()}
-    return [(seconds["none"] / seconds[spec], tokens[spec] / spent[spec].count) for spec in specs]
+    return [
+        Measured(
+            speedup=seconds["none"] / seconds[spec],
+            emitted=tokens[spec] / spent[spec].count,
+            seconds=seconds[spec],
+            passes=tuple(own.count / spent[spec].count for own in below[spec]),
+        )
+        for spec in specs
+    ]
 
 
 def _run(engine: Engine, spec: str, prompt: Sequence[int], params: SamplingParams, passes: _Passes) -> int:

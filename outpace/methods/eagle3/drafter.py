@@ -17,32 +17,21 @@ Papers: Li et al. 2024, arXiv:2401.15077 and arXiv:2406.16858; Li et al. 2025, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from outpace.drafters.feature_rows import FeatureDrafter
+from outpace.drafters.feature_rows import RowDrafter
+from outpace.drafters.features import TrainedConfig
 from outpace.drafters.trained import rounding
 from outpace.methods.eagle3.files import find_head, read_head
 from outpace.methods.eagle3.net import EagleNet
 from outpace.models.base import Target
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Eagle3Config:
-    """Settings of the drafter."""
-
-    model: str | None = None
-    """Folder of the head; without it, the one trained for the target."""
-    quantize: str | None = "int8"
-    """Round its weights to int8 or int4, where compiled code multiplies them; none keeps them."""
-
-
-class Eagle3(FeatureDrafter):
+class Eagle3(RowDrafter):
     """Drafts with an EAGLE head."""
 
-    Config = Eagle3Config
+    Config = TrainedConfig
 
     @classmethod
-    def load(cls, config: Eagle3Config, target: Target) -> Eagle3:
+    def load(cls, config: TrainedConfig, target: Target) -> Eagle3:
         """Read the head and borrow the target's embedding.
 
         Raises:
@@ -51,4 +40,5 @@ class Eagle3(FeatureDrafter):
         head = read_head(find_head(target, config.model), target)
         rounded = rounding(config.quantize, target)
         net = EagleNet(head.shape, head.tensors, target, head.embed_VH, head.id_D, quantize=rounded)
-        return cls(net, None if head.id_D is None else head.id_D.to(target.device))
+        id_D = None if head.id_D is None else head.id_D.to(target.device)
+        return cls(net, id_D, head.temper_D)

@@ -10,10 +10,10 @@ Paper: Gui et al. 2024, arXiv:2408.15562, of which the abstract was known: recon
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from outpace.drafters.feature_rows import FeatureDrafter
+from outpace.drafters.feature_rows import RowDrafter
+from outpace.drafters.features import TrainedConfig
 from outpace.drafters.last_state import fit_tensors, read_vocab
 from outpace.drafters.trained import CONFIG, decoder_from_json, find, read_config, read_tensors, rounding
 from outpace.errors import ModelError
@@ -24,23 +24,13 @@ from outpace.models.fields import Fields
 METHOD = "fspad"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FspadConfig:
-    """Settings of the drafter."""
-
-    model: str | None = None
-    """Folder of the network; without it, the one trained for the target."""
-    quantize: str | None = "int8"
-    """Round its weights to int8 or int4, where compiled code multiplies them; none keeps them."""
-
-
-class Fspad(FeatureDrafter):
+class Fspad(RowDrafter):
     """Drafts with EAGLE's network and what FSPAD adds to it."""
 
-    Config = FspadConfig
+    Config = TrainedConfig
 
     @classmethod
-    def load(cls, config: FspadConfig, target: Target) -> Fspad:
+    def load(cls, config: TrainedConfig, target: Target) -> Fspad:
         """Read the network; embedding and unembedding are the target's.
 
         Raises:

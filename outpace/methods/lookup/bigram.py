@@ -1,8 +1,8 @@
 """Bigram tables: which tokens follow a token most often in some text, and how often.
 
 The weakest drafter that always has something to say. One table per vocabulary, made once from any
-text by ``outpace build bigram``; text like that of the answers is best, but any prose or code
-teaches how words of several tokens go on.
+text by ``outpace build bigram``, or from the target's own answers, a folder of generated tokens. These
+are best, but any prose or code teaches how words of several tokens go on.
 
     token -> WIDTH tokens and the share of its occurrences that each of them follows
 
@@ -11,6 +11,7 @@ Source: the statistical model of CS-Drafting's Max-Gram, arXiv:2312.11462, secti
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -18,11 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from outpace.config import data_folder
+from outpace.drafters.trained import CONFIG, PROVENANCE
 from outpace.errors import ModelError, RequestError
-from outpace.files import reading
+from outpace.files import reading, write_whole
 from outpace.methods.lookup.files import read, vocabulary, write
 from outpace.models.text import Tokenizer
+from outpace.train.tokens import TokenStore
 
+METHOD, TABLE = "max_gram", "pairs.bigram"
+"""The method that reads a table of a target's answers, and the table's name in its folder."""
 WIDTH = 4
 """Successors kept of every token."""
 _KIND = "bigram table"
@@ -113,9 +118,11 @@ def build_bigram(
     """Make a table from text files.
 
     Args:
-        paths: files of UTF-8 text.
+        paths: files of UTF-8 text; or one folder of generated tokens (``outpace train --only-data``),
+            of which the answers count that are not held out.
         tokenizer: of the model that is to use it.
-        out: the file to write; None is the `usual_place`, where ``max_gram`` finds it.
+        out: the file to write; None is the `usual_place`, where ``max_gram`` finds it. Of generated
+            tokens it is a drafter folder, with provenance; None is where those of the target lie.
         progress: told the file under way and how many bytes of it were done.
 
     Returns:
@@ -125,6 +132,8 @@ def build_bigram(
         RequestError: a file that cannot be read or is not UTF-8 text, or no text at all.
         OSError: the table cannot be written.
     """
+    if len(paths) == 1 and paths[0].is_dir():
+        return _from_answers(paths[0], tokenizer, out)
     read_tokens = 0
 
     def texts() -> Iterable[list[int]]:
@@ -143,6 +152,38 @@ def build_bigram(
     path = out or usual_place(digest)
     table.save(path, digest)
     return path, read_tokens
+
+
+def _from_answers(folder: Path, tokenizer: Tokenizer, out: Path | None) -> tuple[Path, int]:
+    """Count the pairs of a target's answers; write a drafter folder."""
+    store = TokenStore.open(folder)
+    read_tokens = 0
+
+    def texts() -> Iterable[Sequence[int]]:
+        nonlocal read_tokens
+        for i in np.flatnonzero(~store.held_out_S):
+            one = store[int(i)]
+            if one.prompt:
+                answer = one.ids[one.prompt - 1 :]  # the first pair begins with the prompt's last token
+                read_tokens += len(answer)
+                yield answer.tolist()
+
+    table = BigramTable.count(texts(), tokenizer.vocab_size)
+    if not read_tokens:
+        raise RequestError(f"{folder} holds no answers to count")
+    target, about = store.manifest["target"], store.manifest["about"]
+    place = out or data_folder() / "drafters" / target["digest"] / METHOD
+    table.save(place / TABLE, vocabulary(tokenizer, tokenizer.vocab_size))
+    plans = [{key: plan[key] for key in plan if key != "command"} for plan in about.get("plans", ())]
+    provenance = {
+        "command": f"outpace build bigram WORK/tokens --model {target['name']}",
+        "target": {"name": target["name"], "digest": target["digest"]},
+        "data": {"digest": store.digest, "counted_tokens": read_tokens, "plans": plans},
+    }
+    config = {"method": METHOD, "target": target["name"], "target_digest": target["digest"]}
+    for name, content in ((PROVENANCE, provenance), (CONFIG, config)):
+        write_whole(place / name, json.dumps(content, indent=1) + "\n")
+    return place / TABLE, read_tokens
 
 
 def _pieces(path: Path) -> Iterable[str]:

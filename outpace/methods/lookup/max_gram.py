@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outpace.drafters.base import Request, Traits
+from outpace.drafters.trained import candidates
 from outpace.drafters.worth import grow
 from outpace.methods.lookup.automaton import SuffixAutomaton
-from outpace.methods.lookup.bigram import BigramTable, usual_place
+from outpace.methods.lookup.bigram import METHOD, TABLE, BigramTable, usual_place
 from outpace.methods.lookup.files import vocabulary
 from outpace.methods.lookup.follows import FollowsText, Text
 from outpace.models.base import Target
@@ -42,7 +43,8 @@ class MaxGramConfig:
     min_match: int = 1
     """Shortest suffix worth copying after, tokens."""
     table: str | None = None
-    """Bigram table; none: that of the user's data folder for this vocabulary, if there is one."""
+    """Bigram table; none: that of the user's data folder for this vocabulary, else one of the target's
+    own answers, if there is one."""
     bigram: bool = True
     """Whether to use a bigram table."""
 
@@ -84,14 +86,18 @@ class MaxGram(FollowsText[Text]):
         Raises:
             ModelError: a table that is missing, damaged, or made for another vocabulary.
         """
-        named = None if config.table is None else Path(config.table)
-        if not config.bigram or (named is None and not usual_place("").parent.is_dir()):
+        if not config.bigram:
+            return cls(config)
+        path = None if config.table is None else Path(config.table)
+        own = candidates(METHOD, target)
+        if path is None and not own and not usual_place("").parent.is_dir():
             return cls(config)
         digest = vocabulary(target.tokenizer, target.vocab_size)
-        path = named or usual_place(digest)
-        if named is None and not path.exists():
-            return cls(config)
-        return cls(config, BigramTable.load(path, digest))
+        if path is None and usual_place(digest).exists():
+            path = usual_place(digest)
+        elif path is None and own:
+            path = own[0] / TABLE
+        return cls(config, None if path is None else BigramTable.load(path, digest))
 
     def begin(self, request: Request) -> Text:
         """The text that is held already; the rest of the prompt arrives through ``observe``."""

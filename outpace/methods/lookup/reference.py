@@ -167,7 +167,7 @@ class Reference(Priced[_State]):
         """Index the reference. One that was supplied, or that an encoder reads, is followed from its
         first token on.
         """
-        reference = request.reference
+        reference: Sequence[int] | None = request.reference
         if reference is None and self._source is not None and self.config.source == "prompt":
             reference = self._source(request.prompt)
         if reference is not None:

@@ -16,7 +16,9 @@ from outpace.methods.s2d.objective import S2dTraining
 from outpace.models.tiny import tiny
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
-from outpace.types import Feed
+from outpace.tree.shapes import widths
+from outpace.types import Budget, Drawn, Feed
+from tests.conformance.test_drafters import proposal_rows
 
 LONG = {"max_new_tokens": 24, "ignore_eos": True}
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42], [77]]
@@ -100,6 +102,26 @@ def test_every_layer_runs_once_per_drafted_token(engine, target, folder, monkeyp
     results = engine.generate(PROMPTS, drafter=spec, **LONG)
     passed = sum(one.counters.passes + one.counters.drafted for one in results)
     assert rows == [sum(len(one) for one in PROMPTS) + passed] * target.num_layers
+
+
+@pytest.mark.parametrize("right", [NEVER, ALWAYS])
+def test_the_law_recorded_is_that_of_the_exit_that_spoke(engine, target, folder, right):
+    """Recomputed from the text and the path of each node, exit by exit; another exit's is another law."""
+    _, drafter = told(engine, folder, "", right)
+    ids, level = PROMPTS[0], 0 if right is NEVER else 2
+    asked = Budget(7, 3, shape=widths((2, 2, 1)))
+    (row,) = proposal_rows(target, drafter, Drawn.DISTINCT, asked, 0.9, [ids])
+    (draft,) = drafter.propose([row])
+    assert len(draft) == 7 and draft.resume.layer == drafter.exits.layers[level]
+    for group in draft.groups:
+        text, apart = [*ids, *draft.path_tokens(group.parent)], []
+        for i, layers in enumerate(drafter.exits.layers):
+            cache = target.new_cache()
+            taps = frozenset({f"hidden.{layers}"})
+            scored = target.score([Feed.chain(cache.open(), text)], cache, taps=taps, layers=layers)
+            want_V = (drafter._logits(i, scored.taps[f"hidden.{layers}"][-1:])[0] / 0.9).softmax(0)
+            apart.append(float((draft.laws[group.law].prob_S - want_V).abs().max()))
+        assert apart[level] < 1e-5 and min(apart[:level] + apart[level + 1 :]) > 1e-3
 
 
 def test_a_guess_costs_what_it_reads(target, folder):

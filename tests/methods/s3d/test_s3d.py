@@ -15,6 +15,7 @@ from outpace.methods.s3d.objective import S3dTraining
 from outpace.models.tiny import tiny
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
+from outpace.tree.shapes import widths
 from outpace.types import Budget, Drawn
 from tests.conformance.test_drafters import proposal_rows
 
@@ -88,6 +89,22 @@ def test_what_drafts_is_what_was_trained(target, made, folder):
     got_SD = row.state.logits_SD
     torch.testing.assert_close(got_SD, y_BGSH[0, place] @ made._head_DH.T, atol=2e-3, rtol=2e-3)
     assert list(draft.token_N) == got_SD.argmax(1).tolist()
+
+
+def test_the_law_recorded_is_that_of_the_slot(target, folder):
+    """The same below all nodes of a level, and another one at another level."""
+    drafter = S3d.load(S3dConfig(model=str(folder), quantize=None), target)
+    asked = Budget(10, 3, shape=widths((2, 2, 1)))
+    (row,) = proposal_rows(target, drafter, Drawn.DISTINCT, asked, 0.9, [PROMPTS[0]])
+    (draft,) = drafter.propose([row])
+    want_SV = (row.state.logits_SD / 0.9).softmax(1)
+    seen = set()
+    for group in draft.groups:
+        depth = len(draft.path(group.parent))
+        apart_S = (want_SV - draft.laws[group.law].prob_S).abs().amax(1)
+        assert float(apart_S[depth]) < 1e-6 and int((apart_S > 1e-4).sum()) == 2
+        seen.add(depth)
+    assert seen == {0, 1, 2}
 
 
 def test_sequences_of_a_batch_have_slots_of_their_own(target, folder):

@@ -1,0 +1,1 @@
+"""The methods streaming and coral."""

@@ -1,0 +1,268 @@
+"""Streams in the target's own pass guess ahead: they enter at a middle layer, with weights of their own.
+
+    rows      pending, a, b (below a); below each of them streams S1 ... SK, from layer m on
+    stream    enters with the state of its node before layer m, k positions further on; guesses the token
+              k places after the one that the node itself gives
+    next      the streams of the node at which verification ended: one guess per level
+
+The target's rows do not see streams and run through weights that nothing changes, so its distributions
+stay as they are. Streams run through the upper layers once more, with low-rank weights added, after the
+target's rows: they attend to the keys and values of those. So verifying and guessing are one pass.
+
+    streaming   a few upper layers; a stream sees the streams before it in its chain
+    coral       the last layer alone; queries of several positions ahead that do not see each other, so every
+                guess of a block is made in any order. The next pass verifies the block and makes a new one.
+
+Only nodes that are likely to be reached carry streams: ``rows`` of a pass at most. First children go before
+second ones, so which nodes follows from the order of drawing, and nothing that was drawn is dropped.
+
+Before verification an early exit prunes the tree: one pass of the first layers says how likely each
+guess is reached, unlikely ones leave, and verification goes on from there. Guesses that were drawn stay.
+
+Papers: Speculative Streaming, arXiv:2402.11131 (there the target is tuned as well, and pruning is inside of
+the pass); COrAL, arXiv:2410.09675 (there the block is refined and not verified).
+
+Shape letters: K streams, R riders, T guesses of all sequences, F nodes of a frontier, H hidden size, D draft
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from outpace.drafters.base import ExpandingDrafter, Request, Traits
+from outpace.drafters.shallow import pruned
+from outpace.drafters.trained import lender
+from outpace.methods.streaming.files import Streams, read_streams
+from outpace.models.base import EMBEDDINGS, HEAD, LAYERS, TAPS, TREE, Target
+from outpace.models.blocks import Form
+from outpace.models.rowwise import Norm
+from outpace.tree.growth import Branch, DraftRow
+from outpace.tree.shapes import parse_shape
+from outpace.types import NOTHING, ROOT, Draft, Drawn, Feed, Outcome, Resume, Riders, Shape
+
+STOCK = "3x2x1"
+"""The tree of a drafter whose acceptance nobody measured, and the mark of the one that was."""
+_STOCK = parse_shape(STOCK)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamingConfig:
+    """Settings of the drafter."""
+
+    model: str | None = None
+    """Folder of the streams; without it, the ones trained for the target."""
+    rows: int = 24
+    """Most rows of a pass: the pending token, guesses and streams."""
+    prune: float = 0.02
+    """Leave out guesses that the early exit holds for less likely than this to be reached; 0 keeps all.
+    Only where guesses are chosen, not drawn, and while no other drafter reads features."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.prune < 1:
+            raise ValueError(f"prune must be at least 0 and below 1, got {self.prune}")
+        if self.rows < 2:
+            raise ValueError(f"rows must be at least 2, got {self.rows}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Memo:
+    """Where the streams of a draft are."""
+
+    owner: Streaming
+    start: tuple[int, ...]
+    """The first stream below the pending token and below each node; -1: none."""
+
+
+@dataclass(slots=True, eq=False)
+class StreamState:
+    """What is known of one sequence. Its tensor is never changed, only replaced."""
+
+    hidden_KH: Tensor | None = None
+    """Of the streams of the newest committed row."""
+    end: int = -1
+    """The position after that row's."""
+    row: int = 0
+    """The sequence's first guess among those of the drafts under way."""
+
+
+class Streaming(ExpandingDrafter[StreamState]):
+    """Drafts what the streams of the last pass guessed, and sends new ones along."""
+
+    Config = StreamingConfig
+    method: ClassVar[str] = "streaming"
+    chained: ClassVar[bool] = True
+    """Whether a stream sees those before it."""
+    traits = Traits(
+        default_nodes=9,
+        default_tree=STOCK,
+        needs=frozenset({TREE, EMBEDDINGS, LAYERS, TAPS, HEAD}),
+        samples=True,
+    )
+
+    def __init__(self, streams: Streams, target: Target, config: StreamingConfig) -> None:
+        lent = lender(target, self.method)
+        self.streams, self.target, self._rows, self._prune = streams, lent, config.rows, config.prune
+        self._norm = Norm(streams.exit_norm_H.to(lent.device), lent.config)
+        self._exit = Form(lent.dtype, lent.device).linear(streams.exit_HH)
+        self.through = streams.through(lent)
+        self.count = len(streams.stream_KH)
+        self.id_D = None if streams.vocab is None else streams.vocab.to_target_D.to(lent.device)
+        self._feed_V = None if streams.vocab is None else streams.vocab.feed_V
+        self._enter_HH = streams.enter_HH.to(lent.device)
+        self._stream_KH = streams.stream_KH.to(lent.device)
+        self._hang = lru_cache(maxsize=64)(self._make_riders)
+        self._logits_TD = torch.empty(0)
+
+    @classmethod
+    def load(cls, config: StreamingConfig, target: Target) -> Streaming:
+        """Read the streams.
+
+        Raises:
+            ModelError: there are none, or they are corrupt, or were made for another target.
+        """
+        return cls(read_streams(cls.method, config.model, target), target, config)
+
+    def begin(self, request: Request) -> StreamState:
+        """Nothing is known until streams were in a pass."""
+        return StreamState()
+
+    def propose(self, rows: Sequence[DraftRow[StreamState]]) -> list[Draft]:
+        """Grow drafts from the guesses that are there, if any, and hang streams below likely nodes."""
+        drafts = self._pruned(rows, super().propose([self._fitted(row) for row in rows]))
+        return [self._ridden(row, draft) for row, draft in zip(rows, drafts, strict=True)]
+
+    def _fitted(self, row: DraftRow[StreamState]) -> DraftRow[StreamState]:
+        state, budget = row.state, row.budget
+        if state.hidden_KH is None or state.end != len(row.tokens) - 1:
+            return replace(row, budget=NOTHING)
+        shape, nodes = budget.shape, min(budget.max_nodes, budget.max_rows)
+        if shape.parent_N == _STOCK.parent_N and self.streams.tree is not None:
+            shape = Shape(self.streams.tree[:nodes])
+        depth = min(budget.max_depth, len(state.hidden_KH))
+        return replace(row, budget=replace(budget, max_nodes=nodes, max_depth=depth, shape=shape))
+
+    def _pruned(self, rows: Sequence[DraftRow[StreamState]], drafts: list[Draft]) -> list[Draft]:
+        """Drafts without unlikely guesses, by one pass of the first layers, which hands on its work."""
+        asked = [
+            (i, row.lease)
+            for i, (row, draft) in enumerate(zip(rows, drafts, strict=True))
+            if self._prune and len(draft) > 1 and row.lease is not None and row.lease.resumes
+            if row.drawn is Drawn.CHOSEN
+        ]
+        if not asked:
+            return drafts
+        name, layer = f"hidden.{self.streams.exit}", self.streams.exit
+        feeds = []
+        for i, lease in asked:
+            lease.cache.drop(lease.slot)
+            feeds.append(replace(Feed.tree(lease.slot, rows[i].tokens[-1], drafts[i]), want=()))
+        scored = self.target.score(feeds, asked[0][1].cache, taps=frozenset({name}), layers=layer)
+        hidden_TH = scored.taps[name].clone()
+        with self.clock, torch.no_grad():
+            n_TH = self._norm(hidden_TH)
+            y_TH = n_TH + self._exit(n_TH.to(self.target.dtype)).float()
+            prob_TD = self.target.head(y_TH, self.streams.vocab).softmax(-1)
+        for (i, lease), start in zip(asked, scored.tap_start_B, strict=False):
+            draft, reach = drafts[i], [1.0]
+            columns = draft.token_N if self._feed_V is None else self._feed_V[list(draft.token_N)].tolist()
+            for column, parent in zip(columns, draft.parent_N, strict=True):
+                reach.append(reach[parent + 1] * float(prob_TD[start + parent + 1, column]))
+            keep = [node for node in range(len(draft)) if reach[node + 1] >= self._prune]
+            kept = [0, *(node + 1 for node in keep)]
+            lease.cache.prune(lease.slot, kept)
+            resume = Resume(layer, tuple(range(len(kept))), hidden_TH[[start + row for row in kept]])
+            drafts[i] = replace(pruned(draft, keep), resume=resume)
+        return drafts
+
+    def _ridden(self, row: DraftRow[StreamState], draft: Draft) -> Draft:
+        """The draft with streams below the nodes that verification most likely ends at."""
+        room = min(self._rows - 1, row.budget.max_rows) - len(draft)
+        last = self.target.max_positions - len(row.tokens)
+        depths = (0, *draft.depth_N)
+        fits = [node for node, depth in enumerate(depths) if depth + self.count <= last]
+        # Nodes stand by level, and in draw order below a parent: earlier ones are likelier.
+        chosen = sorted(sorted(fits, key=lambda node: (self._late(draft, node), node))[: room // self.count])
+        if not chosen:
+            return draft
+        riders, start = self._hang(tuple(chosen), len(depths))
+        return replace(draft, riders=riders, memo=_Memo(self, start))
+
+    @staticmethod
+    def _late(draft: Draft, row: int) -> int:
+        """How often the way down to a row takes another than the first child."""
+        late = 0
+        for node in draft.path(row - 1):
+            group = next(g for g in draft.groups if node in g.nodes)
+            late += list(dict.fromkeys(group.nodes)).index(node)
+        return late
+
+    def _make_riders(self, rows: tuple[int, ...], count: int) -> tuple[Riders, tuple[int, ...]]:
+        """Streams below some rows of a draft, and where those of each row begin."""
+        start, streams = [-1] * count, self.count
+        for number, row in enumerate(rows):
+            start[row] = number * streams
+        node_R = tuple(row + ROOT for row in rows for _ in range(streams))
+        order = range(len(node_R))
+        after = tuple(i - 1 if self.chained and i % streams else -1 for i in order)
+        ahead = None if self.chained else tuple(i % streams + 1 for i in order)
+        which_RH = self._stream_KH.repeat(len(rows), 1)
+
+        def enter(node_RH: Tensor) -> Tensor:
+            own_RH = node_RH[::streams]  # the streams of a node begin alike
+            return (own_RH + own_RH @ self._enter_HH.T).repeat_interleave(streams, 0) + which_RH
+
+        made = Riders(
+            node_R,
+            after,
+            logits=False,
+            layer=self.streams.layer,
+            enter=enter,
+            ahead_R=ahead,
+            through=self.through,
+        )
+        return made, tuple(start)
+
+    def expand(self, branches: Sequence[Branch[StreamState]]) -> tuple[Tensor, Tensor | None]:
+        """Unembed all guesses of all sequences at the first level; later levels look theirs up."""
+        if branches[0].nodes == (ROOT,):
+            parts, row = [], 0
+            for branch in branches:
+                assert branch.state.hidden_KH is not None
+                parts.append(branch.state.hidden_KH)
+                branch.state.row = row
+                row += len(parts[-1])
+            with self.clock, torch.no_grad():
+                self._logits_TD = self.target.head(torch.cat(parts), self.streams.vocab)
+        row_F = [b.state.row + len(b.path(node)) for b in branches for node in b.nodes]
+        return self._logits_TD[row_F], self.id_D
+
+    def observe(self, states: Sequence[StreamState], outcomes: Sequence[Outcome]) -> None:
+        """Keep what the streams of the last committed row say; others are forgotten."""
+        for state, outcome in zip(states, outcomes, strict=True):
+            state.hidden_KH = None
+            memo, hidden_RH = outcome.draft.memo, outcome.scored.rider_hidden_RH
+            if not isinstance(memo, _Memo) or memo.owner is not self or hidden_RH is None:
+                continue
+            start = memo.start[outcome.row_F[-1]]
+            if start >= 0:
+                state.hidden_KH = hidden_RH[start : start + self.count].float().clone()
+                state.end = outcome.start + len(outcome.fed)
+
+    def mark(self, state: StreamState) -> StreamState:
+        """A copy that shares the tensor."""
+        return copy.copy(state)
+
+
+class Coral(Streaming):
+    """Drafts blocks with the target's last layer, whose guesses do not wait for each other."""
+
+    method: ClassVar[str] = "coral"
+    chained: ClassVar[bool] = False
