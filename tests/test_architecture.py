@@ -51,7 +51,7 @@ MAY_IMPORT = {
     # Folders of trained drafters, whoever wrote them: no method is known there.
     "drafters.trained": "errors files config types models models.base",
     # A cascade calls the step; what is made of other drafters finds them through the registry.
-    "drafters": "errors config files registry clock rows types coins sampling tree step cache.base"
+    "drafters": "errors config files registry clock rows types coins sampling tree step cache cache.base"
     " models models.base drafters.base drafters.trained verifiers.base policies.base",
     "verifiers": "errors types coins verifiers.base",
     "policies": "types coins policies.base policies.costs policies.tuning",

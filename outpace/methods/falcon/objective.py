@@ -46,6 +46,9 @@ from outpace.train.losses import feature_loss
 from outpace.train.networks import KeyValue, Layer, Turns, plain_shape, take_layer
 from outpace.train.objective import LAST, Step
 
+SMALL = 0.05
+"""Scale of what the layer adds at the start: in the target it adds to a stream of length 20."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FalconTraining(AheadTraining):
@@ -132,7 +135,7 @@ class Falcon(AheadObjective):
         lent = lender(target, METHOD)
         shape = plain_shape(lent.config, 1, -1)
         net = FalconNet(shape, config.seed).to(lent.device)
-        take_layer(net.layer, lent, lent.num_layers - 1)
+        take_layer(net.layer, lent, lent.num_layers - 1, SMALL)
         return cls(config, lent, vocab, net, shape)
 
     def states(self, batch: Batch, aligned: Aligned) -> list[Tensor]:
