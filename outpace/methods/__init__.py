@@ -5,7 +5,7 @@ objective, file format. A room imports no other room, and nothing outside import
 registry reads this table, and imports a class when it is asked for.
 """
 
-from outpace.registry import KEEPS_STORE, READS_REFERENCE, RUNS_MODEL, MethodEntry
+from outpace.registry import KEEPS_STORE, LONG_TEXTS, READS_REFERENCE, RUNS_MODEL, MethodEntry
 
 ENTRIES = (
     MethodEntry(
@@ -144,6 +144,7 @@ ENTRIES = (
         "outpace.methods.token_select:TokenSelect",
         "The target, seeing the tokens that its heads vote for, guesses in long texts; or decodes, if lossy",
         "Wu et al. 2024 (TokenSelect), arXiv:2411.02886",
+        can=(LONG_TEXTS,),
     ),
     MethodEntry(
         "triforce",

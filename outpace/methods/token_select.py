@@ -24,7 +24,7 @@ from outpace.types import Draft
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSelectConfig:
-    budget: int = 1024
+    budget: int = 512
     """Tokens seen: the first, the last and those chosen."""
     sinks: int = 16
     """First tokens of the text, always seen."""

@@ -180,7 +180,7 @@ class Triforce(WrappingDrafter[State]):
     """
 
     Config = TriforceConfig
-    traits = Traits(default_nodes=6, needs=frozenset({VIEWS}), samples=True, uses_target_cache=True)
+    traits = Traits(default_nodes=3, needs=frozenset({VIEWS}), samples=True, uses_target_cache=True)
 
     def __init__(self, config: TriforceConfig, inner: Drafter[Any], target: Target) -> None:
         self.config, self.target, self.rule = config, target, config.rule

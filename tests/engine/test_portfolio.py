@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from outpace import Engine, SamplingParams, SpecError, UnknownNameError
+from outpace import Engine, SamplingParams, SpecError, UnknownNameError, registry
 from outpace.drafters.trained import home
 from outpace.engine import portfolio
 from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
@@ -39,6 +39,16 @@ def test_lookups_take_part_unasked_and_untrained_methods_do_not(engine):
     added = engine.method("auto[add=draft_model[model=tiny layers=1]]")
     assert next(iter(added.members)) == "draft_model[layers=1 model=tiny]"
     assert list(added.members)[1:] == ["suffix[tree_size=48]"], "recycling stands in for models"
+
+
+def test_drafters_for_long_texts_take_part_where_texts_can_be_long(engine):
+    able = [row.name for row in registry.able("drafter", registry.LONG_TEXTS)]
+    assert able and not set(able) & set(engine.method("auto").members)
+    engine.target.max_positions = portfolio.LONG
+    long = engine.method("auto[policy=auto]")
+    assert set(able) <= set(long.members)
+    rows, _ = watch(engine, PROMPTS, drafter=long.spec)
+    assert not {row.drafter for row in rows} & set(able), "nothing is asked of them while texts are short"
 
 
 def test_of_trained_models_the_one_measured_fastest_takes_part(engine, monkeypatch, tmp_path):
