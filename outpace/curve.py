@@ -21,6 +21,44 @@ def assumed(rows: int) -> float:
     return 1.0 + ROW_PRICE * max(0, rows - FREE_ROWS)
 
 
+RATE = 1.6
+"""Where nothing was measured: tokens that the time of a pass over one row is worth, since a step that drafts
+emits about two in 1.25 such passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What a draft costs, in tokens: so many it must bring to be worth its time.
+
+    Shape letters: D levels, R guesses, from 0.
+    """
+
+    level_D: tuple[float, ...]
+    """Of the drafter's levels; the last one stands for all further ones."""
+    row_R: tuple[float, ...] = ()
+    """Of a pass with so many guesses more, ascending; behind the last one its step goes on.
+    Empty: as assumed."""
+
+    @classmethod
+    def assumed(cls, level_D: Sequence[float]) -> Price:
+        """Where nothing was measured.
+
+        Args:
+            level_D: in passes of the target over one row.
+        """
+        return cls(tuple(RATE * level for level in level_D))
+
+    def level(self, depth: int) -> float:
+        return self.level_D[min(depth, len(self.level_D) - 1)]
+
+    def row(self, guesses: int) -> float:
+        """Of one guess more than so many."""
+        if not self.row_R:
+            return RATE * (assumed(guesses + 2) - assumed(guesses + 1))
+        last = min(guesses + 1, len(self.row_R) - 1)
+        return self.row_R[last] - self.row_R[last - 1] if last else 0.0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostCurve:
     """Seconds of a pass of one model on one machine, by rows, context and batch. Pure numbers.

@@ -48,6 +48,7 @@ class MethodEntry:
 
 REPRODUCES = "reproduces"
 READS_REFERENCE, KEEPS_STORE, RUNS_MODEL = "reads-reference", "keeps-store", "runs-model"
+LONG_TEXTS = "long-texts"
 
 _METHODS = "outpace.methods"
 _DECODING = ("drafter", "verifier", "policy")
@@ -290,6 +291,7 @@ def able(kind: Kind, ability: str) -> list[MethodEntry]:
     READS_REFERENCE: a drafter that follows a text given with the request.
     KEEPS_STORE: a drafter whose option ``store`` names a file of past answers.
     RUNS_MODEL: a drafter whose option ``model`` names a language model of the same vocabulary.
+    LONG_TEXTS: a drafter that pays where keys and values are most of what a pass reads.
     """
     return [one for one in entries(kind) if ability in one.can]
 

@@ -115,6 +115,10 @@ class Machine:
     listeners: Sequence[Callable[[StepRecord], None]] = ()
     steps: int = field(default=0, init=False)
 
+    def granted(self, name: str, row: StepSequence) -> Budget:
+        least = self.drafters[name].traits.least_context
+        return row.members[name].budget if len(row.tokens) > least else NOTHING
+
     def tapped(self, rows: Sequence[StepSequence]) -> frozenset[str]:
         """Drafters of these rows that read features."""
         names = {name for row in rows for name in row.members}
@@ -239,7 +243,7 @@ def _plan(machine: Machine, rows: Sequence[StepSequence]) -> tuple[list[Plan], l
     views = [
         PolicyRow(
             row.policy_state,
-            {name: one.budget for name, one in row.members.items()},
+            {name: machine.granted(name, row) for name in row.members},
             row.room(),
             row.coins(Stream.POLICY),
             preview,
@@ -275,6 +279,8 @@ def _draft(machine: Machine, rows: Sequence[StepSequence], plans: Sequence[Plan]
         for i, row, draft in zip(indices, wanted, answers, strict=True):
             if fault := row.fault(draft):
                 raise OutpaceError(f"drafter {name!r} broke its contract: a draft of {fault}")
+            if draft.view is not None and machine.drafters[name].traits.lossless:
+                raise OutpaceError(f"drafter {name!r} broke its contract: a view for verification")
             if draft.resume is None:
                 machine.cache.drop(rows[i].slot)  # what the drafter tried there
             drafts[i] = draft

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from outpace.curve import CostCurve as CostCurve
 from outpace.curve import KnownDrafter as KnownDrafter
+from outpace.curve import Price as Price
 from outpace.law import Law as Law
 from outpace.law import VocabMap as VocabMap
 from outpace.records import Choice as Choice
@@ -135,6 +136,8 @@ class Draft(Rooted):
     """The distributions really drawn from. One row may serve many parents."""
     riders: Riders | None = None
     resume: Resume | None = None
+    view: Any = None
+    """What verification sees (``Feed.view``): of drafters that are not lossless alone."""
     memo: Any = None
     """Opaque to all but the drafter; comes back in the outcome."""
 
@@ -220,7 +223,8 @@ class Signals:
     """float32, probability that the drafter gave to the last drawn token."""
     reach_F: Tensor | None = None
     """float32, the drafter's estimate of the chance that all nodes above the last drawn one are
-    accepted; None where it was not asked (``Budget.estimate``) or makes none."""
+    accepted; of a drafter that foresees, that the branch is, and a guess drawn next. None where it was not
+    asked (``Budget.estimate``) or makes none."""
 
 
 class StopRule(Protocol):
@@ -265,6 +269,8 @@ class Budget:
     least: float = 0.0
     """A guess less likely than this to be reached and kept is not worth its row, as the policy
     sees it. For drafters that choose: one that draws may not drop what it has drawn."""
+    price: Price | None = None
+    """What levels and rows of a dynamic tree cost; None: as assumed, with the drafter's own levels."""
 
 
 NOTHING = Budget(max_nodes=0, max_depth=0)
@@ -329,6 +335,7 @@ class Feed:
             (-1, *(parent + 1 for parent in draft.parent_N)),
             riders=draft.riders,
             resume=draft.resume,
+            view=draft.view,
         )
 
     @property

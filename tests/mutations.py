@@ -132,9 +132,20 @@ def heads():
     from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
     from outpace.methods.early_exit.kangaroo_objective import KangarooObjective, KangarooTraining
     from outpace.methods.early_exit.objective import EarlyExitObjective, EarlyExitTraining
+    from outpace.methods.falcon.objective import Falcon, FalconTraining
+    from outpace.methods.fspad.objective import Fspad, FspadTraining
     from outpace.methods.medusa.hydra_objective import Hydra, HydraTraining
     from outpace.methods.medusa.objective import Medusa, MedusaTraining
+    from outpace.methods.mtp.objective import Mtp, MtpTraining
     from outpace.methods.ppd.objective import Ppd, PpdTraining
+    from outpace.methods.recurrent.objective import (
+        CellTraining,
+        Lstm,
+        MlpSpeculator,
+        MlpTraining,
+        ReDrafter,
+        ReDrafterTraining,
+    )
 
     judged = "draft_model[model=tiny layers=1 acceptance={folder} policy=specdecpp]"
     return {
@@ -142,7 +153,13 @@ def heads():
         "kangaroo": (KangarooObjective, KangarooTraining(), "{folder}"),
         "early_exit": (EarlyExitObjective, EarlyExitTraining(), "{folder}"),
         "medusa": (Medusa, MedusaTraining(), "{folder}"),
-        "hydra": (Hydra, HydraTraining(), "{folder}"),
+        "hydra": (Hydra, HydraTraining(prefix=True), "{folder}"),
+        "redrafter": (ReDrafter, ReDrafterTraining(), "{folder}"),
+        "lstm": (Lstm, CellTraining(), "{folder}"),
+        "mlp_speculator": (MlpSpeculator, MlpTraining(), "{folder}"),
+        "mtp": (Mtp, MtpTraining(modules=2), "{folder}"),
+        "falcon": (Falcon, FalconTraining(), "{folder}"),
+        "fspad": (Fspad, FspadTraining(), "{folder}"),
         "dflash": (DflashObjective, DflashTraining(), "{folder}"),
         "ppd": (Ppd, PpdTraining(), "{folder}"),
         "acceptance": (Acceptance, AcceptanceTraining(draft="tiny", draft_layers=1), judged),

@@ -103,11 +103,12 @@ def our_logits(target: Any, folder: Path) -> tuple[dict[tuple[int, int], Any], A
     import torch
 
     from outpace.drafters.base import Request
-    from outpace.methods.eagle3.drafter import Eagle3, Eagle3Config
+    from outpace.drafters.features import TrainedConfig
+    from outpace.methods.eagle3.drafter import Eagle3
     from outpace.tree.growth import Branch
     from outpace.types import ROOT, Draft, Feed, Outcome, Verdict
 
-    drafter = Eagle3.load(Eagle3Config(model=str(folder)), target)
+    drafter = Eagle3.load(TrainedConfig(model=str(folder)), target)
     cache = target.new_cache()
     passed = target.score([Feed.chain(cache.open(), TEXT)], cache, taps=drafter.traits.taps).of(0)
     out = {}

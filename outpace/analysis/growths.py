@@ -56,6 +56,16 @@ class TableDrafter(ExpandingDrafter[None]):
         return
 
 
+class Foreseeing(TableDrafter):
+    """A drafter that tells how likely a draw is kept before it draws, as `dspark` does."""
+
+    traits = replace(TableDrafter.traits, estimates=False, foresees=True)
+
+    def foresee(self, branches: Sequence[Branch[None]]) -> Tensor:
+        """All that matters is that it depends on the tokens above."""
+        return torch.tensor([self.world.q(path, 6).prob(0) for path in _paths(branches)])
+
+
 def _paths(branches: Sequence[Branch[None]]) -> list[tuple[int, ...]]:
     return [(*branch.tokens[1:], *branch.path_tokens(node)) for branch in branches for node in branch.nodes]
 
@@ -123,6 +133,8 @@ def _growths() -> dict[str, Growth]:
     out = {name: Growth(budget) for name, budget in shapes.items()}
     for name in ("chain", "2x1", "dynamic:2:0, 3"):
         budget = shapes[name]
+        stops = replace(budget, stop=Foresight(), estimate=True)
+        out[f"{name}, foreseen"] = Growth(stops, Foreseeing)
         out[f"{name}, confidence"] = Growth(replace(budget, stop=Doubt()))
         out[f"{name}, estimate"] = Growth(replace(budget, stop=Foresight(), estimate=True))
     return out
@@ -189,10 +201,25 @@ class LooksAhead(Spoiled):
         return Draft(draft.token_N[:size], draft.parent_N[:size], draft.groups[:size], draft.laws)
 
 
+class WaitsForTheNext(Spoiled):
+    """A draw is checked only where what may follow it is likely enough: DSpark's global search."""
+
+    def spoil(self, row: DraftRow[None], draft: Draft) -> Draft:
+        last = len(draft) - 1
+        if self.world.q(draft.path_tokens(last), 6).prob(0) >= 0.4:
+            return draft
+        return Draft(draft.token_N[:last], draft.parent_N[:last], draft.groups[:last], draft.laws)
+
+
 _TREES = ("tree", "traversal", "k_seq")
 WRONG_GROWTHS: tuple[tuple[str, tuple[str, ...], Growth], ...] = (
     ("siblings counted after a draw", ("k_seq",), Growth(Budget(2, 1), DrawsOnDemand)),
     ("draws pruned from a tree", _TREES, Growth(GROWTHS["dynamic:2:0, 3"].budget, Prunes)),
+    (
+        "a draw that waits for what follows",
+        ("chain", "block", *_TREES),
+        Growth(Budget(2, 2), WaitsForTheNext),
+    ),
     ("stopped before an unlikely draw", ("chain", "block", *_TREES), Growth(Budget(2, 2), LooksAhead)),
 )
 """Name, verifiers, growth."""

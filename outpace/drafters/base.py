@@ -56,10 +56,22 @@ class Traits:
     """Whether ``preview`` tells a policy what ``propose`` would give."""
     uses_target_cache: bool = False
     """Whether it drafts in the slot that a row lends it, and little or nothing without one."""
+    least_context: int = 0
+    """Committed tokens up to which it proposes nothing, and is not asked."""
+    lossless: bool = True
+    """Whether verification sees all of the text; not if drafts bring a view for it (``Draft.view``)."""
     deterministic: bool = True
     """Whether drafts follow from the sequence alone; not where other sequences are remembered."""
     estimates: bool = False
     """Whether it estimates how likely its guesses are accepted, where a budget asks for that."""
+    foresees: bool = False
+    """Whether it estimates that before it draws them."""
+    level_D: tuple[float, ...] = (0.1,)
+    """What its levels cost where nothing was measured, in passes of the target over one row; the last one
+    stands for all further ones."""
+    temper_D: tuple[float, ...] = ()
+    """By level, what to divide its logits by so that its probabilities are those of being kept at temperature
+    0; likewise. Empty: nothing."""
 
 
 class Drafter(ABC, Generic[S]):
@@ -188,11 +200,24 @@ class ExpandingDrafter(Drafter[S]):
         """
         raise NotImplementedError(f"{type(self).__name__} makes no estimates")
 
+    def foresee(self, branches: Sequence[Branch[S]]) -> Tensor:
+        """How likely a draw below the nodes that were just expanded is accepted, if they are.
+
+        Only drafters whose traits say so foresee. Called after ``expand``, with its branches, before
+        anything is drawn below them. It reads tokens that are drawn, and stay in the draft.
+
+        Returns:
+            float32 [F], in [0, 1], in the order of ``expand``'s rows.
+        """
+        raise NotImplementedError(f"{type(self).__name__} foresees nothing")
+
     def propose(self, rows: Sequence[DraftRow[S]]) -> list[Draft]:
         """Grow one tree per row; one ``expand`` per level for the whole batch."""
         drafts = []
-        told = self.estimate if self.traits.estimates and self.between is None else None
-        grown = grow(rows, self.between or self.expand, told)
+        traits, alone = self.traits, self.between is None
+        told = self.estimate if traits.estimates and alone else None
+        ahead = self.foresee if traits.foresees and alone else None
+        grown = grow(rows, self.between or self.expand, told, ahead, traits)
         for row, (draft, numbers) in zip(rows, grown, strict=True):
             if numbers is not None:
                 self.renumber(row.state, numbers)

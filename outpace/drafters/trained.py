@@ -38,6 +38,7 @@ from outpace.models.quantize import check_kind
 
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "provenance.json"
 """Files of a drafter folder."""
+MOST_LEVELS = 64
 
 
 def find(method: str, target: Target, path: str | None = None) -> Path:
@@ -243,6 +244,19 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ModelError(f"{path} holds no {WEIGHTS}") from error
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(f"{file} is truncated or corrupt: {brief(error)}") from error
+
+
+def read_temper(said: Mapping[str, Any], source: Path) -> tuple[float, ...]:
+    """By level, what to divide a drafter's logits by; see ``Traits.temper_D``.
+
+    Raises:
+        ModelError: no list of numbers above 0.
+    """
+    found = said.get("temper") or []
+    right = isinstance(found, list) and len(found) <= MOST_LEVELS
+    if not right or not all(type(one) in (int, float) and 0.01 <= one <= 100 for one in found):
+        raise ModelError(f"{source}: 'temper' must be numbers above 0, one per level, got {shown(found)}")
+    return tuple(float(one) for one in found)
 
 
 def vocab_map(tensors: Mapping[str, Tensor], vocab_size: int) -> VocabMap | None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import TypeVar
 
@@ -29,7 +29,7 @@ from outpace.curve import assumed
 from outpace.drafters.base import Drafter, Traits
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import children
-from outpace.types import ROOT, Budget, Draft, Outcome
+from outpace.types import ROOT, Budget, Draft, Outcome, Verdict
 
 N = TypeVar("N")
 S = TypeVar("S")
@@ -104,6 +104,20 @@ def judged(outcome: Outcome) -> Iterator[tuple[int, bool]]:
         if verdict.censored and kept.isdisjoint(nodes):
             return
         yield nodes[0], nodes[0] in kept
+
+
+def as_own(own: Draft, given: Draft | None, outcome: Outcome) -> Outcome:
+    """The outcome of a drafter's own draft, if it left a memo to learn by; else the outcome as it is.
+
+    Args:
+        own: what the drafter said.
+        given: the draft that was made of it, perhaps with others'.
+    """
+    if outcome.forced or given is not outcome.draft or own is given or own.memo is None:
+        return outcome
+    verdict = outcome.verdict
+    kept = own.path_of(verdict.emitted)
+    return replace(outcome, draft=own, verdict=Verdict(kept, verdict.emitted, censored=verdict.censored))
 
 
 class Priced(Drafter[S]):

@@ -50,7 +50,8 @@ class Method(ABC):
 
     def lossless(self, chosen: Verifier) -> bool:
         """Whether all who judge keep the target's distribution."""
-        return chosen.lossless and all(one.lossless for one in self.verifiers(chosen).values())
+        judges = all(one.lossless for one in self.verifiers(chosen).values())
+        return chosen.lossless and judges and all(m.drafter.traits.lossless for m in self.members.values())
 
     def keyed(self, reproducible: bool | None, seeded: bool) -> bool:
         """Whether the text is to be a function of prompt and seed alone, whoever drafts.
@@ -130,7 +131,13 @@ class SingleMethod(Method):
         if chain and branches:
             raise SpecError(f"{who}: {target.name} checks chains only, not tree={tree}; use tree=chain")
         self.drafter = cls.load(build(cls.Config, own, who), target)
-        if self.policy.reads_estimates and not self.drafter.traits.estimates:
+        traits = self.drafter.traits
+        if not traits.lossless and not allow_lossy:
+            raise SpecError(
+                f"{who}: {spec} changes the distribution of the output; if that is what you "
+                "want, say --allow-lossy, or Engine.load(..., allow_lossy=True)"
+            )
+        if self.policy.reads_estimates and not (traits.estimates or traits.foresees):
             raise SpecError(
                 f"{who}: policy {plan['policy']} needs estimates of acceptance, which this drafter "
                 "does not make; a draft model makes them with a head from: "

@@ -26,13 +26,17 @@ from outpace.drafters.base import Traits
 from outpace.drafters.trained import CONFIG, candidates, home, read_measured
 from outpace.engine.method import Method, SingleMethod, make
 from outpace.errors import OutpaceError, SpecError
-from outpace.models.base import Target
+from outpace.models.base import VIEWS, Target
 from outpace.policies.base import Policy
 from outpace.policies.costs import Costs
 from outpace.verifiers.base import Verifier
 
 LONGEST = 48
 """Most guesses of a lookup that takes part unasked: a copy that goes on pays for so many."""
+
+
+LONG = 4096
+"""Positions of models whose texts may be so long that drafters for long texts take part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +139,9 @@ class Portfolio(Method):
                 if (previews := _tells(row.name)) or not stood_in
             )
             made |= trained
+            if self._target.max_positions >= LONG and VIEWS in self._target.can:
+                able = registry.able("drafter", registry.LONG_TEXTS)
+                made |= self._loaded(MethodSpec(row.name) for row in able if row.name not in named)
         for name in made:
             if registry.entry("drafter", MethodSpec.parse(name).name).family == "lookup":
                 self._costs.suppose(name, 0.0)

@@ -53,6 +53,7 @@ typedef struct {
 typedef struct {
     int64_t slot, row, rows, first, blocks, part, listed;
     int64_t list, list_layer, list_head; /* address of int32, and steps from list to list */
+    int64_t copies, copied; /* addresses, or 0: listed blocks side by side, and which are there */
 } Chunk;
 
 /* Which rows of a slot a list shall name: see choose.h. */
@@ -67,6 +68,7 @@ typedef struct {
     int64_t turn;    /* float [D]: cosines and sines of the row's position */
     int64_t anew;    /* int64 [layers]: whether this pass chose anew */
     int64_t least;   /* cosine from which on a choice stays, in millionths */
+    int64_t copied, lists; /* int32 [layers, kv, lists]: which blocks were copied; or 0 */
 } Choice;
 
 /* All that the layers of a pass have in common. fused.py has the same list. */
@@ -285,8 +287,19 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
     if (block < lists) {
         const int32_t *list = (const int32_t *)c->list + layer * c->list_layer + head * c->list_head;
         listed = c->listed - block * BLOCK < BLOCK ? c->listed - block * BLOCK : BLOCK;
-        gather(half, list + block * BLOCK, listed, key, value, C, D, own_keys, own_values);
-        key = own_keys, value = own_values, C = BLOCK;
+        char *to_keys = own_keys, *to_values = own_values;
+        int32_t *copied = NULL;
+        if (c->copies) {
+            const int64_t one = (layer * p->kv + head) * lists + block;
+            to_keys = (char *)past((Row)c->copies, 2 * one * D * BLOCK, half);
+            to_values = (char *)past(to_keys, D * BLOCK, half);
+            copied = (int32_t *)c->copied + one;
+        }
+        if (copied == NULL || !__atomic_load_n(copied, __ATOMIC_ACQUIRE)) {
+            gather(half, list + block * BLOCK, listed, key, value, C, D, to_keys, to_values);
+            if (copied) __atomic_store_n(copied, 1, __ATOMIC_RELEASE);
+        }
+        key = to_keys, value = to_values, C = BLOCK;
     }
     float full_q[MOST * WIDEST] __attribute__((aligned(64)));
     float full_weight[MOST * BLOCK] __attribute__((aligned(64)));

@@ -32,7 +32,10 @@ static void ask(const Pass *p, int64_t piece, int64_t layer) {
     const float alike = old > 0 && new > 0 ? both / sqrtf(old * new) : -2;
     int64_t *anew = (int64_t *)c->anew + layer;
     *anew = alike < 1e-6f * (float)c->least;
-    if (*anew) memcpy(known, back, sizeof back);
+    if (!*anew) return;
+    memcpy(known, back, sizeof back);
+    if (c->copied)
+        memset((int32_t *)c->copied + layer * p->kv * c->lists, 0, 4 * p->kv * c->lists);
 }
 
 INLINE int wanted(const Choice *c, int64_t layer) { return ((const int64_t *)c->anew)[layer] != 0; }

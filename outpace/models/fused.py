@@ -34,7 +34,7 @@ from outpace.models.views import Choice, KVView
 
 BLOCK = 128
 """Positions of a unit of work."""
-_CHUNK, _CHOICE = 10, 16
+_CHUNK, _CHOICE = 12, 18
 """Numbers of a ``Chunk`` and of a ``Choice`` of attend.h."""
 _MOST, _WIDEST = 32, 256
 _ROWS = 24
@@ -207,9 +207,13 @@ class View:
         parts = 0
         for span in spans if attending is None else attending:
             view = span.view if window is None else None
-            parts = self._cut(span, shape, parts, view)
+            copies = (0, 0)
+            if view is not None and view.copies is not None:
+                self._held += (kept := view.copies.room(stores[0]))
+                copies = kept[0].data_ptr(), kept[1].data_ptr()
+            parts = self._cut(span, shape, parts, view, copies)
             if view is not None and view.choice is not None:
-                self._choose(span, shape, view.choice)
+                self._choose(span, shape, view.choice, copies[1])
         self._part = torch.empty(parts, shape.width)
         self._tops = torch.empty(parts, 2)
         keys, values = stores
@@ -257,7 +261,9 @@ class View:
             self._sight.extend((low, dense, len(self._path), len(way)))
             self._path.extend(reversed(way))
 
-    def _cut(self, span: Span, shape: HeadShape, parts: int, view: KVView | None) -> int:
+    def _cut(
+        self, span: Span, shape: HeadShape, parts: int, view: KVView | None, copies: tuple[int, int]
+    ) -> int:
         """Cut rows into chunks, and what they see into blocks; give the parts so far."""
         count = max(1, _ROWS // shape.group)
         listed, lists = 0, (0, 0, 0)
@@ -272,11 +278,11 @@ class View:
             blocks = stop - first - (-listed // BLOCK)
             for block in range(blocks):
                 self._unit.extend((len(self._chunk) // _CHUNK, block))
-            self._chunk.extend((span.slot, row, rows, first, blocks, parts, listed, *lists))
+            self._chunk.extend((span.slot, row, rows, first, blocks, parts, listed, *lists, *copies))
             parts += blocks * shape.queries * rows
         return parts
 
-    def _choose(self, span: Span, shape: HeadShape, choice: Choice) -> None:
+    def _choose(self, span: Span, shape: HeadShape, choice: Choice, copied: int) -> None:
         """Have the first row of a span choose what follows the sinks."""
         rule, low, high = choice.rule, choice.rule.sinks, choice.rule.start(span.base)
         position = span.positions[0]
@@ -289,7 +295,7 @@ class View:
         self._choice.extend((at + 4 * low, *steps, scores.data_ptr(), tops.data_ptr()))
         turn = turn_PE.data_ptr() + position * turn_PE.stride(0) * turn_PE.element_size()
         self._choice.extend((choice.query_LX.data_ptr(), turn, choice.anew_L.data_ptr()))
-        self._choice.append(round(1e6 * rule.least))
+        self._choice.extend((round(1e6 * rule.least), copied, -(-rule.listed // BLOCK)))
 
 
 def tell(

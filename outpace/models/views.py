@@ -1,13 +1,14 @@
 """Views of keys and values: which committed rows of its slot a feed sees.
 
     committed    0 1 2 3 4 5 6 7 8 9 ... | tail: pending, guesses
-    seen         ^ ^       ^       ^ ^ ^   ^^^^^^^^^^^^^^^^^^^^^^  each row its own ancestors
-                 sinks  chosen    window
+    seen         ^ ^       ^       ^ ^ ^   ^^^^^^^^^^^^^^^^^^^^^^
+                 sinks  chosen    window    each row its own ancestors
 
 A view belongs to the feed that carries it and to nothing else: the next feed without one sees all.
-Keys and values stay where they are. A list per layer, or per layer and head of keys, names the rows
-seen before the window; compiled code reads them by that list (attend.h, choose.h), and what is here in
-torch is its oracle. Layers with a sliding window see that window, with or without a view.
+A list per layer, or per layer and head of keys, names the rows seen before the window. Compiled code
+reads them by that list where they are (attend.h, choose.h), or keeps a copy of the few for as long as the
+list stays. What is here in torch is its oracle. Layers with a sliding window see that window, with or
+without a view.
 
 Rows may be chosen in the pass itself, by the queries of its first row: runs of neighbouring rows by
 their mean score (chunks of TriForce, arXiv:2404.11912), or tokens by a soft vote of the heads, kept
@@ -53,6 +54,9 @@ class Rule:
     """Neighbouring rows that are chosen together; divides ``sinks`` and ``count``."""
     least: float = _ALWAYS
     """Cosine of the queries, from which on a layer keeps its choice; above 1 it never does."""
+    copies: bool = False
+    """Keep chosen keys and values side by side, until others are chosen. Keys lie coordinate by
+    coordinate: a token that is read alone costs a cache line per coordinate."""
 
     def __post_init__(self) -> None:
         if self.sinks % self.run or self.count % self.run:
@@ -80,6 +84,8 @@ class KVView:
     """int32, rising; a dimension of size 1 serves all layers, or all heads."""
     choice: Choice | None = None
     """The pass chooses anew what follows the sinks in ``row_LKN``."""
+    copies: Choice | None = None
+    """Who keeps what was chosen side by side, for compiled code."""
 
 
 class Choice:
@@ -100,6 +106,7 @@ class Choice:
             self.query_LX = torch.zeros(layers, shape.queries * shape.width)
             self.anew_L = torch.zeros(layers, dtype=torch.int64)
             """Whether the last pass that chose did so in that layer."""
+        self._room: list[Tensor] = []
         self.base = -1
         """Committed tokens when it chose last; -1: never."""
 
@@ -122,7 +129,20 @@ class Choice:
             self.query_LX.zero_()
         if choose:
             self.base = base
-        return KVView(self.rule, self.row_LKN, self if choose else None)
+        return KVView(self.rule, self.row_LKN, self if choose else None, self if self.rule.copies else None)
+
+    def room(self, keys: Tensor) -> list[Tensor]:
+        """Memory for listed keys and values in blocks of 128, and for which blocks it holds.
+
+        Args:
+            keys: of the cache, [L, slots, K, D, rows].
+        """
+        if not self._room:
+            layers, _, heads, width, _ = keys.shape
+            count = layers * heads * -(-self.rule.listed // 128)
+            with torch.inference_mode(False):
+                self._room = [keys.new_empty(count, 2, 128 * width), torch.zeros(count, dtype=torch.int32)]
+        return self._room
 
     def forget(self) -> None:
         """Choose anew at the next view."""
@@ -149,6 +169,7 @@ class NarrowGroup:
                 group.attend(layer, window)
             return
         span, shape, view = self._span, self._whole.shape, self._span.view
+        assert view is not None
         keys_KDC, values_KCD = (
             store[layer, span.slot].float() for store in (self._cache.key_store, self._cache.value_store)
         )
@@ -186,7 +207,7 @@ def choose(
 ) -> None:
     """Choose rows of a layer by a rotated query, as choose.h does."""
     rule, turn_E = choice.rule, choice.rotation.at([span.positions[0]])[0, 0]
-    halves = torch.view_as_complex(query_KGD.unflatten(-1, (-1, 2)).contiguous())
+    halves = torch.view_as_complex(query_KGD.reshape(*query_KGD.shape[:2], -1, 2).contiguous())
     back_X = torch.view_as_real(halves * turn_E.conj()).flatten().cpu()
     known_X = choice.query_LX[layer]
     alike = torch.cosine_similarity(back_X, known_X, 0) if bool(known_X.any()) else torch.tensor(-2.0)
@@ -199,7 +220,7 @@ def choose(
     vote_KC = score_KGC.sum(1)
     if rule.kind == VOTE:
         vote_KC = score_KGC.softmax(-1).sum((0, 1))[None]
-    vote_KC = vote_KC.unflatten(-1, (-1, rule.run)).sum(-1)
+    vote_KC = vote_KC.view(len(vote_KC), -1, rule.run).sum(-1)
     best_KC = vote_KC.topk(rule.count // rule.run).indices.sort().values
     row_KN = low + (best_KC[..., None] * rule.run + torch.arange(rule.run, device=best_KC.device)).flatten(1)
     choice.row_LKN[layer, :, rule.sinks :] = row_KN.to("cpu", torch.int32)

@@ -26,7 +26,7 @@ from outpace.policies.acceptance import SURE, Pool, Ratio
 from outpace.policies.base import Evidence, Policy, PolicyRow, within
 from outpace.policies.offers import Offer, Prices, gain_of, look_up, offers_of, prices_of
 from outpace.policies.tuning import TUNING
-from outpace.types import NOTHING, Budget, Choice, Load, Plan
+from outpace.types import NOTHING, Budget, Choice, Load, Plan, Price
 
 NONE = "none"
 
@@ -203,7 +203,8 @@ class Auto(Policy):
         rates[offer.drafter] = (load.batch + offer.kept) / (prices.plain + more)
         own = row.drafters[offer.drafter]
         nodes, depth = min(offer.nodes, own.max_nodes), min(offer.depth, own.max_depth)
-        asked = Budget(nodes, depth, own.max_rows, shape=own.shape, stop=own.stop)
+        price = Price((prices.rate * self.costs.price(offer.drafter, 1),), tuple(prices.row_R))
+        asked = Budget(nodes, depth, own.max_rows, shape=own.shape, stop=own.stop, price=price)
         return Plan(offer.drafter, within(asked, row.limit), Choice(reason, rates))
 
     def learn(self, rows: Sequence[PolicyRow], evidence: Sequence[Evidence]) -> None:

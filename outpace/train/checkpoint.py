@@ -21,6 +21,7 @@ from torch import Tensor
 from outpace.errors import ModelError
 from outpace.files import parse_json, replaced
 from outpace.models.fields import brief
+from outpace.train.optimizers import Optimizer
 
 KEPT = 2
 """How many checkpoints stay: the newest, and the one before in case the newest is damaged."""
@@ -86,7 +87,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ModelError(f"checkpoint {path} is corrupt: {brief(error)}; {way}") from error
 
 
-def training_tensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def training_tensors(module: torch.nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Weights and moments by parameter name; buffers are not trained and not kept."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -97,9 +98,7 @@ def training_tensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 @torch.no_grad()
-def restore(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], path: Path
-) -> None:
+def restore(module: torch.nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], path: Path) -> None:
     """Put weights and moments back where ``training_tensors`` took them.
 
     Raises:
@@ -116,7 +115,7 @@ def restore(
         parameter.copy_(stored)
         moments = {
             key: tensors[f"{key}.{name}"]
-            for key in ("step", "exp_avg", "exp_avg_sq")
+            for key in ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
             if f"{key}.{name}" in tensors
         }
         if moments:

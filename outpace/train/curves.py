@@ -27,6 +27,10 @@ def draw(history: Sequence[Mapping[str, Any]], path: Path) -> bool:
     left, right = figure.subplots(1, 2)
     steps = [one["step"] for one in history]
     left.plot(steps, [one["loss"] for one in history], color="black")
+    lost = [one.get("held_out_loss") for one in history]
+    if None not in lost:
+        left.plot(steps, lost, color="black", linestyle="dashed", label="held out")
+        left.legend()
     left.set(xlabel="step", ylabel="loss")
     for depth in range(len(history[-1]["acceptance"])):
         label = f"depth {depth + 1}"

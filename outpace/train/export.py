@@ -48,7 +48,7 @@ def exporter(method: str | None, form: str) -> Any:
         )
     names = known if method is None else [method]
     able = [registry.load("exporter", name) for name in names]
-    formats = [form for one in able for form in one.FORMATS]
+    formats = list(dict.fromkeys(form for one in able for form in one.FORMATS))
     found = next((one for one in able if form in one.FORMATS), None)
     if found is None:
         raise ModelError(

@@ -26,12 +26,15 @@ from torch import Tensor
 from outpace.drafters.trained import CONFIG
 from outpace.errors import OutpaceError
 from outpace.models.load import fast_dtype
-from outpace.train import checkpoint, curves
+from outpace.train import checkpoint, curves, optimizers
 from outpace.train.align import moved
 from outpace.train.batches import Batch
 from outpace.train.distributed import ProcessGroup
 from outpace.train.memory import keep_freed_memory
 from outpace.train.objective import Objective, Step
+
+LOSS_SHARE = 4
+"""One in so many of the held-out tokens is read for the loss, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +51,10 @@ class LoopConfig:
     """Share of the highest rate that is left at the end of the cosine decay."""
     clip: float = 1.0
     """Longest gradient."""
+    optimizer: str = "adamw"
+    """``adamw``, or ``muon`` for matrices between vectors and AdamW for the rest."""
     weight_decay: float = 0.0
-    """Of AdamW."""
+    """Of AdamW, and of Muon."""
     beta1: float = 0.9
     """Of AdamW."""
     beta2: float = 0.95
@@ -72,6 +77,8 @@ class LoopConfig:
     def __post_init__(self) -> None:
         if self.steps is None and self.minutes is None:
             raise ValueError("say how long to train: steps or minutes")
+        if self.optimizer not in optimizers.KINDS:
+            raise ValueError(f"optimizer must be {' or '.join(optimizers.KINDS)}, got {self.optimizer!r}")
         for name in ("steps", "minutes", "lr", "evaluate_every", "checkpoint_every"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -119,6 +126,8 @@ class Progress:
     """Held-out alpha = sum min(p, q), for the same rows."""
     emitted: float | None = None
     """Tokens that a pass would emit with chains so deep: 1 + sum of products of acceptance."""
+    held_out_loss: float | None = None
+    """Mean loss of held-out rows; once it rises while the loss falls, more steps only overfit."""
 
     def line(self) -> str:
         text = (
@@ -130,6 +139,8 @@ class Progress:
             text += f" | acceptance {depths}, emitted {self.emitted:.2f}"
         if self.overlap:
             text += f", alpha {self.overlap[0]:.3f}"
+        if self.held_out_loss is not None:
+            text += f", held-out loss {self.held_out_loss:.4f}"
         return text
 
 
@@ -227,8 +238,9 @@ class _Run:
         self.objective, self.config, self.group = objective, config, group
         self.out, self.work, self.device, self.provenance = out, work, device, provenance
         self.parameters = [p for p in objective.module.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self.parameters,
+        self.optimizer = optimizers.made(
+            config.optimizer,
+            objective.module,
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             weight_decay=config.weight_decay,
@@ -347,6 +359,7 @@ class _Run:
         sums = [torch.zeros(0), torch.zeros(0), torch.zeros(0)]
         read = 0
         self.objective.module.eval()
+        lost = self._held_out_loss(held_out)
         with torch.no_grad(), self.autocast():
             for batch in held_out:
                 step = self.objective.evaluate(moved(batch, self.device))
@@ -361,7 +374,7 @@ class _Run:
         rates = (accepted / counted.clamp_min(1)).tolist()
         alphas = (overlap / counted.clamp_min(1)).tolist() if len(overlap) else []
         value = emitted(rates)
-        note = asdict(now) | {"acceptance": rates, "overlap": alphas, "emitted": value}
+        note = asdict(now) | {"acceptance": rates, "overlap": alphas, "emitted": value, "held_out_loss": lost}
         now = _progress(note)
         state.history.append(note)
         if value > state.best:
@@ -373,6 +386,19 @@ class _Run:
             patience = self.config.patience
             state.early = patience is not None and state.since_best >= patience
         return now
+
+    def _held_out_loss(self, held_out: Iterable[Batch]) -> float:
+        """Mean loss over a part of the held-out batches."""
+        total, read = torch.zeros(2, dtype=torch.float64), 0
+        with torch.no_grad(), self.autocast():
+            for batch in held_out:
+                step = self.objective.loss(moved(batch, self.device))
+                total += torch.tensor([float(step.loss) * step.tokens, step.tokens], dtype=torch.float64)
+                read += batch.tokens
+                if read >= self.config.evaluate_tokens / LOSS_SHARE:
+                    break
+        loss, tokens = self.group.sum(total).tolist()
+        return float(loss / max(tokens, 1.0))
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Products in bfloat16 if so decided; weights and sums stay float32."""

@@ -220,6 +220,7 @@ def head_loss(
     p_ND: Tensor | None = None,
     row_R: Tensor | None = None,
     label_R: Tensor | None = None,
+    weight_R: Tensor | None = None,
 ) -> Tensor:
     """Sum of a loss over rows, from their normed hidden states.
 
@@ -231,6 +232,7 @@ def head_loss(
         p_ND: the target's distributions, for every loss but ``ce``.
         row_R: row of ``p_ND`` that belongs to each row.
         label_R: int64 draft ids, for ``ce``.
+        weight_R: how much each row counts; None: all alike.
 
     Returns:
         A scalar, float32.
@@ -245,11 +247,17 @@ def head_loss(
         assert p_ND is not None and row_R is not None, f"{name} needs distributions"
         return LAWS[name](z_CD, p_ND.index_select(0, row_R[lo:hi]))
 
+    def weighed(z_CD: Tensor, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        loss_C, grad_CD = judged(z_CD, lo, hi)
+        if weight_R is None:
+            return loss_C, grad_CD
+        return loss_C * weight_R[lo:hi], grad_CD.mul_(weight_R[lo:hi, None])
+
     kind = hidden_RH.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_RH.dtype
     with torch.autocast(kind, enabled=False):
         loss: Tensor = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-            hidden_RH, head_DH, judged, dtype
+            hidden_RH, head_DH, weighed, dtype
         )
     return loss
 

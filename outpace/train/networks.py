@@ -218,5 +218,6 @@ def take_layer(layer: Layer, target: Decoder, number: int, writes: float = 1.0) 
         scale = writes if name == "down" else 1.0
         layer.get_parameter(f"mlp.{name}_proj.weight").copy_(scale * read(f"mlp.{name}_proj"))
     before_mlp = "pre_feedforward" if target.config.sandwich_norms else "post_attention"
-    for own, theirs in (("input_layernorm", "input"), ("post_attention_layernorm", before_mlp)):
-        layer.get_parameter(f"{own}.weight").copy_(read(f"{theirs}_layernorm") + offset)
+    for norm, theirs in ((layer.input_layernorm, "input"), (layer.post_attention_layernorm, before_mlp)):
+        if isinstance(norm, Norm):  # some drafters leave one out
+            norm.weight.copy_(read(f"{theirs}_layernorm") + offset)

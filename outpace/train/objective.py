@@ -104,20 +104,26 @@ class Objective(ABC):
         ahead: int,
         head_DH: Tensor,
         weight_J: Sequence[float] = (1.0,),
+        refused: float = 1.0,
     ) -> Step:
         """The loss that ``config.loss`` names, of guesses one deeper each.
 
         Args:
             states: what the head reads at the learning rows, [B, A, H] for every depth.
             ahead: how many tokens ahead the first of them guesses.
+            refused: weight of the rows whose drafts would begin behind a refused guess.
         """
         p_ND, losses, counts = None, [], []
+        begins_BA = None if refused == 1.0 else self._behind_refused(states[0], aligned, ahead, head_DH)
         if self.config.loss != "ce":
             last_NH = aligned.laws_of(batch.feature[LAST])
             p_ND = target_laws(self.target, self.vocab, last_NH, self.config.temperature)
         for place, state_BAH in enumerate(states, start=ahead):
             label_BA = draft_ids(aligned.token(place), self.vocab)
             keep_BA = aligned.teaches(place) & (label_BA >= 0)
+            weight_R = None
+            if begins_BA is not None:
+                weight_R = torch.where(begins_BA[keep_BA], refused, 1.0)
             losses.append(
                 head_loss(
                     state_BAH[keep_BA],
@@ -126,11 +132,25 @@ class Objective(ABC):
                     p_ND=p_ND,
                     row_R=aligned.law(place)[keep_BA],
                     label_R=label_BA[keep_BA],
+                    weight_R=weight_R,
                 )
             )
-            counts.append(int(keep_BA.sum()))
+            counts.append(int(keep_BA.sum()) if weight_R is None else float(weight_R.sum()))
         tokens = max(1, counts[0])
-        return Step(weighted(losses, weight_J) / tokens, tokens)
+        return Step(weighted(losses, weight_J) / tokens, round(tokens))
+
+    @torch.no_grad()
+    def _behind_refused(self, state_BAH: Tensor, aligned: Aligned, ahead: int, head_DH: Tensor) -> Tensor:
+        """Rows whose pending token the row before would not have guessed, bool [B, A].
+
+        In use a draft begins behind the token that replaced a refused guess, which surprises the drafter.
+        """
+        guess_R, _ = guesses(state_BAH.flatten(0, 1), head_DH, self.vocab, None, aligned.place_BA.flatten())
+        wrong_BA = guess_R.view(aligned.place_BA.shape) != aligned.token(ahead)
+        begins_BA = torch.zeros_like(wrong_BA)
+        if wrong_BA.shape[1] > 1:
+            begins_BA[:, 1:] = wrong_BA[:, :-1] & aligned.follows(1)
+        return begins_BA
 
     def about(self, method: str, taps: Sequence[str]) -> dict[str, Any]:
         """What the config of every drafter folder begins with."""
@@ -255,6 +275,11 @@ class Chain:
         self._accepted: list[Tensor] = []
         self._counted: list[Tensor] = []
         self._overlap: list[Tensor] = []
+
+    @property
+    def alive(self) -> Tensor:
+        """Rows whose guesses so far were right; as wide as what is added next."""
+        return self._alive
 
     def add(self, known: Tensor, right: Tensor, follows: Tensor, overlap: Tensor) -> None:
         """One depth further; all tensors are of one shape.

@@ -16,6 +16,7 @@ from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import CHUNK
 from outpace.train.objective import Chain, Objective, Step, draft_ids, laws_for
+from outpace.train.temper import Tempering
 
 
 @torch.no_grad()
@@ -88,6 +89,11 @@ class RankedChain:
         self._reached = counted & follows & (rank < RANKS)
         self._depth += 1
 
+    @property
+    def alive(self) -> Tensor:
+        """Rows whose likeliest guesses so far were right."""
+        return self._chain.alive
+
     def step(self, tokens: int) -> Step:
         return self._chain.step(torch.zeros(()), tokens, with_overlap=True)
 
@@ -100,11 +106,13 @@ def judge_ranks(
     aligned: Aligned,
     objective: Objective,
     head_DH: Tensor,
+    temper: Tempering | None = None,
 ) -> Step:
     """Held-out acceptance of guesses one deeper each, with their ranks.
 
     Args:
         states: what the head reads at the learning rows of ``aligned``, [B, A, H] for every depth.
+        temper: takes in the rows of chains.
     """
     vocab = objective.vocab
     p_ND, truth_N = laws_for(batch, aligned, objective.target, vocab)
@@ -113,6 +121,9 @@ def judge_ranks(
     for place, x_BAH in enumerate(states, start=EAGLE):
         row_BA = aligned.law(place)
         truth_BA = truth_N[row_BA]
+        if temper is not None:
+            counted_BA = chain.alive & aligned.teaches(place)
+            temper.add(place - EAGLE, x_BAH[counted_BA], head_DH, draft_ids(truth_BA[counted_BA], vocab))
         rank_R, alpha_R = ranked(
             x_BAH.flatten(0, 1), head_DH, vocab, truth_BA.flatten(), p_ND, row_BA.flatten()
         )

@@ -8,7 +8,10 @@ keeps. For the other kinds of draws the distribution alone says how many sibling
 them is drawn: their verifiers count siblings (`k_seq` divides by a function of their number), and
 a number that depends on the draws would tell them something of the tokens.
 
-Every level costs one pass of the drafter, for all branches that go on together.
+Every level costs one pass of the drafter, for all branches that go on together. It opens if what it is
+expected to bring, the values of the nodes that go on times how likely the level before was kept, is more
+than its price and that of the rows; and a guess gets a row if it is worth more than the row (``Price``).
+At temperature 0 the drafter's logits are first divided by what makes its probabilities those of being kept.
 
 Sources: DySpec, arXiv:2410.11744 (values and slots; its threshold variant with one pass per layer,
 the test turned round); EAGLE-2, arXiv:2406.16858 (expand and re-rank, for CHOSEN drafts alone).
@@ -22,12 +25,12 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from outpace.tree.shapes import LEAST
-from outpace.types import ROOT, Draft, Drawn, Group, Law
+from outpace.types import ROOT, Draft, Drawn, Group, Law, Price
 
 MOST = 8
 """Most children of one node."""
@@ -40,16 +43,26 @@ Pick = Callable[[Law, int, Drawn, Any, int, int], list[int]]
 """``outpace.tree.growth.draw``."""
 
 
+class Scale(Protocol):
+    """Of a drafter's levels; see ``outpace.drafters.base.Traits``."""
+
+    @property
+    def level_D(self) -> tuple[float, ...]: ...
+    @property
+    def temper_D(self) -> tuple[float, ...]: ...
+
+
 class Dynamic:
     """One draft under construction.
 
     Args:
         row: a ``DraftRow`` whose budget has a dynamic shape.
         draw: draws several siblings at once, for the rules that have to know their number.
+        scale: of the drafter's levels.
     """
 
-    def __init__(self, row: Any, draw: Pick) -> None:
-        self.row, self._draw = row, draw
+    def __init__(self, row: Any, draw: Pick, scale: Scale) -> None:
+        self.row, self._draw, self._scale = row, draw, scale
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.q: list[float] = []
@@ -64,6 +77,9 @@ class Dynamic:
         self._chosen = row.drawn is Drawn.CHOSEN
         self._budget = row.budget
         self._least = row.budget.shape.least / max(1, row.budget.max_nodes)
+        self._price = row.budget.price or Price.assumed(scale.level_D)
+        self._pays = self._least > 0.0
+        """Whether levels and rows are weighed; a threshold of 0 fills the tree."""
 
     def may_grow(self, depth: int) -> bool:
         """Whether another level is worth a pass; ``open`` holds the nodes to expand."""
@@ -71,9 +87,11 @@ class Dynamic:
 
     def level(self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths, depth: int) -> None:
         """Draw below the open nodes, whose logits these are, and say which are open next."""
-        last = depth + 1 == self._budget.max_depth
+        last, opened = depth + 1 == self._budget.max_depth, list(self.open)
         if self._chosen:
-            fresh = self._choose(logits_FD, id_D, paths)
+            temper_D = self._scale.temper_D
+            temper = temper_D[min(depth, len(temper_D) - 1)] if temper_D and self.row.warp.greedy else 1.0
+            fresh = self._choose(logits_FD if temper == 1.0 else logits_FD / temper, id_D, paths)
             alive = {node for node, _ in self._best()}
             fresh = [node for node in fresh if node in alive]
         elif self.row.drawn is Drawn.DISTINCT:
@@ -82,8 +100,40 @@ class Dynamic:
             fresh = self._sample_at_once(logits_FD, id_D, paths, depth)
         room = len(self.tokens) < self._budget.max_nodes or self._chosen
         fresh = [node for node in fresh if room and self._value[node] > self._least]
-        fresh.sort(key=lambda node: -self._value[node])
-        self.open = sorted(fresh[: self._budget.shape.beam])
+        fresh = sorted(fresh + self._beside(opened), key=lambda node: -self._promise(node))
+        fresh = fresh[: self._budget.shape.beam or MOST]
+        self.open = sorted(fresh) if self._opens(fresh, depth + 1) else []
+
+    def _beside(self, opened: Sequence[int]) -> list[int]:
+        """Nodes below those just expanded that were there before."""
+        return []
+
+    def _promise(self, node: int) -> float:
+        """Chance that verification gets to a node, and has nothing below it that was there before."""
+        return self._value[node]
+
+    def _opens(self, fresh: Sequence[int], depth: int) -> bool:
+        """Whether the level below these nodes, likeliest first, should bring more than it costs."""
+        if not self._pays or not fresh:
+            return bool(fresh)
+        # The likeliest children of this level, over what was opened for them: the next should do as well.
+        best: dict[int, float] = {}
+        for node in fresh:
+            parent = self.parents[node]
+            best[parent] = max(best.get(parent, 0.0), self._value[node])
+        kept = sum(best.values()) / sum(self._worth(parent) for parent in best)
+        more = [kept * self._promise(node) for node in fresh]
+        if self._chosen:  # what is likelier takes the place of what is not
+            gain = self._gain([*self._value, *more]) - self._gain(self._value)
+        else:
+            rows = len(self.tokens)
+            gain = sum(max(0.0, value - self._price.row(rows + i)) for i, value in enumerate(more))
+        return gain > self._price.level(depth)
+
+    def _gain(self, value_N: Sequence[float]) -> float:
+        """What the best nodes bring over the price of their rows."""
+        ranked = sorted(value_N, reverse=True)[: self._budget.max_nodes]
+        return sum(max(0.0, value - self._price.row(i)) for i, value in enumerate(ranked))
 
     def finish(self) -> tuple[Draft, list[int] | None]:
         """The draft, and for each of its nodes the number it had while the tree grew.
@@ -108,7 +158,10 @@ class Dynamic:
         child is worth at most its parent and comes after it.
         """
         ranked = sorted(enumerate(self._value), key=lambda pair: (-pair[1], pair[0]))
-        return ranked[: self._budget.max_nodes]
+        most = min(len(ranked), self._budget.max_nodes)
+        while self._pays and most and ranked[most - 1][1] < self._price.row(most - 1):
+            most -= 1
+        return ranked[:most]
 
     def _choose(self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths) -> list[int]:
         """Add the likeliest children of every open node as candidates."""
@@ -134,10 +187,11 @@ class Dynamic:
         drawn: dict[int, list[int]] = {}
         slots: list[tuple[float, int]] = []
         for i, node in enumerate(self.open):
-            law = row.warp.law(logits_FD[i], paths[i], id_D)
-            whole[node] = rest[node] = law
-            drawn[node] = []
-            heapq.heappush(slots, (-self._worth(node), node))
+            law = self._left(node, row.warp.law(logits_FD[i], paths[i], id_D))
+            if law is not None:
+                whole[node] = rest[node] = law
+                drawn[node] = []
+                heapq.heappush(slots, (-self._free(node), node))
         while slots:
             worth, node = -slots[0][0], slots[0][1]
             law_left = rest[node]
@@ -147,7 +201,7 @@ class Dynamic:
                 break
             heapq.heappop(slots)
             picks = drawn[node]
-            if law_left is None or len(picks) == MOST:
+            if law_left is None or len(picks) == MOST or self._dear(worth, law_left):
                 continue
             token = row.coins.choose(law_left, node, len(picks))
             prob = law_left.prob(token)
@@ -163,9 +217,10 @@ class Dynamic:
         """Draw siblings together: their number follows from the distribution alone, before any is drawn."""
         row, fresh = self.row, []
         for i, node in enumerate(self.open):
-            law = row.warp.law(logits_FD[i], paths[i], id_D)
-            fan = self._fan(law, self._worth(node), self._budget.max_nodes - len(self.tokens))
-            if fan:
+            law = self._left(node, row.warp.law(logits_FD[i], paths[i], id_D))
+            left = self._budget.max_nodes - len(self.tokens)
+            fan = 0 if law is None else self._fan(law, self._free(node), left)
+            if law is not None and fan:
                 picks = self._draw(law, fan, row.drawn, row.coins, node, depth + 1)
                 for token in dict.fromkeys(picks):  # an IID draw may repeat one
                     prob = law.prob(token)
@@ -190,6 +245,21 @@ class Dynamic:
         """Guess how many slots below a node are worth more: values halve from level to level."""
         value = self._value[node]
         return 1 + int(math.log(value / worth) / _HALVING) if value > worth > 0 else 0
+
+    def _dear(self, worth: float, law: Law) -> bool:
+        """Whether a draw is worth less than its row: it is kept about as likely as its law is sure."""
+        if not self._pays or not self.tokens:
+            return False
+        price = self._price.row(len(self.tokens))
+        return price > 0.0 and worth * float(law.prob_S.max()) <= price
+
+    def _left(self, node: int, law: Law) -> Law | None:
+        """What to draw from below a node; None: nothing."""
+        return law
+
+    def _free(self, node: int) -> float:
+        """Value of the first draw below a node."""
+        return self._worth(node)
 
     def _worth(self, node: int) -> float:
         return 1.0 if node == ROOT else self._value[node]

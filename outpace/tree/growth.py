@@ -10,7 +10,7 @@ Shape letters: F nodes of a frontier (all sequences together), D draft vocabular
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from outpace.cache.base import Lease
 from outpace.coins import Coins
 from outpace.sampling import Warp
-from outpace.tree.dynamic import Dynamic, Paths
+from outpace.tree.dynamic import Dynamic, Paths, Scale
 from outpace.tree.mask import is_chain
 from outpace.tree.shapes import children
 from outpace.types import ROOT, Budget, Draft, Drawn, Group, Law, Rooted, Signals
@@ -47,6 +47,8 @@ class DraftRow(Generic[S]):
     chain: bool = False
     """Whether no node may have two children: the verifier, or the target, takes chains only. The
     budget's shape is a chain then, which matters to drafters that branch by their own reasons."""
+    grower: Callable[[DraftRow[Any], Scale], Growing] | None = None
+    """Grows the draft in the place of the budget's shape, where there are guesses of others already."""
 
     def fault(self, draft: Draft) -> str | None:
         """Say what a draft has that was not asked for."""
@@ -78,7 +80,7 @@ class Branch(Rooted, Generic[S]):
 
 Expand = Callable[[Sequence[Branch[Any]]], tuple[Tensor, "Tensor | None"]]
 Estimate = Callable[[Sequence[Branch[Any]]], Tensor]
-"""Float32 [F]: chance that each node is accepted, given that all above it are."""
+"""Float32 [F]: chance that each node, or a draw below it, is accepted, given that all above it are."""
 
 
 class Growing(Protocol):
@@ -106,6 +108,15 @@ class Growing(Protocol):
     def finish(self) -> tuple[Draft, Sequence[int] | None]:
         """The draft, and what its nodes were called in ``Branch``, if that changed."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    level_D: tuple[float, ...] = (0.0,)
+    temper_D: tuple[float, ...] = ()
+
+
+_PLAIN = _Plain()
 
 
 @dataclass(slots=True, eq=False)
@@ -189,7 +200,11 @@ class _Tree:
 
 
 def grow(
-    rows: Sequence[DraftRow[S]], expand: Expand, estimate: Estimate | None = None
+    rows: Sequence[DraftRow[S]],
+    expand: Expand,
+    estimate: Estimate | None = None,
+    foresee: Estimate | None = None,
+    scale: Scale = _PLAIN,
 ) -> list[tuple[Draft, Sequence[int] | None]]:
     """Grow one draft per row.
 
@@ -197,21 +212,27 @@ def grow(
         rows: budgets may differ; a budget without nodes gives an empty draft.
         expand: scores nodes, see ``ExpandingDrafter.expand``. Called once per level.
         estimate: see ``ExpandingDrafter.estimate``; called after ``expand`` where a budget asks.
+        foresee: see ``ExpandingDrafter.foresee``; stop rules are then asked between it and the draw.
+        scale: of the drafter's levels.
 
     Returns:
         Drafts whose groups are CHOSEN at temperature 0 and otherwise drawn as asked; with each,
         for every node the number that ``expand`` knew it by, or None if all kept theirs.
     """
-    trees: list[Growing] = [Dynamic(row, draw) if row.budget.shape.beam else _Tree.of(row) for row in rows]
+    trees = [_begun(row, scale) for row in rows]
     depth = 0
     while True:
-        growing = _ask_stop_rules([tree for tree in trees if tree.may_grow(depth)], depth)
+        growing = [tree for tree in trees if tree.may_grow(depth)]
+        if foresee is None:
+            growing = _ask_stop_rules(growing, depth)
         if not growing:
             return [tree.finish() for tree in trees]
         branches = [Branch(t.row.state, t.row.tokens, tuple(t.open), t.tokens, t.parents) for t in growing]
         logits_FD, id_D = expand(branches)
         if estimate is not None:
             _estimate(growing, branches, estimate, depth)
+        if foresee is not None:
+            growing, branches, logits_FD = _foresee(growing, branches, foresee, logits_FD, depth)
         start = 0
         for tree, branch in zip(growing, branches, strict=True):
             stop = start + len(tree.open)
@@ -219,6 +240,12 @@ def grow(
             tree.level(logits_FD[start:stop], id_D, paths, depth)
             start = stop
         depth += 1
+
+
+def _begun(row: DraftRow[Any], scale: Scale) -> Growing:
+    if row.grower is not None:
+        return row.grower(row, scale)
+    return Dynamic(row, draw, scale) if row.budget.shape.beam else _Tree.of(row)
 
 
 def _estimate(trees: list[Growing], branches: Sequence[Branch[Any]], estimate: Estimate, depth: int) -> None:
@@ -233,21 +260,44 @@ def _estimate(trees: list[Growing], branches: Sequence[Branch[Any]], estimate: E
         start += len(tree.open)
 
 
+def _foresee(
+    trees: list[Growing], branches: list[Branch[Any]], foresee: Estimate, logits_FD: Tensor, depth: int
+) -> tuple[list[Growing], list[Branch[Any]], Tensor]:
+    """Close the branches below which no draw is worth while: nothing is drawn there yet."""
+    if not any(tree.row.budget.stop for tree in trees):
+        return trees, branches, logits_FD
+    asked = any(tree.row.budget.estimate for tree in trees)
+    chance_F: list[float] = foresee(branches).tolist() if asked else []
+    keep, kept, start = [], [], 0
+    for tree, branch in zip(trees, branches, strict=True):
+        for i, node in enumerate(branch.nodes if tree.row.budget.estimate else (), start):
+            tree.reach[node] = (1.0 if node == ROOT else tree.reach[tree.parents[node]]) * chance_F[i]
+        _ask(tree, depth, [tree.reach[node] for node in branch.nodes] if tree.reach else None)
+        keep += [start + i for i, node in enumerate(branch.nodes) if node in tree.open]
+        start += len(branch.nodes)
+        if tree.open:
+            kept.append((tree, replace(branch, nodes=tuple(tree.open))))
+    return [tree for tree, _ in kept], [branch for _, branch in kept], logits_FD[keep]
+
+
 def _ask_stop_rules(trees: list[Growing], depth: int) -> list[Growing]:
     """Close the branches that a stop rule ends. It reads kept tokens only, so nothing is lost."""
     if depth == 0:
         return trees
     for tree in trees:
-        if tree.row.budget.stop is not None:
-            reach = [tree.reach[tree.parents[n]] for n in tree.open] if tree.reach else None
-            signals = Signals(
-                torch.full((len(tree.open),), depth),
-                torch.tensor([tree.q[n] for n in tree.open]),
-                None if reach is None else torch.tensor(reach),
-            )
-            more = tree.row.budget.stop.more(signals).tolist()
-            tree.open = [n for n, go in zip(tree.open, more, strict=True) if go]
+        _ask(tree, depth, [tree.reach[tree.parents[n]] for n in tree.open] if tree.reach else None)
     return [tree for tree in trees if tree.open]
+
+
+def _ask(tree: Growing, depth: int, reach: Sequence[float] | None) -> None:
+    if tree.row.budget.stop is not None:
+        signals = Signals(
+            torch.full((len(tree.open),), depth),
+            torch.tensor([1.0 if n == ROOT else tree.q[n] for n in tree.open]),
+            None if reach is None else torch.tensor(reach),
+        )
+        more = tree.row.budget.stop.more(signals).tolist()
+        tree.open = [n for n, go in zip(tree.open, more, strict=True) if go]
 
 
 def draw(law: Law, count: int, drawn: Drawn, coins: Coins, node: int, depth: int) -> list[int]:

@@ -4,12 +4,14 @@ Runs every registered objective that guesses several depths at every row, as it 
 the variants that a room adds: ``TRAINED`` in ``tests/methods/ROOM/specs.py``.
 """
 
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from outpace import Engine, registry
+from outpace.drafters import prefix_layer
 from outpace.train.ahead import AheadObjective
 from outpace.train.align import EAGLE, Aligned
 from outpace.types import Budget, Drawn, Feed
@@ -49,9 +51,11 @@ def exact(batch, target, taps):
     return replace(batch, feature={tap: torch.stack(parts) for tap, parts in found.items()})
 
 
+@pytest.mark.parametrize("waiting", [None, 3], ids=["", "read early"])
 @pytest.mark.parametrize(("name", "options"), list(variants()))
 @torch.no_grad()
-def test_a_drafter_says_what_its_objective_learned(engine, tmp_path, name, options):
+def test_a_drafter_says_what_its_objective_learned(engine, tmp_path, monkeypatch, name, options, waiting):
+    """Also where more rows of a prompt wait than a drafter leaves for its next draft."""
     target, kind = engine.target, registry.load("objective", name)
     objective = kind.build(kind.Config(**options), target, None)
     coins = torch.Generator().manual_seed(1)
@@ -60,6 +64,11 @@ def test_a_drafter_says_what_its_objective_learned(engine, tmp_path, name, optio
         parameter.copy_(moved.to(torch.bfloat16))
     objective.save(tmp_path / "made", {})
     made = registry.load("drafter", name)
+    for module in (sys.modules[made.__module__], prefix_layer) if waiting else ():
+        if hasattr(module, "_WAITING"):
+            monkeypatch.setattr(module, "_WAITING", waiting)
+    if waiting and hasattr(made, "most_waiting"):
+        monkeypatch.setattr(made, "most_waiting", waiting)
     drafter = made.load(made.Config(model=str(tmp_path / "made"), quantize=None), target)
     taps = kind.taps(objective.config, target)
     batch = exact(written(target, 3, seed=4, new=20, prompt=3), target, taps)

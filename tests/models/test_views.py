@@ -23,7 +23,8 @@ RULES = (
     Rule(sinks=3, window=20, count=30),
     Rule(sinks=16, window=40, count=144, run=8, kind=MEAN),
     Rule(sinks=32, window=1, count=64, run=32),
-    Rule(sinks=1, window=130, count=7, kind=MEAN),
+    Rule(sinks=1, window=130, count=7, kind=MEAN, copies=True),
+    Rule(sinks=5, window=16, count=150, copies=True),
 )
 TREES = ([-1], [-1, 0, 1, 2, 3, 4], [-1, 0, 0, 1, 2, 2, 5])
 
@@ -107,7 +108,8 @@ def test_what_a_view_leaves_out_is_not_seen_and_what_it_shows_is(target, rule):
     for harmed, same in ((sorted(set(range(300)) - seen), True), ([0], False)):
         for store in cache.by_row:
             store[:, slot, harmed] = 7.0
-        assert torch.equal(first, logits(target, cache, slot, again)) == same, harmed
+        kept_apart = rule.copies and fused.library() is not None
+        assert torch.equal(first, logits(target, cache, slot, again)) == (same or kept_apart), harmed
         cache.key_store.copy_(kept[0])
         cache.value_store.copy_(kept[1])
 
@@ -131,6 +133,22 @@ def test_a_choice_is_kept_while_queries_point_the_same_way(target, least, anew):
     logits(target, cache, slot, choice.view(300, choose=True))
     assert bool(choice.anew_L.all()) == bool(choice.anew_L.any()) == anew
     assert torch.equal(rows, choice.row_LKN)
+
+
+def test_copies_are_made_anew_with_the_choice(target):
+    """Until then nothing is read where it lay."""
+    cache, slot = text_of(target, 300)
+    rules = [Rule(sinks=2, window=8, count=140, copies=copies) for copies in (False, True)]
+    lying, kept = (target.choice(rule) for rule in rules)
+    assert torch.equal(
+        logits(target, cache, slot, lying.view(300)), logits(target, cache, slot, kept.view(300))
+    )
+    for store in cache.by_row:
+        store[:, slot, :200] = store[:, slot, :200].flip(1)
+    stale = logits(target, cache, slot, kept.view(300))
+    assert torch.equal(stale, logits(target, cache, slot, lying.view(300))) == (fused.library() is None)
+    anew = [logits(target, cache, slot, one.view(300, choose=True)) for one in (lying, kept)]
+    assert torch.equal(*anew)
 
 
 def test_votes_do_not_see_how_high_the_scores_of_a_head_lie():

@@ -15,7 +15,7 @@ from outpace.errors import OutpaceError
 from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
 from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 from outpace.models.tiny import tiny
-from outpace.train import checkpoint, curves
+from outpace.train import checkpoint, curves, optimizers
 from outpace.train.batches import Batch
 from outpace.train.loop import LoopConfig, Progress, clock, emitted, train
 from outpace.train.objective import Step
@@ -50,10 +50,19 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
-@pytest.mark.parametrize("bf16", [False, True])
-def test_killed_and_resumed_is_bit_for_bit_the_same(target, batches, tmp_path, kind, bf16):
-    config = LoopConfig(steps=8, evaluate_every=2, checkpoint_every=3, lr=1e-3, bf16=bf16)
+@pytest.mark.parametrize(
+    ("kind", "bf16", "optimizer"),
+    [
+        ("eagle3", False, "adamw"),
+        ("eagle3", True, "muon"),
+        ("draft_model", False, "adamw"),
+        ("draft_model", True, "adamw"),
+    ],
+)
+def test_killed_and_resumed_is_bit_for_bit_the_same(target, batches, tmp_path, kind, bf16, optimizer):
+    config = LoopConfig(
+        steps=8, evaluate_every=2, checkpoint_every=3, lr=1e-3, bf16=bf16, optimizer=optimizer
+    )
     whole = trainee(target, batches, kind)
     start = weights(whole)
     places = {"out": tmp_path / "a", "work": tmp_path / "aw"}
@@ -90,6 +99,21 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(target, batches, tmp_path, k
     poor = trainee(target, batches, kind)
     train(poor, Listed(batches), [], config, out=tmp_path / "c", work=path.parent, resume=True)
     assert any(not torch.equal(one, weights(whole)[name]) for name, one in weights(poor).items())
+
+
+def test_muon_has_the_matrices_between_vectors_and_adamw_the_rest(target, batches):
+    module = trainee(target, batches).module
+    own = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0, "fused": False}
+    both = optimizers.made("muon", module, **own)
+    names = {id(one): name for name, one in module.named_parameters()}
+    muon, adamw = (
+        {names[id(one)] for group in part.param_groups for one in group["params"]} for part in both.parts
+    )
+    assert muon | adamw == set(names.values()) and not muon & adamw
+    assert "lm_head.weight" in adamw and "fc.weight" in muon
+    assert all(name.endswith("proj.weight") or name == "fc.weight" for name in muon)
+    with pytest.raises(ValueError, match="optimizer must be adamw or muon, got 'sgd'"):
+        LoopConfig(steps=1, optimizer="sgd")
 
 
 def test_the_rate_rises_and_falls():

@@ -4,15 +4,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from outpace.methods.dflash.dspark_objective import DsparkObjective, DsparkTraining
 from outpace.methods.dflash.objective import DflashObjective, DflashTraining
 from outpace.methods.draft_model.acceptance_objective import Acceptance, AcceptanceTraining
 from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
 from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 from outpace.methods.early_exit.kangaroo_objective import KangarooObjective, KangarooTraining
 from outpace.methods.early_exit.objective import EarlyExitObjective, EarlyExitTraining
+from outpace.methods.falcon.objective import Falcon, FalconTraining
+from outpace.methods.fspad.objective import Fspad, FspadTraining
 from outpace.methods.medusa.hydra_objective import Hydra, HydraTraining
 from outpace.methods.medusa.objective import Medusa, MedusaTraining
+from outpace.methods.mtp.objective import Mtp, MtpTraining
 from outpace.methods.ppd.objective import Ppd, PpdTraining
+from outpace.methods.recurrent.objective import ReDrafter, ReDrafterTraining
 from outpace.methods.s2d.objective import S2d, S2dTraining
 from outpace.methods.s3d.objective import S3d, S3dTraining
 from outpace.methods.streaming.objective import Coral, CoralTraining, Streaming, StreamingTraining
@@ -20,8 +25,13 @@ from outpace.models.load import load_target
 from outpace.train.pipeline import begin_from
 
 KINDS = {
+    "falcon": (Falcon, FalconTraining()),
+    "fspad": (Fspad, FspadTraining()),
+    "mtp": (Mtp, MtpTraining(modules=2)),
+    "redrafter": (ReDrafter, ReDrafterTraining()),
     "acceptance": (Acceptance, AcceptanceTraining(draft="tiny", draft_layers=1)),
     "dflash": (DflashObjective, DflashTraining()),
+    "dspark": (DsparkObjective, DsparkTraining()),
     "draft_model": (DraftModelObjective, DraftModelTraining(take="0,1")),
     "eagle3": (Eagle3, Eagle3Config()),
     "early_exit": (EarlyExitObjective, EarlyExitTraining()),

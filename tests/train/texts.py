@@ -8,11 +8,12 @@ from outpace.methods.draft_model.on_policy import features
 from outpace.train.batches import Batch
 
 
-def written(target, count, *, seed, new=24, prompt=6, taps=("hidden.-1",), temperature=0.0):
-    """One batch of answers that the target wrote to random prompts of different lengths."""
+def written(target, count, *, seed, new=24, prompt=6, taps=("hidden.-1",), temperature=0.0, prompts=None):
+    """One batch of answers that the target wrote to random prompts of different lengths, or to some."""
     coins = torch.Generator().manual_seed(seed)
-    sizes = [prompt + i % 3 for i in range(count)]
-    prompts = [torch.randint(2, target.vocab_size, (n,), generator=coins).tolist() for n in sizes]
+    sizes = [prompt + i % 3 for i in range(count)] if prompts is None else [len(one) for one in prompts]
+    if prompts is None:
+        prompts = [torch.randint(2, target.vocab_size, (n,), generator=coins).tolist() for n in sizes]
     engine = Engine(target, drafter="none")
     results = engine.generate(
         prompts, max_new_tokens=new, ignore_eos=True, temperature=temperature, seed=seed

@@ -1,5 +1,7 @@
 """Growth over a table of laws: what is drawn, what is recorded, where it stops."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from outpace.policies.confidence import Threshold
 from outpace.sampling import SamplingParams, Warp
 from outpace.tree.growth import DraftRow, draw, grow
 from outpace.tree.shapes import budget, parse_shape
-from outpace.types import NOTHING, ROOT, Budget, Drawn, Shape
+from outpace.types import NOTHING, ROOT, Budget, Drawn, Price, Shape
 
 V = 6
 
@@ -210,7 +212,7 @@ def test_the_least_chance_of_a_guess_says_how_full_a_dynamic_tree_gets(drawn):
 @pytest.mark.parametrize("drawn", [Drawn.COUPLED, Drawn.GREEDY_PLUS_ONE])
 def test_siblings_that_are_drawn_together_leave_room_below_them(drawn):
     def depths(least):
-        asked = budget(f"dynamic:4:{least}", 5, 4)
+        asked = replace(budget(f"dynamic:4:{least}", 5, 4), price=Price((0.0,), (0.0,)))
         drafts = grow([row(asked, drawn, s, (1, 2, s)) for s in range(8)], Table())
         return [max(draft.depth_N) for draft, _ in drafts]
 

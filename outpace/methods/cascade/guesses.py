@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from outpace.coins import Coins, Stream
-from outpace.methods.cascade.ahead import CoinsAhead, Soft, WarpAhead
+from outpace.drafters.ahead import CoinsAhead, WarpAhead
+from outpace.methods.cascade.ahead import Soft
 from outpace.sampling import Warp
 from outpace.step import Member
 from outpace.tree.growth import DraftRow

@@ -1,32 +1,34 @@
 """The network of block drafters: rows that guess together, from features of the target.
 
-    text       x0  x1 ... x(n-1) | xn pending      guesses of the block: x(n+1) ... x(n+S)
+    text       x0  x1 ... x(n-1) | xn pending
     features   f0  f1 ... f(n-1)                   of the passes that fed x0 to x(n-1)
 
-    c_t = fc(unit(features of row t) side by side)           context, one row per token
-    x_i = c_(n-1) + token(unit(emb(xn))) + slot_i            rows of a block, i = 0 ... S - 1
-    every layer: keys and values of norm(c) for the context, of norm(x) for the block
-                 x += attention(norm(x));  x += mlp(norm(x))
-    logits = unembedding(norm(x)): row i guesses x(n+1+i)
+                masks, as the method's authors have it         seeds, of small networks
+    context     c = norm(fc(features side by side))            c = fc(unit(each feature) side by side)
+    rows        emb(xn), emb(mask), emb(mask) ...              c_(n-1) + token(unit(emb(xn))) + slot_i
+    layer       queries of norm(x), keys and values of c and norm(x); of seeds, of norm(c) and norm(x)
+                x += attention;  x += mlp(norm(x))
+    guesses     row i guesses x(n+i), i >= 1; ``from_anchor`` and seeds: x(n+1+i), i >= 0
+    logits      unembedding(norm(x))
 
 The context is not processed by the layers: what the target knows enters each of them as keys and
-values, computed once per token and kept. A row of a block sees all of it and all rows of its block,
-which are dropped when the block is drafted. Row i has position n + i, context row t position t.
-``unit`` makes the mean square 1; the unembedding is the target's and in no file.
+values, computed once per token and kept. A row of a block sees all of it and all rows of its block, or
+those before it (``causal``). The block's rows are dropped when it is drafted. Row i has position n + i,
+context row t position t. ``unit`` makes the mean square 1. Seeds save a small network a layer that
+finds the last context row, and a row.
 
-Paper: DFlash, arXiv:2602.06036. There the rows are a mask's embedding, and the first is the
-pending token's alone; here all start from the last context row and the pending token, which
-saves a small network a layer, and the first guesses, which saves a row.
+Papers: DFlash, arXiv:2602.06036; causal rows: JetSpec, arXiv:2606.18394; guesses from the anchor's row:
+DSpark, arXiv:2607.05147.
 
 Shape letters: T rows of a pass, B sequences, S rows of a block, Y = B * S, H hidden size, F width
 of all features side by side, X query, key and value heads, K key-value heads, G query heads of
-each, W their width, M = G * S, N keys.
+each, W their width, M = G * S, N keys, D draft vocabulary, V vocabulary.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -46,6 +48,8 @@ from outpace.models.rowwise import Norm, gated
 
 EPS = 1e-6
 """Added to mean squares by ``unit``."""
+W1, W2, CONFIDENCE = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj"
+"""Names of the heads' tensors."""
 _CONTEXT = 2
 """Which count of rows is that of the context; see `outpace.models.plan`."""
 
@@ -60,27 +64,49 @@ class BlockShape:
     """What kind of network it is."""
 
     decoder: DecoderConfig
-    """Of its layers; without biases, head norms, windows and caps."""
+    """Of its layers; without biases, windows and caps, and without head norms where rows are seeds."""
     taps: tuple[str, ...]
     """Features of the target, in the order in which they stand side by side."""
     slots: int
-    """S: tokens guessed at a time."""
+    """S: rows of a block."""
+    mask: int | None = None
+    """The token whose embedding is in the rows behind the pending token's; None: rows are seeds."""
+    from_anchor: bool = True
+    """Whether the pending token's own row guesses the token after it."""
+    causal: bool = False
+    """Whether a row sees the rows before it alone."""
+    rank: int = 0
+    """Of the Markov head; 0: none."""
+    known: int = 0
+    """Tokens after which the Markov head knows what follows."""
+    draft_vocab: int = 0
+    """Columns of the Markov head."""
+    confident: bool = False
+    """Whether a head tells how likely guesses are kept."""
+
+    @property
+    def guesses(self) -> int:
+        """Tokens guessed at a time."""
+        return self.slots - (not self.from_anchor)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of a drafter folder besides its vocabulary."""
-        hidden = self.decoder.hidden_size
+        hidden, rank = self.decoder.hidden_size, self.rank
         layers = {
             name.removeprefix("model."): shape
             for name, shape in self.decoder.tensor_shapes().items()
             if name.startswith("model.layers.")
         }
-        return {
-            "fc.weight": (hidden, len(self.taps) * hidden),
-            "token.weight": (hidden, hidden),
-            "slots.weight": (self.slots, hidden),
-            "norm.weight": (hidden,),
-            **layers,
-        }
+        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(self.taps) * hidden)}
+        if self.mask is None:
+            shapes |= {"token.weight": (hidden, hidden), "slots.weight": (self.slots, hidden)}
+        else:
+            shapes["hidden_norm.weight"] = (hidden,)
+        if rank:
+            shapes |= {W1: (self.known, rank), W2: (self.draft_vocab, rank)}
+        if self.confident:
+            shapes |= {f"{CONFIDENCE}.weight": (1, hidden + rank), f"{CONFIDENCE}.bias": (1,)}
+        return {**shapes, "norm.weight": (hidden,), **layers}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -109,9 +135,10 @@ class BlockNet:
     Args:
         shape: of the network.
         tensors: all that ``shape.tensor_shapes`` names; converted, not kept.
-        target: embeds; its dtype and device are used.
+        target: its dtype and device; embeds, if ``embed`` is not given.
         packed: lay the weights out for the CPU where that works.
         quantize: round them, see ``outpace.drafters.trained.rounding``.
+        embed: vectors of tokens, of the network's own.
     """
 
     def __init__(
@@ -121,14 +148,21 @@ class BlockNet:
         target: Target,
         packed: bool = True,
         quantize: str | None = None,
+        embed: Callable[[Sequence[int]], Tensor] | None = None,
     ) -> None:
         config, dtype, device = shape.decoder, target.dtype, target.device
-        self.shape, self.dtype, self.device, self._target = shape, dtype, device, target
+        self.shape, self.dtype, self.device = shape, dtype, device
         layers = _Layers(config, {f"model.{name}": one for name, one in tensors.items()})
         form = Form(dtype, device, packed, quantize)
         self._blocks = [read_block(layers, i, form) for i in range(config.num_layers)]
-        self._fc, self._token = (form.linear(tensors[f"{name}.weight"]) for name in ("fc", "token"))
-        self._slot_SH = tensors["slots.weight"].to(device).float()
+        self._fc = form.linear(tensors["fc.weight"])
+        self._embed: Callable[[Sequence[int]], Tensor] = target.embed if embed is None else embed
+        if shape.mask is None:
+            self._token = form.linear(tensors["token.weight"])
+            self._slot_SH = tensors["slots.weight"].to(device).float()
+        else:
+            self._context_norm = Norm(tensors["hidden_norm.weight"].to(device), config)
+            self._mask_1H = self._embed([shape.mask]).float()
         self._norm = Norm(tensors["norm.weight"].to(device), config)
         self._rotation = Rotation(config.ropes[0], device)
         self._plan = self._listed()
@@ -141,9 +175,16 @@ class BlockNet:
         plan = Plan(shape, self._rotation)
         stream = plan.copy(plan.lent(config.hidden_size))
         x, heads = plan.behind(stream, _CONTEXT, WANTED), plan.fresh((shape.queries + 2 * kv) * shape.width)
+        # Of masks the context is normed once, for all layers.
+        reads = plan.fresh(config.hidden_size) if self.shape.mask is None else plan.copy(stream)
+        behind = plan.behind(reads, _CONTEXT, WANTED)
         for layer, block in enumerate(self._blocks):
-            plan.product(block.qkv, plan.norm(block.attn_norm, stream), heads)
-            mixed = plan.behind(plan.attend(heads, layer=layer), _CONTEXT, WANTED)
+            if self.shape.mask is None:
+                plan.norm(block.attn_norm, stream, reads)
+            else:
+                plan.norm(block.attn_norm, x, behind)
+            plan.product(block.qkv, reads, heads)
+            mixed = plan.behind(plan.attend(heads, block.qk_norm, layer=layer), _CONTEXT, WANTED)
             normed = plan.norm(block.mlp_norm, x, add=plan.product(block.out, mixed))
             wide = plan.gate(config.activation, plan.product(block.gate_up, normed))
             plan.add(plan.product(block.down, wide), x)
@@ -155,9 +196,10 @@ class BlockNet:
         config = self.shape.decoder
         return DenseCache(config.num_layers, config.num_kv_heads, config.head_dim, device=self.device)
 
-    def feature(self, taps: Mapping[str, Tensor], rows: slice | list[int]) -> Tensor:
-        """Features [T, F] of some rows of a pass of the target, side by side; a copy."""
-        return torch.cat([unit(taps[name][rows]).to(self.dtype) for name in self.shape.taps], -1)
+    def feature(self, taps: Mapping[str, Tensor]) -> Tensor:
+        """Features [T, F] of rows of a pass of the target, side by side; a copy."""
+        parts = [taps[name] for name in self.shape.taps]
+        return torch.cat([unit(one) if self.shape.mask is None else one for one in parts], -1).to(self.dtype)
 
     def run(self, parts: Sequence[Part], cache: DenseCache) -> Tensor:
         """Store the context's keys and values; draft a block for every part, or for none.
@@ -173,6 +215,8 @@ class BlockNet:
         """
         with torch.inference_mode():
             context_TH = self._fc(torch.cat([part.feature_TF for part in parts])).float()
+            if self.shape.mask is not None:
+                context_TH = self._context_norm(context_TH)
             positions = [part.offset + row for part in parts for row in range(part.first, part.end)]
             pending = [part.pending for part in parts if part.pending is not None]
             x_YH = context_TH[:0]
@@ -204,9 +248,10 @@ class BlockNet:
             spans.append(Span(part.slot, start, stored, part.first, (), range(len(stored)), True))
             start += len(stored)
         for part in parts if len(x_YH) else ():
-            # Every row of a block sees what its last row does.
             stored = range(part.end, part.end + size)
-            blocks.append(Span(part.slot, start, stored, part.end, (), [size - 1] * size, True))
+            # Every row of a block sees what its last row does, or the rows before it.
+            upto = range(size) if self.shape.causal else [size - 1] * size
+            blocks.append(Span(part.slot, start, stored, part.end, (), upto, True))
             start += size
         seen = Seen(cache=cache, spans=spans + blocks, positions=array("q", positions), attending=blocks)
         counts = start, len(x_YH), len(context_TH)
@@ -214,8 +259,12 @@ class BlockNet:
 
     def _start(self, parts: Sequence[Part], pending: Sequence[int], context_TH: Tensor) -> Tensor:
         """The rows of all blocks as they enter the first layer, float32 [B * S, H]."""
+        if self.shape.mask is not None:
+            row_BSH = self._mask_1H.repeat(len(pending) * self.shape.slots, 1)
+            row_BSH[:: self.shape.slots] = self._embed(pending).float()
+            return row_BSH
         last = [stop - 1 for stop in accumulate(len(part.feature_TF) for part in parts)]
-        embed_BH = unit(self._target.embed(pending)).to(self.dtype)
+        embed_BH = unit(self._embed(pending)).to(self.dtype)
         seed_BH = context_TH[last] + self._token(embed_BH).float()
         return (seed_BH[:, None] + self._slot_SH).flatten(0, 1)
 
@@ -229,9 +278,14 @@ class BlockNet:
         turn: Tensor,
     ) -> Tensor:
         block, config, rows = self._blocks[layer], self.shape.decoder, len(context_TH)
-        normed_TH = block.attn_norm(torch.cat([context_TH, x_YH])).to(self.dtype)
+        if self.shape.mask is None:
+            normed_TH = block.attn_norm(torch.cat([context_TH, x_YH])).to(self.dtype)
+        else:
+            normed_TH = torch.cat([context_TH, block.attn_norm(x_YH)]).to(self.dtype)
         head_TXW = block.qkv(normed_TH).float().view(len(normed_TH), -1, config.head_dim)
         turned = head_TXW[:, : config.num_heads + config.num_kv_heads]
+        if block.qk_norm is not None:
+            block.qk_norm(turned, turned)
         turned = turned.view(*turned.shape[:2], config.head_dim // 2, 2)
         torch.view_as_complex(turned).mul_(turn)
         start, mixed = 0, []
@@ -256,7 +310,9 @@ class BlockNet:
             store[layer, slot, first : first + len(part)] = part
 
     def _attend(self, layer: int, part: Part, cache: DenseCache, head_SXW: Tensor) -> Tensor:
-        """What the rows of a block mix: nothing that is stored so far is hidden from them."""
+        """What the rows of a block mix: nothing that is stored so far is hidden from them, unless
+        they are causal.
+        """
         config, end = self.shape.decoder, part.end + self.shape.slots
         kv, width = config.num_kv_heads, config.head_dim
         query_KMW = (
@@ -267,6 +323,10 @@ class BlockNet:
             .reshape(kv, -1, width)
         )
         score_KMN = torch.bmm(query_KMW, cache.key_store[layer, part.slot, :, :, :end])
+        if self.shape.causal:
+            later_SS = torch.ones(len(head_SXW), len(head_SXW), dtype=torch.bool, device=self.device).triu(1)
+            later_MS = later_SS.repeat_interleave(score_KMN.shape[1] // len(later_SS), 0)
+            score_KMN[..., part.end :].masked_fill_(later_MS, -torch.inf)
         mixed_KMW = torch.bmm(score_KMN.softmax(-1), cache.value_store[layer, part.slot, :, :end])
         return mixed_KMW.view(kv, len(head_SXW), -1).transpose(0, 1).flatten(1).to(self.dtype)
 

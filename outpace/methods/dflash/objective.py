@@ -1,21 +1,21 @@
-"""Dflash: a block of rows that learns to guess the next S tokens at once, from features.
+"""Block drafters: a block of rows learns to guess the next tokens at once, from features.
 
     anchor t     context rows 0 to t are seen; token t + 1 is pending
-    row i        guesses token t + 2 + i, i = 0 ... S - 1
+    guess i      is token t + 2 + i, i = 0 ... A - 1
 
 Anchors are drawn at random, a share of the learning rows of a text, and all their blocks are
-learned in one go: a block sees the context up to its anchor and itself. Row i counts decay^i, by
+learned in one go: a block sees the context up to its anchor and itself. Guess i counts decay^i, by
 being learned in that share of the blocks alone: rows that are not learned cost neither the MLP
-nor the head. The network is `dflash_net`; only it is trained, and the unembedding is the target's.
+nor the head. The network is `training_net`; only it is trained, and the unembedding is the target's.
 
 Held-out rows also give what the static tree is made of: how often the i-th likeliest token of
 a row was the target's, where those of the rows before were among their likeliest.
 
 Papers: DFlash, arXiv:2602.06036 (anchors; its weights exp(-i / 4) are a decay of 0.78); PARD,
-arXiv:2504.18583 (later rows learned more rarely). Labels are the target's distributions.
+arXiv:2504.18583 (later rows learned more rarely). Labels are the target's distributions, not its text.
 
-Shape letters: B sequences, T tokens, A anchors of a sequence, S rows of a block, R rows, N distributions,
-H hidden size, F width of all features, D draft vocabulary.
+Shape letters: B sequences, T tokens, M anchors of a sequence, A guesses of a block, R guesses that learn,
+N distributions, H hidden size, I its width with a Markov head's, F width of all features, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -35,29 +35,35 @@ from outpace.drafters.trained import decoder_to_json, head_rows, lender, read_em
 from outpace.errors import ModelError
 from outpace.files import write_whole
 from outpace.law import VocabMap
-from outpace.methods.dflash.files import METHOD
-from outpace.methods.dflash.net import unit
+from outpace.methods.dflash.files import write_shape
+from outpace.methods.dflash.net import BlockShape, unit
 from outpace.methods.dflash.training_net import BlockNet, take
 from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
-from outpace.models.families import DecoderConfig
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import check, head_loss
 from outpace.train.networks import plain_shape
+from outpace.train.noise import noisy
 from outpace.train.objective import LAST, Objective, Step, draft_ids, target_laws, write_drafter
 from outpace.train.ranks import Ranks, judge_ranks
+from outpace.train.temper import Tempering
+
+ROWS = ("masks", "seeds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DflashTraining:
-    slots: int = 4
-    """Tokens guessed at a time."""
-    layers: int = 1
+    rows: str = "masks"
+    """What a block is made of: ``masks``, as the method's authors have it, or ``seeds``, the last context row
+    and a vector of each row's own, which suit one layer."""
+    slots: int = 8
+    """Rows of a block. The first one of masks guesses nothing; that of seeds guesses the next token."""
+    layers: int = 2
     """Layers of the network."""
     anchors: float = 0.5
     """Share of the rows of an answer from which a block is learned, drawn anew for every batch."""
-    decay: float = 0.7
+    decay: float = 0.78
     """Weight of a row relative to the one before."""
     loss: str = "kl"
     """One of the losses of `outpace.train.losses`: ce, kl, rkl, jsd, tv, lk, lk_mix."""
@@ -65,16 +71,26 @@ class DflashTraining:
     """Divides the target's logits before they become labels."""
     taps: str | None = None
     """Layers after which features are taken, as ``2,15,27,-1``; -1, the last, is behind the final
-    norm. By default 2, L / 2, L - 3 and -1."""
+    norm, and no other program can say it. By default 2, L / 2, L - 3, and of seeds -1."""
+    noise: float = 0.0
+    """Largest noise on the features while training, in their root mean squares."""
+    mask: int | None = None
+    """The token that masks; the last of the vocabulary by default."""
 
     def __post_init__(self) -> None:
         check(self.loss)
-        if self.slots < 1 or self.layers < 1:
-            raise ValueError(f"slots and layers must be at least 1, got {self.slots} and {self.layers}")
-        if not (0 < self.anchors <= 1 and 0 < self.decay <= 1 and self.temperature > 0):
+        if self.rows not in ROWS:
+            raise ValueError(f"rows must be {' or '.join(ROWS)}, got {self.rows!r}")
+        if self.slots < 1 + (self.rows == "masks") or self.layers < 1:
+            least = 1 + (self.rows == "masks")
             raise ValueError(
-                "anchors and decay must be in (0, 1] and temperature above 0, got "
-                f"{self.anchors}, {self.decay} and {self.temperature}"
+                f"slots must be at least {least} and layers at least 1, got {self.slots} and {self.layers}"
+            )
+        if not (0 < self.anchors <= 1 and 0 < self.decay <= 1):
+            raise ValueError(f"anchors and decay must be in (0, 1], got {self.anchors} and {self.decay}")
+        if self.temperature <= 0 or self.noise < 0:
+            raise ValueError(
+                f"temperature must be above 0 and noise at least 0, got {self.temperature} and {self.noise}"
             )
 
 
@@ -94,46 +110,71 @@ class Anchored(Aligned):
 
 class DflashObjective(Objective):
     Config = DflashTraining
+    method: ClassVar[str] = "dflash"
     module: BlockNet
 
     def __init__(
-        self,
-        config: DflashTraining,
-        target: Decoder,
-        vocab: VocabMap | None,
-        net: BlockNet,
-        shape: DecoderConfig,
+        self, config: Any, target: Decoder, vocab: VocabMap | None, net: BlockNet, shape: BlockShape
     ) -> None:
         self.config, self.target, self.vocab, self.module = config, target, vocab, net
-        self.shape, self._fused = shape, _fused(config, target)
+        self.shape = shape
         self._head_DH = head_rows(target, vocab)
         self._embed_VH = read_embedding(target)
-        self.ranks = Ranks(config.slots)
+        self.ranks, self.temper = Ranks(shape.guesses), Tempering()
 
     @classmethod
     def taps(cls, config: DflashTraining, target: Target) -> tuple[str, ...]:
         return tuple(dict.fromkeys([*_fused(config, target), LAST]))
 
     @classmethod
-    def build(cls, config: DflashTraining, target: Target, vocab: VocabMap | None) -> DflashObjective:
-        target.require(frozenset({TAPS, HEAD}), METHOD)
-        lent, taps, count = lender(target, METHOD), _fused(config, target), config.layers
+    def build(cls, config: Any, target: Target, vocab: VocabMap | None) -> DflashObjective:
+        target.require(frozenset({TAPS, HEAD}), cls.method)
+        lent, taps, count = lender(target, cls.method), _fused(config, target), config.layers
         if count > lent.num_layers:
-            raise ModelError(f"dflash: layers={count}, but {lent.name} has {lent.num_layers}")
-        shape = plain_shape(lent.config, count, -1)
-        net = BlockNet(shape, len(taps), config.slots, lent.device).to(lent.device)
+            raise ModelError(f"{cls.method}: layers={count}, but {lent.name} has {lent.num_layers}")
+        masks = config.rows == "masks"
+        mask = lent.vocab_size - 1 if config.mask is None else config.mask
+        if not 0 <= mask < lent.vocab_size:
+            raise ModelError(f"{cls.method}: mask={mask}, but {lent.name} has {lent.vocab_size} tokens")
+        decoder = plain_shape(lent.config, count, -1)
+        shape = BlockShape(
+            decoder=replace(decoder, qk_norm=masks),
+            taps=taps,
+            slots=config.slots,
+            mask=mask if masks else None,
+            from_anchor=not masks,
+            draft_vocab=lent.vocab_size if vocab is None else len(vocab.to_target_D),
+        )
+        shape = cls.shaped(shape, config)
+        net = BlockNet(shape, lent.device, lent.embed([mask])[0].float()).to(lent.device)
         streams = [number for number, tap in enumerate(taps) if tap != LAST]
-        take(net, lent, len(taps), streams[-1] if streams else 0)
+        take(net, lent, streams[-1] if streams else 0)
         return cls(config, lent, vocab, net, shape)
 
-    def outputs(self, batch: Batch, aligned: Aligned, keep_BAS: Tensor) -> Tensor:
-        """What the unembedding reads at the rows kept, float32 [R, H]."""
-        feature_BTF = torch.cat([unit(batch.feature[tap]) for tap in self._fused], -1)
-        embed_BAH = unit(self._embed_VH[aligned.token(EAGLE - 1)])
-        return cast(Tensor, self.module(feature_BTF, embed_BAH, aligned.place_BA, keep_BAS))
+    @classmethod
+    def shaped(cls, shape: BlockShape, config: Any) -> BlockShape:
+        """What this method's network has besides."""
+        return shape
+
+    def outputs(self, batch: Batch, aligned: Aligned, keep_BMA: Tensor) -> Tensor:
+        """What the network leaves at the guesses kept, float32 [R, H]."""
+        masks, pending_BM = self.shape.mask is not None, aligned.token(EAGLE - 1)
+        parts = [batch.feature[tap] for tap in self.shape.taps]
+        feature_BTF = torch.cat([one.float() if masks else unit(one) for one in parts], -1)
+        embed_BMH = self._embed_VH[pending_BM].float() * float(self.target.config.embed_scale)
+        embed_BMH = embed_BMH if masks else unit(embed_BMH)
+        return cast(Tensor, self.module(feature_BTF, embed_BMH, aligned.place_BA, keep_BMA))
+
+    def joint(self, y_RH: Tensor, above_R: Tensor) -> tuple[Tensor, Tensor]:
+        """What the head reads, [R, I], and the head [D, I].
+
+        Args:
+            above_R: draft ids of the tokens before the guesses, -1 where there is none.
+        """
+        return y_RH, self._head_DH
 
     def drawn(self, batch: Batch) -> tuple[Aligned, Tensor]:
-        """The anchors of a batch, and which rows of their blocks learn, bool [B, A, S].
+        """The anchors of a batch, and which guesses of their blocks learn, bool [B, M, A].
 
         The coins are a function of the batch alone, so that a training that goes on after a break
         draws what it would have drawn.
@@ -142,54 +183,62 @@ class DflashObjective(Objective):
         seed = zlib.crc32(batch.token_BT.cpu().numpy().tobytes())
         coins = torch.Generator().manual_seed(seed)
         aligned, keep = Anchored(batch, config.anchors, coins), []
-        for i in range(config.slots):
-            known_BA = aligned.teaches(EAGLE + i) & (self._labels(aligned, i) >= 0)
-            coin_BA = torch.rand(known_BA.shape, generator=coins).to(known_BA.device)
-            keep.append(known_BA & (coin_BA < config.decay**i))
+        for i in range(self.shape.guesses):
+            known_BM = aligned.teaches(EAGLE + i) & (self._labels(aligned, i) >= 0)
+            coin_BM = torch.rand(known_BM.shape, generator=coins).to(known_BM.device)
+            keep.append(known_BM & (coin_BM < config.decay**i))
         return aligned, torch.stack(keep, -1)
 
-    def _labels(self, aligned: Aligned, slot: int) -> Tensor:
-        return draft_ids(aligned.token(EAGLE + slot), self.vocab)
+    def _labels(self, aligned: Aligned, guess: int) -> Tensor:
+        """Draft ids of the tokens to be guessed; of guess -1, the pending ones."""
+        return draft_ids(aligned.token(EAGLE + guess), self.vocab)
 
     def loss(self, batch: Batch) -> Step:
-        config, slots = self.config, range(self.config.slots)
+        config, guesses = self.config, range(self.shape.guesses)
         self.ranks.clear()
-        aligned, keep_BAS = self.drawn(batch)
+        self.temper.clear()
+        aligned, keep_BMA = self.drawn(batch)
         p_ND, row_R = None, None
-        if config.loss != "ce":
-            row_BAS = torch.stack([aligned.law(EAGLE + i) for i in slots], -1)
-            used_N, row_R = torch.unique(row_BAS[keep_BAS], return_inverse=True)
+        if config.loss != "ce" or self.shape.confident:
+            row_BMA = torch.stack([aligned.law(EAGLE + i) for i in guesses], -1)
+            used_N, row_R = torch.unique(row_BMA[keep_BMA], return_inverse=True)
             last_NH = aligned.laws_of(batch.feature[LAST])[used_N]
             p_ND = target_laws(self.target, self.vocab, last_NH, config.temperature)
-        label_BAS = torch.stack([self._labels(aligned, i) for i in slots], -1)
-        tokens = max(1, int(keep_BAS[..., 0].sum()))
-        loss = head_loss(
-            self.outputs(batch, aligned, keep_BAS),
-            self._head_DH,
-            config.loss,
-            p_ND=p_ND,
-            row_R=row_R,
-            label_R=label_BAS[keep_BAS],
-        )
+        label_BMA = torch.stack([self._labels(aligned, i) for i in (-1, *guesses)], -1)
+        tokens = max(1, int(keep_BMA[..., 0].sum()))
+        given = noisy(batch, self.shape.taps, config.noise if self.module.training else 0.0)
+        y_RH, above_R = self.outputs(given, aligned, keep_BMA), label_BMA[..., :-1][keep_BMA]
+        label_R = label_BMA[..., 1:][keep_BMA]
+        joint_RI, head_DI = self.joint(y_RH, above_R)
+        loss = head_loss(joint_RI, head_DI, config.loss, p_ND=p_ND, row_R=row_R, label_R=label_R)
+        if p_ND is not None and row_R is not None:
+            loss = loss + self.aside(joint_RI, head_DI, p_ND, row_R)
         return Step(loss / tokens, tokens)
+
+    def aside(self, joint_RI: Tensor, head_DI: Tensor, p_ND: Tensor, row_R: Tensor) -> Tensor:
+        """What else is learned from the same rows: a sum over rows."""
+        return joint_RI.new_zeros(())
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
-        aligned, slots = Aligned(batch, EAGLE), self.config.slots
-        every_BAS = aligned.real_BA.new_ones(*aligned.real_BA.shape, slots)
-        y_BASH = self.outputs(batch, aligned, every_BAS).view(*every_BAS.shape, -1)
-        return judge_ranks(self.ranks, y_BASH.unbind(2), batch, aligned, self, self._head_DH)
+        aligned, guesses = Aligned(batch, EAGLE), self.shape.guesses
+        every_BMA = aligned.real_BA.new_ones(*aligned.real_BA.shape, guesses)
+        above_BMA = torch.stack([self._labels(aligned, i - 1) for i in range(guesses)], -1)
+        joint_RI, head_DI = self.joint(self.outputs(batch, aligned, every_BMA), above_BMA.flatten())
+        y_BMAI = joint_RI.view(*every_BMA.shape, -1)
+        return judge_ranks(self.ranks, y_BMAI.unbind(2), batch, aligned, self, head_DI, self.temper)
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         """Write the drafter folder, and in it the calibrated tree alone, as ``tree.json``."""
         rates = self.ranks.acceptance()
         parents = list(likeliest(rates, LARGEST))
         config = {
-            **self.about(METHOD, self._fused),
-            "slots": self.config.slots,
-            "decoder": decoder_to_json(self.shape),
+            **self.about(self.method, self.shape.taps),
+            **write_shape(self.shape),
+            "decoder": decoder_to_json(self.shape.decoder),
             "acceptance": rates,
             "tree": parents,
+            "temper": self.temper.found(),
         }
         write_drafter(folder, config, self.named(), self.vocab, provenance)
         if parents:
@@ -204,7 +253,8 @@ def _fused(config: DflashTraining, target: Target) -> tuple[str, ...]:
     """
     last = target.num_layers
     if config.taps is None:
-        return *(f"hidden.{one}" for one in (min(2, last), last // 2, max(last - 3, 1))), LAST
+        streams = tuple(f"hidden.{one}" for one in (min(2, last), last // 2, max(last - 3, 1)))
+        return streams if config.rows == "masks" else (*streams, LAST)
     layers = config.taps.split(",")
     if not all(word == "-1" or (word.isdecimal() and int(word) <= last) for word in layers):
         raise ModelError(f"dflash: taps={config.taps!r}, but {target.name} has layers 0 to {last}, and -1")

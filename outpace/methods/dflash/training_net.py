@@ -1,4 +1,4 @@
-"""The network of `dflash` in training: context as keys and values, blocks of rows as queries.
+"""The network of block drafters in training: context as keys and values, blocks of rows as queries.
 
 Arithmetic and parameter names are those of `outpace.methods.dflash.net`, which says what
 the rows are. Many blocks of a text are learned at once: each sees the context up to its own anchor
@@ -15,9 +15,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from outpace.methods.dflash.net import BlockShape
 from outpace.models.decoder import Decoder
-from outpace.models.families import DecoderConfig
-from outpace.train.networks import KeyValue, Layer, Norm, Turn, Turns
+from outpace.train.networks import KeyValue, Layer, Norm, Turn, Turns, take_layer
 
 SMALL = 0.05
 """Scale of what a layer adds at the start: in the target it adds to a stream of length 20."""
@@ -33,8 +33,14 @@ def unseen(place_BM: Tensor, tokens: int) -> Tensor:
 class BlockLayer(Layer):
     """One layer over the rows of blocks."""
 
-    def mix(self, u_BMSH: Tensor, turn: Turn, text: KeyValue, unseen_BMT: Tensor) -> Tensor:
-        """What the rows of blocks mix, heads side by side, [B, M, S, .]."""
+    def mix(
+        self, u_BMSH: Tensor, turn: Turn, text: KeyValue, unseen_BMT: Tensor, later_SS: Tensor | None
+    ) -> Tensor:
+        """What the rows of blocks mix, heads side by side, [B, M, S, .].
+
+        Args:
+            later_SS: bool, rows of its block that a row may not see; None: it sees all.
+        """
         own, (batch, blocks, slots) = self.self_attn, u_BMSH.shape[:3]
         u_BYH = u_BMSH.flatten(1, 2)
         q_BKGYD = own.queries(u_BYH, turn)
@@ -46,6 +52,8 @@ class BlockLayer(Layer):
         q = q_BKGYD.reshape(batch, kv, -1, blocks, slots, q_BKGYD.shape[-1])
         k, v = (one.reshape(batch, kv, 1, *q.shape[3:]) for one in (k_BKYD, v_BKYD))
         beside = (q @ k.transpose(-1, -2)).float()
+        if later_SS is not None:
+            beside.masked_fill_(later_SS, -torch.inf)
         share = torch.cat([score, beside], -1).softmax(-1).to(q.dtype)
         seen, beside = share[..., :-slots], share[..., -slots:]
         mixed: Tensor = (seen.flatten(2, 4) @ text[1]).view(q.shape) + beside @ v
@@ -60,84 +68,111 @@ class BlockNet(nn.Module):
     """All that is trained.
 
     Args:
-        taps: how many features stand side by side.
+        shape: of the network.
+        mask_H: vector of the mask token; None where rows are seeds.
     """
 
-    def __init__(self, config: DecoderConfig, taps: int, slots: int, device: torch.device) -> None:
+    def __init__(self, shape: BlockShape, device: torch.device, mask_H: Tensor | None = None) -> None:
         super().__init__()
-        hidden = config.hidden_size
-        self.fc = nn.Linear(taps * hidden, hidden, bias=False)
-        self.token = nn.Linear(hidden, hidden, bias=False)
-        self.slots = nn.Embedding(slots, hidden)
+        config, hidden, rank = shape.decoder, shape.decoder.hidden_size, shape.rank
+        self.shape = shape
+        self.fc = nn.Linear(len(shape.taps) * hidden, hidden, bias=False)
+        if shape.mask is None:
+            self.token = nn.Linear(hidden, hidden, bias=False)
+            self.slots = nn.Embedding(shape.slots, hidden)
+        else:
+            self.hidden_norm = Norm(hidden, config)
+            self.register_buffer("mask_H", mask_H, persistent=False)
+        if rank:
+            self.markov_head = MarkovHead(shape.known, rank, shape.draft_vocab)
+        if shape.confident:
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(hidden + rank, 1)})
         self.layers = nn.ModuleList(BlockLayer(config, i) for i in range(config.num_layers))
         self.norm = Norm(hidden, config)
         self._turns = Turns(config.ropes[0], device)
 
-    def forward(self, feature_BTF: Tensor, embed_BMH: Tensor, place_BM: Tensor, keep_BMS: Tensor) -> Tensor:
+    def forward(self, feature_BTF: Tensor, embed_BMH: Tensor, place_BM: Tensor, keep_BMA: Tensor) -> Tensor:
         """What the unembedding reads, float32 [R, H].
 
         Args:
-            feature_BTF: features of all rows of the texts, each of mean square 1.
-            embed_BMH: of the tokens behind the anchors, of mean square 1.
+            feature_BTF: features of all rows of the texts, as `feature` gives them.
+            embed_BMH: of the tokens behind the anchors, as `pending` gives them.
             place_BM: the anchors: last context row that a block sees.
-            keep_BMS: bool, rows whose outputs are wanted; they come in this order.
+            keep_BMA: bool, guesses whose outputs are wanted; they come in this order.
 
         Cost: the MLP of the last layer runs over the rows wanted alone.
         """
+        shape, slots = self.shape, self.shape.slots
         context_BTH = self.fc(feature_BTF).float()
-        slots, tokens = len(self.slots.weight), context_BTH.shape[1]
-        index = place_BM[..., None].expand(-1, -1, context_BTH.shape[-1])
-        seed_BMH = context_BTH.gather(1, index) + self.token(embed_BMH).float()
-        x = seed_BMH[:, :, None] + self.slots.weight
+        tokens = context_BTH.shape[1]
+        if shape.mask is None:
+            index = place_BM[..., None].expand(-1, -1, context_BTH.shape[-1])
+            seed_BMH = context_BTH.gather(1, index) + self.token(embed_BMH).float()
+            x = seed_BMH[:, :, None] + self.slots.weight
+        else:
+            context_BTH = self.hidden_norm(context_BTH)
+            masks = cast(Tensor, self.mask_H).expand(*embed_BMH.shape[:2], slots - 1, -1)
+            x = torch.cat([embed_BMH[:, :, None], masks], 2)
         position_BMS = place_BM[..., None] + 1 + torch.arange(slots, device=place_BM.device)
         turn = self._turns.at(position_BMS.flatten(1), tokens + slots + 1)
         row_T = torch.arange(tokens, device=place_BM.device)[None]
         along, hidden_BMT = self._turns.at(row_T, tokens), unseen(place_BM, tokens)
+        later_SS = None
+        if shape.causal:
+            later_SS = torch.ones(slots, slots, dtype=torch.bool, device=x.device).triu(1)
         for number, module in enumerate(self.layers):
             layer = cast(BlockLayer, module)
-            text = layer.self_attn.keys(layer.input_layernorm(context_BTH), along)
-            mixed = layer.mix(layer.input_layernorm(x), turn, text, hidden_BMT)
+            read_BTH = layer.input_layernorm(context_BTH) if shape.mask is None else context_BTH
+            text = layer.self_attn.keys(read_BTH, along)
+            mixed = layer.mix(layer.input_layernorm(x), turn, text, hidden_BMT, later_SS)
             if number + 1 == len(self.layers):
-                x, mixed = x[keep_BMS], mixed[keep_BMS]
+                x, mixed = (one[:, :, slots - shape.guesses :][keep_BMA] for one in (x, mixed))
             x = layer.finish(x, mixed)
         return cast(Tensor, self.norm(x))
 
 
+class MarkovHead(nn.Module):
+    """What follows from the token above, as a product of low rank; it adds nothing at the start."""
+
+    def __init__(self, known: int, rank: int, columns: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(known, rank)
+        self.markov_w2 = nn.Linear(rank, columns, bias=False)
+        with torch.no_grad():
+            coins = torch.Generator().manual_seed(0)
+            self.markov_w1.weight.copy_(torch.randn(known, rank, generator=coins))
+            self.markov_w2.weight.zero_()
+
+    def above(self, id_R: Tensor) -> Tensor:
+        """Vectors [R, rank] of draft ids; zeros for -1."""
+        vector_RI = cast(Tensor, self.markov_w1(id_R.clamp_min(0)))
+        return vector_RI * (id_R >= 0)[:, None]
+
+
 @torch.no_grad()
-def take(net: BlockNet, target: Decoder, taps: int, base: int) -> None:
-    """Start from the last layers of the target: nothing is drawn at random.
+def take(net: BlockNet, target: Decoder, base: int) -> None:
+    """Start from the last layers of the target: of the block's network nothing is drawn at random.
 
     Args:
         net: overwritten.
-        taps: how many features stand side by side.
-        base: which of them the rows start as.
+        base: which of the features the context starts as.
     """
     config, hidden, first = target.config, target.hidden_size, target.num_layers - len(net.layers)
 
     def read(name: str) -> Tensor:
         return target.checkpoint.tensor(name, torch.float32).to(target.device)
 
+    taps, masks = len(net.shape.taps), net.shape.mask is not None
     parts = [torch.eye(hidden) * (tap == base) for tap in range(taps)]
     net.fc.weight.copy_(torch.cat(parts, 1))
-    net.token.weight.copy_(torch.eye(hidden) * 0.5)
-    net.slots.weight.zero_()
-    before_mlp = "pre_feedforward" if config.sandwich_norms else "post_attention"
+    if masks:
+        net.hidden_norm.weight.copy_(
+            read(f"model.layers.{first}.input_layernorm.weight") + config.norm_offset
+        )
+    else:
+        net.token.weight.copy_(torch.eye(hidden) * 0.5)
+        net.slots.weight.zero_()
     for number, module in enumerate(net.layers):
-        layer, at = cast(BlockLayer, module), f"model.layers.{first + number}."
-        for name in (
-            "self_attn.q",
-            "self_attn.k",
-            "self_attn.v",
-            "self_attn.o",
-            "mlp.gate",
-            "mlp.up",
-            "mlp.down",
-        ):
-            writes = name in ("self_attn.o", "mlp.down")
-            weight = read(f"{at}{name}_proj.weight") * (SMALL if writes else 1.0)
-            layer.get_parameter(f"{name}_proj.weight").copy_(weight)
-        norms = ("input_layernorm", "input"), ("post_attention_layernorm", before_mlp)
-        for own, theirs in norms:
-            norm = read(f"{at}{theirs}_layernorm.weight") + config.norm_offset
-            layer.get_parameter(f"{own}.weight").copy_(norm)
+        # Rows that are masks start as next to nothing: all they guess by is what layers add.
+        take_layer(cast(BlockLayer, module), target, first + number, 1.0 if masks else SMALL)
     net.norm.weight.copy_((read("model.norm.weight") + config.norm_offset) * DOUBT)

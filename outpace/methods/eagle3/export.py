@@ -16,12 +16,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from outpace.drafters.trained import about
+from outpace.drafters.speculators import layer_numbers, maps, verifier_name, written
 from outpace.errors import ModelError
-from outpace.methods.eagle3.files import VERIFIER_DIGEST, Head, default_taps, read_head
+from outpace.methods.eagle3.files import Head, default_taps, read_head
 from outpace.models.base import Target
 from outpace.train.llama import DTYPE, class_of, hf_config, write
 
@@ -46,12 +45,7 @@ def export(source: Path, form: str, out: Path, target: Target, verifier: str | N
     if not head.shape.fused:
         raise ModelError(f"{source} is an EAGLE-1 or EAGLE-2 head; {form} is for EAGLE-3")
     if form == "speculators":
-        name = target.name if verifier is None else verifier
-        if verifier is None and "/" not in name:
-            raise ModelError(
-                f"{form} names the model by a hub id, and {name} is none; add --verifier, as in "
-                f"--verifier owner/{name}"
-            )
+        name = verifier_name(target, verifier, form)
         return write(out, *_speculators(head, target, name))
     return write(out, *_authors(head, target))
 
@@ -61,48 +55,30 @@ def _head_tensors(head: Head, target: Target) -> dict[str, Tensor]:
     tensors = {name: one.to(DTYPE) for name, one in head.tensors.items()}
     if head.embed_VH is not None:
         tensors["embed_tokens.weight"] = head.embed_VH.to(DTYPE)
-    if head.id_D is not None:
-        known_V = torch.zeros(target.vocab_size, dtype=torch.bool)
-        known_V[head.id_D] = True
-        tensors["d2t"] = head.id_D - torch.arange(len(head.id_D))
-        tensors["t2d"] = known_V
-    return tensors
+    return tensors | maps(head.id_D, target)
 
 
 def _speculators(head: Head, target: Target, verifier: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     shape = head.shape
-    config = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": 4,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
-            "verifier": {"name_or_path": verifier, "architectures": [class_of(target)]},
-        },
-        "transformer_layer_config": hf_config(shape.decoder),
-        "draft_vocab_size": shape.draft_vocab,
-        "target_hidden_size": None,
+    config = written(
+        "eagle3",
+        "Eagle3Speculator",
+        4,
+        {"name_or_path": verifier, "architectures": [class_of(target)]},
+        target,
+        transformer_layer_config=hf_config(shape.decoder),
+        draft_vocab_size=shape.draft_vocab,
+        target_hidden_size=None,
         # Readers differ in what they take when it is absent.
-        "norm_before_residual": shape.residual_normed,
-        "norm_before_fc": shape.joint_norm,
-        "fc_norm": shape.each_norm,
-        "norm_output": shape.output_normed,
-        "embed_requires_grad": False,
-        "eagle_aux_hidden_state_layer_ids": _layers(shape.taps),
-        "tie_word_embeddings": False,
-        "torch_dtype": str(DTYPE).removeprefix("torch."),
-        VERIFIER_DIGEST: target.digest,
-        "target_likeness": about(target)["target_likeness"],
-    }
+        norm_before_residual=shape.residual_normed,
+        norm_before_fc=shape.joint_norm,
+        fc_norm=shape.each_norm,
+        norm_output=shape.output_normed,
+        embed_requires_grad=False,
+        eagle_aux_hidden_state_layer_ids=layer_numbers(shape.taps),
+        tie_word_embeddings=False,
+        torch_dtype=str(DTYPE).removeprefix("torch."),
+    )
     return config, _head_tensors(head, target)
 
 
@@ -129,10 +105,3 @@ def _authors(head: Head, target: Target) -> tuple[dict[str, Any], dict[str, Tens
         name.replace("layers.0.", "midlayer."): one for name, one in _head_tensors(head, target).items()
     }
     return config, tensors
-
-
-def _layers(taps: tuple[str, ...]) -> list[int]:
-    numbers = [tap.removeprefix("hidden.") for tap in taps]
-    if not all(number.isdecimal() for number in numbers):
-        raise ModelError(f"no format can say the features {', '.join(taps)}")
-    return [int(number) for number in numbers]

@@ -24,28 +24,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outpace.drafters.speculators import (
+    KIND,
+    check_fit,
+    check_tensors,
+    check_verifier,
+    own_embedding,
+    read_layers,
+    read_taps,
+)
 from outpace.drafters.trained import (
     CONFIG,
     WEIGHTS,
-    check_target,
     decoder_from_json,
     find,
     read_config,
-    read_embedding,
+    read_temper,
     read_tensors,
     vocab_map,
 )
-from outpace.errors import ModelError, shorten, shown
+from outpace.errors import ModelError
 from outpace.methods.eagle3.net import EagleShape
 from outpace.models.base import Target
-from outpace.models.families import DecoderConfig
 from outpace.models.fields import Fields, brief, read_json
 
 METHOD = "eagle3"
-VERIFIER_DIGEST = "verifier_digest"
-"""Key under which exports record the target's digest."""
 _PICKLED = "pytorch_model.bin"
-_EMBED = "embed_tokens.weight"
 _FLAGS = {
     "norm_before_residual": "residual_normed",
     "norm_output": "output_normed",
@@ -65,6 +69,8 @@ class Head:
     """Target ids of the columns of its logits; None: they are the ids."""
     embed_VH: Tensor | None = None
     """An embedding of its own, where it differs from the target's."""
+    temper_D: tuple[float, ...] = ()
+    """By level, what to divide its logits by at temperature 0."""
 
 
 def find_head(target: Target, path: str | None) -> Path:
@@ -87,11 +93,11 @@ def read_head(folder: Path, target: Target) -> Head:
     tensors = _renamed(_read_tensors(folder))
     if "target_digest" in said:
         shape = _own(read_config(folder, target, METHOD), folder)
-    elif "speculators_model_type" in said:
+    elif KIND in said:
         shape = _speculators(said, folder, target)
     else:
         shape = _authors(said, folder, target, tensors)
-    _check(shape, tensors, folder)
+    check_tensors(shape.tensor_shapes(), tensors, folder)
     vocab = vocab_map(tensors, target.vocab_size) if shape.fused else None
     columns = target.vocab_size if vocab is None else len(vocab.to_target_D)
     if shape.fused and columns != shape.draft_vocab:
@@ -103,7 +109,8 @@ def read_head(folder: Path, target: Target) -> Head:
         shape=shape,
         tensors={name: tensors[name] for name in shape.tensor_shapes()},
         id_D=None if vocab is None else vocab.to_target_D,
-        embed_VH=_own_embedding(tensors, target, folder),
+        embed_VH=own_embedding(tensors, target, folder),
+        temper_D=read_temper(said, folder / CONFIG),
     )
 
 
@@ -121,16 +128,9 @@ def _own(said: Mapping[str, Any], folder: Path) -> EagleShape:
 
 
 def _speculators(said: Mapping[str, Any], folder: Path, target: Target) -> EagleShape:
+    name = check_verifier(said, METHOD, folder, target)
     read = Fields(str(folder / CONFIG), {}, said)
-    kind = read.text("speculators_model_type")
-    if kind != METHOD:
-        raise ModelError(f"{folder} holds a speculator of type {shown(kind)}, not {METHOD!r}")
-    verifier = Fields(read.source, {}, read.mapping("speculators_config")).mapping("verifier")
-    name = shorten(str(verifier.get("name_or_path", "another model")), 80)
-    digest = said.get(VERIFIER_DIGEST)
-    if digest is not None:
-        check_target(said, str(digest), str(name), folder, target)
-    decoder = _decoder(read.mapping("transformer_layer_config"), folder, "qwen3")
+    decoder = read_layers(read.mapping("transformer_layer_config"), folder, "qwen3")
     layers = said.get("eagle_aux_hidden_state_layer_ids")
     flags = {ours: bool(said.get(theirs)) for theirs, ours in _FLAGS.items()}
     shape = EagleShape(
@@ -140,15 +140,15 @@ def _speculators(said: Mapping[str, Any], folder: Path, target: Target) -> Eagle
         **flags,
     )
     width = read.whole("target_hidden_size") or decoder.hidden_size
-    _fits(width, decoder, folder, target, name)
+    check_fit(width, decoder, folder, target, name)
     return shape
 
 
 def _authors(
     said: Mapping[str, Any], folder: Path, target: Target, tensors: Mapping[str, Tensor]
 ) -> EagleShape:
-    decoder = _decoder(said, folder, "llama")
-    _fits(decoder.hidden_size, decoder, folder, target, "another model")
+    decoder = read_layers(said, folder, "llama")
+    check_fit(decoder.hidden_size, decoder, folder, target, "another model")
     if "lm_head.weight" in tensors and "norm.weight" in tensors:
         read = Fields(str(folder / CONFIG), {}, said)
         layers = read.mapping("eagle_config").get("eagle_aux_hidden_state_layer_ids")
@@ -166,53 +166,8 @@ def _authors(
     )
 
 
-def _decoder(said: Mapping[str, Any], folder: Path, family: str) -> DecoderConfig:
-    """The one layer of a config in the layout of transformers."""
-    plain: dict[str, Any] = {"model_type": family, **said, "tie_word_embeddings": False}
-    plain.pop("architectures", None)
-    try:
-        config = DecoderConfig.from_hf(plain)
-    except ModelError as error:
-        raise ModelError(f"{folder / CONFIG}: {error}") from error
-    if config.num_layers != 1:
-        raise ModelError(f"{folder} has {config.num_layers} layers; heads of one can be read")
-    return config
-
-
 def _taps(layers: Any, one_less: int, folder: Path, target: Target) -> tuple[str, ...]:
-    if not layers:
-        return default_taps(target)
-    listed = layers if isinstance(layers, list) else [None]
-    behind = [layer + one_less if type(layer) is int else -1 for layer in listed]
-    if not all(0 <= layer <= target.num_layers for layer in behind):
-        raise ModelError(
-            f"{folder} reads features of layers {shown(layers)}, but {target.name} has "
-            f"{target.num_layers} layers"
-        )
-    return tuple(f"hidden.{layer}" for layer in behind)
-
-
-def _fits(width: int, decoder: DecoderConfig, folder: Path, target: Target, name: str) -> None:
-    """Refuse a head whose shapes are not the target's."""
-    for what, wanted, got in (
-        ("hidden size", target.hidden_size, width),
-        ("hidden size", target.hidden_size, decoder.hidden_size),
-        ("vocabulary size", target.vocab_size, decoder.vocab_size),
-    ):
-        if wanted != got:
-            raise ModelError(
-                f"{folder} was made for {name} with {what} {got}, but {target.name} has {wanted}"
-            )
-
-
-def _check(shape: EagleShape, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    for name, wanted in shape.tensor_shapes().items():
-        if name not in tensors:
-            raise ModelError(f"{folder} has no tensor {name!r}, which its config needs")
-        if tuple(tensors[name].shape) != wanted:
-            raise ModelError(
-                f"{folder}: {name!r} has shape {list(tensors[name].shape)}, its config needs {list(wanted)}"
-            )
+    return read_taps(layers, one_less, folder, target) if layers else default_taps(target)
 
 
 def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -236,17 +191,3 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise ModelError(f"{pickled} does not hold tensors by name")
     return tensors
-
-
-def _own_embedding(tensors: Mapping[str, Tensor], target: Target, folder: Path) -> Tensor | None:
-    """The embedding that came with a head, unless it is the target's."""
-    if _EMBED not in tensors:
-        return None
-    mine_VH = tensors[_EMBED].to(target.dtype)
-    theirs_VH = read_embedding(target).cpu()
-    if mine_VH.shape != theirs_VH.shape:
-        raise ModelError(
-            f"{folder}: {_EMBED!r} has shape {list(mine_VH.shape)}, that of {target.name} has "
-            f"{list(theirs_VH.shape)}"
-        )
-    return None if torch.equal(mine_VH, theirs_VH) else mine_VH

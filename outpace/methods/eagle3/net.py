@@ -177,6 +177,11 @@ class EagleNet:
         plan.give(plan.product(self._own_head, normed))
         return plan
 
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """Features of the target, in the order in which they stand side by side."""
+        return self.shape.taps
+
     def new_cache(self) -> DenseCache:
         """An empty cache for its one layer."""
         return self._layer.new_cache()

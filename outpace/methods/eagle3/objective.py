@@ -38,7 +38,19 @@ from outpace.train.align import EAGLE, Aligned, next_tokens, places
 from outpace.train.batches import Batch
 from outpace.train.losses import check, depth_weights
 from outpace.train.networks import KeyValue, Turns, plain_shape
-from outpace.train.objective import DEPTHS, LAST, Chain, Objective, Step, guesses, laws_for, write_drafter
+from outpace.train.noise import noisy
+from outpace.train.objective import (
+    DEPTHS,
+    LAST,
+    Chain,
+    Objective,
+    Step,
+    draft_ids,
+    guesses,
+    laws_for,
+    write_drafter,
+)
+from outpace.train.temper import Tempering
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +63,10 @@ class Eagle3Config:
     """One of the losses of `outpace.train.losses`: ce, kl, rkl, jsd, tv, lk, lk_mix."""
     temperature: float = 1.0
     """Divides the target's logits before they become labels."""
+    refused: float = 1.0
+    """Weight of rows behind a token that the head would not have guessed, where drafts begin in use."""
+    noise: float = 0.0
+    """Largest noise on the features while training, in their root mean squares."""
     layer: int | None = None
     """The layer of the target to start from; the last by default."""
     start: str = "last"
@@ -64,6 +80,10 @@ class Eagle3Config:
             raise ValueError(
                 "steps must be at least 1, decay in (0, 1], temperature above 0, got "
                 f"{self.steps}, {self.decay}, {self.temperature}"
+            )
+        if self.refused <= 0 or self.noise < 0:
+            raise ValueError(
+                f"refused must be above 0 and noise at least 0, got {self.refused} and {self.noise}"
             )
         if self.start not in ("last", "mean"):
             raise ValueError(f"start must be last or mean, got {self.start!r}")
@@ -87,6 +107,7 @@ class Eagle3(Objective):
         self._turns = Turns(shape.ropes[0], target.device)
         self._fused = [f"hidden.{layer}" for layer in _tap_layers(config, target)]
         self._weights = depth_weights(config.steps, config.decay)
+        self.temper = Tempering()
 
     @classmethod
     def taps(cls, config: Eagle3Config, target: Target) -> tuple[str, ...]:
@@ -129,9 +150,12 @@ class Eagle3(Objective):
         return out
 
     def loss(self, batch: Batch) -> Step:
-        aligned = Aligned(batch, EAGLE)
-        states = self.unroll(batch, aligned, self.config.steps)
-        return self.learn(states, batch, aligned, EAGLE, self.module.lm_head.weight, self._weights)
+        self.temper.clear()
+        config, aligned = self.config, Aligned(batch, EAGLE)
+        noise = config.noise if self.module.training else 0.0
+        states = self.unroll(noisy(batch, self._fused, noise), aligned, config.steps)
+        head_DH = self.module.lm_head.weight
+        return self.learn(states, batch, aligned, EAGLE, head_DH, self._weights, config.refused)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
@@ -144,6 +168,9 @@ class Eagle3(Objective):
             row_BA = aligned.law(EAGLE + i)
             guess_R, alpha_R = guesses(hidden_BAH.flatten(0, 1), head_DH, self.vocab, p_ND, row_BA.flatten())
             truth_BA = truth_N[row_BA]
+            counted_BA = chain.alive & aligned.teaches(EAGLE + i)
+            label_R = draft_ids(truth_BA[counted_BA], self.vocab)
+            self.temper.add(i, hidden_BAH[counted_BA], head_DH, label_R)
             chain.add(
                 aligned.teaches(EAGLE + i),
                 guess_R.view_as(truth_BA) == truth_BA,
@@ -154,7 +181,11 @@ class Eagle3(Objective):
         return chain.step(torch.zeros(()), tokens, with_overlap=True)
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        config = {**self.about("eagle3", self._fused), "decoder": decoder_to_json(self.shape)}
+        config = {
+            **self.about("eagle3", self._fused),
+            "decoder": decoder_to_json(self.shape),
+            "temper": self.temper.found(),
+        }
         write_drafter(folder, config, self.named(), self.vocab, provenance)
 
     def _embed(self, token_BA: Tensor) -> Tensor:

@@ -145,16 +145,21 @@ class FalconNet:
             x_TH: from ``read``.
             ends: per row wanted, the row of the pass that ends its block: it sees what that one does.
         """
-        of = [(span, at) for span in rows.spans for at in range(len(span.stored))]
-        attending = []
-        for row, end in zip(rows.wanted, ends, strict=True):
-            span, at = of[end]
-            attending.append(replace(span, start=row, stored=span.stored[at : at + 1]))
+        spans, of = list[Span](), list[Span]()
+        for span in rows.spans:
+            of += [
+                replace(span, start=span.start + i, stored=span.stored[i : i + 1])
+                for i in range(len(span.stored))
+            ]
+        end_of = dict(zip(rows.wanted, ends, strict=True))
+        for row, span in enumerate(of):
+            spans.append(_seeing(span, of[end_of[row]].stored.start) if row in end_of else span)
         positions = array("q")
         for span, offset in zip(rows.spans, offsets, strict=True):
             positions.extend([offset + position for position in span.positions])
+        attending = [spans[row] for row in rows.wanted]
         if self._plan.ready:
-            seen = Seen(cache=cache, spans=rows.spans, positions=positions, attending=attending)
+            seen = Seen(cache=cache, spans=spans, positions=positions, attending=attending)
             return self._plan.run((len(rows.ids), len(rows.wanted)), (x_TH,), rows.wanted, seen)[0]
         with torch.no_grad():
             return self._by_torch(rows, cache, positions, x_TH, attending)
@@ -182,7 +187,7 @@ class FalconNet:
         for span in rows.spans:
             stored = slice(span.stored.start, span.stored.stop)
             part = head_TXW[start : start + len(span.stored), heads.queries :]
-            for store, new in zip(cache.by_row, part.split(heads.kv, 1), strict=True):
+            for store, new in zip(cache.by_row, (part[:, : heads.kv], part[:, heads.kv :]), strict=True):
                 store[0, span.slot, stored] = new
             start += len(span.stored)
         mixed = [self._mixed(cache, span, head_TXW[span.start, : heads.queries]) for span in attending]
@@ -200,6 +205,9 @@ class FalconNet:
     def _mixed(self, cache: DenseCache, span: Span, query_YW: Tensor) -> Tensor:
         """What one row mixes of the committed text and of the tail above the end of its block."""
         heads, at, seen = self._layer.heads, span.stored.start - span.base, list[int]()
+        if span.chain:
+            seen += range(span.base + span.depths[at], span.base - 1, -1)
+            at = -1
         while at >= 0:
             seen.append(span.base + at)
             at = span.parents[at]
@@ -208,3 +216,19 @@ class FalconNet:
         value_KNW = cache.value_store[0, span.slot][:, index].float()
         query_KGW = query_YW.view(heads.kv, heads.group, heads.width) * heads.scale
         return ((query_KGW @ key_KWN).softmax(-1) @ value_KNW).flatten().to(self._target.dtype)
+
+
+def _seeing(span: Span, end: int) -> Span:
+    """A row of a block, which sees what the row at the storage place ``end`` does, and that one."""
+    own, last = span.stored.start - span.base, end - span.base
+    if own == last:
+        return span
+    if span.chain:
+        depths = list(span.depths)
+        depths[own] = depths[last]
+        return replace(span, depths=depths)
+    # The way up begins at the row itself, goes on at its block's last row, and leaves the row out there.
+    parents = list(span.parents)
+    parents[own + 1] = parents[own]
+    parents[own] = last
+    return replace(span, parents=parents)

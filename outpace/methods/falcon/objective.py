@@ -76,12 +76,13 @@ class FalconNet(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         wide = [3 * hidden, *[2 * hidden] * (LSTM_LAYERS - 1)]
-        self.lstm = nn.ModuleList(nn.Linear(one, 4 * hidden) for one in wide)
+        gates = [nn.Linear(one, 4 * hidden) for one in wide]
+        self.lstm, self._hidden = nn.ModuleList(gates), hidden
         self.layer = Layer(config)
-        self.layer.input_layernorm = nn.Identity()
+        self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
         coins = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for one in self.lstm:
+            for one in gates:
                 drawn = torch.rand(one.weight.shape, generator=coins) * 2 - 1
                 one.weight.copy_(drawn * hidden**-0.5)
                 one.bias.zero_()
@@ -93,7 +94,7 @@ class FalconNet(nn.Module):
 
     def along(self, x_BTI: Tensor) -> tuple[Tensor, Tensor]:
         """The LSTM along texts: what it gives [B, T, H], and its state behind every token [B, T, S]."""
-        state = x_BTI.new_zeros(len(x_BTI), 2 * LSTM_LAYERS * self.lstm[0].out_features // 4)
+        state = x_BTI.new_zeros(len(x_BTI), 2 * LSTM_LAYERS * self._hidden)
         outs, states = [], []
         for x_BI in x_BTI.unbind(1):
             out, state = lstm_step(self.product, x_BI, state)

@@ -23,13 +23,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outpace.drafters.last_state import LastStateDrafter, fit_tensors, read_tree, read_vocab
-from outpace.drafters.trained import CONFIG, find, read_config, read_tensors, rounding
+from outpace.drafters.one_layer import LAYER
+from outpace.drafters.trained import CONFIG, decoder_from_json, find, read_config, read_tensors, rounding
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.models.blocks import Form
+from outpace.models.families import DecoderConfig
 from outpace.models.plan import Plan
 from outpace.types import Shape
+
+PREFIX = "prefix."
+"""What names of the prefix layer's tensors begin with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +48,8 @@ class HeadsShape:
     hidden_size: int
     conditioned: bool
     """Whether head k reads the embeddings of the k tokens before its guess (hydra)."""
+    prefix: DecoderConfig | None = None
+    """Of the layer along the text whose output the heads read instead of h (Hydra++)."""
 
     def inputs(self, head: int) -> int:
         """Width of what a head reads; heads count from 0."""
@@ -59,6 +66,9 @@ class HeadsShape:
             for block in range(self.layers):
                 shapes[f"{name}blocks.{block}.weight"] = (hidden, hidden)
                 shapes[f"{name}blocks.{block}.bias"] = (hidden,)
+        for name, size in self.prefix.tensor_shapes().items() if self.prefix else ():
+            if name.startswith(LAYER):
+                shapes[f"{PREFIX}{name.removeprefix(LAYER)}"] = size
         return shapes
 
 
@@ -92,8 +102,17 @@ def read_heads(method: str, path: str | None, target: Target, conditioned: bool)
     counts = [said.get("heads"), said.get("layers")]
     if not all(isinstance(one, int) and one > 0 for one in counts):
         raise ModelError(f"{folder / CONFIG}: heads and layers must be above 0, got {counts}")
+    prefix = None
+    if said.get("prefix"):
+        prefix = decoder_from_json(said["prefix"], folder / CONFIG)
+        if not conditioned or prefix.num_layers != 1 or prefix.hidden_size != target.hidden_size:
+            raise ModelError(f"{folder / CONFIG}: prefix must be one layer of hydra, as wide as the target")
     shape = HeadsShape(
-        heads=said["heads"], layers=said["layers"], hidden_size=target.hidden_size, conditioned=conditioned
+        heads=said["heads"],
+        layers=said["layers"],
+        hidden_size=target.hidden_size,
+        conditioned=conditioned,
+        prefix=prefix,
     )
     tensors = read_tensors(folder)
     kept = fit_tensors(tensors, shape.tensor_shapes(), folder)

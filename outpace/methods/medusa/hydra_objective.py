@@ -10,7 +10,8 @@ alignment, losses, measurement and tree. M starts as the identity on h, so every
 the target's distribution of the token before; a ``loop.lr`` of some 1e-3 does well.
 
 Paper: Ankner et al. 2024, arXiv:2402.05109, with the target's distributions as labels (their Hydra++ does
-the same) and without its attention layer.
+the same). Their attention layer in front of the heads is the option ``prefix``; it starts as the
+target's last layer, made small.
 
 Shape letters: B sequences, A learning rows, H hidden size, I inputs of a head.
 """
@@ -29,13 +30,21 @@ from outpace.drafters.trained import read_embedding
 from outpace.law import VocabMap
 from outpace.methods.medusa.objective import HeadsNet, Medusa, MedusaTraining
 from outpace.models.decoder import Decoder
-from outpace.train.align import Aligned
+from outpace.train.align import Aligned, places
+from outpace.train.batches import Batch
+from outpace.train.networks import Turns, take_layer
+from outpace.train.objective import LAST
+
+SMALL = 0.05
+"""Scale of what the prefix layer adds at the start, when the heads know h alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HydraTraining(MedusaTraining):
     layers: int = 2
     """Blocks of a head behind the matrix that mixes its inputs."""
+    prefix: bool = False
+    """Put a layer along the text in front of the heads (Hydra++)."""
 
 
 class Hydra(Medusa):
@@ -50,6 +59,21 @@ class Hydra(Medusa):
     ) -> None:
         super().__init__(config, target, vocab, net)
         self._embed_VH = read_embedding(target)
+        if net.prefix is not None and net.shape.prefix is not None:
+            self._turns = Turns(net.shape.prefix.ropes[0], target.device)
+            take_layer(net.prefix, target, target.num_layers - 1, SMALL)
+
+    def hidden(self, batch: Batch, aligned: Aligned) -> Tensor:
+        """The hidden states, or what the prefix layer makes of them."""
+        layer = self.module.prefix
+        if layer is None:
+            return super().hidden(batch, aligned)
+        state_BTH, rows = batch.feature[LAST].float(), aligned.place_BA
+        longest = state_BTH.shape[1]
+        text = layer.self_attn.keys(layer.input_layernorm(state_BTH), self._turns.at(places(batch), longest))
+        x_BAH = aligned.rows(state_BTH)
+        query = layer.self_attn.queries(layer.input_layernorm(x_BAH), self._turns.at(rows, longest))
+        return layer.after(x_BAH, layer.self_attn(query, text, [], rows))
 
     def inputs(self, hidden_BAH: Tensor, aligned: Aligned) -> list[Tensor]:
         """What the heads read, [B, A, I] each: each one token more than the head before."""

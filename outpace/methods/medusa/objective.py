@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outpace.drafters.trained import lender
+from outpace.drafters.trained import decoder_to_json, lender
 from outpace.law import VocabMap
 from outpace.methods.medusa.heads import HeadsShape
 from outpace.models.base import HEAD, TAPS, Target
@@ -34,6 +34,7 @@ from outpace.models.decoder import Decoder
 from outpace.train.ahead import AheadObjective, AheadTraining
 from outpace.train.align import Aligned
 from outpace.train.batches import Batch
+from outpace.train.networks import Layer, plain_shape
 from outpace.train.objective import LAST
 
 
@@ -74,6 +75,7 @@ class HeadsNet(nn.Module):
         super().__init__()
         self.shape = shape
         self.heads = nn.ModuleList(Head(shape, number) for number in range(shape.heads))
+        self.prefix = None if shape.prefix is None else Layer(shape.prefix)
 
 
 class Medusa(AheadObjective):
@@ -103,6 +105,7 @@ class Medusa(AheadObjective):
             layers=config.layers,
             hidden_size=lent.hidden_size,
             conditioned=cls.conditioned,
+            prefix=plain_shape(lent.config, 1, -1) if getattr(config, "prefix", False) else None,
         )
         return cls(config, lent, vocab, HeadsNet(shape).to(lent.device))
 
@@ -110,9 +113,13 @@ class Medusa(AheadObjective):
         """What the heads read, [B, A, I] each."""
         return [hidden_BAH] * self.config.heads
 
+    def hidden(self, batch: Batch, aligned: Aligned) -> Tensor:
+        """The hidden states that heads read at the learning rows, float32 [B, A, H]."""
+        return aligned.rows(batch.feature[LAST]).float()
+
     def states(self, batch: Batch, aligned: Aligned) -> list[Tensor]:
         """What the unembedding reads at the learning rows, [B, A, H] for every head."""
-        hidden_BAH = aligned.rows(batch.feature[LAST]).float()
+        hidden_BAH = self.hidden(batch, aligned)
         inputs = self.inputs(hidden_BAH, aligned)
         return [head(u_BAI) for head, u_BAI in zip(self.module.heads, inputs, strict=True)]
 
@@ -120,4 +127,6 @@ class Medusa(AheadObjective):
         """Write the drafter folder with the calibrated tree."""
         shape = self.module.shape
         config = {**self.about(self.method, [LAST]), "heads": shape.heads, "layers": shape.layers}
+        if shape.prefix is not None:
+            config["prefix"] = decoder_to_json(shape.prefix)
         self.save_tree(folder, config, provenance)

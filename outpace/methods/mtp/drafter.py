@@ -15,8 +15,8 @@ states through the modules before, as in training: what a draft leaves behind is
 anew when the tokens are committed. Level d costs one pass of module d, over what was committed since
 its last pass and the open nodes with those above them.
 
-Reads what ``outpace train mtp`` made, and modules that stand in the target's own checkpoint. Pays where
-a model came with modules; trained on a frozen small target, `eagle3` is cheaper for what it brings.
+Reads what ``outpace train mtp`` made, and modules that stand in the target's own checkpoint. Made for
+models that came with modules: there nothing has to be trained.
 
 Papers: Gloeckle et al. 2024, arXiv:2404.19737; DeepSeek-V3, arXiv:2412.19437.
 
@@ -26,7 +26,7 @@ Shape letters: F nodes of a frontier, K modules, R rows, H hidden size, D draft 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ from outpace.drafters.last_state import STOCK, fitted_budget
 from outpace.drafters.trained import rounding
 from outpace.methods.mtp.files import MtpFile, read_mtp
 from outpace.methods.mtp.net import PARALLEL, Module
+from outpace.methods.mtp.tracks import State, Tracks
 from outpace.models.base import HEAD, TAPS, Target
-from outpace.models.passes import PassRows
 from outpace.tree.growth import Branch, DraftRow
 from outpace.types import NOTHING, ROOT, Draft, Feed, Outcome
 
@@ -59,56 +59,7 @@ class MtpConfig:
     """Round their weights to int8 or int4, where compiled code multiplies them; none keeps them."""
 
 
-@dataclass(slots=True, eq=False)
-class _Track:
-    """One sequence in one module's cache."""
-
-    slot: int
-    first: int = 0
-    """The token whose state is the first that waits."""
-    waiting: list[Tensor] = field(default_factory=list)
-    """States [., H] of tokens in a row that no row has read for good."""
-    lead: int = 0
-    """Tail rows of the slot that are made of committed tokens: all true, whatever was drafted."""
-    fresh: Tensor | None = None
-    """States of the tokens of those rows, for the next module; kept if the draft is seen."""
-    row: dict[int, int] = field(default_factory=dict)
-    """Draft node -> its row in the tail of the slot; -1: the committed text ends there."""
-    out: dict[int, int] = field(default_factory=dict)
-    """Draft node -> its row among the outputs of this draft's passes."""
-
-    def states(self) -> Tensor:
-        """All that wait, one behind the other."""
-        if len(self.waiting) > 1:
-            self.waiting = [torch.cat(self.waiting)]
-        return self.waiting[0]
-
-    @property
-    def count(self) -> int:
-        return sum(len(part) for part in self.waiting)
-
-    def forget(self) -> None:
-        """Drop what the draft under way left, except what the cache holds of it."""
-        self.lead, self.fresh, self.row, self.out = 0, None, {}, {}
-
-
-@dataclass(slots=True, eq=False)
-class _State:
-    """One sequence."""
-
-    tracks: list[_Track]
-    start: int | None = None
-    """Position of the first token whose state was seen; None: there was none yet."""
-    tokens: list[int] = field(default_factory=list)
-    """Those fed since, with their states."""
-
-    @property
-    def end(self) -> int | None:
-        """The first position without a state."""
-        return None if self.start is None else self.start + len(self.tokens)
-
-
-class Mtp(BlockDrafter[_State]):
+class Mtp(BlockDrafter[State]):
     """Drafts with modules of one layer.
 
     Args:
@@ -124,7 +75,7 @@ class Mtp(BlockDrafter[_State]):
         self.file, self.target, shape = file, target, file.shape
         rounded = rounding(quantize, target)
         self.nets = [Module(shape, i, file.tensors, target, quantize=rounded) for i in range(shape.modules)]
-        self.caches = [net.new_cache() for net in self.nets]
+        self.tracks = Tracks(self.nets, shape.kind)
         self.traits = replace(self.traits, taps=frozenset({shape.base}))
         self.block = shape.steps if shape.kind == PARALLEL else 1
         self.id_D = None if file.vocab is None else file.vocab.to_target_D.to(target.device)
@@ -139,22 +90,22 @@ class Mtp(BlockDrafter[_State]):
         """
         return cls(read_mtp(config.model, config.base, target), target, config.quantize)
 
-    def begin(self, request: Request) -> _State:
+    def begin(self, request: Request) -> State:
         """Take slots. A prefix that no pass will show is left out: rows start behind it."""
-        return _State([_Track(cache.open()) for cache in self.caches])
+        return self.tracks.begin()
 
-    def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
+    def propose(self, rows: Sequence[DraftRow[State]]) -> list[Draft]:
         """Grow drafts; a sequence whose last states were not shown gets an empty one."""
         for row in rows:
-            self._forget(row.state)
+            self.tracks.forget(row.state)
         return super().propose([self._fitted(row) for row in rows])
 
-    def _fitted(self, row: DraftRow[_State]) -> DraftRow[_State]:
+    def _fitted(self, row: DraftRow[State]) -> DraftRow[State]:
         if row.state.end != len(row.tokens) - 1:
             return replace(row, budget=NOTHING)
         return replace(row, budget=fitted_budget(row.budget, self.file.shape.steps, self.file.tree))
 
-    def blocks(self, branches: Sequence[Branch[_State]]) -> Tensor:
+    def blocks(self, branches: Sequence[Branch[State]]) -> Tensor:
         """A chain: one pass of the module of this depth. Side by side: all of them."""
         with self.clock, torch.no_grad():
             if self.file.shape.kind == PARALLEL:
@@ -172,7 +123,7 @@ class Mtp(BlockDrafter[_State]):
             said_FH = torch.cat(parts)[torch.tensor(order).argsort()]
             return self.target.head(said_FH, self.file.vocab).float()[:, None]
 
-    def _parallel(self, branches: Sequence[Branch[_State]], number: int) -> Tensor:
+    def _parallel(self, branches: Sequence[Branch[State]], number: int) -> Tensor:
         """What the unembedding reads of the last committed rows; the rows that waited are in the tail."""
         feeds, given = [], []
         for branch in branches:
@@ -180,9 +131,9 @@ class Mtp(BlockDrafter[_State]):
             given.append(track.states())
             track.lead = len(given[-1])
             feeds.append(Feed.chain(track.slot, [0] * track.lead, want=(track.lead - 1,)))
-        return self._pass(number, feeds, [b.state for b in branches], torch.cat(given))[1]
+        return self.tracks.run(number, feeds, [b.state for b in branches], torch.cat(given))[1]
 
-    def _level(self, branches: Sequence[Branch[_State]], depth: int) -> Tensor:
+    def _level(self, branches: Sequence[Branch[State]], depth: int) -> Tensor:
         """What the unembedding reads of the nodes at one depth."""
         number = min(depth, len(self.nets) - 1)
         feeds, given, states, asked = [], [], [], []
@@ -204,7 +155,7 @@ class Mtp(BlockDrafter[_State]):
             given.append(states_TH)
             states.append(branch.state)
             seen += len(feed.token_J)
-        out_RH, normed_RH = self._pass(number, feeds, states, torch.cat(given))
+        out_RH, normed_RH = self.tracks.run(number, feeds, states, torch.cat(given))
         self._out_KRH[number] = torch.cat([self._out_KRH[number], out_RH]) if start else out_RH
         at = 0
         for feed, state in zip(feeds, states, strict=True):
@@ -215,7 +166,7 @@ class Mtp(BlockDrafter[_State]):
         return normed_RH[asked]
 
     def _feed(
-        self, branch: Branch[_State], nodes: Sequence[int], number: int
+        self, branch: Branch[State], nodes: Sequence[int], number: int
     ) -> tuple[Feed, Tensor, list[int]]:
         """The rows of one sequence, the states that they read, and the nodes that the last of them
         belong to: those asked for, and all above them that this module has not read yet.
@@ -235,7 +186,7 @@ class Mtp(BlockDrafter[_State]):
             if track.lead:
                 given.append(torch.cat(waiting)[: track.lead])
         added = list[int]()
-        tail = len(self.caches[number].slot(track.slot).tail_ids) + len(tokens)
+        tail = len(self.tracks.caches[number].slot(track.slot).tail_ids) + len(tokens)
         # The module's first rows are of token ``number + 1``: shorter texts have none further up.
         least = number + 1 - (pending - state.start)
         for node in sorted({one for asked in nodes for one in branch.path(asked)} - track.row.keys()):
@@ -252,124 +203,35 @@ class Mtp(BlockDrafter[_State]):
             added.append(node)
         return Feed(track.slot, tuple(tokens), tuple(parents)), torch.cat(given), added
 
-    def _pass(
-        self, number: int, feeds: Sequence[Feed], states: Sequence[_State], given_TH: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        cache = self.caches[number]
-        offsets = [(state.start or 0) + number for state in states]
-        return self.nets[number].run(PassRows(feeds, cache, 1), cache, offsets, given_TH)
-
-    def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, states: Sequence[State], outcomes: Sequence[Outcome]) -> None:
         """Keep the rows made of committed tokens, and the states of what was committed."""
         long = []
         for state, outcome in zip(states, outcomes, strict=True):
-            self._keep(state)
+            self.tracks.keep(state)
             tap = outcome.scored.taps.get(self.file.shape.base)
             if tap is None or state.end != outcome.start:
-                self._restart(state)
+                self.tracks.restart(state)
             if tap is not None and outcome.fed:
                 state.start = outcome.start if state.start is None else state.start
-                self._add(state, outcome.fed, tap[list(outcome.row_F)].float())
+                self.tracks.add(state, outcome.fed, tap[list(outcome.row_F)].float())
                 if state.tracks[0].count > _WAITING:
                     long.append(state)
         if long:
-            self._read(long)
-
-    def _add(self, state: _State, fed: Sequence[int], state_TH: Tensor) -> None:
-        side_by_side = self.file.shape.kind == PARALLEL
-        assert state.start is not None
-        for number, track in enumerate(state.tracks):
-            if not state.tokens:
-                track.first = state.start + (0 if side_by_side else number)
-            if side_by_side or number == 0:
-                track.waiting.append(state_TH)
-        state.tokens += fed
-
-    def _keep(self, state: _State) -> None:
-        """Make the true rows of a draft part of the caches, and pass on what they gave."""
-        side_by_side = self.file.shape.kind == PARALLEL
-        fresh = None
-        for cache, track in zip(self.caches, state.tracks, strict=True):
-            if fresh is not None and len(fresh):
-                track.waiting.append(fresh)
-            if track.lead:
-                cache.keep(track.slot, range(track.lead))
-                track.waiting = [track.states()[track.lead :]]
-                track.first += track.lead
-            else:
-                cache.drop(track.slot)
-            fresh = None if side_by_side else track.fresh
-            track.forget()
-
-    def _read(self, states: Sequence[_State]) -> None:
-        """Read all that is known: rows whose token, and whose state, is committed."""
-        side_by_side = self.file.shape.kind == PARALLEL
-        for number in range(len(self.nets)):
-            feeds, given, reading = [], [], []
-            for state in states:
-                track, start = state.tracks[number], state.start
-                if start is None or not track.waiting:
-                    continue
-                last = start + len(state.tokens) - 1
-                # The last state waits: the pending token is its next, or it is where guesses start.
-                track.lead = last - track.first
-                if track.lead < 1:
-                    track.lead = 0
-                    continue
-                ahead = track.first + (0 if side_by_side else 1) - start
-                feeds.append(Feed.chain(track.slot, state.tokens[ahead : ahead + track.lead]))
-                given.append(track.states()[: track.lead])
-                reading.append(state)
-            if not feeds:
-                continue
             with self.clock:
-                out_RH, _ = self._pass(number, feeds, reading, torch.cat(given))
-            at = 0
-            for state in reading:
-                track = state.tracks[number]
-                self.caches[number].keep(track.slot, range(track.lead))
-                if not side_by_side and number + 1 < len(self.nets):
-                    state.tracks[number + 1].waiting.append(out_RH[at : at + track.lead])
-                at += track.lead
-                track.waiting = [track.states()[track.lead :].clone()]
-                track.first += track.lead
-                track.lead = 0
+                self.tracks.read(long)
 
-    def num_uncached(self, state: _State, tokens: Sequence[int]) -> int:
+    def num_uncached(self, state: State, tokens: Sequence[int]) -> int:
         """Those whose states wait."""
         return state.tracks[0].count
 
-    def mark(self, state: _State) -> Any:
+    def mark(self, state: State) -> Any:
         """How much was read, and what waits."""
-        tracks = zip(self.caches, state.tracks, strict=True)
-        held = [(cache.length(one.slot), one.first, [*one.waiting]) for cache, one in tracks]
-        return state.start, [*state.tokens], held
+        return self.tracks.mark(state)
 
-    def rewind(self, state: _State, mark: Any) -> _State:
+    def rewind(self, state: State, mark: Any) -> State:
         """Forget what was read since; what waited then waits again."""
-        self._forget(state)
-        state.start, tokens, held = mark
-        state.tokens = [*tokens]
-        for cache, track, (length, first, waiting) in zip(self.caches, state.tracks, held, strict=True):
-            cache.truncate(track.slot, min(length, cache.length(track.slot)))
-            track.first, track.waiting = first, [*waiting]
-        return state
+        return self.tracks.rewind(state, mark)
 
-    def _forget(self, state: _State) -> None:
-        """Drop a proposal that is done with, or was never seen."""
-        for cache, track in zip(self.caches, state.tracks, strict=True):
-            cache.drop(track.slot)
-            track.forget()
-
-    def _restart(self, state: _State) -> None:
-        """Start anew with the next states that come."""
-        self._forget(state)
-        for cache, track in zip(self.caches, state.tracks, strict=True):
-            cache.truncate(track.slot, 0)
-            track.waiting = []
-        state.start, state.tokens = None, []
-
-    def end(self, state: _State) -> None:
+    def end(self, state: State) -> None:
         """Give the slots back."""
-        for cache, track in zip(self.caches, state.tracks, strict=True):
-            cache.close(track.slot)
+        self.tracks.end(state)

@@ -30,6 +30,7 @@ from typing import Any
 
 from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, Request, Traits
+from outpace.drafters.worth import as_own
 from outpace.drafters.wrapping import WrappingDrafter
 from outpace.errors import SpecError
 from outpace.methods.select.forest import merge
@@ -95,7 +96,7 @@ class Select(WrappingDrafter[_State]):
         self.config, self.members = config, tuple(members)
         # A pass that one member resumes has no features of the layers below for the others.
         tapped = [i for i, member in enumerate(self.members) if member.traits.taps]
-        self._lent = [set(tapped) <= {i} for i in range(len(self.members))]
+        self._resume = [set(tapped) <= {i} for i in range(len(self.members))]
         self.traits = replace(self.traits, samples=any(member.traits.samples for member in members))
         super().__init__(members)
         self._budgets = [
@@ -116,13 +117,6 @@ class Select(WrappingDrafter[_State]):
         if len(set(names)) < max(2, len(names)):
             raise SpecError(f"{who}: members must be two or more different drafters, got {config.members}")
         return cls(config, [build.drafter(spec, target) for spec in specs])
-
-    def follow(self) -> None:
-        """Take over the members' traits; one that is lent no slot does not need it."""
-        super().follow()
-        lent = [m for m, lent in zip(self.members, self._lent, strict=True) if lent]
-        uses = any(member.traits.uses_target_cache for member in lent)
-        self.traits = replace(self.traits, uses_target_cache=uses)
 
     def inner(self, state: _State) -> list[tuple[Drafter[Any], Any]]:
         return list(zip(self.members, state.members, strict=True))
@@ -161,7 +155,7 @@ class Select(WrappingDrafter[_State]):
         own, asked = self._budgets[i], row.budget
         free = self._may_branch(row) and asked.shape == CHAIN
         shape = own.shape if free else asked.shape
-        lease = row.lease if self._lent[i] else None
+        lease = row.lease and replace(row.lease, resumes=row.lease.resumes and self._resume[i])
         return replace(
             row,
             state=row.state.members[i],
@@ -202,14 +196,9 @@ class Select(WrappingDrafter[_State]):
 
     def _own(self, state: _State, i: int, outcome: Outcome) -> Outcome:
         """The outcome with a member's own draft, if it left a memo to learn by."""
-        if outcome.forced or state.given is not outcome.draft:
+        if outcome.forced or i == state.picked or not state.drafts:
             return outcome
-        draft = state.drafts[i]
-        if draft is outcome.draft or draft.memo is None or i == state.picked:
-            return outcome
-        kept = draft.path_of(outcome.verdict.emitted)
-        verdict = Verdict(kept, outcome.verdict.emitted, censored=outcome.verdict.censored)
-        return replace(outcome, draft=draft, verdict=verdict)
+        return as_own(state.drafts[i], state.given, outcome)
 
     def _learn(self, state: _State, verdict: Verdict) -> None:
         for i, (member, record) in enumerate(zip(self.members, state.records, strict=True)):

@@ -7,10 +7,10 @@ import pytest
 from outpace import Engine, SpecError
 from outpace.analysis.tables import RIGHT
 from outpace.cache.base import shared_prefix
+from outpace.drafters.ahead import CoinsAhead
 from outpace.drafters.base import Drafter, Request
 from outpace.law import Law
 from outpace.methods.cascade import guesses, lenient
-from outpace.methods.cascade.ahead import CoinsAhead
 from outpace.methods.cascade.drafter import Cascade, CascadeConfig, read_k
 from outpace.methods.lookup.automaton import SuffixAutomaton
 from outpace.methods.lookup.max_gram import MaxGram, MaxGramConfig

@@ -9,8 +9,9 @@ import torch
 from outpace import Engine
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
+from outpace.drafters.features import TrainedConfig
 from outpace.errors import ModelError
-from outpace.methods.dflash.drafter import STOCK, Dflash, DflashConfig
+from outpace.methods.dflash.drafter import STOCK, Dflash
 from outpace.methods.dflash.net import BlockNet
 from outpace.methods.dflash.objective import DflashObjective, DflashTraining
 from outpace.models.products import works
@@ -61,7 +62,7 @@ def begun(drafter, target, text, cuts=()):
 
 def logits(drafter, states, texts):
     for state in states:
-        drafter._forget(state)
+        drafter.forget(state)
     branches = [Branch(s, t, (ROOT,), [], []) for s, t in zip(states, texts, strict=True)]
     return drafter.blocks(branches).clone()
 
@@ -91,10 +92,19 @@ def proposed(drafter, states, texts, budget, drawn=Drawn.CHOSEN, temperature=0.0
         return drafter.propose(rows)
 
 
+KINDS = {
+    "seeds": {},
+    "masks": {"mask": 7, "from_anchor": False},
+    "masks, from the anchor": {"mask": 7},
+    "causal": {"mask": 7, "from_anchor": False, "causal": True},
+}
+
+
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "torch"])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_the_network_computes_what_its_formulas_say(target, layers, packed):
-    drafter = Dflash(random_file(target, layers), target)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_network_computes_what_its_formulas_say(target, layers, packed, kind):
+    drafter = Dflash(random_file(target, layers, **KINDS[kind]), target)
     if not packed:
         drafter.net = BlockNet(drafter.file.shape, drafter.file.tensors, target, packed=False)
     assert drafter.net._plan.ready is (packed and works())
@@ -104,12 +114,13 @@ def test_the_network_computes_what_its_formulas_say(target, layers, packed):
     # Planted: positions one off, rows that do not see the whole block, another pending token,
     # another token long before. The comparison tells all of them.
     other = said(drafter, target, [*TEXT[:-1], 9]), said(drafter, target, [6, *TEXT[1:]])
-    planted = said(drafter, target, TEXT, late=1), said(drafter, target, TEXT, causal=True)
+    causal = kind != "causal"
+    planted = said(drafter, target, TEXT, late=1), said(drafter, target, TEXT, causal=causal)
     for wrong in (*other, *planted):
         assert float((wrong - wanted).abs().max()) > 1e-2
 
 
-@pytest.mark.parametrize("tree", ["chain", "3x2x1x1", "dynamic"])
+@pytest.mark.parametrize("tree", ["chain", "3x2x1x1", "dynamic:8:0"])
 def test_recorded_laws_are_those_of_the_rows(target, drafter, tree):
     """q of every group is the softmax, at the temperature, of the row of its depth."""
     shape = budget(tree, 30, 4).shape
@@ -139,7 +150,7 @@ def test_one_pass_of_the_network_per_draft_however_deep(target, drafter, monkeyp
 def test_nodes_of_several_levels_at_once(target, drafter):
     """Whoever grows the tree may ask for nodes of different depths in one call."""
     state = begun(drafter, target, TEXT)
-    drafter._forget(state)
+    drafter.forget(state)
     with torch.no_grad():
         whole = drafter.expand([Branch(state, TEXT, (ROOT,), [], [])])[0]
         got, _ = drafter.expand([Branch(state, TEXT, (1, 2), [4, 6, 10], [ROOT, ROOT, 0])])
@@ -234,7 +245,8 @@ def test_the_calibrated_tree_stands_in_for_the_stock_one(target):
 def folder(target, tmp_path_factory):
     """A drafter folder whose network was moved away from its start."""
     torch.manual_seed(0)
-    objective = DflashObjective.build(DflashTraining(slots=3), target, half(target))
+    config = DflashTraining(rows="seeds", slots=3, layers=1)
+    objective = DflashObjective.build(config, target, half(target))
     with torch.no_grad():
         for parameter in objective.module.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -276,4 +288,4 @@ def test_what_cannot_be_read_is_said(target, folder, tmp_path):
         (path / "config.json").write_text(json.dumps({**config, **wrong}))
         (path / "model.safetensors").write_bytes(weights)
         with pytest.raises(ModelError, match=message):
-            Dflash.load(DflashConfig(model=str(path)), target)
+            Dflash.load(TrainedConfig(model=str(path)), target)

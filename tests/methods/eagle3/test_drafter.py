@@ -10,9 +10,9 @@ from outpace import Engine
 from outpace.cache.dense import DenseCache
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
+from outpace.drafters.features import TrainedConfig
 from outpace.law import VocabMap
-from outpace.methods.eagle3 import drafter as eagle3
-from outpace.methods.eagle3.drafter import Eagle3, Eagle3Config
+from outpace.methods.eagle3.drafter import Eagle3
 from outpace.methods.eagle3.net import EagleNet
 from outpace.methods.eagle3.objective import Eagle3 as Objective
 from outpace.methods.eagle3.objective import Eagle3Config as Training
@@ -103,7 +103,7 @@ def expected(oracle, target, text, guesses, start=0):
 
 def chain_logits(drafter, state, text, guesses):
     """The drafter's own, level by level."""
-    drafter._forget(state)
+    drafter.forget(state)
     out = []
     for i in range(len(guesses) + 1):
         nodes = (ROOT,) if i == 0 else (i - 1,)
@@ -153,7 +153,7 @@ def test_training_and_drafting_give_the_same_logits(target, tmp_path):
             parameter.add_(0.05 * torch.randn_like(parameter))
             parameter.copy_(parameter.bfloat16())  # as files hold them
     objective.save(tmp_path / "head", {})
-    drafter = Eagle3.load(Eagle3Config(model=str(tmp_path / "head"), quantize=None), target)
+    drafter = Eagle3.load(TrainedConfig(model=str(tmp_path / "head"), quantize=None), target)
     assert drafter.net.shape.taps == ("hidden.2", "hidden.1", "hidden.1")
     aligned = Aligned(batch, EAGLE)
     depths, apart = 3, 0.0
@@ -231,7 +231,7 @@ def test_vectors_are_read_from_the_targets_head_where_it_holds_them():
 
 
 def test_a_long_prompt_goes_through_the_head_when_it_comes(target, monkeypatch):
-    monkeypatch.setattr(eagle3, "_WAITING", 32)  # what waits longer is read by the next draft
+    monkeypatch.setattr(Eagle3, "most_waiting", 32)  # what waits longer is read by the next draft
     drafter, _ = made(target)
     text = (TEXT * 16)[:150]
     whole, pieces = begun(drafter, target, text), begun(drafter, target, text, (40, 41, 100))
@@ -277,7 +277,7 @@ def test_branches_of_a_tree_do_not_see_each_other(target):
     #         |     +- 12
     #         +- 6 --- 14
     tokens, parents = [4, 6, 10, 12, 14], [ROOT, ROOT, 0, 0, 1]
-    drafter._forget(state)
+    drafter.forget(state)
     drafter.expand([Branch(state, TEXT, (ROOT,), [], [])])
     first, _ = drafter.expand([Branch(state, TEXT, (0, 1), tokens[:2], parents[:2])])
     second, _ = drafter.expand([Branch(state, TEXT, (2, 3, 4), tokens, parents)])

@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from outpace import Engine, ModelError
+from outpace.drafters.features import TrainedConfig
 from outpace.drafters.trained import read_embedding
 from outpace.law import VocabMap
-from outpace.methods.eagle3.drafter import Eagle3, Eagle3Config
+from outpace.methods.eagle3.drafter import Eagle3
 from outpace.methods.eagle3.files import read_head
 from outpace.methods.eagle3.objective import Eagle3 as Objective
 from outpace.methods.eagle3.objective import Eagle3Config as Training
@@ -100,7 +101,7 @@ def test_an_embedding_of_its_own(target, tmp_path):
     tensors = random_tensors(shape)
     own = read_embedding(target).flip(0).contiguous()
     write(tmp_path, speculators(target), tensors | offsets(target) | {"embed_tokens.weight": own})
-    drafter = Eagle3.load(Eagle3Config(model=str(tmp_path)), target)
+    drafter = Eagle3.load(TrainedConfig(model=str(tmp_path)), target)
     assert torch.equal(drafter.net._embed([3, 4]), own[[3, 4]].float())
     write(tmp_path, speculators(target), tensors | offsets(target) | {"embed_tokens.weight": own[:9]})
     with pytest.raises(ModelError, match=r"'embed_tokens.weight' has shape \[9, 64\]"):
@@ -143,15 +144,15 @@ FAULTS = [
 def test_faults_are_named_in_one_line(target, tmp_path, change, message):
     write(tmp_path, *broken(target, change))
     with pytest.raises(ModelError, match=message) as caught:
-        Eagle3.load(Eagle3Config(model=str(tmp_path)), target)
+        Eagle3.load(TrainedConfig(model=str(tmp_path)), target)
     assert "\n" not in str(caught.value)
 
 
 def test_files_that_are_missing_or_corrupt(target, tmp_path):
     with pytest.raises(ModelError, match="no trained eagle3 for tiny; make one with: "):
-        Eagle3.load(Eagle3Config(), target)
+        Eagle3.load(TrainedConfig(), target)
     with pytest.raises(ModelError, match=r"holds no config.json"):
-        Eagle3.load(Eagle3Config(model=str(tmp_path)), target)
+        Eagle3.load(TrainedConfig(model=str(tmp_path)), target)
     write(tmp_path, *broken(target, lambda c, t: None))
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-100])
@@ -171,7 +172,7 @@ def test_files_that_are_missing_or_corrupt(target, tmp_path):
 def test_a_head_for_another_target(target, tmp_path):
     Objective.build(Training(), tiny(1), None).save(tmp_path, {})
     with pytest.raises(ModelError, match=r"was trained for tiny:1 \(.*not for tiny \("):
-        Eagle3.load(Eagle3Config(model=str(tmp_path)), target)
+        Eagle3.load(TrainedConfig(model=str(tmp_path)), target)
     with pytest.raises(ModelError, match="drafter 'eagle3' needs head, taps"):
         Engine(TableTarget.random(0), drafter="eagle3")
     assert target.checkpoint.name == "tiny"

@@ -13,6 +13,7 @@ from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
 from outpace.train.loop import LoopConfig, train
 from outpace.train.networks import turned
+from outpace.train.noise import noisy
 from tests.train.texts import Listed, most_used, written
 
 TAPS = ("hidden.2", "hidden.1", "hidden.-1")
@@ -158,6 +159,46 @@ def test_the_loss_is_that_of_plain_logits(target, batches, name):
     step.loss.backward()
     for name, parameter in objective.module.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+def test_rows_behind_a_refused_guess_weigh_more(target, batches):
+    """By hand: the loss is a mean of those rows and of the others, weighed."""
+    batch, vocab = batches[0], most_used(batches, 60, target)
+    losses, plain = {}, built(target, vocab, steps=1)
+    aligned = Aligned(batch, EAGLE)
+    state_BAH = plain.unroll(batch, aligned, 1)[0]
+    head_DH = plain.module.lm_head.weight
+    begins_BA = plain._behind_refused(state_BAH, aligned, EAGLE, head_DH)
+    guess_BA = vocab.to_target_D[(state_BAH @ head_DH.T).argmax(-1)]
+    for b, a in aligned.real_BA.nonzero().tolist():
+        place = int(aligned.place_BA[b, a])
+        behind = a > 0 and int(aligned.place_BA[b, a - 1]) == place - 1
+        wrong = behind and int(guess_BA[b, a - 1]) != int(batch.token_BT[b, place + 1])
+        assert bool(begins_BA[b, a]) == wrong
+    label_BA = vocab.feed_V[aligned.token(EAGLE)]
+    keep_BA = aligned.teaches(EAGLE) & (label_BA >= 0)
+    some, all_rows = int((begins_BA & keep_BA).sum()), int(keep_BA.sum())
+    assert 0 < some < all_rows
+    for weight in (1.0, 3.0, 5.0):
+        losses[weight] = float(built(target, vocab, steps=1, refused=weight).loss(batch).loss)
+    sums = {w: loss * (all_rows + (w - 1) * some) for w, loss in losses.items()}
+    assert sums[5.0] - sums[3.0] == pytest.approx(sums[3.0] - sums[1.0], rel=1e-3)
+    assert sums[3.0] > sums[1.0] * 1.01
+
+
+def test_noise_is_on_features_alone_while_training_and_the_same_again(target, batches):
+    objective, batch = built(target, noise=0.3), batches[0]
+    objective.module.eval()
+    quiet = float(objective.loss(batch).loss)
+    assert quiet == float(built(target).loss(batch).loss)
+    objective.module.train()
+    loud = [float(objective.loss(batch).loss) for _ in range(2)]
+    assert loud[0] == loud[1] != quiet
+    given = noisy(batch, TAPS[:2], 0.3)
+    assert torch.equal(given.feature["hidden.-1"], batch.feature["hidden.-1"])
+    size = batch.feature[TAPS[0]].float().square().mean(-1, keepdim=True).sqrt()
+    apart = (given.feature[TAPS[0]].float() - batch.feature[TAPS[0]].float()).abs() / size
+    assert 0.2 < float(apart.max()) < 0.31
 
 
 def test_a_step_down_the_gradient_goes_down(target, batches):

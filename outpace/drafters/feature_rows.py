@@ -1,0 +1,171 @@
+"""Drafters that go on from features of the target with features of their own, row by row.
+
+    text        x0  x1  x2  x3 | x4 pending        draft: x5 x6 ...
+    features    f0  f1  f2  f3                     of the passes that fed x0 to x3
+    rows        f0+x1  f1+x2  f2+x3  f3+x4   ->    guesses x5 and gives a
+                                     a+x5    ->    guesses x6, and so on
+
+Row t has position t, as in `outpace.train.align`. What the target has computed since the last
+draft goes through the network in the pass of the draft's first level, so a draft of depth D costs D
+passes of it. Keys made from its own outputs are dropped after each draft and made anew
+from the target's features.
+
+Papers: Li et al. 2024 (EAGLE), arXiv:2401.15077.
+
+Shape letters: T rows of a pass, F width of the features of a row, R rows wanted, H hidden size, D draft
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outpace.cache.dense import DenseCache
+from outpace.drafters.base import Traits
+from outpace.drafters.features import FeatureDrafter, Followed
+from outpace.models.base import HEAD, TAPS
+from outpace.models.passes import PassRows
+from outpace.tree.growth import Branch
+from outpace.types import ROOT, Feed
+
+_WAITING = 2048
+"""Most rows of a sequence that wait for its next draft; more go through the head at once. In a full
+batch where nobody drafts, most answers end before that, and nothing was read in vain. A row that
+waits takes about a sixth of what the target keeps of it."""
+
+
+class FeatureNet(Protocol):
+    """What a network has to give."""
+
+    device: torch.device
+
+    @property
+    def taps(self) -> Sequence[str]:
+        """Features of the target, in the order in which they stand side by side."""
+        ...
+
+    def new_cache(self) -> DenseCache:
+        """An empty cache for its layer."""
+        ...
+
+    def feature(self, taps: Mapping[str, Tensor]) -> Tensor:
+        """Features [T, F] of rows of a pass of the target, side by side; a copy."""
+        ...
+
+    def run(
+        self, rows: PassRows, cache: DenseCache, offsets: Sequence[int], given_TF: Tensor, features: bool
+    ) -> tuple[Tensor, Tensor]:
+        """One pass.
+
+        Args:
+            rows: made from feeds whose ids are the tokens that the rows embed; no riders. Keys
+                and values are written for all of them.
+            cache: from ``new_cache``; the one that ``rows`` was made with.
+            offsets: per feed, the position of the first row of its slot.
+            given_TF: features of the target, as ``feature`` gives them, or outputs of earlier
+                rows [T, H].
+            features: which of the two.
+
+        Returns:
+            For the rows wanted, the feature that the next row reads [R, H], float32, and logits
+            [R, D], float32.
+        """
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class RowState(Followed):
+    row: dict[int, int] = field(default_factory=dict)
+    """Draft node -> its row in the tail of the slot."""
+    out: dict[int, int] = field(default_factory=dict)
+    """Draft node -> its row among the outputs of this draft's passes."""
+
+
+class RowDrafter(FeatureDrafter[RowState]):
+    """Drafts with one network and its cache.
+
+    Args:
+        net: the network.
+        id_D: target ids of the columns of its logits; None: they are the ids.
+        temper_D: as in ``Traits``.
+    """
+
+    most_waiting = _WAITING
+    traits = Traits(default_nodes=5, default_tree="dynamic", needs=frozenset({TAPS, HEAD}), samples=True)
+
+    def __init__(self, net: FeatureNet, id_D: Tensor | None, temper_D: tuple[float, ...] = ()) -> None:
+        self.net, self._id_D = net, id_D
+        self.traits = replace(self.traits, taps=frozenset(net.taps), temper_D=temper_D)
+        self.cache: DenseCache = net.new_cache()
+        self._out_TH = torch.empty(0)
+
+    def opened(self, slot: int) -> RowState:
+        return RowState(slot)
+
+    def feature(self, taps: dict[str, Tensor]) -> Tensor:
+        return self.net.feature(taps)
+
+    def expand(self, branches: Sequence[Branch[RowState]]) -> tuple[Tensor, Tensor | None]:
+        """One pass of the head: features of the target first, then its own outputs."""
+        first = branches[0].nodes == (ROOT,)
+        feeds = [self._feed_waiting(b) if first else self._feed_nodes(b) for b in branches]
+        if first:
+            self._out_TH = self._out_TH[:0]
+        seen = len(self._out_TH)
+        for branch in branches:
+            branch.state.out |= {node: seen + i for i, node in enumerate(branch.nodes)}
+            seen += len(branch.nodes)
+        rows = PassRows(feeds, self.cache, 1)
+        with self.clock:
+            if first:
+                given_TF = torch.cat([part for b in branches for part in b.state.waiting])
+            else:
+                parents = [b.state.out[b.parent_N[node]] for b in branches for node in b.nodes]
+                given_TF = self._out_TH.index_select(0, torch.tensor(parents, device=self.net.device))
+            out_FH, logits_FD = self.net.run(rows, self.cache, _starts(branches), given_TF, first)
+        self._out_TH = out_FH if first else torch.cat([self._out_TH, out_FH])
+        return logits_FD, self._id_D
+
+    def _feed_waiting(self, branch: Branch[RowState]) -> Feed:
+        """What the target computed since the last draft, the row of the pending token last."""
+        state = branch.state
+        state.lead = len(state.ids)
+        state.row = {ROOT: state.lead - 1}
+        tokens = (*state.ids[1:], branch.tokens[-1])
+        return Feed.chain(state.slot, tokens, want=(state.lead - 1,))
+
+    def _feed_nodes(self, branch: Branch[RowState]) -> Feed:
+        state = branch.state
+        start = len(state.row) - 1 + state.lead
+        tokens = tuple(branch.token_N[node] for node in branch.nodes)
+        parents = tuple(state.row[branch.parent_N[node]] for node in branch.nodes)
+        state.row |= {node: start + i for i, node in enumerate(branch.nodes)}
+        return Feed(state.slot, tokens, parents)
+
+    def read(self, states: Sequence[RowState]) -> None:
+        """Put all features but the last through the head, whose next token is not known yet."""
+        features, feeds = [], []
+        for state in states:
+            feature_TF = torch.cat(state.waiting)
+            features.append(feature_TF[:-1])
+            feeds.append(Feed.chain(state.slot, state.ids[1:], want=()))
+            state.waiting, state.ids = [feature_TF[-1:].clone()], state.ids[-1:]
+        starts = [state.start or 0 for state in states]
+        rows = PassRows(feeds, self.cache, 1)
+        with self.clock:
+            self.net.run(rows, self.cache, starts, torch.cat(features), features=True)
+        for feed in feeds:
+            self.cache.keep(feed.slot, range(len(feed.token_J)))
+
+    def forget(self, state: RowState) -> None:
+        super().forget(state)
+        state.row, state.out = {}, {}
+
+
+def _starts(branches: Sequence[Branch[RowState]]) -> list[int]:
+    return [branch.state.start or 0 for branch in branches]

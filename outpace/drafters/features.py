@@ -1,0 +1,186 @@
+"""Drafters that follow a sequence by the target's features, in a cache of their own.
+
+What the target computed since the last draft waits, and goes through the drafter's network in the pass
+of the next one. Rows made of true features are kept; rows made of guesses are dropped after every draft.
+
+Shape letters: F width of all features side by side.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from outpace.cache.base import KVCache
+from outpace.drafters.base import ExpandingDrafter, Request
+from outpace.tree.growth import DraftRow
+from outpace.types import NOTHING, Draft, Outcome
+
+_PIECES = 32
+"""Most parts of a sequence's features, each of which holds the memory of a whole pass."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedConfig:
+    """Settings of a drafter with a network of its own."""
+
+    model: str | None = None
+    """Folder of the network; without it, the one trained for the target."""
+    quantize: str | None = "int8"
+    """Round its weights to int8 or int4, where compiled code multiplies them; none keeps them."""
+
+
+@dataclass(slots=True, eq=False)
+class Followed:
+    """One sequence in the network's cache."""
+
+    slot: int
+    start: int | None = None
+    """Position of the first row of the slot; None: no features were seen yet."""
+    waiting: list[Tensor] = field(default_factory=list)
+    """Features [., F] of rows that are not in the cache for good; the last row's is among them."""
+    ids: list[int] = field(default_factory=list)
+    """The tokens at whose rows they were computed."""
+    lead: int = 0
+    """Tail rows of the slot that a draft made of them: all true, whatever was drafted."""
+
+
+S = TypeVar("S", bound=Followed)
+
+
+class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
+    """Keeps a cache of rows made of the target's features.
+
+    A subclass has ``traits.taps`` of its own, and ``opened``, ``feature``, ``read`` and ``expand``.
+    """
+
+    Config = TrainedConfig
+    cache: KVCache
+    most_waiting: int
+    """Most rows of a sequence that wait for its next draft; more, such as a prompt, are read at once."""
+
+    @abstractmethod
+    def opened(self, slot: int) -> S:
+        """State of a new sequence."""
+
+    @abstractmethod
+    def feature(self, taps: dict[str, Tensor]) -> Tensor:
+        """Features [., F] of rows of passes of the target, side by side; a copy."""
+
+    @abstractmethod
+    def read(self, states: Sequence[S]) -> None:
+        """Store rows of all that waits but the last feature, and keep that one waiting."""
+
+    def begin(self, request: Request) -> S:
+        """Take a slot. A prefix that no pass will show is left out: rows start behind it."""
+        return self.opened(self.cache.open())
+
+    def propose(self, rows: Sequence[DraftRow[S]]) -> list[Draft]:
+        """Grow drafts; a sequence whose last features were not shown gets an empty one."""
+        for row in rows:
+            self.forget(row.state)
+        return super().propose(
+            [
+                self.fitted(row) if self.end_of(row.state) == len(row.tokens) - 1 else _silent(row)
+                for row in rows
+            ]
+        )
+
+    def fitted(self, row: DraftRow[S]) -> DraftRow[S]:
+        """The row with the budget that the network can use."""
+        return row
+
+    def observe(self, states: Sequence[S], outcomes: Sequence[Outcome]) -> None:
+        """Keep the rows made of true features, and the features of what was committed."""
+        new: list[tuple[S, Outcome]] = []
+        for state, outcome in zip(states, outcomes, strict=True):
+            if state.lead:
+                self.cache.keep(state.slot, range(state.lead))
+                state.waiting, state.ids = [], []
+            self.forget(state)
+            taps = outcome.scored.taps
+            if not taps.keys() >= self.traits.taps or self.end_of(state) != outcome.start:
+                self._restart(state)
+            if taps.keys() >= self.traits.taps and outcome.fed:
+                state.start = outcome.start if state.start is None else state.start
+                state.ids += outcome.fed
+                new.append((state, outcome))
+        if new:
+            self._copy(new)
+        long = [state for state, _ in new if len(state.ids) > self.most_waiting]
+        if long:
+            self.read(long)
+
+    def _copy(self, new: Sequence[tuple[S, Outcome]]) -> None:
+        """Keep the features of what was committed: one copy, of which every sequence has its part,
+        for a copy of each takes four times as long in a batch of 64.
+        """
+        rows = [_rows(outcome) for _, outcome in new]
+        together = {
+            name: torch.cat(
+                [
+                    taps[name] if at is None else taps[name][at]
+                    for taps, at in zip((o.scored.taps for _, o in new), rows, strict=True)
+                ]
+            )
+            for name in self.traits.taps
+        }
+        parts = torch.split(self.feature(together), [len(outcome.fed) for _, outcome in new])
+        for (state, _), part in zip(new, parts, strict=True):
+            state.waiting.append(part)
+            if len(state.waiting) > _PIECES:
+                state.waiting = [torch.cat(state.waiting)]
+
+    def num_uncached(self, state: S, tokens: Sequence[int]) -> int:
+        """Those whose features wait."""
+        return len(state.ids)
+
+    def end_of(self, state: S) -> int | None:
+        """The first position without features; None if there are none at all."""
+        if state.start is None:
+            return None
+        return state.start + self.cache.length(state.slot) + len(state.ids)
+
+    def forget(self, state: S) -> None:
+        """Drop a proposal that is done with, or was never seen."""
+        self.cache.drop(state.slot)
+        state.lead = 0
+
+    def mark(self, state: S) -> Any:
+        """Where the text began, how much of it is in the slot, and what waits."""
+        return state.start, self.cache.length(state.slot), [*state.ids], [*state.waiting]
+
+    def rewind(self, state: S, mark: Any) -> S:
+        """Forget what was read since; what waited then waits again."""
+        self.forget(state)
+        state.start, length, ids, waiting = mark
+        self.cache.truncate(state.slot, min(length, self.cache.length(state.slot)))
+        state.ids, state.waiting = [*ids], [*waiting]
+        return state
+
+    def _restart(self, state: S) -> None:
+        """Start anew with the next features that come."""
+        self.cache.truncate(state.slot, 0)
+        self.forget(state)
+        state.start, state.waiting, state.ids = None, [], []
+
+    def end(self, state: S) -> None:
+        """Give the slot back."""
+        self.cache.close(state.slot)
+
+
+def _silent(row: DraftRow[S]) -> DraftRow[S]:
+    return replace(row, budget=NOTHING)
+
+
+def _rows(outcome: Outcome) -> slice | list[int] | None:
+    """Which rows of a feed were committed: None, all in order; a slice, the first of them."""
+    rows, count = outcome.row_F, len(outcome.row_F)
+    if rows != tuple(range(count)):
+        return list(rows)
+    return None if count == outcome.scored.tap_start_B[-1] else slice(0, count)

@@ -1,0 +1,1 @@
+"""FSPAD: feature sampling and partial alignment on the EAGLE network; reconstructed."""

@@ -1,0 +1,125 @@
+"""Hybrid: who is asked, what is learned, one node for one token, and what is refused."""
+
+import pytest
+import torch
+
+from outpace import Engine
+from outpace.analysis.growths import TableDrafter
+from outpace.analysis.tables import World
+from outpace.coins import KeyedCoins, Stream
+from outpace.drafters.base import Request
+from outpace.drafters.worth import Chances
+from outpace.errors import SpecError
+from outpace.law import Law
+from outpace.methods.hybrid.drafter import DOUBT, Hybrid, Table
+from outpace.methods.hybrid.union import Joint
+from outpace.sampling import SamplingParams, Warp
+from outpace.tree.growth import DraftRow
+from outpace.types import ROOT, Budget, Draft, Drawn, Outcome, Scored, Verdict
+from tests.methods.hybrid.test_law import Text
+
+TOKENS = (0, 1, 0)
+
+
+class Sure(Text):
+    """A chain of one token, as sure as is asked."""
+
+    def __init__(self, *own):
+        self.own, self.parents = own, tuple(range(-1, len(own) - 1))
+
+    def propose(self, rows):
+        return [Draft.chosen((2,) * len(self.own), None, Chances(self.own, 1.0)) for _ in rows]
+
+
+def world(favourite, chance):
+    """One in which the head gives a token a chance everywhere, and the others the rest."""
+    q = torch.full((3,), (1 - chance) / 2, dtype=torch.float64)
+    q[favourite] = chance
+    return World(0, q_edit=lambda law: Law(q))
+
+
+def asked(hybrid, state=None, chain=False, nodes=8):
+    state = hybrid.begin(Request(prompt=TOKENS)) if state is None else state
+    params = SamplingParams(temperature=0.0).resolved(None)
+    row = DraftRow(
+        state,
+        TOKENS,
+        Budget(nodes, nodes),
+        KeyedCoins(0, 2, Stream.DRAFT),
+        Warp(params, TOKENS, frozenset(), 3),
+        Drawn.CHOSEN,
+        chain=chain,
+    )
+    return state, hybrid.propose([row])[0]
+
+
+def test_the_head_is_asked_where_the_text_is_not_sure():
+    for own, head in (((0.97, 0.9), False), ((0.5, 0.5), True), ((), True)):
+        hybrid = Hybrid(Sure(*own), TableDrafter(world(0, 0.7)))
+        state, draft = asked(hybrid)
+        assert state.asked is head and len(draft) > 0
+        assert any(token == 0 for token in draft.token_N) is head
+
+
+def test_one_token_is_one_node_whoever_says_it():
+    hybrid = Hybrid(Sure(0.5), TableDrafter(world(2, 0.8)))
+    state, draft = asked(hybrid)
+    roots = [draft.token_N[n] for n, parent in enumerate(draft.parent_N) if parent == ROOT]
+    assert roots.count(2) == 1 and state.planted.said[0] == pytest.approx(0.8, abs=1e-3)
+    assert Joint().chance(0.5, 0.8) > 0.5 > Joint().chance(0.5, 0.1)
+
+
+def test_a_head_below_the_text_is_reached_through_it():
+    hybrid = Hybrid(Sure(0.6), TableDrafter(world(0, 0.6)))
+    _, draft = asked(hybrid)
+    paths = {draft.path_tokens(n) for n in range(len(draft))}
+    assert paths >= {(0,), (0, 0), (2,), (2, 0)}
+
+
+def test_where_chains_alone_are_checked_one_of_them_drafts():
+    for own, first in (((0.9,) * 4, 2), ((0.2,), 0)):
+        hybrid = Hybrid(Sure(*own), TableDrafter(world(0, 0.9)))
+        _, draft = asked(hybrid, chain=True)
+        assert draft.parent_N == tuple(range(-1, len(draft) - 1)) and draft.token_N[0] == first
+
+
+def seen(draft, emitted):
+    kept = draft.path_of(emitted)
+    none = Scored(torch.zeros(0, 1), (0, 0))
+    return Outcome(draft, none, Verdict(kept, emitted), emitted, tuple(range(len(emitted))), 2)
+
+
+def test_stated_chances_are_corrected_by_what_was_kept():
+    hybrid = Hybrid(Sure(0.8), TableDrafter(world(0, 0.6)))
+    state, draft = asked(hybrid)
+    for _ in range(40):
+        hybrid.observe([state], [seen(draft, (0, 1))])
+        state, draft = asked(hybrid, state)
+    assert state.table.chance(0.8) < 0.2 and state.table.chance(0.1) == pytest.approx(0.1)
+    mark = hybrid.mark(state)
+    hybrid.observe([state], [seen(draft, (2, 1))])
+    assert hybrid.rewind(state, mark).table.chance(0.8) != state.table.chance(0.8)
+    table = Table()
+    for turn in range(2000):
+        table.learn(0.8, turn % 2 == 0)
+    assert table.chance(0.8) == pytest.approx(0.5, abs=0.02) and DOUBT > 0
+
+
+def test_joint_chances_converge():
+    """Where the head is always right and the text never, the head decides."""
+    joint = Joint()
+    for _ in range(300):
+        joint.learn(0.7, 0.9, True)
+        joint.learn(0.7, 0.1, False)
+    assert joint.chance(0.7, 0.9) > 0.8 and joint.chance(0.7, 0.1) < 0.2
+
+
+def test_what_cannot_be_joined_is_said():
+    engine = Engine.load("tiny", drafter="none")
+    for spec, message in (
+        ("hybrid[lookup=recycling head=draft_model[model=tiny]]", "recycling states no chances"),
+        ("hybrid[head=suffix]", "suffix expands no nodes"),
+        ("hybrid[lookup=suffix+recycling head=suffix]", "lookup must be one drafter"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            engine.method(spec)
