@@ -39,4 +39,4 @@ def test_what_cannot_be_is_said(outpace, texts, tmp_path):
         (["--texts", str(texts), "--out", str(tmp_path / "out"), "--set=lairs=3"], "lairs"),
     ):
         done = outpace("train", "target", *words)
-        assert done.code == 1 and said in done.err
+        assert done.code in (1, 2) and said in done.err

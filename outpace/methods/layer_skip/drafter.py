@@ -132,7 +132,7 @@ class LayerSkip(ExpandingDrafter[SkipState]):
     def file(config: LayerSkipConfig, target: Target) -> Path:
         """Where the set for this model and kind of text is remembered."""
         name = f"{config.kind}-{config.find}-{config.share:g}.json"
-        return data_folder() / "layer_skip" / target.digest / name
+        return data_folder() / "skip_sets" / target.digest / name
 
     @property
     def language_model(self) -> Target | None:
