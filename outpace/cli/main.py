@@ -21,6 +21,7 @@ from outpace.cli import (
     build,
     chat,
     check,
+    doctor,
     export,
     generate,
     methods,
@@ -67,7 +68,7 @@ def _version() -> None:
     show.write(f"outpace {__version__}\ncode    {described()}\n")
 
 
-for _module in (generate, chat, serve, check, bench, train, export, analyze, tune, methods, build):
+for _module in (generate, chat, serve, check, doctor, bench, train, export, analyze, tune, methods, build):
     _module.register(app)
 
 
