@@ -64,7 +64,8 @@ MAY_IMPORT = {
     "train": "errors config files registry params rows types cache.base models models.base drafters"
     " drafters.trained engine",
     "analysis": "kernels errors config files registry params types coins sampling tree step"
-    " cache.base models models.base drafters drafters.base verifiers verifiers.base policies.base engine",
+    " cache.base models models.base drafters drafters.base drafters.trained verifiers verifiers.base"
+    " policies.base engine",
     # A room may import everything below it, and no other room.
     "methods": "errors config files registry params clock rows stops types coins sampling tree step"
     " cache cache.base models models.base drafters drafters.base drafters.wrapping drafters.trained"

@@ -22,6 +22,7 @@ from outpace.cli import (
     chat,
     check,
     demo,
+    doctor,
     export,
     generate,
     methods,
@@ -68,7 +69,8 @@ def _version() -> None:
     show.write(f"outpace {__version__}\ncode    {described()}\n")
 
 
-for _module in (generate, chat, demo, serve, check, bench, train, export, analyze, tune, methods, build):
+_COMMANDS = (generate, chat, demo, serve, check, doctor, bench, train, export, analyze, tune, methods, build)
+for _module in _COMMANDS:
     _module.register(app)
 
 
