@@ -130,7 +130,11 @@ def test_the_test_above_can_fail(differ):
     assert max(differ.values()) > 0.1
 
 
-@pytest.mark.parametrize("spec", once(BlockDrafter))
+PLAIN = [spec for spec in once(BlockDrafter) if kind(spec).expand is BlockDrafter.expand]
+"""Without those that correct what a block says by the guess above."""
+
+
+@pytest.mark.parametrize("spec", PLAIN)
 @torch.no_grad()
 def test_a_block_costs_one_pass_and_is_the_same_below_all_its_nodes(engine, spec):
     drafter = engine.method(spec).preferred.drafter
