@@ -52,7 +52,7 @@ def table(order=None, seed=5, vocab=5):
 
 
 @pytest.mark.parametrize("drawn", [Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT])
-@pytest.mark.parametrize("shape", ["3x2x2x1x1", "dynamic"])
+@pytest.mark.parametrize("shape", ["3x2x2x1x1", "dynamic:8:0"])
 def test_where_laws_look_no_further_back_the_tree_is_the_same_and_cheaper(drawn, shape):
     """Two tokens decide the next one, so hypotheses that agree in two have equal laws."""
     budget = replace(WIDE, shape=parse_shape(shape))
