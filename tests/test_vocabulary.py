@@ -32,7 +32,7 @@ TEXT = {
     *".py .c .h .md .toml .txt .cfg .ini .yml .yaml .json .jsonl .jinja .js .css .html .sh .svg".split(),
     ".typed",
 }
-BINARY = {".safetensors"}
+BINARY = {".bigram", ".safetensors"}
 """What no person wrote."""
 
 
