@@ -198,7 +198,7 @@ def test_noise_is_on_features_alone_while_training_and_the_same_again(target, ba
     assert torch.equal(given.feature["hidden.-1"], batch.feature["hidden.-1"])
     size = batch.feature[TAPS[0]].float().square().mean(-1, keepdim=True).sqrt()
     apart = (given.feature[TAPS[0]].float() - batch.feature[TAPS[0]].float()).abs() / size
-    assert 0.2 < float(apart.max()) < 0.31
+    assert 0.2 < float(apart.nan_to_num().max()) < 0.31  # padding has no size
 
 
 def test_a_step_down_the_gradient_goes_down(target, batches):
