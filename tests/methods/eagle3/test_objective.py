@@ -180,7 +180,7 @@ def test_rows_behind_a_refused_guess_weigh_more(target, batches):
     some, all_rows = int((begins_BA & keep_BA).sum()), int(keep_BA.sum())
     assert 0 < some < all_rows
     for weight in (1.0, 3.0, 5.0):
-        losses[weight] = float(built(target, vocab, steps=1, refused=weight).loss(batch).loss)
+        losses[weight] = built(target, vocab, steps=1, refused=weight).loss(batch).loss.item()
     sums = {w: loss * (all_rows + (w - 1) * some) for w, loss in losses.items()}
     assert sums[5.0] - sums[3.0] == pytest.approx(sums[3.0] - sums[1.0], rel=1e-3)
     assert sums[3.0] > sums[1.0] * 1.01
@@ -189,16 +189,16 @@ def test_rows_behind_a_refused_guess_weigh_more(target, batches):
 def test_noise_is_on_features_alone_while_training_and_the_same_again(target, batches):
     objective, batch = built(target, noise=0.3), batches[0]
     objective.module.eval()
-    quiet = float(objective.loss(batch).loss)
-    assert quiet == float(built(target).loss(batch).loss)
+    quiet = objective.loss(batch).loss.item()
+    assert quiet == built(target).loss(batch).loss.item()
     objective.module.train()
-    loud = [float(objective.loss(batch).loss) for _ in range(2)]
+    loud = [objective.loss(batch).loss.item() for _ in range(2)]
     assert loud[0] == loud[1] != quiet
     given = noisy(batch, TAPS[:2], 0.3)
     assert torch.equal(given.feature["hidden.-1"], batch.feature["hidden.-1"])
     size = batch.feature[TAPS[0]].float().square().mean(-1, keepdim=True).sqrt()
     apart = (given.feature[TAPS[0]].float() - batch.feature[TAPS[0]].float()).abs() / size
-    assert 0.2 < float(apart.max()) < 0.31
+    assert 0.2 < float(apart.nan_to_num().max()) < 0.31  # padding has no size
 
 
 def test_a_step_down_the_gradient_goes_down(target, batches):
