@@ -156,10 +156,15 @@ class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
         return state.start, self.cache.length(state.slot), [*state.ids], [*state.waiting]
 
     def rewind(self, state: S, mark: Any) -> S:
-        """Forget what was read since; what waited then waits again."""
+        """Forget what was read since. What waited then waits again, but for what has rows by now: these
+        are true, and only the last feature is read anew.
+        """
         self.forget(state)
         state.start, length, ids, waiting = mark
-        self.cache.truncate(state.slot, min(length, self.cache.length(state.slot)))
+        held = self.cache.length(state.slot)
+        if ids and held >= length + len(ids):
+            length, ids, waiting = length + len(ids) - 1, ids[-1:], [torch.cat(waiting)[-1:]]
+        self.cache.truncate(state.slot, min(length, held))
         state.ids, state.waiting = [*ids], [*waiting]
         return state
 
