@@ -26,7 +26,7 @@ LLAMA_2 = "{% for m in messages %}[INST] {{ m['content'] }} [/INST]{% endfor %}"
 def pair():
     engine = Engine.load("smollm2-135m", drafter="none")
     engine.target.drafter_anyway = True
-    asked = evenly(fitting(engine, builtin(), 16), 4)
+    asked = evenly(fitting(engine, builtin(), 18), 5)
     answered = {}
     plain = examination.answers
 
@@ -44,7 +44,7 @@ def pair():
 def look(pair, spec="eagle3", **more):
     engine, prompts, messages = pair
     given = {"seen": QUIET, "costs": False, **more}
-    return examination.diagnose(engine, spec, prompts, messages, max_new_tokens=16, **given)
+    return examination.diagnose(engine, spec, prompts, messages, max_new_tokens=18, **given)
 
 
 @pytest.fixture

@@ -199,6 +199,9 @@ def _contexts(
     length = 0 if trained is None else round(_LONGER * trained)
     if not length or length + max_new_tokens > engine.target.max_positions or not short[0]:
         return
+    if to.findings:
+        to.notes.append("long texts were not tried, since something else is wrong")
+        return
     said = [token for ids in prompts for token in ids]
     filler = (said * (1 + length // len(said)))[:length]
     some = [list(ids) for ids in prompts][:: max(1, len(prompts) // _LONG_TEXTS)][:_LONG_TEXTS]
