@@ -79,7 +79,10 @@ def of_features(taps: frozenset[str], layers: int) -> Iterator[Change]:
     yield Change(ROW_OFFSET, "features of the row after", Lens(shift=1))
     for order in itertools.islice(itertools.permutations(names), 1, 6):
         swapped = dict(zip(names, order, strict=True))
-        yield Change(LAYER_TAPS, f"layers in the order {_listed(order)}", Lens(taps=swapped))
+        exchanged = ", ".join(
+            f"{_layer(new, layers)} for {_layer(old, layers)}" for old, new in swapped.items() if old != new
+        )
+        yield Change(LAYER_TAPS, f"layer {exchanged}", Lens(taps=swapped))
     for step in _STEPS:
         moved = {name: f"hidden.{_layer(name, layers) + step}" for name in names}
         if all(0 <= _layer(one, layers) <= layers for one in moved.values()):
