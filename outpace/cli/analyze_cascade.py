@@ -14,7 +14,6 @@ import typer
 from outpace import registry
 from outpace.cli import show
 from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, epilog, option, output, spread
-from outpace.drafters.parts import split_parts
 from outpace.errors import RequestError
 
 _EXAMPLES = """
@@ -88,6 +87,8 @@ def plan(
         return
     if levels is None:
         raise RequestError("--levels is needed; only --theory does without")
+    from outpace.drafters.parts import split_parts
+
     parts = split_parts(levels, f"drafter {method!r}")
     costs = dict(_cost(text, [part.name for part in parts]) for text in cost or ())
     wanted = [f"{method}[levels={levels} k={text}]" for text in k or ()]

@@ -56,6 +56,8 @@ class Traits:
     """Whether ``preview`` tells a policy what ``propose`` would give."""
     uses_target_cache: bool = False
     """Whether it drafts in the slot that a row lends it, and little or nothing without one."""
+    resumes: bool = False
+    """Whether it drafts only where its work may be handed on (``Lease.resumes``)."""
     least_context: int = 0
     """Committed tokens up to which it proposes nothing, and is not asked."""
     lossless: bool = True

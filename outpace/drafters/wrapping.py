@@ -41,6 +41,7 @@ class WrappingDrafter(Drafter[S]):
             own,
             taps=own.taps.union(*(one.taps for one in inner)),
             uses_target_cache=own.uses_target_cache or any(one.uses_target_cache for one in inner),
+            resumes=own.resumes or any(one.resumes for one in inner),
             lossless=own.lossless and all(one.lossless for one in inner),
             deterministic=own.deterministic and all(one.deterministic for one in inner),
         )

@@ -98,6 +98,7 @@ def test_nothing_is_wrong_with_the_shipped_pair(pair):
     assert found.acceptance[0] > 0.4 and found.coverage > 0.8 and len(found.trials) >= 12
 
 
+@pytest.mark.slow
 def test_1_wrong_layers(pair, copy):
     def other(said):
         said["taps"] = ["hidden.27", "hidden.15", "hidden.2"]

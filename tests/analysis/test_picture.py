@@ -69,7 +69,7 @@ def test_p_is_the_targets_law_after_the_path(temperature):
 def test_a_model_that_drafts_for_itself_has_q_equal_to_p(engine, tree, temperature):
     trace = film(engine, f"{ITSELF} tree={tree}]", PROMPT, params(temperature))
     pairs = [(guess.q, guess.p) for picture in trace.passes for guess in picture.guesses]
-    assert len(pairs) > 20
+    assert len(pairs) >= 20
     assert [q for q, _ in pairs] == pytest.approx([p for _, p in pairs], abs=1e-4)
     other = film(engine, f"{ITSELF} layers=1 tree={tree}]", PROMPT, params(temperature))
     gaps = [abs(g.q - g.p) for picture in other.passes for g in picture.guesses]

@@ -31,6 +31,17 @@ OPTIONS = {
         --stop-token-id --system --temperature --threads --top-k --top-p --tree --tree-size
         --verifier
     """,
+    "demo": """
+        -d -m -o -t --allow-lossy --allow-token-id --ban-token-id --device --draft-model
+        --drafter-anyway --drafter --dtype --frequency-penalty --help --ignore-eos --include-stop
+        --logit-bias --max-new-tokens --min-p --min-tokens --model --no-reproducible --out
+        --presence-penalty --quantize --repetition-penalty --reproducible --seed --stop
+        --stop-token-id --temperature --threads --top-k --top-p --tree --tree-size --verifier
+    """,
+    "doctor": """
+        -d -m -o -w --device --draft-model --drafter-anyway --drafter --dtype --help --json --limit
+        --max-new-tokens --model --out --quantize --threads --workload
+    """,
     "serve": """
         -d -m -p --allowed-host --allowed-origin --api-key --api-key-file --device --draft-model
         --drafter-anyway --drafter --dtype --grace --help --host --learn --learn-folder
@@ -65,9 +76,9 @@ OPTIONS = {
         --limit --max-new-tokens --model --out --quantize --temperature --threads --workload
     """,
     "analyze cascade": """
-        -l -m -o -t -w --device --draft-model --drafter-anyway --dtype --help --json --k --levels
-        --limit --max-new-tokens --measure --model --out --quantize --temperature --threads
-        --workload
+        -l -m -o -t -w --alpha --cost --device --draft-model --drafter-anyway --dtype --help --json
+        --k --lenience --levels --limit --max-new-tokens --measure --model --out --quantize
+        --temperature --theory --threads --workload
     """,
     "analyze tree": """
         -d -f -m -o -t --allow-lossy --device --draft-model --drafter-anyway --drafter --dtype

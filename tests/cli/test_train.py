@@ -140,7 +140,7 @@ def test_stopped_while_measuring_leaves_the_drafter_in_use(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("draft_modle",), "unknown method to train 'draft_modle'; did you mean draft_model?"),
+        (("draft_modle",), "unknown method to train 'draft_modle'; did you mean draft_model or redrafter?"),
         (("draft_model",), "no prompts"),
         (("draft_model", "--tokens", "0"), "--tokens must be at least 1"),
         (("draft_model", "--prompts", "nowhere.jsonl"), "nowhere.jsonl: No such file"),

@@ -44,7 +44,12 @@ def general(row):
     """The specs of a drafter about which nothing is known but its class."""
     model = f"model=small.{row.name}" if row.name in objectives() else ""
     grows = issubclass(registry.load("drafter", row.name), ExpandingDrafter)
-    settings = [" ".join(filter(None, (model, shape))) for shape in (GROWN if grows else ("",))]
+    # What grows in one room grows by the same code: its first method is tried in every shape.
+    room = [
+        one.name for one in registry.entries("drafter") if one.path.split(".")[:3] == row.path.split(".")[:3]
+    ]
+    shapes = GROWN[:: 1 if row.name == room[0] else 2] if grows else ("",)
+    settings = [" ".join(filter(None, (model, shape))) for shape in shapes]
     return [f"{row.name}[{one}]" if one else row.name for one in settings]
 
 

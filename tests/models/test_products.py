@@ -6,6 +6,7 @@ import gguf
 import pytest
 import torch
 
+from outpace.kernels import build
 from outpace.models.decoder import Decoder
 from outpace.models.gguf.model import GGUFCheckpoint
 from outpace.models.packed import Linear
@@ -66,7 +67,9 @@ def test_a_product_is_nearer_than_that_of_bfloat16(kind):
     off = (product(x).double() - want).norm() / want.norm()
     expanded = (x.double() @ dense.bfloat16().double().T - want).norm() / want.norm()
     # Numbers of 16 bits: 2^-16 of the largest of 32, which is twice or thrice the usual one.
-    assert off < (3e-5 if kind in CODED else 2e-6)
+    # Instructions for bfloat16 round the rows too, as oneDNN does.
+    rounds = kind == "BF16" and "avx512_bf16" in build.features()
+    assert off < (3e-5 if kind in CODED else 3e-3 if rounds else 2e-6)
     assert kind == "BF16" or off < expanded / 50
     half = product(x.bfloat16())
     assert half.dtype == torch.bfloat16

@@ -134,7 +134,7 @@ def test_the_rule_is_told_the_product_of_all_levels_but_the_last(drawn):
     assert rules[2].told == [None] * 6, "it was not asked for"
 
 
-@pytest.mark.parametrize("shape", ["3x2x1", "dynamic:3"])
+@pytest.mark.parametrize("shape", ["3x2x1", "dynamic:3:0"])
 def test_every_branch_of_a_tree_has_its_own_product(shape):
     class Checking(Watching):
         def more(self, signals):

@@ -140,7 +140,8 @@ class Scripted:
         self.rates, self.losses, self.saved = list(rates), list(losses), []
 
     def loss(self, batch):
-        given = self.losses.pop(0) if self.losses else 1.0
+        trained = torch.is_grad_enabled()  # and not held out
+        given = self.losses.pop(0) if self.losses and trained else 1.0
         return Step(self.module.weight.square().sum() * 0 + given + self.module.bias.sum() * 0, 4)
 
     def evaluate(self, batch):

@@ -36,6 +36,8 @@ from outpace.types import ROOT
 
 
 class Dspark(Dflash):
+    """Corrects every row of a block by the token above it, and tells how likely a guess is kept."""
+
     method: ClassVar[str] = "dspark"
     traits = replace(Dflash.traits, foresees=True)
 

@@ -17,5 +17,7 @@ from outpace.methods.dflash.drafter import Dflash
 
 
 class Jetspec(Dflash):
+    """Drafts with a block whose rows see the rows before them alone."""
+
     method: ClassVar[str] = "jetspec"
     traits = replace(Dflash.traits, default_nodes=8, default_tree="dynamic")

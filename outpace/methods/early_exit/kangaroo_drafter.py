@@ -70,7 +70,11 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
 
     Config = KangarooConfig
     traits = Traits(
-        default_nodes=6, needs=frozenset({LAYERS, TAPS, HEAD}), samples=True, uses_target_cache=True
+        default_nodes=6,
+        needs=frozenset({LAYERS, TAPS, HEAD}),
+        samples=True,
+        uses_target_cache=True,
+        resumes=True,
     )
 
     def __init__(self, target: Target, file: AdapterFile, threshold: float | None = None) -> None:
@@ -112,6 +116,7 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
         for row in rows:
             state, budget = row.state, row.budget
             self.rows.ready(state, len(row.tokens) - 1)
+            state.rows = None
             if row.lease is None or not row.lease.resumes:
                 ready.append(replace(row, budget=NOTHING))
                 continue
@@ -120,7 +125,7 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
             ready.append(replace(row, budget=replace(budget, stop=doubt)))
         drafts = []
         for row, (draft, numbers) in zip(ready, grow(ready, self.expand), strict=True):
-            if row.lease is not None:
+            if row.state.rows is not None:
                 draft = self.rows.finish(row.state, draft, numbers)
             drafts.append(draft)
         return drafts

@@ -46,9 +46,6 @@ from outpace.train.losses import feature_loss
 from outpace.train.networks import KeyValue, Layer, Turns, plain_shape, take_layer
 from outpace.train.objective import LAST, Step
 
-SMALL = 0.05
-"""Scale of what the layer adds at the start: in the target it adds to a stream of length 20."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FalconTraining(AheadTraining):
@@ -60,6 +57,8 @@ class FalconTraining(AheadTraining):
     """Weight of the features' loss beside that of the distributions."""
     glance: float = 0.2
     """Rows shown their answer, as a share of the rows that miss it; 0 leaves the first look out."""
+    scale: float = 0.05
+    """Of what the layer adds at the start: in the target it adds to a stream of length 20, here to less."""
     seed: int = 0
     """Of the first weights."""
 
@@ -135,7 +134,7 @@ class Falcon(AheadObjective):
         lent = lender(target, METHOD)
         shape = plain_shape(lent.config, 1, -1)
         net = FalconNet(shape, config.seed).to(lent.device)
-        take_layer(net.layer, lent, lent.num_layers - 1, SMALL)
+        take_layer(net.layer, lent, lent.num_layers - 1, config.scale)
         return cls(config, lent, vocab, net, shape)
 
     def states(self, batch: Batch, aligned: Aligned) -> list[Tensor]:

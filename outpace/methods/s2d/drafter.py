@@ -143,9 +143,9 @@ class S2d(ExpandingDrafter[SortedState]):
         """One pass per exit in use; sequences that are unsure go on to the next exit together."""
         count = [len(branch.nodes) for branch in branches]
         feeds = [_rows(branch).feed(branch) for branch in branches]
-        todo, parts = list(range(len(branches))), dict[int, Tensor]()
+        missing, parts = list(range(len(branches))), dict[int, Tensor]()
         for level in range(len(self.exits.layers)):
-            here = [i for i in todo if branches[i].state.level == level]
+            here = [i for i in missing if branches[i].state.level == level]
             if not here:
                 continue
             states = [branches[i].state for i in here]

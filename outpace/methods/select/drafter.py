@@ -97,6 +97,7 @@ class Select(WrappingDrafter[_State]):
         # A pass that one member resumes has no features of the layers below for the others.
         tapped = [i for i, member in enumerate(self.members) if member.traits.taps]
         self._resume = [set(tapped) <= {i} for i in range(len(self.members))]
+        self._lent = [may or not m.traits.resumes for may, m in zip(self._resume, self.members, strict=True)]
         self.traits = replace(self.traits, samples=any(member.traits.samples for member in members))
         super().__init__(members)
         self._budgets = [
@@ -117,6 +118,13 @@ class Select(WrappingDrafter[_State]):
         if len(set(names)) < max(2, len(names)):
             raise SpecError(f"{who}: members must be two or more different drafters, got {config.members}")
         return cls(config, [build.drafter(spec, target) for spec in specs])
+
+    def follow(self) -> None:
+        """Take over the members' traits; one that is lent no slot does not need it."""
+        super().follow()
+        lent = [m for m, lent in zip(self.members, self._lent, strict=True) if lent]
+        uses = any(member.traits.uses_target_cache for member in lent)
+        self.traits = replace(self.traits, uses_target_cache=uses)
 
     def inner(self, state: _State) -> list[tuple[Drafter[Any], Any]]:
         return list(zip(self.members, state.members, strict=True))
@@ -155,7 +163,9 @@ class Select(WrappingDrafter[_State]):
         own, asked = self._budgets[i], row.budget
         free = self._may_branch(row) and asked.shape == CHAIN
         shape = own.shape if free else asked.shape
-        lease = row.lease and replace(row.lease, resumes=row.lease.resumes and self._resume[i])
+        lease = row.lease if self._lent[i] else None
+        if lease is not None:
+            lease = replace(lease, resumes=lease.resumes and self._resume[i])
         return replace(
             row,
             state=row.state.members[i],
