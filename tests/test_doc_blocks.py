@@ -4,8 +4,8 @@ A block in ``python`` or ``sh`` is run. ``text`` is output, a formula, or a comm
 has not: a model of the reader's, hours, a second machine. Its names and options are looked up nonetheless
 (`tests/test_docs.py`). ``json`` and ``toml`` are read.
 
-The commands of ``sh`` blocks are run as they stand, with the model that they name, in the slow run:
-``pytest -m slow tests/test_doc_blocks.py``.
+The commands of ``sh`` blocks are run with the model and the drafters that they name, in the slow run:
+``pytest -m slow tests/test_doc_blocks.py``. A command that names no amount of work gets one from ``FEWER``.
 """
 
 import json
@@ -21,6 +21,15 @@ RUNS = ("outpace",)
 LOOKED_AT = ("pip", "make", "git", "cd", ".ci/run", ".venv/bin/pip", ".venv/bin/python")
 """Programs whose lines set up an environment: what runs the tests has done that."""
 NOT_HERE = {"LOG.md": "lists", "add-a-method.md": "test_add_a_method runs it, with its package"}
+
+FEWER = {"check": {"--prompts": "1", "--max-new-tokens": "12"}}
+"""Command -> options that make it answer less; what it answers with, and compares, stays all there is."""
+
+
+def scaled(words):
+    """A command line with amounts where it names none."""
+    fewer = FEWER.get(words[1], {})
+    return [*words, *(w for name, many in fewer.items() if name not in words for w in (name, many))]
 
 
 def shell(page):
@@ -51,7 +60,7 @@ def test_every_block_is_run_or_marked(page):
     [page for page in PAGES if page.name not in NOT_HERE and any(w[0] in RUNS for w in shell(page))],
     ids=lambda page: page.name,
 )
-def test_shell_blocks_run_as_they_stand(page, tmp_path, monkeypatch):
+def test_shell_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes").mkdir()
     for name in ("notes/a.txt", "book.txt", "article.txt"):
@@ -60,5 +69,5 @@ def test_shell_blocks_run_as_they_stand(page, tmp_path, monkeypatch):
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for words in shell(page):
         if words[0] in RUNS:
-            found = (sorted(tmp_path.glob(word)) if "*" in word else [word] for word in words[1:])
+            found = (sorted(tmp_path.glob(word)) if "*" in word else [word] for word in scaled(words)[1:])
             run(*(str(word) for several in found for word in several))
