@@ -14,6 +14,8 @@ from outpace import registry
 from outpace.config import MethodSpec
 from outpace.engine.requests import GenerationRequest
 from outpace.errors import PromptTooLong
+from outpace.models.chat import check_messages
+from outpace.models.prompts import check_ids
 from outpace.params import SamplingParams
 from outpace.server.errors import ApiError, too_long
 from outpace.server.limits import Limits
@@ -114,6 +116,8 @@ class Reader:
         prompts = _prompts(body.prompt)
         self._check_count(len(prompts), body.n or 1)
         encoded = [self.service.engine.encode(prompt) for prompt in prompts]
+        for ids in encoded:
+            check_ids(ids, self.target, "the prompt")
         texts = None
         if body.echo:
             texts = tuple(self._text(p) for p in prompts)
@@ -210,7 +214,7 @@ class Reader:
         kept: list[dict[str, Any]] = [_message(i, one) for i, one in enumerate(messages)]
         plain: list[dict[str, Any]] | None = None
         if tools or any(one.get("tool_calls") or one.get("role") == "tool" for one in kept):
-            kept, plain = self._toolbox.conversation(kept, tools)
+            kept, plain = self._toolbox.conversation(check_messages(kept), tools)
         try:
             ids: list[int] = self.tokenizer.chat(
                 kept,

@@ -34,3 +34,10 @@ def test_answers_are_as_they_are_described(client, method, path, body, documente
     responses = paths[documented or path][method.lower()]["responses"]
     kind = answer.headers["content-type"].partition(";")[0]
     assert kind in responses[str(status)]["content"]
+
+
+def test_messages_with_calls_are_checked_too(client):
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    wrong = {"role": "assistant", "content": {"a": 1}, "tool_calls": [call]}
+    answer = client.post("/tokenize", {"messages": [{"role": "user", "content": "a"}, wrong]})
+    assert answer.status_code == 400 and "message 2" in answer.json()["error"]["message"]

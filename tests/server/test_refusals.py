@@ -37,6 +37,7 @@ DEEP = json.loads('{"a": ' * 600 + "1" + "}" * 600)
         ({"prompt": ["a", 1]}, "prompt", "prompt: "),
         ({"prompt": [-1]}, "prompt", "greater than or equal to 0"),
         ({"prompt": [10**6]}, None, "1000000 is outside the vocabulary"),
+        ({"prompt": [10**30], "echo": True}, None, "outside the vocabulary"),
         ({"prompt": "a" * 3000}, "prompt", "1977 more than fit"),
         ({"prompt": "a\ud800"}, None, "half a surrogate pair"),
         ({"prompt": "a", "frobnicate": 1}, "frobnicate", "unknown field 'frobnicate'"),
