@@ -221,9 +221,8 @@ enum { LARGEST = 127 * 256 + 127 }; /* so that the upper byte of a number fits *
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 enum { BYTEWISE = 1 };
 INLINE ivec add_four(ivec sum, ivec codes, const char *four) {
-    int32_t all;
-    memcpy(&all, four, sizeof all);
-    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(all));
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const int32_t *)four));
+    return sum;
 }
 /* Cut the integers of a block into bytes. Of eight inputs the upper bytes of 0 4 1 5 and 2 6 3 7
    come first, as codes lie, and then the lower ones, which are -128 to 127. */
