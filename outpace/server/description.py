@@ -8,6 +8,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from outpace.server.bounds import Bounds, bound
+
 _ERROR: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
@@ -46,7 +48,7 @@ _OWN = {
 }
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
+def describe(app: FastAPI, bounds: Bounds) -> dict[str, Any]:
     """The description of an application; made once."""
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, routes=app.routes)
@@ -57,6 +59,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
         for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own form, which is never sent
             schemas.pop(name, None)
         schemas["Error"] = _ERROR
+        bound(schemas, bounds)
         app.openapi_schema = made
     return app.openapi_schema
 
