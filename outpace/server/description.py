@@ -26,6 +26,12 @@ _ERROR: dict[str, Any] = {
         }
     },
 }
+_EVENT = {
+    "type": ["object", "string"],
+    "required": ["data"],
+    "properties": {"data": {"type": "string"}},
+    "description": "An event: its data is a chunk or an error, as JSON; that of the last event is [DONE].",
+}
 _ALWAYS = {
     401: "The key is missing or wrong.",
     403: "The server does not answer to this host name.",
@@ -73,7 +79,7 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
         found |= _BODY
     if path in ("/v1/completions", "/v1/chat/completions"):
         found |= _ANSWER
-        responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        responses["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
     if path == "/metrics":
         responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     else:
