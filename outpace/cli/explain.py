@@ -111,8 +111,14 @@ def _ms(seconds: float) -> str:
 
 def short(text: str) -> str:
     """A text in one line of a table."""
-    line = " ".join(text.split())
+    line = "".join(one if one.isprintable() else "?" for one in " ".join(text.split()))
     return line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "..."
+
+
+def _label(text: str, tokens: str) -> str:
+    """A text for a picture; the numbers of its tokens where the picture's font may lack its letters."""
+    line = short(text).replace("$", r"\$")
+    return line if line and max(line) < "\u0250" else tokens
 
 
 def _picture(figure: Any, seen: Hindsight, drafter: str) -> bool:
@@ -130,7 +136,7 @@ def _picture(figure: Any, seen: Hindsight, drafter: str) -> bool:
     axes.plot([one.plain / one.best_seconds for one in rows], places, "s", color="#D55E00", label="best")
     axes.plot([one.plain / one.seconds for one in rows], places, "o", color="#0072B2", label=drafter)
     axes.axvline(1.0, color="black", ls="--", lw=1.2, label="none = 1.0")
-    axes.set_yticks(places, [short(one.text).replace("$", r"\$") for one in rows], fontsize=8)
+    axes.set_yticks(places, [_label(one.text, f"{one.first}-{one.last}") for one in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.margins(x=0.2)
     axes.set_xlabel("tokens per second over plain decoding, at measured prices")
