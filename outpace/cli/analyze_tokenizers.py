@@ -259,7 +259,8 @@ def show_measured(found: Sequence[Mapping[str, Any]], report: Mapping[str, Any])
     """Print predicted and measured acceptance."""
     show_pairs(found, "answers of the first")
     show.write(
-        f"Drafts of at most {report['nodes']}, temperature {report['temperature']:g}: predicted, then measured\n"
+        f"Drafts of at most {report['nodes']} tokens, temperature {report['temperature']:g}: predicted, "
+        "then measured\n"
     )
     rows = []
     for one in found:

@@ -191,41 +191,48 @@ def spec_of(model: str, by: str) -> str:
 
 def _mirrored(
     goal: Spelling, source: Spelling, common: Shared, answer: Answer, by_tokens: bool
-) -> tuple[list[int], list[tuple[int, int] | None]]:
-    """Prompt and answer in draft tokens; for every position before, between and behind the answer's tokens
-    how many draft tokens lie before it (None within one), and where the answer's text then is, in bytes.
+) -> tuple[list[int], list[int | None]]:
+    """Prompt and answer in draft tokens.
+
+    Returns:
+        The tokens; and how many of them lie before, between and behind the answer's tokens, None where a
+        draft token lies across that place.
     """
     mirror = to_draft(goal, source, common, by_tokens).mirror()
     mirror.extend(answer.prompt)
-    total_N = [sum(mirror.sizes) + mirror.held]
+    counts: list[int | None] = [len(mirror.ids)]
+    totals = [sum(mirror.sizes) + mirror.held]
     for token in answer.tokens:
         mirror.extend([token])
-        total_N.append(sum(mirror.sizes) + mirror.held)
+        counts.append(None if mirror.held else len(mirror.ids))
+        totals.append(sum(mirror.sizes) + mirror.held)
+    if by_tokens:  # shared tokens are taken as they stand, and stay
+        return mirror.ids, counts
     sums_J = [0, *_sums(mirror.sizes)]
-    at: list[tuple[int, int] | None] = []
-    for total in total_N:
-        place = bisect_right(sums_J, total) - 1
-        at.append((place, total) if sums_J[place] == total and place > 0 else None)
-    return mirror.ids, at
+    places = [bisect_right(sums_J, total) - 1 for total in totals]
+    return mirror.ids, [
+        place if sums_J[place] == total and place > 0 else None
+        for place, total in zip(places, totals, strict=True)
+    ]
 
 
 def _by_text(
-    draft: Target, ids_J: Sequence[int], at_N: Sequence[tuple[int, int] | None], nodes: int
+    draft: Target, ids_J: Sequence[int], at_N: Sequence[int | None], nodes: int
 ) -> list[list[float]]:
     """Whether the draft model's likeliest text is the answer, so many tokens of the target on."""
-    start = next((one[0] for one in at_N if one is not None), len(ids_J))
+    start = next((one for one in at_N if one is not None), len(ids_J))
     if start >= len(ids_J):
         return [[0.0] * nodes for _ in at_N[:-1]]
     guess_J = _logits(draft, ids_J, start).argmax(-1).tolist()
     right = [guess == token for guess, token in zip(guess_J, ids_J[start:], strict=False)]
     reach = []
     for i, here in enumerate(at_N[:-1]):
-        last = here[0] if here is not None else -1
+        last = -1 if here is None else here
         while here is not None and last - start < len(right) and right[last - start]:
             last += 1
         # A token is kept if it ends where a right guess ends, or before.
         ends = [at_N[i + k] for k in range(1, nodes + _FURTHER) if i + k < len(at_N)]
-        kept = [float(here is not None and end is not None and end[0] <= last) for end in ends]
+        kept = [float(here is not None and end is not None and end <= last) for end in ends]
         # One that ends within a draft token is kept if that token is, which the next border tells.
         for k in reversed(range(len(kept) - 1)):
             kept[k] = max(kept[k], kept[k + 1])
@@ -239,22 +246,22 @@ def _by_tokens(
     common: Shared,
     answer: Answer,
     ids_J: Sequence[int],
-    at_N: Sequence[tuple[int, int] | None],
+    at_N: Sequence[int | None],
     temperature: float,
     nodes: int,
 ) -> list[list[float]]:
     """Probability that so many guesses in a row are kept, at every position."""
     whole = (*answer.prompt, *answer.tokens)
     p_NV = _logits(target, whole, len(answer.prompt))
-    start = next((one[0] for one in at_N if one is not None), len(ids_J))
+    start = next((one for one in at_N if one is not None), len(ids_J))
     q_JV = _logits(draft, ids_J, start, more=True)
     to_target_K = common.to_target_D[common.draft_K]
     chances = []
     for i, here in enumerate(at_N[:-1]):
-        if here is None or here[0] - start >= len(q_JV):
+        if here is None or here - start >= len(q_JV):
             chances.append(0.0)
             continue
-        p_V, q_K = p_NV[i].float(), q_JV[here[0] - start][common.draft_K].float()
+        p_V, q_K = p_NV[i].float(), q_JV[here - start][common.draft_K].float()
         if temperature == 0:
             chances.append(float(int(to_target_K[q_K.argmax()]) == int(p_V.argmax())))
         else:
