@@ -266,7 +266,8 @@ def _by_tokens(
             chances.append(float(int(to_target_K[q_K.argmax()]) == int(p_V.argmax())))
         else:
             p_K = torch.softmax(p_V / temperature, -1)[to_target_K]
-            chances.append(float(torch.minimum(p_K, torch.softmax(q_K / temperature, -1)).sum()))
+            both = torch.minimum(p_K, torch.softmax(q_K / temperature, -1)).sum()
+            chances.append(min(1.0, float(both)))
     reach = []
     for i in range(len(chances)):
         row, product = [], 1.0
