@@ -95,7 +95,7 @@ class Moved:
         return paired_interval(both, self.won, self.lost, self.pairs - both - self.won - self.lost)
 
     def broken(self, drafters: int) -> str | None:
-        """What promise is broken, where so many drafters are tested; None: none. Lossy ones promise nothing."""
+        """What promise is broken, with so many drafters tested; None: none. Lossy ones promise nothing."""
         if self.promised and (self.equal < self.pairs or self.changed):
             other = self.pairs - self.equal
             return f"{other} of {self.pairs} texts differ from plain decoding, and {self.changed} labels"

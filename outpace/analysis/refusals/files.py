@@ -1,7 +1,7 @@
 """Prompts of an audit, and answers with labels, from files.
 
 The public format is that of RMCBench: one JSON list of objects. Of a prompt ``pid``, ``prompt`` and, as
-groups, ``task`` and ``level`` are read, of a judged answer ``response`` and ``label``. JSON lines will do too.
+groups, ``task`` and ``level`` are read, of a judged answer ``response`` and ``label``. JSON lines will do.
 Nothing of that set comes with this package: its prompts ask for malicious code. What does come are harmless
 prompts, some of which a careful assistant declines, and answers of our own with labels.
 """
