@@ -110,9 +110,10 @@ def test_rows_say_what_is_asked_of_them(tmp_path):
 def test_a_yaml_finds_its_files_beside_it(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"q": "x", "a": "y"}\n')
     (tmp_path / "t.yaml").write_text(
-        "task: mine\ndataset_path: json\ndataset_kwargs: {data_files: {test: rows.jsonl}}\noutput_type: generate_until\n"
+        "task: mine\ndataset_path: json\ndataset_kwargs: {data_files: {test: rows.jsonl}}\n"
+        "output_type: generate_until\n"
     )
-    ((task,), folders) = read_tasks([str(tmp_path / "t.yaml")])
+    ((task,), _) = read_tasks([str(tmp_path / "t.yaml")])
     assert task["task"] == "mine" and "dataset_path" not in task and callable(task["custom_dataset"])
     (tmp_path / "f.yaml").write_text("task: f\nprocess_docs: !function utils.x\n")
     assert read_tasks([str(tmp_path / "f.yaml")]) == (["f"], [tmp_path])

@@ -224,8 +224,8 @@ def paired_interval(both: int, second: int, first: int, neither: int) -> tuple[f
         return (-1.0, 1.0)
     (low2, p2, high2), (low1, p1, high1) = wilson(both + second, n), wilson(both + first, n)
     product = (both + second) * (first + neither) * (both + first) * (second + neither)
-    cross = both * neither - second * first
-    cross = max(cross - n / 2, 0) if cross > 0 else cross
+    cross = float(both * neither - second * first)
+    cross = max(cross - n / 2, 0.0) if cross > 0 else cross
     phi = cross / math.sqrt(product) if product else 0.0
 
     def reach(a: float, b: float) -> float:

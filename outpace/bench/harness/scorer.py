@@ -48,7 +48,7 @@ class Scorer:
 
     @property
     def begin(self) -> int:
-        """The token before a text that nothing precedes: the one that begins texts, else one that ends them."""
+        """The token before a text that nothing precedes: one that begins texts, else one that ends them."""
         bos = self.tokenizer.bos_id
         if bos is not None:
             return bos

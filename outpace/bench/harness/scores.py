@@ -167,7 +167,7 @@ def _gap(plain: Any, other: Any) -> float:
     if isinstance(plain, bool | str) or plain is None or type(plain) is not type(other):
         return 0.0 if plain == other else math.inf
     if isinstance(plain, int | float):
-        return abs(plain - other)
+        return abs(float(plain) - float(other))
     if isinstance(plain, list | tuple) and len(plain) == len(other):
         return max((_gap(a, b) for a, b in zip(plain, other, strict=True)), default=0.0)
     return 0.0 if plain == other else math.inf
