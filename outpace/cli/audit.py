@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outpace.analysis.refusals.judge import Agreement
 
 AUDITS = ("refusals",)
-_own = "Audit"
+_PANEL = "Audit"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,26 +32,26 @@ class AuditOptions:
         "Takes the place of the four levels.",
         metavar="NAME",
         shown="none",
-        panel=_own,
+        panel=_PANEL,
     )
     audit_prompts: Path | None = option(
         None,
         "Prompts: a JSON list of objects, or one per line, with prompt, and pid, task and level.",
         metavar="FILE",
         shown="harmless ones",
-        panel=_own,
+        panel=_PANEL,
     )
     labelled: Path | None = option(
         None,
         "Answers with labels (response, label: GOOD, BAD, UNCLEAR), to compare the judge with.",
         metavar="FILE",
         shown="own ones",
-        panel=_own,
+        panel=_PANEL,
     )
-    temperature: float = option(0.0, "Of audited answers.", "-t", metavar="T", panel=_own)
-    samples: int = option(1, "Answers per prompt and side, above temperature 0.", least=1, panel=_own)
+    temperature: float = option(0.0, "Of audited answers.", "-t", metavar="T", panel=_PANEL)
+    samples: int = option(1, "Answers per prompt and side, above temperature 0.", least=1, panel=_PANEL)
     allow_lossy: bool = option(
-        False, "Audit drafters that change the distribution; their change is reported.", panel=_own
+        False, "Audit drafters that change the distribution; their change is reported.", panel=_PANEL
     )
 
     def check(self, out: Path | None) -> None:
