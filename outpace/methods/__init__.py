@@ -530,6 +530,13 @@ ENTRIES = (
         "A plain Llama for everything that loads one",
     ),
     MethodEntry(
+        "cross_vocabulary",
+        "pair",
+        "pair",
+        "outpace.methods.cross_vocabulary.pair",
+        "What two vocabularies share, and what a draft model of the one gives a target of the other",
+    ),
+    MethodEntry(
         "cascade",
         "planner",
         "compose",
