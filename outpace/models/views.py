@@ -96,8 +96,8 @@ class KVView:
 class KeyValues:
     """Keys and values of the committed rows of a slot in one layer, as the cache holds them.
 
-    Views: they cost nothing, and are valid until the next pass or commit. Numbers of a key that rotate together
-    are neighbours, as `outpace.models.blocks.paired` lays queries out.
+    Views: they cost nothing, and are valid until the next pass or commit. Numbers of a key that rotate
+    together are neighbours, as `outpace.models.blocks.paired` lays queries out.
     """
 
     key_KDC: Tensor
@@ -134,8 +134,10 @@ def read(cache: KVCache, slot: int, layer: int) -> KeyValues:
         raise ModelError(f"layer {layer} cannot be read in a {type(cache).__name__}")
     length = cache.length(slot)
     if not length and slot >= key_store.shape[1]:  # memory comes with the first row
-        return KeyValues(key_store[layer].new_zeros(*key_store.shape[2:4], 0), value_store[layer].new_zeros(
-            value_store.shape[2], 0, value_store.shape[4]))
+        return KeyValues(
+            key_store[layer].new_zeros(*key_store.shape[2:4], 0),
+            value_store[layer].new_zeros(value_store.shape[2], 0, value_store.shape[4]),
+        )
     return KeyValues(key_store[layer, slot, :, :, :length], value_store[layer, slot, :, :length])
 
 

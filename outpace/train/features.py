@@ -1,7 +1,7 @@
 """Features of stored sequences: what the target computed at every token of them.
 
-Besides the taps of a pass, ``kv.L`` is what the target's cache holds of layer L: the token's keys, rotated, then
-its values. It is read as a drafter reads it (KV_READ), once the token is committed.
+Besides the taps of a pass, ``kv.L`` is what the target's cache holds of layer L: the token's keys, rotated,
+then its values. It is read as a drafter reads it (KV_READ), once the token is committed.
 
 A pass of the target computes them when a batch first needs them. They stay on disk in bfloat16 while
 they have room there, in shards of about 64 MB; the rest is computed again whenever it is needed:
@@ -26,9 +26,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from outpace.cache.base import KVCache
 from outpace.errors import ModelError, OutpaceError, shorten
 from outpace.files import parse_json, write_whole
-from outpace.cache.base import KVCache
 from outpace.models.base import KV_READ, TAPS, Target
 from outpace.train.manifest import SHARD, read_manifest
 from outpace.train.tokens import TokenSequence

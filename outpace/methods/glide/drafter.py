@@ -4,13 +4,13 @@
                      ^  ^  ...  ^
     drafter's slot   x0 x1 ... x(n-1) xn  a  b             rows of its own, made of tokens
 
-It drafts as a draft model does (`outpace.drafters.model_rows`): its own cache follows the text by ids, and guesses
-that were accepted keep their rows. The target's slot is lent and only read: where none is lent, it drafts nothing.
-All rows of a draft see the same committed text, however deep they are.
+It drafts as a draft model does (`outpace.drafters.model_rows`): its own cache follows the text by ids, and
+guesses that were accepted keep their rows. The target's slot is lent and only read: where none is lent, it
+drafts nothing. All rows of a draft see the same committed text, however deep they are.
 
-Needs a target that gives its keys and values (KV_READ), and a layer that ``outpace train glide`` made for it. A level
-costs about one layer of the target, and the keys and values of one. ``tree=cape`` is the paper's other half:
-siblings where the drafter is unsure.
+Needs a target that gives its keys and values (KV_READ), and a layer that ``outpace train glide`` made for it.
+A level costs about one layer of the target, and the keys and values of one. ``tree=cape`` is the paper's
+other half: siblings where the drafter is unsure.
 
 Paper: Du et al. 2024 (GliDe with a CaPE), arXiv:2402.02082.
 

@@ -4,17 +4,17 @@
                            x += W_o glimpse(W_q norm x)  over committed rows of one layer of the target
                            x += mlp(norm x)              logits = unembedding(norm x)
 
-The glimpse has queries and an output matrix, and neither keys nor values: those are the target's, as it left them
-in its cache. So the layer's own keys are made of tokens alone, and a row that was drafted is as good as one that was
-committed: what is accepted stays.
+The glimpse has queries and an output matrix, and neither keys nor values: those are the target's, as it left
+them in its cache. So the layer's own keys are made of tokens alone, and a row that was drafted is as good as
+one that was committed: what is accepted stays.
 
-The network has the face of a model that scores feeds, so that it drafts as a draft model does. Whoever calls it says
-first what each slot may glimpse at.
+The network has the face of a model that scores feeds, so that it drafts as a draft model does. Whoever calls
+it says first what each slot may glimpse at.
 
 Paper: Du et al. 2024 (GliDe with a CaPE), arXiv:2402.02082, which has no norm before the glimpse.
 
-Shape letters: T rows of a pass, R rows wanted, H hidden size, D width of a head, X heads, Y = X * D, C committed
-rows, K key-value heads, G query heads of each.
+Shape letters: T rows of a pass, R rows wanted, H hidden size, D width of a head, E = D / 2, X heads,
+Y = X * D, C committed rows, K key-value heads, M query rows of one of them.
 """
 
 from __future__ import annotations
@@ -124,9 +124,7 @@ class GlideNet:
         plan.give(plan.norm(self._norm, x, add=plan.product(block.down, gate)))
         return plan
 
-    def score(
-        self, feeds: Sequence[Feed], cache: KVCache, *, taps: frozenset[str] = frozenset()
-    ) -> Scored:
+    def score(self, feeds: Sequence[Feed], cache: KVCache, *, taps: frozenset[str] = frozenset()) -> Scored:
         """One pass over rows of slots, whose glimpses are set; it has no taps."""
         assert isinstance(cache, DenseCache) and not taps
         rows = PassRows(feeds, cache, 1)

@@ -3,19 +3,19 @@
     row i    reads token i, and guesses token i + 1
              sees own keys 0 .. i, and the target's 0 .. n - 1, where n is the first row of the block of i
 
-A draft sees what was committed before it, so its guess at depth j lags j rows behind. Blocks of ``block`` rows
-stand for drafts: the first row of a block is a pending token, the next its first guess. Where blocks begin
-changes from batch to batch, so every token is met at every depth. Rows with nothing before their block glimpse at
-nothing, as in a draft behind a single token.
+A draft sees what was committed before it, so its guess at depth j lags j rows behind. Blocks of ``block``
+rows stand for drafts: the first row of a block is a pending token, the next its first guess. Where blocks
+begin changes from batch to batch, so that a token is met at several depths. Rows with nothing before their
+block glimpse at nothing, as in a draft behind a single token.
 
-The loss is that of distributions which are part the target's and part the token that came: for ``kl`` a mix of both
-losses, in one pass over the head. Held-out rows are judged at all depths, each with the text that a draft
-would have seen.
+The loss is that of distributions which are part the target's and part the token that came: for ``kl`` a mix
+of both losses, in one pass over the head. Held-out rows are judged at all depths, each with the text that a
+draft would have seen.
 
 Paper: Du et al. 2024 (GliDe with a CaPE), arXiv:2402.02082, which learns tokens alone, in blocks of 5.
 
-Shape letters: B sequences, T tokens, A rows, H hidden size, K key-value heads, G query heads of each, D width of a
-head, N distributions.
+Shape letters: B sequences, T tokens, A rows, H hidden size, K key-value heads, G query heads of each, D width
+of a head, X heads, Y = X * D, N distributions.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class GlideObjective(AheadObjective):
         return cls(config, lent, vocab, net, shape)
 
     def _attended(self, batch: Batch) -> Tensor:
-        """The stream of all rows behind the layer's own attention, [B, T, H]; it is the same at all depths."""
+        """The stream of all rows behind the layer's own attention, [B, T, H]; the same at all depths."""
         layer = self.module.layer
         place_BT = places(batch).expand(batch.token_BT.shape)
         turn = self._turns.at(place_BT, batch.token_BT.shape[1])
@@ -209,7 +209,8 @@ class GlideObjective(AheadObjective):
     def blockwise(self, batch: Batch, place_BA: Tensor) -> tuple[Tensor, Tensor]:
         """How many of the target's keys rows see, and how far they stand in their block; int64 [B, A].
 
-        Where blocks begin is a function of the batch alone, so that a training that goes on after a break is the same.
+        Where blocks begin follows from the batch alone, so that a training that goes on after a break is the
+        same.
         """
         phase = zlib.crc32(batch.token_BT.cpu().numpy().tobytes()) % self.config.block
         offset_BA = (place_BA + phase) % self.config.block
