@@ -41,7 +41,7 @@ def batch(target):
 
 
 def said(objective, batch):
-    """What the head reads at the learning rows, as the loss does, their places, and how many keys they see."""
+    """What the head reads at the learning rows, their places, and how many keys they see."""
     aligned = Aligned(batch, DRAFT_MODEL)
     seen_BA, _ = objective.blockwise(batch, aligned.place_BA)
     x_BAH = aligned.rows(objective._attended(batch))
@@ -88,7 +88,7 @@ def test_blocks_have_all_depths_and_begin_elsewhere_in_other_batches(target, bat
 
 @torch.no_grad()
 def test_a_row_at_some_place_of_its_block_is_a_guess_at_that_depth(target, batch):
-    """The block mask gives what ``states`` gives for drafts, which the conformance suite compares with the drafter."""
+    """What is learned is what ``states`` says of drafts; the conformance suite compares that with use."""
     objective, checked = built(target), 0
     blocks, place_BA, seen_BA = said(objective, batch)
     drafts = Aligned(batch, EAGLE)
