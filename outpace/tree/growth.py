@@ -179,8 +179,7 @@ class _Tree:
         return depth < self.row.budget.max_depth and bool(self.open)
 
     def level(self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths, depth: int) -> None:
-        row, grown = self.row, []
-        table = row.budget.shape.siblings
+        row, grown, table = self.row, [], self.row.budget.shape.siblings
         if table:  # by the distribution alone, before anything is drawn from it
             sure, later = float(logits_FD.softmax(-1).max()), row.budget.max_depth - depth - 1
             most = table[min(int(len(table) * sure), len(table) - 1)]
