@@ -263,6 +263,15 @@ ENTRIES = (
         trained=True,
     ),
     MethodEntry(
+        "glide",
+        "drafter",
+        "heads",
+        "outpace.methods.glide.drafter:Glide",
+        "A layer that glimpses at the target's own keys and values guesses; trees, T > 0",
+        "Du et al. 2024 (GliDe with a CaPE), arXiv:2402.02082",
+        trained=True,
+    ),
+    MethodEntry(
         "ppd",
         "drafter",
         "heads",
@@ -469,6 +478,13 @@ ENTRIES = (
         "heads",
         "outpace.methods.fspad.objective:Fspad",
         "EAGLE's network with two parts as switches",
+    ),
+    MethodEntry(
+        "glide",
+        "objective",
+        "heads",
+        "outpace.methods.glide.objective:GlideObjective",
+        "One layer that reads keys and values of the target, in blocks",
     ),
     MethodEntry(
         "ppd",
