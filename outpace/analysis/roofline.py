@@ -8,8 +8,8 @@ pass is the sum of its operators:
 Weights are read once per pass whatever the rows, so rows are free until arithmetic takes longer
 than reading. Keys and values are read once per sequence: they are not shared by a batch.
 
-Where reading and computing do not overlap, as in code that widens quantized weights, their times
-add up instead; ``Device.overlaps`` says which. `outpace.analysis.calibration` fits a device to
+Where reading and computing do not overlap, their times add up instead; ``Device.overlaps`` says
+where they do. `outpace.analysis.calibration` fits a device to
 passes that were timed. ``measure_device`` measures the two numbers of this machine: with them and
 an overhead of 0 this is about the least that a pass can cost. Traffic between caches and
 communication are not modelled; experts (MoE) are not either, since no decoder here has them.
@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from outpace.models.families import DecoderConfig
@@ -60,13 +59,20 @@ class Device:
     """FLOP per second of attention; None: as of products."""
     traffic: float | None = None
     """Bytes per second of keys, values and activations; None: as of weights."""
-    overlaps: bool = True
-    """Whether an operator reads while it computes. False: it takes the sum of both times."""
+    widen: float | None = None
+    """Quantized weights made ready for products per second, once per pass; None: for nothing."""
+    overlaps: tuple[str, ...] = (PRODUCT, ATTENTION, ROWS)
+    """Groups whose operators read while they compute. Others take the sum of both times."""
 
     def __post_init__(self) -> None:
-        speeds = (self.peak, self.bandwidth, self.attend or 1.0, self.traffic or 1.0)
+        speeds = (self.peak, self.bandwidth, *(one for one in self.rarer if one is not None))
         if not (min(speeds) > 0 and self.overhead >= 0):
             raise ValueError(f"peak and bandwidth must be above 0, got {self}")
+
+    @property
+    def rarer(self) -> tuple[float | None, ...]:
+        """Speeds that not every device has apart."""
+        return self.attend, self.traffic, self.widen
 
     def better(self, other: Device) -> Device:
         """The higher peaks of the two, each measured at another moment."""
@@ -103,6 +109,8 @@ class Held:
 
     kind: str
     nbytes: float
+    coded: int = 0
+    """How many of its weights are quantized, and widened to be multiplied."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,10 +126,13 @@ class Op:
     moved: float
     """Other bytes read and written: activations, keys and values."""
     group: str = ROWS
+    coded: int = 0
+    """Quantized weights."""
 
     def work(self, device: Device) -> float:
         """Seconds of its arithmetic."""
-        return self.flops / (device.attend or device.peak if self.group == ATTENTION else device.peak)
+        speed = device.attend or device.peak if self.group == ATTENTION else device.peak
+        return self.flops / speed + (self.coded / device.widen if device.widen else 0.0)
 
     def reading(self, device: Device) -> float:
         """Seconds of its memory traffic."""
@@ -129,7 +140,8 @@ class Op:
 
     def seconds(self, device: Device) -> float:
         work, reading = self.work(device), self.reading(device)
-        return (max(work, reading) if device.overlaps else work + reading) + device.overhead
+        together = max(work, reading) if self.group in device.overlaps else work + reading
+        return together + device.overhead
 
 
 def parameters(config: DecoderConfig) -> int:
@@ -176,6 +188,7 @@ def op_table(
                 weights=one.nbytes,
                 moved=each * (a * inputs + out),
                 group=PRODUCT,
+                coded=one.coded,
             )
             for one, times in found.items()
         ]
@@ -189,7 +202,9 @@ def op_table(
         rowwise("embed", 1, 0, c.hidden_size * (w + r)),
         rowwise("norm", 2 * layers + 1, 7 * c.hidden_size, c.hidden_size * (r + a), w * c.hidden_size),
         rowwise("norm after", 2 * sandwich, 7 * c.hidden_size, c.hidden_size * (a + r), w * c.hidden_size),
-        *linear("qkv", layers, c.hidden_size, query + 2 * key, c.qkv_bias, a * query + 2 * widths.cache * key),
+        *linear(
+            "qkv", layers, c.hidden_size, query + 2 * key, c.qkv_bias, a * query + 2 * widths.cache * key
+        ),
         rowwise(
             "qk norm",
             layers if c.qk_norm else 0,

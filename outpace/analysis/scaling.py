@@ -78,9 +78,7 @@ class Law:
     """2h."""
 
     def loss(self, weights: float, tokens: float) -> float:
-        return (
-            self.floor + self.by_weights * weights**-self.power + self.by_tokens * tokens**-self.power
-        )
+        return self.floor + self.by_weights * weights**-self.power + self.by_tokens * tokens**-self.power
 
     def to_json(self) -> dict[str, float]:
         """Its numbers, and those of the form in C and M."""
@@ -135,9 +133,7 @@ def fitted(points: Sequence[Point], samples: int = SAMPLES, seed: int = 0) -> Fi
     guess_P = np.array([law.loss(p.weights, p.tokens) for p in points])
     # Residuals of a fit are smaller than the noise, by what its four numbers took up.
     rest_P = (loss_P - guess_P) * math.sqrt(len(points) / (len(points) - 4))
-    drawn = [
-        _fit(weights_P, tokens_P, guess_P + draw.choice(rest_P, len(points))) for _ in range(samples)
-    ]
+    drawn = [_fit(weights_P, tokens_P, guess_P + draw.choice(rest_P, len(points))) for _ in range(samples)]
     return Fitted(law=law, points=tuple(points), left_out=tuple(left_out), samples=tuple(drawn))
 
 
@@ -160,11 +156,7 @@ def _fit(weights_P: Floats, tokens_P: Floats, loss_P: Floats) -> Law:
     def at(power: float) -> tuple[float, Floats]:
         # In units of the middle point, or the columns differ by many orders of magnitude.
         columns_PK = np.stack(
-            [
-                np.ones_like(loss_P),
-                (weights_P / weights_P[0]) ** -power,
-                (tokens_P / tokens_P[0]) ** -power,
-            ],
+            [np.ones_like(loss_P), (weights_P / weights_P[0]) ** -power, (tokens_P / tokens_P[0]) ** -power],
             1,
         )
         x_K = _positive(columns_PK, loss_P)

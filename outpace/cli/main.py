@@ -26,6 +26,7 @@ from outpace.cli import (
     export,
     generate,
     methods,
+    predict,
     serve,
     show,
     train,
@@ -69,7 +70,22 @@ def _version() -> None:
     show.write(f"outpace {__version__}\ncode    {described()}\n")
 
 
-_COMMANDS = (generate, chat, demo, serve, check, doctor, bench, train, export, analyze, tune, methods, build)
+_COMMANDS = (
+    generate,
+    chat,
+    demo,
+    serve,
+    check,
+    doctor,
+    bench,
+    train,
+    export,
+    analyze,
+    predict,
+    tune,
+    methods,
+    build,
+)
 for _module in _COMMANDS:
     _module.register(app)
 

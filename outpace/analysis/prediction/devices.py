@@ -19,7 +19,7 @@ from outpace.files import parse_json
 
 HERE = "cpu-here"
 _NEEDED = ("title", "kind", "peak", "bandwidth")
-_MORE = ("memory", "source", "overhead", "attend", "traffic", "overlaps")
+_MORE = ("memory", "source", "overhead", "attend", "traffic", "widen", "overlaps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +39,7 @@ class Record:
     overhead: float = 0.0
     attend: float | None = None
     traffic: float | None = None
+    widen: float | None = None
     overlaps: bool = True
 
     def device(self, dtype: str) -> Device:
@@ -58,6 +59,7 @@ class Record:
             overhead=self.overhead,
             attend=self.attend,
             traffic=self.traffic,
+            widen=self.widen,
             overlaps=self.overlaps,
         )
 
@@ -98,7 +100,8 @@ def read_record(name: str, found: Any, where: str = "devices.json") -> Record:
     """
     if not isinstance(found, dict) or set(_NEEDED) - set(found) or set(found) - {*_NEEDED, *_MORE}:
         raise RequestError(
-            f"{where}: a device needs {', '.join(_NEEDED)}, and may have {', '.join(_MORE)}; got {shown(found)}"
+            f"{where}: a device needs {', '.join(_NEEDED)} and may have {', '.join(_MORE)}; "
+            f"got {shown(found)}"
         )
     if found["kind"] not in (CPU, CUDA, METAL):
         raise RequestError(f"{where}: kind must be {CPU}, {CUDA} or {METAL}, got {shown(found['kind'])}")

@@ -9,6 +9,7 @@ those that ``Decoder.load`` would hold: weights of a GGUF file as stored, and as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -247,12 +248,13 @@ class _Holder:
         plain = {torch.float32: "F32", torch.bfloat16: "BF16"}[self.dtype]
         if self.form in KINDS and self.compiled:
             kind = KINDS[self.form][0]
-            return Held(kind, stored_bytes(kind, outputs, inputs) + own)
+            return Held(kind, stored_bytes(kind, outputs, inputs) + own, outputs * inputs)
         coded = {name: self.coded(name) for name in names}
         if any(coded.values()):
             kinds = dict.fromkeys(coded[name] or plain for name in names)
             parts = [self.bytes_of(name, coded[name] or plain, *shapes[name]) for name in names]
-            return Held(" + ".join(kinds), sum(parts) + own)
+            codes = sum(math.prod(shapes[name]) for name in names if coded[name])
+            return Held(" + ".join(kinds), sum(parts) + own, codes)
         if self.compiled:
             return Held(plain, stored_bytes(plain, outputs, inputs) + own)
         return Held(plain, outputs * inputs * size + own)
