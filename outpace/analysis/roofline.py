@@ -9,7 +9,7 @@ Weights are read once per pass whatever the rows, so rows are free until arithme
 than reading. Keys and values are read once per sequence: they are not shared by a batch.
 
 Where reading and computing do not overlap, their times add up instead; ``Device.overlaps`` says
-where they do. `outpace.analysis.calibration` fits a device to
+where they do. `outpace.analysis.prediction.calibration` fits a device to
 passes that were timed. ``measure_device`` measures the two numbers of this machine: with them and
 an overhead of 0 this is about the least that a pass can cost. Traffic between caches and
 communication are not modelled; experts (MoE) are not either, since no decoder here has them.
@@ -41,6 +41,7 @@ _REPEAT = 11
 
 
 PRODUCT, ATTENTION, ROWS = "product", "attention", "rows"
+GROUPS = (PRODUCT, ATTENTION, ROWS)
 """Groups of operators: matrices, attention, and what happens row by row."""
 
 
@@ -61,7 +62,7 @@ class Device:
     """Bytes per second of keys, values and activations; None: as of weights."""
     widen: float | None = None
     """Quantized weights made ready for products per second, once per pass; None: for nothing."""
-    overlaps: tuple[str, ...] = (PRODUCT, ATTENTION, ROWS)
+    overlaps: tuple[str, ...] = GROUPS
     """Groups whose operators read while they compute. Others take the sum of both times."""
 
     def __post_init__(self) -> None:
@@ -147,6 +148,11 @@ class Op:
 def parameters(config: DecoderConfig) -> int:
     """Numbers in the weights, a tied head counted once."""
     return sum(math.prod(shape) for shape in config.tensor_shapes().values())
+
+
+def read_parameters(config: DecoderConfig) -> int:
+    """Numbers that a pass reads: all but an embedding of which the head is no part."""
+    return parameters(config) - (0 if config.tied_head else config.vocab_size * config.hidden_size)
 
 
 def op_table(
@@ -242,26 +248,15 @@ def seconds(ops: Sequence[Op], device: Device) -> float:
     return sum(op.count * op.seconds(device) for op in ops)
 
 
-def estimate(
-    config: DecoderConfig,
-    device: Device,
-    *,
-    rows: int = 1,
-    context: int = 0,
-    batch: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-) -> float:
-    """Seconds of a pass of the own decoder, where nothing was measured."""
-    table = op_table(config, Widths.of(dtype), rows=rows, context=context, batch=batch)
-    return seconds(table, device)
+def estimated_like(ops: Callable[..., Sequence[Op]], device: Device, curve: CostCurve) -> CostCurve:
+    """The estimate at the points of another curve.
 
-
-def estimated_like(config: DecoderConfig, device: Device, curve: CostCurve) -> CostCurve:
-    """The estimate at the points of another curve, of the same dtype."""
-    dtype: torch.dtype = getattr(torch, curve.dtype)
+    Args:
+        ops: operators of a pass, by ``rows``, ``context`` and ``batch``; as ``op_table`` gives them.
+    """
 
     def at(rows: int, context: int, batch: int) -> float:
-        return estimate(config, device, rows=rows, context=context, batch=batch, dtype=dtype)
+        return seconds(ops(rows=rows, context=context, batch=batch), device)
 
     return replace(
         curve,

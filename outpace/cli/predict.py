@@ -160,6 +160,19 @@ def predict(
         paint(pictures, out, note=show.note)
 
 
+def machine_of(model: str, device: str, threads: int | None) -> tuple[Planned, Device, str]:
+    """A model in the form that ``auto`` takes on a device, the device, and its kind."""
+    from outpace.analysis.prediction import devices
+    from outpace.analysis.prediction.model import CPU, read
+
+    if device == devices.HERE:
+        shape = read(model)
+        return shape, _here(shape, threads, "smollm2-135m", False).device, CPU
+    record = devices.find(device)
+    shape = read(model, kind=record.kind)
+    return shape, record.device(shape.dtype), record.kind
+
+
 def _numbers(name: str, text: str) -> tuple[int, ...]:
     try:
         found = tuple(int(part) for part in text.split(","))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,8 @@ def roofline(figure: Any, report: Report) -> bool:
     ridge = peak / bandwidth
     low, high = min(ridge, *(x for x, _ in found)) / 2, max(ridge, *(x for x, _ in found)) * 2
     x = np.geomspace(low, high, 200)
-    roof = np.minimum(x * bandwidth, peak) if record["overlaps"] else 1 / (1 / peak + 1 / (x * bandwidth))
+    together = "product" in record["overlaps"]
+    roof = np.minimum(x * bandwidth, peak) if together else 1 / (1 / peak + 1 / (x * bandwidth))
     axes.plot(
         x,
         roof / 1e9,
@@ -51,9 +52,13 @@ def roofline(figure: Any, report: Report) -> bool:
             alpha=0.75,
             label=f"{name}: area is its share of the time",
         )
-        for one, (x, y), share in zip(shown, at, shares, strict=True):
-            if share >= _NAMED:
-                axes.annotate(one["operator"], (x, y), (6, -10), textcoords="offset points", fontsize=8)
+        named = [
+            (one["operator"], spot) for one, spot, s in zip(shown, at, shares, strict=True) if s >= _NAMED
+        ]
+        side = {"ha": "right"} if index else {"ha": "left"}
+        for names, spot in _together(named):
+            shift = (-12, -24) if index else (12, -16)
+            axes.annotate(names, spot, shift, textcoords="offset points", fontsize=8, va="top", **side)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("FLOPs per byte moved")
@@ -61,6 +66,19 @@ def roofline(figure: Any, report: Report) -> bool:
     axes.set_title(_title(report, "Roofline"), loc="left")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, markerscale=0.6)
     return True
+
+
+def _together(named: Sequence[tuple[str, tuple[float, float]]]) -> list[tuple[str, tuple[float, float]]]:
+    """Labels of neighbours as one, a line each."""
+    found: list[tuple[list[str], tuple[float, float]]] = []
+    for name, (x, y) in named:
+        for names, (left, low) in found:
+            if abs(np.log(x / left)) < 0.6 and abs(np.log(y / low)) < 0.3:
+                names.append(name)
+                break
+        else:
+            found.append(([name], (x, y)))
+    return [("\n".join(names), spot) for names, spot in found]
 
 
 def by_rows(figure: Any, report: Report) -> bool:

@@ -31,7 +31,17 @@ from numpy.typing import NDArray
 from outpace import __version__
 from outpace.analysis.cost import filled, timed
 from outpace.analysis.prediction.model import Planned
-from outpace.analysis.roofline import ATTENTION, PRODUCT, ROWS, Device, Op, medians, read_bandwidth, seconds
+from outpace.analysis.roofline import (
+    ATTENTION,
+    GROUPS,
+    PRODUCT,
+    ROWS,
+    Device,
+    Op,
+    medians,
+    read_bandwidth,
+    seconds,
+)
 from outpace.models.decoder import Decoder
 from outpace.models.measured import file_of, machine, recalled
 from outpace.models.products import works
@@ -171,7 +181,7 @@ def fit(passes: Passes, name: str, reads: float | None = None) -> Device:
         if reads is None:
             raise ValueError("quantized weights need the bandwidth of memory")
         return _fit(passes, name, (PRODUCT,), reads)
-    found = [_fit(passes, name, overlaps, None) for overlaps in ((), (PRODUCT, ATTENTION, ROWS))]
+    found = [_fit(passes, name, overlaps, None) for overlaps in ((), GROUPS)]
     return min(found, key=lambda one: misfit(passes, one))
 
 

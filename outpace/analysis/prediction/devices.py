@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.analysis.prediction.model import CPU, CUDA, METAL
-from outpace.analysis.roofline import Device
+from outpace.analysis.roofline import GROUPS, Device
 from outpace.errors import RequestError, UnknownNameError, shown
 from outpace.files import parse_json
 
@@ -40,7 +40,7 @@ class Record:
     attend: float | None = None
     traffic: float | None = None
     widen: float | None = None
-    overlaps: bool = True
+    overlaps: tuple[str, ...] = GROUPS
 
     def device(self, dtype: str) -> Device:
         """The numbers for a model that computes in ``dtype``.
@@ -108,11 +108,15 @@ def read_record(name: str, found: Any, where: str = "devices.json") -> Record:
     peak = found["peak"]
     if not isinstance(peak, dict) or not peak:
         raise RequestError(f"{where}: peak must give FLOP/s by dtype, got {shown(peak)}")
-    for key, value in (*peak.items(), *((key, found.get(key)) for key in ("bandwidth", *_MORE))):
-        free = value is None or key in ("source", "overlaps")
-        if free and isinstance(value, str if key == "source" else bool | None):
-            continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if free or not number or not (0 <= value < 1e30) or (value == 0 and key != "overhead"):
+    overlaps = found.get("overlaps", GROUPS)
+    if not isinstance(overlaps, list | tuple) or not set(map(str, overlaps)) <= set(GROUPS):
+        raise RequestError(f"{where}: overlaps must name some of {', '.join(GROUPS)}, got {shown(overlaps)}")
+    for key in ("title", "source"):
+        if not isinstance(found.get(key, ""), str):
+            raise RequestError(f"{where}: {key} must be text, got {shown(found[key])}")
+    numbers = {key: found[key] for key in found if key not in ("title", "kind", "peak", "source", "overlaps")}
+    for key, value in (*peak.items(), *numbers.items()):
+        right = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e30
+        if not right or (value == 0 and key != "overhead"):
             raise RequestError(f"{where}: {key} must be a number above 0, got {shown(value)}")
-    return Record(name=name, **found)
+    return Record(name=name, **(found | {"overlaps": tuple(overlaps)}))

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from outpace.analysis.roofline import Device, Held, Op, Widths, op_table, seconds
+from outpace.drafters.trained import decoder_from_json, is_drafter
 from outpace.errors import ModelError, UnknownNameError
 from outpace.models.attention import HeadShape
 from outpace.models.blocks import head_name
@@ -34,6 +36,8 @@ CPU, CUDA, METAL = "cpu", "cuda", "metal"
 FORMS = ("auto", "stored", "bfloat16", "float32")
 """How weights are held: ``stored`` means as they lie in a GGUF file."""
 CACHES = ("auto", "float32", "bfloat16", "float16", "int8")
+ROUNDED = "int8"
+"""What drafters that were trained are rounded to on a CPU, unless told otherwise."""
 _SIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
@@ -119,6 +123,8 @@ def read(
     if quantize is not None and kind != CPU:
         raise ModelError(f"quantize={quantize!r} works on the CPU, not on {kind}; leave one out")
     title, config, places = _shape(name)
+    if quantize is None and dtype == "auto" and kind == CPU and is_drafter(name):
+        quantize = ROUNDED
     coded = any(place.kind in CODED for place in places.values())
     if dtype == "stored" and not coded:
         raise ModelError(f"{title} holds no quantized weights; only those of a GGUF file are used as stored")
@@ -149,9 +155,34 @@ def _shape(name: str) -> tuple[str, DecoderConfig, Mapping[str, Place]]:
     path = Path(name).expanduser()
     short = name.lower() in {one.name for one in known_models()}
     if not short and (file := _config_file(name, path)) is not None:
-        return path.resolve().name if path.exists() else name, DecoderConfig.from_hf(read_json(file)), {}
+        said = read_json(file)
+        config = _drafter(said, file) if "decoder" in said else DecoderConfig.from_hf(said)
+        return path.resolve().name if path.exists() else name, config, {}
     checkpoint = open_checkpoint(name)
     return checkpoint.name, checkpoint.config, checkpoint.places
+
+
+def _drafter(said: Mapping[str, Any], file: Path) -> DecoderConfig:
+    """The decoder of a drafter that was trained: its head has the rows of the draft vocabulary."""
+    if said.get("taps"):
+        raise ModelError(
+            f"{file.parent} is a drafter that reads features of its target, so it is more than a decoder; "
+            "measure what a level costs, and give --drafter-cost"
+        )
+    config = decoder_from_json(said["decoder"], file)
+    rows = said.get("draft_vocab_size", config.vocab_size)
+    return replace(config, vocab_size=rows, tied_head=False)
+
+
+def shaped(name: str, shape: Mapping[str, Any], *, kind: str = CPU, quantize: str | None = None) -> Planned:
+    """A model of which nothing is known but the fields of its ``DecoderConfig``.
+
+    Raises:
+        ModelError: fields that are missing or impossible.
+    """
+    config = decoder_from_json(shape, Path(name))
+    computed = _fast(kind)
+    return _plan(name, config, {}, quantize or dtype_text(computed), computed, kind, "auto")
 
 
 def _config_file(name: str, path: Path) -> Path | None:
