@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from outpace import Engine
-from outpace.analysis.prediction.calibration import POINTS, Point, fit, misfit, time_passes
+from outpace.analysis.prediction.calibration import POINTS, Point, fit, misfit, ops_of, time_passes
 from outpace.analysis.prediction.model import planned
 from outpace.analysis.prediction.speedup import Drafter, gain
 from outpace.analysis.roofline import Device
@@ -79,10 +79,7 @@ def passes(target: Decoder, repeat: int, devices: dict[str, Device], say: Say) -
     timed = time_passes(target, asked, repeat)
     spent = dict(timed.passes)
 
-    def ops(point: Point) -> Any:
-        return shape.ops(rows=point.rows, context=point.context, batch=point.batch)
-
-    known = [(ops(point), spent[point]) for point in POINTS]
+    known = [(ops_of(shape, point), spent[point]) for point in POINTS]
     own = fit(known, "here", timed.reads)
     say(f"  fitted, off by {misfit(known, own):.1%}: {own}")
     others = {name: one for name, one in devices.items() if name.split(", ")[1] == shape.form}

@@ -277,14 +277,20 @@ def filled(target: Target, length: int, size: int, rows: int) -> tuple[KVCache, 
     return cache, slots
 
 
-def timed(target: Target, cache: KVCache, slots: Sequence[int], rows: int) -> Callable[[], float]:
+def timed(
+    target: Target,
+    cache: KVCache,
+    slots: Sequence[int],
+    rows: int,
+    clock: Callable[[torch.device], float] = now,
+) -> Callable[[], float]:
     """A pass to time; it leaves the cache as it was."""
     feeds = [Feed.chain(slot, _text(target, rows)) for slot in slots]
 
     def run() -> float:
-        start = now(target.device)
+        start = clock(target.device)
         target.score(feeds, cache)
-        seconds = now(target.device) - start
+        seconds = clock(target.device) - start
         for slot in slots:
             cache.drop(slot)
         return seconds

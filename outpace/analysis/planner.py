@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from outpace.analysis.prediction.model import Planned
-from outpace.analysis.prediction.speedup import Drafter, chains
+from outpace.analysis.prediction.speedup import Drafter, Steps, chains
 from outpace.analysis.roofline import Device
 from outpace.analysis.scaling import Bridge, Fitted, Law
 
@@ -37,7 +38,7 @@ class Choice:
     loss_interval: tuple[float, float]
     acceptance: tuple[float, ...]
     cost: float
-    """Of a level, in passes of the target over one row."""
+    """Of a level, in steps of plain decoding."""
     guesses: int
     """Of the chain that gains most; 0: none gains."""
     emitted: float
@@ -55,27 +56,25 @@ def plan(
     *,
     context: int,
     batch: int = 1,
+    host: float = 0.0,
 ) -> list[Choice]:
     """All sizes with all numbers of tokens; the one that promises most comes first.
 
+    Args:
+        host: seconds of a step outside of its pass.
+
     Intervals come from the bootstrap of the law alone: the bridge and the device are taken as they are.
     """
-    alone = target.seconds(device, context=context, batch=batch)
-    ratios: dict[int, float] = {}
-
-    def ratio(rows: int) -> float:
-        if rows not in ratios:
-            ratios[rows] = target.seconds(device, rows=rows, context=context, batch=batch) / alone
-        return ratios[rows]
-
+    rows = cache(lambda count: target.seconds(device, rows=count, context=context, batch=batch))
+    steps = Steps(rows, host)
     found = []
     for one in candidates:
-        cost = one.shape.seconds(device, context=context, batch=batch) / alone
+        cost = steps.level(one.shape.seconds(device, context=context, batch=batch))
         for count in tokens:
 
             def best(law: Law, cost: float = cost, weights: float = one.weights, count: float = count) -> Any:
                 drafter = Drafter(acceptance=bridge.acceptance(law.loss(weights, count)), cost=cost)
-                return max(chains(drafter, ratio), key=lambda draft: draft.speedup)
+                return max(chains(drafter, steps.ratio), key=lambda draft: draft.speedup)
 
             loss = fitted.law.loss(one.weights, count)
             gain = best(fitted.law)

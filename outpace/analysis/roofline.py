@@ -56,6 +56,8 @@ class Device:
     """Bytes of weights read per second."""
     overhead: float = 0.0
     """Seconds per operator."""
+    call: float = 0.0
+    """Seconds per pass, whatever it does."""
     attend: float | None = None
     """FLOP per second of attention; None: as of products."""
     traffic: float | None = None
@@ -67,7 +69,7 @@ class Device:
 
     def __post_init__(self) -> None:
         speeds = (self.peak, self.bandwidth, *(one for one in self.rarer if one is not None))
-        if not (min(speeds) > 0 and self.overhead >= 0):
+        if not (min(speeds) > 0 and min(self.overhead, self.call) >= 0):
             raise ValueError(f"peak and bandwidth must be above 0, got {self}")
 
     @property
@@ -245,7 +247,7 @@ def op_table(
 
 
 def seconds(ops: Sequence[Op], device: Device) -> float:
-    return sum(op.count * op.seconds(device) for op in ops)
+    return device.call + sum(op.count * op.seconds(device) for op in ops)
 
 
 def estimated_like(ops: Callable[..., Sequence[Op]], device: Device, curve: CostCurve) -> CostCurve:

@@ -160,22 +160,15 @@ def _planned(
             "no point has the shape of its drafter, which --plan needs to know what a level costs"
         )
     across = bridge(found.points)
-    shape, machine, kind = machine_of(target, device, threads)
+    shape, machine, kind, host = machine_of(target, device, threads)
     rounded = ROUNDED if kind == CPU else None
     candidates = [
         Candidate(weights=weights, shape=shaped(f"{weights:g} weights", one, kind=kind, quantize=rounded))
         for weights, one in sizes.items()
     ]
     seen = sorted({point.tokens for point in found.points})
-    choices = plan(
-        found,
-        across,
-        candidates,
-        counts or [*seen, 10 * seen[-1], 100 * seen[-1]],
-        shape,
-        machine,
-        **settings,
-    )
+    planned = counts or [*seen, 10 * seen[-1], 100 * seen[-1]]
+    choices = plan(found, across, candidates, planned, shape, machine, **settings, host=host)
     return {
         "model": shape.name,
         "device": machine.name,

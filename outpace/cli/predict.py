@@ -138,8 +138,9 @@ def predict(
     asked = {"prompt": prompt, "context": length, "batch": batch, "rows": sorted({1, *counts})}
     report = predicted(shape, machine, record, calibration, **asked)
     if drafting is not None:
+        host = 0.0 if calibration is None else calibration.timed.host
         other = read(draft_config, **form, cache=kv_dtype) if draft_config else None
-        report["drafter"] = _gains(shape, machine, other, drafting, length, batch)
+        report["drafter"] = _gains(shape, machine, other, drafting, length, batch, host)
     if as_json:
         show.write_json(report)
     else:
@@ -160,17 +161,18 @@ def predict(
         paint(pictures, out, note=show.note)
 
 
-def machine_of(model: str, device: str, threads: int | None) -> tuple[Planned, Device, str]:
-    """A model in the form that ``auto`` takes on a device, the device, and its kind."""
+def machine_of(model: str, device: str, threads: int | None) -> tuple[Planned, Device, str, float]:
+    """A model in the form that ``auto`` takes on a device, the device, its kind, and host work of a step."""
     from outpace.analysis.prediction import devices
     from outpace.analysis.prediction.model import CPU, read
 
     if device == devices.HERE:
         shape = read(model)
-        return shape, _here(shape, threads, "smollm2-135m", False).device, CPU
+        here = _here(shape, threads, "smollm2-135m", False)
+        return shape, here.device, CPU, here.timed.host
     record = devices.find(device)
     shape = read(model, kind=record.kind)
-    return shape, record.device(shape.dtype), record.kind
+    return shape, record.device(shape.dtype), record.kind, 0.0
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:
@@ -263,20 +265,27 @@ def _here(shape: Planned, threads: int | None, model: str, again: bool) -> Calib
 
 
 def _gains(
-    shape: Planned, machine: Device, other: Planned | None, drafting: dict[str, Any], context: int, batch: int
+    shape: Planned,
+    machine: Device,
+    other: Planned | None,
+    drafting: dict[str, Any],
+    context: int,
+    batch: int,
+    host: float,
 ) -> dict[str, Any]:
     from outpace.analysis.prediction.report import gains
-    from outpace.analysis.prediction.speedup import Drafter
+    from outpace.analysis.prediction.speedup import Drafter, Steps
 
-    def over(rows: int) -> float:
-        return shape.seconds(machine, rows=rows, context=context, batch=batch)
-
-    one = over(1)
-    cost = drafting["cost"]
+    steps = Steps(partial(_over, shape, machine, context, batch), host)
+    cost = steps.given(drafting["cost"])
     if other is not None:
-        cost = other.seconds(machine, context=context, batch=batch) / one
+        cost = steps.level(other.seconds(machine, context=context, batch=batch))
     drafter = Drafter(acceptance=drafting["acceptance"], cost=cost, sibling=drafting["sibling"])
-    return gains(drafter, lambda rows: over(rows) / one, drafting["parents"])
+    return gains(drafter, steps.ratio, drafting["parents"])
+
+
+def _over(shape: Planned, machine: Device, context: int, batch: int, rows: int) -> float:
+    return shape.seconds(machine, rows=rows, context=context, batch=batch)
 
 
 def show_report(report: dict[str, Any]) -> None:
@@ -325,7 +334,7 @@ def show_report(report: dict[str, Any]) -> None:
 
 def _show_drafter(drafter: dict[str, Any]) -> None:
     accepted = ", ".join(f"{one:.2f}" for one in drafter["acceptance"])
-    show.write(f"drafter: acceptance {accepted}; a level costs {drafter['cost']:.3f} passes over one row\n")
+    show.write(f"drafter: acceptance {accepted}; a level costs {drafter['cost']:.3f} plain steps\n")
     columns = ("draft", "guesses", "levels", "emitted", "cost of a step", "speed-up")
     named = [("chain", one) for one in drafter["chains"][1 : _SHOWN + 1]]
     named += [("best chain", drafter["best_chain"]), ("best tree", drafter["best_tree"])]
@@ -348,7 +357,9 @@ def _show_drafter(drafter: dict[str, Any]) -> None:
     )
     limit = drafter["break_even_cost"]
     show.write(
-        f"One guess gains up to a cost of {limit:.3f} passes.\n" if limit else "One guess never gains here.\n"
+        f"One guess gains up to a cost of {limit:.3f} plain steps.\n"
+        if limit
+        else "One guess never gains here.\n"
     )
 
 

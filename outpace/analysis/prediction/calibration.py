@@ -8,10 +8,11 @@ An operator takes
     arithmetic  FLOPs / peak + quantized weights / widen;  of attention FLOPs / attend
 
 either the longer of both or their sum. Codes of quantized weights are read while others are computed with;
-plain numbers on a CPU are not. Elsewhere both ways are tried, the longer one with an overhead for
-every operator. Speeds are fitted by least squares of relative errors, all of them positive. One model does
-not tell what quantized weights take to be read from what they take to be widened, so the bandwidth of
-memory is measured apart for them.
+plain numbers on a CPU are not, and a pass takes some time whatever it does. Elsewhere both ways are
+tried, the longer one with an overhead for every operator. Speeds are fitted by least squares of relative
+errors, all of them positive. One model does not tell what quantized weights take to be read from what they
+take to be widened, so the bandwidth of memory is measured apart for them. So is what a step of plain
+decoding does outside of its pass.
 
 Shape letters: P points, K what costs time.
 """
@@ -19,6 +20,7 @@ Shape letters: P points, K what costs time.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -39,12 +41,15 @@ from outpace.analysis.roofline import (
     Device,
     Op,
     medians,
+    now,
     read_bandwidth,
     seconds,
 )
+from outpace.engine.engine import Engine
 from outpace.models.decoder import Decoder
 from outpace.models.measured import file_of, machine, recalled
 from outpace.models.products import works
+from outpace.types import StepRecord
 
 Floats = NDArray[np.float64]
 FREE = 1e21
@@ -55,16 +60,20 @@ _ROUNDS = 30
 
 @dataclass(frozen=True, order=True, slots=True)
 class Point:
-    """A pass: sequences of one batch, rows of each, and committed tokens before them."""
+    """A pass: rows of each sequence, committed tokens before them, and sequences."""
 
     rows: int
     context: int
     batch: int = 1
+    layers: int | None = None
+    """Of a model cut to its first layers; None: of the whole."""
 
 
 POINTS = (Point(1, 64), Point(1, 1024), Point(4, 256), Point(32, 64), Point(32, 1024), Point(1, 256, 8))
 """The six passes that are timed."""
 REPEAT = 7
+_STEPS = 24
+"""Of plain decoding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +84,8 @@ class Timed:
     passes: tuple[tuple[Point, float], ...]
     reads: float
     """Bytes per second that memory gives."""
+    host: float
+    """Seconds of a step of plain decoding outside of its pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,39 +143,65 @@ def calibrated(
         file.unlink(missing_ok=True)
     found = recalled(key, file, _read, make, note)
     assert found is not None
-    passes = [(shape.ops(rows=p.rows, context=p.context, batch=p.batch), spent) for p, spent in found.passes]
+    passes = [(ops_of(shape, point), spent) for point, spent in found.passes]
     device = fit(passes, here, found.reads)
     return Calibration(device=device, timed=found, misfit=misfit(passes, device), fresh=made)
 
 
+def ops_of(shape: Planned, point: Point) -> list[Op]:
+    """Operators of a pass of a model."""
+    whole = shape if point.layers is None else shape.cut(point.layers)
+    return whole.ops(rows=point.rows, context=point.context, batch=point.batch)
+
+
 def time_passes(
-    target: Decoder, points: Sequence[Point], repeat: int = REPEAT, tell: Callable[[int], None] | None = None
+    target: Decoder,
+    points: Sequence[Point],
+    repeat: int = REPEAT,
+    clock: Callable[[torch.device], float] = now,
 ) -> Timed:
     """Time passes in turns, each over a context that its sequences hold already; medians."""
+    cuts = {point.layers for point in points}
+    models = {n: target if n is None else target.variant(layers=range(n)) for n in cuts}
     ready = {}
-    for context in sorted({point.context for point in points}):
-        here = [point for point in points if point.context == context]
-        ready[context] = filled(target, context, max(p.batch for p in here), max(p.rows for p in here))
+    for layers, context in {(point.layers, point.context) for point in points}:
+        here = [point for point in points if (point.layers, point.context) == (layers, context)]
+        most = max(p.batch for p in here), max(p.rows for p in here)
+        ready[layers, context] = filled(models[layers], context, *most)
     runs = [
-        timed(target, cache, slots[: point.batch], point.rows)
+        timed(models[point.layers], cache, slots[: point.batch], point.rows, clock)
         for point in points
-        for cache, slots in [ready[point.context]]
+        for cache, slots in [ready[point.layers, point.context]]
     ]
     before = read_bandwidth(target.device)
-    spent = medians(runs, repeat, tell)
+    spent = medians(runs, repeat)
     # What memory can do: of two moments, before and after, the better one.
     reads = max(before, read_bandwidth(target.device))
-    return Timed(model=target.name, passes=tuple(zip(points, spent, strict=True)), reads=reads)
+    return Timed(
+        model=target.name, passes=tuple(zip(points, spent, strict=True)), reads=reads, host=_host_work(target)
+    )
+
+
+def _host_work(target: Decoder) -> float:
+    """Seconds that a step of plain decoding spends outside of its pass: a median."""
+    steps: list[StepRecord] = []
+    engine = Engine.load(target, drafter="none")
+    engine.listeners.append(steps.append)
+    engine.generate(list(range(16)), temperature=0.0, max_new_tokens=_STEPS, ignore_eos=True)
+    outside = [
+        sum(step.seconds.values()) - sum(step.pass_seconds.values()) for step in steps if not step.prompt
+    ]
+    return max(0.0, statistics.median(outside))
 
 
 def _read(found: Mapping[str, Any]) -> Timed:
     passes = tuple((Point(**point), float(spent)) for point, spent in found["passes"])
     if [point for point, _ in passes] != list(POINTS) or not all(0 < s < 1e6 for _, s in passes):
         raise ValueError("it holds other passes, or times that cannot be")
-    reads = float(found["reads"])
-    if not 0 < reads < FREE:
-        raise ValueError(f"memory cannot give {reads:g} bytes per second")
-    return Timed(model=str(found["model"]), passes=passes, reads=reads)
+    reads, host = float(found["reads"]), float(found["host"])
+    if not (0 < reads < FREE and 0 <= host < 1e3):
+        raise ValueError(f"no memory gives {reads:g} bytes per second, or no step takes {host:g} s")
+    return Timed(model=str(found["model"]), passes=passes, reads=reads, host=host)
 
 
 Passes = Sequence[tuple[Sequence[Op], float]]
@@ -210,7 +247,8 @@ def _fit(passes: Passes, name: str, overlaps: tuple[str, ...], reads: float | No
             attend=attend,
             traffic=traffic,
             widen=widen if reads else None,
-            overhead=overhead,
+            overhead=overhead if ROWS in overlaps else 0.0,
+            call=0.0 if ROWS in overlaps else overhead,
             overlaps=overlaps,
         )
         if after == device:
@@ -223,11 +261,12 @@ def _amounts(
     ops: Sequence[Op], device: Device, overlaps: tuple[str, ...], reads: float | None
 ) -> tuple[list[float], float]:
     """What a pass does of all that takes time, and the seconds of it that are known."""
-    total, known = [0.0] * 6, 0.0
+    launches = ROWS in overlaps
+    total, known = [0.0] * 5 + [0.0 if launches else 1.0], 0.0
     for op in ops:
         attends = op.group == ATTENTION
         work, reading = op.work(device), op.reading(device)
-        total[5] += op.count * (ROWS in overlaps)
+        total[5] += op.count * launches
         if op.group not in overlaps or work >= reading:
             total[2 if attends else 0] += op.count * op.flops
             total[4] += op.count * op.coded * bool(reads)

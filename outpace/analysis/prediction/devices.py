@@ -19,7 +19,7 @@ from outpace.files import parse_json
 
 HERE = "cpu-here"
 _NEEDED = ("title", "kind", "peak", "bandwidth")
-_MORE = ("memory", "source", "overhead", "attend", "traffic", "widen", "overlaps")
+_MORE = ("memory", "source", "overhead", "call", "attend", "traffic", "widen", "overlaps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +37,7 @@ class Record:
     """Bytes; None: not said."""
     source: str = ""
     overhead: float = 0.0
+    call: float = 0.0
     attend: float | None = None
     traffic: float | None = None
     widen: float | None = None
@@ -57,6 +58,7 @@ class Record:
             peak=self.peak[dtype],
             bandwidth=self.bandwidth,
             overhead=self.overhead,
+            call=self.call,
             attend=self.attend,
             traffic=self.traffic,
             widen=self.widen,
@@ -117,6 +119,6 @@ def read_record(name: str, found: Any, where: str = "devices.json") -> Record:
     numbers = {key: found[key] for key in found if key not in ("title", "kind", "peak", "source", "overlaps")}
     for key, value in (*peak.items(), *numbers.items()):
         right = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e30
-        if not right or (value == 0 and key != "overhead"):
+        if not right or (value == 0 and key not in ("overhead", "call")):
             raise RequestError(f"{where}: {key} must be a number above 0, got {shown(value)}")
     return Record(name=name, **(found | {"overlaps": tuple(overlaps)}))

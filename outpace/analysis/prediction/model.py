@@ -85,13 +85,22 @@ class Planned:
             self.config, self.widths, rows=rows, context=context, batch=batch, logits=logits, held=self.held
         )
 
+    def cut(self, layers: int) -> Planned:
+        """The same with its first layers alone."""
+        c = self.config
+        config = replace(
+            c, num_layers=layers, windows=c.windows[:layers], rope_of_layer=c.rope_of_layer[:layers]
+        )
+        held = {name: several if name == "head" else several[:layers] for name, several in self.held.items()}
+        return replace(self, config=config, held=held)
+
     def seconds(self, device: Device, *, rows: int = 1, context: int = 0, batch: int = 1) -> float:
         return seconds(self.ops(rows=rows, context=context, batch=batch), device)
 
 
 def planned(target: Decoder) -> Planned:
     """A model that is loaded, as it is."""
-    forms = [target.quantize] if target.quantize else ["stored", dtype_text(target.dtype)]
+    forms = [target.quantize] if target.quantize else [dtype_text(target.dtype), "stored"]
     places, kind = target.checkpoint.places, target.device.type
     found = [_plan(target.name, target.config, places, form, target.dtype, kind, "auto") for form in forms]
     return min(found, key=lambda one: abs(one.weight_bytes - target.weight_bytes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from outpace.analysis.prediction.calibration import Calibration
@@ -76,7 +76,7 @@ def _device(
         "peak": {planned.dtype: device.peak},
         **{
             name: getattr(device, name)
-            for name in ("bandwidth", "attend", "traffic", "widen", "overhead", "overlaps")
+            for name in ("bandwidth", "attend", "traffic", "widen", "overhead", "call", "overlaps")
             if getattr(device, name) is not None
         },
     }
@@ -85,6 +85,7 @@ def _device(
         fitted = {
             "model": calibration.timed.model,
             "misfit": calibration.misfit,
+            "host_seconds": calibration.timed.host,
             "timed_now": calibration.fresh,
             "passes": [{**asdict(point), "seconds": spent} for point, spent in calibration.timed.passes],
         }
@@ -113,6 +114,9 @@ def _memory(planned: Planned, record: Record | None, length: int, batch: int) ->
 
 def _phase(ops: Sequence[Op], device: Device) -> dict[str, Any]:
     whole = seconds(ops, device)
+    call = Op(name="call", count=1, flops=0, weights=0, moved=0)
+    rest = replace(device, overhead=device.call)
+    rows = [(op, device) for op in ops] + ([(call, rest)] if device.call else [])
     return {
         "seconds": whole,
         "flops": sum(op.count * op.flops for op in ops),
@@ -123,10 +127,10 @@ def _phase(ops: Sequence[Op], device: Device) -> dict[str, Any]:
                 "count": op.count,
                 "flops": op.count * op.flops,
                 "bytes": op.count * (op.weights + op.moved),
-                "bound": bound(op, device),
-                "seconds": op.count * op.seconds(device),
+                "bound": bound(op, on),
+                "seconds": op.count * op.seconds(on),
             }
-            for op in ops
+            for op, on in rows
         ],
     }
 
@@ -143,10 +147,10 @@ def gains(
     """What a drafter gains by the length of a chain, as the best tree, and as one that was asked for.
 
     Args:
-        ratio: rows -> cost of a pass, in passes over one row.
+        ratio: rows -> cost of a step, in steps of plain decoding.
         parents: of the tree that was asked for.
     """
-    found = chains(drafter, ratio)
+    found, tree = chains(drafter, ratio), best_tree(drafter, ratio)
     best = max(found, key=lambda one: one.speedup)
     return {
         "acceptance": list(drafter.acceptance),
@@ -154,7 +158,7 @@ def gains(
         "sibling": drafter.sibling,
         "chains": [_gain(one) for one in found],
         "best_chain": _gain(best),
-        "best_tree": _gain(best_tree(drafter, ratio)) | {"parents": list(best_tree(drafter, ratio).parents)},
+        "best_tree": _gain(tree) | {"parents": list(tree.parents)},
         "tree": None if parents is None else _gain(gain(drafter, ratio, parents)),
         "break_even_cost": break_even(drafter, ratio),
     }

@@ -1,9 +1,9 @@
 """What a drafter gains: chains and trees of guesses, from acceptance and cost.
 
-    speed-up = E[tokens] / (c * levels + v(rows) + o)
+    speed-up = E[tokens] / (c * levels + v(rows))
 
-c is the cost of a level of the draft and v that of the pass that checks it, both in passes over one
-row; o is work outside of passes. E is 1 and the probabilities that each guess is kept:
+c is the cost of a level of the draft and v that of the pass that checks it, both in steps of plain decoding,
+work outside of passes included. E is 1 and the probabilities that each guess is kept:
 
     chain    P_i = a_1 * a_2 * ... * a_i
     tree     the b-th guess of a place is kept where those before it were not: a_d * (1 - s)^(b - 2) * s of
@@ -34,7 +34,7 @@ class Drafter:
     acceptance: tuple[float, ...]
     """By depth: that a guess is kept, given that all before are. The last one goes on."""
     cost: float
-    """Of a level, in passes of the target over one row."""
+    """Of a level, in steps of plain decoding."""
     sibling: float = SIBLING
 
     def __post_init__(self) -> None:
@@ -65,15 +65,14 @@ class Gain:
 
 
 Ratio = Callable[[int], float]
-"""Rows -> cost of a pass, in passes over one row."""
+"""Rows -> cost of a step that checks so many, in steps of plain decoding."""
 
 
-def gain(drafter: Drafter, ratio: Ratio, parents: Sequence[int], overhead: float = 0.0) -> Gain:
+def gain(drafter: Drafter, ratio: Ratio, parents: Sequence[int]) -> Gain:
     """What one tree gains; siblings are guessed in order.
 
     Args:
         parents: of its guesses, each -1 or an earlier guess.
-        overhead: of a step with guesses beyond that of a plain step, in passes over one row.
     """
     reach: list[float] = []
     level: list[int] = []
@@ -89,19 +88,19 @@ def gain(drafter: Drafter, ratio: Ratio, parents: Sequence[int], overhead: float
         parents=tuple(parents),
         levels=deepest,
         emitted=1 + sum(reach),
-        cost=ratio(1 + len(parents)) + drafter.cost * deepest + (overhead if parents else 0.0),
+        cost=ratio(1 + len(parents)) + drafter.cost * deepest,
     )
 
 
-def chains(drafter: Drafter, ratio: Ratio, overhead: float = 0.0) -> list[Gain]:
+def chains(drafter: Drafter, ratio: Ratio) -> list[Gain]:
     """Chains of no guess, of 1, 2, ..."""
-    return [gain(drafter, ratio, range(ROOT, n - 1), overhead) for n in range(LONGEST + 1)]
+    return [gain(drafter, ratio, range(ROOT, n - 1)) for n in range(LONGEST + 1)]
 
 
-def best_tree(drafter: Drafter, ratio: Ratio, overhead: float = 0.0) -> Gain:
+def best_tree(drafter: Drafter, ratio: Ratio) -> Gain:
     """The tree that gains most, of those that take the likeliest guesses first; empty if none gains."""
     found = [
-        gain(drafter, ratio, parents[:n], overhead)
+        gain(drafter, ratio, parents[:n])
         for levels in range(1, DEEPEST + 1)
         for parents in [_likeliest(drafter, levels)]
         for n in range(LARGEST + 1)
@@ -124,3 +123,24 @@ def _likeliest(drafter: Drafter, levels: int) -> list[int]:
             below = -value * drafter.at(level + 1)
             heapq.heappush(ready, (-below, node, level + 1, -value - below))
     return parents
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Costs of steps, from those of passes."""
+
+    over: Callable[[int], float]
+    """Rows -> seconds of a pass of the target."""
+    host: float = 0.0
+    """Seconds of a step outside of its pass; a level of a draft is taken to have as much."""
+
+    def ratio(self, rows: int) -> float:
+        return (self.over(rows) + self.host) / (self.over(1) + self.host)
+
+    def given(self, passes: float) -> float:
+        """A level whose cost is known, in passes of the target over one row."""
+        return passes * self.over(1) / (self.over(1) + self.host)
+
+    def level(self, seconds: float) -> float:
+        """A level whose pass takes so long."""
+        return (seconds + self.host) / (self.over(1) + self.host)
