@@ -245,7 +245,7 @@ def test_the_fit_finds_the_device_that_made_the_times(true):
     assert misfit(passes, found) < 0.015 and found.overlaps == true.overlaps
     for rows, context, batch in product((1, 3, 20), (16, 2000), (1, 5)):
         ops = shape.ops(rows=rows, context=context, batch=batch)
-        assert seconds(ops, found) == pytest.approx(seconds(ops, true), rel=0.05)
+        assert seconds(ops, found) == pytest.approx(seconds(ops, true), rel=0.1)
 
 
 def test_noise_in_six_passes_stays_noise():

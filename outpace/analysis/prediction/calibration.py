@@ -218,7 +218,8 @@ def fit(passes: Passes, name: str, reads: float | None = None) -> Device:
         if reads is None:
             raise ValueError("quantized weights need the bandwidth of memory")
         return _fit(passes, name, (PRODUCT,), reads)
-    found = [_fit(passes, name, overlaps, None) for overlaps in ((), GROUPS)]
+    ways = (((), False), (GROUPS, False), (GROUPS, True))
+    found = [_fit(passes, name, overlaps, None, alike) for overlaps, alike in ways]
     return min(found, key=lambda one: misfit(passes, one))
 
 
@@ -228,10 +229,13 @@ def misfit(passes: Passes, device: Device) -> float:
     return math.sqrt(sum(one * one for one in off) / len(off))
 
 
-def _fit(passes: Passes, name: str, overlaps: tuple[str, ...], reads: float | None) -> Device:
+def _fit(
+    passes: Passes, name: str, overlaps: tuple[str, ...], reads: float | None, alike: bool = False
+) -> Device:
     """The best device of one kind: where an operator's times overlap, its longer side counts.
 
-    Sides are those of the device found so far, until none changes.
+    Sides are those of the device found so far, until none changes. The first one is that whose times add
+    up; with ``alike``, attention is then taken to be as fast as products.
     """
     device = Device(name=name, peak=1.0, bandwidth=reads or 1.0, overlaps=())
     spent_P = np.array([spent for _, spent in passes])
@@ -253,7 +257,7 @@ def _fit(passes: Passes, name: str, overlaps: tuple[str, ...], reads: float | No
         )
         if after == device:
             break
-        device = after
+        device = replace(after, attend=None, traffic=None) if alike and not turn else after
     return device
 
 
