@@ -16,6 +16,7 @@ import json
 import shlex
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise, product
 from pathlib import Path
@@ -26,8 +27,8 @@ import torch
 from outpace import Engine
 from outpace.analysis.prediction.calibration import POINTS, Point, fit, misfit, ops_of, time_passes
 from outpace.analysis.prediction.model import planned
-from outpace.analysis.prediction.speedup import Drafter, gain
-from outpace.analysis.roofline import Device
+from outpace.analysis.prediction.speedup import Drafter, Steps, gain
+from outpace.analysis.roofline import Device, now
 from outpace.bench import report as reports
 from outpace.bench.cases import evenly, fitting
 from outpace.bench.ours import Ours
@@ -46,11 +47,15 @@ FIRST = "smollm2-135m"
 ROWS, CONTEXTS = (1, 2, 3, 6, 12, 24, 48), (128, 512, 1536)
 BATCHES, BATCH_ROWS, BATCH_CONTEXTS = (2, 4, 16), (1, 3), (128, 640)
 PROMPTS = (96, 384, 900)
-LAYERS, LENGTHS = (3, 8, 15), (1, 3)
-"""Of the drafters: the target's first layers; of their chains: guesses."""
+DRAFTERS, LENGTHS = ("draft_model", "quantized_self"), (1, 2, 4)
+"""A small decoder that was trained, and the target itself in int8; guesses of their chains."""
 NEW = 48
 
 Say = Callable[[str], object]
+
+
+def _processor(device: torch.device) -> float:
+    return time.process_time()
 
 
 def points() -> list[Point]:
@@ -68,22 +73,26 @@ def kind(point: Point) -> str:
     return "batches" if point.batch > 1 else "verification"
 
 
-def passes(target: Decoder, repeat: int, devices: dict[str, Device], say: Say) -> list[dict[str, Any]]:
+Fitted = dict[str, tuple[Device, float]]
+"""Model and form of its weights -> the fitted device, and the host work of a step."""
+
+
+def passes(target: Decoder, asked: Any, devices: Fitted, say: Say) -> list[dict[str, Any]]:
     """Time the passes of one model, and predict those that calibrate nothing.
 
     Args:
         devices: receives the fitted device; those of the same form of weights predict as well.
     """
-    shape, asked = planned(target), [*POINTS, *points()]
-    say(f"{target.name}, {shape.form}: {len(asked)} passes, {repeat} rounds")
-    timed = time_passes(target, asked, repeat)
+    shape, wanted = planned(target), [*POINTS, *points()]
+    say(f"{target.name}, {shape.form}: {len(wanted)} passes, {asked.repeat} rounds")
+    timed = time_passes(target, wanted, asked.repeat, _processor if asked.cpu_time else now)
     spent = dict(timed.passes)
 
     known = [(ops_of(shape, point), spent[point]) for point in POINTS]
     own = fit(known, "here", timed.reads)
     say(f"  fitted, off by {misfit(known, own):.1%}: {own}")
-    others = {name: one for name, one in devices.items() if name.split(", ")[1] == shape.form}
-    devices[f"{target.name}, {shape.form}"] = own
+    others = {name: one for name, one in devices.items() if name.rpartition(", ")[2] == shape.form}
+    devices[f"{target.name}, {shape.form}"] = own, timed.host
     return [
         {
             "model": target.name,
@@ -96,42 +105,39 @@ def passes(target: Decoder, repeat: int, devices: dict[str, Device], say: Say) -
             "measured": spent[point],
             "predicted": shape.seconds(device, rows=point.rows, context=point.context, batch=point.batch),
         }
-        for name, device in {target.name: own, **others}.items()
+        for name, (device, _) in {target.name: (own, 0.0), **others}.items()
         for point in points()
     ]
 
 
-def drafters(engine: Engine, device: Device, limit: int, say: Say) -> list[dict[str, Any]]:
-    """Speed-ups of chains that the target's first layers draft: predicted, and measured."""
-    specs = [
-        f"draft_model[model={FIRST} layers={layers} tree=chain tree_size={length}]"
-        for layers, length in product(LAYERS, LENGTHS)
-    ]
+def drafters(engine: Engine, device: Device, host: float, limit: int, say: Say) -> list[dict[str, Any]]:
+    """Speed-ups of chains that decoders draft: predicted from their shapes and acceptance, and measured."""
+    asked = list(product(DRAFTERS, LENGTHS))
+    specs = [f"{name}[tree=chain tree_size={length}]" for name, length in asked]
     target = engine.target
     assert isinstance(target, Decoder)
     shape = planned(target)
-    asked = evenly(fitting(engine, builtin(), NEW), limit)
-    cases = [Case(id=prompt.id, group="all", ids=ids) for prompt, ids in asked]
+    prompts = evenly(fitting(engine, builtin(), NEW), limit)
+    cases = [Case(id=prompt.id, group="all", ids=ids) for prompt, ids in prompts]
     context = round(statistics.mean(len(case.ids) for case in cases) + NEW / 2)
     runner = Runner([Ours(engine, engine.method(spec)) for spec in ("none", *specs)], {})
     session = runner.run(cases, [Settings(max_new_tokens=NEW)])
     rows = {row["method"]: row for row in reports.build(session, here(""))["rows"]}
-    out = []
-    for spec, (layers, length) in zip(specs, product(LAYERS, LENGTHS), strict=True):
-        row = rows[engine.method(spec).spec]
+
+    def over(count: int) -> float:
+        return shape.seconds(device, rows=count, context=context)
+
+    steps, out = Steps(over, host), []
+    for spec, (name, length) in zip(specs, asked, strict=True):
+        method = engine.method(spec)
+        row, model = rows[method.spec], method.preferred.drafter.model  # type: ignore[attr-defined]
         reached = [1.0, *(one or 0.0 for one in row["acceptance_by_depth"])]
         shares = [min(1.0, now / before) if before else 0.0 for before, now in pairwise(reached)] or [0.0]
-        small = planned(target.variant(layers=range(layers)))
-        one = shape.seconds(device, context=context)
-        cost = small.seconds(device, context=context) / one
-        found = gain(
-            Drafter(acceptance=tuple(shares), cost=cost),
-            lambda count, one=one: shape.seconds(device, rows=count, context=context) / one,  # type: ignore[misc]
-            range(-1, length - 1),
-        )
+        cost = steps.level(planned(model).seconds(device, context=context))
+        found = gain(Drafter(acceptance=tuple(shares), cost=cost), steps.ratio, range(-1, length - 1))
         out.append(
             {
-                "drafter": f"the first {layers} layers",
+                "drafter": name,
                 "guesses": length,
                 "acceptance": shares,
                 "cost": cost,
@@ -159,7 +165,7 @@ def render(found: dict[str, Any]) -> str:
         BEGIN,
         "",
         f"{found['cpu']}, {found['threads']} threads, {found['date'][:10]}; medians of {found['repeat']} "
-        "rounds in turns.",
+        f"rounds in turns{', seconds of the processor' if found['cpu_time'] else ''}.",
         "The error of a prediction is its distance from what was measured, as a share of that.",
         "",
         f"**Median error {statistics.median(map(off, every)):.1%}** over {len(every)} figures, none of which "
@@ -178,10 +184,10 @@ def render(found: dict[str, Any]) -> str:
         )
         lines += [
             "",
-            "Speed-ups of chains that some of the target's own layers draft, greedy, "
+            "Speed-ups of chains, with the acceptance of the same run, greedy, "
             f"{drafts[0]['prompts']} built-in prompts, {NEW} tokens:",
             "",
-            "| drafter | guesses | acceptance by depth | cost of a level | emitted, predicted | emitted "
+            "| drafter | guesses | acceptance by depth | cost of a level, in plain steps | emitted, predicted | emitted "
             "| speed-up, predicted | measured |",
             "|---|---|---|---|---|---|---|---|",
         ]
@@ -230,29 +236,31 @@ def replaced(page: str, block: str) -> str:
 
 
 def measure(asked: Any, say: Say) -> dict[str, Any]:
-    devices: dict[str, Device] = {}
+    devices: Fitted = {}
     rows: list[dict[str, Any]] = []
     names = {FIRST: ("auto", "bfloat16"), **{name: ("auto",) for name in asked.more}}
     for name, dtypes in names.items():
         for dtype in dtypes:
             target = Engine.load(name, drafter="none", dtype=dtype).target
             assert isinstance(target, Decoder)
-            rows += passes(target, asked.repeat, devices, say)
+            rows += passes(target, asked, devices, say)
     drafts: list[dict[str, Any]] = []
     if asked.prompts:
         engine = Engine.load(FIRST, drafter="none")
         assert isinstance(engine.target, Decoder)
         form = planned(engine.target).form
-        found = drafters(engine, devices[f"{FIRST}, {form}"], asked.prompts, say)
+        found = drafters(engine, *devices[f"{FIRST}, {form}"], asked.prompts, say)
         drafts = [row | {"form": form, "prompts": asked.prompts} for row in found]
     command = ["python", "tools/predict_figures.py", "--threads", str(torch.get_num_threads())]
     command += ["--repeat", str(asked.repeat), "--prompts", str(asked.prompts)]
+    command += ["--cpu-time"] * asked.cpu_time
     for name in asked.more:
         command += ["--more", Path(name).name]
     return {
         **here(shlex.join(command)),
         "threads": torch.get_num_threads(),
         "repeat": asked.repeat,
+        "cpu_time": asked.cpu_time,
         "passes": rows,
         "drafters": drafts,
     }
@@ -264,6 +272,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--threads", type=int, help="CPU threads; all cores unless given")
     parser.add_argument("--repeat", type=int, default=7, help="rounds of passes (7)")
     parser.add_argument("--prompts", type=int, default=8, help="prompts for drafters (8); 0: no drafters")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="of passes; with one thread, where others run"
+    )
     parser.add_argument("--more", action="append", default=[], metavar="M", help="another model")
     parser.add_argument("--out", type=Path, default=Path("figures.json"), help="where figures are kept")
     parser.add_argument("--from", type=Path, dest="there", help="figures that are there")
