@@ -390,9 +390,13 @@ def _observe(machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Ou
 
 def _learn(machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Outcome]) -> None:
     """Tell the policy what became of its plans."""
-    planned = [(view, one) for i, one in outcomes.items() if (view := parts[i].view) is not None]
+    planned = [
+        (view, one, parts[i].row.warp.ruled)
+        for i, one in outcomes.items()
+        if (view := parts[i].view) is not None
+    ]
     if planned:
-        machine.policy.learn([view for view, _ in planned], [_evidence(one) for _, one in planned])
+        machine.policy.learn([view for view, _, _ in planned], [_evidence(*pair) for _, *pair in planned])
 
 
 def _clock(machine: Machine) -> StepClock:
@@ -403,13 +407,14 @@ def _context(rows: Sequence[StepSequence]) -> int:
     return max((len(row.tokens) for row in rows), default=0)
 
 
-def _evidence(outcome: Outcome) -> Evidence:
+def _evidence(outcome: Outcome, ruled: bool = False) -> Evidence:
     return Evidence(
         outcome.drafter,
         len(outcome.draft),
         max(outcome.draft.depth_N, default=0),
         len(outcome.verdict.kept),
         outcome.verdict.censored,
+        ruled,
     )
 
 
