@@ -151,9 +151,10 @@ class SamplingParams:
                 _check(name, value, allowed, ok, whole)
         if self.thinking_marks and len(self.thinking_marks) not in (2, 3):
             raise RequestError(f"thinking_marks must be two texts, or three, got {self.thinking_marks!r}")
-        for text in (*self.stop, *self.thinking_marks):
-            if not isinstance(text, str) or not text:
-                raise RequestError(f"stop and thinking_marks must hold non-empty strings, got {text!r}")
+        for name in ("stop", "thinking_marks"):
+            for text in getattr(self, name):
+                if not isinstance(text, str) or not text:
+                    raise RequestError(f"{name} must hold non-empty strings, got {text!r}")
         for name, ids in self._id_sets():
             for token in ids:
                 _check(f"{name} (a token id)", token, "at least 0", lambda t: t >= 0, True)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -31,7 +30,9 @@ from outpace.errors import LogitsError, RequestError
 from outpace.law import Law
 from outpace.params import Grammar, Matcher, Processor
 from outpace.params import SamplingParams as SamplingParams
+from outpace.rows import TokenLogprobs as TokenLogprobs
 from outpace.rows import as_float, at_least, best_rows, largest, rank
+from outpace.rows import logprobs as logprobs
 from outpace.types import Draft, Scored
 
 _LARGEST = float(torch.finfo(torch.float32).max)
@@ -112,7 +113,7 @@ class Warp:
 
     @property
     def ruled(self) -> bool:
-        """Whether a grammar, or a budget of thinking, says what may follow."""
+        """Whether a grammar or a budget of thinking says what may follow."""
         return self._matcher is not None
 
     def certain(self, path: Sequence[int] = ()) -> int | None:
@@ -188,7 +189,8 @@ class Warp:
         A flat row is the worst case of top-p: 4.3 ms at temperature 2.
         """
         only = self.certain(path)
-        if only is not None and self._takes(only, id_V):
+        other = self.params.processors or only in self.params.banned_tokens
+        if only is not None and not other and (id_V is None or bool((id_V == only).any())):
             return Law.one_hot(only, as_float(logits_V[:0]).dtype)
         x_V, ids = self._scores(logits_V, path, id_V)
         if self.greedy:
@@ -201,11 +203,6 @@ class Warp:
             prob_S = (x_V[kept] / self._temperature).softmax(0)
             return Law(prob_S, kept if ids is None else ids[kept])
         return Law((x_V / self._temperature).softmax(0), ids)
-
-    def _takes(self, token: int, id_V: Tensor | None) -> bool:
-        """Whether a token that is certain is not left out by anything else."""
-        other = self.params.processors or token in self.params.banned_tokens
-        return not other and (id_V is None or bool((id_V == token).any()))
 
     def _check(self, largest: float, logits_V: Tensor) -> None:
         """Raise unless the largest score of a row, made of these logits, is finite in float32."""
@@ -425,35 +422,6 @@ def finite(largest: float) -> None:
             f"the model's logits are not finite (largest: {largest:g}), so no token can be drawn; "
             "check its weights, or load it in another dtype"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """What the model itself thought of one emitted token."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    """The likeliest tokens, best first, with their log-probabilities."""
-
-
-def logprobs(logits_RV: Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprobs]:
-    """Raw log-probabilities: of the model's distribution before any processor, as vLLM's default.
-
-    Args:
-        logits_RV: for each token the row that it was drawn from.
-        k: alternatives to report; the token itself is among them if it is likely enough.
-
-    Cost: one host sync.
-    """
-    x_RV = as_float(logits_RV)
-    log_RV = x_RV.log_softmax(-1)
-    own_R = log_RV.gather(1, torch.tensor(list(tokens), device=x_RV.device)[:, None])
-    tops = rank(x_RV, None, k, log_RV)
-    return [
-        TokenLogprobs(token, own, tuple(top))
-        for token, own, top in zip(tokens, own_R[:, 0].tolist(), tops, strict=True)
-    ]
 
 
 def _ids(tokens: Collection[int]) -> Tensor:

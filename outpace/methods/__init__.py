@@ -74,7 +74,7 @@ ENTRIES = (
         "drafter",
         "lookup",
         "outpace.methods.grammar.drafter:Grammar",
-        "Drafts what the form of an answer leaves no choice about, before and behind another drafter's guesses",
+        "What the form of an answer leaves no choice about, and another drafter's guesses behind it",
         "Jump-forward decoding of SGLang, arXiv:2312.07104; llguidance's fast-forward tokens",
         auto=True,
     ),

@@ -5,9 +5,9 @@
     inside, and as many as allowed     closing: each token of what closes it is certain
     closing  -- its last token -->     outside
 
-All of it is a function of the path, so a budget is a rule per node of a tree, as a grammar is (it signs
-the contract of `outpace.params.Grammar`). A mark that has begun where the budget ends is gone on with, and not
-begun anew. A section that begins when nothing is left is closed at once. Marks may be several tokens long; they
+All of it is a function of the path, so a budget is a rule per node of a tree, as a grammar is: it signs the
+contract of `outpace.params.Grammar`. A mark that has begun where the budget ends is gone on with, and not
+begun anew. A section that begins when nothing is left is closed at once. Marks may have several tokens; they
 are found as Knuth, Morris and Pratt find words.
 
 With a grammar, thinking comes first: the answer may begin with it, and the grammar with what follows. It says
@@ -182,7 +182,7 @@ class Matcher:
         self._place, self._held, self._body = place, held, body
 
     def _at(self, path: Sequence[int]) -> tuple[Place, tuple[int, ...], bool]:
-        """Where a path leads, the tokens that the grammar has not taken yet, and whether its text has begun."""
+        """Where a path leads, what the grammar has not taken yet, and whether its text has begun."""
         section = self._rule.section
         if self._inner is None:
             return section.walk(self._place, path), (), False

@@ -21,7 +21,6 @@ from torch import Tensor
 from outpace.errors import RequestError
 from outpace.server.structured_output import StructuredOutput
 
-
 _BEFORE = 4
 """Tokens before a text that may be spelled together with it."""
 

@@ -4,26 +4,23 @@
     text    {"name": "Ann
     draft   ", --- "age --- ": --- 3        certain or spelled as usual; then a guess of the other drafter
 
-Under a grammar, or where a budget of thinking ends, often one token alone is allowed. Then p = 1 whatever the
-model says, so that every verifier keeps it, at any temperature; nothing is assumed of the model. Where the text
-is fixed and its spelling is not, the usual spelling is a guess like any other: it is judged, never written.
+Where one token alone is allowed, p = 1 whatever the model says: every verifier keeps it, at any temperature.
+Where the text is fixed and its spelling is not, the usual spelling is a guess: it is judged, never written.
 
-The other drafter goes on behind the span: lookups and language models do, by reading the span and taking it
-back. A drafter that needs the target's features of it drafts where nothing is spelled. Behind what it guesses, the
-form may spell on: the quote and comma after a value are free. Guesses of it that the form forbids are left out
-where they were chosen. What it draws it draws from q under the form, since q and p go through one warp.
+The other drafter goes on behind the span, if it can read the span and take it back, as lookups and language
+models can. One that needs features of the target drafts where nothing is spelled. Behind its guesses the form
+may spell on: the quote after a value is free. Guesses that the form forbids are left out where they were
+chosen. What is drawn is drawn from q under the form, since q and p go through one warp.
 
-Pays where much of an answer is form: keys, braces, enumerations. With free text between two quotes it is the other
-drafter. Requests without a form are not drafted for, where others can.
+Pays where much of an answer is form: keys, braces, enumerations. In requests without a form it takes no part,
+unless nobody else does.
 
-Sources: jump-forward decoding (Zheng et al. 2024, SGLang, arXiv:2312.07104) as speculation; llguidance,
-docs/fast_forward.md.
+Source: jump-forward decoding (Zheng et al. 2024, SGLang, arXiv:2312.07104), as speculation.
 Law: tests/methods/grammar/test_law.py
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -127,10 +124,9 @@ class Grammar(WrappingDrafter[_State]):
         plain = [i for i, (tokens, _) in enumerate(runs) if not tokens]
         behind = [i for i, (tokens, _) in enumerate(runs) if tokens and self._follows]
         drafts = [Draft()] * len(rows)
-        for i, draft in zip(plain, self.drafter.propose([own[i] for i in plain]) if plain else (), strict=True):
-            drafts[i] = draft
+        here = self.drafter.propose([own[i] for i in plain]) if plain else []
         ahead = self._propose_behind([rows[i] for i in behind], [runs[i][0] for i in behind])
-        for i, draft in zip(behind, ahead, strict=True):
+        for i, draft in zip((*plain, *behind), (*here, *ahead), strict=True):
             drafts[i] = draft
         out = []
         for row, run, draft in zip(rows, runs, drafts, strict=True):
@@ -153,7 +149,9 @@ class Grammar(WrappingDrafter[_State]):
         nothing = Scored(torch.empty(0, 0), (0, 0))
         # The pending token was read when it was emitted.
         read = [
-            Outcome(Draft(), nothing, Verdict((), tuple(run)), (row.tokens[-1], *run[:-1]), (), len(row.tokens))
+            Outcome(
+                Draft(), nothing, Verdict((), tuple(run)), (row.tokens[-1], *run[:-1]), (), len(row.tokens)
+            )
             for row, run in zip(rows, runs, strict=True)
         ]
         self.drafter.observe([state.inner for state in states], read)
@@ -197,9 +195,7 @@ def _behind(row: DraftRow[_State], run: list[int]) -> DraftRow[Any]:
     )
     coins = CoinsAhead(row.coins, 1, used, Stream.DRAFT)
     tokens = [*row.tokens, *run]
-    return replace(
-        row, state=row.state.inner, tokens=tokens, warp=warp, budget=left, coins=coins, lease=None
-    )
+    return replace(row, state=row.state.inner, tokens=tokens, warp=warp, budget=left, coins=coins, lease=None)
 
 
 def _as_inner(state: _State, outcome: Outcome) -> Outcome:

@@ -12,9 +12,9 @@ def spell(
 ) -> tuple[list[int], list[float]]:
     """Tokens that must come after a path, one after the other.
 
-    Where one token alone is allowed, it is certain: p = 1, whatever the model says. Where the text is fixed and its
-    spelling is not, the usual spelling is a guess. It is never more than that: another one may be likelier
-    further on, so nothing here is committed without being judged.
+    Where one token alone is allowed, it is certain: p = 1, whatever the model says. Where the text is fixed
+    and its spelling is not, the usual spelling is a guess, and no more: another one may be likelier further
+    on. So nothing here is committed without being judged.
 
     Args:
         path: guesses after the committed text.
