@@ -277,8 +277,10 @@ class Reader:
     def __init__(self, section: Section, begun: Place, tokenizer: Any) -> None:
         self._section, self._place = section, begun
         self._stream = tokenizer.text_stream()
-        self._held: list[tuple[bool, int]] = []
-        """Of tokens that may yet turn out to be a mark: whether they were thinking, and their characters."""
+        self._held: list[tuple[bool, int, int]] = []
+        """Tokens that may yet be a mark: whether they are thinking, their characters, their ids."""
+        self.said: list[int] = []
+        """Tokens of the answer itself, until somebody takes them."""
         self._told: list[tuple[bool | None, int]] = []
         """Labels of characters that were not seen yet: thinking, said, or neither."""
         self._text = ""
@@ -310,15 +312,15 @@ class Reader:
             if before.match < written:
                 self._told.append((True, size))
             else:
-                self._told += [(None, n) for _, n in self._held] + [(None, size)]
+                self._told += [(None, n) for _, n, _ in self._held] + [(None, size)]
                 self._held.clear()
             return
-        self._held.append((before.phase == INSIDE, size))
+        self._held.append((before.phase == INSIDE, size, token))
         crossed = after.phase == (OUTSIDE if before.phase == INSIDE else INSIDE)
         if crossed or (before.phase == OUTSIDE and after.phase == CLOSING):
             mark = section.end if before.phase == INSIDE else section.start
             self._release(len(self._held) - len(mark))
-            self._told += [(None, n) for _, n in self._held]
+            self._told += [(None, n) for _, n, _ in self._held]
             self._held.clear()
         else:
             keep = after.match if after.phase != CLOSING or section.closing == section.end else 0
@@ -326,8 +328,9 @@ class Reader:
 
     def _release(self, count: int) -> None:
         """The first of the held tokens are no mark."""
-        for thinking, size in self._held[: max(0, count)]:
+        for thinking, size, token in self._held[: max(0, count)]:
             self.reasoning_tokens += thinking
+            self.said += [] if thinking else [token]
             self._told.append((thinking, size))
         del self._held[: max(0, count)]
 

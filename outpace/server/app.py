@@ -47,7 +47,9 @@ _PAGE_POLICY = (
 class Server:
     """What the paths of one application share."""
 
-    def __init__(self, service: Service, name: str, limits: Limits) -> None:
+    def __init__(
+        self, service: Service, name: str, limits: Limits, thinking_marks: Sequence[str] = ()
+    ) -> None:
         target = service.engine.target
         self.service, self.name, self.limits = service, name, limits
         self.tokenizer = target.tokenizer
@@ -58,7 +60,7 @@ class Server:
             name, service.stats, dict.fromkeys(service.drafters, True) | dict.fromkeys(service.lossy, False)
         )
         grammars = open_grammars(target.tokenizer, target.vocab_size, service.engine.eos_ids)
-        self.reader = Reader(service, name, limits, grammars)
+        self.reader = Reader(service, name, limits, grammars, thinking_marks)
 
     async def generate(
         self, request: Request, read: Callable[[], ClientRequest], writer: type[Writer]
@@ -182,6 +184,7 @@ def create_app(
     hosts: frozenset[str] | None = None,
     origins: Sequence[str] = (),
     limits: Limits | None = None,
+    thinking_marks: Sequence[str] = (),
 ) -> FastAPI:
     """Put a server in front of a service.
 
@@ -190,6 +193,7 @@ def create_app(
         keys: bearer keys; none lets everybody in.
         hosts: host names that the server answers to; None: any.
         origins: sites whose pages may call the API from a browser; ``*``: all.
+        thinking_marks: as in `SamplingParams`; empty: the model's own, if it has some.
 
     Raises:
         RequestError: a drafter with a store that requests with keys would never use.
@@ -197,7 +201,7 @@ def create_app(
     if keys and not service.share_across_keys:
         check_stores(service.drafters)
     limits = limits or Limits()
-    server = Server(service, name, limits)
+    server = Server(service, name, limits, thinking_marks)
     app = FastAPI(title="outpace", version=__version__, docs_url=None, redoc_url=None)
     app.state.server = server
     # The last one stands outermost: what the guard refuses is counted, and what fails is guarded.

@@ -265,6 +265,8 @@ class Generation(Body):
     """Token id -> what is added to its logit."""
     allowed_token_ids: Ids | None = None
     """If given, nothing else is generated."""
+    thinking_token_budget: int | None = Field(default=None, ge=0)
+    """Most tokens of thinking; then its end is written, and the answer begins."""
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 64)
     """Names the coins: same seed, same settings, same text."""
     n: int | None = Field(default=None, ge=1)
