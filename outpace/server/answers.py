@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from outpace import registry
 from outpace.engine.results import DrafterCounts, Result
 from outpace.sampling import TokenLogprobs
+from outpace.server.errors import ApiError
 from outpace.server.parsing import ClientRequest
 from outpace.server.tool_parser import CallReader, Found
 from outpace.server.trace import Tracer
@@ -35,6 +36,8 @@ class Writer(ABC):
     """``object`` of an answer in one piece."""
     part: ClassVar[str]
     """``object`` of a piece."""
+    named: ClassVar[bool] = False
+    """Whether events of a stream have the name that is their ``type``, and none says that it is over."""
 
     def __init__(self, ask: ClientRequest, model: str, fingerprint: str, tokenizer: Any) -> None:
         self.ask, self._tokenizer = ask, tokenizer
@@ -131,6 +134,15 @@ class Writer(ABC):
         if self._tracer is not None:
             chunk["outpace"] = self._tracer.of(event)
         return chunk
+
+    def pieces(self, event: Tokens) -> list[Json]:
+        """Chunks for new tokens."""
+        piece = self.piece(event)
+        return [] if piece is None else [piece]
+
+    def fault(self, error: ApiError) -> Json:
+        """The last chunk of a stream that broke."""
+        return error.body()
 
     def ending(self, index: int, result: Result) -> list[Json]:
         result = self._shown(result)
