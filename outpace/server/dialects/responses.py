@@ -236,8 +236,10 @@ def as_chat(body: ResponsesBody) -> ChatBody:
             {"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in body.tools
         ]
     choice = body.tool_choice
-    named = isinstance(choice, Named)
-    found["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice  # type: ignore[union-attr]
+    if isinstance(choice, Named):
+        found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    else:
+        found["tool_choice"] = choice
     form = None if body.text is None else body.text.format
     if form is not None:
         if (form.type == "json_schema") != (form.schema_ is not None):
