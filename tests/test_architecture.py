@@ -90,6 +90,9 @@ NAMES = {
     "outpace.bench.peers.contenders": "prompt_lookup",  # an option of transformers and OpenVINO
     "outpace.bench.formats": "reference",  # a field of a file of prompts
     "outpace.bench.workloads": "reference",  # the same
+    "outpace.server.parsing": "grammar",  # a setting of `SamplingParams`
+    "outpace.server.structured_output": "grammar",  # a field of requests
+    "outpace.server.tools": "grammar",  # the same
 }
 """`none` and `auto`, which are no rooms, may be named by all. Texts that hold a name among other words
 are help and examples."""

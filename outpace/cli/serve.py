@@ -84,6 +84,13 @@ def serve(
         "A site, such as https://example.org, whose pages may call the API (CORS). Repeatable.",
         metavar="ORIGIN",
     ),
+    thinking_mark: list[str] | None = _server(
+        None,
+        "What begins and what ends thinking in answers; a third one is written before the end where a budget "
+        "ends. Repeatable.",
+        metavar="TEXT",
+        shown="the model's own",
+    ),
     max_batch: int = _limits(32, "Answers at a time.", least=1),
     max_queue: int = _limits(
         256, "Answers that may wait; what comes then is told to try again later.", least=1
@@ -196,6 +203,7 @@ def serve(
         allowed_hosts=allowed_host or [],
         origins=allowed_origin or [],
         limits=limits,
+        thinking_marks=thinking_mark or [],
     )
 
 

@@ -70,6 +70,15 @@ ENTRIES = (
         auto=True,
     ),
     MethodEntry(
+        "grammar",
+        "drafter",
+        "lookup",
+        "outpace.methods.grammar.drafter:Grammar",
+        "What the form of an answer leaves no choice about, and another drafter's guesses behind it",
+        "Jump-forward decoding of SGLang, arXiv:2312.07104; llguidance's fast-forward tokens",
+        auto=True,
+    ),
+    MethodEntry(
         "lookahead",
         "drafter",
         "lookup",

@@ -48,6 +48,7 @@ _ANSWER = {
     503: "The server is stopping.",
     504: "The answer takes too long.",
 }
+_GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _OWN = {
     "/v1/models/{model}": {404: _BODY[404]},
     "/health": {503: "The server is stopping, or has broken down."},
@@ -77,7 +78,7 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
     found = {**_ALWAYS, **_OWN.get(path, {})}
     if method == "post":
         found |= _BODY
-    if path in ("/v1/completions", "/v1/chat/completions"):
+    if path in _GENERATES:
         found |= _ANSWER
         responses["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
     if path == "/metrics":
