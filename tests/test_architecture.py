@@ -75,6 +75,7 @@ MAY_IMPORT = {
     "serving": "errors clock config registry params stops types coins sampling tree step cache.base"
     " models models.base drafters.base drafters.wrapping verifiers.base policies.base engine",
     "server": "errors config registry params sampling models engine serving",
+    "llm": "errors files engine server serving",
     "cli": "hf kernels errors config files registry params tree models models.base drafters drafters.trained"
     " engine analysis bench train serving server",
     "__main__": "cli",

@@ -187,8 +187,8 @@ def render(found: dict[str, Any]) -> str:
             "Speed-ups of chains, with the acceptance of the same run, greedy, "
             f"{drafts[0]['prompts']} built-in prompts, {NEW} tokens:",
             "",
-            "| drafter | guesses | acceptance by depth | cost of a level, in plain steps | emitted, predicted | emitted "
-            "| speed-up, predicted | measured |",
+            "| drafter | guesses | acceptance by depth | cost of a level, in plain steps "
+            "| emitted, predicted | emitted | speed-up, predicted | measured |",
             "|---|---|---|---|---|---|---|---|",
         ]
         lines += [_draft(row) for row in drafts]

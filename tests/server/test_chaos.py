@@ -56,6 +56,7 @@ LONELY = {
 """Fields whose values rarely mean anything; left out of tame bodies."""
 BEYOND = (
     "more than fit",
+    "pages of memory",
     "give one of them",
     "min_tokens must be at most",
     "best_of must be n",
