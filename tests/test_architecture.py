@@ -91,6 +91,7 @@ NAMES = {
     "outpace.bench.peers.contenders": "prompt_lookup",  # an option of transformers and OpenVINO
     "outpace.bench.formats": "reference",  # a field of a file of prompts
     "outpace.bench.workloads": "reference",  # the same
+    "outpace.server.bounds": "grammar",  # a field of requests
     "outpace.server.parsing": "grammar",  # a setting of `SamplingParams`
     "outpace.server.structured_output": "grammar",  # a field of requests
     "outpace.server.tools": "grammar",  # the same

@@ -184,7 +184,7 @@ def store_place(place: Place, order_O: Tensor | None = None) -> Stored:
 
 
 def _memory(kind: str, outputs: int, inputs: int) -> Tensor:
-    return pages.take(-(-outputs // _GROUP) * _group_bytes(kind, inputs))
+    return pages().take(-(-outputs // _GROUP) * _group_bytes(kind, inputs))
 
 
 def _group_bytes(kind: str, inputs: int) -> int:
