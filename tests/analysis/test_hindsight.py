@@ -7,7 +7,7 @@ import pytest
 from outpace import Engine
 from outpace.analysis import hindsight
 from outpace.analysis.explain import Explained, Step
-from outpace.analysis.hindsight import Priced, Setting, compare, look_back
+from outpace.analysis.hindsight import Priced, Setting, compare, look_back, rising
 from outpace.analysis.recording import Guess, Recorded, record_given
 from outpace.analysis.replay import Device
 from outpace.types import Budget
@@ -109,6 +109,11 @@ def test_passages_end_with_steps_and_add_up(monkeypatch):
     assert passages[0].regret == pytest.approx(0.0) and passages[1].regret > 0.2
     assert passages[1].gained == pytest.approx(5 * 0.011 - drafted)
     assert by_step <= min(whole.values())
+
+
+def test_prices_of_passes_never_fall():
+    assert rising([1.0, 3.0, 2.0, 4.0]) == (1.0, 2.5, 2.5, 4.0)
+    assert rising([3.0, 2.0, 1.0]) == (2.0, 2.0, 2.0) and rising([1.0, 2.0]) == (1.0, 2.0)
 
 
 def test_a_short_end_belongs_to_the_passage_before(monkeypatch):
