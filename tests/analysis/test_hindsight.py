@@ -165,9 +165,8 @@ def test_an_answer_of_an_engine_is_looked_back_on(engine):
     )
     assert sum(parts) == 3 and seen.measured > 0
     assert seen.by_step <= seen.by_passage + 1e-9
-    assert (
-        set(seen.regret) == {"whole", "passages", "steps"} and seen.regret["steps"] >= seen.regret["passages"]
-    )
+    assert set(seen.regret) == {"whole", "passages", "steps"}
+    assert seen.regret["steps"] >= seen.regret["passages"] - 1e-9
     assert seen.passages[0].first == 2 and seen.passages[-1].last == 40
     assert min(seen.whole.values()) <= seen.plain + 1e-9
     again = engine.generate(prompt, drafter="auto", **settings)
