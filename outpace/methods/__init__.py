@@ -70,6 +70,15 @@ ENTRIES = (
         auto=True,
     ),
     MethodEntry(
+        "grammar",
+        "drafter",
+        "lookup",
+        "outpace.methods.grammar.drafter:Grammar",
+        "What the form of an answer leaves no choice about, and another drafter's guesses behind it",
+        "Jump-forward decoding of SGLang, arXiv:2312.07104; llguidance's fast-forward tokens",
+        auto=True,
+    ),
+    MethodEntry(
         "lookahead",
         "drafter",
         "lookup",
@@ -544,6 +553,13 @@ ENTRIES = (
         "lm",
         "outpace.methods.draft_model.export",
         "A plain Llama for everything that loads one",
+    ),
+    MethodEntry(
+        "cross_vocabulary",
+        "pair",
+        "pair",
+        "outpace.methods.cross_vocabulary.pair",
+        "What two vocabularies share, and what a draft model of the one gives a target of the other",
     ),
     MethodEntry(
         "cascade",
