@@ -69,7 +69,9 @@ def test_costs_by_hand_and_lenience(outpace):
     assert ran.code == 0, ran.err
     got = json.loads(ran.out)
     assert got["costs"] == {"draft_model[layers=1 model=tiny]": 0.15}
-    assert got["best"].endswith("lenience=3]")
+    assert got["leniences"] == [3.0]
+    for row in got["configurations"]:
+        assert row["lenience"] == (3.0 if "/" in row["k"] else 1.0), "only inner levels are lenient"
     for row in got["configurations"]:
         alone = row["kind"] == "MaxGram alone"
         assert row["measured"] == pytest.approx(row["measured_emitted"]) if alone else row["measured"] > 0
