@@ -11,7 +11,7 @@ from outpace.methods.cascade.guesses import Origin
 from outpace.types import ROOT, Draft, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
 
-_DOUBT = 8.0
+_DOUBT = 4.0
 """Guesses that must reach a place to count as much as the place before it."""
 
 
