@@ -445,7 +445,7 @@ INLINE void put(const Matrix *m, int64_t group, const float *sums, int64_t count
     }
 }
 
-enum { FEW = 2, TALL_BYTES = 8 };
+enum { FEW = 2, TALL_BYTES = 8, PAGE = 1 << 12 };
 
 /* Some rows, few enough for registers. */
 INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t blocks, Whole w,
@@ -458,6 +458,9 @@ INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t
         const char *head = panel + block_at(kind, b / PER * PER) - head_bytes(kind);
         const int64_t at = b * w.rows + row;
         const char *x = (const char *)(w.x + at * SPAN);
+        /* The processor itself does not look past the end of a page. */
+        for (int line = 0; line < block_bytes(kind); line += 64)
+            __builtin_prefetch(block + PAGE + line, 0, 3);
         ivec q[8];
         read_codes(kind, block, q);
         EACH(half, halves) {
