@@ -116,11 +116,14 @@ def plan(
     rows = []
     promised = [one.predicted() for one in tried]
     for kind in promised[0]:
-        at = max(range(len(tried)), key=lambda i: (promised[i][kind][1].speedup, -i))
+        # Where no inner level reviews, the strict probe alone saw what will be drafted.
+        usable = [i for i in range(len(tried)) if i == 0 or not _strict(promised[i][kind][0])]
+        at = max(usable, key=lambda i: (promised[i][kind][1].speedup, -i))
         rows.append(_row(planner, kind, tried[at], *promised[at][kind]))
     for text in k or ():
         given = planner.read_k(text)
-        one = max(tried, key=lambda one: one.predict(given).speedup)
+        fit = tried[:1] if _strict(given) else tried
+        one = max(fit, key=lambda one: one.predict(given).speedup)
         rows.append(_row(planner, "given", one, given, one.predict(given)))
     if measure:
         specs = [planner.spec_of(levels, planner.read_k(row["k"]), row["lenience"]) for row in rows]
@@ -160,13 +163,17 @@ def plan(
         show.save(out / f"{method}.json", json.dumps(report, indent=1) + "\n")
 
 
+def _strict(k: list[list[int]]) -> bool:
+    """Whether no inner level reviews anything, so that lenience has no meaning."""
+    return not any(any(row) for row in k[1:])
+
+
 def _row(planner: Any, kind: str, found: Any, k: list[list[int]], promise: Any) -> dict[str, Any]:
-    """One configuration of the report. Lenience is left out where no inner level reviews anything."""
-    strict = len([row for row in k if any(row)]) < 2
+    """One configuration of the report."""
     return {
         "kind": kind,
         "k": planner.text_of(k),
-        "lenience": 1.0 if strict else found.lenience,
+        "lenience": 1.0 if _strict(k) else found.lenience,
         "spread": found.spread(k),
         **_numbers(promise),
     }

@@ -83,7 +83,7 @@ class Found:
         ]
         if len(values) < 2:
             return None
-        return (len(values) - 1) * statistics.pstdev(values) / len(values) ** 0.5 / statistics.fmean(values)
+        return (len(values) - 1) ** 0.5 * statistics.pstdev(values) / statistics.fmean(values)
 
     def _seen(self, parts: Mapping[tuple[int, int], Part]) -> Ladder:
         return replace(self.ladder, **_shares(parts, self.ladder.levels))
