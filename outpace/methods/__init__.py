@@ -272,6 +272,15 @@ ENTRIES = (
         trained=True,
     ),
     MethodEntry(
+        "glide",
+        "drafter",
+        "heads",
+        "outpace.methods.glide.drafter:Glide",
+        "A layer that glimpses at the target's own keys and values guesses; trees, T > 0",
+        "Du et al. 2024 (GliDe with a CaPE), arXiv:2402.02082",
+        trained=True,
+    ),
+    MethodEntry(
         "ppd",
         "drafter",
         "heads",
@@ -480,6 +489,13 @@ ENTRIES = (
         "EAGLE's network with two parts as switches",
     ),
     MethodEntry(
+        "glide",
+        "objective",
+        "heads",
+        "outpace.methods.glide.objective:GlideObjective",
+        "One layer that reads keys and values of the target, in blocks",
+    ),
+    MethodEntry(
         "ppd",
         "objective",
         "heads",
@@ -537,6 +553,13 @@ ENTRIES = (
         "lm",
         "outpace.methods.draft_model.export",
         "A plain Llama for everything that loads one",
+    ),
+    MethodEntry(
+        "cross_vocabulary",
+        "pair",
+        "pair",
+        "outpace.methods.cross_vocabulary.pair",
+        "What two vocabularies share, and what a draft model of the one gives a target of the other",
     ),
     MethodEntry(
         "cascade",

@@ -230,7 +230,7 @@ def create_app(
     _api(app, server)
     _tools(app, server)
     _page(app)
-    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    app.openapi = lambda: describe(app, server.reader.bounds)  # type: ignore[method-assign]
     return app
 
 

@@ -18,6 +18,7 @@ from outpace.models.chat import check_messages
 from outpace.models.prompts import check_ids
 from outpace.params import SamplingParams
 from outpace.server import reasoning
+from outpace.server.bounds import Bounds
 from outpace.server.errors import ApiError, too_long
 from outpace.server.limits import Limits
 from outpace.server.reasoning import Reasoning
@@ -191,6 +192,22 @@ class Reader:
                 400, f"tokens holds {wrong}, but ids go from 0 to {self.target.vocab_size - 1}", "tokens"
             )
         return str(self.tokenizer.decode(body.tokens, skip_special=body.skip_special_tokens))
+
+    @property
+    def bounds(self) -> Bounds:
+        """What bodies are checked against, for those who read the description."""
+        limits = self.limits
+        return Bounds(
+            vocab_size=self.target.vocab_size,
+            context=self._most,
+            prompt=min(self._most, self.service.longest - 1, limits.prompt_tokens or self._most),
+            answers=min(limits.answers, self.service.max_queue),
+            new_tokens=limits.new_tokens,
+            logprobs=limits.logprobs,
+            stops=limits.stops,
+            drafters=self.service.drafters,
+            template_keys=tuple(_TAKEN),
+        )
 
     @property
     def _most(self) -> int:
@@ -443,7 +460,7 @@ def _seed(given: int | None) -> int | None:
 
 def _bias(given: Mapping[str, float]) -> dict[int, float]:
     for token in given:
-        if not (token.isascii() and token.isdigit() and len(token) < 19):
+        if not (token.isascii() and token.isdigit() and len(token) < 19 and str(int(token)) == token):
             raise ApiError(
                 400, f"logit_bias: {token[:40]!r} is no token id; give whole numbers from 0", "logit_bias"
             )
