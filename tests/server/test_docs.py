@@ -1,5 +1,6 @@
 """docs/serve.md names every field, figure and limit that there is."""
 
+import importlib
 import json
 import re
 from functools import partial
@@ -58,15 +59,19 @@ def test_every_limit_is_there():
 def here(client, monkeypatch):
     """The client libraries that pages name, into an application in this process."""
 
-    class Here(httpx.BaseTransport):
-        def handle_request(self, request):
-            body = json.loads(request.read())
-            longest = "max_output_tokens" if request.url.path.endswith("responses") else "max_tokens"
-            answer = client.post(request.url.path, {**body, "model": "tiny", longest: 4})
-            return httpx.Response(answer.status_code, json=answer.json())
+    def transport(library):
+        class Here(library.BaseTransport):
+            def handle_request(self, request):
+                body = json.loads(request.read())
+                longest = "max_output_tokens" if request.url.path.endswith("responses") else "max_tokens"
+                answer = client.post(request.url.path, {**body, "model": "tiny", longest: 4})
+                return library.Response(answer.status_code, json=answer.json())
 
-    for library, name in ((openai, "OpenAI"), (anthropic, "Anthropic")):
-        made = partial(getattr(library, name), http_client=httpx.Client(transport=Here()), max_retries=0)
+        return library.Client(transport=Here())
+
+    its = importlib.import_module(anthropic.Timeout.__module__.partition(".")[0])  # httpx, or what follows it
+    for library, name, http in ((openai, "OpenAI", httpx), (anthropic, "Anthropic", its)):
+        made = partial(getattr(library, name), http_client=transport(http), max_retries=0)
         monkeypatch.setattr(library, name, made)
 
 
