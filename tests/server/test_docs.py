@@ -1,8 +1,8 @@
 """docs/serve.md names every field, figure and limit that there is."""
 
-import importlib
 import json
 import re
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def here(client, monkeypatch):
 
         return library.Client(transport=Here())
 
-    its = importlib.import_module(anthropic.Timeout.__module__.partition(".")[0])  # httpx, or what follows it
+    its = sys.modules.get("httpx2", httpx)  # what it stands on, by its version
     for library, name, http in ((openai, "OpenAI", httpx), (anthropic, "Anthropic", its)):
         made = partial(getattr(library, name), http_client=transport(http), max_retries=0)
         monkeypatch.setattr(library, name, made)
