@@ -78,7 +78,7 @@ def plan(
                     weights=one.weights,
                     tokens=count,
                     loss=loss,
-                    loss_interval=fitted.interval(partial(_loss, one.weights, count)),
+                    loss_interval=fitted.loss_interval(one.weights, count),
                     acceptance=bridge.acceptance(loss),
                     cost=cost,
                     guesses=len(gain.parents),
@@ -98,10 +98,6 @@ def _best(bridge: Bridge, steps: Steps, cost: float, weights: float, tokens: flo
 
 def _speedup(draft: Callable[[Law], Gain], law: Law) -> float:
     return draft(law).speedup
-
-
-def _loss(weights: float, tokens: float, law: Law) -> float:
-    return law.loss(weights, tokens)
 
 
 def shapes(points: Sequence[Any]) -> dict[float, Mapping[str, Any]]:

@@ -111,6 +111,14 @@ class Fitted:
         low, high = np.quantile([of(law) for law in self.samples], [0.025, 0.975])
         return float(low), float(high)
 
+    def loss_interval(self, weights: float, tokens: float) -> tuple[float, float]:
+        """Of the loss of a model of this size."""
+        return self.interval(lambda law: law.loss(weights, tokens))
+
+    def number_interval(self, name: str) -> tuple[float, float]:
+        """Of a number of the law, by its name in ``Law.to_json``."""
+        return self.interval(lambda law: law.to_json()[name])
+
 
 def fit(points: Sequence[Point]) -> Law:
     """Least squares.
