@@ -14,6 +14,7 @@ is what else a step took.
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +84,7 @@ class Found:
         ]
         if len(values) < 2:
             return None
-        return (len(values) - 1) ** 0.5 * statistics.pstdev(values) / statistics.fmean(values)
+        return math.sqrt(len(values) - 1) * statistics.pstdev(values) / statistics.fmean(values)
 
     def _seen(self, parts: Mapping[tuple[int, int], Part]) -> Ladder:
         return replace(self.ladder, **_shares(parts, self.ladder.levels))
