@@ -196,10 +196,10 @@ class Replay:
         total, drafting = len(rows_of), 0
         for one, plan in zip(rows_of, plans, strict=True):
             text, position, left = one.walk.at(one.place)
-            nodes = depth = kept = unread = 0
+            nodes = depth = kept = unread = levels = 0
             if plan.drafter != "none" and plan.budget.max_nodes > 0:
                 drafter = text.drafters[plan.drafter]
-                nodes, depth, kept = drafter.draft(position, plan.budget)
+                nodes, depth, kept, levels = drafter.draft(position, plan.budget)
                 kept = min(kept, left - 1)
                 self.by_drafter[plan.drafter] = self.by_drafter.get(plan.drafter, 0) + (nodes > 0)
                 drafting += 1
@@ -208,7 +208,7 @@ class Replay:
                     late += self.device.unread * max(0, unread - USUAL)
                     one.read[plan.drafter] = one.place + text.start
                     count, deepest = users.get(plan.drafter, (0, 0))
-                    users[plan.drafter] = count + 1, max(deepest, depth)
+                    users[plan.drafter] = count + 1, max(deepest, levels)
             total += nodes
             evidence.append(Evidence(plan.drafter, nodes, depth, kept, False))
             emitted = (0,) * (kept + 1)

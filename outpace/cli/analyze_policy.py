@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, AutoOptions, WorkloadOptions, epilog, option, output, spread
 from outpace.config import MethodSpec, split_specs
 from outpace.errors import RequestError
 
@@ -35,7 +35,7 @@ def register(group: typer.Typer) -> None:
 
 def policy(
     *,
-    model: ModelOptions,
+    model: AutoOptions,
     texts: WorkloadOptions,
     file: Path = option(
         ..., "Recorded answers; they are recorded if there is no such file.", "--texts", metavar="FILE"

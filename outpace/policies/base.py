@@ -93,6 +93,9 @@ class Policy(ABC):
 
 def within(budget: Budget, limit: Budget, least: float = 0.0) -> Budget:
     """The budget, cut to what a sequence has room for, and to guesses that are likely enough."""
+    fits = budget.max_nodes <= limit.max_nodes and budget.max_depth <= limit.max_depth
+    if fits and budget.max_rows <= limit.max_rows and budget.least >= least:
+        return budget
     return replace(
         budget,
         max_nodes=min(budget.max_nodes, limit.max_nodes),

@@ -12,19 +12,25 @@ Every cost is a line in two numbers, by least squares that forget (`Line`):
 
 There is a line for each power of two of sequences; a new one begins like its neighbour. A pass is also
 corrected by what passes of so many guesses took lately, for hardware that has free rows up to a number.
+
+Shape letters: R guesses of a pass, from 0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import TypeVar
 
 from outpace.curve import CostCurve, KnownDrafter
-from outpace.policies.tuning import TUNING
+from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import StepRecord
 
 T = TypeVar("T")
+
+MOST = 64
+"""Guesses of one sequence that are priced one by one."""
 
 
 class Line:
@@ -35,9 +41,10 @@ class Line:
         ratio: b / a, likewise.
     """
 
-    __slots__ = ("_high", "_uu", "_uv", "_uy", "_vv", "_vy", "a", "b", "seen")
+    __slots__ = ("_high", "_tuning", "_uu", "_uv", "_uy", "_vv", "_vy", "a", "b", "seen")
 
-    def __init__(self, a: float | None, ratio: float) -> None:
+    def __init__(self, a: float | None, ratio: float, tuning: Tuning = TUNING) -> None:
+        self._tuning = tuning
         self.a = 1.0 if a is None else a
         self.b = ratio * self.a
         self.seen, self._high = 0, False
@@ -56,13 +63,13 @@ class Line:
         Returns:
             What it counts as.
         """
-        most = TUNING.stall * (self.of(u, v) if expected is None else expected)
+        most = self._tuning.stall * (self.of(u, v) if expected is None else expected)
         stalled = self.seen > 2 and y > most
         if stalled and not self._high:
             y = most
         self._high = stalled and not self._high
         self.seen += 1
-        keep, tie = TUNING.remember, self.b / self.a
+        keep, tie = self._tuning.remember, self.b / self.a
         self._uu = keep * self._uu + u * u
         self._uv = keep * self._uv + u * v
         self._vv = keep * self._vv + v * v
@@ -83,14 +90,23 @@ class Line:
 class Passes:
     """Seconds of passes over about so many sequences."""
 
-    __slots__ = ("_off", "_tick", "line", "most", "size")
+    __slots__ = ("_off", "_tick", "_tuning", "line", "most", "size")
 
-    def __init__(self, line: Line, size: int) -> None:
-        self.line, self.size = line, size
+    def __init__(self, line: Line, size: int, tuning: Tuning = TUNING) -> None:
+        self.line, self.size, self._tuning = line, size, tuning
         self.most = 0
         """Guesses of the largest pass."""
         self._tick = 0
         self._off: dict[int, tuple[float, float, int]] = {}  # bin -> weight, over the line's, last seen
+
+    @property
+    def seen(self) -> Iterable[int]:
+        """Bins of which passes were seen."""
+        return self._off
+
+    def of(self, plain: float, more: float, guesses: int) -> float:
+        """Seconds of a pass."""
+        return self.line.of(plain, more) * self.over(_bin(guesses))
 
     def learn(self, plain: float, more: float, guesses: int, seconds: float) -> None:
         """Take in a pass."""
@@ -99,16 +115,19 @@ class Passes:
         self.most = max(self.most, guesses)
         over = seconds / self.line.of(plain, more)
         weight, mean, last = self._off.get(_bin(guesses), (0.0, 1.0, 0))
-        weight = 1.0 + weight * TUNING.remember ** (self._tick - last)
+        weight = 1.0 + weight * self._tuning.remember ** (self._tick - last)
         self._off[_bin(guesses)] = weight, mean + (over - mean) / weight, self._tick
 
-    def of(self, plain: float, more: float, guesses: int) -> float:
-        """Seconds of a pass."""
-        weight, mean, last = self._off.get(_bin(guesses), (0.0, 1.0, 0))
-        weight *= TUNING.remember ** (self._tick - last)
-        return self.line.of(plain, more) * (1.0 + (mean - 1.0) * weight / (weight + 1.0))
+    def over(self, found: int) -> float:
+        """What passes of a bin take, over the line's value."""
+        if found not in self._off:
+            return 1.0
+        weight, mean, last = self._off[found]
+        weight *= self._tuning.remember ** (self._tick - last)
+        return 1.0 + (mean - 1.0) * weight / (weight + 1.0)
 
 
+@cache
 def _bin(guesses: int) -> int:
     return guesses if guesses < 6 else 6 + int(4.0 * math.log2(guesses / 6.0))
 
@@ -124,12 +143,14 @@ class Costs:
         curve: of the target, on this machine; see ``outpace bench passes``.
     """
 
-    def __init__(self, curve: CostCurve | None = None) -> None:
+    def __init__(self, curve: CostCurve | None = None, tuning: Tuning = TUNING) -> None:
+        self._tuning = tuning
         self._known: dict[str, KnownDrafter] = {}
         self._names: dict[str, str] = {}  # method spec -> the one that it was measured as
         self._supposed: dict[str, float] = {}
         self._drafts: dict[str, dict[int, Line]] = {}
         self._rest: dict[int, Line] = {}
+        self._lately: dict[int, tuple[float, float]] = {}  # power -> tokens, seconds
         self.start(curve)
 
     def start(self, curve: CostCurve | None) -> None:
@@ -139,7 +160,7 @@ class Costs:
         """
         self._fill: Callable[[], object] | None = None
         self._curve = curve
-        self._table: dict[tuple[int, int, int], float] = {}
+        self._table: dict[tuple[int, int], list[float]] = {}
         self._passes: dict[int, Passes] = {}
 
     def later(self, fill: Callable[[], object]) -> None:
@@ -181,36 +202,45 @@ class Costs:
         self._begin()
         return self._curve is not None or bool(self._passes)
 
-    def passed(self, rows: int, context: int, batch: int) -> float:
-        """Seconds of a pass.
+    def passes(self, rows: int, context: int, batch: int) -> list[float]:
+        """Seconds of a pass, and of passes over 1, 2, ... rows more: as many as are foreseen.
 
         Args:
             rows: of all sequences together, at least ``batch``.
             context: committed tokens of each.
             batch: sequences, at least 1.
         """
-        self._begin()
-        return self._of(batch).of(*self._parts(rows, context, batch), rows - batch)
+        first, most = rows - batch, min(MOST, self.most(batch))
+        shape_R, found = self._shape(context, batch, first + most), self._of(batch)
+        plain, a, b = shape_R[0], found.line.a, found.line.b
+        over = {place: found.over(place) for place in found.seen}
+        return [
+            (a * plain + b * (shape_R[n] - plain)) * over.get(_bin(n), 1.0)
+            for n in range(first, first + most + 1)
+        ]
+
+    def passed(self, rows: int, context: int, batch: int) -> float:
+        """Seconds of a pass; arguments as of ``passes``."""
+        shape_R, guesses = self._shape(context, batch, rows - batch), rows - batch
+        return self._of(batch).of(shape_R[0], shape_R[guesses] - shape_R[0], guesses)
 
     def most(self, batch: int) -> int:
         """Guesses of a pass whose cost is foreseen: by a curve all, else twice of what was tried."""
+        self._begin()
         if self._curve is not None:
             return 1 << 20
         found = self._passes.get(_power(batch))
-        return max(TUNING.first, batch // 4, 2 * found.most if found else 0)
+        return max(self._tuning.first, batch // 4, 2 * found.most if found else 0)
+
+    def lately(self, batch: int) -> float:
+        """Tokens per second of steps of about so many sequences; 0 before the first."""
+        tokens, seconds = self._lately.get(batch.bit_length(), (0.0, 0.0))
+        return tokens / seconds if seconds else 0.0
 
     def price(self, drafter: str, sequences: int = 1) -> float:
         """Seconds of a level of so many sequences together; of a call each, where no model runs."""
         self._begin()
         return self._draft(drafter, sequences).a
-
-    def late(self, drafter: str, tokens: int) -> float:
-        """Seconds that a draft takes once because it reads so many tokens of a sequence first."""
-        return self._draft(drafter, 1).b * tokens if tokens else 0.0
-
-    def timed(self, drafter: str) -> int:
-        """How many steps the price of a drafter rests on."""
-        return sum(line.seen for line in self._drafts.get(drafter, {}).values())
 
     def rest(self, sequences: int) -> tuple[float, float]:
         """Seconds of judging and committing: of a step, and more for each sequence that drafts."""
@@ -224,14 +254,20 @@ class Costs:
             return
         power, guesses = _power(count), max(0, record.passed_rows - count)
         passes = self._passes[power] = self._of(count)
-        passes.learn(*self._parts(count + guesses, record.context, count), guesses, seconds["score"])
+        shape_R = self._shape(record.context, count, guesses)
+        passes.learn(shape_R[0], shape_R[guesses] - shape_R[0], guesses, seconds["score"])
         asked = {row.sequence: row.drafter for row in record.rows if row.drafter != "none"}
         spent = seconds.get("judge", 0.0) + seconds.get("commit", 0.0)
         if power not in self._rest:
             near = _nearest(self._rest, power)
-            self._rest[power] = Line(None, TUNING.level if near is None else near.b / near.a)
+            ratio = self._tuning.level if near is None else near.b / near.a
+            self._rest[power] = Line(None, ratio, self._tuning)
         self._rest[power].learn(1.0, float(len(asked)), spent)
         self._watch_draft(asked, record)
+        keep, size = self._tuning.remember, count.bit_length()
+        tokens, took = self._lately.get(size, (0.0, 0.0))
+        tokens = keep * tokens + sum(len(row.emitted) for row in record.rows)
+        self._lately[size] = tokens, keep * took + sum(seconds.values())
 
     def _watch_draft(self, asked: Mapping[int, str], record: StepRecord) -> None:
         """Learn a price, if the seconds of drafting can be laid to one drafter."""
@@ -247,12 +283,12 @@ class Costs:
         mine = [row for row in record.rows if row.drafter == name]
         power, line = _power(len(mine)), self._draft(name, len(mine))
         lines = self._drafts.setdefault(name, {})
+        fresh = not lines and self._find(name) is None
         if power not in lines:
-            line = lines[power] = Line(line.a, line.b / line.a)
+            line = lines[power] = Line(line.a, line.b / line.a, self._tuning)
         units, tokens = float(record.draft_levels or len(mine)), float(sum(row.num_uncached for row in mine))
-        if self.timed(name) == 0 and self._find(name) is None:
-            # The first draft warms up; a price that forbids a second one would stay.
-            spent = min(spent, TUNING.stall * line.of(units, tokens))
+        if fresh:  # the first draft warms up; a price that forbids a second one would stay
+            spent = min(spent, self._tuning.stall * line.of(units, tokens))
         line.learn(units, tokens, spent)
 
     def _draft(self, name: str, sequences: int) -> Line:
@@ -261,9 +297,9 @@ class Costs:
         if found is not None:
             return found
         known, plain = self._find(name), self.passed(1, 0, 1)
-        supposed = self._supposed.get(name, TUNING.level * plain)
+        supposed = self._supposed.get(name, self._tuning.level * plain)
         level = supposed if known is None else known.level or known.call
-        return Line(level or 0.005 * plain, 1.0 / 64.0)
+        return Line(level or 0.005 * plain, 1.0 / 64.0, self._tuning)
 
     def _of(self, batch: int) -> Passes:
         """Passes over about so many sequences; at first like the nearest."""
@@ -272,25 +308,23 @@ class Costs:
             return found
         near = _nearest(self._passes, _power(batch))
         if near is None:
-            return Passes(Line(None, TUNING.row if self._curve is None else 1.0), batch)
+            ratio = self._tuning.row if self._curve is None else 1.0
+            return Passes(Line(None, ratio, self._tuning), batch, self._tuning)
         a, b = near.line.a, near.line.b
         if self._curve is None:
             a = max(0.2 * a, a + b * (batch - near.size))
-        return Passes(Line(a, b / a), batch)
+        return Passes(Line(a, b / a, self._tuning), batch, self._tuning)
 
-    def _parts(self, rows: int, context: int, batch: int) -> tuple[float, float]:
-        """Of a pass without guesses, and what guesses add, by the curve alone."""
+    def _shape(self, context: int, batch: int, guesses: int) -> Sequence[float]:
+        """Passes with 0, 1, 2, ... guesses, by the curve alone; as many at least."""
         self._begin()
         if self._curve is None:
-            return 1.0, float(rows - batch)
-        plain = self._plain(self._curve, batch, context, batch)
-        return plain, self._plain(self._curve, rows, context, batch) - plain if rows > batch else 0.0
-
-    def _plain(self, curve: CostCurve, rows: int, context: int, batch: int) -> float:
-        key = (rows, context // 64, batch)
-        found = self._table.get(key)
-        if found is None:
-            found = self._table[key] = curve.seconds(rows / batch, 64 * key[1], batch)
+            return range(1, guesses + 2)
+        if len(self._table) > 256:
+            self._table.clear()
+        found = self._table.setdefault((context // 64, batch), [])
+        for more in range(len(found), guesses + 1):
+            found.append(self._curve.seconds(1 + more / batch, 64 * (context // 64), batch))
         return found
 
 

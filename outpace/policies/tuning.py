@@ -35,5 +35,8 @@ class Tuning:
     quiet: int = 4
     """A sequence without drafts is left out of at most 2 to this power steps, fewer in small batches."""
 
+    renew: int = 8
+    """Steps for which prices hold at most."""
+
 
 TUNING = Tuning()

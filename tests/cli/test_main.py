@@ -39,7 +39,7 @@ OPTIONS = {
         --stop-token-id --temperature --threads --top-k --top-p --tree --tree-size --verifier
     """,
     "doctor": """
-        -d -m -o -w --device --draft-model --drafter-anyway --drafter --dtype --help --json --limit
+        -d -m -o -w --device --drafter --dtype --help --json --limit
         --max-new-tokens --model --out --quantize --threads --workload
     """,
     "serve": """
@@ -61,7 +61,7 @@ OPTIONS = {
     """,
     "bench compare": "--help --json",
     "bench passes": """
-        -d -m --batches --contexts --device --draft-model --drafter-anyway --drafters --dtype --help
+        -d -m --batches --contexts --device --drafter-anyway --drafters --dtype --help
         --json --model --out --quantize --repeat --rows --threads
     """,
     "bench serve": """
@@ -72,11 +72,11 @@ OPTIONS = {
     """,
     "analyze": "-h --help",
     "analyze acceptance": """
-        -d -m -o -t -w --device --draft-model --drafter-anyway --drafter --dtype --help --json
+        -d -m -o -t -w --device --drafter-anyway --drafter --dtype --help --json
         --limit --max-new-tokens --model --out --quantize --temperature --threads --workload
     """,
     "analyze cascade": """
-        -l -m -o -t -w --alpha --cost --device --draft-model --drafter-anyway --dtype --help --json
+        -l -m -o -t -w --alpha --cost --device --drafter-anyway --dtype --help --json
         --k --lenience --levels --limit --max-new-tokens --measure --model --out --quantize
         --temperature --theory --threads --workload
     """,
@@ -91,12 +91,12 @@ OPTIONS = {
         --threads --workload
     """,
     "analyze shape": """
-        -d -m -o -t -w --depth --device --draft-model --drafter-anyway --drafter --dtype --help
+        -d -m -o -t -w --depth --device --drafter-anyway --drafter --dtype --help
         --json --limit --max-new-tokens --model --nodes --out --quantize --temperature --threads
         --workload
     """,
     "train": """
-        -m -o -s --device --draft-model --drafter-anyway --dry-run --dtype --help --json --model
+        -m -o -s --device --dry-run --dtype --help --json --model
         --only-data --out --prompts --quantize --resume --self-prompts --set --start --texts
         --threads --tokens --work
     """,
