@@ -260,9 +260,8 @@ def _plan(machine: Machine, rows: Sequence[StepSequence]) -> tuple[list[Plan], l
             room,
             row.coins(Stream.POLICY),
             preview,
-            {} if least is None else {one: _num_uncached(machine, row, one) for one in row.members},
         )
-        for row, room, preview, least in zip(rows, room_B, previews_B, least_B, strict=True)
+        for row, room, preview in zip(rows, room_B, previews_B, strict=True)
     ]
     plans = machine.policy.plan(views, load)
     for view, plan in zip(views, plans, strict=True):
@@ -319,10 +318,7 @@ def _draft_row(
 
 
 def _previews(
-    machine: Machine,
-    rows: Sequence[StepSequence],
-    room_B: Sequence[Budget],
-    least_B: Sequence[float | None],
+    machine: Machine, rows: Sequence[StepSequence], room_B: Sequence[Budget], least_B: Sequence[float | None]
 ) -> list[dict[str, Sequence[float]]]:
     """What every drafter would propose to every row, of those that can tell."""
     previews: list[dict[str, Sequence[float]]] = [{} for _ in rows]

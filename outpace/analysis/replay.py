@@ -255,21 +255,17 @@ class Replay:
         text, position, left = one.walk.at(one.place)
         least = self.policy.asks(one.state, load)
         previews: dict[str, Sequence[float]] = {}
-        unread: dict[str, int] = {}
         if least is not None:
             for spec, drafter in text.drafters.items():
                 if drafter.previews_P is not None:
                     told = drafter.previews_P[position]
                     previews[spec] = [chance for chance in told if chance >= least][: max(0, left - 1)]
-                if drafter.passes:
-                    unread[spec] = one.place + text.start - one.read.get(spec, 0)
         row = PolicyRow(
             one.state,
             {spec: drafter.budget for spec, drafter in text.drafters.items()},
             Budget(_ROOMY, left - 1) if left > 1 else NOTHING,
             KeyedCoins(one.number, one.place, Stream.POLICY),
             previews,
-            unread,
         )
         return row, 0 if least is None else 1
 

@@ -200,7 +200,9 @@ def _chain(after: After[N], start: N, budget: Budget, owner: int | None) -> Draf
         now = expected / assumed(1 + count)
         if now >= worth:
             worth, length = now, count
-    return Draft.chosen(tokens[:length], memo=Chances(tuple(own[:length]), worth, owner)) if tokens else Draft()
+    return (
+        Draft.chosen(tokens[:length], memo=Chances(tuple(own[:length]), worth, owner)) if tokens else Draft()
+    )
 
 
 def _best(

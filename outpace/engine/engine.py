@@ -359,10 +359,11 @@ class Engine:
         seeded = (method.deterministic and request.reference is None) or all(
             one.reproduces for one in (verifier, *judges.values())
         )
+        warp = Warp(params, ids, self.eos_ids, self.target.vocab_size)
         return ActiveSequence(
             number=self._count,
             request=request,
-            warp=Warp(params, ids, self.eos_ids, self.target.vocab_size),
+            warp=warp,
             stops=StopChecker(params, self.eos_ids, text),
             coins=key_of(request.seed, ids) if seeded else secrets.randbits(64),
             slot=slot,
@@ -373,7 +374,7 @@ class Engine:
                     for name, one in method.members.items()
                 },
                 verifier=verifier,
-                policy_state=method.policy.begin(),
+                policy_state=method.policy.begin(request.key, warp.greedy),
                 lossless=method.lossless(verifier),
             ),
             max_positions=self.target.longest(ids),

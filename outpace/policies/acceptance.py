@@ -5,21 +5,20 @@ was kept is compared with what was stated, over all texts and over the text at h
 
     chance = stated * (kept + w) / (stated + w) of all texts * (kept + w) / (expected + w) of this one
 
-Over all texts each kind of guess counts by itself: a lookup's by how sure it was, another's by the level and
-the width of its tree. A kind of which little is known is taken to be like the next wider one. Of one text
-there is too little for that, so one factor serves a drafter.
+Over all texts each level of a tree of each width counts by itself; one of which little is known is taken to
+be like the same level of other trees. Of one text there is too little for that: one factor serves a drafter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import Budget
 
 Kind = tuple[int, ...]
-"""Of a guess; each part narrows it down."""
+"""Of a guess: its level, and the width of its tree. Each part narrows it down; () are all."""
 
 
 class Ratio:
@@ -32,10 +31,6 @@ class Ratio:
             raise ValueError(f"need counts, got {kept} and {expected}")
         self.kept, self.expected = float(kept), float(expected)
 
-    def value(self, doubt: float, before: float = 1.0) -> float:
-        """Above 1 where more was kept than expected; ``before`` while nothing was seen."""
-        return (self.kept + doubt * before) / (self.expected + doubt)
-
     def add(self, kept: float, expected: float, most: float) -> None:
         """Take in what was kept; of all that was seen at most so much stays."""
         self.kept += kept
@@ -46,36 +41,22 @@ class Ratio:
             self.expected *= most / total
 
 
-class Tally:
+class Tally(dict[Kind, Ratio]):
     """A ratio for each kind of thing, and for all wider kinds."""
 
-    __slots__ = ("_of", "_tuning")
-
-    def __init__(self, tuning: Tuning) -> None:
-        self._tuning = tuning
-        self._of: dict[Kind, Ratio] = {}
-
-    def ratio(self, kind: Kind) -> float:
-        value, doubt = 1.0, self._tuning.doubt
+    def ratio(self, kind: Kind, doubt: float) -> float:
+        """Above 1 where more was kept than expected; that of the wider kind while nothing was seen."""
+        value = 1.0
         for end in range(len(kind) + 1):
-            one = self._of.get(kind[:end])
+            one = self.get(kind[:end])
             if one is not None:
                 value = (one.kept + doubt * value) / (one.expected + doubt)
         return value
 
-    def add(self, kind: Kind, kept: float, expected: float) -> None:
+    def add(self, kind: Kind, kept: float, expected: float, most: float) -> None:
+        """Take in what was kept of such a thing."""
         for end in range(len(kind) + 1):
-            one = self._of.get(kind[:end])
-            if one is None:
-                one = self._of[kind[:end]] = Ratio()
-            one.add(kept, expected, self._tuning.pool)
-
-    def to_json(self) -> list[Any]:
-        return [[list(kind), one.kept, one.expected] for kind, one in self._of.items()]
-
-    def read(self, data: Sequence[Any]) -> None:
-        """Take what ``to_json`` gave; ValueError or TypeError if it is something else."""
-        self._of = {tuple(map(int, kind)): Ratio(*pair) for kind, *pair in data}
+            self.setdefault(kind[:end], Ratio()).add(kept, expected, most)
 
 
 class Pool:
@@ -83,45 +64,55 @@ class Pool:
 
     Args:
         kept_D: what was measured beforehand: by level, drafts that were kept there,
-        tried_D: and those that were tried. They count as at most a tenth of what is remembered.
+        tried_D: and those that were tried. They count no more than one text does.
     """
 
     def __init__(
         self, tuning: Tuning = TUNING, kept_D: Sequence[float] = (), tried_D: Sequence[float] = ()
     ) -> None:
-        self.kept, self.levels, self.nodes = Tally(tuning), Tally(tuning), Tally(tuning)
+        self._tuning = tuning
+        self.tallies = Tally(), Tally(), Tally()
         """Guesses kept; levels that drafts had, of those asked for; their nodes, over the levels."""
         self.seen = 0
         """Grows with every draft."""
         for level, (hits, tries) in enumerate(zip(kept_D, tried_D, strict=True)):
-            scale = min(1.0, 0.1 * tuning.pool / tries) if tries else 0.0
-            self.kept.add((level,), hits * scale, tuning.hope * tries * scale)
+            scale = min(1.0, tuning.text / tries) if tries else 0.0
+            self.tallies[0].add((level,), hits * scale, tuning.hope * tries * scale, tuning.text)
 
-    def sizes(self, width: int, depth: int) -> tuple[list[float], list[float]]:
+    def ratio(self, kind: Kind = ()) -> float:
+        """Guesses kept, over those that were stated."""
+        return self.tallies[0].ratio(kind, self._tuning.doubt)
+
+    def add(self, kept: float, stated: float, kind: Kind = ()) -> None:
+        """Take in what was kept of such guesses."""
+        self.tallies[0].add(kind, kept, stated, self._tuning.pool)
+
+    def sizes(self, width: int, depth: int) -> list[tuple[float, float]]:
         """Nodes and levels of trees cut at depth 1, 2, ...: a drafter may stop earlier by itself."""
-        each, reached, levels, levels_D = self.nodes.ratio((width,)), 1.0, 0.0, []
+        (_, levels, nodes), doubt = self.tallies, self._tuning.doubt
+        each, reached, total, found = nodes.ratio((width,), doubt), 1.0, 0.0, []
         for level in range(depth):
-            reached *= self.levels.ratio((level, width)) if level else 1.0
-            levels += reached
-            levels_D.append(levels)
-        return [min(float(width), levels * each) for levels in levels_D], levels_D
+            reached *= levels.ratio((level, width), doubt) if level else 1.0
+            total += reached
+            found.append((min(float(width), total * each), total))
+        return found
 
     def grew(self, width: int, depth: int, nodes: int, levels: int) -> None:
         """Take in how large a tree became that might have had ``depth`` levels."""
         for level in range(min(depth, levels + 1)):
-            self.levels.add((level, width), level < levels, 1.0)
-        self.nodes.add((width,), nodes, levels)
+            self.tallies[1].add((level, width), level < levels, 1.0, self._tuning.pool)
+        self.tallies[2].add((width,), nodes, levels, self._tuning.pool)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> list[Any]:
         """Plain data, for ``from_json``."""
-        return {name: getattr(self, name).to_json() for name in ("kept", "levels", "nodes")}
+        return [[[[*kind], x.kept, x.expected] for kind, x in one.items()] for one in self.tallies]
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], tuning: Tuning = TUNING) -> Pool:
+    def from_json(cls, data: Any, tuning: Tuning = TUNING) -> Pool:
         """Read what ``to_json`` gave; ValueError, TypeError or KeyError if it is something else."""
         pool = cls(tuning)
-        for name in ("kept", "levels", "nodes"):
-            getattr(pool, name).read(data[name])
+        for one, lines in zip(pool.tallies, data, strict=True):
+            one.update({tuple(map(int, kind)): Ratio(*pair) for kind, *pair in lines})
         return pool
 
 
@@ -132,9 +123,8 @@ def asks(budget: Budget) -> list[tuple[int, int]]:
         depth_N: list[int] = []
         for parent in budget.shape.parent_N[:most]:
             depth_N.append(1 if parent < 0 else depth_N[parent] + 1)
-        return [
-            (sum(d <= n for d in depth_N), n) for n in range(1, min(deepest, max(depth_N, default=0)) + 1)
-        ]
+        levels = range(1, min(deepest, max(depth_N, default=0)) + 1)
+        return [(sum(d <= n for d in depth_N), n) for n in levels]
     if not budget.shape.beam:
         return [(n, n) for n in range(1, min(most, deepest) + 1)]
     found, nodes = [], most

@@ -28,8 +28,6 @@ class PolicyRow:
     previews: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Drafter -> what it would propose now, see ``Drafter.preview``; without those that cannot tell.
     Filled for ``plan`` alone, if the policy ``reads_previews``."""
-    num_uncached: Mapping[str, int] = field(default_factory=dict)
-    """Drafter -> committed tokens that it reads before it guesses; likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +62,13 @@ class Policy(ABC):
         self.costs = Costs()
         """What passes and drafts cost. The engine puts its own in and keeps it up to date."""
 
-    def begin(self) -> Any:
-        """State of a new sequence; None where the policy keeps none."""
+    def begin(self, key: str = "", greedy: bool = True) -> Any:
+        """State of a new sequence; None where the policy keeps none.
+
+        Args:
+            key: whose it is. What sequences of a key teach serves those of the same key alone.
+            greedy: whether its temperature is 0.
+        """
         return None
 
     def asks(self, state: Any, load: Load) -> float | None:

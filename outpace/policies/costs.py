@@ -8,10 +8,11 @@ Every cost is a line in two numbers, by least squares that forget (`Line`):
 
     seconds of a pass   = a * plain  + b * more     of rows without and with guesses, see ``start``
     seconds of a draft  = a * levels + b * tokens   that the drafter reads first
-    seconds of the rest = a          + b * sequences that draft
+    seconds of the rest = a                         judging and committing
 
 There is a line for each power of two of sequences; a new one begins like its neighbour. A pass is also
 corrected by what passes of so many guesses took lately, for hardware that has free rows up to a number.
+Nothing of this outlives the process: prices that were learned on a busy machine cost no later answer.
 
 Shape letters: R guesses of a pass, from 0.
 """
@@ -19,18 +20,15 @@ Shape letters: R guesses of a pass, from 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TypeVar
 
 from outpace.curve import CostCurve, KnownDrafter
 from outpace.policies.tuning import TUNING, Tuning
-from outpace.types import StepRecord
+from outpace.types import RowRecord, StepRecord
 
 T = TypeVar("T")
-
-MOST = 64
-"""Guesses of one sequence that are priced one by one."""
 
 
 class Line:
@@ -45,7 +43,7 @@ class Line:
 
     def __init__(self, a: float | None, ratio: float, tuning: Tuning = TUNING) -> None:
         self._tuning = tuning
-        self.a = 1.0 if a is None else a
+        self.a = 1.0 if a is None else max(a, 1e-9)
         self.b = ratio * self.a
         self.seen, self._high = 0, False
         self._uu = 0.0 if a is None else 1.0
@@ -88,41 +86,30 @@ class Line:
 
 
 class Passes:
-    """Seconds of passes over about so many sequences."""
+    """Seconds of passes over about so many sequences: a line, and by bins of guesses what it misses."""
 
     __slots__ = ("_off", "_tick", "_tuning", "line", "most", "size")
 
-    def __init__(self, line: Line, size: int, tuning: Tuning = TUNING) -> None:
+    def __init__(self, line: Line, size: int, tuning: Tuning) -> None:
         self.line, self.size, self._tuning = line, size, tuning
-        self.most = 0
-        """Guesses of the largest pass."""
-        self._tick = 0
+        self.most = self._tick = 0  # guesses of the largest pass; passes
         self._off: dict[int, tuple[float, float, int]] = {}  # bin -> weight, over the line's, last seen
-
-    @property
-    def seen(self) -> Iterable[int]:
-        """Bins of which passes were seen."""
-        return self._off
-
-    def of(self, plain: float, more: float, guesses: int) -> float:
-        """Seconds of a pass."""
-        return self.line.of(plain, more) * self.over(_bin(guesses))
 
     def learn(self, plain: float, more: float, guesses: int, seconds: float) -> None:
         """Take in a pass."""
-        seconds = self.line.learn(plain, more, seconds, self.of(plain, more, guesses))
+        seconds = self.line.learn(plain, more, seconds, self.line.of(plain, more) * self.over(guesses))
         self._tick += 1
         self.most = max(self.most, guesses)
-        over = seconds / self.line.of(plain, more)
         weight, mean, last = self._off.get(_bin(guesses), (0.0, 1.0, 0))
         weight = 1.0 + weight * self._tuning.remember ** (self._tick - last)
-        self._off[_bin(guesses)] = weight, mean + (over - mean) / weight, self._tick
+        mean += (seconds / self.line.of(plain, more) - mean) / weight
+        self._off[_bin(guesses)] = weight, mean, self._tick
 
-    def over(self, found: int) -> float:
-        """What passes of a bin take, over the line's value."""
-        if found not in self._off:
+    def over(self, guesses: int) -> float:
+        """What passes with about so many guesses take, over the line's value."""
+        if _bin(guesses) not in self._off:
             return 1.0
-        weight, mean, last = self._off[found]
+        weight, mean, last = self._off[_bin(guesses)]
         weight *= self._tuning.remember ** (self._tick - last)
         return 1.0 + (mean - 1.0) * weight / (weight + 1.0)
 
@@ -130,10 +117,6 @@ class Passes:
 @cache
 def _bin(guesses: int) -> int:
     return guesses if guesses < 6 else 6 + int(4.0 * math.log2(guesses / 6.0))
-
-
-def _power(count: int) -> int:
-    return round(math.log2(max(1, count)))
 
 
 class Costs:
@@ -150,7 +133,7 @@ class Costs:
         self._supposed: dict[str, float] = {}
         self._drafts: dict[str, dict[int, Line]] = {}
         self._rest: dict[int, Line] = {}
-        self._lately: dict[int, tuple[float, float]] = {}  # power -> tokens, seconds
+        self._lately: dict[int, tuple[float, float]] = {}  # tokens, seconds
         self.start(curve)
 
     def start(self, curve: CostCurve | None) -> None:
@@ -171,8 +154,8 @@ class Costs:
         self._fill = fill
 
     def _begin(self) -> None:
-        fill, self._fill = self._fill, None
-        if fill is not None:
+        if self._fill is not None:
+            fill, self._fill = self._fill, None
             fill()
 
     def know(self, drafters: Mapping[str, KnownDrafter]) -> None:
@@ -196,12 +179,6 @@ class Costs:
     def _find(self, drafter: str) -> KnownDrafter | None:
         return self._known.get(drafter) or self._known.get(self._names.get(drafter, drafter))
 
-    @property
-    def known(self) -> bool:
-        """Whether costs are seconds, by a curve or a watched step; else only their ratios count."""
-        self._begin()
-        return self._curve is not None or bool(self._passes)
-
     def passes(self, rows: int, context: int, batch: int) -> list[float]:
         """Seconds of a pass, and of passes over 1, 2, ... rows more: as many as are foreseen.
 
@@ -210,19 +187,16 @@ class Costs:
             context: committed tokens of each.
             batch: sequences, at least 1.
         """
-        first, most = rows - batch, min(MOST, self.most(batch))
-        shape_R, found = self._shape(context, batch, first + most), self._of(batch)
-        plain, a, b = shape_R[0], found.line.a, found.line.b
-        over = {place: found.over(place) for place in found.seen}
-        return [
-            (a * plain + b * (shape_R[n] - plain)) * over.get(_bin(n), 1.0)
-            for n in range(first, first + most + 1)
-        ]
+        first, last = rows - batch, rows - batch + min(self._tuning.most, self.most(batch))
+        shape_R, found = self._shape(context, batch, last), self._of(batch)
+        plain, line = shape_R[0], found.line
+        return [line.of(plain, shape_R[n] - plain) * found.over(n) for n in range(first, last + 1)]
 
     def passed(self, rows: int, context: int, batch: int) -> float:
         """Seconds of a pass; arguments as of ``passes``."""
-        shape_R, guesses = self._shape(context, batch, rows - batch), rows - batch
-        return self._of(batch).of(shape_R[0], shape_R[guesses] - shape_R[0], guesses)
+        guesses, found = rows - batch, self._of(batch)
+        shape_R = self._shape(context, batch, guesses)
+        return found.line.of(shape_R[0], shape_R[guesses] - shape_R[0]) * found.over(guesses)
 
     def most(self, batch: int) -> int:
         """Guesses of a pass whose cost is foreseen: by a curve all, else twice of what was tried."""
@@ -232,20 +206,19 @@ class Costs:
         found = self._passes.get(_power(batch))
         return max(self._tuning.first, batch // 4, 2 * found.most if found else 0)
 
-    def lately(self, batch: int) -> float:
-        """Tokens per second of steps of about so many sequences; 0 before the first."""
-        tokens, seconds = self._lately.get(batch.bit_length(), (0.0, 0.0))
-        return tokens / seconds if seconds else 0.0
-
     def price(self, drafter: str, sequences: int = 1) -> float:
         """Seconds of a level of so many sequences together; of a call each, where no model runs."""
-        self._begin()
         return self._draft(drafter, sequences).a
 
-    def rest(self, sequences: int) -> tuple[float, float]:
-        """Seconds of judging and committing: of a step, and more for each sequence that drafts."""
-        line = _nearest(self._rest, _power(sequences))
-        return (0.0, 0.0) if line is None else (line.a, line.b)
+    def rest(self, batch: int) -> float:
+        """Seconds of a step that are spent on judging and committing."""
+        line = _nearest(self._rest, batch)
+        return 0.0 if line is None else line.a
+
+    def lately(self, batch: int) -> float:
+        """Tokens per second of steps of about so many sequences; 0 before the first."""
+        tokens, seconds = self._lately.get(_power(batch), (0.0, 0.0))
+        return tokens / seconds if seconds else 0.0
 
     def watch(self, record: StepRecord) -> None:
         """Take a step in. Prompts teach nothing: their rows have no logits."""
@@ -256,63 +229,49 @@ class Costs:
         passes = self._passes[power] = self._of(count)
         shape_R = self._shape(record.context, count, guesses)
         passes.learn(shape_R[0], shape_R[guesses] - shape_R[0], guesses, seconds["score"])
-        asked = {row.sequence: row.drafter for row in record.rows if row.drafter != "none"}
         spent = seconds.get("judge", 0.0) + seconds.get("commit", 0.0)
-        if power not in self._rest:
-            near = _nearest(self._rest, power)
-            ratio = self._tuning.level if near is None else near.b / near.a
-            self._rest[power] = Line(None, ratio, self._tuning)
-        self._rest[power].learn(1.0, float(len(asked)), spent)
-        self._watch_draft(asked, record)
-        keep, size = self._tuning.remember, count.bit_length()
-        tokens, took = self._lately.get(size, (0.0, 0.0))
-        tokens = keep * tokens + sum(len(row.emitted) for row in record.rows)
-        self._lately[size] = tokens, keep * took + sum(seconds.values())
+        self._rest.setdefault(power, Line(None, 0.0, self._tuning)).learn(1.0, 0.0, spent)
+        keep, (tokens, took) = self._tuning.remember, self._lately.get(power, (0.0, 0.0))
+        tokens = keep * tokens + sum([len(row.emitted) for row in record.rows])
+        self._lately[power] = tokens, keep * took + sum(seconds.values())
+        drafting = [row for row in record.rows if row.drafter != "none"]
+        if len({row.drafter for row in drafting}) == 1 and seconds.get("draft", 0.0) > 0.0:
+            self._watch_draft(drafting, record.draft_levels, seconds["draft"])
 
-    def _watch_draft(self, asked: Mapping[int, str], record: StepRecord) -> None:
-        """Learn a price, if the seconds of drafting can be laid to one drafter."""
-        spent, names = record.seconds.get("draft", 0.0), set(asked.values())
-        if len(names) > 1 and record.draft_levels:
-            # Those that run no model cost little, and what: the rest is the one that does.
-            calls = {name for name in names if self._supposed.get(name) == 0.0}
-            spent -= sum(self.price(name) for name in asked.values() if name in calls)
-            names -= calls
-        if len(names) != 1 or spent <= 0.0:
-            return
-        name = names.pop()
-        mine = [row for row in record.rows if row.drafter == name]
-        power, line = _power(len(mine)), self._draft(name, len(mine))
-        lines = self._drafts.setdefault(name, {})
-        fresh = not lines and self._find(name) is None
+    def _watch_draft(self, rows: Sequence[RowRecord], levels: int, spent: float) -> None:
+        """Learn a price from a step in which one drafter alone drafted."""
+        name, power = rows[0].drafter, _power(len(rows))
+        line, lines = self._draft(name, len(rows)), self._drafts.setdefault(name, {})
+        units, tokens = float(levels or len(rows)), float(sum([row.num_uncached for row in rows]))
+        if not lines and self._find(name) is None:
+            # The first draft warms up; a price that forbids a second one would stay.
+            spent = min(spent, self._tuning.stall * line.of(units, tokens))
         if power not in lines:
             line = lines[power] = Line(line.a, line.b / line.a, self._tuning)
-        units, tokens = float(record.draft_levels or len(mine)), float(sum(row.num_uncached for row in mine))
-        if fresh:  # the first draft warms up; a price that forbids a second one would stay
-            spent = min(spent, self._tuning.stall * line.of(units, tokens))
         line.learn(units, tokens, spent)
 
     def _draft(self, name: str, sequences: int) -> Line:
         """The line of a drafter for so many sequences: the nearest, or what is supposed."""
-        found = _nearest(self._drafts.get(name, {}), _power(sequences))
+        self._begin()
+        found = _nearest(self._drafts.get(name, {}), sequences)
         if found is not None:
             return found
         known, plain = self._find(name), self.passed(1, 0, 1)
-        supposed = self._supposed.get(name, self._tuning.level * plain)
+        supposed = self._supposed.get(name, self._tuning.part * plain)
         level = supposed if known is None else known.level or known.call
         return Line(level or 0.005 * plain, 1.0 / 64.0, self._tuning)
 
     def _of(self, batch: int) -> Passes:
         """Passes over about so many sequences; at first like the nearest."""
-        found = self._passes.get(_power(batch))
+        found, near = self._passes.get(_power(batch)), _nearest(self._passes, batch)
         if found is not None:
             return found
-        near = _nearest(self._passes, _power(batch))
         if near is None:
-            ratio = self._tuning.row if self._curve is None else 1.0
+            ratio = self._tuning.part if self._curve is None else 1.0
             return Passes(Line(None, ratio, self._tuning), batch, self._tuning)
         a, b = near.line.a, near.line.b
         if self._curve is None:
-            a = max(0.2 * a, a + b * (batch - near.size))
+            a = max(b, 0.2 * a, a + b * (batch - near.size))
         return Passes(Line(a, b / a, self._tuning), batch, self._tuning)
 
     def _shape(self, context: int, batch: int, guesses: int) -> Sequence[float]:
@@ -328,7 +287,10 @@ class Costs:
         return found
 
 
-def _nearest(found: Mapping[int, T], power: int) -> T | None:
-    if power in found or not found:
-        return found.get(power)
-    return found[min(found, key=lambda other: abs(other - power))]
+def _power(count: int) -> int:
+    return round(math.log2(max(1, count)))
+
+
+def _nearest(found: Mapping[int, T], count: int) -> T | None:
+    """What there is of the power of two of a count, or of the nearest one."""
+    return found[min(found, key=lambda other: abs(other - _power(count)))] if found else None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outpace.policies.acceptance import Kind, Pool, asks
+from outpace.policies.acceptance import Pool, asks
 from outpace.policies.costs import Costs
 from outpace.policies.tuning import Tuning
 from outpace.types import Budget, Load
@@ -18,15 +18,15 @@ from outpace.types import Budget, Load
 class Offer(NamedTuple):
     """A draft that a drafter may be asked for, and what it should bring."""
 
+    gain: float
+    """Tokens kept, more than the rows and the call cost; levels are not in it."""
     drafter: str
     nodes: int
     depth: int
     kept: float
     """Tokens expected to be kept."""
-    gain: float
-    """Of these, more than the rows and the call cost; levels are not in it."""
-    kind: Kind
-    """How sure a lookup is, in eighths; of others the width of the tree."""
+    width: int = 0
+    """Of a dynamic tree."""
     levels: float = 0.0
     stated: float = 0.0
     """Tokens that a lookup promised; 0 of others."""
@@ -44,17 +44,19 @@ class Prices:
     plain: float
     """Seconds of a step without drafts."""
     row_R: tuple[float, ...]
-    each: float
-    """Of a sequence that drafts."""
 
 
 def prices_of(costs: Costs, load: Load, own: int, guesses: int) -> Prices:
-    """What rows cost, in tokens. In a batch a row costs its share of what all guesses take."""
-    batch = load.batch
-    rows = own + load.beside if load.beside else batch
-    still, each = costs.rest(batch)
+    """What rows cost, in tokens. In a batch a row costs its share of what all guesses take.
+
+    Args:
+        own: sequences of this policy.
+        guesses: of the last step.
+    """
+    batch, rows = load.batch, own + load.beside if load.beside else load.batch
     first, *more = costs.passes(rows, load.context, batch)
-    rate = max(batch / (first + still), costs.lately(batch))
+    plain = first + costs.rest(batch)
+    rate = max(batch / plain, costs.lately(batch))
     if batch > 1:
         many = max(batch // 2, guesses)
         one = max(0.0, costs.passed(rows + many, load.context, batch) - first) / many
@@ -62,53 +64,44 @@ def prices_of(costs: Costs, load: Load, own: int, guesses: int) -> Prices:
     row_R = [0.0]
     for seconds in more:
         row_R.append(max(row_R[-1], rate * (seconds - first)))
-    return Prices(rate, first + still, tuple(row_R), rate * each)
+    return Prices(rate, plain, tuple(row_R))
 
 
 def look_up(
-    name: str, told: Sequence[float], limit: Budget, pool: Pool, here: float, call: float, prices: Prices
+    name: str, told: Sequence[float], limit: Budget, scale: float, call: float, prices: Prices
 ) -> Offer | None:
     """The best draft of a lookup that says what it would propose.
 
     Args:
+        scale: what its chances are worth.
         call: tokens that asking it costs.
     """
-    row_R = prices.row_R
-    most = min(len(told), limit.max_nodes, limit.max_depth, len(row_R) - 1)
-    if most <= 0:
-        return None
-    kind = (int(8 * told[0]),)
-    scale = pool.kept.ratio(kind) * here
-    kept = stated = promised = 0.0
-    best, found = -1e9, (0, 0.0, 0.0)
-    for count in range(1, most + 1):
-        chance = told[count - 1]
+    row_R, best = prices.row_R, None
+    kept = stated = 0.0
+    for count, chance in enumerate(told[: min(limit.max_nodes, limit.max_depth, len(row_R) - 1)], 1):
         kept += min(1.0, chance * scale)
         stated += chance
-        if kept - row_R[count] > best:
-            best, found = kept - row_R[count], (count, kept, stated)
-    count, kept, promised = found
-    return Offer(name, count, count, kept, best - prices.each - call, kind, 0.0, promised)
+        if best is None or kept - row_R[count] > best[0]:
+            best = kept - row_R[count], name, count, count, kept, 0, 0.0, stated
+    return None if best is None else Offer(best[0] - call, *best[1:])
 
 
 def offers_of(
     name: str, budget: Budget, limit: Budget, pool: Pool, here: float, prices: Prices, tuning: Tuning
 ) -> list[Offer]:
     """Drafts of a drafter that has to be asked, by nodes and depth."""
-    row_R, scale = prices.row_R, tuning.hope * here
-    found: list[Offer] = []
-    width = -1
+    row_R, found, width = prices.row_R, list[Offer](), -1
     for nodes, depth in asks(budget):
         if nodes > limit.max_nodes or depth > limit.max_depth or nodes >= len(row_R):
             continue
         own = nodes if budget.shape.beam else 0
         if own != width:
             width, kept, whole = own, 0.0, 1.0
-            made_D, levels_D = pool.sizes(width, budget.max_depth) if width else ((), ())
-        whole *= min(1.0, scale * pool.kept.ratio((depth - 1, width)))
+            size_D = pool.sizes(width, budget.max_depth) if width else []
+        whole *= min(1.0, tuning.hope * here * pool.ratio((depth - 1, width)))
         kept += whole
-        made, levels = (made_D[depth - 1], levels_D[depth - 1]) if width else (nodes, depth)
+        made, levels = size_D[depth - 1] if width else (nodes, depth)
         low = min(int(made), len(row_R) - 2)
         price = row_R[low] + (made - low) * (row_R[low + 1] - row_R[low])
-        found.append(Offer(name, nodes, depth, kept, kept - price - prices.each, (width,), levels))
+        found.append(Offer(kept - price, name, nodes, depth, kept, width, levels))
     return found

@@ -28,7 +28,6 @@ def rows(policy, states, step, limits=LIMITS):
             limits[(i + step) % len(limits)],
             KeyedCoins(i, step, Stream.POLICY),
             {"second": [0.9, 0.5, 0.2]} if policy.reads_previews else {},
-            dict.fromkeys(DRAFTERS, 1) if policy.reads_previews else {},
         )
         for i, state in enumerate(states)
     ]
