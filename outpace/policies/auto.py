@@ -62,6 +62,7 @@ class Auto(Policy):
     Config = AutoConfig
     deterministic = False
     reads_previews = True
+    form = Pool
 
     def __init__(self, config: Any, tuning: Tuning = TUNING) -> None:
         super().__init__(config)
@@ -244,7 +245,7 @@ class Auto(Policy):
         if pool is None:
             kept = self.costs.kept(name)  # which reads what was learned before
             recalled = self._recalled.get(state.kind, {})
-            pool = state.pools[name] = recalled.get(name) or Pool(self.tuning, *kept)
+            pool = state.pools[name] = recalled.get(name) or self.form(self.tuning, *kept)
         return pool
 
     def _here(self, state: State, name: str) -> float:

@@ -126,6 +126,8 @@ class Costs:
         curve: of the target, on this machine; see ``outpace bench passes``.
     """
 
+    form = Passes
+
     def __init__(self, curve: CostCurve | None = None, tuning: Tuning = TUNING) -> None:
         self._tuning = tuning
         self._known: dict[str, KnownDrafter] = {}
@@ -268,11 +270,11 @@ class Costs:
             return found
         if near is None:
             ratio = self._tuning.part if self._curve is None else 1.0
-            return Passes(Line(None, ratio, self._tuning), batch, self._tuning)
+            return self.form(Line(None, ratio, self._tuning), batch, self._tuning)
         a, b = near.line.a, near.line.b
         if self._curve is None:
             a = max(b, 0.2 * a, a + b * (batch - near.size))
-        return Passes(Line(a, b / a, self._tuning), batch, self._tuning)
+        return self.form(Line(a, b / a, self._tuning), batch, self._tuning)
 
     def _shape(self, context: int, batch: int, guesses: int) -> Sequence[float]:
         """Passes with 0, 1, 2, ... guesses, by the curve alone; as many at least."""

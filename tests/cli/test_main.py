@@ -86,9 +86,9 @@ OPTIONS = {
         --temperature --threads --tree --tree-size --verifier
     """,
     "analyze policy": """
-        -m -o -t -w --device --draft-model --drafter-anyway --drafters --dtype --help --json --limit
-        --max-new-tokens --measure --model --only --out --policies --quantize --temperature --texts
-        --threads --workload
+        -m -o -t -w --ablate --constants --device --draft-model --drafter-anyway --drafters --dtype
+        --help --json --limit --max-new-tokens --measure --model --only --orders --out --policies
+        --quantize --temperature --texts --threads --workload
     """,
     "analyze shape": """
         -d -m -o -t -w --depth --device --drafter-anyway --drafter --dtype --help
