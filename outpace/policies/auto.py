@@ -105,6 +105,11 @@ class Auto(Policy):
         chosen = {i: offer for i, offer in looked.items() if offer.gain > 0.0}
         chosen |= self._together(levelled, chosen, prices)
         tried = self._trial(levelled, looked, chosen, prices)
+        left = self.costs.most(load.batch)
+        for i in sorted(chosen, key=chosen.__getitem__, reverse=True):
+            left -= chosen[i].nodes
+            if left < 0:
+                del chosen[i]
         self._guesses = sum([offer.nodes for offer in chosen.values()])
         longest = min(self.tuning.quiet, load.batch.bit_length() - 1)
         for i, row in awake.items():

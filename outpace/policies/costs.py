@@ -236,12 +236,14 @@ class Costs:
         keep, (tokens, took) = self._tuning.remember, self._lately.get(power, (0.0, 0.0))
         tokens = keep * tokens + sum([len(row.emitted) for row in record.rows])
         self._lately[power] = tokens, keep * took + sum(seconds.values())
-        drafting = [row for row in record.rows if row.drafter != "none"]
-        if len({row.drafter for row in drafting}) == 1 and seconds.get("draft", 0.0) > 0.0:
-            self._watch_draft(drafting, record.draft_levels, seconds["draft"])
+        asked = [row for row in record.rows if row.drafter != "none"]
+        if record.draft_levels:  # those that run no model cost next to nothing
+            asked = [row for row in asked if self._supposed.get(row.drafter) != 0.0]
+        if len({row.drafter for row in asked}) == 1 and seconds.get("draft", 0.0) > 0.0:
+            self._watch_draft(asked, record.draft_levels, seconds["draft"])
 
     def _watch_draft(self, rows: Sequence[RowRecord], levels: int, spent: float) -> None:
-        """Learn a price from a step in which one drafter alone drafted."""
+        """Learn the price of the one drafter of a step."""
         name, power = rows[0].drafter, _power(len(rows))
         line, lines = self._draft(name, len(rows)), self._drafts.setdefault(name, {})
         units, tokens = float(levels or len(rows)), float(sum([row.num_uncached for row in rows]))

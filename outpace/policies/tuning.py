@@ -22,7 +22,7 @@ class Tuning:
     """Share of the time that trials of idle drafters may lose. It bounds what `auto` loses to `none`."""
     remember: float = 0.97
     """What is left of a step's weight after the next step, in costs and in the mean throughput."""
-    part: float = 0.15
+    part: float = 0.2
     """Seconds of a row, and of a draft level, in passes over one row, before one was seen."""
     stall: float = 2.0
     """A step that takes so many times what was expected counts as that, unless the next does too."""

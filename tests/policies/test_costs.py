@@ -114,12 +114,17 @@ def test_reading_late_makes_no_level_dearer():
     assert costs.price("m") == pytest.approx(0.002, rel=0.1)
 
 
-def test_a_step_with_two_drafters_tells_the_price_of_none():
-    costs = watched(record(3, 0.02, 0.004, 2, "m"), times=5)
+def test_beside_one_with_levels_a_lookup_costs_next_to_nothing():
+    costs = watched(record(3, 0.02, 0.0002, 0, "look"), times=5)
+    costs.suppose("look", 0.0)
     rows = (RowRecord(0, "look", 2, 0, (0,), 2, False), RowRecord(1, "m", 2, 0, (0,), 2, False))
     for _ in range(20):
-        costs.watch(StepRecord(0, rows, {"draft": 0.09, "score": 0.02}, 6, draft_levels=2))
+        costs.watch(StepRecord(0, rows, {"draft": 0.0042, "score": 0.02}, 6, draft_levels=2))
     assert costs.price("m") == pytest.approx(0.002, rel=0.1)
+    two = (RowRecord(0, "n", 2, 0, (0,), 2, False), RowRecord(1, "m", 2, 0, (0,), 2, False))
+    for _ in range(20):
+        costs.watch(StepRecord(0, two, {"draft": 0.09, "score": 0.02}, 6, draft_levels=2))
+    assert costs.price("m") == pytest.approx(0.002, rel=0.1), "nobody knows whose seconds these are"
 
 
 def test_the_first_draft_warms_up():
