@@ -35,8 +35,7 @@ class Line:
     """y = a * u + b * v. While v does not vary, b keeps its ratio to a.
 
     Args:
-        a: before anything is seen; None: the first step says it.
-        ratio: b / a, likewise.
+        a: before anything is seen; None: the first step says it. Likewise b / a, the ``ratio``.
     """
 
     __slots__ = ("_high", "_tuning", "_uu", "_uv", "_uy", "_vv", "_vy", "a", "b", "seen")
@@ -51,15 +50,9 @@ class Line:
         self._uv = self._vv = self._vy = 0.0
 
     def learn(self, u: float, v: float, y: float, expected: float | None = None) -> float:
-        """Take in a step. One that stalls counts as a slow one; two in a row are no stall.
+        """Take in that a step took ``y``, where so much was ``expected``: None, the line's value.
 
-        Args:
-            u, v: see above.
-            y: what it took.
-            expected: what was expected; None: the line's value.
-
-        Returns:
-            What it counts as.
+        One that stalls counts as a slow one; two in a row are no stall. Returns what it counts as.
         """
         most = self._tuning.stall * (self.of(u, v) if expected is None else expected)
         stalled = self.seen > 2 and y > most
@@ -120,11 +113,7 @@ def _bin(guesses: int) -> int:
 
 
 class Costs:
-    """Costs of one target and its drafters.
-
-    Args:
-        curve: of the target, on this machine; see ``outpace bench passes``.
-    """
+    """Costs of one target and its drafters, perhaps from a curve that ``outpace bench passes`` measured."""
 
     form = Passes
 
@@ -149,9 +138,8 @@ class Costs:
         self._passes: dict[int, Passes] = {}
 
     def later(self, fill: Callable[[], object]) -> None:
-        """Have ``fill`` called when costs are first read, unless ``start`` comes before.
-
-        Files that hold measurements are then read by those who need them, and by nobody else.
+        """Have ``fill`` called when costs are first read, unless ``start`` comes before: files that
+        hold measurements are then read by those who need them, and by nobody else.
         """
         self._fill = fill
 
@@ -182,12 +170,8 @@ class Costs:
         return self._known.get(drafter) or self._known.get(self._names.get(drafter, drafter))
 
     def passes(self, rows: int, context: int, batch: int) -> list[float]:
-        """Seconds of a pass, and of passes over 1, 2, ... rows more: as many as are foreseen.
-
-        Args:
-            rows: of all sequences together, at least ``batch``.
-            context: committed tokens of each.
-            batch: sequences, at least 1.
+        """Seconds of a pass over ``rows``, of all sequences together, and of passes over 1, 2, ... rows
+        more: as many as are foreseen. ``context``: committed tokens of each sequence.
         """
         first, last = rows - batch, rows - batch + min(self._tuning.most, self.most(batch))
         shape_R, found = self._shape(context, batch, last), self._of(batch)
@@ -250,9 +234,7 @@ class Costs:
         if not lines and self._find(name) is None:
             # The first draft warms up; a price that forbids a second one would stay.
             spent = min(spent, self._tuning.stall * line.of(units, tokens))
-        if power not in lines:
-            line = lines[power] = Line(line.a, line.b / line.a, self._tuning)
-        line.learn(units, tokens, spent)
+        lines.setdefault(power, Line(line.a, line.b / line.a, self._tuning)).learn(units, tokens, spent)
 
     def _draft(self, name: str, sequences: int) -> Line:
         """The line of a drafter for so many sequences: the nearest, or what is supposed."""

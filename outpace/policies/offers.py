@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outpace.policies.acceptance import Pool, asks
 from outpace.policies.costs import Costs
-from outpace.policies.tuning import Tuning
 from outpace.types import Budget, Load
 
 
@@ -25,8 +23,6 @@ class Offer(NamedTuple):
     depth: int
     kept: float
     """Tokens expected to be kept."""
-    width: int = 0
-    """Of a dynamic tree."""
     levels: float = 0.0
     stated: float = 0.0
     """Tokens that a lookup promised; 0 of others."""
@@ -82,26 +78,24 @@ def look_up(
         kept += min(1.0, chance * scale)
         stated += chance
         if best is None or kept - row_R[count] > best[0]:
-            best = kept - row_R[count], name, count, count, kept, 0, 0.0, stated
+            best = kept - row_R[count], name, count, count, kept, 0.0, stated
     return None if best is None else Offer(best[0] - call, *best[1:])
 
 
-def offers_of(
-    name: str, budget: Budget, limit: Budget, pool: Pool, here: float, prices: Prices, tuning: Tuning
-) -> list[Offer]:
-    """Drafts of a drafter that has to be asked, by nodes and depth."""
-    row_R, found, width = prices.row_R, list[Offer](), -1
-    for nodes, depth in asks(budget):
-        if nodes > limit.max_nodes or depth > limit.max_depth or nodes >= len(row_R):
-            continue
-        own = nodes if budget.shape.beam else 0
-        if own != width:
-            width, kept, whole = own, 0.0, 1.0
-            size_D = pool.sizes(width, budget.max_depth) if width else []
-        whole *= min(1.0, tuning.hope * here * pool.ratio((depth - 1, width)))
-        kept += whole
-        made, levels = size_D[depth - 1] if width else (nodes, depth)
-        low = min(int(made), len(row_R) - 2)
-        price = row_R[low] + (made - low) * (row_R[low + 1] - row_R[low])
-        found.append(Offer(kept - price, name, nodes, depth, kept, width, levels))
+def offers_of(name: str, budget: Budget, limit: Budget, chance: float, prices: Prices) -> list[Offer]:
+    """Drafts of a drafter that has to be asked: of all nodes, a third of them and so on, by depth.
+
+    Args:
+        chance: of a level, to be kept if the one before is.
+    """
+    row_R, found, tree = prices.row_R, list[Offer](), budget.shape.beam or budget.shape.parent_N
+    size = min(budget.max_nodes, limit.max_nodes, len(row_R) - 1)
+    while size > 0:
+        kept, whole = 0.0, 1.0
+        for depth in range(1, min(size, budget.max_depth, limit.max_depth) + 1):
+            whole *= min(1.0, chance)
+            kept += whole
+            nodes = size if tree else depth
+            found.append(Offer(kept - row_R[nodes], name, nodes, depth, kept, float(depth)))
+        size = (size + 2) // 3 if budget.shape.beam and size > 1 else 0
     return found
