@@ -25,11 +25,8 @@ class Ratio:
 
     @classmethod
     def measured(cls, kept_D: Sequence[float], tried_D: Sequence[float], tuning: Tuning) -> Ratio:
-        """What was measured beforehand, which counts no more than one text does.
-
-        Args:
-            kept_D: by level, drafts that were kept there.
-            tried_D: those that were tried.
+        """What was measured beforehand, by level: drafts that were kept there, and tried. It counts no
+        more than one text does.
         """
         scale = min(1.0, tuning.text / sum(tried_D)) if any(tried_D) else 0.0
         return cls(scale * sum(kept_D), scale * tuning.hope * sum(tried_D))

@@ -30,9 +30,7 @@ from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import NOTHING, Budget, Choice, Load, Plan, Price
 
 NONE = "none"
-
-Kind = tuple[str, bool]
-"""Of a sequence: whose it is, and whether it is greedy."""
+Kind = tuple[str, bool]  # whose a sequence is, and whether it is greedy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

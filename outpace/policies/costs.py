@@ -73,8 +73,7 @@ class Line:
             self.b = max((uu * self._vy - uv * self._uy) / det, 0.0)
         return y
 
-    def of(self, u: float, v: float = 0.0) -> float:
-        """The line's value."""
+    def of(self, u: float, v: float) -> float:
         return self.a * u + self.b * v
 
 
@@ -128,9 +127,8 @@ class Costs:
         self.start(curve)
 
     def start(self, curve: CostCurve | None) -> None:
-        """Take a curve, and forget what steps taught about passes. Drafts keep their prices.
-
-        Passes are measured in those of the curve. Without one, ``plain`` is 1 and ``more`` the guesses.
+        """Take a curve, in whose passes passes are then measured, and forget what steps taught about
+        them. Without one, ``plain`` is 1 and ``more`` the guesses. Drafts keep their prices.
         """
         self._fill: Callable[[], object] | None = None
         self._curve = curve
@@ -138,9 +136,7 @@ class Costs:
         self._passes: dict[int, Passes] = {}
 
     def later(self, fill: Callable[[], object]) -> None:
-        """Have ``fill`` called when costs are first read, unless ``start`` comes before: files that
-        hold measurements are then read by those who need them, and by nobody else.
-        """
+        """Have ``fill`` called when costs are first read, as from a file, unless ``start`` comes before."""
         self._fill = fill
 
     def _begin(self) -> None:

@@ -6,7 +6,6 @@ Everything is priced in tokens: seconds times the tokens per second that are to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from outpace.policies.costs import Costs
@@ -17,23 +16,18 @@ class Offer(NamedTuple):
     """A draft that a drafter may be asked for, and what it should bring."""
 
     gain: float
-    """Tokens kept, more than the rows and the call cost; levels are not in it."""
+    """Of the tokens ``kept``, more than rows and call cost; levels are not in it."""
     drafter: str
     nodes: int
     depth: int
     kept: float
-    """Tokens expected to be kept."""
     levels: float = 0.0
     stated: float = 0.0
     """Tokens that a lookup promised; 0 of others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """What a step may add, in tokens that it must bring; and plain decoding.
-
-    Shape letters: R rows more.
-    """
+class Prices(NamedTuple):
+    """What R rows more cost, in tokens that a step must bring for them; and plain decoding."""
 
     rate: float
     """Tokens per second to beat."""
@@ -43,11 +37,8 @@ class Prices:
 
 
 def prices_of(costs: Costs, load: Load, own: int, guesses: int) -> Prices:
-    """What rows cost, in tokens. In a batch a row costs its share of what all guesses take.
-
-    Args:
-        own: sequences of this policy.
-        guesses: of the last step.
+    """What rows cost, in tokens. In a batch a row costs its share of what all guesses take, as many as in
+    the last step. ``own``: sequences of this policy.
     """
     batch, rows = load.batch, own + load.beside if load.beside else load.batch
     first, *more = costs.passes(rows, load.context, batch)
@@ -66,11 +57,8 @@ def prices_of(costs: Costs, load: Load, own: int, guesses: int) -> Prices:
 def look_up(
     name: str, told: Sequence[float], limit: Budget, scale: float, call: float, prices: Prices
 ) -> Offer | None:
-    """The best draft of a lookup that says what it would propose.
-
-    Args:
-        scale: what its chances are worth.
-        call: tokens that asking it costs.
+    """The best draft of a lookup that says what it would propose. ``scale``: what its chances are worth;
+    ``call``: tokens that asking it costs.
     """
     row_R, best = prices.row_R, None
     kept = stated = 0.0
@@ -83,10 +71,8 @@ def look_up(
 
 
 def offers_of(name: str, budget: Budget, limit: Budget, chance: float, prices: Prices) -> list[Offer]:
-    """Drafts of a drafter that has to be asked: of all nodes, a third of them and so on, by depth.
-
-    Args:
-        chance: of a level, to be kept if the one before is.
+    """Drafts of a drafter that has to be asked, by depth: of all nodes, a third of them and so on.
+    ``chance``: of a level, to be kept if the one before is.
     """
     row_R, found, tree = prices.row_R, list[Offer](), budget.shape.beam or budget.shape.parent_N
     size = min(budget.max_nodes, limit.max_nodes, len(row_R) - 1)
