@@ -171,13 +171,19 @@ INLINE void write_one(const int kind, const One *one, int o, char *panel, int64_
         for (int odd = 0; odd < 2; odd++) {
             const uint64_t four = codes >> 8 * odd;
             if (kind == Q8_0) {
-                to[(2 * part) * 32 + odd] = squeeze(four & 0xffffffff, 8);
-                to[(2 * part + 1) * 32 + odd] = squeeze(four >> 32, 8);
+                for (int i = 0; i < 2; i++) {
+                    const uint64_t two = four >> 16 * i;
+                    to[(2 * part + i) * 32 + odd] = (uint16_t)((two & 255) | (two >> 32 & 255) << 8);
+                }
                 continue;
             }
             to[part * 32 + odd] = squeeze(four, 4);
-            if (code_bits(kind) == 5) high[0][odd] |= squeeze(four >> 4, 1) << 4 * part;
-            if (code_bits(kind) == 6) high[part / 2][odd] |= squeeze(four >> 4, 2) << 8 * (part % 2);
+            const int more = code_bits(kind) - 4;
+            if (more == 0) continue;
+            /* Those of the first two pairs in the lower byte, of the others in the upper. */
+            const uint16_t rest = squeeze(four >> 4, more), first = (1 << 2 * more) - 1;
+            high[more == 1 ? 0 : part / 2][odd] |=
+                ((rest & first) | rest >> 2 * more << 8) << 2 * part * more % 8;
         }
     }
     for (int odd = 0; odd < 2; odd++) {

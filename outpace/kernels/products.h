@@ -6,8 +6,8 @@
 
    Codes. Weights of 4 to 8 bits come in blocks of SPAN inputs, which share a scale and perhaps a
    least value. A row becomes integers of 16 bits with a scale per block, once per product: each
-   number is off by at most 2^-16 of the largest in its block. The sum over a block is then an
-   integer, which is exact: a code is at most 2^7, a number 2^15, a block has 2^5 of them. Scale and
+   number is off by about 2^-16 of the largest in its block. The sum over a block is then an
+   integer, which is exact: a code is at most 2^8, a number 2^15, a block has 2^5 of them. Scale and
    least value enter once per block, in float32: d * dx * sum(q x) + m * sum(x).
 
    Numbers. Weights in bfloat16 and float32 are multiplied in float32; where the processor has an
@@ -15,7 +15,10 @@
 
    Layout. GROUP outputs lie together, block by block, and in a block pair of inputs by pair of
    inputs. Of 64 bytes, each 4 belong to one output: the even input of a pair is in the lower half,
-   the odd one in the upper. Such a half holds four codes of 4 bits, or two of 8, of as many pairs.
+   the odd one in the upper. Such a half holds four codes of 4 bits, of as many pairs; of 8 bits it
+   holds two, of the first and third of four pairs or of the second and fourth. So the 4 bytes of
+   an output, or their upper or lower 4 bits, are codes of the same inputs whatever their width. A
+   fifth and sixth bit lie apart, in the byte of the other four.
 
    matrix   `weights` in this layout (outpace_store makes it), `bias` or NULL
    operands rows as the products of a matrix want them; `product_room` says how many bytes
@@ -161,8 +164,8 @@ INLINE void widen(const int kind, const char *block, const int part, const int v
     if (kind == Q8_0) {
         EACH(i, 2) {
             const svec w = *(const svec *)(from + (2 * part + i) * 64);
-            q[2 * i] = (w << 8) >> 8;
-            q[2 * i + 1] = w >> 8;
+            q[i] = (w << 8) >> 8;
+            q[i + 2] = w >> 8;
         }
         return;
     }
@@ -184,7 +187,7 @@ INLINE void widen(const int kind, const char *block, const int part, const int v
     const uint16_t mask = more == 1 ? 16 : 48;
     const uvec h = *(const uvec *)(from + 256 + (more == 1 ? 0 : part / 2 * 64));
     EACH(t, 4) {
-        const int at = (4 * part + t) * more % 16;
+        const int at = t / 2 * 8 + (2 * part + t % 2) * more % 8;
         q[t] |= (svec)((at < 4 ? h << (4 - at) : h >> (at - 4)) & mask);
         if (kind == Q5_0) q[t] -= 16;
         if (kind == Q6_K) q[t] -= 32;
@@ -207,44 +210,116 @@ INLINE vec least_of(const int kind, const char *block, const char *head, const i
     return load_float16((const uint16_t *)head + GROUP + v * LANES) * -whole;
 }
 
-/* Rows as codes want them: integers [blocks, rows, SPAN], then scales [blocks, rows] and sums. */
-typedef struct {
-    const int16_t *x;
-    const float *scale, *sum;
-    int64_t rows;
-} Whole;
-INLINE Whole whole(const void *operands, int64_t blocks, int64_t rows) {
-    const int16_t *x = operands;
-    const float *scale = (const float *)(x + blocks * rows * SPAN);
-    return (Whole){x, scale, scale + blocks * rows, rows};
+/* ---- Codes as bytes ----
+
+   Where the processor sums products of four bytes at once, codes stay bytes, and a row's integers
+   are cut into an upper and a lower byte: a sum is 256 times that of the upper ones and that of the
+   lower ones. Such codes count from zero; how far below it they begin enters as a least value. */
+
+enum { LARGEST = 127 * 256 + 127 }; /* so that the upper byte of a number fits */
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+enum { BYTEWISE = 1 };
+INLINE ivec add_four(ivec sum, ivec codes, const char *four) {
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const int32_t *)four));
+    return sum;
+}
+/* Cut the integers of a block into bytes. Of eight inputs the upper bytes of 0 4 1 5 and 2 6 3 7
+   come first, as codes lie, and then the lower ones, which are -128 to 127. */
+INLINE void to_bytes(int16_t *x) {
+    const __m128i eight = _mm_setr_epi8(1, 9, 3, 11, 5, 13, 7, 15, 0, 8, 2, 10, 4, 12, 6, 14);
+    const __m512i half = _mm512_set1_epi16(128);
+    const __m512i cut = _mm512_xor_si512(_mm512_add_epi16(_mm512_loadu_si512(x), half), half);
+    _mm512_storeu_si512(x, _mm512_shuffle_epi8(cut, _mm512_broadcast_i32x4(eight)));
+}
+#else
+enum { BYTEWISE = 0 };
+INLINE ivec add_four(ivec sum, ivec codes, const char *four) {
+    (void)codes, (void)four;
+    return sum;
+}
+INLINE void to_bytes(int16_t *x) { (void)x; }
+#endif
+
+INLINE int below_zero(const int kind) {
+    return kind == Q4_0 ? 8 : kind == Q5_0 ? 16 : kind == Q6_K ? 32 : kind == Q8_0 ? 128 : 0;
 }
 
-INLINE void prepare_block(const float *from, int16_t *to, float *scale, float *sum) {
+/* Codes of a block: a vector has four of each output, of the inputs that `to_bytes` puts together. */
+INLINE void read_codes(const int kind, const char *block, ivec *q) {
+    const int more = code_bits(kind) - 4;
+    EACH(part, 4) EACH(i, 2) {
+        ivec *to = q + 2 * part + i;
+        if (kind == Q8_0) {
+            *to = *(const ivec *)(block + (2 * part + i) * 64) ^ (int32_t)0x80808080;
+            continue;
+        }
+        *to = *(const ivec *)(block + part * 64) >> 4 * i & 0x0f0f0f0f;
+        if (kind == Q4_0) *to ^= 0x08080808;
+        if (more == 0) continue;
+        const ivec h = *(const ivec *)(block + 256 + (more == 1 ? 0 : part / 2 * 64));
+        const int at = (2 * part + i) * more % 8;
+        *to |= (at < 4 ? h << (4 - at) : h >> (at - 4)) & (more == 1 ? 0x10101010 : 0x30303030);
+    }
+}
+
+/* Rows as codes want them: integers [blocks, rows, SPAN], then scales, sums of a block, and of its
+   halves, [blocks, rows] each. */
+typedef struct {
+    const int16_t *x;
+    const float *scale, *sum, *half[2];
+    int64_t rows;
+} Whole;
+enum { OPERAND = 2 * SPAN + 4 * 4 }; /* bytes of a block of a row */
+INLINE Whole whole(const void *operands, int64_t blocks, int64_t rows) {
+    const int64_t count = blocks * rows;
+    const int16_t *x = operands;
+    const float *scale = (const float *)(x + count * SPAN);
+    return (Whole){x, scale, scale + count, {scale + 2 * count, scale + 3 * count}, rows};
+}
+
+INLINE int32_t largest_lane(ivec x) {
+    int32_t lane[LANES], most = 0;
+    memcpy(lane, &x, sizeof lane);
+    for (int i = 0; i < LANES; i++) most = lane[i] > most ? lane[i] : most;
+    return most;
+}
+INLINE int32_t sum_lanes(ivec x) {
+    int32_t lane[LANES], sum = 0;
+    memcpy(lane, &x, sizeof lane);
+    for (int i = 0; i < LANES; i++) sum += lane[i];
+    return sum;
+}
+
+INLINE void prepare_block(const float *from, const Whole *w, int64_t at) {
     enum { COUNT = SPAN / LANES };
-    vec x[COUNT], most = {0}, zero = {0};
+    typedef int16_t small __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
+    int16_t *to = (int16_t *)w->x + at * SPAN;
+    vec x[COUNT];
+    ivec most = {0}, count[2] = {{0}, {0}};
     EACH(i, COUNT) {
         x[i] = load(from + i * LANES);
-        const vec size = (vec)((ivec)x[i] & 0x7fffffff);
+        const ivec size = (ivec)x[i] & 0x7fffffff; /* in the order of the numbers */
         const ivec more = size > most;
-        most = (vec)(((ivec)size & more) | ((ivec)most & ~more));
-        zero += x[i] * 0.0f; /* not 0 where a number is not finite */
+        most = (size & more) | (most & ~more);
     }
-    float top = 0, none = 0;
-    for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top, none += zero[i];
+    const int32_t bits = largest_lane(most);
+    float top;
+    memcpy(&top, &bits, sizeof top);
     const int tiny = top < 1e-30f;
-    const vec by = all(tiny ? 0.0f : 32767 / top);
-    ivec counts = {0};
+    const vec by = all(tiny ? 0.0f : LARGEST / top);
     EACH(i, COUNT) {
         /* The sum with 1.5 * 2^23 ends in the nearest whole number. */
         const ivec one = (ivec)(x[i] * by + 12582912.0f) - 0x4b400000;
-        typedef int16_t small __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
         *(small *)(to + i * LANES) = __builtin_convertvector(one, small);
-        counts += one;
+        count[i * 2 / COUNT] += one;
     }
-    int32_t count = 0;
-    for (int i = 0; i < LANES; i++) count += counts[i];
-    *scale = (tiny ? 0 : top / 32767) + none;
-    *sum = *scale * (float)count;
+    to_bytes(to);
+    const int32_t half[2] = {sum_lanes(count[0]), sum_lanes(count[1])};
+    const float scale = tiny ? 0 : top / LARGEST + 0 * top; /* NaN where a number is not finite */
+    ((float *)w->scale)[at] = scale;
+    ((float *)w->sum)[at] = scale * (float)(half[0] + half[1]);
+    EACH(i, 2) ((float *)w->half[i])[at] = scale * (float)half[i];
 }
 
 /* A few rows, few enough for registers. */
@@ -370,13 +445,76 @@ INLINE void put(const Matrix *m, int64_t group, const float *sums, int64_t count
     }
 }
 
-enum { FEW = 2 };
+enum { FEW = 2, TALL_BYTES = 8, PAGE = 1 << 12 };
+
+/* Some rows, few enough for registers. */
+INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t blocks, Whole w,
+                      int64_t row, float *out) {
+    const int halves = kind == Q6_K ? 2 : 1, each = 8 / halves;
+    vec sum[TALL_BYTES];
+    EACH(r, tall) sum[r] = (vec){0};
+    for (int64_t b = 0; b < blocks; b++) {
+        const char *block = panel + block_at(kind, b);
+        const char *head = panel + block_at(kind, b / PER * PER) - head_bytes(kind);
+        const int64_t at = b * w.rows + row;
+        const char *x = (const char *)(w.x + at * SPAN);
+        /* The processor itself does not look past the end of a page. */
+        for (int line = 0; line < block_bytes(kind); line += 64)
+            __builtin_prefetch(block + PAGE + line, 0, 3);
+        ivec q[8];
+        read_codes(kind, block, q);
+        EACH(half, halves) {
+            ivec part[TALL_BYTES];
+            EACH(r, tall) part[r] = (ivec){0};
+            EACH(lower, 2) {
+                if (lower) EACH(r, tall) part[r] <<= 8;
+                EACH(n, each) EACH(r, tall) {
+                    const int i = half * each + n, four = i / 2 * 16 + lower * 8 + i % 2 * 4;
+                    part[r] = add_four(part[r], q[i], x + r * 2 * SPAN + four);
+                }
+            }
+            const vec d = scale_of(kind, block, head, 0, half);
+            vec least = d * (float)-below_zero(kind);
+            if (has_least(kind)) least = least_of(kind, block, head, 0);
+            const float *sums = (halves == 2 ? w.half[half] : w.sum) + at;
+            EACH(r, tall) {
+                sum[r] += __builtin_convertvector(part[r], vec) * d * w.scale[at + r];
+                sum[r] += least * sums[r];
+            }
+        }
+    }
+    EACH(r, tall) store(out + r * GROUP, sum[r]);
+}
+
+INLINE void byte_piece(const int kind, const Matrix *m, const Whole w, Result y, int64_t first,
+                       int64_t last) {
+#define BYTE_ROWS(tall)                                                                           \
+    case tall: byte_rows(kind, tall, panel, blocks, w, row, sums); break;
+    const int64_t blocks = blocks_of(m), bytes = group_bytes(kind, m->inputs);
+    float sums[TALL_BYTES * GROUP] __attribute__((aligned(64)));
+    for (int64_t g = first; g < last; g++) {
+        const char *panel = (const char *)m->weights + g * bytes;
+        for (int64_t row = 0, tall; row < w.rows; row += tall) {
+            tall = w.rows - row < TALL_BYTES ? w.rows - row : TALL_BYTES;
+            switch (tall) {
+                BYTE_ROWS(1) BYTE_ROWS(2) BYTE_ROWS(3) BYTE_ROWS(4)
+                BYTE_ROWS(5) BYTE_ROWS(6) BYTE_ROWS(7) BYTE_ROWS(8)
+            }
+            put(m, g, sums, tall, y, row);
+        }
+    }
+#undef BYTE_ROWS
+}
 
 INLINE void coded_piece(const int kind, const Matrix *m, const void *operands, int64_t rows,
                         Result y, int64_t first, int64_t last) {
     const int64_t blocks = blocks_of(m), bytes = group_bytes(kind, m->inputs);
     const char *weights = m->weights;
     const Whole w = whole(operands, blocks, rows);
+    if (BYTEWISE) {
+        byte_piece(kind, m, w, y, first, last);
+        return;
+    }
     float sums[MANY * GROUP] __attribute__((aligned(64)));
     if (rows <= FEW) {
         for (int64_t g = first; g < last; g++) {
@@ -492,7 +630,7 @@ INLINE void number_piece(const int kind, const Matrix *m, const void *operands, 
 /* Bytes of the operands of so many rows. Matrices of equal `product_operands` share them. */
 INLINE int product_operands(int64_t kind) { return is_coded(kind) ? 0 : in_halves(kind) ? 1 : 2; }
 INLINE int64_t product_room(const Matrix *m, int64_t rows) {
-    const int64_t bytes = is_coded(m->kind) ? blocks_of(m) * (2 * SPAN + 8)
+    const int64_t bytes = is_coded(m->kind) ? blocks_of(m) * OPERAND
                                             : filled(m->inputs) * (in_halves(m->kind) ? 2 : 4);
     return (rows * bytes + 63) / 64 * 64;
 }
@@ -515,9 +653,7 @@ static void product_prepare(const Matrix *m, const void *x, int64_t stride, int 
             else if (count == SPAN) from = (const float *)row + i;
             else memcpy(one, (const float *)row + i, count * sizeof *one);
             if (codes) {
-                const int64_t at = b * rows + r;
-                prepare_block(from, (int16_t *)w.x + at * SPAN, (float *)w.scale + at,
-                              (float *)w.sum + at);
+                prepare_block(from, &w, b * rows + r);
                 continue;
             }
             const int64_t even = count == SPAN ? SPAN : filled(count);

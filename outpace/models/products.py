@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from outpace.kernels.compiled import library
+from outpace.models.pages import pages
 from outpace.models.places import Place, read_portions
 
 KINDS = ("F32", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -166,7 +167,7 @@ def store_place(place: Place, order_O: Tensor | None = None) -> Stored:
 
 
 def _memory(kind: str, outputs: int, inputs: int) -> Tensor:
-    return torch.empty(-(-outputs // _GROUP) * _group_bytes(kind, inputs), dtype=torch.uint8)
+    return pages.take(-(-outputs // _GROUP) * _group_bytes(kind, inputs))
 
 
 def _group_bytes(kind: str, inputs: int) -> int:
