@@ -114,9 +114,7 @@ class Machine:
     """Prompt tokens per pass beside sequences that decode; see ``outpace.engine.scheduler``."""
     listeners: Sequence[Callable[[StepRecord], None]] = ()
     steps: int = field(default=0, init=False)
-    _readers: dict[frozenset[str], tuple[frozenset[str], frozenset[str]]] = field(
-        default_factory=dict, init=False
-    )
+    _tapped: dict[frozenset[str], frozenset[str]] = field(default_factory=dict, init=False)
 
     def granted(self, name: str, row: StepSequence) -> Budget:
         least = self.drafters[name].traits.least_context
@@ -124,20 +122,14 @@ class Machine:
 
     def tapped(self, rows: Sequence[StepSequence]) -> frozenset[str]:
         """Drafters of these rows that read features."""
-        return self._reading(rows)[0]
+        names = frozenset([name for row in rows for name in row.members])
+        if names not in self._tapped:
+            self._tapped[names] = frozenset(name for name in names if self.drafters[name].traits.taps)
+        return self._tapped[names]
 
     def taps(self, rows: Sequence[StepSequence]) -> frozenset[str]:
         """Features that some drafter of these rows reads."""
-        return self._reading(rows)[1]
-
-    def _reading(self, rows: Sequence[StepSequence]) -> tuple[frozenset[str], frozenset[str]]:
-        names = frozenset([name for row in rows for name in row.members])
-        found = self._readers.get(names)
-        if found is None:
-            tapped = frozenset(name for name in names if self.drafters[name].traits.taps)
-            taps = frozenset[str]().union(*(self.drafters[name].traits.taps for name in tapped))
-            found = self._readers[names] = tapped, taps
-        return found
+        return frozenset().union(*(self.drafters[name].traits.taps for name in self.tapped(rows)))
 
 
 def step(machine: Machine, rows: Sequence[StepSequence]) -> list[Outcome]:
@@ -161,7 +153,9 @@ def step(machine: Machine, rows: Sequence[StepSequence]) -> list[Outcome]:
     plans, views = _plan(machine, rows)
     clock.lap("plan")
     uncached_B = [
-        _num_uncached(machine, row, plan.drafter) if plan.budget.max_nodes else 0
+        machine.drafters[plan.drafter].num_uncached(row.members[plan.drafter].state, row.tokens)
+        if plan.budget.max_nodes
+        else 0
         for row, plan in zip(rows, plans, strict=True)
     ]
     drafts = _draft(machine, rows, plans)
@@ -251,17 +245,15 @@ def _pass(machine: Machine, parts: Sequence[_Part], scored: Scored, clock: StepC
 def _plan(machine: Machine, rows: Sequence[StepSequence]) -> tuple[list[Plan], list[PolicyRow]]:
     load = Load(len(rows), _context(rows))
     least_B = [machine.policy.asks(row.policy_state, load) for row in rows]
-    room_B = [row.room() for row in rows]
-    previews_B = _previews(machine, rows, room_B, least_B)
     views = [
         PolicyRow(
             row.policy_state,
             {name: machine.granted(name, row) for name in row.members},
-            room,
+            row.room(),
             row.coins(Stream.POLICY),
             preview,
         )
-        for row, room, preview in zip(rows, room_B, previews_B, strict=True)
+        for row, preview in zip(rows, _previews(machine, rows, least_B), strict=True)
     ]
     plans = machine.policy.plan(views, load)
     for view, plan in zip(views, plans, strict=True):
@@ -318,7 +310,7 @@ def _draft_row(
 
 
 def _previews(
-    machine: Machine, rows: Sequence[StepSequence], room_B: Sequence[Budget], least_B: Sequence[float | None]
+    machine: Machine, rows: Sequence[StepSequence], least_B: Sequence[float | None]
 ) -> list[dict[str, Sequence[float]]]:
     """What every drafter would propose to every row, of those that can tell."""
     previews: list[dict[str, Sequence[float]]] = [{} for _ in rows]
@@ -329,17 +321,13 @@ def _previews(
             if machine.drafters[name].traits.previews:
                 able.setdefault(name, []).append(i)
     for name, indices in able.items():
-        budgets = [within(rows[i].members[name].budget, room_B[i], least_B[i] or 0.0) for i in indices]
+        budgets = [within(rows[i].members[name].budget, rows[i].room(), least_B[i] or 0.0) for i in indices]
         pairs = zip(indices, budgets, strict=True)
         asked = [_draft_row(machine, rows[i], name, budget, tapped) for i, budget in pairs]
         answers = machine.drafters[name].preview(asked)
         for i, answer in zip(indices, answers, strict=True):
             previews[i][name] = answer
     return previews
-
-
-def _num_uncached(machine: Machine, row: StepSequence, name: str) -> int:
-    return machine.drafters[name].num_uncached(row.members[name].state, row.tokens)
 
 
 def _judge(machine: Machine, parts: Sequence[_Part], scored: Scored) -> dict[int, Verdict]:
