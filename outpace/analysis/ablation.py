@@ -14,9 +14,11 @@ from statistics import mean
 from typing import Any
 
 from outpace.analysis.judge import Judged
+from outpace.policies.acceptance import Pool
 from outpace.policies.auto import Auto, AutoConfig
-from outpace.policies.base import Policy
+from outpace.policies.base import Policy, PolicyRow
 from outpace.policies.costs import Costs, Passes
+from outpace.policies.offers import Offer, Prices
 from outpace.policies.tuning import TUNING, Tuning
 
 WHOLE = "auto"
@@ -52,13 +54,35 @@ class _Lines(Costs):
     form = _Straight
 
 
+class _Full(Pool):
+    """Trees have all the nodes and levels that they were asked for."""
+
+    def sizes(self, width: int, depth: int) -> list[tuple[float, float]]:
+        return [(float(width), float(level)) for level in range(1, depth + 1)]
+
+
+class _FullTrees(Auto):
+    form = _Full
+
+
+class _OneWidth(Auto):
+    """Trees have the nodes of their spec."""
+
+    def _offers(self, row: PolicyRow, name: str, prices: Prices) -> list[Offer]:
+        return [
+            one
+            for one in super()._offers(row, name, prices)
+            if one.width in (0, row.drafters[name].max_nodes)
+        ]
+
+
 def variants(constants: bool = False) -> dict[str, Callable[[], Policy]]:
     """Name -> a fresh policy: `auto`, and `auto` without each of its parts.
 
     Args:
         constants: in their place, with each constant halved and doubled.
     """
-    found: dict[str, Callable[[], Policy]] = {WHOLE: partial(_made, Costs, TUNING)}
+    found: dict[str, Callable[[], Policy]] = {WHOLE: partial(_made, Auto, Costs, TUNING)}
     if constants:
         for one in fields(Tuning):
             for factor in (0.5, 2.0):
@@ -66,17 +90,19 @@ def variants(constants: bool = False) -> dict[str, Callable[[], Policy]]:
                 # What is near 1 is halved and doubled in its distance from 1.
                 other = 1.0 - factor * (1.0 - value) if 0.5 < value < 1.0 else type(value)(factor * value)
                 told = f"{one.name} {value:g} -> {other:g}"
-                found[told] = partial(_made, Costs, replace(TUNING, **{one.name: other}))
+                found[told] = partial(_made, Auto, Costs, replace(TUNING, **{one.name: other}))
         return found
     for name, (told, value) in _OFF.items():
-        found[told] = partial(_made, Costs, replace(TUNING, **{name: value}))
-    found["throughput lately"] = partial(_made, _OwnRate, TUNING)
-    found["passes corrected by number of guesses"] = partial(_made, _Lines, TUNING)
+        found[told] = partial(_made, Auto, Costs, replace(TUNING, **{name: value}))
+    found["throughput lately"] = partial(_made, Auto, _OwnRate, TUNING)
+    found["passes corrected by number of guesses"] = partial(_made, Auto, _Lines, TUNING)
+    found["size of trees that stop by themselves"] = partial(_made, _FullTrees, Costs, TUNING)
+    found["narrower trees"] = partial(_made, _OneWidth, Costs, TUNING)
     return found
 
 
-def _made(costs: type[Costs], tuning: Tuning) -> Policy:
-    made = Auto(AutoConfig(), tuning)
+def _made(policy: type[Auto], costs: type[Costs], tuning: Tuning) -> Policy:
+    made = policy(AutoConfig(), tuning)
     made.costs = costs(tuning=tuning)
     return made
 

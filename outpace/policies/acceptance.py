@@ -4,13 +4,21 @@ Every guess has a stated chance. A lookup tells it beforehand; of other drafters
 was kept is compared with what was stated, over all texts and over the text at hand:
 
     chance = stated * (kept + w) / (stated + w) of all texts * (kept + w) / (expected + w) of this one
+
+Over all texts each level of a tree of each width counts by itself; one of which little is known is taken to
+be like the same level of other trees. Of one text there is too little for that: one factor serves a drafter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from outpace.policies.tuning import Tuning
+from outpace.policies.tuning import TUNING, Tuning
+from outpace.types import Budget
+
+Kind = tuple[int, ...]
+"""Of a guess: its level, and the width of its tree. Each part narrows it down; () are all."""
 
 
 class Ratio:
@@ -23,18 +31,6 @@ class Ratio:
             raise ValueError(f"need counts, got {kept} and {expected}")
         self.kept, self.expected = float(kept), float(expected)
 
-    @classmethod
-    def measured(cls, kept_D: Sequence[float], tried_D: Sequence[float], tuning: Tuning) -> Ratio:
-        """What was measured beforehand, by level: drafts that were kept there, and tried. It counts no
-        more than one text does.
-        """
-        scale = min(1.0, tuning.text / sum(tried_D)) if any(tried_D) else 0.0
-        return cls(scale * sum(kept_D), scale * tuning.hope * sum(tried_D))
-
-    def value(self, doubt: float) -> float:
-        """Above 1 where more was kept than expected; 1 while nothing was seen."""
-        return (self.kept + doubt) / (self.expected + doubt)
-
     def add(self, kept: float, expected: float, most: float) -> None:
         """Take in what was kept; of all that was seen at most so much stays."""
         self.kept += kept
@@ -43,3 +39,96 @@ class Ratio:
         if total > most:
             self.kept *= most / total
             self.expected *= most / total
+
+
+class Tally(dict[Kind, Ratio]):
+    """A ratio for each kind of thing, and for all wider kinds."""
+
+    def ratio(self, kind: Kind, doubt: float) -> float:
+        """Above 1 where more was kept than expected; that of the wider kind while nothing was seen."""
+        value = 1.0
+        for end in range(len(kind) + 1):
+            one = self.get(kind[:end])
+            if one is not None:
+                value = (one.kept + doubt * value) / (one.expected + doubt)
+        return value
+
+    def add(self, kind: Kind, kept: float, expected: float, most: float) -> None:
+        """Take in what was kept of such a thing."""
+        for end in range(len(kind) + 1):
+            self.setdefault(kind[:end], Ratio()).add(kept, expected, most)
+
+
+class Pool:
+    """What is known of a drafter over all texts.
+
+    Args:
+        kept_D: what was measured beforehand: by level, drafts that were kept there,
+        tried_D: and those that were tried. They count no more than one text does.
+    """
+
+    def __init__(
+        self, tuning: Tuning = TUNING, kept_D: Sequence[float] = (), tried_D: Sequence[float] = ()
+    ) -> None:
+        self._tuning = tuning
+        self.tallies = Tally(), Tally(), Tally()
+        """Guesses kept; levels that drafts had, of those asked for; their nodes, over the levels."""
+        self.seen = 0
+        """Grows with every draft."""
+        for level, (hits, tries) in enumerate(zip(kept_D, tried_D, strict=True)):
+            scale = min(1.0, tuning.text / tries) if tries else 0.0
+            self.tallies[0].add((level,), hits * scale, tuning.hope * tries * scale, tuning.text)
+
+    def ratio(self, kind: Kind = ()) -> float:
+        """Guesses kept, over those that were stated."""
+        return self.tallies[0].ratio(kind, self._tuning.doubt)
+
+    def add(self, kept: float, stated: float, kind: Kind = ()) -> None:
+        """Take in what was kept of such guesses."""
+        self.tallies[0].add(kind, kept, stated, self._tuning.pool)
+
+    def sizes(self, width: int, depth: int) -> list[tuple[float, float]]:
+        """Nodes and levels of trees cut at depth 1, 2, ...: a drafter may stop earlier by itself."""
+        (_, levels, nodes), doubt = self.tallies, self._tuning.doubt
+        each, reached, total, found = nodes.ratio((width,), doubt), 1.0, 0.0, []
+        for level in range(depth):
+            reached *= levels.ratio((level, width), doubt) if level else 1.0
+            total += reached
+            found.append((min(float(width), total * each), total))
+        return found
+
+    def grew(self, width: int, depth: int, nodes: int, levels: int) -> None:
+        """Take in how large a tree became that might have had ``depth`` levels."""
+        for level in range(min(depth, levels + 1)):
+            self.tallies[1].add((level, width), level < levels, 1.0, self._tuning.pool)
+        self.tallies[2].add((width,), nodes, levels, self._tuning.pool)
+
+    def to_json(self) -> list[Any]:
+        """Plain data, for ``from_json``."""
+        return [[[[*kind], x.kept, x.expected] for kind, x in one.items()] for one in self.tallies]
+
+    @classmethod
+    def from_json(cls, data: Any, tuning: Tuning = TUNING) -> Pool:
+        """Read what ``to_json`` gave; ValueError, TypeError or KeyError if it is something else."""
+        pool = cls(tuning)
+        for one, lines in zip(pool.tallies, data, strict=True):
+            one.update({tuple(map(int, kind)): Ratio(*pair) for kind, *pair in lines})
+        return pool
+
+
+def asks(budget: Budget) -> list[tuple[int, int]]:
+    """Nodes and depths to weigh. Of a dynamic tree: all its nodes, about a third of them, and so on."""
+    most, deepest = budget.max_nodes, budget.max_depth
+    if budget.shape.parent_N is not None:
+        depth_N: list[int] = []
+        for parent in budget.shape.parent_N[:most]:
+            depth_N.append(1 if parent < 0 else depth_N[parent] + 1)
+        levels = range(1, min(deepest, max(depth_N, default=0)) + 1)
+        return [(sum(d <= n for d in depth_N), n) for n in levels]
+    if not budget.shape.beam:
+        return [(n, n) for n in range(1, min(most, deepest) + 1)]
+    found, nodes = [], most
+    while nodes > 0:
+        found += [(nodes, depth) for depth in range(1, min(nodes, deepest) + 1)]
+        nodes = (nodes + 2) // 3 if nodes > 1 else 0
+    return found

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outpace.policies.acceptance import Ratio
+from outpace.policies.acceptance import Pool, Ratio
 from outpace.policies.base import Evidence, Policy, PolicyRow
 from outpace.policies.costs import Costs
 from outpace.policies.offers import Offer, Prices, look_up, offers_of, prices_of
@@ -30,6 +30,7 @@ from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import NOTHING, Budget, Choice, Load, Plan, Price
 
 NONE = "none"
+
 Kind = tuple[str, bool]  # whose a sequence is, and whether it is greedy
 
 
@@ -43,15 +44,15 @@ class State:
     """What is known of one sequence."""
 
     kind: Kind
-    pools: dict[str, Ratio]
-    """Drafter -> what is kept, over what is stated, in texts of its kind."""
+    pools: dict[str, Pool]
+    """Drafter -> what texts of its kind taught."""
     here: dict[str, Ratio] = field(default_factory=dict)
     """Drafter -> what is kept, over what is expected by all texts."""
     asked: Offer | None = None
     quiet: int = 0
     """Grows with every look that led to no draft; 2 to this power steps pass till the next."""
-    offers: dict[str, tuple[tuple[Prices, float, int], list[Offer]]] = field(default_factory=dict)
-    """Drafter -> what its offers follow from: prices, chance and room; and its offers."""
+    offers: dict[str, tuple[tuple[Prices, int, int], list[Offer]]] = field(default_factory=dict)
+    """Drafter -> what its offers follow from: prices, drafts seen and room left; and its offers."""
 
 
 class Auto(Policy):
@@ -60,12 +61,13 @@ class Auto(Policy):
     Config = AutoConfig
     deterministic = False
     reads_previews = True
+    form = Pool
 
     def __init__(self, config: Any, tuning: Tuning = TUNING) -> None:
         super().__init__(config)
         self.tuning, self.costs = tuning, Costs(tuning=tuning)
-        self._pools: dict[Kind, dict[str, Ratio]] = {}
-        self._recalled: dict[Kind, dict[str, Ratio]] = {}
+        self._pools: dict[Kind, dict[str, Pool]] = {}
+        self._recalled: dict[Kind, dict[str, Pool]] = {}
         self._tick = self._guesses = 0  # steps, and guesses of the last one
         self._wait = 0.0  # steps until an idle drafter may be tried
         self._tried: dict[str, int] = {}
@@ -122,7 +124,7 @@ class Auto(Policy):
         key = own, load.beside, load.batch, load.context // 64
         until, prices = self._prices.get(key, (0, None))
         if prices is None or until <= self._tick:
-            if prices is None and len(self._prices) > self.tuning.most:
+            if len(self._prices) > self.tuning.most:
                 self._prices.clear()
             prices = prices_of(self.costs, load, own, self._guesses)
             self._prices[key] = self._tick + min(self.tuning.renew, 1 + self._tick // 8), prices
@@ -130,13 +132,13 @@ class Auto(Policy):
 
     def _offers(self, row: PolicyRow, name: str, prices: Prices) -> list[Offer]:
         """Offers change where prices do, and where the drafter was asked."""
-        budget, known = row.drafters[name], row.state.offers.get(name)
-        chance = self.tuning.hope * self._scale(row.state, name)
-        now = prices, chance, min(row.limit.max_depth, budget.max_depth)
-        if known is None or known[0][0] is not prices or known[0][1:] != now[1:]:
-            known = now, offers_of(name, budget, row.limit, chance, prices)
-            row.state.offers[name] = known
-        return known[1]
+        pool, budget, state = self._pool(row.state, name), row.drafters[name], row.state
+        now = prices, pool.seen, min(row.limit.max_depth, budget.max_depth)
+        before, offers = state.offers.get(name, ((None, 0, 0), []))
+        if before[0] is not prices or before != now:
+            offers = offers_of(name, budget, row.limit, pool, self._here(state, name), prices, self.tuning)
+            state.offers[name] = now, offers
+        return offers
 
     def _together(
         self, levelled: Mapping[str, Mapping[int, list[Offer]]], chosen: Mapping[int, Offer], prices: Prices
@@ -211,21 +213,26 @@ class Auto(Policy):
                 self._learn(row.state, offer, seen)
 
     def _learn(self, state: State, offer: Offer, seen: Evidence) -> None:
-        stated = offer.stated
-        if stated and (seen.censored or not seen.depth):
-            return  # how much of a lookup's promise was tried is unknown
-        if not stated:
-            # Silence where a level was asked for is a level that was not kept.
-            refused = not seen.censored and seen.accepted < offer.depth
-            stated = self.tuning.hope * (seen.accepted + refused)
         pool, here = self._pool(state, seen.drafter), state.here.setdefault(seen.drafter, Ratio())
-        here.add(seen.accepted, stated * pool.value(self.tuning.doubt), self.tuning.text)
-        pool.add(seen.accepted, stated, self.tuning.pool)
+        pool.seen += 1
+        if offer.stated:
+            if not seen.censored and seen.depth:
+                here.add(seen.accepted, offer.stated * pool.ratio(), self.tuning.text)
+                pool.add(seen.accepted, offer.stated)
+            return
+        if offer.width:
+            pool.grew(offer.width, offer.depth, seen.drafted, seen.depth)
+        # Silence where a level was asked for is a level that was not kept.
+        refused = not seen.censored and seen.accepted < offer.depth
+        for level in range(seen.accepted + refused):
+            kept, kind = float(level < seen.accepted), (level, offer.width)
+            here.add(kept, self.tuning.hope * pool.ratio(kind), self.tuning.text)
+            pool.add(kept, self.tuning.hope, kind)
 
     def learned(self) -> dict[str, Any]:
         """What is known of drafters over all texts without a key; numbers alone, and no text."""
         return {
-            "greedy" if greedy else "drawn": {name: [one.kept, one.expected] for name, one in pools.items()}
+            "greedy" if greedy else "drawn": {name: pool.to_json() for name, pool in pools.items()}
             for (key, greedy), pools in self._pools.items()
             if pools and not key
         }
@@ -234,18 +241,21 @@ class Auto(Policy):
         """Begin with what ``learned`` gave, for drafters that were not asked yet; ignore what is broken."""
         for kind in ("greedy", "drawn") if isinstance(learned, dict) else ():
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                pools = {name: Ratio(*one) for name, one in learned[kind].items()}
+                pools = {name: Pool.from_json(one, self.tuning) for name, one in learned[kind].items()}
                 self._recalled["", kind == "greedy"] = pools
 
-    def _pool(self, state: State, name: str) -> Ratio:
+    def _pool(self, state: State, name: str) -> Pool:
         pool = state.pools.get(name)
         if pool is None:
-            kept_D, tried_D = self.costs.kept(name)  # which reads what was learned before
-            recalled = self._recalled.get(state.kind, {}).pop(name, None)
-            pool = state.pools[name] = recalled or Ratio.measured(kept_D, tried_D, self.tuning)
+            kept = self.costs.kept(name)  # which reads what was learned before
+            recalled = self._recalled.get(state.kind, {})
+            pool = state.pools[name] = recalled.get(name) or self.form(self.tuning, *kept)
         return pool
 
+    def _here(self, state: State, name: str) -> float:
+        one, doubt = state.here.get(name), self.tuning.doubt
+        return 1.0 if one is None else (one.kept + doubt) / (one.expected + doubt)
+
     def _scale(self, state: State, name: str) -> float:
-        """What stated chances are worth in a text."""
-        here, doubt = state.here.get(name), self.tuning.doubt
-        return self._pool(state, name).value(doubt) * (1.0 if here is None else here.value(doubt))
+        """What the stated chances of a lookup are worth."""
+        return self._pool(state, name).ratio() * self._here(state, name)

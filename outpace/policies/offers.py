@@ -6,9 +6,12 @@ Everything is priced in tokens: seconds times the tokens per second that are to 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from outpace.policies.acceptance import Pool, asks
 from outpace.policies.costs import Costs
+from outpace.policies.tuning import Tuning
 from outpace.types import Budget, Load
 
 
@@ -16,18 +19,25 @@ class Offer(NamedTuple):
     """A draft that a drafter may be asked for, and what it should bring."""
 
     gain: float
-    """Of the tokens ``kept``, more than rows and call cost; levels are not in it."""
+    """Tokens kept, more than the rows and the call cost; levels are not in it."""
     drafter: str
     nodes: int
     depth: int
     kept: float
+    """Tokens expected to be kept."""
+    width: int = 0
+    """Of a dynamic tree."""
     levels: float = 0.0
     stated: float = 0.0
     """Tokens that a lookup promised; 0 of others."""
 
 
-class Prices(NamedTuple):
-    """What R rows more cost, in tokens that a step must bring for them; and plain decoding."""
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a step may add, in tokens that it must bring; and plain decoding.
+
+    Shape letters: R rows more.
+    """
 
     rate: float
     """Tokens per second to beat."""
@@ -37,8 +47,11 @@ class Prices(NamedTuple):
 
 
 def prices_of(costs: Costs, load: Load, own: int, guesses: int) -> Prices:
-    """What rows cost, in tokens. In a batch a row costs its share of what all guesses take, as many as in
-    the last step. ``own``: sequences of this policy.
+    """What rows cost, in tokens. In a batch a row costs its share of what all guesses take.
+
+    Args:
+        own: sequences of this policy.
+        guesses: of the last step.
     """
     batch, rows = load.batch, own + load.beside if load.beside else load.batch
     first, *more = costs.passes(rows, load.context, batch)
@@ -57,8 +70,11 @@ def prices_of(costs: Costs, load: Load, own: int, guesses: int) -> Prices:
 def look_up(
     name: str, told: Sequence[float], limit: Budget, scale: float, call: float, prices: Prices
 ) -> Offer | None:
-    """The best draft of a lookup that says what it would propose. ``scale``: what its chances are worth;
-    ``call``: tokens that asking it costs.
+    """The best draft of a lookup that says what it would propose.
+
+    Args:
+        scale: what its chances are worth.
+        call: tokens that asking it costs.
     """
     row_R, best = prices.row_R, None
     kept = stated = 0.0
@@ -66,22 +82,26 @@ def look_up(
         kept += min(1.0, chance * scale)
         stated += chance
         if best is None or kept - row_R[count] > best[0]:
-            best = kept - row_R[count], name, count, count, kept, 0.0, stated
+            best = kept - row_R[count], name, count, count, kept, 0, 0.0, stated
     return None if best is None else Offer(best[0] - call, *best[1:])
 
 
-def offers_of(name: str, budget: Budget, limit: Budget, chance: float, prices: Prices) -> list[Offer]:
-    """Drafts of a drafter that has to be asked, by depth: of all nodes, a third of them and so on.
-    ``chance``: of a level, to be kept if the one before is.
-    """
-    row_R, found, tree = prices.row_R, list[Offer](), budget.shape.beam or budget.shape.parent_N
-    size = min(budget.max_nodes, limit.max_nodes, len(row_R) - 1)
-    while size > 0:
-        kept, whole = 0.0, 1.0
-        for depth in range(1, min(size, budget.max_depth, limit.max_depth) + 1):
-            whole *= min(1.0, chance)
-            kept += whole
-            nodes = size if tree else depth
-            found.append(Offer(kept - row_R[nodes], name, nodes, depth, kept, float(depth)))
-        size = (size + 2) // 3 if budget.shape.beam and size > 1 else 0
+def offers_of(
+    name: str, budget: Budget, limit: Budget, pool: Pool, here: float, prices: Prices, tuning: Tuning
+) -> list[Offer]:
+    """Drafts of a drafter that has to be asked, by nodes and depth."""
+    row_R, found, width = prices.row_R, list[Offer](), -1
+    for nodes, depth in asks(budget):
+        if nodes > limit.max_nodes or depth > limit.max_depth or nodes >= len(row_R):
+            continue
+        own = nodes if budget.shape.beam else 0
+        if own != width:
+            width, kept, whole = own, 0.0, 1.0
+            size_D = pool.sizes(width, budget.max_depth) if width else []
+        whole *= min(1.0, tuning.hope * here * pool.ratio((depth - 1, width)))
+        kept += whole
+        made, levels = size_D[depth - 1] if width else (nodes, depth)
+        low = min(int(made), len(row_R) - 2)
+        price = row_R[low] + (made - low) * (row_R[low + 1] - row_R[low])
+        found.append(Offer(kept - price, name, nodes, depth, kept, width, levels))
     return found
