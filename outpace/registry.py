@@ -19,7 +19,9 @@ from typing import Any, Literal, get_args
 
 from outpace.errors import OutpaceError, UnknownNameError
 
-Kind = Literal["drafter", "verifier", "policy", "objective", "learner", "builder", "exporter", "planner"]
+Kind = Literal[
+    "drafter", "verifier", "policy", "objective", "learner", "builder", "exporter", "planner", "pair"
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ that had one row, if there were enough of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
@@ -27,20 +27,30 @@ ENOUGH = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class Step:
+    """One step of the answer."""
+
     number: int
     """From 1."""
     drafter: str
     reason: str | None
     drafted: int
+    depth: int
+    """Of the draft."""
     accepted: int
     emitted: int
     rows: int
-    seconds: float
+    verbs: Mapping[str, float]
+    """Verb -> seconds."""
     expected: float | None
     """Tokens per second with this drafter, as the policy thought before."""
     plain: float | None
     """The same of plain decoding."""
+
+    @property
+    def seconds(self) -> float:
+        """Of the five verbs."""
+        return sum(self.verbs.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +115,8 @@ class Explained:
 
     def __init__(self, costs: Any) -> None:
         self._costs = costs
-        self._steps: list[_Step] = []
+        self.steps: list[Step] = []
+        """Those after the prompt."""
 
     def __call__(self, record: StepRecord) -> None:
         """Take a step in; called before the costs learn from it."""
@@ -113,16 +124,17 @@ class Explained:
             return
         (row,) = record.rows
         rates = row.choice.rates if row.choice is not None and self._costs.known else {}
-        self._steps.append(
-            _Step(
-                len(self._steps) + 1,
+        self.steps.append(
+            Step(
+                len(self.steps) + 1,
                 row.drafter if row.drafted else PLAIN,
                 None if row.choice is None else row.choice.reason,
                 row.drafted,
+                row.depth,
                 row.accepted,
                 len(row.emitted),
                 record.passed_rows,
-                sum(record.seconds.values()),
+                record.seconds,
                 rates.get(row.drafter),
                 rates.get(PLAIN),
             )
@@ -131,18 +143,18 @@ class Explained:
     def stretches(self) -> list[Stretch]:
         """Runs of steps with the same drafter, in order."""
         seen = self._seen_plain()
-        return [_added(list(run), seen) for _, run in groupby(self._steps, lambda s: s.drafter)]
+        return [_added(list(run), seen) for _, run in groupby(self.steps, lambda s: s.drafter)]
 
     def by_drafter(self) -> list[Stretch]:
         """All steps of each drafter, the one with most steps first."""
         seen = self._seen_plain()
-        names = dict.fromkeys(step.drafter for step in self._steps)
-        found = [_added([s for s in self._steps if s.drafter == name], seen) for name in names]
+        names = dict.fromkeys(step.drafter for step in self.steps)
+        found = [_added([s for s in self.steps if s.drafter == name], seen) for name in names]
         return sorted(found, key=lambda one: -one.passes)
 
     def total(self) -> Stretch | None:
         """The whole answer after its first token; None if that was all."""
-        return _added(self._steps, self._seen_plain(), "all") if self._steps else None
+        return _added(self.steps, self._seen_plain(), "all") if self.steps else None
 
     def to_json(self) -> dict[str, Any]:
         total = self.total()
@@ -154,11 +166,11 @@ class Explained:
 
     def _seen_plain(self) -> float | None:
         """Tokens per second of the steps that had one row."""
-        alone = [step.seconds for step in self._steps if step.rows == 1 and step.seconds > 0]
+        alone = [step.seconds for step in self.steps if step.rows == 1 and step.seconds > 0]
         return 1.0 / median(alone) if len(alone) >= ENOUGH else None
 
 
-def _added(steps: Sequence[_Step], seen: float | None, name: str | None = None) -> Stretch:
+def _added(steps: Sequence[Step], seen: float | None, name: str | None = None) -> Stretch:
     reasons = dict.fromkeys(step.reason for step in steps if step.reason is not None)
     told = [step.plain for step in steps if step.plain is not None]
     return Stretch(

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +157,49 @@ def record(
     return texts
 
 
-def _one(
-    engine: Engine, methods: Mapping[str, SingleMethod], request: GenerationRequest, name: str, kind: str
+Timed = Callable[[str, int, float], None]
+"""Told of every whole draft: its drafter, passes of the drafter's model, seconds."""
+
+
+def record_given(
+    engine: Engine,
+    methods: Mapping[str, SingleMethod],
+    request: GenerationRequest,
+    answer: Sequence[int],
+    timed: Timed | None = None,
 ) -> Text:
-    """Record one answer."""
+    """Ask every drafter at every position of an answer that is known.
+
+    Args:
+        request: of the answer; its settings shape what drafters draw from.
+        answer: at least two tokens; the first one belongs to the prompt's pass, and is not recorded.
+        timed: told what drafts take.
+
+    Cost: as ``record``.
+    """
+    params = replace(
+        request.params,
+        max_new_tokens=len(answer),
+        min_tokens=0,
+        stop=(),
+        stop_token_ids=frozenset(),
+        stop_when=None,
+        logprobs=None,
+        ignore_eos=True,
+    )
+    return _one(engine, methods, replace(request, params=params), "answer", "", answer, timed)
+
+
+def _one(
+    engine: Engine,
+    methods: Mapping[str, SingleMethod],
+    request: GenerationRequest,
+    name: str,
+    kind: str,
+    answer: Sequence[int] | None = None,
+    timed: Timed | None = None,
+) -> Text:
+    """Record one answer, which the target gives or which is known."""
     teachers = [spec for spec, one in methods.items() if one.drafter.traits.previews]
     plain = engine.method("none")
     slot = engine.cache.open()
@@ -170,7 +210,10 @@ def _one(
         spec: Member(states[spec], one.budget, row.verifier) for spec, one in methods.items()
     }
     whole = row.cut
-    row.cut = lambda verdict: whole(_first(verdict))  # type: ignore[method-assign]
+    if answer is None:
+        row.cut = lambda verdict: whole(_first(verdict))  # type: ignore[method-assign]
+    else:
+        row.cut = lambda verdict: whole(_given(verdict, answer[row.new_tokens]))  # type: ignore[method-assign]
     drafters = {spec: one.drafter for spec, one in methods.items()}
     machine = Machine(engine.target, engine.cache, drafters, _Teach(teachers[0] if teachers else None))
     scheduler = Scheduler(machine)
@@ -185,7 +228,7 @@ def _one(
         while not row.finished:
             places.append(len(row.tokens))
             for spec, one in methods.items():
-                _ask(machine, row, spec, one, made[spec], previews.get(spec))
+                _ask(machine, row, spec, one, made[spec], previews.get(spec), timed)
             with torch.inference_mode():
                 scheduler.advance()
     finally:
@@ -218,6 +261,13 @@ def _first(verdict: Verdict) -> Verdict:
     return verdict.cut(1) if verdict.emitted else verdict
 
 
+def _given(verdict: Verdict, token: int) -> Verdict:
+    """What the verdict is where the text is known: one token, whatever was decided."""
+    if not verdict.emitted:
+        return verdict
+    return verdict.cut(1) if verdict.emitted[0] == token else Verdict((), (token,), censored=True)
+
+
 def _ask(
     machine: Machine,
     row: ActiveSequence,
@@ -225,6 +275,7 @@ def _ask(
     one: SingleMethod,
     made: dict[int, list[tuple[Draft, int]]],
     previews: list[tuple[float, ...]] | None,
+    timed: Timed | None = None,
 ) -> None:
     """Have a drafter draft what nobody will use."""
     full = one.budget.max_nodes
@@ -246,9 +297,11 @@ def _ask(
             chain=chain,
         )
         with torch.inference_mode():
-            before = one.drafter.clock.count
+            start, before = time.perf_counter(), one.drafter.clock.count
             (draft,) = one.drafter.propose([wanted])
             levels = one.drafter.clock.count - before
+            if timed is not None and nodes == full:
+                timed(spec, levels, time.perf_counter() - start)
             machine.cache.drop(row.slot)
             if previews is not None and nodes == full:
                 previews.append(tuple(round(p, 3) for p in one.drafter.preview([wanted])[0]))

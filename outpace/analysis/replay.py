@@ -42,8 +42,8 @@ class Device:
     sequence: float = 0.0
     """Of each sequence beside its rows: its keys and values."""
     levels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """``head`` and ``model``: a level of a trained head, or of a language model, for one sequence, and
-    for each further one."""
+    """``head`` and ``model``, or a method spec: a level of a trained head, of a language model, or of that
+    drafter, for one sequence, and for each further one."""
     unread: float = 0.0
     """Of each token that a drafter reads late."""
     look: float = 0.05
@@ -66,7 +66,7 @@ class Device:
 
     def level(self, spec: str, sequences: int) -> float:
         """Milliseconds of a level of a drafter for so many sequences."""
-        one, more = self.levels.get(self.kind(spec), (0.0, 0.0))
+        one, more = self.levels.get(spec) or self.levels.get(self.kind(spec), (0.0, 0.0))
         return one + more * (sequences - 1)
 
     @staticmethod

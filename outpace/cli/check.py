@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from outpace.cli import show
+from outpace.cli.audit import AuditOptions
 from outpace.cli.drafting import read_specs
-from outpace.cli.options import AS_JSON, AutoOptions, epilog, option, spread
+from outpace.cli.options import AS_JSON, AutoOptions, epilog, option, output, spread
 from outpace.errors import OutpaceError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -27,10 +29,13 @@ Examples:
   outpace check -m ./big --drafters "prompt_lookup,draft_model[model=./small]"
 
   outpace check --shapes serve --drafters none --prompts 1
+
+  outpace check --audit refusals --drafters suffix -t 0.8 --samples 4
 """
 
 SHAPES = ("serve",)
 """Whose shapes of passes can be checked."""
+PROMPTS = 8
 _BATCH = 32  # as outpace serve has it
 
 
@@ -48,7 +53,9 @@ def check(
         "-d",
         metavar="SPECS",
     ),
-    prompts: int = option(8, "Built-in prompts to answer, at most.", least=1),
+    prompts: int | None = option(
+        None, "Prompts to answer, at most.", shown="8 built-in ones; all of an audit", least=1
+    ),
     max_new_tokens: int = option(64, "Longest answer, tokens.", least=1),
     shapes: str | None = option(
         None,
@@ -57,7 +64,9 @@ def check(
         metavar="NAME",
         shown="not checked",
     ),
+    audit: AuditOptions,
     as_json: bool = AS_JSON,
+    out: Path | None = output(None, "With --audit: write audit.json and a plot here.", "-o", metavar="DIR"),
 ) -> None:
     """Check that output is lossless: distributions, code, tokens, hardware.
 
@@ -68,6 +77,11 @@ def check(
     named = None if drafters == "all" else read_specs("--drafters", drafters)
     if shapes is not None and shapes not in SHAPES:
         raise UnknownNameError("shapes", shapes, SHAPES)
+    audit.check(out)
+    if audit.audit is not None:
+        if audit.run(model, named, prompts, max_new_tokens, as_json, out):
+            raise typer.Exit(1)
+        return
     engine = model.load(drafter="none")
 
     from outpace.analysis.check import Case, sequences_of, standard_specs, with_trees
@@ -86,7 +100,7 @@ def check(
             show.note(f"{spec} is left out: {error}")
         else:
             specs.append(spec)
-    usable = evenly(fitting(engine, builtin(), max_new_tokens), prompts)
+    usable = evenly(fitting(engine, builtin(), max_new_tokens), prompts or PROMPTS)
     cases = [Case(prompt.id, ids) for prompt, ids in usable]
     with show.progress(sequences_of(len(cases), len(specs)), "answers") as tick:
         report = run(engine, cases, specs, max_new_tokens=max_new_tokens, tick=tick, done=_tell)

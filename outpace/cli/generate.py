@@ -11,13 +11,13 @@ import typer
 
 from outpace.cli import show
 from outpace.cli.drafting import DrafterOptions
+from outpace.cli.explain import Told
 from outpace.cli.options import AutoOptions, SamplingOptions, epilog, notes, option, output, spread
 from outpace.cli.runs import REPEATS, Run, Sides
 from outpace.errors import RequestError
 from outpace.files import decoded, reading
 
 if TYPE_CHECKING:
-    from outpace.analysis.explain import Explained, Stretch
     from outpace.engine.engine import Engine
     from outpace.engine.results import Result
 
@@ -72,8 +72,15 @@ def generate(
     compare: bool = output(
         False, f"Answer plainly as well, {REPEATS} times each in turns, and show the gain."
     ),
-    explain: bool = output(False, "Show afterwards who drafted when, what was expected and what it brought."),
+    explain: bool = output(
+        False,
+        "Show afterwards who drafted when, what it brought, and what the best drafter would have gained; "
+        "for that the answer is read again.",
+    ),
     as_json: bool = output(False, "Print one JSON object in place of the text.", "--json"),
+    out: Path | None = output(
+        None, "With --explain: write explain.json and a plot here.", "-o", metavar="DIR"
+    ),
 ) -> None:
     """Answer a prompt. The text goes to standard output, all else to standard error."""
     params = sampling.params(n=n, logprobs=logprobs)
@@ -84,6 +91,8 @@ def generate(
         raise RequestError(f"--explain shows one answer, got {other} as well; drop one of the two")
     if logprobs is not None and not as_json:
         raise RequestError("--logprobs are printed with --json only; add it")
+    if out is not None and not explain:
+        raise RequestError("--out is where --explain writes; add it")
     text = read_prompt(prompt, prompt_file)
     engine = model.load(drafter=drafting.spec, allow_lossy=drafting.allow_lossy)
     engine.remember()
@@ -104,28 +113,21 @@ def generate(
         else:
             show_sides(sides)
         return
-    told = _listen(engine) if explain else None
+    told = Told(run) if explain else None
     results = run.quiet() if as_json else run.aloud()
     if as_json:
         answer = results[0].to_json()
         if told is not None:
-            answer["explain"] = told.to_json()
+            answer["explain"] = told.to_json(results[0])
         if n > 1:
             answer["choices"] = [result.to_json() for result in results]
         show.write_json({**answer, **about})
     else:
         show.note(f"outpace: {summary(results)}")
         if told is not None:
-            show_explained(told)
-
-
-def _listen(engine: Engine) -> Explained:
-    """Take in all steps from now on."""
-    from outpace.analysis.explain import Explained
-
-    told = Explained(engine.costs)
-    engine.listeners.append(told)
-    return told
+            told.show(results[0])
+    if told is not None and out is not None:
+        told.save(results[0], out)
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
@@ -210,67 +212,6 @@ def _times(speedup: float | None) -> str:
     return "unknown" if speedup is None else f"{speedup:.2f} x"
 
 
-def show_explained(told: Explained) -> None:
-    """Draw on standard error who drafted when, then each drafter's sum."""
-    total = told.total()
-    if total is None:
-        show.note("nothing to explain: the answer had no step after its first token")
-        return
-    runs = told.stretches()
-    rows = [_cells(one, f"{one.first}-{one.last}") for one in runs[:_STRETCHES]]
-    if len(runs) > _STRETCHES:
-        left = show.count(len(runs) - _STRETCHES, "more run")
-        rows.append(
-            (
-                f"{runs[_STRETCHES].first}-{total.last}",
-                f"({left}; --json has all)",
-                *[""] * (len(_COLUMNS) - 2),
-            )
-        )
-    rows += [_cells(one, show.count(one.passes, "step")) for one in told.by_drafter()]
-    if len(told.by_drafter()) > 1:
-        rows.append(_cells(total, "all"))
-    show.table(_COLUMNS, rows, numbers=_COLUMNS[3:], to_stderr=True)
-    if total.plain is None:
-        show.note("x plain: unknown, since this policy expects nothing and no pass had one row")
-    else:
-        show.note(
-            f"{total.over_plain:.2f} x plain decoding as {total.plain:.1f} tokens/s: "
-            f"{total.gained:+.2f} s gained over {show.count(total.passes, 'step')}"
-        )
-
-
-def _cells(one: Stretch, steps: str) -> tuple[str, ...]:
-    def rate(value: float | None, digits: int = 1) -> str:
-        return "" if value is None else f"{value:.{digits}f}"
-
-    return (
-        steps,
-        one.drafter,
-        " ".join(one.reasons),
-        str(one.drafted),
-        str(one.accepted),
-        str(one.emitted),
-        rate(one.expected),
-        rate(one.rate),
-        rate(one.over_plain, 2),
-        rate(one.gained, 3),
-    )
-
-
-_COLUMNS = (
-    "steps",
-    "drafter",
-    "why",
-    "drafted",
-    "accepted",
-    "emitted",
-    "expected tok/s",
-    "measured tok/s",
-    "x plain",
-    "gained s",
-)
 LOSSY = "lossy: not the model's own distribution"
 """What is said of a text that a lossy verifier let through."""
-_STRETCHES = 24  # rows that people may still read
 _SAME = {True: "yes", False: "no", None: "not promised (sampled)"}

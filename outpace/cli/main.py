@@ -23,9 +23,11 @@ from outpace.cli import (
     check,
     demo,
     doctor,
+    eval,
     export,
     generate,
     methods,
+    predict,
     serve,
     show,
     train,
@@ -69,7 +71,23 @@ def _version() -> None:
     show.write(f"outpace {__version__}\ncode    {described()}\n")
 
 
-_COMMANDS = (generate, chat, demo, serve, check, doctor, bench, train, export, analyze, tune, methods, build)
+_COMMANDS = (
+    generate,
+    chat,
+    demo,
+    serve,
+    check,
+    doctor,
+    bench,
+    eval,
+    train,
+    export,
+    analyze,
+    predict,
+    tune,
+    methods,
+    build,
+)
 for _module in _COMMANDS:
     _module.register(app)
 

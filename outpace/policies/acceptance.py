@@ -112,8 +112,14 @@ class Pool:
         """Read what ``to_json`` gave; ValueError, TypeError or KeyError if it is something else."""
         pool = cls(tuning)
         for one, lines in zip(pool.tallies, data, strict=True):
-            one.update({tuple(map(int, kind)): Ratio(*pair) for kind, *pair in lines})
+            one.update({tuple(map(_whole, kind)): Ratio(*pair) for kind, *pair in lines})
         return pool
+
+
+def _whole(number: Any) -> int:
+    if not isinstance(number, int):
+        raise TypeError(f"need whole numbers, got {number!r}")
+    return number
 
 
 def asks(budget: Budget) -> list[tuple[int, int]]:

@@ -218,7 +218,8 @@ class Auto(Policy):
         if offer.stated:
             if not seen.censored and seen.depth:
                 here.add(seen.accepted, offer.stated * pool.ratio(), self.tuning.text)
-                pool.add(seen.accepted, offer.stated)
+                if not seen.ruled:
+                    pool.add(seen.accepted, offer.stated)
             return
         if offer.width:
             pool.grew(offer.width, offer.depth, seen.drafted, seen.depth)
@@ -227,7 +228,8 @@ class Auto(Policy):
         for level in range(seen.accepted + refused):
             kept, kind = float(level < seen.accepted), (level, offer.width)
             here.add(kept, self.tuning.hope * pool.ratio(kind), self.tuning.text)
-            pool.add(kept, self.tuning.hope, kind)
+            if not seen.ruled:
+                pool.add(kept, self.tuning.hope, kind)
 
     def learned(self) -> dict[str, Any]:
         """What is known of drafters over all texts without a key; numbers alone, and no text."""

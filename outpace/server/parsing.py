@@ -17,8 +17,11 @@ from outpace.errors import PromptTooLong
 from outpace.models.chat import check_messages
 from outpace.models.prompts import check_ids
 from outpace.params import SamplingParams
+from outpace.server import reasoning
+from outpace.server.bounds import Bounds
 from outpace.server.errors import ApiError, too_long
 from outpace.server.limits import Limits
+from outpace.server.reasoning import Reasoning
 from outpace.server.schema import (
     ChatBody,
     CompletionBody,
@@ -75,6 +78,8 @@ class ClientRequest:
     """Per prompt the text to put before the answer."""
     silent: bool = False
     """No token is wanted. One is made all the same, and left out."""
+    reasoning: Reasoning | None = None
+    """How thinking is found in the answer; None: nobody looks for it."""
     offer: Offer | None = None
     """Calls that may be in the answer; None: it is text."""
 
@@ -91,9 +96,17 @@ class Reader:
         grammars: compiles what ``response_format`` asks for; None where that is not installed.
     """
 
-    def __init__(self, service: Service, name: str, limits: Limits, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        name: str,
+        limits: Limits,
+        grammars: Grammars | None = None,
+        thinking_marks: Sequence[str] = (),
+    ) -> None:
         self.service, self.name, self.limits, self.grammars = service, name, limits, grammars
         self.target = service.engine.target
+        self.marks = reasoning.marks_of(self.target, thinking_marks)
         if self.target.tokenizer is not None:
             _ = self.target.tokenizer.literal  # half a second, which no stream shall wait for
 
@@ -149,7 +162,10 @@ class Reader:
         ids = self._messages(body, body.messages, tools)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         ask = self._ask(body, [ids], longest, logprobs, continues=False, form=form)
-        return replace(ask, offer=self._toolbox.offer(tools, parallel) if tools else None)
+        ruled = ask.requests[0].params.grammar is not None
+        told = reasoning.reasoning_of(self.target, self.marks, ids, body.thinking_token_budget, ruled)
+        offer = self._toolbox.offer(tools, parallel) if tools else None
+        return replace(ask, offer=offer, reasoning=told)
 
     def tokenize(self, body: TokenizeBody) -> list[int]:
         """Token ids of a text or of messages."""
@@ -176,6 +192,22 @@ class Reader:
                 400, f"tokens holds {wrong}, but ids go from 0 to {self.target.vocab_size - 1}", "tokens"
             )
         return str(self.tokenizer.decode(body.tokens, skip_special=body.skip_special_tokens))
+
+    @property
+    def bounds(self) -> Bounds:
+        """What bodies are checked against, for those who read the description."""
+        limits = self.limits
+        return Bounds(
+            vocab_size=self.target.vocab_size,
+            context=self._most,
+            prompt=min(self._most, self.service.longest - 1, limits.prompt_tokens or self._most),
+            answers=min(limits.answers, self.service.max_queue),
+            new_tokens=limits.new_tokens,
+            logprobs=limits.logprobs,
+            stops=limits.stops,
+            drafters=self.service.drafters,
+            template_keys=tuple(_TAKEN),
+        )
 
     @property
     def _most(self) -> int:
@@ -359,7 +391,8 @@ class Reader:
         settings["ignore_eos"] = body.ignore_eos
         if (grammar := self._grammar(body, form)) is not None:
             settings["grammar"] = grammar
-        return settings
+        budget = body.thinking_token_budget
+        return settings | reasoning.settings(self.marks, budget, grammar is not None, self.name)
 
     def _temperature(self, asked: float | None) -> float | None:
         """What the client says, else the model's authors, else the API."""
@@ -427,7 +460,7 @@ def _seed(given: int | None) -> int | None:
 
 def _bias(given: Mapping[str, float]) -> dict[int, float]:
     for token in given:
-        if not (token.isascii() and token.isdigit() and len(token) < 19):
+        if not (token.isascii() and token.isdigit() and len(token) < 19 and str(int(token)) == token):
             raise ApiError(
                 400, f"logit_bias: {token[:40]!r} is no token id; give whole numbers from 0", "logit_bias"
             )

@@ -188,11 +188,26 @@ def test_explain_tells_who_drafted_when_and_what_it_brought(outpace, drafter):
     assert sum(one["drafted"] for one in told["stretches"]) == got["drafted"]
     assert sum(one["accepted"] for one in told["by_drafter"]) == got["accepted"]
     assert bool(told["total"]["reasons"]) == (drafter == "auto")
+    seen = told["hindsight"]
+    assert seen["passages"][0]["first_token"] == 2 and seen["passages"][-1]["last_token"] == 24
+    assert set(seen["regrets"]) == {"whole", "passages", "steps"} and seen["left_out"] == []
+    assert seen["whole"][0]["best_seconds"] == min(one["best_seconds"] for one in seen["whole"])
+    for words in ("In hindsight", "drafted by", "its ms", "regret", "one drafter for all"):
+        assert words in ran.err
 
 
 def test_explain_of_a_single_token_says_that_there_is_nothing(outpace):
     ran = outpace(*TINY, "--explain", "--max-new-tokens", "1", PROMPT)
     assert ran.code == 0 and "nothing to explain" in ran.err.splitlines()[-1]
+
+
+def test_explain_writes_a_plot_and_its_figures(outpace, tmp_path):
+    ran = outpace(*TINY, "--explain", "--out", str(tmp_path / "out"), PROMPT)
+    assert ran.code == 0, ran.err
+    told = json.loads((tmp_path / "out" / "explain.json").read_text())
+    assert told["hindsight"]["passages"] and (tmp_path / "out" / "explain.png").stat().st_size > 5000
+    ran = outpace(*TINY, "--out", str(tmp_path), PROMPT)
+    assert ran.code == 2 and "--explain" in ran.err
 
 
 def test_a_seed_promises_the_text_unless_that_is_declined(outpace):

@@ -1,0 +1,1 @@
+"""What is in vocabularies, and what they make of text."""
