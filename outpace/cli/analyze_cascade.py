@@ -13,7 +13,7 @@ import typer
 
 from outpace import registry
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, TrainedOptions, WorkloadOptions, epilog, option, output, spread
 from outpace.errors import RequestError
 
 _EXAMPLES = """
@@ -41,7 +41,7 @@ def register(group: typer.Typer) -> None:
 def plan(
     context: typer.Context,
     *,
-    model: ModelOptions,
+    model: TrainedOptions,
     texts: WorkloadOptions,
     levels: str | None = option(
         None,

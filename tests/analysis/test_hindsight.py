@@ -21,12 +21,12 @@ DEVICE = Device(
 def lookup(kept):
     """Tells 0.9, 0.5, ... of four guesses where something is kept; says nothing elsewhere."""
     told = tuple((0.9, 0.5, 0.35, 0.15) if one else () for one in kept)
-    made = tuple(Guess((1, 2, 3, 4), one) if one else Guess((), 0) for one in kept)
+    made = tuple(Guess((1, 2, 3, 4), one, 0) if one else Guess((), 0, 0) for one in kept)
     return Recorded(Budget(4, 4), False, told, {4: made})
 
 
 def model(kept):
-    made = tuple(Guess((1, 2), one) for one in kept)
+    made = tuple(Guess((1, 2), one, 2) for one in kept)
     return Recorded(Budget(2, 2), True, None, {2: made})
 
 
