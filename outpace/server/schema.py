@@ -278,7 +278,7 @@ class Generation(Body):
     """Token id -> what is added to its logit."""
     allowed_token_ids: Ids | None = None
     """If given, nothing else is generated."""
-    thinking_token_budget: int | None = Field(default=None, ge=0)
+    thinking_token_budget: Id | None = None
     """Most tokens of thinking; then its end is written, and the answer begins."""
     seed: Seed | None = None
     """Names the coins: same seed, same settings, same text."""

@@ -9,7 +9,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag
 
 from outpace.server.dialects.blocks import by_shape, by_type, refuse
-from outpace.server.schema import MOST_MESSAGES, MOST_TOOLS, Body, ChatBody, Plain, Speculation, Texts
+from outpace.server.schema import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    Body,
+    ChatBody,
+    Count,
+    Id,
+    Plain,
+    Seed,
+    Speculation,
+    Texts,
+)
 
 Json = dict[str, Any]
 
@@ -110,7 +121,7 @@ class Thinking(Body):
 
     type: Literal["enabled", "disabled"]
     """``disabled`` is a budget of 0 for models that think."""
-    budget_tokens: int | None = Field(default=None, ge=0)
+    budget_tokens: Id | None = None
     """Most tokens of thinking; then its end is written."""
     display: Literal["summarized"] | None = None
     """Not read: thinking is told as it is."""
@@ -156,19 +167,19 @@ class MessagesBody(Prompt):
     UNREAD: ClassVar[frozenset[str]] = frozenset({"metadata", "service_tier", "cache_control"})
     """Fields that are taken and not read."""
 
-    max_tokens: int = Field(ge=1)
+    max_tokens: Count
     """Longest answer, tokens; thinking counts."""
     temperature: float | None = Field(default=None, ge=0)
     """Divides the logits; 0 always takes the likeliest token."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Keep the smallest set of likeliest tokens with at least this probability."""
-    top_k: int | None = Field(default=None, ge=0)
+    top_k: Id | None = None
     """Keep the k likeliest tokens; 0: all."""
     stop_sequences: Texts | None = None
     """Strings that end the text where they begin."""
     stream: bool | None = None
     """Send the answer piece by piece, as server-sent events."""
-    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 64)
+    seed: Seed | None = None
     """Names the coins: same seed, same settings, same text."""
     speculation: Speculation | None = None
     metadata: Metadata | None = None

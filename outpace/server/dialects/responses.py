@@ -7,7 +7,17 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag
 
 from outpace.server.dialects.blocks import by_shape, by_type, refuse
-from outpace.server.schema import MOST_MESSAGES, MOST_TOOLS, Body, ChatBody, Plain, Speculation
+from outpace.server.schema import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    Body,
+    ChatBody,
+    Count,
+    Id,
+    Plain,
+    Seed,
+    Speculation,
+)
 
 Json = dict[str, Any]
 
@@ -169,7 +179,7 @@ class ResponsesBody(Body):
     """A text of the user, or messages, calls and what came of them."""
     instructions: str | None = None
     """Put before all messages, as a system message."""
-    max_output_tokens: int | None = Field(default=None, ge=1)
+    max_output_tokens: Count | None = None
     """Longest answer, tokens; thinking counts."""
     temperature: float | None = Field(default=None, ge=0)
     """Divides the logits; 0 always takes the likeliest token."""
@@ -183,9 +193,9 @@ class ResponsesBody(Body):
     """False: at most one call."""
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    thinking_token_budget: int | None = Field(default=None, ge=0)
+    thinking_token_budget: Id | None = None
     """Most tokens of thinking; then its end is written, and the answer begins."""
-    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 64)
+    seed: Seed | None = None
     """Names the coins: same seed, same settings, same text."""
     speculation: Speculation | None = None
     previous_response_id: None = None
