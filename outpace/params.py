@@ -44,10 +44,12 @@ class Defaults(Protocol):
 class Matcher(Protocol):
     """A place in a grammar, that of one sequence's committed text."""
 
-    def allowed(self, path: Sequence[int], /) -> Tensor:
+    def allowed(self, path: Sequence[int], /) -> Tensor | None:
         """Which tokens may follow the text and a path of guesses: bool [vocabulary], one at least.
+        None: all of them.
 
-        A path that the grammar forbids is never kept, so anything is right for it.
+        A path that the grammar forbids is never kept, so anything is right for it. A matcher may have
+        ``expects`` as well, with the same argument: the tokens that it holds likely next, in order.
         """
 
     def advance(self, tokens: Sequence[int], /) -> None:
@@ -105,6 +107,11 @@ class SamplingParams:
     """Never generated."""
     grammar: Grammar | None = None
     """If given, only what it allows is generated, token by token."""
+    thinking_token_budget: int | None = None
+    """Most tokens of thinking; then its end is written. None: no limit."""
+    thinking_marks: tuple[str, ...] = ()
+    """What begins and what ends thinking in the text; a third text is written before the end where the
+    budget is used up. Empty: the model's own. A grammar begins behind the thinking."""
     processors: tuple[Processor, ...] = ()
     """Rules of your own for the logits, in turn; applied after all penalties, before the temperature."""
     max_new_tokens: int = 128
@@ -142,9 +149,12 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 _check(name, value, allowed, ok, whole)
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise RequestError(f"stop must hold non-empty strings, got {text!r}")
+        if self.thinking_marks and len(self.thinking_marks) not in (2, 3):
+            raise RequestError(f"thinking_marks must be two texts, or three, got {self.thinking_marks!r}")
+        for name in ("stop", "thinking_marks"):
+            for text in getattr(self, name):
+                if not isinstance(text, str) or not text:
+                    raise RequestError(f"{name} must hold non-empty strings, got {text!r}")
         for name, ids in self._id_sets():
             for token in ids:
                 _check(f"{name} (a token id)", token, "at least 0", lambda t: t >= 0, True)
@@ -227,9 +237,14 @@ class SamplingParams:
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | eos_ids
 
 
+def _texts(given: Any) -> tuple[Any, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
 _IDS = (frozenset, "a list of token ids")
 _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "stop": (tuple, "a string or a list of strings"),
+    "thinking_marks": (_texts, "a list of texts"),
     "processors": (tuple, "a list of functions"),
     "logit_bias": (dict, "a mapping of token ids to numbers"),
     "allowed_tokens": _IDS,
@@ -237,7 +252,7 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "stop_token_ids": _IDS,
 }
 _NEUTRAL = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-_OPTIONAL = {*_NEUTRAL, "seed", "logprobs"}
+_OPTIONAL = {*_NEUTRAL, "seed", "logprobs", "thinking_token_budget"}
 _RANGES: dict[str, tuple[bool, str, Callable[[Any], bool]]] = {
     "temperature": (False, "at least 0", lambda x: x >= 0),
     "top_k": (True, "at least 1, or 0 or -1 for all", lambda x: x >= -1),
@@ -251,6 +266,7 @@ _RANGES: dict[str, tuple[bool, str, Callable[[Any], bool]]] = {
     "seed": (True, "in [0, 2**64)", lambda x: 0 <= x < 1 << 64),
     "n": (True, "at least 1", lambda x: x >= 1),
     "logprobs": (True, "at least 0", lambda x: x >= 0),
+    "thinking_token_budget": (True, "at least 0", lambda x: x >= 0),
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -122,3 +123,32 @@ def at_least(x_V: Tensor, bound: Tensor | float) -> Tensor:
     high_B = (blocks.amax(-1) >= bound).nonzero()[:, 0]
     at = (blocks[high_B] >= bound).nonzero()
     return high_B[at[:, 0]] * _BLOCK + at[:, 1]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What the model itself thought of one emitted token."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens, best first, with their log-probabilities."""
+
+
+def logprobs(logits_RV: Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprobs]:
+    """Raw log-probabilities: of the model's distribution before any processor, as vLLM's default.
+
+    Args:
+        logits_RV: for each token the row that it was drawn from.
+        k: alternatives to report; the token itself is among them if it is likely enough.
+
+    Cost: one host sync.
+    """
+    x_RV = as_float(logits_RV)
+    log_RV = x_RV.log_softmax(-1)
+    own_R = log_RV.gather(1, torch.tensor(list(tokens), device=x_RV.device)[:, None])
+    tops = rank(x_RV, None, k, log_RV)
+    return [
+        TokenLogprobs(token, own, tuple(top))
+        for token, own, top in zip(tokens, own_R[:, 0].tolist(), tops, strict=True)
+    ]

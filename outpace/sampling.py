@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -29,9 +28,11 @@ from torch import Tensor
 
 from outpace.errors import LogitsError, RequestError
 from outpace.law import Law
-from outpace.params import Processor
+from outpace.params import Grammar, Matcher, Processor
 from outpace.params import SamplingParams as SamplingParams
+from outpace.rows import TokenLogprobs as TokenLogprobs
 from outpace.rows import as_float, at_least, best_rows, largest, rank
+from outpace.rows import logprobs as logprobs
 from outpace.types import Draft, Scored
 
 _LARGEST = float(torch.finfo(torch.float32).max)
@@ -47,13 +48,21 @@ class Warp:
     Args:
         params: None counts as neutral.
         eos_ids: banned until ``min_tokens`` were generated, unless ``ignore_eos``.
+        rule: in the place of the grammar of ``params``.
 
     Raises:
         RequestError: a setting names an id outside the vocabulary, or all tokens are banned.
     """
 
+    _matcher: Matcher | None = None
+
     def __init__(
-        self, params: SamplingParams, prompt: Sequence[int], eos_ids: frozenset[int], vocab_size: int
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        eos_ids: frozenset[int],
+        vocab_size: int,
+        rule: Grammar | None = None,
     ) -> None:
         params.check_vocab(vocab_size, eos_ids)
         self.params = params
@@ -78,7 +87,9 @@ class Warp:
         self._penalized = (
             self._repetition != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
-        self._matcher = params.grammar.begin() if params.grammar is not None else None
+        rule = rule or params.grammar
+        self._matcher = None if rule is None else rule.begin()
+        self._allowed: dict[tuple[int, ...], tuple[Tensor | None, int | None]] = {}
         self._text = list(prompt) if params.processors else []
         self._always = bool(
             self._penalized
@@ -86,7 +97,6 @@ class Warp:
             or len(self._ban_K)
             or len(self._bias_K)
             or self._allow_K is not None
-            or self._matcher is not None
         )
         self._place: dict[int, int] = {}
         self._seen_C = self._end_K.new_zeros(0)
@@ -99,7 +109,38 @@ class Warp:
     @property
     def plain(self) -> bool:
         """Whether the distribution of every row from now on is the argmax of its raw logits."""
-        return self.greedy and not self._edits(0)
+        return self.greedy and self._matcher is None and not self._edits(0)
+
+    @property
+    def ruled(self) -> bool:
+        """Whether a grammar or a budget of thinking says what may follow."""
+        return self._matcher is not None
+
+    def certain(self, path: Sequence[int] = ()) -> int | None:
+        """The token that alone may follow a path, whatever the model says; None: there are several."""
+        return self._rule(path)[1]
+
+    def expects(self, path: Sequence[int] = ()) -> Sequence[int]:
+        """Tokens that the rules hold likely after a path. A guess: they need not be allowed."""
+        told = getattr(self._matcher, "expects", None)
+        return () if told is None else told(path)
+
+    def allows(self, path: Sequence[int], token: int) -> bool:
+        """Whether the rules allow a token after a path that they allow."""
+        allowed_V, _ = self._rule(path)
+        return allowed_V is None or bool(allowed_V[token])
+
+    def _rule(self, path: Sequence[int]) -> tuple[Tensor | None, int | None]:
+        """What may follow a path, and the one token if there is but one; kept until the text goes on."""
+        if self._matcher is None:
+            return None, None
+        found = self._allowed.get(key := tuple(path))
+        if found is None:
+            allowed_V, only = self._matcher.allowed(path), None
+            if allowed_V is not None and int(allowed_V.count_nonzero()) == 1:
+                only = int(allowed_V.to(torch.uint8).argmax())
+            found = self._allowed[key] = allowed_V, only
+        return found
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Count committed tokens. Called once per commit with all of them, the pending included.
@@ -110,6 +151,7 @@ class Warp:
         if self.params.processors:
             self._text += tokens
         if self._matcher is not None:
+            self._allowed.clear()
             self._matcher.advance(tokens)
         if self._penalized:
             self._seen_C, self._count_C, fresh = self._history(tokens)
@@ -146,6 +188,10 @@ class Warp:
 
         A flat row is the worst case of top-p: 4.3 ms at temperature 2.
         """
+        only = self.certain(path)
+        other = self.params.processors or only in self.params.banned_tokens
+        if only is not None and not other and (id_V is None or bool((id_V == only).any())):
+            return Law.one_hot(only, as_float(logits_V[:0]).dtype)
         x_V, ids = self._scores(logits_V, path, id_V)
         if self.greedy:
             (best,), (value,) = best_rows([x_V[None]])
@@ -183,7 +229,7 @@ class Warp:
         Cost: one host sync for all rows, one per row while a setting depends on history or
         bans something. 16 rows of 49152, k = 4: 0.65 ms, of which 0.48 ms are the softmax.
         """
-        if any(self._edits(len(path)) for path in paths):
+        if self.ruled or any(self._edits(len(path)) for path in paths):
             rows = [self._scores(x_V, p, id_V) for x_V, p in zip(logits_FV, paths, strict=True)]
             ranked = [rank(x_V[None], ids, k)[0] for x_V, ids in rows]
         else:
@@ -202,7 +248,8 @@ class Warp:
     ) -> tuple[Tensor, Tensor | None]:
         """Logits after processors 1 and 2, and the target ids of the entries."""
         x_V, drafting = as_float(logits_V), id_V is not None
-        if not self._edits(len(path)):
+        allowed_V, _ = self._rule(path)
+        if allowed_V is None and not self._edits(len(path)):
             return x_V, id_V
         if id_V is None and len(x_V) < self.vocab_size:
             id_V = torch.arange(len(x_V), device=x_V.device)
@@ -212,8 +259,8 @@ class Warp:
         on = x_V.device
         full_V[self._bias_K.to(on)] += self._bias.to(on, x_V.dtype)
         full_V[self._ban_K.to(on)] = -math.inf
-        if self._matcher is not None:
-            full_V[~self._matcher.allowed(path).to(on)] = -math.inf
+        if allowed_V is not None:
+            full_V[~allowed_V.to(on)] = -math.inf
         if self._too_short(len(path)):
             full_V[self._end_K.to(on)] = -math.inf
         if self._penalized:
@@ -375,35 +422,6 @@ def finite(largest: float) -> None:
             f"the model's logits are not finite (largest: {largest:g}), so no token can be drawn; "
             "check its weights, or load it in another dtype"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """What the model itself thought of one emitted token."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    """The likeliest tokens, best first, with their log-probabilities."""
-
-
-def logprobs(logits_RV: Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprobs]:
-    """Raw log-probabilities: of the model's distribution before any processor, as vLLM's default.
-
-    Args:
-        logits_RV: for each token the row that it was drawn from.
-        k: alternatives to report; the token itself is among them if it is likely enough.
-
-    Cost: one host sync.
-    """
-    x_RV = as_float(logits_RV)
-    log_RV = x_RV.log_softmax(-1)
-    own_R = log_RV.gather(1, torch.tensor(list(tokens), device=x_RV.device)[:, None])
-    tops = rank(x_RV, None, k, log_RV)
-    return [
-        TokenLogprobs(token, own, tuple(top))
-        for token, own, top in zip(tokens, own_R[:, 0].tolist(), tops, strict=True)
-    ]
 
 
 def _ids(tokens: Collection[int]) -> Tensor:

@@ -390,9 +390,9 @@ def _observe(machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Ou
 
 def _learn(machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Outcome]) -> None:
     """Tell the policy what became of its plans."""
-    planned = [(view, one) for i, one in outcomes.items() if (view := parts[i].view) is not None]
-    if planned:
-        machine.policy.learn([view for view, _ in planned], [_evidence(one) for _, one in planned])
+    had = {i: view for i in outcomes if (view := parts[i].view) is not None}
+    if had:
+        machine.policy.learn([*had.values()], [_evidence(outcomes[i], parts[i].row.warp.ruled) for i in had])
 
 
 def _clock(machine: Machine) -> StepClock:
@@ -403,14 +403,10 @@ def _context(rows: Sequence[StepSequence]) -> int:
     return max((len(row.tokens) for row in rows), default=0)
 
 
-def _evidence(outcome: Outcome) -> Evidence:
-    return Evidence(
-        outcome.drafter,
-        len(outcome.draft),
-        max(outcome.draft.depth_N, default=0),
-        len(outcome.verdict.kept),
-        outcome.verdict.censored,
-    )
+def _evidence(outcome: Outcome, ruled: bool) -> Evidence:
+    depth, verdict = max(outcome.draft.depth_N, default=0), outcome.verdict
+    kept, censored = len(verdict.kept), verdict.censored
+    return Evidence(outcome.drafter, len(outcome.draft), depth, kept, censored, ruled)
 
 
 def _report(
@@ -422,7 +418,7 @@ def _report(
         return
     records = []
     for i, outcome in outcomes.items():
-        part, seen = parts[i], _evidence(outcome)
+        part, seen = parts[i], _evidence(outcome, False)
         records.append(
             RowRecord(
                 part.row.number,

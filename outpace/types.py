@@ -250,6 +250,8 @@ class Shape:
     least: float = 0.0
     """Of such a tree: a place is filled if the probability that verification gets there is above
     this share of a node, ``least / max_nodes``."""
+    siblings: tuple[int, ...] = ()
+    """Of a chain with siblings: tokens of a level, by tenths of the drafter's highest probability there."""
 
 
 @dataclass(frozen=True, slots=True)

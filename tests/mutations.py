@@ -104,6 +104,9 @@ def make(root):
         Kind("bigram table", table, [*head, "max_gram[table={file}]"]),
         Kind("tree", tree, [*head, "draft_model[model=tiny layers=1 tree={file}]"]),
         Kind("profile", profile(target), [*head, "draft_model[model=tiny layers=1 policy=goodput]"]),
+        Kind("passes", passes(target), [*head, "draft_model[model=tiny layers=1 policy=goodput]"]),
+        Kind("learned", learned(target), [*head, "auto"]),
+        Kind("skip set", skip_set(target), [*head, "layer_skip"]),
     ]
 
 
@@ -235,6 +238,45 @@ def profile(target):
     about = {"model": "tiny", "digest": target.digest, "dtype": "float32", "threads": 1, "device": "cpu"}
     numbers = {"prompts": 8, "max_new_tokens": 64, "plain_tokens_per_second": 90.0, "pass_factor": 1.1}
     return save(target, Profile(**about, **numbers, workload="chat", drafters=(learned,)))
+
+
+def passes(target):
+    """Measured passes of `tiny`, where commands look for them."""
+    from outpace.curve import CostCurve
+    from outpace.models.measured import store
+
+    curve = CostCurve(
+        model="tiny",
+        dtype="float32",
+        threads=1,
+        device="cpu",
+        rows_R=(1, 4),
+        context_C=(64, 256),
+        seconds_CR=((0.01, 0.02), (0.02, 0.03)),
+        batch_B=(1, 2),
+        seconds_CB=((0.01, 0.015), (0.02, 0.025)),
+    )
+    return store("passes", target, "", curve)
+
+
+def learned(target):
+    """What `auto` learned of lookups for `tiny`, where commands look for it."""
+    from outpace.models.measured import store
+    from outpace.policies.acceptance import Pool
+
+    pool = Pool((6.0, 3.0), (10.0, 6.0), 4).to_json()
+    return store("learned", target, "", {"auto": {"suffix": pool, "prompt_lookup": pool}})
+
+
+def skip_set(target):
+    """A set of left-out layers of `tiny`, where commands look for it."""
+    from outpace.files import write_whole
+    from outpace.methods.layer_skip.drafter import LayerSkip, LayerSkipConfig
+
+    file = LayerSkip.file(LayerSkipConfig(), target)
+    said = {"target": "tiny", "skip": "1", "agreement": 0.5, "cost": 0.5, "tried": 3}
+    write_whole(file, json.dumps(said))
+    return file
 
 
 def answer(words):

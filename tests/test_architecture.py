@@ -75,6 +75,7 @@ MAY_IMPORT = {
     "serving": "errors clock config registry params stops types coins sampling tree step cache.base"
     " models models.base drafters.base drafters.wrapping verifiers.base policies.base engine",
     "server": "errors config registry params sampling models engine serving",
+    "llm": "errors files engine server serving",
     "cli": "hf kernels errors config files registry params tree models models.base drafters drafters.trained"
     " engine analysis bench train serving server",
     "__main__": "cli",
@@ -90,6 +91,10 @@ NAMES = {
     "outpace.bench.peers.contenders": "prompt_lookup",  # an option of transformers and OpenVINO
     "outpace.bench.formats": "reference",  # a field of a file of prompts
     "outpace.bench.workloads": "reference",  # the same
+    "outpace.server.bounds": "grammar",  # a field of requests
+    "outpace.server.parsing": "grammar",  # a setting of `SamplingParams`
+    "outpace.server.structured_output": "grammar",  # a field of requests
+    "outpace.server.tools": "grammar",  # the same
 }
 """`none` and `auto`, which are no rooms, may be named by all. Texts that hold a name among other words
 are help and examples."""

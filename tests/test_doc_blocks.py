@@ -22,13 +22,20 @@ LOOKED_AT = ("pip", "make", "git", "cd", ".ci/run", ".venv/bin/pip", ".venv/bin/
 """Programs whose lines set up an environment: what runs the tests has done that."""
 NOT_HERE = {"LOG.md": "lists", "add-a-method.md": "test_add_a_method runs it, with its package"}
 
-FEWER = {"check": {"--prompts": "1", "--max-new-tokens": "12"}}
+FEWER = {
+    "check": {"--prompts": "1", "--max-new-tokens": "12"},
+    "bench": {"--limit": "1", "--max-new-tokens": "16"},
+    "generate": {"--max-new-tokens": "48"},
+}
 """Command -> options that make it answer less; what it answers with, and compares, stays all there is."""
+
+OTHERS = (["bench", "passes"], ["bench", "serve"])
+"""Commands below one of these, with amounts of their own."""
 
 
 def scaled(words):
     """A command line with amounts where it names none."""
-    fewer = FEWER.get(words[1], {})
+    fewer = {} if words[1:3] in OTHERS else FEWER.get(words[1], {})
     return [*words, *(w for name, many in fewer.items() if name not in words for w in (name, many))]
 
 

@@ -2,12 +2,16 @@
 
     python tools/grammar_model.py OUT --texts FILE... [--minutes 50] [--resume]
     python tools/grammar_model.py OUT --only measure
+    python tools/grammar_model.py OUT --only drafts
 
 OUT becomes a model folder in the layout of Hugging Face, a T5, which every ``--model`` takes.
 Training goes on from OUT/training with ``--resume`` and shows its progress: the share of held-out
 sentences that come out whole. Texts are plain, or ``.jsonl`` files whose ``question`` or ``text``
 is read. Every 40th sentence is kept from training; OUT/prompts.jsonl has such sentences with
 errors, the clean ones beside them. Errors are drawn anew in every epoch (`grammar_errors`).
+
+``--only drafts`` compares plain decoding of those sentences with drafts from their source
+(`reference`, arXiv:2106.04970): tokens per pass, processor time in turns, answers that differ.
 
 ``--like FOLDER`` takes the tokenizer and the held-out sentences of another model made by this
 script, so that a smaller one can draft for it.
@@ -20,6 +24,7 @@ import json
 import random
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -212,13 +217,46 @@ def measure(out: Path) -> None:
     print(f"corrected {sum(right.values()) / len(rows):.3f}; clean sentences changed {harmed:.3f}")
 
 
+def compare(out: Path) -> None:
+    """Print what drafting from the source gains on the held-out sentences."""
+    from outpace import Engine
+
+    engine = Engine.load(str(out), drafter="none", dtype="float32")
+    rows = [json.loads(line) for line in read_text(out / "prompts.jsonl").splitlines()]
+    specs = ("none", "reference", f"reference[tree=2x{'x'.join('1' * 20)}]")
+    seconds = dict.fromkeys(("prompt", *specs), 0.0)
+    passes, tokens, differ = Counter[str](), Counter[str](), Counter[str]()
+    for spec in specs:  # the first answers pay for what is set up on the way
+        engine.generate(rows[0]["prompt"], drafter=spec, max_new_tokens=64, temperature=0.0)
+    for row in rows:
+        answers = {}
+        for spec in seconds:
+            most = 1 if spec == "prompt" else 64  # the first token comes with the prompt
+            drafter = "none" if spec == "prompt" else spec
+            start = time.process_time()
+            answer = engine.generate(row["prompt"], drafter=drafter, max_new_tokens=most, temperature=0.0)
+            seconds[spec] += time.process_time() - start
+            passes[spec] += answer.counters.passes
+            tokens[spec] += len(answer.tokens) - 1
+            answers[spec] = answer.tokens
+        differ.update(spec for spec in specs if answers[spec] != answers["none"])
+    alone = seconds["prompt"]
+    for spec in specs:
+        print(
+            f"{spec[:24]:24} {tokens[spec] / passes[spec]:.2f} tokens per pass, "
+            f"{seconds['none'] / seconds[spec]:.2f} x in time, "
+            f"{(seconds['none'] - alone) / (seconds[spec] - alone):.2f} x without the encoder's pass, "
+            f"{differ[spec]} differ"
+        )
+
+
 def main() -> int:
     """Parse, make, measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--texts", type=Path, nargs="+", default=[], help="files to learn")
     parser.add_argument("--like", type=Path, help="model folder whose tokenizer and prompts to take")
-    parser.add_argument("--only", choices=("train", "measure"), help="by default both")
+    parser.add_argument("--only", choices=("train", "measure", "drafts"), help="by default all three")
     parser.add_argument("--resume", action="store_true", help="go on with a stopped training")
     parser.add_argument("--minutes", type=float, default=50.0)
     parser.add_argument("--steps", type=int)
@@ -229,7 +267,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         recipe = Recipe(**{name: getattr(args, name) for name in names})
-        if args.only != "measure":
+        if args.only in (None, "train"):
             loop = LoopConfig(
                 minutes=args.minutes,
                 steps=args.steps,
@@ -241,8 +279,10 @@ def main() -> int:
                 report_every=20,
             )
             make(args.out, recipe, args, loop)
-        if args.only != "train":
+        if args.only in (None, "measure"):
             measure(args.out)
+        if args.only in (None, "drafts"):
+            compare(args.out)
         return 0
     except (OutpaceError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

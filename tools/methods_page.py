@@ -28,10 +28,10 @@ Generalized speculative decoding: anything may draft, and the target verifies. E
 | draft models | a smaller model guesses | `draft_model` (distilled, on policy, online), `cross_vocabulary` | `redrafter`, `lstm`, `mlp_speculator` | |
 | the target's own layers | early exit with learned thresholds, skipped layers and sub-layers, sorted exits, masks behind a gap, rounded weights | `early_exit`, `layer_skip`, `s2d`, `s3d`, `quantized_self` | `sec` (stop and exit for code) | federated early exit for speech: no token tree, another task; pruning of diffusion models: no autoregressive decoding |
 | views of the KV cache | the target over a part of its context | | `triforce`, `token_select`, `window_self` | |
-| heads on the target's features | trained layers or heads guess | `eagle3` (reads EAGLE-1 and 2), `medusa`, `hydra`, `kangaroo`, `ppd`, `streaming`, `coral` | `falcon`, `fspad`, `glide`, `mtp`, Hydra++ | |
+| heads on the target's features | trained layers or heads guess | `eagle3` (reads EAGLE-1 and 2), `medusa`, `hydra`, `kangaroo`, `ppd`, `streaming`, `coral`, `glide` | `falcon`, `fspad`, `mtp`, Hydra++ | |
 | block drafters | many positions in one drafter pass | `dflash` (one layer) | `dflash` with several layers, `dspark`, `jetspec` | |
 | drafters of drafters | combine guesses | `cascade`, `ouroboros`, `graph`, `select`, `auto` | lenience, cascades that choose their levels, `hybrid` trees from two sources | |
-| trees | which guesses share a pass | chains, templates, Sequoia's shapes, dynamic trees | `cape`, calibrated dynamic trees | |
+| trees | which guesses share a pass | chains, templates, Sequoia's shapes, dynamic trees, `cape` | calibrated dynamic trees | |
 | verification | what is kept, losslessly | `match`, `chain`, `tree`, `block`, `k_seq`, `greedy_plus_one`, `traversal`, `coupled` | | rules that change the distribution by default; `typical` needs `allow_lossy` |
 | length of drafts | how much to draft, and when | `fixed`, `confidence`, `specdecpp`, `schedule`, `bandit`, `goodput`, `auto` | acceptance heads for `eagle3` and block drafters | |
 | encoder-decoder targets | T5, BART; the source text as draft | | aggressive decoding, cascades of encoder-decoders | |
@@ -57,7 +57,7 @@ Every drafter takes these settings besides its own. `auto` takes `policy` alone;
 
 | key | meaning |
 |---|---|
-| `tree` | shape of its drafts: `chain`, `dynamic` (grown where it pays; `dynamic:W` expands at most W nodes per level, `dynamic:W:L` takes guesses that are at least L / `tree_size` likely), children per level such as `4x2x1`, a table of parents such as `[-1,-1,0]`, or a `FILE.json` of `outpace analyze shape`; default: `chain`, unless the drafter below says otherwise |
+| `tree` | shape of its drafts: `chain`, `dynamic` (grown where it pays; `dynamic:W` expands at most W nodes per level, `dynamic:W:L` takes guesses that are at least L / `tree_size` likely), `cape` (a chain of 4 with siblings where the drafter is unsure; `cape:D` of D), children per level such as `4x2x1`, a table of parents such as `[-1,-1,0]`, or a `FILE.json` of `outpace analyze shape`; default: `chain`, unless the drafter below says otherwise |
 | `tree_size` | most drafted tokens per pass; for a chain, its length |
 | `verifier` | who decides what is kept, from the list below, with settings: `tree[replacement=true]`; default `tree` |
 | `policy` | who sets the budget of every step, from the list below, with settings: `confidence[threshold=0.6]`; default `fixed`, of `auto` the policy `auto` |

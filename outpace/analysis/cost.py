@@ -83,9 +83,9 @@ def measure(
     points: list[Callable[[], float]] = []
     for length in lengths:
         tell(f"reading {length} tokens", 0)
-        cache, slots = _filled(target, length, sizes[-1], max(counts))
-        points += [_pass(target, cache, slots[:1], count) for count in counts]
-        points += [_pass(target, cache, slots[:size], 1) for size in sizes[1:]]
+        cache, slots = filled(target, length, sizes[-1], max(counts))
+        points += [timed(target, cache, slots[:1], count) for count in counts]
+        points += [timed(target, cache, slots[:size], 1) for size in sizes[1:]]
     tell("timing passes", 0)
     found = iter(medians(points, repeat, partial(tell, "timing passes")))
     of_rows, of_batches = [], []
@@ -261,12 +261,15 @@ def _text(target: Target, length: int) -> tuple[int, ...]:
     return tuple((37 * (i % _PERIOD) + 11) % target.vocab_size for i in range(length))
 
 
-def _filled(target: Target, length: int, size: int, rows: int) -> tuple[KVCache, tuple[int, ...]]:
-    """A cache with ``size`` slots that hold a text."""
+def filled(target: Target, length: int, size: int, rows: int) -> tuple[KVCache, tuple[int, ...]]:
+    """A cache with ``size`` slots that hold a text, and room for ``rows`` more in each."""
     cache = target.new_cache(length + rows)
     slots = tuple(cache.open() for _ in range(size))
     text = _text(target, length)
-    for slot in slots:
+    for i, slot in enumerate(slots):
+        if i and length and cache.copies:
+            cache.restore(slot, text, [cache.copy(slots[0], 0, length)])
+            continue
         for start in range(0, length, _CHUNK):
             chunk = text[start : start + _CHUNK]
             target.score([Feed.chain(slot, chunk, want=())], cache)
@@ -274,14 +277,25 @@ def _filled(target: Target, length: int, size: int, rows: int) -> tuple[KVCache,
     return cache, slots
 
 
-def _pass(target: Target, cache: KVCache, slots: Sequence[int], rows: int) -> Callable[[], float]:
-    """A pass to time; it leaves the cache as it was."""
+def timed(
+    target: Target,
+    cache: KVCache,
+    slots: Sequence[int],
+    rows: int,
+    clock: Callable[[torch.device], float] | None = None,
+) -> Callable[[], float]:
+    """A pass to time; it leaves the cache as it was.
+
+    Args:
+        clock: None: the wall's.
+    """
+    tell = clock or now
     feeds = [Feed.chain(slot, _text(target, rows)) for slot in slots]
 
     def run() -> float:
-        start = now(target.device)
+        start = tell(target.device)
         target.score(feeds, cache)
-        seconds = now(target.device) - start
+        seconds = tell(target.device) - start
         for slot in slots:
             cache.drop(slot)
         return seconds

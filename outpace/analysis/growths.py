@@ -21,7 +21,7 @@ from outpace.params import SamplingParams
 from outpace.sampling import Warp
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import parse_shape
-from outpace.types import ROOT, Budget, Draft, Group, Outcome, Signals
+from outpace.types import ROOT, Budget, Draft, Group, Outcome, Shape, Signals
 from outpace.verifiers.base import Verifier
 
 PROMPT = (0, 1, 0, 0, 1, 0)
@@ -120,6 +120,10 @@ class Growth:
         return grow
 
 
+_HALVES = Shape(beam=1, siblings=(3, 1))
+"""Three tokens where the drafter is less than half sure, else one."""
+
+
 def _growths() -> dict[str, Growth]:
     shapes = {
         "chain": Budget(3, 3),
@@ -129,9 +133,11 @@ def _growths() -> dict[str, Growth]:
         "dynamic, 3": Budget(3, 2, shape=parse_shape("dynamic")),
         "dynamic:1, 3": Budget(3, 3, shape=parse_shape("dynamic:1")),
         "dynamic:2:0, 3": Budget(3, 2, shape=parse_shape("dynamic:2:0")),
+        "cape, 3": Budget(3, 2, shape=parse_shape("cape")),
+        "siblings by halves, 4": Budget(4, 2, shape=_HALVES),
     }
     out = {name: Growth(budget) for name, budget in shapes.items()}
-    for name in ("chain", "2x1", "dynamic:2:0, 3"):
+    for name in ("chain", "2x1", "dynamic:2:0, 3", "siblings by halves, 4"):
         budget = shapes[name]
         stops = replace(budget, stop=Foresight(), estimate=True)
         out[f"{name}, foreseen"] = Growth(stops, Foreseeing)
@@ -167,6 +173,19 @@ class DrawsOnDemand(Spoiled):
         tokens = [row.coins.choose(law, ROOT, 0)]
         if law.prob(tokens[0]) < 0.5:
             tokens.append(row.coins.choose(law, ROOT, 1))
+        nodes = tuple(dict.fromkeys(tokens))
+        group = Group(ROOT, row.drawn, tuple(nodes.index(token) for token in tokens), 0)
+        return Draft(nodes, (ROOT,) * len(nodes), (group,), (law,))
+
+
+class UnsureOfTheDrawn(Spoiled):
+    """Siblings by the probability of the token that was drawn, and not of the likeliest one."""
+
+    def spoil(self, row: DraftRow[None], draft: Draft) -> Draft:
+        law, table = self.world.q(()), row.budget.shape.siblings
+        first = row.coins.choose(law, ROOT, 0)
+        wanted = table[min(int(len(table) * law.prob(first)), len(table) - 1)]
+        tokens = [first, *(row.coins.choose(law, ROOT, i) for i in range(1, wanted))]
         nodes = tuple(dict.fromkeys(tokens))
         group = Group(ROOT, row.drawn, tuple(nodes.index(token) for token in tokens), 0)
         return Draft(nodes, (ROOT,) * len(nodes), (group,), (law,))
@@ -214,6 +233,7 @@ class WaitsForTheNext(Spoiled):
 _TREES = ("tree", "traversal", "k_seq")
 WRONG_GROWTHS: tuple[tuple[str, tuple[str, ...], Growth], ...] = (
     ("siblings counted after a draw", ("k_seq",), Growth(Budget(2, 1), DrawsOnDemand)),
+    ("siblings by the token drawn", ("k_seq",), Growth(Budget(3, 1, shape=_HALVES), UnsureOfTheDrawn)),
     ("draws pruned from a tree", _TREES, Growth(GROWTHS["dynamic:2:0, 3"].budget, Prunes)),
     (
         "a draw that waits for what follows",

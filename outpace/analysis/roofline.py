@@ -8,10 +8,11 @@ pass is the sum of its operators:
 Weights are read once per pass whatever the rows, so rows are free until arithmetic takes longer
 than reading. Keys and values are read once per sequence: they are not shared by a batch.
 
-``measure_device`` measures both numbers. With them and an overhead of 0 this is about the least
-that a pass can cost; ``calibrate`` fits what a model reaches of them to its measured curve. Traffic
-between caches, overlap and communication are not modelled; experts (MoE) are not either, since no
-decoder here has them.
+Where reading and computing do not overlap, their times add up instead; ``Device.overlaps`` says
+where they do. `outpace.analysis.prediction.calibration` fits a device to
+passes that were timed. ``measure_device`` measures the two numbers of this machine: with them and
+an overhead of 0 this is about the least that a pass can cost. Traffic between caches and
+communication are not modelled; experts (MoE) are not either, since no decoder here has them.
 
 Source: LLM-Viewer, arXiv:2402.16363, with two operations per multiply-add in the head as well, the
 key-value heads' own count, the MLP's own width, and the head's rows and tying counted.
@@ -23,12 +24,12 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from outpace.models.families import DecoderConfig
@@ -36,27 +37,45 @@ from outpace.models.measured import machine
 from outpace.models.packed import Linear
 from outpace.types import CostCurve
 
-_SHARES = tuple(0.93**i for i in range(33))
-"""Tried by ``calibrate``: from all of a peak down to a tenth of it."""
-
 _REPEAT = 11
+
+
+PRODUCT, ATTENTION, ROWS = "product", "attention", "rows"
+GROUPS = (PRODUCT, ATTENTION, ROWS)
+"""Groups of operators: matrices, attention, and what happens row by row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """A machine as two numbers, and what every operator costs before it does anything."""
+    """A machine as a few numbers."""
 
     name: str
     peak: float
     """FLOP per second of a matrix product in the model's dtype."""
     bandwidth: float
-    """Bytes read per second."""
+    """Bytes of weights read per second."""
     overhead: float = 0.0
     """Seconds per operator."""
+    call: float = 0.0
+    """Seconds per pass, whatever it does."""
+    attend: float | None = None
+    """FLOP per second of attention; None: as of products."""
+    traffic: float | None = None
+    """Bytes per second of keys, values and activations; None: as of weights."""
+    widen: float | None = None
+    """Quantized weights made ready for products per second, once per pass; None: for nothing."""
+    overlaps: tuple[str, ...] = GROUPS
+    """Groups whose operators read while they compute. Others take the sum of both times."""
 
     def __post_init__(self) -> None:
-        if not (self.peak > 0 and self.bandwidth > 0 and self.overhead >= 0):
+        speeds = (self.peak, self.bandwidth, *(one for one in self.rarer if one is not None))
+        if not (min(speeds) > 0 and min(self.overhead, self.call) >= 0):
             raise ValueError(f"peak and bandwidth must be above 0, got {self}")
+
+    @property
+    def rarer(self) -> tuple[float | None, ...]:
+        """Speeds that not every device has apart."""
+        return self.attend, self.traffic, self.widen
 
     def better(self, other: Device) -> Device:
         """The higher peaks of the two, each measured at another moment."""
@@ -65,6 +84,8 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Widths:
+    """Bytes of a number."""
+
     weight: float
     """Of matrices, norms and biases; below 1 for weights packed tighter than a byte."""
     activation: float
@@ -75,9 +96,24 @@ class Widths:
     """Of keys and values."""
 
     @classmethod
-    def of(cls, dtype: torch.dtype) -> Widths:
-        """Those of the own decoder: residual stream, logits and cache are float32."""
-        return cls(weight=dtype.itemsize, activation=dtype.itemsize, residual=4, cache=4)
+    def of(cls, dtype: torch.dtype, cache: torch.dtype = torch.float32) -> Widths:
+        """Those of the own decoder: residual stream and logits are float32.
+
+        Args:
+            cache: of keys and values, see ``outpace.models.fused.stored``.
+        """
+        size = dtype.itemsize
+        return cls(weight=size, activation=size, residual=4, cache=cache.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A matrix as it is multiplied: the type of its weights, and their bytes, bias included."""
+
+    kind: str
+    nbytes: float
+    coded: int = 0
+    """How many of its weights are quantized, and widened to be multiplied."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,10 +128,23 @@ class Op:
     """Bytes of weights read."""
     moved: float
     """Other bytes read and written: activations, keys and values."""
+    group: str = ROWS
+    coded: int = 0
+    """Quantized weights."""
+
+    def work(self, device: Device) -> float:
+        """Seconds of its arithmetic."""
+        speed = device.attend or device.peak if self.group == ATTENTION else device.peak
+        return self.flops / speed + (self.coded / device.widen if device.widen else 0.0)
+
+    def reading(self, device: Device) -> float:
+        """Seconds of its memory traffic."""
+        return self.weights / device.bandwidth + self.moved / (device.traffic or device.bandwidth)
 
     def seconds(self, device: Device) -> float:
-        work = self.flops / device.peak
-        return max(work, (self.weights + self.moved) / device.bandwidth) + device.overhead
+        work, reading = self.work(device), self.reading(device)
+        together = max(work, reading) if self.group in device.overlaps else work + reading
+        return together + device.overhead
 
 
 def parameters(config: DecoderConfig) -> int:
@@ -103,27 +152,54 @@ def parameters(config: DecoderConfig) -> int:
     return sum(math.prod(shape) for shape in config.tensor_shapes().values())
 
 
+def read_parameters(config: DecoderConfig) -> int:
+    """Numbers that a pass reads: all but an embedding of which the head is no part."""
+    return parameters(config) - (0 if config.tied_head else config.vocab_size * config.hidden_size)
+
+
 def op_table(
-    config: DecoderConfig, widths: Widths, *, rows: int = 1, context: int = 0, batch: int = 1
+    config: DecoderConfig,
+    widths: Widths,
+    *,
+    rows: int = 1,
+    context: int = 0,
+    batch: int = 1,
+    logits: int | None = None,
+    held: Mapping[str, Sequence[Held]] | None = None,
 ) -> list[Op]:
     """Every operator of a pass, in order.
 
     Args:
         rows: rows of each sequence; a prompt is rows without context.
+        logits: rows of each sequence whose logits are wanted; None: all.
+        held: operator -> its matrix in every layer, where widths do not tell their bytes.
 
     Attention is fused: scores touch no memory. Each row is multiplied by every key of its
     sequence, hidden ones included, as attention with a tree's mask does.
     """
     c, total = config, rows * batch
+    headed = total if logits is None else min(rows, logits) * batch
     w, a, r = widths.weight, widths.activation, widths.residual
     query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     layers = c.num_layers
 
-    def linear(name: str, count: int, inputs: int, outputs: int, bias: bool, out: float) -> Op:
-        """A projection; ``out`` is the bytes that it writes per row."""
-        weights = w * (inputs + bias) * outputs
-        flops = 2 * total * inputs * outputs
-        return Op(name=name, count=count, flops=flops, weights=weights, moved=total * (a * inputs + out))
+    def linear(name: str, count: int, inputs: int, outputs: int, bias: bool, out: float) -> list[Op]:
+        """A projection, for every type of weights apart; ``out`` is the bytes that it writes per row."""
+        plain = Held("", w * (inputs + bias) * outputs)
+        found = Counter((held or {}).get(name) or [plain] * count)
+        several, each = len(found) > 1, headed if name == "head" else total
+        return [
+            Op(
+                name=f"{name} ({one.kind})" if several else name,
+                count=times,
+                flops=2 * each * inputs * outputs,
+                weights=one.nbytes,
+                moved=each * (a * inputs + out),
+                group=PRODUCT,
+                coded=one.coded,
+            )
+            for one, times in found.items()
+        ]
 
     def rowwise(name: str, count: int, work: float, moved: float, weights: float = 0) -> Op:
         """An operator on rows: FLOPs and bytes per row."""
@@ -134,7 +210,9 @@ def op_table(
         rowwise("embed", 1, 0, c.hidden_size * (w + r)),
         rowwise("norm", 2 * layers + 1, 7 * c.hidden_size, c.hidden_size * (r + a), w * c.hidden_size),
         rowwise("norm after", 2 * sandwich, 7 * c.hidden_size, c.hidden_size * (a + r), w * c.hidden_size),
-        linear("qkv", layers, c.hidden_size, query + 2 * key, c.qkv_bias, a * query + 2 * widths.cache * key),
+        *linear(
+            "qkv", layers, c.hidden_size, query + 2 * key, c.qkv_bias, a * query + 2 * widths.cache * key
+        ),
         rowwise(
             "qk norm",
             layers if c.qk_norm else 0,
@@ -154,43 +232,33 @@ def op_table(
                 flops=scores * (4 * c.head_dim + 5),  # scores, values, and 5 for the softmax
                 weights=0,
                 moved=2 * total * query * a + 2 * batch * seen * key * widths.cache,
+                group=ATTENTION,
             )
         )
     ops += [
-        linear("out", layers, query, c.hidden_size, c.out_bias, a * c.hidden_size),
-        linear("gate, up", layers, c.hidden_size, 2 * c.ffn_size, c.mlp_bias, 2 * a * c.ffn_size),
+        *linear("out", layers, query, c.hidden_size, c.out_bias, a * c.hidden_size),
+        *linear("gate, up", layers, c.hidden_size, 2 * c.ffn_size, c.mlp_bias, 2 * a * c.ffn_size),
         rowwise("activation", layers, 2 * c.ffn_size, 3 * a * c.ffn_size),
-        linear("down", layers, c.ffn_size, c.hidden_size, c.mlp_bias, a * c.hidden_size),
+        *linear("down", layers, c.ffn_size, c.hidden_size, c.mlp_bias, a * c.hidden_size),
         rowwise("add", 2 * layers, c.hidden_size, c.hidden_size * (2 * r + a)),
-        linear("head", 1, c.hidden_size, c.vocab_size, False, r * c.vocab_size),
+        *linear("head", 1, c.hidden_size, c.vocab_size, False, r * c.vocab_size),
     ]
     return [op for op in ops if op.count]
 
 
 def seconds(ops: Sequence[Op], device: Device) -> float:
-    return sum(op.count * op.seconds(device) for op in ops)
+    return device.call + sum(op.count * op.seconds(device) for op in ops)
 
 
-def estimate(
-    config: DecoderConfig,
-    device: Device,
-    *,
-    rows: int = 1,
-    context: int = 0,
-    batch: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-) -> float:
-    """Seconds of a pass of the own decoder, where nothing was measured."""
-    table = op_table(config, Widths.of(dtype), rows=rows, context=context, batch=batch)
-    return seconds(table, device)
+def estimated_like(ops: Callable[..., Sequence[Op]], device: Device, curve: CostCurve) -> CostCurve:
+    """The estimate at the points of another curve.
 
-
-def estimated_like(config: DecoderConfig, device: Device, curve: CostCurve) -> CostCurve:
-    """The estimate at the points of another curve, of the same dtype."""
-    dtype: torch.dtype = getattr(torch, curve.dtype)
+    Args:
+        ops: operators of a pass, by ``rows``, ``context`` and ``batch``; as ``op_table`` gives them.
+    """
 
     def at(rows: int, context: int, batch: int) -> float:
-        return estimate(config, device, rows=rows, context=context, batch=batch, dtype=dtype)
+        return seconds(ops(rows=rows, context=context, batch=batch), device)
 
     return replace(
         curve,
@@ -208,52 +276,6 @@ def error(guess: CostCurve, truth: CostCurve) -> float:
         for rows, cost in zip(truth.rows_R, cost_R, strict=True)
     ]
     return sum(off) / len(off)
-
-
-def calibrate(config: DecoderConfig, device: Device, curve: CostCurve) -> Device:
-    """The device with the shares of its peaks, and the overhead, that fit a measured curve best.
-
-    Least squares of relative errors over the curve's passes of one sequence. The two shares are
-    searched on a grid, the overhead follows from them.
-
-    Args:
-        config: of the decoder that was measured.
-        curve: measured, with several row counts; a single one tells nothing of arithmetic.
-    """
-    widths = Widths.of(getattr(torch, curve.dtype))
-    tables = [
-        op_table(config, widths, rows=rows, context=context)
-        for context in curve.context_C
-        for rows in curve.rows_R
-    ]
-    truth_P = np.array([cost for cost_R in curve.seconds_CR for cost in cost_R])
-    count_PO, work_PO, read_PO = (
-        np.array([[value(op) for op in table] for table in tables])
-        for value in (
-            lambda op: float(op.count),
-            lambda op: op.flops / device.peak,
-            lambda op: (op.weights + op.moved) / device.bandwidth,
-        )
-    )
-    count_P = count_PO.sum(1)
-    best = (math.inf, device)
-    for of_peak in _SHARES:
-        for of_bandwidth in _SHARES:
-            bound_P = (count_PO * np.maximum(work_PO / of_peak, read_PO / of_bandwidth)).sum(1)
-            slope_P, rest_P = count_P / truth_P, 1 - bound_P / truth_P
-            overhead = max(0.0, float((slope_P @ rest_P) / (slope_P @ slope_P)))
-            off = float(((rest_P - overhead * slope_P) ** 2).sum())
-            if off < best[0]:
-                best = (
-                    off,
-                    Device(
-                        name=device.name,
-                        peak=device.peak * of_peak,
-                        bandwidth=device.bandwidth * of_bandwidth,
-                        overhead=overhead,
-                    ),
-                )
-    return best[1]
 
 
 def measure_device(dtype: torch.dtype, device: torch.device, repeat: int = _REPEAT) -> Device:

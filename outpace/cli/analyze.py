@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from outpace.cli import analyze_cascade, analyze_policy, analyze_tokenizers, analyze_tree, show
+from outpace.cli import (
+    analyze_cascade,
+    analyze_policy,
+    analyze_scaling,
+    analyze_tokenizers,
+    analyze_tree,
+    show,
+)
 from outpace.cli.drafting import known
 from outpace.cli.options import (
     AS_JSON,
@@ -62,6 +69,7 @@ def register(app: typer.Typer) -> None:
     analyze_cascade.register(group)
     analyze_policy.register(group)
     analyze_tokenizers.register(group)
+    analyze_scaling.register(group)
     app.add_typer(group)
 
 

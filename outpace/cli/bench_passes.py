@@ -146,16 +146,24 @@ def report_of(engine: Engine, device: Device, curve: CostCurve, costs: list[Draf
 
 def _roofline(engine: Engine, device: Device, curve: CostCurve) -> dict[str, Any] | None:
     """What the shape of the model predicts; None where it is not known."""
-    from outpace.analysis.roofline import calibrate, error, estimated_like
+    from outpace.analysis.prediction.calibration import fit
+    from outpace.analysis.prediction.model import planned
+    from outpace.analysis.roofline import error, estimated_like
     from outpace.models.decoder import Decoder
 
     target = engine.target
     if not isinstance(target, Decoder):
         return None
-    fitted = calibrate(target.config, device, curve)
+    shape = planned(target)
+    passes = [
+        (shape.ops(rows=rows, context=context), cost)
+        for context, cost_R in zip(curve.context_C, curve.seconds_CR, strict=True)
+        for rows, cost in zip(curve.rows_R, cost_R, strict=True)
+    ]
+    fitted = fit(passes, device.name, device.bandwidth)
     out = []
     for one in (device, fitted):
-        guess = estimated_like(target.config, one, curve)
+        guess = estimated_like(shape.ops, one, curve)
         out.append(
             {
                 "peak": one.peak,

@@ -17,7 +17,7 @@ _NAMED: tuple[registry.Kind, ...] = ("verifier", "policy")
 class PlanOptions:
     tree: str | None = model_option(
         None,
-        "chain, dynamic, children per level such as 4x2x1, or FILE.json.",
+        "chain, dynamic, cape, children per level such as 4x2x1, or FILE.json.",
         metavar="SHAPE",
         shown="the drafter's",
     )

@@ -10,7 +10,6 @@ import typer
 
 from outpace.cli import show
 from outpace.cli.options import AS_JSON, epilog, option, spread
-from outpace.errors import RequestError
 
 _EXAMPLES = """
 Examples:
@@ -67,8 +66,6 @@ def export(
 
         _say(write_folder(out), source, as_json)
         return
-    if form is None:
-        raise RequestError("no --format; give speculators, eagle3 or hf")
     folder = Path(source).expanduser()
     from outpace.drafters.trained import find
     from outpace.models.load import load_target
@@ -76,6 +73,7 @@ def export(
     from outpace.train.export import exporter
 
     exporter(None if folder.is_dir() else source, form)
+    assert form is not None
 
     with show.busy(f"exporting {source}"):
         target = load_target(model)

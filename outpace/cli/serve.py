@@ -57,6 +57,11 @@ def serve(
         panel="Model",
         shown="auto",
     ),
+    allow_lossy: bool = option(
+        False,
+        "Allow verifiers and drafters that change the distribution of the text; every answer says so.",
+        panel="Model",
+    ),
     name: str | None = _server(None, "What clients call the model.", metavar="NAME", shown="the model's"),
     host: str = _server(
         "127.0.0.1", "Where to listen; 0.0.0.0: reachable from other machines.", metavar="HOST"
@@ -78,6 +83,13 @@ def serve(
         None,
         "A site, such as https://example.org, whose pages may call the API (CORS). Repeatable.",
         metavar="ORIGIN",
+    ),
+    thinking_mark: list[str] | None = _server(
+        None,
+        "What begins and what ends thinking in answers; a third one is written before the end where a budget "
+        "ends. Repeatable.",
+        metavar="TEXT",
+        shown="the model's own",
     ),
     max_batch: int = _limits(32, "Answers at a time.", least=1),
     max_queue: int = _limits(
@@ -137,7 +149,7 @@ def serve(
     for module in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(module) is None:
             raise ModelError(f"serving needs the package {module}; install it: pip install 'outpace[server]'")
-    engine = model.load(drafter="none")
+    engine = model.load(drafter="none", allow_lossy=allow_lossy)
     engine.remember()
     for line in notes(engine, SamplingParams()):
         show.note(f"outpace: {line}")
@@ -191,6 +203,7 @@ def serve(
         allowed_hosts=allowed_host or [],
         origins=allowed_origin or [],
         limits=limits,
+        thinking_marks=thinking_mark or [],
     )
 
 

@@ -68,6 +68,19 @@ class WarpAhead(Warp):
         self.generated += len(tokens)
         self._path += tokens
 
+    @property
+    def ruled(self) -> bool:
+        return self._base.ruled
+
+    def certain(self, path: Sequence[int] = ()) -> int | None:
+        return self._base.certain((*self._path, *path))
+
+    def expects(self, path: Sequence[int] = ()) -> Sequence[int]:
+        return self._base.expects((*self._path, *path))
+
+    def allows(self, path: Sequence[int], token: int) -> bool:
+        return self._base.allows((*self._path, *path), token)
+
     def law(self, logits_V: Tensor, path: Sequence[int] = (), id_V: Tensor | None = None) -> Law:
         """The distribution after the guesses so far and ``path``."""
         if self.greedy and not self._base.greedy:

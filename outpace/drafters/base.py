@@ -62,6 +62,8 @@ class Traits:
     """Committed tokens up to which it proposes nothing, and is not asked."""
     lossless: bool = True
     """Whether verification sees all of the text; not if drafts bring a view for it (``Draft.view``)."""
+    for_rules: bool = False
+    """Whether it takes part only where a grammar, or a budget of thinking, says what may follow."""
     deterministic: bool = True
     """Whether drafts follow from the sequence alone; not where other sequences are remembered."""
     estimates: bool = False

@@ -75,7 +75,7 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
         return self.model.clock
 
     @property
-    def language_model(self) -> Target:
+    def language_model(self) -> Target | None:
         """The draft model over the target's tokens, for a drafter that speeds it up."""
         if self._id_D is None and self.model.vocab_size == self._vocab_size:
             return self.model
@@ -106,6 +106,17 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
 
     def expand(self, branches: Sequence[Branch[ModelState]]) -> tuple[Tensor, Tensor | None]:
         """One pass of the draft model over what it has not seen, then over the new nodes."""
+        scored = self.model.score(self.feeds(branches), self.cache, taps=self._taps)
+        if self._head is not None:
+            ends = scored.tap_start_B[1:]
+            self._hidden = [
+                scored.taps[_LAST][end - len(branch.nodes) : end]
+                for branch, end in zip(branches, ends, strict=True)
+            ]
+        return scored.logits_TV[:, : self._vocab_size], self._id_D
+
+    def feeds(self, branches: Sequence[Branch[ModelState]]) -> list[Feed]:
+        """What a level feeds; notes which rows of the slots it will stand in."""
         feeds = []
         for branch in branches:
             state = branch.state
@@ -120,14 +131,7 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
             parents = tuple(state.row[branch.parent_N[node]] for node in branch.nodes)
             state.row.update({node: start + i for i, node in enumerate(branch.nodes)})
             feeds.append(Feed(state.slot, tokens, parents))
-        scored = self.model.score(feeds, self.cache, taps=self._taps)
-        if self._head is not None:
-            ends = scored.tap_start_B[1:]
-            self._hidden = [
-                scored.taps[_LAST][end - len(branch.nodes) : end]
-                for branch, end in zip(branches, ends, strict=True)
-            ]
-        return scored.logits_TV[:, : self._vocab_size], self._id_D
+        return feeds
 
     def estimate(self, branches: Sequence[Branch[ModelState]]) -> Tensor:
         """What the head says of the nodes that the last pass read. Cost: one run of the head."""

@@ -80,6 +80,22 @@ class OneLayer:
             x_TH: the residual stream, float32; at least ``min_rows`` rows.
             u_TI: what queries, keys and values read.
         """
+        block = self.block
+        x_RH, mixed_RY = self.attend(rows, cache, offsets, x_TH, u_TI)
+        if not rows.wanted:
+            return x_RH
+        normed_RH = torch.empty(x_RH.shape, dtype=self.dtype, device=self.device)
+        block.mlp_norm(x_RH, normed_RH, add=block.out(mixed_RY))
+        return x_RH.add_(block.down(gated(self.activation, block.gate_up(normed_RH))))
+
+    def attend(
+        self, rows: PassRows, cache: DenseCache, offsets: Sequence[int], x_TH: Tensor, u_TI: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The attention alone; arguments as of ``run``.
+
+        Returns:
+            The stream [R, H] and the values mixed [R, Y] of the rows wanted, filled up.
+        """
         block, heads, spans = self.block, self.heads, rows.spans
         positions = [
             offset + position
@@ -106,12 +122,10 @@ class OneLayer:
         if len(rows.wanted) < len(rows.ids):
             wanted = [*rows.wanted, *[0] * (self.min_rows - len(rows.wanted))]
             if not rows.wanted:
-                return x_TH
+                return x_TH, mixed_TY
             index = torch.tensor(wanted, device=self.device)
             x_TH, mixed_TY = x_TH.index_select(0, index), mixed_TY.index_select(0, index)
-        normed_TH = torch.empty(x_TH.shape, dtype=self.dtype, device=self.device)
-        block.mlp_norm(x_TH, normed_TH, add=block.out(mixed_TY))
-        return x_TH.add_(block.down(gated(self.activation, block.gate_up(normed_TH))))
+        return x_TH, mixed_TY
 
 
 class _Alone(MemoryCheckpoint):

@@ -77,6 +77,10 @@ class Trust:
         """
         return count / (total + self.escape(match)) if match > 0 else 0.0
 
+    def doubted(self, chance: float) -> float:
+        """Correct a chance that was estimated elsewhere: its odds by what the text taught."""
+        return chance / (chance + (1 - chance) * self.doubt) if chance > 0 else 0.0
+
     def learn(self, outcome: Outcome) -> None:
         """Take in which guesses were kept, if the draft was made here."""
         memo = outcome.draft.memo

@@ -16,7 +16,7 @@ from outpace.coins import key_of
 from outpace.config import DEFAULT_DRAFTER, MethodSpec
 from outpace.engine.method import Method, SingleMethod, make
 from outpace.engine.recall import recall, remember
-from outpace.engine.requests import GenerationRequest, Wanted, check, each, settle, together
+from outpace.engine.requests import GenerationRequest, Wanted, check, each, rule_of, settle, together
 from outpace.engine.results import Chunk, Result
 from outpace.engine.scheduler import run
 from outpace.engine.sequence import ActiveSequence, Setup
@@ -319,6 +319,7 @@ class Engine:
         ids = self.encode(prompt, chat=chat)
         resolved = params.resolved(self.target.defaults)
         self.check(ids, resolved)
+        rule = rule_of(ids, resolved, self.target)
         answers = chat if isinstance(prompt, str) else isinstance(prompt[0], Mapping)
         return GenerationRequest(
             prompt=ids,
@@ -326,6 +327,7 @@ class Engine:
             seed=secrets.randbits(48) if resolved.seed is None else resolved.seed,
             continues=not answers,
             reference=as_reference(reference, self.target),
+            rule=rule,
         )
 
     def _open(
@@ -359,10 +361,11 @@ class Engine:
         seeded = (method.deterministic and request.reference is None) or all(
             one.reproduces for one in (verifier, *judges.values())
         )
+        warp = Warp(params, ids, self.eos_ids, self.target.vocab_size, request.rule)
         return ActiveSequence(
             number=self._count,
             request=request,
-            warp=Warp(params, ids, self.eos_ids, self.target.vocab_size),
+            warp=warp,
             stops=StopChecker(params, self.eos_ids, text),
             coins=key_of(request.seed, ids) if seeded else secrets.randbits(64),
             slot=slot,
@@ -370,7 +373,7 @@ class Engine:
                 drafter=method.spec,
                 members={
                     name: Member(one.drafter.begin(request), one.budget, judges[name])
-                    for name, one in method.members.items()
+                    for name, one in method.serving(warp.ruled).items()
                 },
                 verifier=verifier,
                 policy_state=method.policy.begin(),
@@ -427,8 +430,8 @@ class Engine:
     def release(self, row: ActiveSequence, method: Method, keep_slot: bool = False) -> None:
         """Give back its slot and its drafters' states, all of them even if one raises."""
         with ExitStack() as held:
-            for name, one in method.members.items():
-                held.callback(one.drafter.end, row.all_members[name].state)
+            for name, member in row.all_members.items():
+                held.callback(method.members[name].drafter.end, member.state)
             if not keep_slot:
                 held.callback(self.cache.close, row.slot)
 

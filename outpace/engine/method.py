@@ -39,6 +39,11 @@ class Method(ABC):
     def preferred(self) -> SingleMethod:
         return next(iter(self.members.values()))
 
+    def serving(self, ruled: bool) -> Mapping[str, SingleMethod]:
+        """The members that take part in a request: those that are made for rules only if it has some."""
+        found = {name: m for name, m in self.members.items() if ruled or not m.drafter.traits.for_rules}
+        return found or self.members
+
     def verifiers(self, chosen: Verifier) -> dict[str, Verifier]:
         """Drafter -> who judges its drafts: each member's own, unless a request chose another.
 

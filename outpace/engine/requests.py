@@ -13,7 +13,8 @@ from outpace.drafters.base import Request
 from outpace.errors import PromptTooLong, RequestError, UnknownNameError
 from outpace.models.base import Target
 from outpace.models.prompts import Prompt, Reference, check_ids, listed, refusal
-from outpace.params import SamplingParams
+from outpace.models.thinking import make_rule
+from outpace.params import Grammar, SamplingParams
 
 Wanted = SamplingParams | Sequence[SamplingParams] | None
 """Settings for all prompts, for each, or none."""
@@ -26,6 +27,8 @@ class GenerationRequest(Request):
     params: SamplingParams
     """Resolved, see ``SamplingParams.resolved``."""
     seed: int
+    rule: Grammar | None = None
+    """What says which tokens may follow: the grammar of ``params``, and thinking before it."""
     index: int = 0
     """Which answer of the request."""
     continues: bool = False
@@ -64,6 +67,22 @@ def check(ids: tuple[int, ...], params: SamplingParams, target: Target, eos_ids:
         raise RequestError(
             f"stop strings {params.stop!r} need a tokenizer, and this model has none; use stop_token_ids"
         )
+
+
+def rule_of(ids: Sequence[int], params: SamplingParams, target: Target) -> Grammar | None:
+    """What says which tokens may follow in an answer; None: nothing does.
+
+    Raises:
+        RequestError: a budget for a model whose marks of thinking are not known, or that are banned.
+    """
+    rule: Grammar | None = make_rule(
+        target, ids, params.thinking_marks, params.thinking_token_budget, params.grammar
+    )
+    if params.thinking_token_budget is not None:
+        closing = frozenset(getattr(rule, "section").closing)  # noqa: B009
+        if closing & params.banned_tokens or not closing <= (params.allowed_tokens or closing):
+            raise RequestError("banned_tokens or allowed_tokens leave out what ends the thinking; allow it")
+    return rule
 
 
 def settle(params: Wanted, settings: dict[str, Any], count: int) -> list[SamplingParams]:

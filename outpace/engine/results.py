@@ -21,6 +21,8 @@ class Counters:
     """Target passes after the prompt."""
     drafted: int = 0
     accepted: int = 0
+    forced: int = 0
+    """Of the accepted, those that a grammar or a budget of thinking left no choice about."""
     drafted_at: tuple[int, ...] = ()
     """Passes whose draft reached depth 1, 2, ...; not counted beyond a stop."""
     accepted_at: tuple[int, ...] = ()

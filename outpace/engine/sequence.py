@@ -87,7 +87,7 @@ class ActiveSequence:
         self._most = 1 << 20 if request.draft_tokens is None else request.draft_tokens
         self._text = ""
         self._logprobs: list[TokenLogprobs] = []
-        self._passes = self._drafted = self._accepted = 0
+        self._passes = self._drafted = self._accepted = self._forced = 0
         self._by_drafter: dict[str, DrafterCounts] = {}
         self._drafted_at: list[int] = []
         self._accepted_at: list[int] = []
@@ -158,6 +158,9 @@ class ActiveSequence:
             found = logprobs(outcome.scored.logits_TV[list(rows)], verdict.emitted, self.params.logprobs)
             self._logprobs += found
         self.tokens.extend(verdict.emitted)
+        if self.warp.ruled:
+            kept = range(len(verdict.kept))
+            self._forced += sum(self.warp.certain(verdict.emitted[:i]) is not None for i in kept)
         self.warp.advance(verdict.emitted)
         now = time.perf_counter()
         if outcome.forced:
@@ -209,6 +212,7 @@ class ActiveSequence:
                 passes=self._passes,
                 drafted=self._drafted,
                 accepted=self._accepted,
+                forced=self._forced,
                 drafted_at=tuple(self._drafted_at),
                 accepted_at=tuple(self._accepted_at),
             ),

@@ -70,6 +70,15 @@ ENTRIES = (
         auto=True,
     ),
     MethodEntry(
+        "grammar",
+        "drafter",
+        "lookup",
+        "outpace.methods.grammar.drafter:Grammar",
+        "What the form of an answer leaves no choice about, and another drafter's guesses behind it",
+        "Jump-forward decoding of SGLang, arXiv:2312.07104; llguidance's fast-forward tokens",
+        auto=True,
+    ),
+    MethodEntry(
         "lookahead",
         "drafter",
         "lookup",
@@ -260,6 +269,15 @@ ENTRIES = (
         "outpace.methods.fspad.drafter:Fspad",
         "EAGLE with feature sampling and partial alignment (reconstructed); trees, T > 0",
         "Gui et al. 2024 (FSPAD), arXiv:2408.15562",
+        trained=True,
+    ),
+    MethodEntry(
+        "glide",
+        "drafter",
+        "heads",
+        "outpace.methods.glide.drafter:Glide",
+        "A layer that glimpses at the target's own keys and values guesses; trees, T > 0",
+        "Du et al. 2024 (GliDe with a CaPE), arXiv:2402.02082",
         trained=True,
     ),
     MethodEntry(
@@ -469,6 +487,13 @@ ENTRIES = (
         "heads",
         "outpace.methods.fspad.objective:Fspad",
         "EAGLE's network with two parts as switches",
+    ),
+    MethodEntry(
+        "glide",
+        "objective",
+        "heads",
+        "outpace.methods.glide.objective:GlideObjective",
+        "One layer that reads keys and values of the target, in blocks",
     ),
     MethodEntry(
         "ppd",

@@ -36,6 +36,8 @@ EMBEDDINGS = "embeddings"
 """Riders may enter, also as embeddings."""
 VIEWS = "views"
 """A feed may see a part of the committed text; ``choice`` makes memory for such views."""
+KV_READ = "kv_read"
+"""``read`` gives keys and values of committed rows (``outpace.models.views.KeyValues``)."""
 
 
 class Target(ABC):
@@ -55,7 +57,7 @@ class Target(ABC):
     device: torch.device
     dtype: torch.dtype
     can: frozenset[str]
-    """Which of TREE, LAYERS, TAPS, HEAD, EMBEDDINGS, VIEWS it supports; chains always work."""
+    """Which of TREE, LAYERS, TAPS, HEAD, EMBEDDINGS, VIEWS, KV_READ it supports; chains always work."""
     tokenizer: Tokenizer | None = None
     defaults: GenerationDefaults | None = None
     """Sampling defaults and end-of-sequence ids that came with the model."""

@@ -24,7 +24,7 @@ from outpace.cache.base import KVCache
 from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError
 from outpace.models.attention import HeadShape, Span
-from outpace.models.base import EMBEDDINGS, HEAD, LAYERS, TAPS, TREE, VIEWS, Target
+from outpace.models.base import EMBEDDINGS, HEAD, KV_READ, LAYERS, TAPS, TREE, VIEWS, Target
 from outpace.models.blocks import Block, Ends, Form, capped, read_block, read_ends, read_head, release
 from outpace.models.embedding import Embedding
 from outpace.models.families import DecoderConfig
@@ -40,7 +40,7 @@ from outpace.models.room import Room
 from outpace.models.rope import ENDS_DYNAMIC, Rotation
 from outpace.models.taps import check_taps, spread
 from outpace.models.text import Tokenizer
-from outpace.models.views import Choice, Rule
+from outpace.models.views import Choice, KeyValues, Rule, read
 from outpace.models.weights import Checkpoint
 from outpace.types import Feed, Scored, VocabMap
 
@@ -56,7 +56,7 @@ class Decoder(Target):
     stream. ``hidden.0`` and up are float32.
     """
 
-    can = frozenset({TREE, LAYERS, TAPS, HEAD, EMBEDDINGS, VIEWS})
+    can = frozenset({TREE, LAYERS, TAPS, HEAD, EMBEDDINGS, VIEWS, KV_READ})
     quantize: str | None = None
     """How projections and head are rounded; None: not at all."""
 
@@ -195,6 +195,10 @@ class Decoder(Target):
         """Memory for what the views of one sequence show."""
         full = next((block.rope for block in self._blocks if block.window is None), 0)
         return Choice(rule, self.num_layers, self._shape, self._turns[full])
+
+    def read(self, cache: KVCache, slot: int, layer: int) -> KeyValues:
+        """Keys and values of the committed rows of a slot, in one layer; views."""
+        return read(cache, slot, layer)
 
     def variant(self, *, layers: Sequence[int]) -> Decoder:
         """A decoder of some layers of this one, in the order given, counted anew from 0."""

@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,10 +73,14 @@ def _key(kind: str, target: Target, spec: str) -> dict[str, Any]:
 
 def _file(key: Mapping[str, Any], target: Target) -> Path:
     kind, spec = key["kind"], key["spec"]
-    digest = hashlib.sha256(json.dumps({**key, "format": None}).encode()).hexdigest()[:16]
     about = re.sub(r"[^A-Za-z0-9.]+", "_", spec or ("" if kind == "device" else target.name))[:40]
-    words = [word for word in (kind, about, dtype_name(target.dtype), digest) if word]
-    return cache_folder() / "costs" / f"{'-'.join(words)}.json"
+    return file_of(key, (kind, about, dtype_name(target.dtype)))
+
+
+def file_of(key: Mapping[str, Any], words: Iterable[str]) -> Path:
+    """Where a measurement lies; its name begins with these words."""
+    digest = hashlib.sha256(json.dumps({**key, "format": None}).encode()).hexdigest()[:16]
+    return cache_folder() / "costs" / f"{'-'.join(word for word in (*words, digest) if word)}.json"
 
 
 def kept(
@@ -89,7 +93,17 @@ def kept(
 ) -> T | None:
     """Read a measurement, or make and keep it; None if it is missing and not to be made."""
     key = _key(kind, target, spec)
-    file = _file(key, target)
+    return recalled(key, _file(key, target), read, make, note)
+
+
+def recalled(
+    key: Mapping[str, Any],
+    file: Path,
+    read: Callable[[Any], T],
+    make: Callable[[], T] | None,
+    note: Callable[[str], None] | None,
+) -> T | None:
+    """Read what a file holds under this key, or make and keep it; as ``kept``."""
     try:
         data = parse_json(file.read_bytes())
         if data["key"] != key:

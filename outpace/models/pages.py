@@ -11,6 +11,7 @@ import mmap
 import sys
 import threading
 import weakref
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -49,5 +50,7 @@ def _ask(nbytes: int) -> mmap.mmap:
     return piece
 
 
-pages = Pages()
-"""Of this process."""
+@cache
+def pages() -> Pages:
+    """Those of this process."""
+    return Pages()

@@ -28,6 +28,8 @@ CODED = frozenset(KINDS[2:])
 _OF = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _GROUP = 16
 """Outputs that lie together."""
+_SPAN, _PER = 32, 8
+"""Inputs of a block, and blocks that share what stands before them."""
 _PORTION = 1 << 22
 """Bytes of a file that are laid out at a time."""
 
@@ -127,6 +129,21 @@ def works(device: str = "cpu") -> bool:
     return device == "cpu" and library() is not None
 
 
+def stored_bytes(kind: str, outputs: int, inputs: int) -> int:
+    """What ``Stored.nbytes`` of such a matrix is; needs neither the matrix nor compiled code."""
+    if kind in ("F32", "BF16"):
+        group = inputs * _GROUP * 4 if kind == "F32" else -(-inputs // 2) * _GROUP * 4
+    else:
+        blocks = -(-inputs // _SPAN)
+        bits, least = int(kind[1]), kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+        two_levels = kind.endswith("_K")
+        own = 2 * _GROUP * (2 if least and not two_levels else 1)
+        head = 2 * _GROUP * (2 if least else 1) if two_levels else 0
+        group = blocks * (bits * _GROUP * _SPAN // 8 + own) + -(-blocks // _PER) * head
+    groups = -(-outputs // _GROUP)
+    return groups * group * outputs // (groups * _GROUP)
+
+
 def store_numbers(weight_OI: Tensor) -> Stored:
     """Lay out float32 or bfloat16 numbers; they are copied."""
     return store_rows(_OF[weight_OI.dtype], weight_OI.detach().contiguous(), weight_OI.shape[1])
@@ -167,7 +184,7 @@ def store_place(place: Place, order_O: Tensor | None = None) -> Stored:
 
 
 def _memory(kind: str, outputs: int, inputs: int) -> Tensor:
-    return pages.take(-(-outputs // _GROUP) * _group_bytes(kind, inputs))
+    return pages().take(-(-outputs // _GROUP) * _group_bytes(kind, inputs))
 
 
 def _group_bytes(kind: str, inputs: int) -> int:

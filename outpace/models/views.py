@@ -14,6 +14,9 @@ Rows may be chosen in the pass itself, by the queries of its first row: runs of 
 their mean score (chunks of TriForce, arXiv:2404.11912), or tokens by a soft vote of the heads, kept
 while queries point the same way (TokenSelect, arXiv:2411.02886).
 
+Drafters may read keys and values too, layer by layer (`KeyValues`): a reader sees what is committed, and
+copies nothing.
+
 Shape letters: L layers, K key-value heads, G query heads of each, D width of a head, X = K * G * D, N
 listed rows, R rows of a feed, C rows that may be chosen, W rows seen.
 """
@@ -30,6 +33,7 @@ from outpace.errors import ModelError
 from outpace.models.rope import Rotation
 
 if TYPE_CHECKING:
+    from outpace.cache.base import KVCache
     from outpace.cache.dense import DenseCache
     from outpace.models.attention import Attention, HeadShape, Span
 
@@ -86,6 +90,55 @@ class KVView:
     """The pass chooses anew what follows the sinks in ``row_LKN``."""
     copies: Choice | None = None
     """Who keeps what was chosen side by side, for compiled code."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyValues:
+    """Keys and values of the committed rows of a slot in one layer, as the cache holds them.
+
+    Views: they cost nothing, and are valid until the next pass or commit. Numbers of a key that rotate
+    together are neighbours, as `outpace.models.blocks.paired` lays queries out.
+    """
+
+    key_KDC: Tensor
+    """Rotated by the rows' positions."""
+    value_KCD: Tensor
+
+    def __len__(self) -> int:
+        return self.value_KCD.shape[1]
+
+    @property
+    def row_CY(self) -> Tensor:
+        """One row per token: all keys, then all values; a copy."""
+        parts = self.key_KDC.permute(2, 0, 1), self.value_KCD.transpose(0, 1)
+        return torch.cat([part.flatten(1) for part in parts], 1)
+
+
+class Readable(Protocol):
+    """A target that can KV_READ."""
+
+    def read(self, cache: KVCache, slot: int, layer: int) -> KeyValues:
+        """Keys and values of the committed rows of a slot; what a draft feeds is not among them."""
+        ...
+
+
+def read(cache: KVCache, slot: int, layer: int) -> KeyValues:
+    """What a dense cache holds of a slot.
+
+    Raises:
+        ModelError: no such layer, or another kind of cache.
+    """
+    stores = getattr(cache, "key_store", None), getattr(cache, "value_store", None)
+    key_store, value_store = stores
+    if key_store is None or value_store is None or not 0 <= layer < len(key_store):
+        raise ModelError(f"layer {layer} cannot be read in a {type(cache).__name__}")
+    length = cache.length(slot)
+    if not length and slot >= key_store.shape[1]:  # memory comes with the first row
+        return KeyValues(
+            key_store[layer].new_zeros(*key_store.shape[2:4], 0),
+            value_store[layer].new_zeros(value_store.shape[2], 0, value_store.shape[4]),
+        )
+    return KeyValues(key_store[layer, slot, :, :, :length], value_store[layer, slot, :, :length])
 
 
 class Choice:

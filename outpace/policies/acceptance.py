@@ -123,10 +123,16 @@ class Pool:
     def from_json(cls, data: Mapping[str, Any]) -> Pool:
         """Read what ``to_json`` gave; ValueError, TypeError or KeyError if it is something else."""
         pool = cls()
-        pool._of = {(int(w), int(n)): _ratio(*pair) for w, n, *pair in data["kinds"]}
-        pool._levels = {int(w): [_ratio(*pair) for pair in pairs] for w, pairs in data["levels"]}
-        pool._nodes = {int(w): _ratio(*pair) for w, *pair in data["nodes"]}
+        pool._of = {(_whole(w), _whole(n)): _ratio(*pair) for w, n, *pair in data["kinds"]}
+        pool._levels = {_whole(w): [_ratio(*pair) for pair in pairs] for w, pairs in data["levels"]}
+        pool._nodes = {_whole(w): _ratio(*pair) for w, *pair in data["nodes"]}
         return pool
+
+
+def _whole(number: Any) -> int:
+    if not isinstance(number, int):
+        raise TypeError(f"need whole numbers, got {number!r}")
+    return number
 
 
 def _ratio(kept: float, expected: float) -> Ratio:

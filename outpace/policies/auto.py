@@ -224,7 +224,8 @@ class Auto(Policy):
         if offer.kind[0] == SURE:
             if not seen.censored and seen.depth:
                 here.add(seen.accepted, offer.stated * pool.ratio(offer.kind), TUNING.text)
-                pool.add(offer.kind, seen.accepted, offer.stated)
+                if not seen.ruled:
+                    pool.add(offer.kind, seen.accepted, offer.stated)
             return
         # Silence where a level was asked for is a level that was not kept.
         refused = not seen.censored and seen.accepted < offer.depth
@@ -233,7 +234,8 @@ class Auto(Policy):
         for level in range(seen.accepted + refused):
             kept = float(level < seen.accepted)
             here.add(kept, TUNING.hope * pool.ratio((width, level)), TUNING.text)
-            pool.add((width, level), kept, TUNING.hope)
+            if not seen.ruled:
+                pool.add((width, level), kept, TUNING.hope)
 
     def learned(self) -> dict[str, Any]:
         """What is known of drafters over all texts; numbers alone, and no text."""

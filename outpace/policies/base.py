@@ -43,6 +43,8 @@ class Evidence:
     accepted: int
     censored: bool
     """A stop cut the text: acceptance beyond ``accepted`` is unknown."""
+    ruled: bool = False
+    """Rules of the request said what may follow, so that it tells little of other texts."""
 
 
 class Policy(ABC):

@@ -10,8 +10,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from outpace import registry
-from outpace.engine.results import DrafterCounts, Result
+from outpace.engine.results import Result
 from outpace.sampling import TokenLogprobs
+from outpace.server.errors import ApiError
+from outpace.server.figures import metrics as metrics
 from outpace.server.parsing import ClientRequest
 from outpace.server.tool_parser import CallReader, Found
 from outpace.server.trace import Tracer
@@ -35,6 +37,8 @@ class Writer(ABC):
     """``object`` of an answer in one piece."""
     part: ClassVar[str]
     """``object`` of a piece."""
+    named: ClassVar[bool] = False
+    """Whether events of a stream have the name that is their ``type``, and none says that it is over."""
 
     def __init__(self, ask: ClientRequest, model: str, fingerprint: str, tokenizer: Any) -> None:
         self.ask, self._tokenizer = ask, tokenizer
@@ -97,7 +101,7 @@ class Writer(ABC):
             "lossless": self.lossless,
             "choices": choices,
             "usage": self.usage(shown),
-            "metrics": metrics(results),
+            "metrics": self._metrics(results),
         }
 
     def _shown(self, result: Result) -> Result:
@@ -132,6 +136,15 @@ class Writer(ABC):
             chunk["outpace"] = self._tracer.of(event)
         return chunk
 
+    def pieces(self, event: Tokens) -> list[Json]:
+        """Chunks for new tokens."""
+        piece = self.piece(event)
+        return [] if piece is None else [piece]
+
+    def fault(self, error: ApiError) -> Json:
+        """The last chunk of a stream that broke."""
+        return error.body()
+
     def ending(self, index: int, result: Result) -> list[Json]:
         result = self._shown(result)
         rest, out = self._rest(index, result), []
@@ -144,14 +157,14 @@ class Writer(ABC):
     def closing(self, results: Sequence[Result]) -> Json:
         """The chunk behind all answers: usage and figures."""
         shown = [self._shown(result) for result in results]
-        return {**self._chunk([]), "usage": self.usage(shown), "metrics": metrics(results)}
+        return {**self._chunk([]), "usage": self.usage(shown), "metrics": self._metrics(results)}
 
     def usage(self, results: Sequence[Result]) -> Json:
         """Tokens read and written. A prompt counts once, whatever its number of answers."""
         ask = self.ask
         read = sum(len(one.prompt) for one in ask.requests)
         written = sum(len(result.tokens) for result in results)
-        details: Json = {"reasoning_tokens": 0}
+        details = self._details()
         if ask.predicted:
             followed = [
                 counts
@@ -171,6 +184,14 @@ class Writer(ABC):
             },
             "completion_tokens_details": details,
         }
+
+    def _details(self) -> Json:
+        """What is told of the tokens written."""
+        return {"reasoning_tokens": 0}
+
+    def _metrics(self, results: Sequence[Result]) -> Json | None:
+        """What the answers cost."""
+        return metrics(results)
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk: Json = {"id": self._id, "object": self.part, **self._about, "lossless": self.lossless}
@@ -287,6 +308,8 @@ class ChatWriter(Writer):
             if offer is None
             else [CallReader(offer.form, offer.names, tokenizer) for _ in range(ask.answers)]
         )
+        told = ask.reasoning
+        self._thoughts = [] if told is None else [told.reader(tokenizer) for _ in range(ask.answers)]
 
     def opening(self, index: int) -> list[Json]:
         delta = {"role": "assistant", "content": None if self._readers else ""}
@@ -294,28 +317,45 @@ class ChatWriter(Writer):
         return [self._chunk([choice])]
 
     def _message(self, index: int, result: Result) -> Json:
-        message: Json = {"role": "assistant", "content": result.text, "refusal": None}
-        if self._readers:
-            reader = self._readers[index]
-            cut = result.finish_reason == "length"
-            parts = (reader.push(result.tokens, result.text), reader.close(cut))
-            message["content"] = "".join(part.text for part in parts)
-            calls = [call for part in parts for call in self._counted(part).calls]
-            if calls:
-                message["content"] = message["content"] or None
-                message["tool_calls"] = _joined(calls)
+        thought, found = self._read(index, result.tokens, result.text, result)
+        message: Json = {"role": "assistant", "content": found.text, "refusal": None}
+        if self._thoughts:
+            message["reasoning_content"] = thought or None
+        if found.calls:
+            message |= {"content": found.text or None, "tool_calls": _joined(found.calls)}
         return {"message": message}
 
     def _delta(self, index: int, ids: Sequence[int], text: str) -> Json:
-        if not self._readers:
-            return {"delta": {"content": text} if text else {}}
-        return {"delta": _said(self._counted(self._readers[index].push(ids, text)))}
+        return {"delta": _said(*self._read(index, ids, text))}
 
     def _rest(self, index: int, result: Result) -> Json:
+        return {"delta": _said(*self._read(index, (), "", result))}
+
+    def _read(
+        self, index: int, ids: Sequence[int], text: str, ended: Result | None = None
+    ) -> tuple[str, Found]:
+        """New thinking, and new text and calls; with the result also what was kept back until the end."""
+        thought = ""
+        if self._thoughts:
+            reader = self._thoughts[index]
+            pieces = reader.push(ids, text) + (reader.close() if ended else [])
+            thought, text = ("".join(t for is_thought, t in pieces if is_thought is k) for k in (True, False))
+            ids, reader.said = reader.said, []
         if not self._readers:
-            return {"delta": {}}
-        cut = result.finish_reason == "length"
-        return {"delta": _said(self._counted(self._readers[index].close(cut)))}
+            return thought, Found(text)
+        calls = self._readers[index]
+        parts = [calls.push(ids, text), *([calls.close(ended.finish_reason == "length")] if ended else [])]
+        found = Found("".join(part.text for part in parts), [call for part in parts for call in part.calls])
+        return thought, self._counted(found)
+
+    def _details(self) -> Json:
+        return {"reasoning_tokens": sum(one.reasoning_tokens for one in self._thoughts)}
+
+    def _metrics(self, results: Sequence[Result]) -> Json | None:
+        found, told = super()._metrics(results), self.ask.reasoning
+        if found is not None and told is not None and told.section.budget is not None:
+            found["thinking_budget_hit"] = self._thoughts[0].cut
+        return found
 
     def _counted(self, found: Found) -> Found:
         """What was found, without the calls behind the first one where only one may be."""
@@ -351,8 +391,9 @@ class ChatWriter(Writer):
         }
 
 
-def _said(found: Found) -> Json:
-    delta: Json = {"content": found.text} if found.text else {}
+def _said(thought: str, found: Found) -> Json:
+    delta: Json = {"reasoning_content": thought} if thought else {}
+    delta |= {"content": found.text} if found.text else {}
     return {**delta, "tool_calls": found.calls} if found.calls else delta
 
 
@@ -364,49 +405,6 @@ def _joined(calls: Sequence[Json]) -> list[Json]:
         if known is not call:
             known["function"]["arguments"] += call["function"]["arguments"]
     return [{k: v for k, v in call.items() if k != "index"} for call in whole.values()]
-
-
-def metrics(results: Sequence[Result]) -> Json | None:
-    """What one answer cost; None for several, whose figures would not add up to a rate."""
-    if len(results) != 1:
-        return None
-    (result,) = results
-    c = result.counters
-    return {
-        "speculative_decoding": speculative_decoding(result),
-        "drafter": result.drafter,
-        "by_drafter": {
-            spec: {"drafts": d.drafts, "drafted": d.drafted, "accepted": d.accepted}
-            for spec, d in result.by_drafter.items()
-        },
-        "passes": c.passes,
-        "mean_emitted": c.mean_emitted,
-        "acceptance_rate": c.acceptance_rate,
-        "tokens_per_second": result.tokens_per_second,
-        "seconds": result.seconds,
-        "prefill_seconds": result.prefill_seconds,
-        "queue_seconds": result.queue_seconds,
-        "seed": result.seed,
-        "lossless": result.lossless,
-    }
-
-
-def speculative_decoding(result: Result) -> Json:
-    """All drafters together, under the names that other servers use."""
-    total = sum(result.by_drafter.values(), DrafterCounts())
-    deepest = max(len(result.counters.drafted_at), len(total.accepted_at))
-    reached = (*total.accepted_at, *(0,) * (deepest + 1 - len(total.accepted_at)))
-    return {
-        "mean_acceptance_length": 1 + total.accepted / total.drafts if total.drafts else None,
-        "draft_acceptance_rate": total.accepted / total.drafted if total.drafted else None,
-        "acceptance_histogram": [
-            more - deeper for more, deeper in zip((total.drafts, *reached), reached, strict=False)
-        ],
-        "num_spec_steps": total.drafts,
-        "num_accepted_draft_tokens": total.accepted,
-        "num_draft_tokens": total.drafted,
-        "num_spec_tokens": deepest,
-    }
 
 
 def _finite(logprob: float) -> float:

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from functools import partial
 from importlib import resources
 from typing import TypeVar
 
@@ -21,6 +22,12 @@ from outpace import __version__
 from outpace.engine.results import Result
 from outpace.server.answers import ChatWriter, CompletionWriter, Json, Writer
 from outpace.server.description import describe
+from outpace.server.dialects import messages, responses
+from outpace.server.dialects.messages import CountBody, MessagesBody
+from outpace.server.dialects.messages_answers import PATH as MESSAGES
+from outpace.server.dialects.messages_answers import MessagesWriter, in_form
+from outpace.server.dialects.responses import ResponsesBody
+from outpace.server.dialects.responses_answers import ResponsesWriter
 from outpace.server.encoding import JsonResponse, to_json
 from outpace.server.errors import MISTAKES, ApiError, error_body, from_defect, from_mistake, from_validation
 from outpace.server.grammar import open_grammars
@@ -30,7 +37,7 @@ from outpace.server.middleware import Counting, Defects, Guard, Stopping
 from outpace.server.parsing import ClientRequest, Reader
 from outpace.server.request_handler import RequestHandler
 from outpace.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from outpace.server.sse import EventStream, until_left
+from outpace.server.sse import EventStream, event, until_left
 from outpace.serving.events import Done, Tokens
 from outpace.serving.keyed import check_stores
 from outpace.serving.service import Service
@@ -47,7 +54,9 @@ _PAGE_POLICY = (
 class Server:
     """What the paths of one application share."""
 
-    def __init__(self, service: Service, name: str, limits: Limits) -> None:
+    def __init__(
+        self, service: Service, name: str, limits: Limits, thinking_marks: Sequence[str] = ()
+    ) -> None:
         target = service.engine.target
         self.service, self.name, self.limits = service, name, limits
         self.tokenizer = target.tokenizer
@@ -58,10 +67,10 @@ class Server:
             name, service.stats, dict.fromkeys(service.drafters, True) | dict.fromkeys(service.lossy, False)
         )
         grammars = open_grammars(target.tokenizer, target.vocab_size, service.engine.eos_ids)
-        self.reader = Reader(service, name, limits, grammars)
+        self.reader = Reader(service, name, limits, grammars, thinking_marks)
 
     async def generate(
-        self, request: Request, read: Callable[[], ClientRequest], writer: type[Writer]
+        self, request: Request, read: Callable[[], ClientRequest], writer: Callable[..., Writer]
     ) -> Response:
         began = time.perf_counter()
         ask = await off_loop(read)
@@ -70,7 +79,7 @@ class Server:
         writes.lossless = all(self.service.lossless(one) for one in ask.requests)
         end = self._start(call, request.scope.get("caller", ""))
         if ask.stream:
-            return EventStream(chunks(call, writes), self.limits.request_seconds, end)
+            return EventStream(chunks(call, writes), self.limits.request_seconds, end, writes.named)
         try:
             answer = await until_left(whole(call, writes), request.receive)
         finally:
@@ -145,14 +154,18 @@ async def whole(call: RequestHandler, writer: Writer) -> Json:
 
 async def chunks(call: RequestHandler, writer: Writer) -> AsyncIterator[bytes]:
     """Give pieces of answers as they come, as JSON. What goes wrong on the way is the last one."""
+
+    def told(piece: Json) -> bytes:
+        return event(to_json(piece), piece["type"]) if writer.named else to_json(piece)
+
     try:
         async with contextlib.aclosing(_pieces(call, writer)) as found:
             async for piece in found:
-                yield to_json(piece)
+                yield told(piece)
     except ApiError as error:
-        yield to_json(error.body())
+        yield told(writer.fault(error))
     except Exception as error:
-        yield to_json(from_defect("a stream", error).body())
+        yield told(writer.fault(from_defect("a stream", error)))
     finally:
         call.cancel()
 
@@ -163,13 +176,14 @@ async def _pieces(call: RequestHandler, writer: Writer) -> AsyncGenerator[Json, 
         for chunk in writer.opening(index):
             yield chunk
     async with contextlib.aclosing(call.events()) as found:
-        async for event in found:
-            if isinstance(event, Done):
-                results[event.index] = event.result
-                for chunk in writer.ending(event.index, event.result):
-                    yield chunk
-            elif (piece := writer.piece(event)) is not None:
-                yield piece
+        async for happened in found:
+            if isinstance(happened, Done):
+                results[happened.index] = happened.result
+                told = writer.ending(happened.index, happened.result)
+            else:
+                told = writer.pieces(happened)
+            for chunk in told:
+                yield chunk
     if call.ask.include_usage:
         yield writer.closing([results[index] for index in range(call.ask.answers)])
 
@@ -182,6 +196,7 @@ def create_app(
     hosts: frozenset[str] | None = None,
     origins: Sequence[str] = (),
     limits: Limits | None = None,
+    thinking_marks: Sequence[str] = (),
 ) -> FastAPI:
     """Put a server in front of a service.
 
@@ -190,6 +205,7 @@ def create_app(
         keys: bearer keys; none lets everybody in.
         hosts: host names that the server answers to; None: any.
         origins: sites whose pages may call the API from a browser; ``*``: all.
+        thinking_marks: as in `SamplingParams`; empty: the model's own, if it has some.
 
     Raises:
         RequestError: a drafter with a store that requests with keys would never use.
@@ -197,7 +213,7 @@ def create_app(
     if keys and not service.share_across_keys:
         check_stores(service.drafters)
     limits = limits or Limits()
-    server = Server(service, name, limits)
+    server = Server(service, name, limits, thinking_marks)
     app = FastAPI(title="outpace", version=__version__, docs_url=None, redoc_url=None)
     app.state.server = server
     # The last one stands outermost: what the guard refuses is counted, and what fails is guarded.
@@ -216,7 +232,7 @@ def create_app(
     _api(app, server)
     _tools(app, server)
     _page(app)
-    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    app.openapi = lambda: describe(app, server.reader.bounds)  # type: ignore[method-assign]
     return app
 
 
@@ -239,6 +255,24 @@ def _api(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         return await server.generate(request, lambda: reader.chat(body), ChatWriter)
+
+    @app.post("/v1/responses")
+    async def respond(body: ResponsesBody, request: Request) -> Response:
+        writer = partial(ResponsesWriter, body=body)
+        return await server.generate(request, lambda: reader.chat(responses.as_chat(body)), writer)
+
+    @app.post(MESSAGES)
+    async def message(body: MessagesBody, request: Request) -> Response:
+        thinks = bool(reader.marks)
+        return await server.generate(
+            request, lambda: reader.chat(messages.as_chat(body, thinks)), MessagesWriter
+        )
+
+    @app.post(f"{MESSAGES}/count_tokens")
+    async def count(body: CountBody) -> Response:
+        chat = messages.as_chat(body, bool(reader.marks))
+        ask = await off_loop(lambda: reader.chat(chat))
+        return JsonResponse({"input_tokens": len(ask.requests[0].prompt)})
 
 
 def _tools(app: FastAPI, server: Server) -> None:
@@ -302,12 +336,13 @@ def _page(app: FastAPI) -> None:
 def _errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> Response:
-        return JsonResponse(error.body(), error.status_code, error.headers)
+        told = in_form(request.url.path, error.body(), error.status_code)
+        return JsonResponse(told, error.status_code, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         found = from_validation(error.errors())
-        return JsonResponse(found.body(), found.status_code)
+        return JsonResponse(in_form(request.url.path, found.body(), found.status_code), found.status_code)
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
@@ -317,4 +352,5 @@ def _errors(app: FastAPI) -> None:
             404: f"there is no {path} here",
             405: f"{path} does not take {method}",
         }.get(error.status_code, str(error.detail))
-        return JsonResponse(error_body(error.status_code, message), error.status_code, error.headers)
+        told = in_form(path, error_body(error.status_code, message), error.status_code)
+        return JsonResponse(told, error.status_code, error.headers)

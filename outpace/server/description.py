@@ -8,6 +8,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from outpace.server.bounds import Bounds, bound
+
 _ERROR: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
@@ -23,6 +25,12 @@ _ERROR: dict[str, Any] = {
             },
         }
     },
+}
+_EVENT = {
+    "type": ["object", "string"],
+    "required": ["data"],
+    "properties": {"data": {"type": "string"}},
+    "description": "An event: its data is a chunk or an error, as JSON; that of the last event is [DONE].",
 }
 _ALWAYS = {
     401: "The key is missing or wrong.",
@@ -40,13 +48,14 @@ _ANSWER = {
     503: "The server is stopping.",
     504: "The answer takes too long.",
 }
+_GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _OWN = {
     "/v1/models/{model}": {404: _BODY[404]},
     "/health": {503: "The server is stopping, or has broken down."},
 }
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
+def describe(app: FastAPI, bounds: Bounds) -> dict[str, Any]:
     """The description of an application; made once."""
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, routes=app.routes)
@@ -57,6 +66,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
         for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own form, which is never sent
             schemas.pop(name, None)
         schemas["Error"] = _ERROR
+        bound(schemas, bounds)
         app.openapi_schema = made
     return app.openapi_schema
 
@@ -68,9 +78,9 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
     found = {**_ALWAYS, **_OWN.get(path, {})}
     if method == "post":
         found |= _BODY
-    if path in ("/v1/completions", "/v1/chat/completions"):
+    if path in _GENERATES:
         found |= _ANSWER
-        responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        responses["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
     if path == "/metrics":
         responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     else:

@@ -94,7 +94,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         errors: of pydantic, each with ``loc``, ``type``, ``msg``.
     """
     first = errors[0]
-    place = [part for part in first["loc"] if part != "body"]
+    place = _place(first)
     if first["type"] == "json_invalid":
         why = first.get("ctx", {}).get("error", "it ends too soon")
         return ApiError(400, f"the body is not JSON: {why} at character {place[0]}")
@@ -109,12 +109,17 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "missing":
         name = ".".join(str(part) for part in place)
         return ApiError(400, f"{name} is missing; give it", name)
-    same = [one for one in errors if [p for p in one["loc"] if p != "body"][:1] == place[:1]]
+    same = [one for one in errors if _place(one)[:1] == place[:1]]
     reasons = list(dict.fromkeys(_reason(one["msg"]) for one in same))
     given = f", got {_short(first['input'])}" if len(same) == 1 and "input" in first else ""
     if len(same) == 1:
         name = ".".join(str(part) for part in place)
     return ApiError(400, f"{name}: {' or '.join(reasons)}{given}", name)
+
+
+def _place(error: Mapping[str, Any]) -> list[Any]:
+    """The names of fields down to a mistake, without those of kinds of objects."""
+    return [part for part in error["loc"] if part != "body" and not str(part).startswith("~")]
 
 
 def _sendable(text: str) -> str:

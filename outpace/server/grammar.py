@@ -21,6 +21,9 @@ from torch import Tensor
 from outpace.errors import RequestError
 from outpace.server.structured_output import StructuredOutput
 
+_BEFORE = 4
+"""Tokens before a text that may be spelled together with it."""
+
 
 def open_grammars(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> Grammars | None:
     """What compiles grammars for a model; None without tokenizer, end, or llguidance."""
@@ -61,7 +64,7 @@ class Grammars:
         start = self._library.LLMatcher(self._tokenizer, text, log_level=0)
         if start.is_error():
             raise RequestError(f"{form.field} cannot be used: {_brief(start.get_error())}")
-        return Grammar(start, self._vocab_size, self._eos_ids)
+        return Grammar(start, self._tokenizer, self._vocab_size, self._eos_ids)
 
     def _text(self, form: StructuredOutput) -> str:
         matcher = self._library.LLMatcher
@@ -84,19 +87,22 @@ class Grammars:
 class Grammar:
     """A compiled grammar; see `outpace.params.Grammar` for the contract."""
 
-    def __init__(self, start: Any, vocab_size: int, eos_ids: frozenset[int]) -> None:
-        self._start, self._vocab_size, self._eos_ids = start, vocab_size, eos_ids
+    def __init__(self, start: Any, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._start, self._tokenizer = start, tokenizer
+        self._vocab_size, self._eos_ids = vocab_size, eos_ids
 
     def begin(self) -> Matcher:
-        return Matcher(self._start.deep_copy(), self._vocab_size, self._eos_ids)
+        return Matcher(self._start.deep_copy(), self._tokenizer, self._vocab_size, self._eos_ids)
 
 
 class Matcher:
     """A position in a grammar, that of the committed text."""
 
-    def __init__(self, matcher: Any, vocab_size: int, eos_ids: frozenset[int]) -> None:
-        self._matcher, self._vocab_size, self._eos_ids = matcher, vocab_size, eos_ids
+    def __init__(self, matcher: Any, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._matcher, self._tokenizer = matcher, tokenizer
+        self._vocab_size, self._eos_ids = vocab_size, eos_ids
         self._over = False
+        self._last: tuple[int, ...] = ()
 
     def allowed(self, path: Sequence[int]) -> Tensor:
         """What may follow the committed text and a path of guesses: bool [V].
@@ -118,7 +124,28 @@ class Matcher:
             if taken:
                 self._matcher.rollback(taken)
 
+    def expects(self, path: Sequence[int]) -> Sequence[int]:
+        """The usual tokens of the text that must follow a path, but for those at its end that the
+        text behind it may change. Where another spelling is allowed too, they are a guess.
+        """
+        tokens = list(path)
+        if self._over or not self._eos_ids.isdisjoint(tokens):
+            return ()
+        taken = self._matcher.try_consume_tokens(tokens) if tokens else 0
+        try:
+            if taken < len(tokens) or self._matcher.is_stopped():
+                return ()
+            found = self._matcher.compute_ff_tokens()
+            if not found and (text := self._matcher.compute_ff_bytes()):
+                before = [*self._last, *tokens][-_BEFORE:]
+                found, _ = self._tokenizer.tokenize_partial(text, recent_tokens=before)
+            return tuple(found)
+        finally:
+            if taken:
+                self._matcher.rollback(taken)
+
     def advance(self, tokens: Sequence[int]) -> None:
+        self._last = (*self._last, *tokens)[-_BEFORE:]
         for token in tokens:
             self._over = self._over or token in self._eos_ids
             if not self._over:

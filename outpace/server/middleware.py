@@ -9,6 +9,7 @@ import hmac
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
+from outpace.server.dialects.messages_answers import in_form
 from outpace.server.encoding import JsonResponse, to_json
 from outpace.server.errors import ApiError, from_defect
 from outpace.server.limits import Limits
@@ -59,7 +60,8 @@ class Guard:
         try:
             self._check(scope)
         except ApiError as error:
-            refusal = JsonResponse(error.body(), error.status_code, error.headers)
+            told = in_form(scope["path"], error.body(), error.status_code)
+            refusal = JsonResponse(told, error.status_code, error.headers)
             await refusal(scope, receive, send_safely)
             return
         # Whoever neither sends nor reads is let go in the end, whatever the application waits for.
@@ -76,7 +78,8 @@ class Guard:
                     403,
                     f"this server does not answer as {name!r}; call it by {' or '.join(sorted(self._hosts))}",
                 )
-        caller = self._caller(headers.get(b"authorization", b""))
+        given = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
+        caller = self._caller(given)
         if caller is None and scope["path"] not in OPEN:
             raise ApiError(
                 401,
@@ -185,7 +188,9 @@ class Stopping:
     async def _say(self, begun: Message | None, scope: Scope, receive: Receive, send: Send) -> None:
         error = ApiError(503, "the server is stopping; try again elsewhere", headers={"Connection": "close"})
         if begun is None:
-            await JsonResponse(error.body(), 503, error.headers)(scope, receive, send)
+            await JsonResponse(in_form(scope["path"], error.body(), 503), 503, error.headers)(
+                scope, receive, send
+            )
             return
         streamed = any(b"event-stream" in value for _, value in begun["headers"])
         body = b"".join(map(event, (to_json(error.body()), b"[DONE]"))) if streamed else b""
@@ -212,7 +217,8 @@ class Defects:
             if scope["type"] != "http" or begun:
                 raise  # too late for an answer: the connection ends
             found = from_defect(f"{scope['method']} {scope['path']}", error)
-            await JsonResponse(found.body(), found.status_code)(scope, receive, send)
+            told = in_form(scope["path"], found.body(), found.status_code)
+            await JsonResponse(told, found.status_code)(scope, receive, send)
 
 
 def _digest(key: bytes) -> bytes:

@@ -6,17 +6,19 @@ Runs off the event loop: encoding a long prompt takes milliseconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from outpace import registry
 from outpace.config import MethodSpec
-from outpace.engine.requests import GenerationRequest
 from outpace.errors import PromptTooLong
 from outpace.models.chat import check_messages
 from outpace.models.prompts import check_ids
 from outpace.params import SamplingParams
+from outpace.server import reasoning
+from outpace.server.bounds import Bounds
+from outpace.server.client_request import ClientRequest as ClientRequest
 from outpace.server.errors import ApiError, too_long
 from outpace.server.limits import Limits
 from outpace.server.schema import (
@@ -29,7 +31,7 @@ from outpace.server.schema import (
     Tool,
 )
 from outpace.server.structured_output import StructuredOutput, structured_output
-from outpace.server.tools import Offer, Toolbox, check_calls
+from outpace.server.tools import Toolbox, check_calls
 from outpace.serving.service import Service
 
 if TYPE_CHECKING:
@@ -52,38 +54,6 @@ _TAKEN = {
 """Variables that a request may not put into a chat template, and what to do."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClientRequest:
-    """One HTTP request, with nothing left to check."""
-
-    requests: tuple[GenerationRequest, ...]
-    """One per prompt."""
-    n: int
-    """Answers per prompt."""
-    stream: bool
-    include_usage: bool
-    running_usage: bool
-    """Usage with every chunk."""
-    token_ids: bool
-    detailed: bool
-    """Tell for every token who wrote it."""
-    traced: bool
-    """Show every pass in the stream."""
-    predicted: bool
-    """Whether the request brought a prediction."""
-    echo: tuple[str, ...] | None = None
-    """Per prompt the text to put before the answer."""
-    silent: bool = False
-    """No token is wanted. One is made all the same, and left out."""
-    offer: Offer | None = None
-    """Calls that may be in the answer; None: it is text."""
-
-    @property
-    def answers(self) -> int:
-        """Answers in all, numbered prompt by prompt."""
-        return len(self.requests) * self.n
-
-
 class Reader:
     """Reads bodies for one service.
 
@@ -91,9 +61,17 @@ class Reader:
         grammars: compiles what ``response_format`` asks for; None where that is not installed.
     """
 
-    def __init__(self, service: Service, name: str, limits: Limits, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        name: str,
+        limits: Limits,
+        grammars: Grammars | None = None,
+        thinking_marks: Sequence[str] = (),
+    ) -> None:
         self.service, self.name, self.limits, self.grammars = service, name, limits, grammars
         self.target = service.engine.target
+        self.marks = reasoning.marks_of(self.target, thinking_marks)
         if self.target.tokenizer is not None:
             _ = self.target.tokenizer.literal  # half a second, which no stream shall wait for
 
@@ -149,7 +127,10 @@ class Reader:
         ids = self._messages(body, body.messages, tools)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         ask = self._ask(body, [ids], longest, logprobs, continues=False, form=form)
-        return replace(ask, offer=self._toolbox.offer(tools, parallel) if tools else None)
+        ruled = ask.requests[0].params.grammar is not None
+        told = reasoning.reasoning_of(self.target, self.marks, ids, body.thinking_token_budget, ruled)
+        offer = self._toolbox.offer(tools, parallel) if tools else None
+        return replace(ask, offer=offer, reasoning=told)
 
     def tokenize(self, body: TokenizeBody) -> list[int]:
         """Token ids of a text or of messages."""
@@ -176,6 +157,22 @@ class Reader:
                 400, f"tokens holds {wrong}, but ids go from 0 to {self.target.vocab_size - 1}", "tokens"
             )
         return str(self.tokenizer.decode(body.tokens, skip_special=body.skip_special_tokens))
+
+    @property
+    def bounds(self) -> Bounds:
+        """What bodies are checked against, for those who read the description."""
+        limits = self.limits
+        return Bounds(
+            vocab_size=self.target.vocab_size,
+            context=self._most,
+            prompt=min(self._most, self.service.longest - 1, limits.prompt_tokens or self._most),
+            answers=min(limits.answers, self.service.max_queue),
+            new_tokens=limits.new_tokens,
+            logprobs=limits.logprobs,
+            stops=limits.stops,
+            drafters=self.service.drafters,
+            template_keys=tuple(_TAKEN),
+        )
 
     @property
     def _most(self) -> int:
@@ -359,7 +356,8 @@ class Reader:
         settings["ignore_eos"] = body.ignore_eos
         if (grammar := self._grammar(body, form)) is not None:
             settings["grammar"] = grammar
-        return settings
+        budget = body.thinking_token_budget
+        return settings | reasoning.settings(self.marks, budget, grammar is not None, self.name)
 
     def _temperature(self, asked: float | None) -> float | None:
         """What the client says, else the model's authors, else the API."""
@@ -427,7 +425,7 @@ def _seed(given: int | None) -> int | None:
 
 def _bias(given: Mapping[str, float]) -> dict[int, float]:
     for token in given:
-        if not (token.isascii() and token.isdigit() and len(token) < 19):
+        if not (token.isascii() and token.isdigit() and len(token) < 19 and str(int(token)) == token):
             raise ApiError(
                 400, f"logit_bias: {token[:40]!r} is no token id; give whole numbers from 0", "logit_bias"
             )

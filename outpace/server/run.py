@@ -52,6 +52,7 @@ def serve(
     allowed_hosts: Sequence[str] = (),
     origins: Sequence[str] = (),
     limits: Limits | None = None,
+    thinking_marks: Sequence[str] = (),
     quiet: bool = False,
 ) -> None:
     """Serve until the process is told to stop (SIGINT, SIGTERM); then let answers end.
@@ -69,7 +70,15 @@ def serve(
     limits = limits or Limits()
     try:
         hosts = host_names(host, keys, allowed_hosts)
-        app = create_app(service, name=name, keys=keys, hosts=hosts, origins=origins, limits=limits)
+        app = create_app(
+            service,
+            name=name,
+            keys=keys,
+            hosts=hosts,
+            origins=origins,
+            limits=limits,
+            thinking_marks=thinking_marks,
+        )
         server = make_server(app, host=host, port=port, limits=limits, quiet=quiet)
         # A body of many small lists makes Python search for garbage. Without this it searches the
         # model and all libraries too, and every stream waits for that.

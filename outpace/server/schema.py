@@ -54,16 +54,13 @@ def _one_kind(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     if not isinstance(value, list) or not value:
         return check(value)
     kinds = set(map(type, value))
-    if kinds == {int}:
+    if kinds <= {int, float}:
         return _ids(value)
     if kinds == {list}:
         if len(value) > MOST_MESSAGES:
             raise ValueError(f"should have at most {MOST_MESSAGES} prompts, and has {len(value)}")
-        for ids in value:
-            if set(map(type, ids)) - {int}:
-                raise ValueError("should hold lists of token ids")
-            _ids(ids)
-    elif kinds != {str}:
+        return [_ids(ids) for ids in value]
+    if kinds != {str}:
         raise ValueError("should be a text, token ids, a list of texts, or a list of lists of token ids")
     return value
 
@@ -74,14 +71,30 @@ def _few_biases(value: Any) -> Any:
     return value
 
 
-def _ids(ids: list[int]) -> list[int]:
+def _ids(ids: list[Any]) -> list[int]:
+    if set(map(type, ids)) - {int}:
+        ids = [_whole(token) for token in ids]
+    if set(map(type, ids)) - {int}:
+        raise ValueError("should hold lists of token ids")
     if ids and min(ids) < 0:
         raise ValueError(f"token ids should be greater than or equal to 0, and one is {min(ids)}")
     return ids
 
 
+def _whole(value: Any) -> Any:
+    """A whole number that is written as ``2.0``, which is one in JSON, as a whole number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 _FAST = Field(fail_fast=True)
-Id = Annotated[int, Field(ge=0)]
+_WHOLE = BeforeValidator(_whole)
+Id = Annotated[int, Field(ge=0), _WHOLE]
+Count = Annotated[int, Field(ge=1), _WHOLE]
+TopK = Annotated[int, Field(ge=-1), _WHOLE]
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64), _WHOLE]
+Divisor = Annotated[float, Field(ge=1e-30, le=1e30)]
+Addend = Annotated[float, Field(ge=-1e30, le=1e30)]
+"""Beyond, a logit may become infinite, and no distribution is left."""
 Ids = Annotated[list[Id], _FAST]
 Texts = Annotated[list[str], _FAST]
 Prompts = Annotated[str | list[str] | list[Id] | list[list[Id]], WrapValidator(_one_kind)]
@@ -125,7 +138,7 @@ class Speculation(Body):
 
     drafter: str | None = None
     """Method spec, one of those that the server was started with, or ``none``; unset: its first."""
-    num_speculative_tokens: int | None = Field(default=None, ge=0)
+    num_speculative_tokens: Id | None = None
     """Most guesses per pass; 0: none at all; unset: the drafter's own."""
     reproducible: bool | None = None
     """The same seed gives the same text with any drafter and with none; unset: if ``seed`` is
@@ -245,29 +258,31 @@ class Generation(Body):
 
     model: str | None = None
     """The name that ``/v1/models`` lists."""
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Count | None = None
     """Longest answer, tokens."""
     temperature: float | None = Field(default=None, ge=0)
     """Divides the logits; 0 always takes the likeliest token."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Keep the smallest set of likeliest tokens with at least this probability."""
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: TopK | None = None
     """Keep the k likeliest tokens; 0 or -1: all."""
     min_p: float | None = Field(default=None, ge=0, le=1)
     """Keep tokens at least this probable, as a share of the likeliest one's."""
-    repetition_penalty: float | None = Field(default=None, gt=0)
+    repetition_penalty: Divisor | None = None
     """Above 1: tokens of prompt and answer become less likely."""
-    presence_penalty: float | None = None
+    presence_penalty: Addend | None = None
     """Subtracted from the logit of every token in the answer."""
-    frequency_penalty: float | None = None
+    frequency_penalty: Addend | None = None
     """The same, times how often it is there."""
-    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few_biases)] = None
+    logit_bias: Annotated[dict[str, Addend] | None, BeforeValidator(_few_biases)] = None
     """Token id -> what is added to its logit."""
     allowed_token_ids: Ids | None = None
     """If given, nothing else is generated."""
-    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 64)
+    thinking_token_budget: int | None = Field(default=None, ge=0)
+    """Most tokens of thinking; then its end is written, and the answer begins."""
+    seed: Seed | None = None
     """Names the coins: same seed, same settings, same text."""
-    n: int | None = Field(default=None, ge=1)
+    n: Count | None = None
     """Answers per prompt."""
     stop: str | Texts | None = None
     """Strings that end the text where they begin."""
@@ -277,7 +292,7 @@ class Generation(Body):
     """Whether the stop string stays in the text."""
     ignore_eos: bool = False
     """Whether to go on after the model's end-of-sequence tokens."""
-    min_tokens: int | None = Field(default=None, ge=0)
+    min_tokens: Id | None = None
     """So many tokens are generated before any stop counts."""
     skip_special_tokens: Literal[True] = True
     """Special tokens are never part of the text."""
@@ -307,13 +322,13 @@ class CompletionBody(Generation):
 
     prompt: Prompts
     """A text, token ids, or a list of either."""
-    logprobs: int | None = Field(default=None, ge=0)
+    logprobs: Id | None = None
     """Report log-probabilities, with so many alternatives per token."""
-    max_tokens: int | None = Field(default=None, ge=0)
+    max_tokens: Id | None = None
     """Longest answer, tokens; 0: none, for the log-probabilities of the prompt alone."""
     echo: bool = False
     """Put the prompt before the answer; with ``logprobs``, its log-probabilities too."""
-    best_of: int | None = Field(default=None, ge=1)
+    best_of: Count | None = None
     """Only the value of ``n``: answers are not ranked."""
     suffix: None = None
     """Not supported."""
@@ -324,11 +339,11 @@ class ChatBody(Generation):
 
     messages: Messages
     """Objects with ``role`` and ``content``."""
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: Count | None = None
     """The newer name of ``max_tokens``."""
     logprobs: bool | None = None
     """Report log-probabilities."""
-    top_logprobs: int | None = Field(default=None, ge=0)
+    top_logprobs: Id | None = None
     """Alternatives per token; needs ``logprobs``."""
     tools: Tools | None = None
     """Functions that the model may call."""

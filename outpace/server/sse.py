@@ -27,12 +27,15 @@ class EventStream(Response):
         chunks: one event's data each, in one line; closed in any case.
         seconds: the longest that all of it may take.
         end: called when it is over, also if no chunk was ever asked for.
+        named: whether chunks are whole events, and none says that it is over.
     """
 
-    def __init__(self, chunks: AsyncIterator[bytes], seconds: float, end: Callable[[], None]) -> None:
+    def __init__(
+        self, chunks: AsyncIterator[bytes], seconds: float, end: Callable[[], None], named: bool = False
+    ) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
-        self._chunks, self._seconds, self._end = chunks, seconds, end
+        self._chunks, self._seconds, self._end, self._named = chunks, seconds, end, named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -47,8 +50,10 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for chunk in self._chunks:
-            await send({"type": "http.response.body", "body": event(chunk), "more_body": True})
-        await send({"type": "http.response.body", "body": event(b"[DONE]"), "more_body": False})
+            told = chunk if self._named else event(chunk)
+            await send({"type": "http.response.body", "body": told, "more_body": True})
+        last = b"" if self._named else event(b"[DONE]")
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 async def until_left(work: Awaitable[T], receive: Callable[[], Awaitable[Any]]) -> T | None:
@@ -75,5 +80,5 @@ async def until_left(work: Awaitable[T], receive: Callable[[], Awaitable[Any]]) 
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-def event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+def event(data: bytes, name: str = "") -> bytes:
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"

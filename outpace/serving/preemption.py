@@ -29,7 +29,7 @@ def resume(row: ActiveSequence, method: Method, cache: KVCache, slot: int) -> No
     if row.new_tokens == 0:
         restart(row, method, cache)
         return
-    again = frozenset(name for name, one in method.members.items() if one.drafter.traits.taps)
+    again = frozenset(name for name in row.all_members if method.members[name].drafter.traits.taps)
     restart(row, method, cache, again, num_cached=cache.length(slot))
     row.behind = True
     row.members = {name: row.all_members[name] for name in again}
@@ -52,7 +52,8 @@ def restart(
     if num_cached is None:
         num_cached = cache.length(row.slot) if row.reading else len(row.tokens)
     request = replace(row.request, prompt=tuple(row.tokens), num_cached=num_cached)
-    for name, one in method.members.items():
+    for name, member in row.all_members.items():
         if names is None or name in names:
-            one.drafter.end(row.all_members[name].state)
-            row.all_members[name].state = one.drafter.begin(request)
+            drafter = method.members[name].drafter
+            drafter.end(member.state)
+            member.state = drafter.begin(request)

@@ -18,6 +18,7 @@ import torch
 
 from outpace.models.base import Target
 from outpace.train.batches import Batch
+from outpace.train.features import passes, width_of
 from outpace.train.pipeline import Pipeline
 from outpace.train.vocab import reduced_vocab
 from outpace.types import Feed, VocabMap
@@ -81,7 +82,7 @@ def estimate(pipeline: Pipeline, measured_tokens: int = 0) -> Estimate:
     tokens = round(wanted + answers * prompt)
     decode, cache_bytes = _decode(target, data.batch, round(prompt + answer / 2))
     alone, _ = _decode(target, 1, round(prompt + answer / 2))
-    per_row = _row_seconds(target, frozenset(pipeline.taps))
+    per_row = _row_seconds(target, passes(pipeline.taps))
     missing = (wanted - done) / max(answer, 1.0)  # answers still to be made
     step_seconds, parameters = _step(pipeline)
     batches = max(1, round(tokens / options.pipeline.tokens_per_batch))
@@ -90,7 +91,7 @@ def estimate(pipeline: Pipeline, measured_tokens: int = 0) -> Estimate:
     train_seconds = steps * step_seconds
     if loop.minutes is not None:
         train_seconds = min(train_seconds, 60 * loop.minutes)
-    per_token = len(pipeline.taps) * target.hidden_size * 2
+    per_token = 2 * sum(width_of(target, tap) for tap in pipeline.taps)
     there = 0 if pipeline.features is None else pipeline.features.nbytes
     room = min(round(options.pipeline.feature_gb * 1e9), tokens * per_token)
     read = steps * options.pipeline.tokens_per_batch  # tokens that training reads, again in each epoch
@@ -156,13 +157,14 @@ def _step(pipeline: Pipeline) -> tuple[float, int]:
     tokens = torch.randint(min(256, target.vocab_size), (count, length), generator=coins)
     answer = torch.ones(count, length, dtype=torch.bool)
     answer[:, : length // 3] = False
-    shape = (count, length, target.hidden_size)
     batch = Batch(
         token_BT=tokens.to(target.device),
         length_B=torch.full((count,), length, device=target.device),
         answer_BT=answer.to(target.device),
         feature={
-            tap: torch.randn(shape, generator=coins).to(target.device, torch.bfloat16)
+            tap: torch.randn((count, length, width_of(target, tap)), generator=coins).to(
+                target.device, torch.bfloat16
+            )
             for tap in pipeline.taps
         },
     )

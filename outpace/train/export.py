@@ -7,7 +7,7 @@ from typing import Any
 
 from outpace import registry
 from outpace.drafters.trained import method_of
-from outpace.errors import ModelError
+from outpace.errors import ModelError, RequestError
 from outpace.models.base import Target
 
 
@@ -34,21 +34,24 @@ def export(source: Path, form: str, out: Path, target: Target, verifier: str | N
     return files
 
 
-def exporter(method: str | None, form: str) -> Any:
+def exporter(method: str | None, form: str | None) -> Any:
     """Give the exporter of a method; for files that name none, the one that writes the format.
 
     Raises:
         UnknownNameError: nobody exports it.
+        RequestError: no format is given; it names those of the method.
         ModelError: not in this format.
     """
     known = [one.name for one in registry.entries("exporter")]
     if method not in (None, *known) and method in [one.name for one in registry.entries("objective")]:
         raise ModelError(
-            f"no format of another program can say a drafter of {method}; those of {' and '.join(known)} can"
+            f"no format of another program can say a drafter of {method}; those of {', '.join(known)} can"
         )
     names = known if method is None else [method]
     able = [registry.load("exporter", name) for name in names]
     formats = list(dict.fromkeys(form for one in able for form in one.FORMATS))
+    if form is None:
+        raise RequestError(f"no --format for {method or 'a drafter'}; give {' or '.join(formats)}")
     found = next((one for one in able if form in one.FORMATS), None)
     if found is None:
         raise ModelError(

@@ -1,5 +1,8 @@
 """Features of stored sequences: what the target computed at every token of them.
 
+Besides the taps of a pass, ``kv.L`` is what the target's cache holds of layer L: the token's keys, rotated,
+then its values. It is read as a drafter reads it (KV_READ), once the token is committed.
+
 A pass of the target computes them when a batch first needs them. They stay on disk in bfloat16 while
 they have room there, in shards of about 64 MB; the rest is computed again whenever it is needed:
 
@@ -23,9 +26,10 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from outpace.cache.base import KVCache
 from outpace.errors import ModelError, OutpaceError, shorten
 from outpace.files import parse_json, write_whole
-from outpace.models.base import TAPS, Target
+from outpace.models.base import KV_READ, TAPS, Target
 from outpace.train.manifest import SHARD, read_manifest
 from outpace.train.tokens import TokenSequence
 from outpace.types import Feed
@@ -42,6 +46,40 @@ SHARD_BYTES = 64 << 20
 ROWS = 1024
 """Tokens of a pass, about."""
 _SPARE = 1 << 30  # bytes of the disk that features leave free
+_KV = "kv."
+
+
+def width_of(target: Target, tap: str) -> int:
+    """Numbers per token of a tap."""
+    if not tap.startswith(_KV):
+        return target.hidden_size
+    shape = target.config  # type: ignore[attr-defined]
+    return 2 * int(shape.num_kv_heads * shape.head_dim)
+
+
+def rows_of(
+    target: Target, cache: KVCache, slot: int, rows: range, taps: Mapping[str, Tensor], tap: str
+) -> Tensor:
+    """A tap [T, .] of committed rows of a slot.
+
+    Args:
+        taps: of the pass that fed these rows and no others of the slot.
+    """
+    if not tap.startswith(_KV):
+        return taps[tap]
+    held = target.read(cache, slot, int(tap.removeprefix(_KV)))  # type: ignore[attr-defined]
+    read_CY: Tensor = held.row_CY
+    return read_CY[rows.start : rows.stop]
+
+
+def passes(taps: Sequence[str]) -> frozenset[str]:
+    """Those that a pass is asked for."""
+    return frozenset(tap for tap in taps if not tap.startswith(_KV))
+
+
+def needed(taps: Sequence[str]) -> frozenset[str]:
+    """Abilities of a target that has all of these taps."""
+    return frozenset({TAPS} if len(passes(taps)) == len(taps) else {TAPS, KV_READ})
 
 
 @torch.no_grad()
@@ -80,11 +118,14 @@ def _score(
             Feed.chain(slot, list(ids[start : start + rows]), want=())
             for slot, (_, ids) in zip(slots, part, strict=True)
         ]
-        scored = target.score(feeds, cache, taps=frozenset(taps))
+        scored = target.score(feeds, cache, taps=passes(taps))
         for i, (feed, piece) in enumerate(zip(feeds, pieces, strict=True)):
+            held = cache.length(feed.slot)
             cache.keep(feed.slot, range(len(feed.token_J)))
+            part_rows = range(held, cache.length(feed.slot))
             for tap in taps:
-                rows_TH = scored.of(i).taps[tap].to("cpu", torch.bfloat16, copy=True)
+                found_TH = rows_of(target, cache, feed.slot, part_rows, scored.of(i).taps, tap)
+                rows_TH = found_TH.to("cpu", torch.bfloat16, copy=True)
                 if not bool(torch.isfinite(rows_TH).all()):
                     raise ModelError(
                         f"{target.name} gave features {tap} that are not finite for text {part[i][0]}; "
@@ -126,7 +167,7 @@ class FeatureStore:
             ModelError: the target gives no taps, or the folder holds those of another target.
             OutpaceError: its manifest is damaged.
         """
-        target.require(frozenset({TAPS}), "training on features")
+        target.require(needed(taps), "training on features")
         self.target, self.room = target, room
         self.folder = folder_for(tokens, taps)
         self._manifest = _read_manifest(self.folder, target) or {
@@ -216,7 +257,8 @@ class FeatureStore:
     def _read(self, number: int, length: int, tap: str) -> Tensor:
         """The first rows of a sequence on disk."""
         place = self._places[number]
-        row = 2 * self.target.hidden_size
+        width = width_of(self.target, tap)
+        row = 2 * width
         key = number, tap
         # All of a sequence is read once, to compare its checksum; later as much as is asked for.
         rows = length if key in self._checked else place.length
@@ -235,7 +277,7 @@ class FeatureStore:
         if wrong:
             raise _corrupt(path, "its checksum is not the manifest's")
         self._checked.add(key)
-        return torch.frombuffer(data, dtype=torch.bfloat16).view(rows, self.target.hidden_size)[:length]
+        return torch.frombuffer(data, dtype=torch.bfloat16).view(rows, width)[:length]
 
     def _learn(self, shard: Mapping[str, Any]) -> None:
         for number, start, length, *sums in shard["sequences"]:

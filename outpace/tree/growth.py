@@ -121,7 +121,7 @@ _PLAIN = _Plain()
 
 @dataclass(slots=True, eq=False)
 class _Tree:
-    """A draft under construction that follows a template, or goes on as a chain."""
+    """A draft under construction that follows a template, or goes on as a chain, which may have siblings."""
 
     row: DraftRow[Any]
     kids: dict[int, list[int]] | None
@@ -137,6 +137,8 @@ class _Tree:
     open: list[int] = field(default_factory=lambda: [ROOT])
     """Nodes that will be expanded next."""
     reach: dict[int, float] = field(default_factory=dict)
+    wanted: int = 1
+    """Tokens of a level of a chain."""
 
     @classmethod
     def of(cls, row: DraftRow[Any]) -> _Tree:
@@ -146,7 +148,7 @@ class _Tree:
     def fan(self, node: int) -> int:
         """How many children the budget and the template grant this node."""
         if self.kids is None:
-            wanted = 1
+            wanted = self.wanted
         else:
             wanted = len(self.kids.get(ROOT if node == ROOT else self.place[node], ()))
         return min(wanted, self.row.budget.max_nodes - len(self.tokens))
@@ -177,7 +179,11 @@ class _Tree:
         return depth < self.row.budget.max_depth and bool(self.open)
 
     def level(self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths, depth: int) -> None:
-        row, grown = self.row, []
+        row, grown, table = self.row, [], self.row.budget.shape.siblings
+        if table:  # by the distribution alone, before anything is drawn from it
+            sure, later = float(logits_FD.softmax(-1).max()), row.budget.max_depth - depth - 1
+            most = table[min(int(len(table) * sure), len(table) - 1)]
+            self.wanted = max(1, min(most, row.budget.max_nodes - len(self.tokens) - later))
         if row.drawn is Drawn.CHOSEN:
             most = max(self.fan(node) for node in self.open)
             tokens_Fk, probs_Fk = row.warp.ranking(logits_FD, paths, most, id_D)
@@ -193,7 +199,7 @@ class _Tree:
                     picked = draw(law, fan, row.drawn, row.coins, node, depth + 1)
                     probs = law.at(torch.tensor(picked, device=law.prob_S.device)).tolist()
                     grown += self.add(node, picked, probs, law, row.drawn)
-        self.open = grown
+        self.open = grown[:1] if table else grown
 
     def finish(self) -> tuple[Draft, None]:
         return Draft(tuple(self.tokens), tuple(self.parents), tuple(self.groups), tuple(self.laws)), None
@@ -245,7 +251,8 @@ def grow(
 def _begun(row: DraftRow[Any], scale: Scale) -> Growing:
     if row.grower is not None:
         return row.grower(row, scale)
-    return Dynamic(row, draw, scale) if row.budget.shape.beam else _Tree.of(row)
+    shape = row.budget.shape
+    return Dynamic(row, draw, scale) if shape.beam and not shape.siblings else _Tree.of(row)
 
 
 def _estimate(trees: list[Growing], branches: Sequence[Branch[Any]], estimate: Estimate, depth: int) -> None:

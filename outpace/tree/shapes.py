@@ -22,8 +22,11 @@ BEAM, LEAST = 8, 0.5
 """Of dynamic trees, see ``Shape``. A sibling that is drawn needs that share of a node."""
 LEVELS = 8
 """Deepest dynamic tree where nobody says otherwise."""
+CAPE, GUESSES = Shape(beam=1, siblings=(8, 8, 8, 6, 6, 6, 4, 4, 2, 2)), 4
+"""A chain with siblings where the drafter is unsure, and its levels. Source: CaPE, arXiv:2402.02082."""
 MAX_NODES = 1024
 """Templates larger than this are refused: no pass pays for them."""
+_CAPE = re.compile(r"cape(:(?P<levels>[1-9]\d{0,2}))?")
 _DYNAMIC = re.compile(r"dynamic(:(?P<beam>\d+)(:(?P<least>\d+(\.\d+)?))?)?")
 
 
@@ -57,6 +60,7 @@ def parse_shape(text: str) -> Shape:
     ``dynamic`` (grown where it pays), ``dynamic:W`` (with at most W nodes expanded per level),
     ``dynamic:W:L`` (a guess gets a row if the drafter gives it L / ``tree_size`` or more to be
     reached; 0 fills the tree);
+    ``cape`` (a chain of 4 guesses, with siblings where the drafter is unsure), ``cape:D`` (of D);
     ``FILE.json`` (a table of parents that ``outpace analyze shape`` wrote).
 
     Raises:
@@ -67,6 +71,8 @@ def parse_shape(text: str) -> Shape:
         return read_shape(Path(text))
     if text == "chain":
         return CHAIN
+    if _CAPE.fullmatch(text):
+        return CAPE
     grown = _DYNAMIC.fullmatch(text)
     if grown and (beam := int(grown["beam"] or BEAM)):
         return Shape(beam=beam, least=float(grown["least"] or LEAST))
@@ -80,7 +86,7 @@ def parse_shape(text: str) -> Shape:
         if isinstance(error, SpecError):
             raise
     raise SpecError(
-        f"unknown tree {text!r}; use chain, dynamic, children per level such as 4x2x1, "
+        f"unknown tree {text!r}; use chain, dynamic, cape, children per level such as 4x2x1, "
         "a table of parents such as [-1,-1,0], or a file that ends in .json"
     )
 
@@ -135,6 +141,10 @@ def budget(tree: str | None, tree_size: int | None, default_nodes: int) -> Budge
     if tree_size is not None and not 0 <= tree_size <= MAX_NODES:
         raise SpecError(f"tree_size must be between 0 and {MAX_NODES}, got {tree_size}")
     shape = CHAIN if tree is None else parse_shape(tree)
+    if tree is not None and (cape := _CAPE.fullmatch(tree.strip())):
+        levels = int(cape["levels"] or GUESSES)
+        size = min(MAX_NODES, levels * max(shape.siblings)) if tree_size is None else tree_size
+        return Budget(max_nodes=size, max_depth=min(size, levels), shape=shape)
     if shape.beam:
         size = max(default_nodes, BEAM) if tree_size is None else tree_size
         return Budget(max_nodes=size, max_depth=min(size, LEVELS), shape=shape)

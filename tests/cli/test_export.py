@@ -104,6 +104,10 @@ def test_what_no_other_program_reads_is_refused_at_once(outpace, tmp_path, by_na
         (tmp_path / "heads").mkdir()
         (tmp_path / "heads" / "config.json").write_text('{"method": "medusa"}')
         source = str(tmp_path / "heads")
-    ran = outpace("export", source, "--model", "tiny", "--format", "hf", "--out", str(tmp_path / "out"))
-    assert ran.code == 2 and ran.err.count("\n") == 1
-    assert "no format of another program can say a drafter of medusa; those of" in ran.err
+    known = ("--format", "hf")
+    for form in (known, ()) if by_name else (known,):
+        ran = outpace("export", source, "--model", "tiny", *form, "--out", str(tmp_path / "out"))
+        assert ran.code == 2 and ran.err.count("\n") == 1
+        assert "no format of another program can say a drafter of medusa; those of" in ran.err
+    ran = outpace("export", "eagle3", "--out", str(tmp_path / "out"))
+    assert ran.code == 2 and "no --format for eagle3; give " in ran.err

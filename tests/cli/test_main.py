@@ -43,11 +43,12 @@ OPTIONS = {
         --max-new-tokens --model --out --quantize --threads --workload
     """,
     "serve": """
-        -d -m -p --allowed-host --allowed-origin --api-key --api-key-file --device --draft-model
-        --drafter-anyway --drafter --dtype --grace --help --host --learn --learn-folder
-        --learn-share --learn-topics --max-answers --max-batch --max-body-kb --max-connections
-        --max-new-tokens --max-per-key --max-prompt-tokens --max-queue --model --name --pages --port
-        --quantize --share-across-keys --stored-pages --threads --timeout
+        --allow-lossy --allowed-host --allowed-origin --api-key --api-key-file --device
+        --draft-model --drafter --drafter-anyway --dtype --grace --help --host --learn
+        --learn-folder --learn-share --learn-topics --max-answers --max-batch --max-body-kb
+        --max-connections --max-new-tokens --max-per-key --max-prompt-tokens --max-queue --model
+        --name --pages --port --quantize --share-across-keys --stored-pages --threads --timeout -d
+        -m -p
     """,
     "check": """
         -d -m --device --draft-model --drafter-anyway --drafters --dtype --help --json

@@ -20,6 +20,7 @@ GROWN = (
     "",
     "tree=3x2x1 verifier=traversal",
     "tree=dynamic tree_size=8",
+    "tree=cape:3 tree_size=9",
     "tree=dynamic:3 verifier=tree[replacement=true]",
     "tree=2x2 policy=confidence",
     "tree=chain verifier=block",

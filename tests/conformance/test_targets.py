@@ -7,7 +7,7 @@ import torch
 
 from outpace.errors import ModelError
 from outpace.models import base
-from outpace.models.base import EMBEDDINGS, LAYERS, TAPS, TREE
+from outpace.models.base import EMBEDDINGS, KV_READ, LAYERS, TAPS, TREE
 from outpace.types import ROOT, Draft, Feed, Riders
 from tests.conformance.targets import TARGETS
 
@@ -219,3 +219,41 @@ def test_the_test_of_ancestors_can_fail(monkeypatch):
     )
     with pytest.raises(AssertionError):
         test_a_row_sees_its_own_ancestors_and_nothing_else(target)
+
+
+def within(part, store):
+    """Whether a tensor is a view of another one's memory."""
+    return part.untyped_storage().data_ptr() == store.untyped_storage().data_ptr()
+
+
+def test_keys_and_values_of_committed_rows_can_be_read(target):
+    """By path and not by the order fed, without the tail, and without a copy."""
+    if KV_READ not in target.can:
+        with pytest.raises(ModelError, match="kv_read"):
+            target.require(frozenset({KV_READ}), "a drafter")
+        return
+    cache, fresh = target.new_cache(), target.new_cache()
+    slot, _ = read(target, cache, TEXT)
+    target.score([Feed.tree(slot, 2, TREE_OF_FOUR)], cache)
+    whole = [*TEXT, 2, *PATHS[-1]]
+    for layer in range(target.num_layers):
+        held = target.read(cache, slot, layer)
+        assert len(held) == len(TEXT), "what a draft feeds is not seen"
+        assert within(held.key_KDC, cache.key_store) and within(held.value_KCD, cache.value_store)
+    before = target.read(cache, slot, 0).key_KDC.clone()
+    cache.keep(slot, [0, *(node + 1 for node in TREE_OF_FOUR.path_of(PATHS[-1]))])
+    other, _ = read(target, fresh, whole)
+    for layer in range(target.num_layers):
+        held, wanted = target.read(cache, slot, layer), target.read(fresh, other, layer)
+        assert len(held) == len(whole)
+        assert_same(held.key_KDC, wanted.key_KDC)
+        assert_same(held.value_KCD, wanted.value_KCD)
+        assert held.row_CY.shape == (len(whole), held.key_KDC[:, :, 0].numel() * 2)
+    held = target.read(cache, slot, 0)
+    assert torch.equal(held.key_KDC[:, :, : len(TEXT)], before)
+    # Token 5 stands at places 0, 3 and 6: in layer 0 its values are the same, its keys are rotated.
+    assert_same(held.value_KCD[:, 3], held.value_KCD[:, 0])
+    assert not torch.allclose(held.key_KDC[:, :, 3], held.key_KDC[:, :, 0], atol=1e-3)
+    assert len(target.read(cache, cache.open(), 0)) == 0
+    with pytest.raises(ModelError, match="layer"):
+        target.read(cache, slot, target.num_layers)

@@ -14,6 +14,7 @@ from outpace import Engine, registry
 from outpace.drafters import prefix_layer
 from outpace.train.ahead import AheadObjective
 from outpace.train.align import EAGLE, Aligned
+from outpace.train.features import passes, rows_of, width_of
 from outpace.types import Budget, Drawn, Feed
 from tests.conformance.specs import rooms
 from tests.conformance.test_drafters import proposal_rows
@@ -43,10 +44,11 @@ def exact(batch, target, taps):
     found = {tap: [] for tap in taps}
     for ids, length in zip(batch.token_BT.tolist(), batch.length_B.tolist(), strict=True):
         cache = target.new_cache()
-        scored = target.score([Feed.chain(cache.open(), ids[:length])], cache, taps=frozenset(taps))
+        scored = target.score([Feed.chain(slot := cache.open(), ids[:length])], cache, taps=passes(taps))
+        cache.keep(slot, range(length))
         for tap in taps:
-            padded = torch.zeros(len(ids), target.hidden_size)
-            padded[:length] = scored.taps[tap]
+            padded = torch.zeros(len(ids), width_of(target, tap))
+            padded[:length] = rows_of(target, cache, slot, range(length), scored.taps, tap)
             found[tap].append(padded)
     return replace(batch, feature={tap: torch.stack(parts) for tap, parts in found.items()})
 

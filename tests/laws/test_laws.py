@@ -30,7 +30,7 @@ def test_the_output_has_the_targets_law(laws, name):
         ("chain", 15),
         ("tree", 23),
         ("block", 17),
-        ("k_seq", 22),
+        ("k_seq", 23),
         ("greedy_plus_one", 10),
         ("traversal", 25),
         ("coupled", 5),

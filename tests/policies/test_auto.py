@@ -210,7 +210,13 @@ def test_what_was_learned_can_be_handed_on():
         steps = Simulator(policy, {"m": Fake([0.05], 0.003)}, seed=3).run(10)
         # A sequence may be thought better than most, once; nobody knows that before the first draft.
         assert (sum(one.depth for one in steps) <= 3) == taught
-    for broken in ({"m": {}}, {"m": {"kinds": [[0, 0, -1, 2]], "levels": [], "nodes": []}}, []):
+    endless = {"kinds": [[float("inf"), 0, 1, 2]], "levels": [], "nodes": []}
+    for broken in (
+        {"m": {}},
+        {"m": endless},
+        {"m": {"kinds": [[0, 0, -1, 2]], "levels": [], "nodes": []}},
+        [],
+    ):
         policy = Auto(AutoConfig())
         policy.recall(broken)
         assert Simulator(policy, {"m": Fake([0.5], 0.001)}).run(3)

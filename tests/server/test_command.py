@@ -42,6 +42,17 @@ def test_a_port_that_is_taken(capsys):
     assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
 
 
+def test_a_lossy_verifier_is_served_if_that_is_allowed(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        lossy = ["serve", "--model", "tiny", "--port", port, "-d", "prompt_lookup[verifier=typical]"]
+        assert main(lossy) == 2 and "say --allow-lossy" in capsys.readouterr().err
+        assert main([*lossy, "--allow-lossy"]) == 2
+        assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
 def test_the_drafters_that_are_started():
     assert with_reference(["auto"]) == ["auto", "reference"]
     named = ["reference[source=request]", "none"]

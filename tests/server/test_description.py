@@ -1,6 +1,16 @@
 """``/openapi.json`` documents the answers that are sent, and no others."""
 
+import re
+
+import jsonschema_rs
 import pytest
+
+from outpace.server.bounds import below
+
+HI = [{"role": "user", "content": "hi"}]
+CALL = {"function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
 
 
 def test_every_status_and_type_is_documented(client):
@@ -41,3 +51,78 @@ def test_messages_with_calls_are_checked_too(client):
     wrong = {"role": "assistant", "content": {"a": 1}, "tool_calls": [call]}
     answer = client.post("/tokenize", {"messages": [{"role": "user", "content": "a"}, wrong]})
     assert answer.status_code == 400 and "message 2" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "allowed"),
+    [
+        ("/v1/completions", {"prompt": "a", "n": 2.0, "max_tokens": 1.0}, True),
+        ("/v1/completions", {"prompt": [[1.0, 2], [3]], "max_tokens": 1}, True),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1.5}, False),
+        ("/v1/completions", {"prompt": ""}, False),
+        ("/v1/completions", {"prompt": []}, False),
+        ("/v1/completions", {"prompt": [10**6]}, False),
+        ("/v1/completions", {"prompt": [1.5]}, False),
+        ("/v1/completions", {"prompt": ["a"] * 9}, False),
+        ("/v1/completions", {"prompt": "a", "n": 9}, False),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 513}, False),
+        ("/v1/completions", {"prompt": "a", "logprobs": 21}, False),
+        ("/v1/completions", {"prompt": "a", "stop": ["a"] * 17}, False),
+        ("/v1/completions", {"prompt": "a", "stop": ["a", ""]}, False),
+        ("/v1/completions", {"prompt": "a", "allowed_token_ids": []}, False),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [10**6]}, False),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "logit_bias": {"7": 1}}, True),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"07": 1}}, False),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"99999": 1}}, False),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"7": 1e38}}, False),
+        ("/v1/completions", {"prompt": "a", "presence_penalty": -1e308}, False),
+        ("/v1/completions", {"prompt": "a", "repetition_penalty": 5e-324}, False),
+        ("/v1/completions", {"prompt": "a", "speculation": {"drafter": "evil"}}, False),
+        ("/v1/completions", {"prompt": "a", "stream_options": {}}, False),
+        ("/v1/completions", {"prompt": "a", "stream_options": {}, "stream": True, "max_tokens": 1}, True),
+        ("/v1/completions", {"prompt": "a", "speculation": {"trace": True}}, False),
+        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, False),
+        ("/v1/completions", {"prompt": "a", "response_format": SCHEMA, "ignore_eos": True}, False),
+        ("/v1/completions", {"prompt": "a", "response_format": SCHEMA, "max_tokens": 1}, True),
+        ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_schema"}}, False),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {}}, False),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "a", "choice": ["a"]}}, False),
+        ("/v1/chat/completions", {"messages": []}, False),
+        ("/v1/chat/completions", {"messages": [{"role": "king", "content": "a"}]}, False),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, False),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "mood": 1}]}, False),
+        ("/v1/chat/completions", {"messages": HI, "top_logprobs": 1}, False),
+        ("/v1/chat/completions", {"messages": HI, "tool_choice": "required"}, False),
+        ("/v1/chat/completions", {"messages": HI, "tool_choice": "auto", "max_tokens": 1}, True),
+        (
+            "/v1/chat/completions",
+            {"messages": HI, "tools": [TOOL], "tool_choice": "required", "min_tokens": 1},
+            False,
+        ),
+        ("/v1/chat/completions", {"messages": HI, "chat_template_kwargs": {"self": 1}}, False),
+        (
+            "/v1/chat/completions",
+            {"messages": [*HI, {"role": "assistant", "tool_calls": [CALL]}], "max_tokens": 1},
+            True,
+        ),
+        ("/tokenize", {}, False),
+        ("/tokenize", {"prompt": "a", "messages": HI}, False),
+        ("/tokenize", {"prompt": "", "messages": None}, True),
+        ("/detokenize", {"tokens": [10**6]}, False),
+        ("/detokenize", {"tokens": []}, True),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_the_description_allows_what_is_answered(client, path, said, allowed):
+    made = client.get("/openapi.json").json()
+    place = made["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schema = {**place, "components": made["components"]}
+    assert jsonschema_rs.is_valid(schema, said) == allowed
+    assert (client.post(path, said).status_code == 200) == allowed
+
+
+@pytest.mark.parametrize("limit", [1, 2, 9, 10, 11, 99, 100, 101, 305, 1000])
+def test_numbers_below_a_limit(limit):
+    pattern = re.compile(f"^({below(limit)})$")
+    assert [n for n in range(3 * limit + 20) if pattern.match(str(n))] == list(range(limit))
+    assert not any(map(pattern.match, ("", "00", "01", "-1", "1.0", "+1")))

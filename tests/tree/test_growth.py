@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from outpace.coins import KeyedCoins, Stream
+from outpace.errors import SpecError
 from outpace.law import Law
 from outpace.policies.confidence import Threshold
 from outpace.sampling import SamplingParams, Warp
@@ -260,3 +261,37 @@ def test_a_peaked_law_makes_a_chain_and_a_flat_one_a_bush():
         (bush,) = grown([row(asked, drawn)], law(0.01))
         assert max(chain.depth_N) == len(chain) == 6
         assert max(bush.depth_N) <= 2 and bush.parent_N.count(ROOT) >= 4
+
+
+def test_cape_adds_siblings_where_the_drafter_is_unsure():
+    """Chain first; as many siblings as the table says for the probability of the likeliest token."""
+    sure = {0: [9.0, 0, 0, 0, 0, 0], 1: [0.0] * V, 2: [3.0, 1.0, 0, 0, 0, 0]}
+
+    def expand(branches):
+        return torch.stack([torch.tensor(sure[len(b.path(n))]) for b in branches for n in b.nodes]), None
+
+    asked = budget("cape:3", None, 5)
+    assert (asked.max_nodes, asked.max_depth) == (24, 3)
+    (draft,) = grown([row(asked, Drawn.CHOSEN)], expand)
+    # 0.998 of the first token: 2. A sixth of each: 8, of which there are 6. 0.65: 4.
+    assert [draft.depth_N.count(depth) for depth in (1, 2, 3)] == [2, 6, 4]
+    assert draft.parent_N == (ROOT, ROOT, *[0] * 6, *[2] * 4), "siblings have no children"
+    (small,) = grown([row(budget("cape:3", 7, 5), Drawn.CHOSEN)], expand)
+    assert [small.depth_N.count(depth) for depth in (1, 2, 3)] == [2, 4, 1], "room is left for the chain"
+
+
+@pytest.mark.parametrize("drawn", [Drawn.DISTINCT, Drawn.IID, Drawn.GREEDY_PLUS_ONE])
+def test_cape_draws_as_many_as_the_distribution_says(drawn):
+    """Whatever comes out, the number of draws of a level is the same."""
+    counts = set()
+    for seed in range(12):
+        (draft,) = grown([row(budget("cape:2", None, 5), drawn, seed)], lambda b: Table()(b))
+        assert draft.groups[0].parent == ROOT and draft.groups[1].parent == draft.groups[0].nodes[0]
+        counts.add(len(draft.groups[0].nodes))
+    assert len(counts) == 1
+
+
+@pytest.mark.parametrize("text", ["cape:0", "cape:", "cape:x", "cape:1000", "cape:2:3"])
+def test_a_wrong_cape_is_said(text):
+    with pytest.raises(SpecError, match="unknown tree"):
+        parse_shape(text)

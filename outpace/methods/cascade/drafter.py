@@ -14,6 +14,9 @@ few more, since a step of a model ends when it ends) by the model and ten by the
 target; ten by the lookup for the model. What is left out is 0, so ``5/10`` is purely vertical and
 ``5,10`` purely horizontal. ``outpace analyze cascade`` names a good ``k``.
 
+Without ``k`` the text decides at every step (`outpace.methods.cascade.choice`): a long match of the lookup
+is followed and the models rest, a model begins where matches are short, and what does not pay is left out.
+
 Every guess of a model has exactly that model's distribution, whatever drafted for it, and the distribution is
 handed up as q; so any verifier works, at any temperature. With a tree (``tree=4x1x1x1``) the
 candidates for the first token are the model's best, or drawn from the same distribution; the first of them
@@ -43,6 +46,7 @@ from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, Request, Traits
 from outpace.drafters.wrapping import WrappingDrafter
 from outpace.errors import SpecError
+from outpace.methods.cascade.choice import DEAR, LEAST_SHARE, TAIL, Belief, choose
 from outpace.methods.cascade.guesses import Guesses, State
 from outpace.methods.cascade.leaders import split, with_tails
 from outpace.methods.cascade.levels import Level, LookupLevel, ModelLevel, StagedDrafter
@@ -56,8 +60,8 @@ class CascadeConfig:
     levels: str = "draft_model+max_gram"
     """Specs of the drafters, strongest first, joined by ``+``: draft_model[model=M]+max_gram."""
     k: str | None = None
-    """Tokens per level, a row per reviewer: 5,10/10. By default a token of every model and 8 of the
-    lookup, all for the target: a model that is often wrong makes a good lookup worse."""
+    """Tokens per level, a row per reviewer: 5,10/10. By default the text decides, step by step, which levels
+    draft and how far: a long match goes before a model, and a level that does not pay rests."""
 
     lenience: float = 1.0
     """How many times less likely than the level below said a model may find a guess and still take
@@ -92,8 +96,9 @@ class Cascade(WrappingDrafter[State]):
         models: strongest first, at least one.
         lookup: below them all; None: the last model decodes plainly.
         k: row r, entry i: tokens that level r + 1 + i adds to the draft for reviewer r. Missing
-            ones are 0.
+            ones are 0. None: chosen at every step.
         lenience: of the reviews by models.
+        shares: what a pass of each model costs, in passes of the target; of use without ``k``.
     """
 
     Config = CascadeConfig
@@ -103,11 +108,21 @@ class Cascade(WrappingDrafter[State]):
         self,
         models: Sequence[Target],
         lookup: Drafter[None] | None,
-        k: Sequence[Sequence[int]],
+        k: Sequence[Sequence[int]] | None,
         lenience: float = 1.0,
+        shares: Sequence[float] = (),
     ) -> None:
         super().__init__([] if lookup is None else [lookup])
-        self.lenient = lenience > 1
+        self.lenient, self.chosen = lenience > 1, k is None
+        self.shares = tuple(shares) or (LEAST_SHARE,) * len(models)
+        if k is None:
+            k = [
+                [1] * len(models) + [TAIL],
+                *(
+                    [0] * (len(models) - 1 - i) + [TAIL * (share >= DEAR)]
+                    for i, share in enumerate(self.shares)
+                ),
+            ]
         self.lookup = None if lookup is None else LookupLevel(lookup)
         lowest: list[Level] = [] if self.lookup is None else [self.lookup]
         self.models: list[ModelLevel] = []
@@ -125,6 +140,7 @@ class Cascade(WrappingDrafter[State]):
             )
             self.models.insert(0, level)
             below = [level, *below]
+        self.below = below
         self.staged = _staged(below, k, 0, self.lenient)
         used = _used(self.staged)
         self.idle = frozenset(level.number for level in self.models if level not in used)
@@ -157,17 +173,16 @@ class Cascade(WrappingDrafter[State]):
                 f"{who}: {parts[-1]} reads features of the target, or samples; the last level "
                 "must be a language model or a lookup, such as max_gram"
             )
-        if config.k is None:
-            k = [[1] * len(speaking) + [8] * (len(parts) - len(speaking))]
-        else:
-            k = read_k(config.k)
-        for row, quotas in enumerate(k):
+        k = None if config.k is None else read_k(config.k)
+        for row, quotas in enumerate(k or ()):
             if row > len(speaking) or len(quotas) > len(parts) - row:
                 raise SpecError(
                     f"{who}: k={config.k} has too many {'rows' if not quotas else 'numbers'} in "
                     f"row {row + 1} for {len(parts)} levels, {len(speaking)} of them models"
                 )
-        return cls(speaking, lookup, k, config.lenience)
+        whole = max(1, target.weight_bytes)
+        shares = [max(LEAST_SHARE, model.weight_bytes / whole) for model in speaking]
+        return cls(speaking, lookup, k, config.lenience, shares)
 
     def inner(self, state: State) -> list[tuple[Drafter[Any], Any]]:
         """The lookup below the models, if there is one."""
@@ -178,7 +193,8 @@ class Cascade(WrappingDrafter[State]):
     def begin(self, request: Request) -> State:
         """Slots in the models' caches, and the lookup's state."""
         slots = [level.cache.real.open() for level in self.models]
-        return State(slots, None if self.lookup is None else self.lookup.begin(request))
+        reading = None if self.lookup is None else self.lookup.begin(request)
+        return State(slots, reading, belief=Belief() if self.chosen else None)
 
     def propose(self, rows: Sequence[DraftRow[State]]) -> list[Draft]:
         """A chain each, or candidates for the first token with a chain each."""
@@ -189,17 +205,43 @@ class Cascade(WrappingDrafter[State]):
             most, others = split(row)
             drafts.append(Guesses(row, most, 1 + len(others), lenient=self.lenient))
             tails.append(others)
-        self.staged.run(drafts)
+        alone = self._run(drafts)
         out = []
         for g, others in zip(drafts, tails, strict=True):
-            draft = g.draft() if not g.rivals else with_tails(g, others, self.lookup)
+            if g in alone:
+                draft = alone[g]
+            else:
+                draft = g.draft() if not g.rivals else with_tails(g, others, self.lookup)
             g.row.state.draft = draft
             out.append(draft)
         return out
 
+    def _run(self, drafts: Sequence[Guesses]) -> dict[Guesses, Draft]:
+        """Let the levels make these drafts; those that the lookup makes alone are given back."""
+        if not self.chosen:
+            self.staged.run(drafts)
+            return {}
+        alone: dict[Guesses, Draft] = {}
+        offers = [Draft()] * len(drafts)
+        if self.lookup is not None:
+            offers = self.lookup.propose(drafts, [g.row.budget for g in drafts])
+        together: dict[tuple[int, ...], list[Guesses]] = {}
+        for g, offer in zip(drafts, offers, strict=True):
+            assert g.row.state.belief is not None
+            counts = choose(offer, g.row.state.belief, self.shares, self.lookup is not None, g.most)
+            if counts is None:
+                alone[g] = offer
+            else:
+                together.setdefault(counts, []).append(g)
+        for counts, some in together.items():
+            _staged(self.below, [counts], 0, self.lenient).run(some)
+        return alone
+
     def observe(self, states: Sequence[State], outcomes: Sequence[Outcome]) -> None:
         """Read prompts along; tell the lookup what was committed. Models catch up by ids."""
         for state, outcome in zip(states, outcomes, strict=True):
+            if state.belief is not None and outcome.draft is state.draft:
+                state.belief.learn(outcome)
             if self.lookup is not None and state.reading is not None:
                 self.lookup.observe(state.reading, outcome, outcome.draft is state.draft)
             state.draft = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from outpace.step import Member
 from outpace.tree.growth import DraftRow
 from outpace.types import NOTHING, ROOT, Budget, Draft, Drawn, Group, Law, Outcome, Signals, Verdict
 from outpace.verifiers.base import Verifier
+
+if TYPE_CHECKING:
+    from outpace.methods.cascade.choice import Belief
 
 BELOW = "below"
 """What an inner step calls its drafter."""
@@ -43,6 +46,8 @@ class State:
     """None without a lookup."""
     draft: Draft | None = None
     """The last proposal."""
+    belief: Belief | None = None
+    """What the levels are worth here, where the text decides which of them draft."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,20 +58,20 @@ class LookupLevel(Level):
 
     def guess(self, drafts: Sequence[Guesses], total: int) -> None:
         sizes = [min(total, g.most) - g.count for g in drafts]
-        for g, draft in zip(drafts, self.propose(drafts, sizes), strict=True):
+        budgets = [Budget(size, size) for size in sizes]
+        for g, draft in zip(drafts, self.propose(drafts, budgets), strict=True):
             node = ROOT
             while (groups := draft.groups_of.get(node)) is not None:
                 node = groups[0].nodes[0]
                 g.append(draft.token_N[node], None)
 
-    def propose(self, drafts: Sequence[Guesses], sizes: Sequence[int]) -> list[Draft]:
-        """What the lookup says to the texts of these drafts, up to so many tokens each."""
+    def propose(self, drafts: Sequence[Guesses], budgets: Sequence[Budget]) -> list[Draft]:
+        """What the lookup says to the texts of these drafts."""
         rows = []
-        for g, size in zip(drafts, sizes, strict=True):
+        for g, budget in zip(drafts, budgets, strict=True):
             reading = g.row.state.reading
             assert reading is not None
             self.follow(reading, g.tokens)
-            budget = Budget(size, size)
             rows.append(
                 DraftRow(
                     reading.state, g.tokens, budget, g.row.coins, g.warp, Drawn.CHOSEN, chain=g.row.chain
@@ -216,7 +216,8 @@ class StagedDrafter(Drafter[State]):
         ]
         if self.lookup is not None:
             level, quota = self.lookup
-            return level.propose(drafts, [min(quota, g.most) for g in drafts])
+            sizes = [min(quota, g.most) for g in drafts]
+            return level.propose(drafts, [Budget(size, size) for size in sizes])
         self.run(drafts)
         return [g.draft() for g in drafts]
 

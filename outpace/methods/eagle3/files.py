@@ -124,7 +124,12 @@ def _own(said: Mapping[str, Any], folder: Path) -> EagleShape:
     if not said.get("taps") or said.get("draft_vocab_size") is None:
         raise ModelError(f"{folder / CONFIG} lacks 'taps' or 'draft_vocab_size'")
     decoder = decoder_from_json(said.get("decoder", {}), folder / CONFIG)
-    return EagleShape(decoder=decoder, taps=tuple(said["taps"]), draft_vocab=int(said["draft_vocab_size"]))
+    return EagleShape(
+        decoder=decoder,
+        taps=tuple(said["taps"]),
+        draft_vocab=int(said["draft_vocab_size"]),
+        each_norm=bool(said.get("each_norm")),
+    )
 
 
 def _speculators(said: Mapping[str, Any], folder: Path, target: Target) -> EagleShape:

@@ -30,7 +30,8 @@ from torch.nn import functional as F
 from outpace.drafters.trained import decoder_to_json, lender, read_embedding
 from outpace.errors import ModelError
 from outpace.law import VocabMap
-from outpace.methods.eagle3.training_net import Eagle3Net, take
+from outpace.methods.eagle3.probe import read as read_probe
+from outpace.methods.eagle3.training_net import Eagle3Net, freeze, take
 from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
@@ -73,6 +74,9 @@ class Eagle3Config:
     """What the fused feature starts as: ``last`` of the features, or their ``mean``."""
     taps: str | None = None
     """Layers after which features are taken, as ``2,15,27``; 2, L / 2 and L - 3 by default."""
+    two_stage: str | None = None
+    """File of ``tools/probe_layers.py``: layers and their mix as a weak probe chose them, which stay as they
+    are (exploratory)."""
 
     def __post_init__(self) -> None:
         check(self.loss)
@@ -85,6 +89,8 @@ class Eagle3Config:
             raise ValueError(
                 f"refused must be above 0 and noise at least 0, got {self.refused} and {self.noise}"
             )
+        if self.two_stage and self.taps:
+            raise ValueError("two_stage brings its layers; leave taps out")
         if self.start not in ("last", "mean"):
             raise ValueError(f"start must be last or mean, got {self.start!r}")
 
@@ -124,16 +130,17 @@ class Eagle3(Objective):
         shape = plain_shape(lent.config, 1, layer)
         taps = _tap_layers(config, target)
         rows = lent.vocab_size if vocab is None else len(vocab.to_target_D)
-        net = Eagle3Net(shape, len(taps), rows).to(lent.device)
+        net = Eagle3Net(shape, len(taps), rows, each_norm=bool(config.two_stage)).to(lent.device)
         take(net, lent, layer, config.start, len(taps), vocab)
+        if config.two_stage:
+            freeze(net, read_probe(Path(config.two_stage), target)[1])
         return cls(config, lent, vocab, net, shape)
 
     def unroll(self, batch: Batch, aligned: Aligned, depths: int) -> list[Tensor]:
         """Normed outputs [B, A, H] of the learning rows at depths 1 to ``depths``."""
         net, layer, place_BA = self.module, self.module.layer, aligned.place_BA
         longest = batch.token_BT.shape[1] + depths
-        fused = [batch.feature[tap] for tap in self._fused]
-        stream_BTH = net.fc(torch.cat(fused, -1).to(net.fc.weight.dtype)).float()
+        stream_BTH = net.fuse([batch.feature[tap] for tap in self._fused])
         u_BTI = net.inputs(self._embed(next_tokens(batch)), stream_BTH)
         text = layer.self_attn.keys(u_BTI, self._turns.at(places(batch), longest))
         stream, u_BAI = aligned.rows(stream_BTH), aligned.rows(u_BTI)
@@ -184,6 +191,7 @@ class Eagle3(Objective):
         config = {
             **self.about("eagle3", self._fused),
             "decoder": decoder_to_json(self.shape),
+            **({"each_norm": True} if self.module.fc_norm else {}),
             "temper": self.temper.found(),
         }
         write_drafter(folder, config, self.named(), self.vocab, provenance)
@@ -197,6 +205,8 @@ class Eagle3(Objective):
 def _tap_layers(config: Eagle3Config, target: Target) -> tuple[int, ...]:
     """Layers after which features are taken; in shallow targets one may serve twice."""
     last = target.num_layers
+    if config.two_stage:
+        return read_probe(Path(config.two_stage), target)[0]
     if config.taps is None:
         return (min(2, last), last // 2, max(last - 3, 1))
     words = config.taps.split(",")

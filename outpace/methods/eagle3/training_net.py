@@ -5,6 +5,7 @@ Shape letters: B sequences, A rows, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -31,12 +32,19 @@ class EagleLayer(Layer):
 
 
 class Eagle3Net(nn.Module):
-    """The trained part; the embedding is the target's."""
+    """The trained part; the embedding is the target's.
 
-    def __init__(self, config: DecoderConfig, features: int, rows: int) -> None:
+    Args:
+        features: how many are fused.
+        rows: of its head.
+        each_norm: norm every feature before they are fused.
+    """
+
+    def __init__(self, config: DecoderConfig, features: int, rows: int, each_norm: bool = False) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.fc = nn.Linear(features * hidden, hidden, bias=False)
+        self.fc_norm = nn.ModuleList([Norm(hidden, config) for _ in range(features if each_norm else 0)])
         self.layers = nn.ModuleList([EagleLayer(config)])
         self.norm = Norm(hidden, config)
         self.lm_head = nn.Linear(hidden, rows, bias=False)
@@ -44,6 +52,13 @@ class Eagle3Net(nn.Module):
     @property
     def layer(self) -> EagleLayer:
         return cast(EagleLayer, self.layers[0])
+
+    def fuse(self, features: Sequence[Tensor]) -> Tensor:
+        """One feature of several [B, T, H], float32."""
+        if self.fc_norm:
+            features = [norm(one) for norm, one in zip(self.fc_norm, features, strict=True)]
+        fused: Tensor = self.fc(torch.cat(list(features), -1).to(self.fc.weight.dtype))
+        return fused.float()
 
     def inputs(self, embed_BAH: Tensor, stream_BAH: Tensor) -> Tensor:
         """What queries, keys and values read, [B, A, 2H]."""
@@ -85,3 +100,11 @@ def take(net: Eagle3Net, target: Decoder, layer: int, start: str, taps: int, voc
     net.norm.weight.mul_(DOUBT)
     head_VH = read(head_name(target))
     net.lm_head.weight.copy_(head_VH if vocab is None else head_VH[vocab.to_target_D])
+
+
+@torch.no_grad()
+def freeze(net: Eagle3Net, fc_HF: Tensor) -> None:
+    """Set how features are fused, for good."""
+    net.fc.weight.copy_(fc_HF)
+    for one in (*net.fc.parameters(), *net.fc_norm.parameters()):
+        one.requires_grad_(False)

@@ -13,6 +13,7 @@ Shape letters: T tokens judged, L layers, H hidden size.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.errors import ModelError
+from outpace.errors import ModelError, shown
 from outpace.files import write_whole
 from outpace.models.base import Target
 from outpace.models.fields import read_json
 from outpace.types import Feed, Riders
+
+LOG = logging.getLogger("outpace.layer_skip")
 
 _PART = re.compile(r"([am]?)(\d+)")
 
@@ -162,18 +165,20 @@ class Trial:
 
 
 def recall(file: Path, layers: int) -> SkipSet | None:
-    """Read a set; None if there is none.
-
-    Raises:
-        ModelError: the file holds something else.
-    """
-    data = read_json(file)
+    """Read a set; None if there is none, or if the file is damaged, which the log says."""
+    try:
+        data = read_json(file)
+    except ModelError as error:
+        LOG.warning("%s; another set will be found", error)
+        return None
     if not data:
         return None
     said = data.get("skip")
     skip = SkipSet.read(said) if isinstance(said, str) else None
     if skip is None or not skip.fits(layers):
-        raise ModelError(f"{file}: skip {said!r} is no part of layers 0 to {layers - 1}; delete it")
+        wrong = f"{shown(said)} is no part of layers 0 to {layers - 1}"
+        LOG.warning("%s is ignored, since %s; another set will be found", file, wrong)
+        return None
     return skip
 
 

@@ -12,11 +12,17 @@ prompt, which the output joins as it comes: an answer that repeats itself follow
 encoder reads the prompt, its source is the reference, from the first token to the end of the text:
 who corrects or rewrites copies most of it.
 
-The place is a few hypotheses, best first: after a divergence one token was replaced, or one was
-put in, or the longest suffix of the output that occurs in the reference says where it goes on;
-nearer places are preferred, a longer suffix outweighs the distance. The text that follows keeps
-the hypotheses that agree. Drafts are long where the place has been right for long, a few tokens
-after a divergence (`outpace.drafters.worth`).
+The place is a few hypotheses, best first. After a divergence from a text that is followed, the
+next few tokens of the reference say what kind of edit it was:
+
+    the new token comes soon    what lies between was left out, or two words changed places
+    it does not                 a word was replaced, or one was put in
+
+A replaced word ends where the next one begins, since a misspelled word has more tokens than the
+right one. Further places are those where the longest suffix of the output occurs; nearer places
+are preferred, a longer suffix outweighs the distance. The text that follows keeps the hypotheses
+that agree. Once the first token after an edit is right, a draft goes on as if there had been none
+(`outpace.drafters.worth`).
 
 Reaches several times the speed of plain decoding where the output repeats the reference; drafts
 little or nothing where it does not.
@@ -31,7 +37,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outpace.drafters.base import Request, Traits
 from outpace.drafters.worth import Priced, Trust, grow
@@ -43,13 +49,19 @@ SOURCES = ("prompt", "request")
 Source = Callable[[Sequence[int]], Sequence[int] | None]
 """What an encoder reads of a prompt; None without an encoder."""
 
-SUPPLIED = 8
+SUPPLIED = 16
 """An output that was announced begins as if so many tokens of it had been right already."""
+RESUMED = 8
+"""It goes on as after so many, once the place after an edit was found."""
 _NEAREST = 12  # places of one phrase that are looked at
 _LONGEST = 16  # tokens that are compared at a place
 _KEPT = 4  # hypotheses
 _FAR = 0.35  # what doubling a distance costs, in tokens that agree
 _PATIENCE = 2  # divergences in a row after which a replaced token is no explanation
+_AHEAD = 4  # tokens that may be left out at once
+_FADE = 0.6  # of the chance of an edit, at every further divergence in a row
+# How often the next token is right if the edit was of that kind, in sentences with one error each.
+_REPLACED, _INSERTED, _SKIPPED, _SWAPPED, _RARE = 0.7, 0.25, 0.5, 0.45, 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +83,15 @@ class _Place:
     """Index of the token that is expected next."""
     match: int
     """Tokens before it that agree with the output; 1 where an edit is assumed instead."""
+    first: float | None = None
+    """Chance of the expected token where a kind of edit is assumed."""
+    jump: int | None = None
+    """Index after the expected token, if that is not the next one."""
+
+    def advanced(self) -> _Place:
+        """The hypothesis once the expected token came."""
+        match = self.match + 1 if self.first is None else RESUMED
+        return _Place(self.at + 1 if self.jump is None else self.jump, min(match, 1 << 20))
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +102,8 @@ class _State:
     """Where the output would go on if every divergence had replaced one token by one."""
     grows: bool
     """Whether the output joins the reference."""
+    begins: Callable[[int], bool]
+    """Whether a token begins a word."""
     reference: list[int] = field(default_factory=list)
     lost: int = 0
     """Divergences since a hypothesis was last right."""
@@ -103,7 +126,7 @@ class _State:
         if self.expected is not None:
             self.expected += 1
         right = [
-            _Place(place.at + 1, min(place.match + 1, 1 << 20))
+            place.advanced()
             for place in self.places
             if place.at < len(self.reference) and self.reference[place.at] == token
         ]
@@ -129,9 +152,28 @@ class _State:
                 if score > 0 or match > 1:
                     scores[_Place(at, match)] = score
         if self.expected is not None and self.lost <= _PATIENCE:
+            if not self.grows:
+                edits = self._edits(self.expected - 1)
+                known = {place.at for place in edits}
+                others = [p for p in scores if p.match > 1 and p.at not in known]
+                return [*edits, *sorted(others, key=lambda place: -scores[place])][:_KEPT]
             scores.setdefault(_Place(self.expected, 1), 0.0)
             scores.setdefault(_Place(self.expected - 1, 1), -0.1)  # a token was put in
         return sorted(scores, key=lambda place: (-scores[place], place.at))[:_KEPT]
+
+    def _edits(self, at: int) -> list[_Place]:
+        """What the last token may have been, which is not that of the reference at this index."""
+        ahead = self.reference[at + 1 : at + 1 + _AHEAD]
+        new, fade = self.output[-1], _FADE ** (self.lost - 1)
+        if new in ahead:
+            then = at + 2 + ahead.index(new)
+            swapped = then == at + 2
+            chance, jump = (_SWAPPED, then) if swapped else (_RARE, None)
+            return [_Place(then, 1, fade * _SKIPPED), _Place(at, 1, fade * chance, jump)]
+        word = at + 1
+        while word < len(self.reference) and not self.begins(self.reference[word]):
+            word += 1
+        return [_Place(word, 1, fade * _REPLACED), _Place(at, 1, fade * _INSERTED)]
 
     def _nearest(self, places: list[int]) -> list[int]:
         """The few of them that are nearest to where the output is expected to go on."""
@@ -155,13 +197,22 @@ class Reference(Priced[_State]):
     Config = ReferenceConfig
     traits = Traits(default_nodes=32, previews=True)
 
-    def __init__(self, config: ReferenceConfig, source: Source | None = None) -> None:
+    def __init__(
+        self,
+        config: ReferenceConfig,
+        source: Source | None = None,
+        begins: Callable[[int], bool] = lambda token: True,
+    ) -> None:
         self.config = config
-        self._source = source
+        self._source, self._begins = source, begins
 
     @classmethod
     def load(cls, config: ReferenceConfig, target: Target) -> Reference:
-        return cls(config, target.source_of)
+        tokenizer = target.tokenizer
+        if tokenizer is None:
+            return cls(config, target.source_of)
+        spelled = tokenizer.token_bytes
+        return cls(config, target.source_of, lambda token: not spelled(token)[:1].isalnum())
 
     def begin(self, request: Request) -> _State:
         """Index the reference. One that was supplied, or that an encoder reads, is followed from its
@@ -171,10 +222,10 @@ class Reference(Priced[_State]):
         if reference is None and self._source is not None and self.config.source == "prompt":
             reference = self._source(request.prompt)
         if reference is not None:
-            state = _State([_Place(0, SUPPLIED)], 0, grows=False)
+            state = _State([_Place(0, SUPPLIED)], 0, grows=False, begins=self._begins)
             state.follow(reference)
         else:
-            state = _State([], None, grows=self.config.source == "prompt")
+            state = _State([], None, grows=self.config.source == "prompt", begins=self._begins)
             state.follow(request.prompt if state.grows else ())
         return state
 
@@ -198,15 +249,19 @@ class Reference(Priced[_State]):
             found: dict[int, list[_Place]] = {}
             for place in places:
                 if place.at < len(reference):
-                    at = place.at + 1 if place.at + 1 < len(reference) else wrap
-                    then = _Place(at, place.match + 1)
-                    found.setdefault(reference[place.at], []).append(then)
+                    found.setdefault(reference[place.at], []).append(place)
             out = []
             for token, on in found.items():
-                match = on[0].match - 1
-                rivals = sum(place.match >= match for place in places)
-                agree = sum(place.match > match for place in on)
-                out.append((token, trust.chance(match, agree, rivals), on))
+                first, match = on[0].first, on[0].match
+                if first is not None:
+                    chance = trust.doubted(first)
+                else:
+                    rivals = sum(place.match >= match for place in places)
+                    agree = sum(place.match >= match for place in on)
+                    chance = trust.chance(match, agree, rivals)
+                then = [place.advanced() for place in on]
+                then = [place if place.at < len(reference) else replace(place, at=wrap) for place in then]
+                out.append((token, chance, then))
             return out  # in the order of the hypotheses
 
         return grow(after, state.places, row.budget, state.trust.own)

@@ -1,6 +1,6 @@
 """Cascades: exact laws by enumeration, levels that share the work, text that is taken back."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import pytest
 
@@ -9,15 +9,17 @@ from outpace.analysis.tables import RIGHT
 from outpace.cache.base import shared_prefix
 from outpace.drafters.ahead import CoinsAhead
 from outpace.drafters.base import Drafter, Request
+from outpace.drafters.worth import Chances
 from outpace.law import Law
 from outpace.methods.cascade import guesses, lenient
+from outpace.methods.cascade.choice import Belief, Mean, choose
 from outpace.methods.cascade.drafter import Cascade, CascadeConfig, read_k
 from outpace.methods.lookup.automaton import SuffixAutomaton
 from outpace.methods.lookup.max_gram import MaxGram, MaxGramConfig
 from outpace.models.tiny import TableTarget
 from outpace.params import SamplingParams
 from outpace.tree.shapes import CHAIN, widths
-from outpace.types import Budget, Draft
+from outpace.types import Budget, Draft, Outcome, Verdict
 from outpace.verifiers.chain import Chain, ChainConfig
 from outpace.verifiers.rules import probs
 from tests.drafters.support import Telling
@@ -61,11 +63,33 @@ class Echo(Drafter[Mood]):
                 state.refused = gone[-1] + 1 if gone else 0
 
 
+class Boasting(Echo):
+    """It is sure of itself behind every other token."""
+
+    def propose(self, rows):
+        drafts = super().propose(rows)
+        sure = [0.9 if row.tokens[-1] % 2 else 0.1 for row in rows]
+        return [
+            replace(draft, memo=Chances((chance,) * len(draft), 1.0))
+            for draft, chance in zip(drafts, sure, strict=True)
+        ]
+
+
+def frozen(belief):
+    kept = tuple((level, mean.value, mean.weight) for level, mean in sorted(belief.kept.items()))
+    return kept, astuple(belief.tail), astuple(belief.size)
+
+
+def revived(known):
+    kept, tail, size = known
+    return Belief({level: Mean(*mean) for level, *mean in kept}, Mean(*tail), Mean(*size))
+
+
 @dataclass
 class Case:
     """A request that is told in every way it can go."""
 
-    k: str
+    k: str | None
     models: int = 1
     lookup: bool = True
     verifier: str = "tree"
@@ -79,8 +103,9 @@ class Case:
     def __post_init__(self):
         self.target = TableTarget.random(3, self.vocab)
         tables = [TableTarget.random(20 + i, self.vocab) for i in range(self.models)]
-        lookup = Echo(self.vocab) if self.lookup else None
-        self.cascade = Cascade(tables, lookup, read_k(self.k), self.lenience)
+        echo = Echo if self.k else Boasting
+        lookup = echo(self.vocab) if self.lookup else None
+        self.cascade = Cascade(tables, lookup, None if self.k is None else read_k(self.k), self.lenience)
         self.edit(self.cascade)
         size = len(self.shape.parent_N or ()) or 8
         self.told = Telling(
@@ -99,9 +124,12 @@ class Case:
         return self.told.error(self._on, ((), 0, frozenset()))
 
     def _on(self, state, fate):
-        emitted, refused, _ = state
+        emitted, told, _ = state
+        refused, believed = told or (0, None)
         row = self.told.begin(fate, emitted)
         mine = row.members["d"].state
+        if believed:
+            mine.belief = revived(believed)
         if emitted:
             self.told.read(row)
             if mine.reading is not None:
@@ -112,8 +140,9 @@ class Case:
         else:
             self.told.prefill(row)
         mood = 0 if mine.reading is None else mine.reading.state.refused
+        told = mood, None if mine.belief is None else frozen(mine.belief)
         emitted, live = self.told.end(row)
-        return emitted, mood, live
+        return emitted, told, live
 
 
 def with_verifier(verifier):
@@ -162,6 +191,13 @@ CASES = {
     "lenient, greedy, three levels": Case(
         "3,1/2/1", models=2, vocab=4, length=8, lenience=2.0, params=SamplingParams(temperature=0.0)
     ),
+    "chosen": Case(None),
+    "chosen, three levels": Case(None, models=2),
+    "chosen, no lookup": Case(None, lookup=False),
+    "chosen, leaders": Case(None, shape=widths((2, 1)), vocab=3, length=2),
+    "chosen, coupled": Case(None, verifier="coupled"),
+    "chosen, lenient": Case(None, models=2, lenience=2.0),
+    "chosen, greedy": Case(None, vocab=3, length=6, params=SamplingParams(temperature=0.0)),
     "inner block": Case("1/2", models=2, lookup=False, length=4, edit=with_verifier(RIGHT["block"])),
     "inner traversal": Case("1,1/2", edit=with_verifier(RIGHT["traversal"])),
 }
@@ -391,6 +427,32 @@ def test_leaders_are_the_models_best_and_each_has_a_tail(engine):
     assert fans and max(fans) == 3
     tails = [d for d in drafts if any(p >= 0 and d.depth_N[p] == 1 and p > 0 for p in d.parent_N)]
     assert tails, "the lookup goes on from a rival"
+
+
+def test_the_text_decides_which_level_begins():
+    belief, shares = Belief(), (0.1,)
+
+    def sure(chance, size=6):
+        return Draft.chosen(list(range(size)), memo=Chances((chance,) * size, 1.0))
+
+    assert choose(sure(0.95), belief, shares, True, 32) is None, "the lookup alone"
+    model_first = choose(sure(0.2), belief, shares, True, 32)
+    assert model_first[0] > 0 and model_first[1] > 0
+    assert choose(Draft(), belief, (0.9,), False, 32) == (0, 0), "nobody pays"
+    for _ in range(40):
+        outcome = Outcome(
+            Draft.chosen([5, 6], memo=guesses.Origin((1, 1), (1.0, 1.0))), None, Verdict((), (7,)), (), (), 0
+        )
+        belief.learn(outcome)
+    assert choose(sure(0.3, 1), belief, shares, True, 32) is None, "a model that is never right rests"
+
+
+def test_a_text_that_repeats_itself_leaves_the_model_alone(engine):
+    few = frozenset({3, 1, 4})
+    prompts = [[3, 1, 4, 1] * 6]
+    fixed, passes, model = run(engine, f"cascade[levels={DRAFT}+max_gram k=1,8]", prompts, allowed_tokens=few)
+    chosen, fewer, rested = run(engine, f"cascade[levels={DRAFT}+max_gram]", prompts, allowed_tokens=few)
+    assert fixed == chosen and rested < 0.5 * model and fewer <= passes + 1
 
 
 # Parts ----------------------------------------------------------------------------------------

@@ -184,11 +184,16 @@ def test_what_does_not_fit_is_said(target, tmp_path):
     for skip in ("8", "0+1+2+3+4+5+6+7"):
         with pytest.raises(ModelError, match="cannot leave out layers"):
             LayerSkip.load(LayerSkipConfig(skip=skip), target)
+
+
+@pytest.mark.parametrize("content", ["", '{"skip": "3', "[1]", '{"skip": "3+m9"}', '{"skip": 5}'])
+def test_a_damaged_set_is_ignored_in_one_line(target, content, caplog):
     file = LayerSkip.file(LayerSkipConfig(), target)
     file.parent.mkdir(parents=True)
-    file.write_text('{"skip": "3+m9"}')
-    with pytest.raises(ModelError, match=r"skip '3\+m9' is no part of layers 0 to 7; delete it"):
-        LayerSkip.load(LayerSkipConfig(), target)
+    file.write_text(content)
+    assert not LayerSkip.load(LayerSkipConfig(), target).found
+    (line,) = caplog.messages
+    assert str(file) in line and "another set will be found" in line and "\n" not in line
 
 
 def test_a_rounded_copy_drafts(target):

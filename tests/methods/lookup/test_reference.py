@@ -33,20 +33,15 @@ class Running:
         verdict = Verdict((), tokens)
         self.drafter.observe([self.state], [Outcome(Draft(), None, verdict, (), (), 0)])
 
-    def passes(self, text):
+    def passes(self, text, budget=ROOMY):
         """Write a text as a target would that wants exactly this one; count the passes."""
         at = count = 0
         while at < len(text):
-            draft = self.propose()
-            kept = 0
-            while (
-                kept < len(draft) and at + kept < len(text) - 1 and (draft.token_N[kept] == text[at + kept])
-            ):
-                kept += 1
-            emitted = tuple(text[at : at + kept + 1])
-            verdict = Verdict(tuple(range(kept)), emitted)
+            draft = self.propose(budget)
+            kept = draft.path_of(tuple(text[at:-1]))
+            verdict = Verdict(tuple(kept), tuple(text[at : at + len(kept) + 1]))
             self.drafter.observe([self.state], [Outcome(draft, None, verdict, (), (), 0)])
-            at, count = at + kept + 1, count + 1
+            at, count = at + len(verdict.emitted), count + 1
         return count
 
 
@@ -83,6 +78,37 @@ def test_the_place_is_found_again_after_an_edit(output, want):
     assert draft and list(draft) == REFERENCE[want - 10 : want - 10 + len(draft)]
 
 
+def passes_of_a_sentence(output, begins=lambda token: True, tree=None):
+    """Passes that an edited version of tokens 10 to 29 takes."""
+    running = Running(range(10, 30))
+    running.state.begins = begins
+    return running.passes(output, Budget(32, 32) if tree is None else budget_of(tree, None, 0))
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        [*range(10, 16), 99, *range(17, 30)],  # replaced
+        [*range(10, 16), *range(17, 30)],  # left out
+        [*range(10, 16), 17, 16, *range(18, 30)],  # two changed places
+        [*range(10, 16), 99, *range(16, 30)],  # put in
+    ],
+)
+def test_an_edit_costs_a_pass_or_two(output):
+    assert passes_of_a_sentence(output) <= 4
+    both = "2x" + "x".join("1" * 20)  # the two likeliest kinds of edit at once
+    assert passes_of_a_sentence(output, tree=both) <= 3
+
+
+def test_a_replaced_word_ends_where_the_next_one_begins():
+    output = [*range(10, 16), 99, *range(19, 30)]  # 16, 17 and 18 are one word
+
+    def begins(token):
+        return token not in (17, 18)
+
+    assert passes_of_a_sentence(output, begins) <= 3 < passes_of_a_sentence(output)
+
+
 def test_nearer_places_win_and_longer_suffixes_outweigh_the_distance():
     far = [1, 2, 3, 50, 60]
     near = [7, 8, 9, 3, 70, 71]
@@ -105,12 +131,14 @@ def test_a_template_takes_the_other_hypotheses():
     assert running.propose(Budget(1, 1)).token_N == (14,)
 
 
-def test_drafts_are_short_after_a_miss_and_long_after_a_run():
+def test_drafts_go_on_after_an_edit_and_end_after_several():
     running = Running(REFERENCE)
     running.emit(*REFERENCE[:3], 99)
-    after_miss = len(running.propose())
-    running.emit(*REFERENCE[4:30])
-    assert 1 <= after_miss <= 4 < 12 <= len(running.propose())
+    after_one = len(running.propose())
+    running.emit(98)
+    assert running.propose().memo.own_N[0] < 0.5 < running.propose().memo.own_N[1]
+    running.emit(*REFERENCE[5:30])
+    assert 6 < after_one < len(running.propose())
     lost = Running(REFERENCE)
     lost.emit(*range(500, 520))
     assert lost.propose().token_N == ()

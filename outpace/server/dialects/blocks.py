@@ -1,0 +1,138 @@
+"""An answer as blocks one after the other, thinking, text and calls, told piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import Discriminator
+
+from outpace.engine.results import Result
+from outpace.server.answers import ChatWriter, Json
+from outpace.server.errors import ApiError
+from outpace.server.tool_parser import Found
+from outpace.serving.events import Tokens
+
+Kind = Literal["thinking", "text", "call"]
+Happened = Literal["opens", "grows", "ends"]
+
+
+@dataclass(slots=True)
+class Block:
+    number: int
+    kind: Kind
+    id: str = ""
+    """Of a call, that the client gives back with what came of it."""
+    name: str = ""
+    """Of a call's function."""
+    text: str = ""
+    """So far; of a call, its arguments."""
+
+
+@dataclass(slots=True)
+class Blocks:
+    """Those of one answer."""
+
+    made: list[Block] = field(default_factory=list)
+    _open: Block | None = None
+    _call: int = -1
+
+    def take(self, thought: str, found: Found) -> Iterator[tuple[Happened, Block, str]]:
+        """What new thinking, text and pieces of calls do to the blocks, with what is new."""
+        for kind, text in (("thinking", thought), ("text", found.text)):
+            if text:
+                yield from self._grow(kind, text)  # type: ignore[arg-type]
+        for call in found.calls:
+            if call["index"] != self._call:
+                self._call = call["index"]
+                yield from self._turn(Block(len(self.made), "call", call["id"], call["function"]["name"]))
+            if call["function"]["arguments"]:
+                yield from self._grow("call", call["function"]["arguments"])
+
+    def end(self) -> Iterator[tuple[Happened, Block, str]]:
+        if self._open is not None:
+            yield "ends", self._open, ""
+        self._open = None
+
+    def _grow(self, kind: Kind, text: str) -> Iterator[tuple[Happened, Block, str]]:
+        if self._open is None or self._open.kind != kind:
+            yield from self._turn(Block(len(self.made), kind))
+        assert self._open is not None
+        self._open.text += text
+        yield "grows", self._open, text
+
+    def _turn(self, block: Block) -> Iterator[tuple[Happened, Block, str]]:
+        yield from self.end()
+        self._open = block
+        self.made.append(block)
+        yield "opens", block, ""
+
+
+class BlockWriter(ChatWriter):
+    """Writes one answer as blocks; a subclass says how each is told."""
+
+    named = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.blocks = Blocks()
+
+    def told(self, what: Happened, block: Block, new: str) -> Iterator[Json]:
+        """Events of what happened to a block."""
+        raise NotImplementedError
+
+    def whole_answer(self, result: Result) -> Json:
+        """The answer in one piece; its blocks are complete."""
+        raise NotImplementedError
+
+    def last(self, result: Result) -> Iterator[Json]:
+        """Events behind the last block."""
+        raise NotImplementedError
+
+    def answer(self, results: Sequence[Result], events: Sequence[Sequence[Tokens]]) -> Json:
+        (result,) = results
+        for _ in self._blocks(result.tokens, result.text, result):
+            pass
+        return self.whole_answer(result)
+
+    def pieces(self, event: Tokens) -> list[Json]:
+        return list(self._blocks(event.ids, event.text))
+
+    def ending(self, index: int, result: Result) -> list[Json]:
+        return [*self._blocks((), "", result), *self.last(result)]
+
+    def _blocks(self, ids: Sequence[int], text: str, ended: Result | None = None) -> Iterator[Json]:
+        for happened in self.blocks.take(*self._read(0, ids, text, ended)):
+            yield from self.told(*happened)
+        for happened in self.blocks.end() if ended is not None else ():
+            yield from self.told(*happened)
+
+    @property
+    def calls(self) -> list[Block]:
+        return [block for block in self.blocks.made if block.kind == "call"]
+
+
+def by_shape() -> Discriminator:
+    """Tells a text from a list, so that one reason is given for what is neither or has a mistake inside.
+
+    Tags begin with ``~``: they are no part of the names of fields.
+    """
+    return Discriminator(lambda value: "~str" if isinstance(value, str) else "~list")
+
+
+def by_type(otherwise: str | None) -> Discriminator:
+    """Tells objects apart by their field ``type``."""
+
+    def tag(value: Any) -> str | None:
+        given = value.get("type", otherwise) if isinstance(value, dict) else getattr(value, "type", None)
+        return f"~{given}" if isinstance(given, str) else None
+
+    return Discriminator(
+        tag, custom_error_type="unknown_type", custom_error_message="Input has a type that is not read here"
+    )
+
+
+def refuse(place: str, why: str) -> ApiError:
+    """A field that is known and cannot be honoured."""
+    return ApiError(400, f"{place}: {why}", place)

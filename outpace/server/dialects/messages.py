@@ -1,0 +1,274 @@
+"""``POST /v1/messages``: bodies in the form of Anthropic's API, as chats of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, Tag
+
+from outpace.server.dialects.blocks import by_shape, by_type, refuse
+from outpace.server.schema import MOST_MESSAGES, MOST_TOOLS, Body, ChatBody, Plain, Speculation, Texts
+
+Json = dict[str, Any]
+
+
+class CacheControl(Body):
+    """Not read: what was read before is found by itself."""
+
+    type: Literal["ephemeral"]
+    ttl: str | None = None
+
+
+class Text(Body):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+    citations: None = None
+
+
+Texts_ = Annotated[list[Text], Field(fail_fast=True, max_length=MOST_MESSAGES)]
+Texted = Annotated[Annotated[str, Tag("~str")] | Annotated[Texts_, Tag("~list")], by_shape()]
+"""A text, or its pieces."""
+
+
+class ToolUse(Body):
+    """A call that the assistant made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str = Field(min_length=1, max_length=128)
+    input: Plain
+    cache_control: CacheControl | None = None
+
+
+class ToolResult(Body):
+    """What came of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texted = ""
+    is_error: bool = False
+    """Told to the model in words."""
+    cache_control: CacheControl | None = None
+
+
+class Thought(Body):
+    """Thinking of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+    """Not read."""
+
+
+Block = Annotated[
+    Annotated[Text, Tag("~text")]
+    | Annotated[ToolUse, Tag("~tool_use")]
+    | Annotated[ToolResult, Tag("~tool_result")]
+    | Annotated[Thought, Tag("~thinking")],
+    by_type(None),
+]
+Blocks = Annotated[list[Block], Field(fail_fast=True, max_length=MOST_MESSAGES)]
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: Annotated[Annotated[str, Tag("~str")] | Annotated[Blocks, Tag("~list")], by_shape()]
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["custom"] | None = None
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    input_schema: Plain
+    """A JSON schema of its arguments."""
+    strict: bool | None = None
+    """Calls obey the schema, also where the model is free to call or not."""
+    cache_control: CacheControl | None = None
+
+
+class ToolChoice(Body):
+    """Whether to call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    """Of the function, for ``tool``."""
+    disable_parallel_tool_use: bool = False
+    """At most one call."""
+
+
+class Thinking(Body):
+    """How long the model may think."""
+
+    type: Literal["enabled", "disabled"]
+    """``disabled`` is a budget of 0 for models that think."""
+    budget_tokens: int | None = Field(default=None, ge=0)
+    """Most tokens of thinking; then its end is written."""
+    display: Literal["summarized"] | None = None
+    """Not read: thinking is told as it is."""
+
+
+class OutputFormat(Body):
+    """What an answer has to look like."""
+
+    type: Literal["json_schema"]
+    schema_: Plain = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """How to answer."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+    """Not read."""
+
+
+class Metadata(Body):
+    """Not read."""
+
+    user_id: str | None = None
+
+
+class Prompt(Body):
+    """What both paths of this form take."""
+
+    model: str | None = None
+    """The name that ``/v1/models`` lists."""
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    system: Texted | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesBody(Prompt):
+    """``POST /v1/messages``."""
+
+    UNREAD: ClassVar[frozenset[str]] = frozenset({"metadata", "service_tier", "cache_control"})
+    """Fields that are taken and not read."""
+
+    max_tokens: int = Field(ge=1)
+    """Longest answer, tokens; thinking counts."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Divides the logits; 0 always takes the likeliest token."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Keep the smallest set of likeliest tokens with at least this probability."""
+    top_k: int | None = Field(default=None, ge=0)
+    """Keep the k likeliest tokens; 0: all."""
+    stop_sequences: Texts | None = None
+    """Strings that end the text where they begin."""
+    stream: bool | None = None
+    """Send the answer piece by piece, as server-sent events."""
+    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 64)
+    """Names the coins: same seed, same settings, same text."""
+    speculation: Speculation | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    cache_control: CacheControl | None = None
+
+
+class CountBody(Prompt):
+    """``POST /v1/messages/count_tokens``."""
+
+
+def as_chat(body: Prompt, thinks: bool) -> ChatBody:
+    """The same request as a chat.
+
+    Args:
+        thinks: whether the model has marks of thinking.
+
+    Raises:
+        ApiError: an answer that is to be continued, a choice without its function.
+    """
+    if body.messages[-1].role == "assistant":
+        raise refuse(
+            "messages", "the last one is the assistant's, and answers are not continued; leave it out"
+        )
+    messages: list[Json] = [] if body.system is None else [{"role": "system", "content": _text(body.system)}]
+    for number, message in enumerate(body.messages):
+        messages += _messages(number, message)
+    found: Json = {"model": body.model, "messages": messages}
+    if body.tools is not None:
+        found["tools"] = [_tool(tool) for tool in body.tools]
+    choice = body.tool_choice
+    if choice is not None:
+        if (choice.type == "tool") != (choice.name is not None):
+            raise refuse("tool_choice", f"a name belongs to the type tool, and the type is {choice.type}")
+        named = {"type": "function", "function": {"name": choice.name}}
+        found["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
+        found["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if body.thinking is not None:
+        if (body.thinking.type == "enabled") != (body.thinking.budget_tokens is not None):
+            raise refuse("thinking", f"budget_tokens belongs to the type enabled, got {body.thinking.type}")
+        if body.thinking.budget_tokens is not None and not thinks:
+            raise refuse("thinking", "this model has no marks of thinking; leave it out")
+        found["thinking_token_budget"] = (body.thinking.budget_tokens or 0) if thinks else None
+    form = None if body.output_config is None else body.output_config.format
+    if form is not None:
+        found["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+    if isinstance(body, MessagesBody):
+        found |= {
+            "max_tokens": body.max_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "stop": body.stop_sequences or None,
+            "stream": body.stream,
+            "seed": body.seed,
+            "speculation": None
+            if body.speculation is None
+            else body.speculation.model_dump(exclude_unset=True),
+        }
+    return ChatBody.model_validate(found)
+
+
+def _text(content: str | Sequence[Text]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _tool(tool: Tool) -> Json:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": {**function, "strict": tool.strict}}
+
+
+def _messages(number: int, message: Message) -> list[Json]:
+    """One turn as messages of ours: what came of calls first, then the rest."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    mine = message.role == "assistant"
+    results: list[Json] = []
+    texts: list[str] = []
+    calls: list[Json] = []
+    thoughts: list[str] = []
+    for place, block in enumerate(message.content):
+        if isinstance(block, ToolResult) == mine and not isinstance(block, Text):
+            field = f"messages.{number}.content.{place}"
+            raise refuse(field, f"a block {block.type} is no part of a message of the {message.role}")
+        if isinstance(block, Text):
+            texts.append(block.text)
+        elif isinstance(block, ToolUse):
+            function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif isinstance(block, ToolResult):
+            said = _text(block.content)
+            said = f"Error: {said}" if block.is_error else said
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": said})
+        else:
+            thoughts.append(block.thinking)
+    if not (texts or calls):
+        return results
+    own: Json = {"role": message.role, "content": "".join(texts)}
+    if calls:
+        own["tool_calls"] = calls
+    if thoughts:
+        own["reasoning_content"] = "".join(thoughts)
+    return [*results, own]

@@ -1,0 +1,322 @@
+"""The other forms of chats, by their official clients over a socket, and field by field."""
+
+import json
+
+import anthropic
+import openai
+import pytest
+
+from outpace import Engine
+from outpace.server.app import create_app
+from outpace.server.limits import Limits
+from outpace.serving.service import Service
+from tests.server.conftest import Client
+from tests.server.test_wire import listening
+
+HI = [{"role": "user", "content": "ab ab"}]
+GREEDY = {"temperature": 0}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+MARKS = ("\x01", "\x02")
+
+
+@pytest.fixture(scope="module")
+def served(engine):
+    with Service(Engine(engine.target, "none"), drafters=("grammar", "suffix"), max_batch=4) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def app(served):
+    return create_app(served, name="tiny", keys=["key"], limits=Limits(new_tokens=400))
+
+
+@pytest.fixture(scope="module")
+def inside(app):
+    return Client(app, authorization="Bearer key")
+
+
+@pytest.fixture(scope="module")
+def thinker(served):
+    return Client(create_app(served, name="tiny", limits=Limits(), thinking_marks=MARKS))
+
+
+@pytest.fixture(scope="module")
+def address(app):
+    with listening(app, Limits()) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def claude(address):
+    with anthropic.Anthropic(base_url=address, api_key="key", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def official(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="key", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def plain(inside):
+    """The answer of a chat in our own form."""
+    return inside.chat("ab ab", max_tokens=12, **GREEDY)
+
+
+# Messages
+
+
+def test_a_message_is_the_chats_text(claude, plain):
+    answer = claude.messages.create(model="tiny", max_tokens=12, messages=HI, extra_body=GREEDY)
+    (block,) = answer.content
+    assert block.type == "text" and block.text == plain["choices"][0]["message"]["content"]
+    assert answer.stop_reason == "max_tokens" and answer.role == "assistant" and answer.type == "message"
+    usage = answer.usage
+    assert usage.output_tokens == plain["usage"]["completion_tokens"]
+    assert usage.input_tokens + usage.cache_read_input_tokens == plain["usage"]["prompt_tokens"]
+    counted = claude.messages.count_tokens(model="tiny", messages=HI)
+    assert counted.input_tokens == plain["usage"]["prompt_tokens"]
+
+
+def test_a_message_as_a_stream(claude, plain):
+    with claude.messages.stream(model="tiny", max_tokens=12, messages=HI, extra_body=GREEDY) as stream:
+        kinds, text = [], ""
+        for event in stream:
+            kinds.append(event.type)
+            text += event.text if event.type == "text" else ""
+        final = stream.get_final_message()
+    assert text == final.content[0].text == plain["choices"][0]["message"]["content"]
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+    assert {"content_block_start", "content_block_delta", "content_block_stop", "message_delta"} <= set(kinds)
+    assert final.stop_reason == "max_tokens" and final.usage.output_tokens == 12
+
+
+def test_systems_blocks_and_results_are_the_same_prompt(inside):
+    own = inside.post(
+        "/tokenize",
+        {
+            "messages": [
+                {"role": "system", "content": "be brief"},
+                {"role": "user", "content": "ab"},
+                {
+                    "role": "assistant",
+                    "content": "so",
+                    "tool_calls": [
+                        {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c1", "content": "two"},
+                {"role": "user", "content": "and?"},
+            ]
+        },
+    ).json()
+    use = {"type": "tool_use", "id": "c1", "name": "f", "input": {"x": 1}}
+    gave = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "two"}]}
+    body = {
+        "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "so"}, use]},
+            {"role": "user", "content": [gave, {"type": "text", "text": "and?"}]},
+        ],
+    }
+    assert inside.post("/v1/messages/count_tokens", body).json()["input_tokens"] == own["count"]
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "ab"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "so"}]},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "two"},
+        {"role": "user", "content": "and?"},
+    ]
+    answer = inside.post(
+        "/v1/responses", {"instructions": "be brief", "input": items, "max_output_tokens": 1}
+    )
+    assert answer.json()["usage"]["input_tokens"] == own["count"]
+
+
+TOOL = {"name": "weather", "description": "Tells the weather.", "input_schema": SCHEMA}
+
+
+def test_a_message_calls_a_tool(claude):
+    given = {"model": "tiny", "max_tokens": 120, "messages": HI, "tools": [TOOL], "extra_body": GREEDY}
+    answer = claude.messages.create(tool_choice={"type": "tool", "name": "weather"}, **given)
+    (call,) = answer.content
+    assert answer.stop_reason == "tool_use"
+    assert call.type == "tool_use" and call.name == "weather" and call.input["city"] in ("Oslo", "Rome")
+    with claude.messages.stream(tool_choice={"type": "any"}, **given) as stream:
+        final = stream.get_final_message()
+    assert final.content[0].input == call.input and final.stop_reason == "tool_use"
+    # What came of it goes back.
+    (made,) = final.content
+    use = made.model_dump(include={"type", "id", "name", "input"})
+    gave = {"type": "tool_result", "tool_use_id": made.id, "content": "rain"}
+    again = [*HI, {"role": "assistant", "content": [use]}, {"role": "user", "content": [gave]}]
+    more = claude.messages.create(**{**given, "messages": again, "max_tokens": 4})
+    assert more.usage.output_tokens == 4
+
+
+def test_why_a_message_ends(inside):
+    def asked(**fields):
+        return inside.post("/v1/messages", {"messages": HI, "max_tokens": 12, **GREEDY, **fields}).json()
+
+    whole = asked()["content"][0]["text"]
+    stop = whole[3]
+    cut = asked(stop_sequences=["never ever", stop])
+    assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", stop)
+    assert "".join(block["text"] for block in cut["content"]) == whole[: whole.index(stop)]
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    ended = asked(output_config=form, max_tokens=60)
+    assert ended["stop_reason"] == "end_turn" and ended["stop_sequence"] is None
+    assert json.loads(ended["content"][0]["text"])["city"] in ("Oslo", "Rome")
+    assert ended["metrics"]["by_drafter"]["grammar"]["accepted"] > 0
+
+
+def test_both_forms_tell_thinking_apart(thinker):
+    """The prompt begins the thinking; what the template writes behind it counts."""
+    given = {"messages": [{"role": "user", "content": f"ab{MARKS[0]}"}], "max_tokens": 60, **GREEDY}
+    body = {**given, "thinking": {"type": "enabled", "budget_tokens": 25}}
+    answer = thinker.post("/v1/messages", body).json()
+    assert [block["type"] for block in answer["content"]] == ["thinking", "text"]
+    assert answer["metrics"]["thinking_budget_hit"] is True
+    off = thinker.post("/v1/messages", {**given, "thinking": {"type": "disabled"}}).json()
+    assert [block["type"] for block in off["content"]] == ["text"]
+    body_of_response = {"max_output_tokens": 60, "thinking_token_budget": 25, **GREEDY}
+    reply = thinker.post("/v1/responses", {"input": f"ab{MARKS[0]}", **body_of_response}).json()
+    assert [item["type"] for item in reply["output"]] == ["reasoning", "message"]
+    assert reply["output"][0]["content"][0]["text"] == answer["content"][0]["thinking"]
+    assert reply["output"][1]["content"][0]["text"] == answer["content"][1]["text"]
+    assert 0 < reply["usage"]["output_tokens_details"]["reasoning_tokens"] <= 25
+    stream = thinker.post("/v1/messages", {**body, "stream": True}).text
+    told = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: ")]
+    deltas = [one["delta"] for one in told if one["type"] == "content_block_delta"]
+    assert "".join(one.get("thinking", "") for one in deltas) == answer["content"][0]["thinking"]
+    assert "[DONE]" not in stream
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"frobnicate": 1}, "unknown field 'frobnicate'"),
+        ({"messages": [{"role": "user", "content": "a", "name": "x"}]}, "unknown field 'messages.0.name'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "foo": 1}]}]},
+            "unknown field 'messages.0.content.0.foo'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages.0.content.0: has a type",
+        ),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "answers are not continued"),
+        ({"messages": []}, "messages"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"tool_choice": {"type": "tool"}}, "a name belongs to the type tool"),
+        ({"thinking": {"type": "enabled"}}, "budget_tokens belongs to the type enabled"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]},
+            "is no part of",
+        ),
+        ({"tools": [{"name": "f", "input_schema": {}, "type": "bash_20250124"}]}, "tools.0.type"),
+        ({"container": "x"}, "unknown field 'container'"),
+    ],
+    ids=lambda value: str(value)[:50] if isinstance(value, dict) else "",
+)
+def test_messages_that_are_refused(inside, body, says):
+    answer = inside.post("/v1/messages", {"messages": HI, "max_tokens": 4, **body})
+    told = answer.json()
+    assert answer.status_code == 400 and told["type"] == "error", answer.text
+    assert told["error"]["type"] == "invalid_request_error" and says in told["error"]["message"], told
+
+
+def test_errors_reach_the_client_in_its_form(claude, address):
+    with pytest.raises(anthropic.NotFoundError, match="not served here") as caught:
+        claude.messages.create(model="other", max_tokens=2, messages=HI)
+    assert caught.value.body["error"]["type"] == "not_found_error"
+    with (
+        anthropic.Anthropic(base_url=address, api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(anthropic.AuthenticationError, match="needs a key"),
+    ):
+        stranger.messages.create(model="tiny", max_tokens=2, messages=HI)
+
+
+# Responses
+
+
+def test_a_response_is_the_chats_text(official, plain):
+    answer = official.responses.create(model="tiny", input="ab ab", max_output_tokens=12, **GREEDY)
+    assert answer.output_text == plain["choices"][0]["message"]["content"]
+    assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage.output_tokens == 12 and answer.usage.input_tokens == plain["usage"]["prompt_tokens"]
+    assert answer.store is False and answer.error is None
+
+
+def test_a_response_as_a_stream(official, plain):
+    with official.responses.stream(model="tiny", input=HI, max_output_tokens=12, **GREEDY) as stream:
+        events = list(stream)
+    kinds = [event.type for event in events]
+    assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    assert kinds[-1] == "response.incomplete"
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == plain["choices"][0]["message"]["content"] == events[-1].response.output_text
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+def test_a_response_calls_a_function(official):
+    tool = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
+    given = {"model": "tiny", "input": "ab", "tools": [tool], "tool_choice": "required", **GREEDY}
+    given["parallel_tool_calls"] = False
+    answer = official.responses.create(**given)
+    (call,) = answer.output
+    assert answer.status == "completed" and call.type == "function_call" and call.name == "weather"
+    assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
+    with official.responses.stream(**given) as stream:
+        pieces = [event for event in stream if event.type == "response.function_call_arguments.delta"]
+        final = stream.get_final_response()
+    assert "".join(piece.delta for piece in pieces) == final.output[0].arguments == call.arguments
+    gave = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    again = [{"role": "user", "content": "ab"}, call.model_dump(exclude_none=True), gave]
+    more = official.responses.create(model="tiny", input=again, max_output_tokens=3)
+    assert more.usage.output_tokens == 3
+
+
+def test_a_response_has_a_form(official):
+    form = {"format": {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}}
+    answer = official.responses.create(model="tiny", input="ab", text=form, **GREEDY)
+    assert answer.status == "completed" and json.loads(answer.output_text)["city"] in ("Oslo", "Rome")
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"frobnicate": 1}, "unknown field 'frobnicate'"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: has a type that is not read"),
+        ({"input": [{"role": "user", "content": [{"type": "image"}]}]}, "input: should be 'input_text'"),
+        ({"input": [{"role": "user", "content": "a", "foo": 1}]}, "unknown field 'input.0.foo'"),
+        ({"tools": [{"type": "web_search"}]}, "tools: should be 'function'"),
+        ({"text": {"format": {"type": "json_schema"}}}, "a schema belongs to the type json_schema"),
+        ({"input": []}, "input"),
+    ],
+    ids=lambda value: str(value)[:50] if isinstance(value, dict) else "",
+)
+def test_responses_that_are_refused(inside, body, says):
+    answer = inside.post("/v1/responses", {"input": "ab", **body})
+    assert answer.status_code == 400, answer.text
+    assert says in answer.json()["error"]["message"], answer.text
+
+
+def test_both_are_described(inside):
+    made = inside.get("/openapi.json").json()
+    for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses"):
+        assert {"200", "400", "401", "413"} <= made["paths"][path]["post"]["responses"].keys()
+    streams = made["paths"]["/v1/messages"]["post"]["responses"]["200"]["content"]
+    assert "text/event-stream" in streams
+    assert "previous_response_id" in made["components"]["schemas"]["ResponsesBody"]["properties"]
