@@ -274,7 +274,7 @@ class Priced:
         if setting.least is not None:
             assert found.previews_P is not None
             nodes = depth = sum(chance >= setting.least for chance in found.previews_P[place])
-        nodes, depth, kept = found.draft(place, Budget(nodes, depth))
+        nodes, depth, kept, _ = found.draft(place, Budget(nodes, depth))
         return nodes, depth, min(kept, self.positions - 1 - place)
 
     def _drafts(self, found: Recorded, place: int) -> Iterator[tuple[int, int, int]]:
@@ -282,7 +282,7 @@ class Priced:
         for most, guesses in found.guesses.items():
             for depth in range(1, len(guesses[place].nodes_D) + 1):
                 nodes = depth if found.budget.shape.beam == 0 else most
-                yield found.draft(place, Budget(nodes, depth))
+                yield found.draft(place, Budget(nodes, depth))[:3]
 
 
 def look_back(
