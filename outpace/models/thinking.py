@@ -42,7 +42,7 @@ class Place(NamedTuple):
     """Where a path is."""
 
     phase: int = OUTSIDE
-    count: int = 0
+    spent: int = 0
     """Tokens of thinking so far, over all sections of the answer."""
     match: int = 0
     """Tokens of the next mark that were read; while closing, those that were written."""
@@ -94,9 +94,9 @@ class Section:
         return place
 
     def _settled(self, place: Place) -> Place:
-        if place.phase != INSIDE or self.budget is None or place.count < self.budget:
+        if place.phase != INSIDE or self.budget is None or place.spent < self.budget:
             return place
-        return Place(CLOSING, place.count, place.match if self.closing == self.end else 0)
+        return Place(CLOSING, place.spent, place.match if self.closing == self.end else 0)
 
     def _matched(self, phase: int, match: int, token: int) -> int:
         """Tokens of the mark that the text ends with, after one more token."""
@@ -203,9 +203,10 @@ class Matcher:
 
     def _first(self, place: Place, held: tuple[int, ...]) -> Tensor:
         """At the beginning: what the grammar allows, where it allows what was read, or more of a start."""
-        out_V = self._only(self._rule.section.start[place.match])
+        out_V, inner = self._only(self._rule.section.start[place.match]), self._inner
+        assert inner is not None, "asked where there is a grammar alone"
         for i in range(len(held) + 1):
-            allowed_V = self._inner.allowed(held[:i])
+            allowed_V = inner.allowed(held[:i])
             if i == len(held):
                 return out_V if allowed_V is None else out_V | allowed_V
             if allowed_V is not None and not bool(allowed_V[held[i]]):

@@ -179,8 +179,10 @@ async def _pieces(call: RequestHandler, writer: Writer) -> AsyncGenerator[Json, 
         async for happened in found:
             if isinstance(happened, Done):
                 results[happened.index] = happened.result
-            done = isinstance(happened, Done)
-            for chunk in writer.ending(happened.index, happened.result) if done else writer.pieces(happened):
+                told = writer.ending(happened.index, happened.result)
+            else:
+                told = writer.pieces(happened)
+            for chunk in told:
                 yield chunk
     if call.ask.include_usage:
         yield writer.closing([results[index] for index in range(call.ask.answers)])

@@ -6,22 +6,21 @@ Runs off the event loop: encoding a long prompt takes milliseconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from outpace import registry
 from outpace.config import MethodSpec
-from outpace.engine.requests import GenerationRequest
 from outpace.errors import PromptTooLong
 from outpace.models.chat import check_messages
 from outpace.models.prompts import check_ids
 from outpace.params import SamplingParams
 from outpace.server import reasoning
 from outpace.server.bounds import Bounds
+from outpace.server.client_request import ClientRequest as ClientRequest
 from outpace.server.errors import ApiError, too_long
 from outpace.server.limits import Limits
-from outpace.server.reasoning import Reasoning
 from outpace.server.schema import (
     ChatBody,
     CompletionBody,
@@ -32,7 +31,7 @@ from outpace.server.schema import (
     Tool,
 )
 from outpace.server.structured_output import StructuredOutput, structured_output
-from outpace.server.tools import Offer, Toolbox, check_calls
+from outpace.server.tools import Toolbox, check_calls
 from outpace.serving.service import Service
 
 if TYPE_CHECKING:
@@ -53,40 +52,6 @@ _TAKEN = {
     "self": "leave it out, since a template means itself by that",
 }
 """Variables that a request may not put into a chat template, and what to do."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClientRequest:
-    """One HTTP request, with nothing left to check."""
-
-    requests: tuple[GenerationRequest, ...]
-    """One per prompt."""
-    n: int
-    """Answers per prompt."""
-    stream: bool
-    include_usage: bool
-    running_usage: bool
-    """Usage with every chunk."""
-    token_ids: bool
-    detailed: bool
-    """Tell for every token who wrote it."""
-    traced: bool
-    """Show every pass in the stream."""
-    predicted: bool
-    """Whether the request brought a prediction."""
-    echo: tuple[str, ...] | None = None
-    """Per prompt the text to put before the answer."""
-    silent: bool = False
-    """No token is wanted. One is made all the same, and left out."""
-    reasoning: Reasoning | None = None
-    """How thinking is found in the answer; None: nobody looks for it."""
-    offer: Offer | None = None
-    """Calls that may be in the answer; None: it is text."""
-
-    @property
-    def answers(self) -> int:
-        """Answers in all, numbered prompt by prompt."""
-        return len(self.requests) * self.n
 
 
 class Reader:

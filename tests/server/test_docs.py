@@ -2,9 +2,11 @@
 
 import json
 import re
+import sys
 from functools import partial
 from pathlib import Path
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -53,23 +55,40 @@ def test_every_limit_is_there():
         assert flag == "--max-batch" or f"`{flag}`" in PAGE, flag
 
 
-def test_the_python_of_the_page_runs(client, monkeypatch):
-    """Through the client library that it names, into an application in this process."""
-    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+@pytest.fixture
+def here(client, monkeypatch):
+    """The client libraries that pages name, into an application in this process."""
 
-    class Here(httpx.BaseTransport):
-        def handle_request(self, request):
-            body = json.loads(request.read())
-            answer = client.post(request.url.path, {**body, "model": "tiny", "max_tokens": 4})
-            return httpx.Response(answer.status_code, json=answer.json())
+    def transport(library):
+        class Here(library.BaseTransport):
+            def handle_request(self, request):
+                body = json.loads(request.read())
+                longest = "max_output_tokens" if request.url.path.endswith("responses") else "max_tokens"
+                answer = client.post(request.url.path, {**body, "model": "tiny", longest: 4})
+                return library.Response(answer.status_code, json=answer.json())
 
-    made = partial(openai.OpenAI, http_client=httpx.Client(transport=Here()), max_retries=0)
-    monkeypatch.setattr(openai, "OpenAI", made)
+        return library.Client(transport=Here())
+
+    its = sys.modules.get("httpx2", httpx)  # what it stands on, by its version
+    for library, name, http in ((openai, "OpenAI", httpx), (anthropic, "Anthropic", its)):
+        made = partial(getattr(library, name), http_client=transport(http), max_retries=0)
+        monkeypatch.setattr(library, name, made)
+
+
+def python_of(text):
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def test_the_python_of_the_page_runs(here):
+    (code,) = python_of(PAGE)
     names: dict[str, object] = {}
     exec(compile(code, "serve.md", "exec"), names)
     assert names["answer"].choices[0].message.content is not None
 
 
-def test_the_json_of_the_page_is_json():
-    blocks = re.findall(r"^```json\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    assert blocks and all(json.loads(block) for block in blocks)
+def test_clients_of_the_other_forms_run(here, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
+    codes = [code for code in python_of(page) if "127.0.0.1" in code]
+    for code in codes:
+        exec(compile(code, "integrations.md", "exec"), {})
+    assert len(codes) == 2 and len(capsys.readouterr().out) > 4

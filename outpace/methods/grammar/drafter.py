@@ -283,11 +283,11 @@ class _Tree:
             most = min(left, budget.max_depth - depth[leaf])
             if whole[leaf] < LEAST or most <= 0 or leaf in self.spelled:
                 continue
-            tokens, own = spell(
+            tokens, chances = spell(
                 self.row.warp, self.path(leaf), most, self.row.state.usual, LEAST / whole[leaf]
             )
             at = leaf
-            for token, chance in zip(tokens, own, strict=True):
+            for token, chance in zip(tokens, chances, strict=True):
                 node = len(self.tokens)
                 self.tokens.append(token)
                 self.parents.append(at)

@@ -212,7 +212,7 @@ def as_chat(body: Prompt, thinks: bool) -> ChatBody:
         if body.thinking.budget_tokens is not None and not thinks:
             raise refuse("thinking", "this model has no marks of thinking; leave it out")
         found["thinking_token_budget"] = (body.thinking.budget_tokens or 0) if thinks else None
-    form = body.output_config and body.output_config.format
+    form = None if body.output_config is None else body.output_config.format
     if form is not None:
         found["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
     if isinstance(body, MessagesBody):

@@ -44,7 +44,7 @@ class ResponsesWriter(BlockWriter):
         place = {"item_id": self._item_id(block), "output_index": block.number}
         event = _EVENTS[block.kind]
         part = place if block.kind == "call" else {**place, "content_index": 0}
-        logs = {"logprobs": []} if block.kind == "text" else {}
+        logs: Json = {"logprobs": []} if block.kind == "text" else {}
         if what == "opens":
             item = self._item(block, "in_progress")
             yield self._event("response.output_item.added", output_index=block.number, item=item)
