@@ -216,7 +216,9 @@ def fit(passes: Passes, name: str, reads: float | None = None) -> Device:
     if any(op.coded for ops, _ in passes for op in ops):
         if reads is None:
             raise ValueError("quantized weights need the bandwidth of memory")
-        return _fit(passes, name, (PRODUCT,), reads)
+        # Memory that others use meanwhile gives less than it can: a pass has read its weights in its time.
+        shown = max(sum(op.count * op.weights for op in ops) / spent for ops, spent in passes)
+        return _fit(passes, name, (PRODUCT,), max(reads, shown))
     ways = (((), False), (GROUPS, False), (GROUPS, True))
     found = [_fit(passes, name, overlaps, None, alike) for overlaps, alike in ways]
     return min(found, key=lambda one: misfit(passes, one))
