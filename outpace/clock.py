@@ -57,12 +57,11 @@ class StepClock:
 
     def _now(self) -> tuple[float, float, float, int]:
         """Time, seconds in drafters' passes, seconds in the target's, drafters' passes."""
-        return (
-            time.perf_counter(),
-            sum(clock.seconds for clock in self._drafters),
-            self._target.seconds,
-            sum(clock.count for clock in self._drafters),
-        )
+        seconds, count = 0.0, 0
+        for clock in self._drafters:
+            seconds += clock.seconds
+            count += clock.count
+        return time.perf_counter(), seconds, self._target.seconds, count
 
 
 class Clocks(PassClock):

@@ -69,16 +69,17 @@ class KeyedCoins(Coins):
         position: index of the pending token in its sequence, prompt included.
     """
 
-    __slots__ = ("_base", "_position", "_race")
+    __slots__ = ("_base", "_position", "_seed", "_stream")
 
     def __init__(self, seed: int, position: int, stream: Stream) -> None:
-        self._base = _mix(_mix(_mix(seed, int(stream)), 0), position)
-        self._race = _mix(seed, int(Stream.RACE))
-        self._position = position
+        self._seed, self._position, self._stream = seed, position, stream
+        self._base: int | None = None  # made when the first coin falls: at temperature 0 none does
 
     def uniform(self, *key: int) -> float:
         """The uniform in [0, 1) behind the coin with this key."""
         state = self._base
+        if state is None:
+            state = self._base = _mix(_mix(_mix(self._seed, self._stream), 0), self._position)
         for part in key:
             state = _mix(state, part)
         return (state >> 11) * 2.0**-53
@@ -102,7 +103,7 @@ class KeyedCoins(Coins):
     def race(self, law: Law, depth: int, count: int = 1) -> list[int]:
         if len(law.prob_S) == 1:
             return [int(law.ids[0])]
-        noise_S = exponentials(_mix(self._race, self._position + depth), law.ids)
+        noise_S = exponentials(_mix(_mix(self._seed, Stream.RACE), self._position + depth), law.ids)
         time_S = noise_S / law.prob_S.double()  # E / p: the earliest arrival wins, as Gumbel-max
         count = min(count, int((law.prob_S > 0).sum()))
         order = time_S.topk(count, largest=False).indices

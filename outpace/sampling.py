@@ -357,9 +357,20 @@ class Laws:
         draft: Draft,
         best: tuple[Sequence[int], Sequence[float]] | None = None,
     ) -> None:
-        assert len(logits_JV) == len(draft) + 1, (len(logits_JV), len(draft))
+        assert logits_JV.shape[0] == len(draft) + 1, (logits_JV.shape, len(draft))
         self._logits_JV, self._warp, self._draft, self._best = logits_JV, warp, draft, best
         self._law: dict[int, Law] = {}
+
+    def certain(self, node: int) -> int | None:
+        """The only token that may follow ``node``, if that is known without its distribution.
+
+        Raises:
+            LogitsError: the row has none.
+        """
+        if self._best is None:
+            return None
+        finite(self._best[1][node + 1])
+        return self._best[0][node + 1]
 
     def law(self, node: int) -> Law:
         """The distribution of the token that follows ``node`` (ROOT: follows the pending token).
@@ -370,11 +381,10 @@ class Laws:
         law = self._law.get(node)
         if law is None:
             row_V = self._logits_JV[node + 1]
-            if self._best is not None:
-                index, value = self._best
-                finite(value[node + 1])
+            token = self.certain(node)
+            if token is not None:
                 wide = row_V.dtype == torch.float64
-                law = Law.one_hot(index[node + 1], row_V.dtype if wide else torch.float32)
+                law = Law.one_hot(token, row_V.dtype if wide else torch.float32)
             else:
                 law = self._warp.law(row_V, self._draft.path_tokens(node))
             self._law[node] = law
@@ -395,6 +405,8 @@ def laws_of_batch(scored: Scored, warps: Sequence[Warp], drafts: Sequence[Draft]
     Cost: one argmax and one host sync for the rows of all plain sequences together; the other
     rows cost nothing until they are read.
     """
+    if len(warps) == 1 and scored.best is not None and warps[0].plain and len(scored.start_B) == 2:
+        return [Laws(scored.logits_TV, warps[0], drafts[0], scored.best)]
     spans = [(lo, hi) for lo, hi in pairwise(scored.start_B) if hi > lo]
     plain = [slice(*s) for s, warp in zip(spans, warps, strict=True) if warp.plain]
     index: list[int] = []

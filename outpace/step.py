@@ -114,6 +114,7 @@ class Machine:
     """Prompt tokens per pass beside sequences that decode; see ``outpace.engine.scheduler``."""
     listeners: Sequence[Callable[[StepRecord], None]] = ()
     steps: int = field(default=0, init=False)
+    _tapped: dict[frozenset[str], frozenset[str]] = field(default_factory=dict, init=False)
 
     def granted(self, name: str, row: StepSequence) -> Budget:
         least = self.drafters[name].traits.least_context
@@ -121,8 +122,10 @@ class Machine:
 
     def tapped(self, rows: Sequence[StepSequence]) -> frozenset[str]:
         """Drafters of these rows that read features."""
-        names = {name for row in rows for name in row.members}
-        return frozenset(name for name in names if self.drafters[name].traits.taps)
+        names = frozenset([name for row in rows for name in row.members])
+        if names not in self._tapped:
+            self._tapped[names] = frozenset(name for name in names if self.drafters[name].traits.taps)
+        return self._tapped[names]
 
     def taps(self, rows: Sequence[StepSequence]) -> frozenset[str]:
         """Features that some drafter of these rows reads."""
@@ -150,7 +153,9 @@ def step(machine: Machine, rows: Sequence[StepSequence]) -> list[Outcome]:
     plans, views = _plan(machine, rows)
     clock.lap("plan")
     uncached_B = [
-        _num_uncached(machine, row, plan.drafter) if plan.budget.max_nodes else 0
+        machine.drafters[plan.drafter].num_uncached(row.members[plan.drafter].state, row.tokens)
+        if plan.budget.max_nodes
+        else 0
         for row, plan in zip(rows, plans, strict=True)
     ]
     drafts = _draft(machine, rows, plans)
@@ -247,9 +252,8 @@ def _plan(machine: Machine, rows: Sequence[StepSequence]) -> tuple[list[Plan], l
             row.room(),
             row.coins(Stream.POLICY),
             preview,
-            {} if least is None else {one: _num_uncached(machine, row, one) for one in row.members},
         )
-        for row, preview, least in zip(rows, _previews(machine, rows, least_B), least_B, strict=True)
+        for row, preview in zip(rows, _previews(machine, rows, least_B), strict=True)
     ]
     plans = machine.policy.plan(views, load)
     for view, plan in zip(views, plans, strict=True):
@@ -324,10 +328,6 @@ def _previews(
         for i, answer in zip(indices, answers, strict=True):
             previews[i][name] = answer
     return previews
-
-
-def _num_uncached(machine: Machine, row: StepSequence, name: str) -> int:
-    return machine.drafters[name].num_uncached(row.members[name].state, row.tokens)
 
 
 def _judge(machine: Machine, parts: Sequence[_Part], scored: Scored) -> dict[int, Verdict]:

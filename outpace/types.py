@@ -365,7 +365,9 @@ class Scored:
     them, if the pass found them on its way."""
 
     def of(self, index: int) -> Scored:
-        """The part of one feed, as views."""
+        """The part of one feed, as views; of the only one all of it."""
+        if len(self.start_B) == 2:
+            return self
         lo, hi = self.start_B[index], self.start_B[index + 1]
         taps: dict[str, Tensor] = {}
         tap_start: tuple[int, ...] = (0,)

@@ -65,7 +65,7 @@ MAY_IMPORT = {
     " drafters.trained engine",
     "analysis": "kernels errors config files registry params types coins sampling tree step"
     " cache.base models models.base drafters drafters.base drafters.trained verifiers verifiers.base"
-    " policies.base engine",
+    " policies policies.base policies.costs policies.tuning engine",
     # A room may import everything below it, and no other room.
     "methods": "errors config files registry params clock rows stops types coins sampling tree step"
     " cache cache.base models models.base drafters drafters.base drafters.wrapping drafters.trained"

@@ -12,7 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from outpace.methods.eagle3.probe import read
 from outpace.models.tiny import tiny
+from outpace.train.tokens import TokenSequence
+from tests.train.texts import written
 
 TOOLS = Path(__file__).parents[1] / "tools"
 FILES = sorted(TOOLS.glob("*.py"))
@@ -126,3 +129,25 @@ def test_ablations_print_a_row_each_and_train_nothing_twice(tool, tmp_path, caps
     (command,) = commands
     pairs = [command[i + 1] for i, word in enumerate(command) if word == "--set"]
     assert pairs == ["loop.steps=7", "loop.lr=0.1", "steps=5", "refused=2"]
+
+
+def test_a_probe_of_all_layers_is_a_table_a_picture_and_a_file(tool, tmp_path, capsys, monkeypatch):
+    probe_layers = tool("probe_layers")
+    ids = written(tiny(), 4, seed=1, new=30).token_BT.numpy().astype("int32")
+
+    class Answers(list):
+        held_out_S = (False, False, False, True)
+
+    held = Answers(TokenSequence(number=i, prompt=6, temperature=0.0, ids=one) for i, one in enumerate(ids))
+    monkeypatch.setattr(probe_layers.TokenStore, "open", lambda folder: held)
+    out, plot = tmp_path / "probe.safetensors", tmp_path / "probe.png"
+    asked = ["--work", "w", "--out", str(out), "--model", "tiny", "--rows", "60", "--vocab", "100000"]
+    assert probe_layers.main([*asked, "--layers", "2", "--plot", str(plot)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("|---|---|")
+    assert [line.split("|")[1].strip() for line in lines[at + 1 : -1]] == ["0", "1", "2"]
+    assert "together" in lines[-1] and plot.stat().st_size > 1000
+    assert probe_layers.main([*asked, "--layers", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["alone"]) == 3 and told["agreement"] == max(told["alone"])
+    assert list(read(out, tiny())[0]) == told["layers"]

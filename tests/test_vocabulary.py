@@ -23,7 +23,7 @@ BANNED = tuple(
         r"\bTO~DO\b|\bFIX~ME\b|\bXX~X\b",  # finish it, or write it into LOG.md
         r"\bissues? (#|no\.? ?)?\d",  # a reader cannot look them up here
         r"(assistant|agent|coding|model) ses~sion",
-        r"\b(cla~ude|chat~gpt|copi~lot|anthro~pic)\b",
+        r"\b(cla~ude|chat~gpt|copi~lot)\b",
         r"co-author~ed-by|generated (by|with) (an? )?(ai|llm|language model)\b",
     )
 )

@@ -28,7 +28,7 @@ from outpace import Engine
 from outpace.analysis.prediction.calibration import POINTS, Point, fit, misfit, ops_of, time_passes
 from outpace.analysis.prediction.model import planned
 from outpace.analysis.prediction.speedup import Drafter, Steps, gain
-from outpace.analysis.roofline import Device, now
+from outpace.analysis.roofline import Device
 from outpace.bench import report as reports
 from outpace.bench.cases import evenly, fitting
 from outpace.bench.ours import Ours
@@ -85,7 +85,7 @@ def passes(target: Decoder, asked: Any, devices: Fitted, say: Say) -> list[dict[
     """
     shape, wanted = planned(target), [*POINTS, *points()]
     say(f"{target.name}, {shape.form}: {len(wanted)} passes, {asked.repeat} rounds")
-    timed = time_passes(target, wanted, asked.repeat, _processor if asked.cpu_time else now)
+    timed = time_passes(target, wanted, asked.repeat, _processor if asked.cpu_time else None)
     spent = dict(timed.passes)
 
     known = [(ops_of(shape, point), spent[point]) for point in POINTS]

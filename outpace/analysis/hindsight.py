@@ -257,7 +257,8 @@ class Priced:
         for place in reversed(range(self.positions)):
             ways = [self.step(PLAIN, 0, 0, False) + left_P[place + 1]]
             for drafter, found in self.drafters.items():
-                for nodes, depth, kept in self._drafts(found, place):
+                drafts = {self._drafted(one, place) for one in self.settings(drafter)}
+                for nodes, depth, kept in drafts.union(self._drafts(found, place)):
                     after = place + 1 + min(kept, self.positions - 1 - place)
                     looks = found.previews_P is not None
                     ways.append(self.step(drafter, nodes, depth, looks) + left_P[after])
@@ -323,7 +324,7 @@ def look_back(
     device = Device(
         name="here",
         rows_R=curve.rows_R,
-        pass_R=tuple(1e3 * seconds for seconds in curve.seconds_CR[0]),
+        pass_R=rising([1e3 * seconds for seconds in curve.seconds_CR[0]]),
         levels={name: (median(found), 0.0) for name, found in took.items()},
         **_overheads(steps),
     )
@@ -337,6 +338,18 @@ def look_back(
         measured=sum(step.seconds for step in steps),
         left_out=left,
     )
+
+
+def rising(values: Sequence[float]) -> tuple[float, ...]:
+    """The nearest values that never fall: a pass over more rows does not take less."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, many = pools.pop()
+            mean, count = (before * many + mean * count) / (many + count), many + count
+        pools.append((mean, count))
+    return tuple(mean for mean, count in pools for _ in range(count))
 
 
 def compare(

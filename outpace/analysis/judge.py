@@ -1,6 +1,6 @@
 """Judge policies: regret against the best choice in hindsight, and replay against reality.
 
-rows = judge(texts, ["auto", "goodput"])    every policy in every scenario
+rows = judge(texts, named(["auto", "goodput"]))    every policy in every scenario
 found = reality(engine, prompts, texts, "auto")
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -52,9 +53,13 @@ class Judged:
         }
 
 
-def fresh(spec: str, text: Text) -> Policy:
-    """A policy that knows of a text's drafters what an engine would tell it."""
-    policy: Policy = make("policy", MethodSpec.parse(spec))
+def named(specs: Sequence[str]) -> dict[str, Callable[[], Policy]]:
+    """Spec -> a fresh policy of it; such as ``goodput[weight=0.1]``."""
+    return {spec: partial(make, "policy", MethodSpec.parse(spec)) for spec in specs}
+
+
+def told(policy: Policy, text: Text) -> Policy:
+    """The policy, which knows of a text's drafters now what an engine would tell it."""
     for name, one in text.drafters.items():
         if one.previews_P is not None:
             policy.costs.suppose(name, 0.0)
@@ -63,34 +68,43 @@ def fresh(spec: str, text: Text) -> Policy:
 
 def judge(
     texts: Sequence[Text],
-    policies: Sequence[str],
+    policies: Mapping[str, Callable[[], Policy]],
     only: str = "",
+    orders: int = 1,
     tick: Callable[[str, int], None] = lambda part, done: None,
 ) -> list[Judged]:
     """Replay policies in all scenarios.
 
     Args:
         texts: recorded, of several kinds.
-        policies: specs, such as ``goodput[weight=0.1]``.
+        policies: name -> makes one that knows nothing yet.
         only: a part of the names of scenarios.
+        orders: of the requests that come before and at once; rates are their mean. One order is noisy:
+            what a policy tries first decides what it learns.
         tick: told of every scenario.
 
     Cost: seconds per scenario, most of them for the fixed rules.
     """
     found = []
-    for one in scenarios(texts):
-        if only not in one.name:
+    others = [{one.name: one for one in scenarios(texts, order)} for order in range(1, orders)]
+    for first in scenarios(texts):
+        if only not in first.name:
             continue
-        tick(one.name, 0)
-        rule, best, plain = best_choice(one.device, one.walks, one.batch, one.until)
+        tick(first.name, 0)
+        rule, best, plain = best_choice(first.device, first.walks, first.batch, first.until)
         rates = {}
-        for spec in policies:
-            runs = Replay(fresh(spec, texts[0]), one.device, 1)
-            if one.before:
-                runs.run(one.before, lambda moment: 1)
-            rates[spec] = runs.run(one.walks, one.batch, one.until).rate
-        found.append(Judged(scenario=one.name, best=str(rule), best_rate=best, plain_rate=plain, rates=rates))
-        tick(one.name, 1)
+        for name, fresh in policies.items():
+            each = []
+            for order, one in enumerate([first, *(some.get(first.name, first) for some in others)]):
+                runs = Replay(told(fresh(), texts[0]), one.device, 1 + order)
+                if one.before:
+                    runs.run(one.before, lambda moment: 1)
+                each.append(runs.run(one.walks, one.batch, one.until).rate)
+            rates[name] = mean(each)
+        found.append(
+            Judged(scenario=first.name, best=str(rule), best_rate=best, plain_rate=plain, rates=rates)
+        )
+        tick(first.name, 1)
     return found
 
 
@@ -130,7 +144,7 @@ def reality(
                 engine.listeners.remove(listen)
     spent = steps.pop(method)
     tokens = sum(len(step.rows[0].emitted) for step in spent)
-    predicted = Replay(fresh(spec, texts[0]), measured(steps, spent)).run(
+    predicted = Replay(told(named([spec])[spec](), texts[0]), measured(steps, spent)).run(
         [whole(text) for text in texts], lambda moment: 1
     )
     return {

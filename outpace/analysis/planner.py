@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from outpace.analysis.prediction.model import Planned
-from outpace.analysis.prediction.speedup import Drafter, Steps, chains
+from outpace.analysis.prediction.speedup import Drafter, Gain, Steps, chains
 from outpace.analysis.roofline import Device
 from outpace.analysis.scaling import Bridge, Fitted, Law
 
@@ -71,32 +71,33 @@ def plan(
     for one in candidates:
         cost = steps.level(one.shape.seconds(device, context=context, batch=batch))
         for count in tokens:
-
-            def best(law: Law, cost: float = cost, weights: float = one.weights, count: float = count) -> Any:
-                drafter = Drafter(acceptance=bridge.acceptance(law.loss(weights, count)), cost=cost)
-                return max(chains(drafter, steps.ratio), key=lambda draft: draft.speedup)
-
-            loss = fitted.law.loss(one.weights, count)
-            gain = best(fitted.law)
+            draft = partial(_best, bridge, steps, cost, one.weights, count)
+            loss, gain = fitted.law.loss(one.weights, count), draft(fitted.law)
             found.append(
                 Choice(
                     weights=one.weights,
                     tokens=count,
                     loss=loss,
-                    loss_interval=fitted.interval(_loss(one.weights, count)),
+                    loss_interval=fitted.loss_interval(one.weights, count),
                     acceptance=bridge.acceptance(loss),
                     cost=cost,
                     guesses=len(gain.parents),
                     emitted=gain.emitted,
                     speedup=gain.speedup,
-                    speedup_interval=fitted.interval(lambda law, best=best: best(law).speedup),
+                    speedup_interval=fitted.interval(partial(_speedup, draft)),
                 )
             )
     return sorted(found, key=lambda one: -one.speedup)
 
 
-def _loss(weights: float, tokens: float) -> Callable[[Law], float]:
-    return lambda law: law.loss(weights, tokens)
+def _best(bridge: Bridge, steps: Steps, cost: float, weights: float, tokens: float, law: Law) -> Gain:
+    """The chain that gains most, if a law is right."""
+    drafter = Drafter(acceptance=bridge.acceptance(law.loss(weights, tokens)), cost=cost)
+    return max(chains(drafter, steps.ratio), key=lambda one: one.speedup)
+
+
+def _speedup(draft: Callable[[Law], Gain], law: Law) -> float:
+    return draft(law).speedup
 
 
 def shapes(points: Sequence[Any]) -> dict[float, Mapping[str, Any]]:

@@ -40,7 +40,7 @@ from outpace.step import Machine, Member
 from outpace.tree.growth import DraftRow
 from outpace.types import NOTHING, Budget, Draft, Drawn, Load, Plan, Shape, Verdict
 
-FORMAT = 1
+FORMAT = 2
 """Of the files."""
 
 
@@ -51,6 +51,8 @@ class Guess:
     nodes_D: tuple[int, ...]
     """Nodes down to depth 1, 2, ...; empty if nothing was drafted."""
     accepted: int
+    levels: int
+    """Passes of its drafter's model; fewer than depths where a part is looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +71,17 @@ class Recorded:
     guesses: Mapping[int, tuple[Guess, ...]]
     """Most nodes asked for -> the draft at every position."""
 
-    def draft(self, position: int, asked: Budget) -> tuple[int, int, int]:
-        """Nodes, levels and accepted tokens of a draft within a budget."""
+    def draft(self, position: int, asked: Budget) -> tuple[int, int, int, int]:
+        """Nodes, depth, accepted tokens and levels of a draft within a budget."""
         sizes = [nodes for nodes in self.guesses if nodes >= asked.max_nodes]
         guess = self.guesses[min(sizes) if sizes else max(self.guesses)][position]
         depth = min(len(guess.nodes_D), asked.max_depth)
         if self.budget.shape.beam == 0:
             depth = min(depth, asked.max_nodes)
         if not depth:
-            return 0, 0, 0
-        return min(guess.nodes_D[depth - 1], asked.max_nodes), depth, min(guess.accepted, depth)
+            return 0, 0, 0, min(guess.levels, asked.max_depth)
+        nodes = min(guess.nodes_D[depth - 1], asked.max_nodes)
+        return nodes, depth, min(guess.accepted, depth), min(guess.levels, depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +218,7 @@ def _one(
     machine = Machine(engine.target, engine.cache, drafters, _Teach(teachers[0] if teachers else None))
     scheduler = Scheduler(machine)
     scheduler.join(row)
-    made: dict[str, dict[int, list[Draft]]] = {spec: {} for spec in methods}
+    made: dict[str, dict[int, list[tuple[Draft, int]]]] = {spec: {} for spec in methods}
     previews: dict[str, list[tuple[float, ...]]] = {spec: [] for spec in teachers}
     passes = {spec: one.drafter.clock.count for spec, one in methods.items()}
     places: list[int] = []
@@ -243,7 +246,8 @@ def _one(
                 tuple(previews[spec]) if spec in previews else None,
                 {
                     nodes: tuple(
-                        _guess(draft, row.tokens[at:]) for draft, at in zip(drafts, places, strict=True)
+                        _guess(draft, levels, row.tokens[at:])
+                        for (draft, levels), at in zip(drafts, places, strict=True)
                     )
                     for nodes, drafts in made[spec].items()
                 },
@@ -269,7 +273,7 @@ def _ask(
     row: ActiveSequence,
     spec: str,
     one: SingleMethod,
-    made: dict[int, list[Draft]],
+    made: dict[int, list[tuple[Draft, int]]],
     previews: list[tuple[float, ...]] | None,
     timed: Timed | None = None,
 ) -> None:
@@ -293,22 +297,23 @@ def _ask(
             chain=chain,
         )
         with torch.inference_mode():
-            start, levels = time.perf_counter(), one.drafter.clock.count
+            start, before = time.perf_counter(), one.drafter.clock.count
             (draft,) = one.drafter.propose([wanted])
+            levels = one.drafter.clock.count - before
             if timed is not None and nodes == full:
-                timed(spec, one.drafter.clock.count - levels, time.perf_counter() - start)
+                timed(spec, levels, time.perf_counter() - start)
             machine.cache.drop(row.slot)
             if previews is not None and nodes == full:
                 previews.append(tuple(round(p, 3) for p in one.drafter.preview([wanted])[0]))
                 machine.cache.drop(row.slot)
-        made.setdefault(nodes, []).append(draft)
+        made.setdefault(nodes, []).append((draft, levels))
 
 
-def _guess(draft: Draft, after: Sequence[int]) -> Guess:
+def _guess(draft: Draft, levels: int, after: Sequence[int]) -> Guess:
     """What of a draft the text says."""
     deepest = max(draft.depth_N, default=0)
     nodes_D = tuple(sum(depth <= level for depth in draft.depth_N) for level in range(1, deepest + 1))
-    return Guess(nodes_D, len(draft.path_of(after)))
+    return Guess(nodes_D, len(draft.path_of(after)), levels)
 
 
 def write(path: Path, texts: Sequence[Text], about: Mapping[str, Any] | None = None) -> None:
@@ -343,7 +348,7 @@ def _packed(text: Text) -> dict[str, Any]:
             "passes": one.passes,
             "previews": one.previews_P,
             "guesses": {
-                str(nodes): [[*guess.nodes_D, guess.accepted] for guess in guesses]
+                str(nodes): [[*guess.nodes_D, guess.accepted, guess.levels] for guess in guesses]
                 for nodes, guesses in one.guesses.items()
             },
         }
@@ -359,7 +364,7 @@ def _unpacked(data: Mapping[str, Any]) -> Text:
             one["passes"],
             None if one["previews"] is None else tuple(map(tuple, one["previews"])),
             {
-                int(nodes): tuple(Guess(tuple(line[:-1]), line[-1]) for line in lines)
+                int(nodes): tuple(Guess(tuple(line[:-2]), *line[-2:]) for line in lines)
                 for nodes, lines in one["guesses"].items()
             },
         )

@@ -196,10 +196,10 @@ class Replay:
         total, drafting = len(rows_of), 0
         for one, plan in zip(rows_of, plans, strict=True):
             text, position, left = one.walk.at(one.place)
-            nodes = depth = kept = unread = 0
+            nodes = depth = kept = unread = levels = 0
             if plan.drafter != "none" and plan.budget.max_nodes > 0:
                 drafter = text.drafters[plan.drafter]
-                nodes, depth, kept = drafter.draft(position, plan.budget)
+                nodes, depth, kept, levels = drafter.draft(position, plan.budget)
                 kept = min(kept, left - 1)
                 self.by_drafter[plan.drafter] = self.by_drafter.get(plan.drafter, 0) + (nodes > 0)
                 drafting += 1
@@ -208,7 +208,7 @@ class Replay:
                     late += self.device.unread * max(0, unread - USUAL)
                     one.read[plan.drafter] = one.place + text.start
                     count, deepest = users.get(plan.drafter, (0, 0))
-                    users[plan.drafter] = count + 1, max(deepest, depth)
+                    users[plan.drafter] = count + 1, max(deepest, levels)
             total += nodes
             evidence.append(Evidence(plan.drafter, nodes, depth, kept, False))
             emitted = (0,) * (kept + 1)
@@ -255,21 +255,17 @@ class Replay:
         text, position, left = one.walk.at(one.place)
         least = self.policy.asks(one.state, load)
         previews: dict[str, Sequence[float]] = {}
-        unread: dict[str, int] = {}
         if least is not None:
             for spec, drafter in text.drafters.items():
                 if drafter.previews_P is not None:
                     told = drafter.previews_P[position]
                     previews[spec] = [chance for chance in told if chance >= least][: max(0, left - 1)]
-                if drafter.passes:
-                    unread[spec] = one.place + text.start - one.read.get(spec, 0)
         row = PolicyRow(
             one.state,
             {spec: drafter.budget for spec, drafter in text.drafters.items()},
             Budget(_ROOMY, left - 1) if left > 1 else NOTHING,
             KeyedCoins(one.number, one.place, Stream.POLICY),
             previews,
-            unread,
         )
         return row, 0 if least is None else 1
 

@@ -78,7 +78,9 @@ class Law:
     """2h."""
 
     def loss(self, weights: float, tokens: float) -> float:
-        return self.floor + self.by_weights * weights**-self.power + self.by_tokens * tokens**-self.power
+        return float(
+            self.floor + self.by_weights * weights**-self.power + self.by_tokens * tokens**-self.power
+        )
 
     def to_json(self) -> dict[str, float]:
         """Its numbers, and those of the form in C and M."""
@@ -108,6 +110,14 @@ class Fitted:
         """Between 2.5 and 97.5 % of the samples."""
         low, high = np.quantile([of(law) for law in self.samples], [0.025, 0.975])
         return float(low), float(high)
+
+    def loss_interval(self, weights: float, tokens: float) -> tuple[float, float]:
+        """Of the loss of a model of this size."""
+        return self.interval(lambda law: law.loss(weights, tokens))
+
+    def number_interval(self, name: str) -> tuple[float, float]:
+        """Of a number of the law, by its name in ``Law.to_json``."""
+        return self.interval(lambda law: law.to_json()[name])
 
 
 def fit(points: Sequence[Point]) -> Law:
@@ -184,7 +194,7 @@ def _fit(weights_P: Floats, tokens_P: Floats, loss_P: Floats) -> Law:
 
 def _positive(columns_PK: Floats, y_P: Floats) -> Floats:
     """Least squares without negative coefficients."""
-    x_K, *_ = np.linalg.lstsq(columns_PK, y_P, rcond=None)
+    x_K: Floats = np.linalg.lstsq(columns_PK, y_P, rcond=None)[0].astype(np.float64)
     if (x_K >= 0).all():
         return x_K
     best, best_K = math.inf, np.zeros(columns_PK.shape[1])

@@ -24,7 +24,7 @@ from outpace.analysis.enumeration import EnumeratingCoins, Fate, fates
 from outpace.coins import Coins, Stream
 from outpace.tree.growth import draw
 from outpace.types import ROOT, Draft, Drawn, Group, Law, Verdict
-from outpace.verifiers.base import Verifier
+from outpace.verifiers.base import TargetLaws, Verifier
 from outpace.verifiers.block import Block, BlockConfig
 from outpace.verifiers.chain import Chain, ChainConfig
 from outpace.verifiers.coupled import Coupled, CoupledConfig
@@ -84,7 +84,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class NodeLaws:
+class NodeLaws(TargetLaws):
     """Target distributions at the nodes of one draft."""
 
     world: World

@@ -21,7 +21,7 @@ from outpace.cli.drafting import known
 from outpace.cli.options import (
     AS_JSON,
     UNDRAFTED,
-    ModelOptions,
+    TrainedOptions,
     WorkloadOptions,
     at_least,
     epilog,
@@ -75,7 +75,7 @@ def register(app: typer.Typer) -> None:
 
 def acceptance(
     *,
-    model: ModelOptions,
+    model: TrainedOptions,
     texts: WorkloadOptions,
     drafter: str = option(
         ..., "Who guesses; one that samples, such as draft_model[model=M].", "-d", metavar="SPEC"

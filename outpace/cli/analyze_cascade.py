@@ -13,7 +13,7 @@ import typer
 
 from outpace import registry
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, TrainedOptions, WorkloadOptions, epilog, option, output, spread
 from outpace.errors import RequestError
 
 _EXAMPLES = """
@@ -41,7 +41,7 @@ def register(group: typer.Typer) -> None:
 def plan(
     context: typer.Context,
     *,
-    model: ModelOptions,
+    model: TrainedOptions,
     texts: WorkloadOptions,
     levels: str | None = option(
         None,
@@ -59,7 +59,9 @@ def plan(
     measure: bool = option(
         False, "Run every configuration beside plain decoding, on prompts that it was not fitted on."
     ),
-    lenience: float = option(1.0, "How lenient inner levels are; 1 is strict.", metavar="L"),
+    lenience: float | None = option(
+        None, "How lenient inner levels are; 1 is strict.", metavar="L", shown="the best of a few"
+    ),
     cost: list[str] | None = option(
         None,
         "Price a model by hand: LEVEL=SHARE of a pass of the target, as in draft=0.15 or 2=0.03. With "
@@ -93,7 +95,8 @@ def plan(
     costs = dict(_cost(text, [part.name for part in parts]) for text in cost or ())
     wanted = [f"{method}[levels={levels} k={text}]" for text in k or ()]
     prompts = texts.read()
-    for spec in (f"{method}[levels={levels} lenience={lenience:g}]", *wanted):
+    leniences = planner.LENIENCES if lenience is None else (lenience,)
+    for spec in (*(f"{method}[levels={levels} lenience={one:g}]" for one in leniences), *wanted):
         planner.check_levels(spec)
     engine = model.load(drafter="none")
     for spec in wanted:
@@ -102,18 +105,28 @@ def plan(
     # Every other prompt is kept for judging; a single one has to do for both.
     fitted, held_out = (ids[::2], ids[1::2]) if measure and len(ids) > 1 else (ids, ids)
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    with show.progress(len(fitted), "prompts") as tick:
-        found = planner.measure(engine, levels, fitted, **settings, lenience=lenience, tick=tick)
-    found = found.priced(costs) if costs else found
-    rows = [
-        {"kind": kind, "k": planner.text_of(best), **_numbers(promise)}
-        for kind, (best, promise) in found.predicted().items()
-    ]
-    rows += [
-        {"kind": "given", "k": text, **_numbers(found.predict(planner.read_k(text)))} for text in k or ()
-    ]
+    with show.progress(len(fitted) * len(leniences), "prompts") as tick:
+        found = planner.measure(engine, levels, fitted, **settings, lenience=leniences[0], tick=tick)
+        more = [
+            planner.measure(engine, levels, fitted, **settings, lenience=one, base=found, tick=tick)
+            for one in leniences[1:]
+        ]
+    tried = [one.priced(costs) if costs else one for one in (found, *more)]
+    found = tried[0]
+    rows = []
+    promised = [one.predicted() for one in tried]
+    for kind in promised[0]:
+        # Where no inner level reviews, the strict probe alone saw what will be drafted.
+        usable = [i for i in range(len(tried)) if i == 0 or not _strict(promised[i][kind][0])]
+        at = max(usable, key=lambda i: (promised[i][kind][1].speedup, -i))
+        rows.append(_row(planner, kind, tried[at], *promised[at][kind]))
+    for text in k or ():
+        given = planner.read_k(text)
+        fit = tried[:1] if _strict(given) else tried
+        one = max(fit, key=lambda one: one.predict(given).speedup)
+        rows.append(_row(planner, "given", one, given, one.predict(given)))
     if measure:
-        specs = [planner.spec_of(levels, planner.read_k(row["k"]), lenience) for row in rows]
+        specs = [planner.spec_of(levels, planner.read_k(row["k"]), row["lenience"]) for row in rows]
         with show.progress(len(held_out), "prompts") as tick:
             gains = planner.speedup(engine, list(dict.fromkeys(specs)), held_out, **settings, tick=tick)
         by_spec = dict(zip(dict.fromkeys(specs), gains, strict=True))
@@ -130,10 +143,17 @@ def plan(
         "prompts": len(ids),
         "held_out": len(held_out) if measure else 0,
         **settings,
-        "lenience": lenience,
+        "leniences": list(leniences),
         "costs": {str(parts[level - 1]): share for level, share in costs.items()},
         "configurations": rows,
-        "best": planner.spec_of(levels, planner.read_k(best["k"]), lenience),
+        "best": planner.spec_of(levels, planner.read_k(best["k"]), best["lenience"]),
+        "undecided": [
+            row["kind"]
+            for row in rows
+            if row is not best
+            and row["predicted"] * (1 + (row["spread"] or 0))
+            > best["predicted"] * (1 - (best["spread"] or 0))
+        ],
     }
     if as_json:
         show.write_json(report)
@@ -141,6 +161,22 @@ def plan(
         show_report(method, found, report, measure)
     if out is not None:
         show.save(out / f"{method}.json", json.dumps(report, indent=1) + "\n")
+
+
+def _strict(k: list[list[int]]) -> bool:
+    """Whether no inner level reviews anything, so that lenience has no meaning."""
+    return not any(any(row) for row in k[1:])
+
+
+def _row(planner: Any, kind: str, found: Any, k: list[list[int]], promise: Any) -> dict[str, Any]:
+    """One configuration of the report."""
+    return {
+        "kind": kind,
+        "k": planner.text_of(k),
+        "lenience": 1.0 if _strict(k) else found.lenience,
+        "spread": found.spread(k),
+        **_numbers(promise),
+    }
 
 
 def _cost(text: str, parts: Sequence[str]) -> tuple[int, float]:
@@ -228,21 +264,35 @@ def show_report(method: str, found: Any, report: dict[str, Any], measured: bool)
         names["ms a token"] = "seconds"
         if measured:
             names["really ms"] = "measured_seconds"
-    names["predicted"] = "predicted"
+    names |= {"predicted": "predicted", "+-": "spread"}
     if measured:
         names |= {"measured": "measured", "error": "error"}
     show.table(
-        (method, "k", *names),
+        (method, "k", "lenience", *names),
         [
-            (row["kind"], row["k"], *(_figure(name, row[name]) for name in names.values()))
+            (
+                row["kind"],
+                row["k"],
+                f"{row['lenience']:g}",
+                *(_figure(name, row[name]) for name in names.values()),
+            )
             for row in report["configurations"]
         ],
-        numbers=tuple(names),
+        numbers=("lenience", *names),
     )
     show.write(f"\nbest: {report['best']}\n")
+    if report["undecided"]:
+        show.write(
+            f"Within the errors (+-) as good: {', '.join(report['undecided'])}. "
+            "More texts (--limit) make the errors smaller.\n"
+        )
 
 
-def _figure(name: str, value: float) -> str:
+def _figure(name: str, value: float | None) -> str:
+    if value is None:
+        return "?"
+    if name == "spread":
+        return f"{value:.0%}"
     if name.endswith("seconds"):
         return f"{1e3 * value:.2f}"
     return f"{value:+.0%}" if name == "error" else f"{value:.2f}"

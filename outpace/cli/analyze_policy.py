@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, epilog, option, output, spread
-from outpace.config import MethodSpec, split_specs
+from outpace.cli.options import AS_JSON, AutoOptions, WorkloadOptions, epilog, option, output, spread
+from outpace.config import split_specs
 from outpace.errors import RequestError
 
 if TYPE_CHECKING:
+    from outpace.analysis.ablation import Worth
     from outpace.analysis.judge import Judged
 
 _EXAMPLES = """
@@ -24,6 +25,8 @@ Examples:
   outpace analyze policy --texts texts.gz
 
   outpace analyze policy --texts texts.gz --policies "auto,goodput,bandit,two_lines" --out report
+
+  outpace analyze policy --texts texts.gz --ablate --orders 4
 
   outpace analyze policy --texts texts.gz --measure --only "cpu, 1"
 """
@@ -35,7 +38,7 @@ def register(group: typer.Typer) -> None:
 
 def policy(
     *,
-    model: ModelOptions,
+    model: AutoOptions,
     texts: WorkloadOptions,
     file: Path = option(
         ..., "Recorded answers; they are recorded if there is no such file.", "--texts", metavar="FILE"
@@ -48,6 +51,9 @@ def policy(
     ),
     max_new_tokens: int = option(96, "Tokens per answer.", least=16),
     temperature: float = option(0.0, "Of the answers to record.", "-t", metavar="T"),
+    ablate: bool = option(False, "Say what each part of auto is worth: `auto` without it, in all scenarios."),
+    constants: bool = option(False, "With --ablate: each constant of auto halved and doubled instead."),
+    orders: int = option(1, "Orders of the requests, whose mean counts; one is noisy.", least=1),
     only: str = option("", "Scenarios whose names hold this.", metavar="PART", shown="all"),
     measure: bool = option(False, "Answer the prompts again, and compare replay with measured speed."),
     as_json: bool = AS_JSON,
@@ -62,11 +68,14 @@ def policy(
         raise RequestError("--policies names none; give for example auto,goodput")
     prompts = texts.read()
 
-    from outpace.analysis import judge, recording
-    from outpace.engine.method import make
+    if constants and not ablate:
+        raise RequestError("--constants says which parts --ablate leaves out; give both")
 
-    for name in names:  # a wrong one is said before a long recording
-        make("policy", MethodSpec.parse(name))
+    from outpace.analysis import ablation, judge, recording
+
+    judged = ablation.variants(constants) if ablate else judge.named(names)
+    for fresh in judged.values():  # a wrong one is said before a long recording
+        fresh()
 
     asked = []
     if measure or not file.exists():
@@ -84,8 +93,12 @@ def policy(
             recording.write(file, recording.record(engine, asked, specs, **settings, tick=tick))
     found = recording.read(file)
     with show.progress(0, "scenarios") as tick:
-        rows = judge.judge(found, names, only, tick)
+        rows = judge.judge(found, judged, only, orders, tick)
+    parts = ablation.worth(rows) if ablate else []
     report: dict[str, Any] = {"texts": len(found), "scenarios": [row.to_json() for row in rows]}
+    if ablate:
+        names = [ablation.WHOLE]
+        report["parts"] = [part.to_json() for part in parts]
     if measure:
         ids = {name: tokens for name, _, tokens in asked}
         same = [text for text in found if text.name in ids]
@@ -100,6 +113,8 @@ def policy(
         show.write_json(report)
     else:
         show_report(rows, names, report)
+        if parts:
+            show_parts(parts)
     if out is not None:
         from outpace.bench.plots import paint
 
@@ -131,6 +146,13 @@ def show_report(rows: Sequence[Judged], names: Sequence[str], report: dict[str, 
         show.write(
             f"{name}: {one['predicted']:.1f} tokens/s predicted, {one['measured']:.1f} measured, {off:+.1%}\n"
         )
+
+
+def show_parts(parts: Sequence[Worth]) -> None:
+    """Print what is lost without each part of `auto`."""
+    show.write("\nShare of the best fixed rule that is lost; below 0 it is better so\n")
+    table = [(one.part, f"{one.mean:+.3f}", f"{one.most:+.3f}", one.where) for one in parts]
+    show.table(("left out", "mean", "most", "in"), table, numbers=("mean", "most"))
 
 
 def _picture(figure: Any, rows: Sequence[Judged], names: Sequence[str]) -> bool:

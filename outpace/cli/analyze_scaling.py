@@ -113,7 +113,7 @@ def report_of(found: Fitted, asked: list[tuple[float, float]]) -> dict[str, Any]
     numbers = found.law.to_json()
     return {
         "law": {
-            name: {"value": value, "interval": list(found.interval(lambda law, n=name: law.to_json()[n]))}
+            name: {"value": value, "interval": list(found.number_interval(name))}
             for name, value in numbers.items()
         },
         "left_out_error": found.error,
@@ -134,7 +134,7 @@ def report_of(found: Fitted, asked: list[tuple[float, float]]) -> dict[str, Any]
                 "weights": weights,
                 "tokens": tokens,
                 "loss": found.law.loss(weights, tokens),
-                "interval": list(found.interval(lambda law, n=weights, d=tokens: law.loss(n, d))),
+                "interval": list(found.loss_interval(weights, tokens)),
             }
             for weights, tokens in asked
         ],
@@ -263,7 +263,7 @@ def _picture(figure: Any, found: Fitted, report: dict[str, Any]) -> bool:
         colour = COLOURS[index % len(COLOURS)]
         mine = [p for p in found.points if p.weights == weights]
         left.plot(tokens, [found.law.loss(weights, d) for d in tokens], color=colour, lw=1.4)
-        bands = [found.interval(lambda law, n=weights, d=d: law.loss(n, d)) for d in tokens]
+        bands = [found.loss_interval(weights, d) for d in tokens]
         left.fill_between(
             tokens, [a for a, _ in bands], [b for _, b in bands], color=colour, alpha=0.15, lw=0
         )

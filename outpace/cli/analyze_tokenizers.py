@@ -28,6 +28,7 @@ Examples:
 
   outpace analyze tokenizers ./big ./small --measure --limit 16
 """
+_WEIGHED = 1 << 15  # characters of every text by which a pair is weighed
 _SCRIPTS, _CONTROL = 12, 24  # rows, and names, that people may still read
 
 
@@ -85,7 +86,7 @@ def tokenizers(
         {"target": target, "draft": other, **one.overlap(known[target], known[other], encoded).to_json()}
         for entry in registry.entries("pair")
         if (one := registry.load("pair", entry.name))
-        for encoded in [[known[target].encode(text, special=False) for text in written.values()]]
+        for encoded in [[known[target].encode(text[:_WEIGHED], special=False) for text in written.values()]]
         for other in names[1:]
     ]
     report: dict[str, Any] = {

@@ -16,7 +16,8 @@ from outpace.cli.generate import read_prompt, to_ids
 from outpace.cli.options import (
     AS_JSON,
     UNDRAFTED,
-    ModelOptions,
+    AutoOptions,
+    TrainedOptions,
     WorkloadOptions,
     at_least,
     epilog,
@@ -72,7 +73,7 @@ def tree(
         str | None, typer.Argument(metavar="PROMPT", help="The text to answer.", show_default=False)
     ] = None,
     *,
-    model: ModelOptions,
+    model: AutoOptions,
     drafting: DrafterOptions,
     prompt_file: str | None = _prompt(
         None,
@@ -150,7 +151,7 @@ def _knows(encoding: str | None) -> bool:
 
 def shape(
     *,
-    model: ModelOptions,
+    model: TrainedOptions,
     texts: WorkloadOptions,
     drafter: str = option(
         ..., "Who guesses; one that grows trees, such as draft_model[model=M].", "-d", metavar="SPEC"

@@ -16,7 +16,7 @@ import typer
 from outpace.cli import bench_passes, bench_serve, show
 from outpace.cli.contenders import check_peers, taking_part
 from outpace.cli.drafting import PlanOptions, read_specs
-from outpace.cli.options import AS_JSON, ModelOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, AutoOptions, epilog, option, output, spread
 from outpace.config import DEFAULT_DRAFTER
 from outpace.errors import RequestError
 from outpace.files import check_writable
@@ -62,7 +62,7 @@ def register(app: typer.Typer) -> None:
 def bench(
     context: typer.Context,
     *,
-    model: ModelOptions,
+    model: AutoOptions,
     drafters: str = _who(
         f"none,{DEFAULT_DRAFTER}",
         "Method specs with commas between them, or all: every drafter that needs no "

@@ -10,7 +10,7 @@ import typer
 
 from outpace.cli import show
 from outpace.cli.drafting import read_specs
-from outpace.cli.options import AS_JSON, ModelOptions, epilog, option, spread
+from outpace.cli.options import AS_JSON, TrainedOptions, epilog, option, spread
 from outpace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def register(group: typer.Typer) -> None:
 
 def passes(
     *,
-    model: ModelOptions,
+    model: TrainedOptions,
     drafters: str | None = option(
         None,
         "Method specs with commas between them, whose drafts are timed by level.",

@@ -14,7 +14,7 @@ import typer
 from outpace.bench.load_terms import MIXED, PLAIN, USUAL
 from outpace.cli import show
 from outpace.cli.keys import read_keys
-from outpace.cli.options import AS_JSON, ModelOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, AutoOptions, epilog, option, output, spread
 from outpace.cli.started import started
 from outpace.config import MethodSpec, split_specs
 from outpace.errors import RequestError
@@ -45,7 +45,7 @@ def register(group: typer.Typer) -> None:
 
 def serve(
     *,
-    model: ModelOptions,
+    model: AutoOptions,
     url: str | None = _who(
         None,
         "A server that runs already, with a model of its own.",
@@ -101,7 +101,7 @@ def serve(
         raise RequestError(f"--rate must be above 0, got {rate:g}")
     if check_texts and temperature > 0:
         raise RequestError(f"--check-texts needs temperature 0, got {temperature:g}")
-    if url is not None and model != ModelOptions():
+    if url is not None and model != AutoOptions():
         raise RequestError(f"--url {url} has a model already; leave --model and its options out")
     named = [str(MethodSpec.parse(spec)) for spec in split_specs(drafters)]
     specs = list(dict.fromkeys([*named, PLAIN]))

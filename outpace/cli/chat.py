@@ -15,7 +15,7 @@ import typer
 from outpace.cli import show
 from outpace.cli.drafting import DrafterOptions
 from outpace.cli.generate import LOSSY
-from outpace.cli.options import ModelOptions, SamplingOptions, epilog, notes, option, spread
+from outpace.cli.options import AutoOptions, SamplingOptions, epilog, notes, option, spread
 from outpace.errors import OutpaceError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def register(app: typer.Typer) -> None:
 
 def chat(
     *,
-    model: ModelOptions,
+    model: AutoOptions,
     drafting: DrafterOptions,
     system: str | None = option(
         None, "What the model is told before the conversation.", metavar="TEXT", panel="Prompt"

@@ -11,7 +11,7 @@ import typer
 from outpace.cli import show
 from outpace.cli.audit import AuditOptions
 from outpace.cli.drafting import read_specs
-from outpace.cli.options import AS_JSON, ModelOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, AutoOptions, epilog, option, output, spread
 from outpace.errors import OutpaceError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
 
 def check(
     *,
-    model: ModelOptions,
+    model: AutoOptions,
     drafters: str = option(
         "all",
         "Method specs with commas between them, or all: every lossless drafter that "

@@ -17,7 +17,7 @@ import typer
 from outpace.cli import show
 from outpace.cli.drafting import DrafterOptions
 from outpace.cli.generate import read_prompt, to_ids
-from outpace.cli.options import ModelOptions, SamplingOptions, epilog, option, spread
+from outpace.cli.options import AutoOptions, SamplingOptions, epilog, option, spread
 from outpace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def demo(
         str, typer.Argument(metavar="PROMPT", help="The text to answer.", show_default=False)
     ] = PROMPT,
     *,
-    model: ModelOptions,
+    model: AutoOptions,
     drafting: DrafterOptions,
     sampling: SamplingOptions,
     out: list[Path] = option(

@@ -12,7 +12,7 @@ import typer
 
 from outpace.cli import show
 from outpace.cli.drafting import read_specs
-from outpace.cli.options import AS_JSON, ModelOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, AutoOptions, epilog, option, output, spread
 from outpace.config import DEFAULT_DRAFTER
 
 _EXAMPLES = """
@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
 
 def evaluate(
     *,
-    model: ModelOptions,
+    model: AutoOptions,
     tasks: str = option(
         "sample",
         "Tasks with commas between them: names that lm-evaluation-harness knows, YAML files of its form, "

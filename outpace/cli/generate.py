@@ -12,7 +12,7 @@ import typer
 from outpace.cli import show
 from outpace.cli.drafting import DrafterOptions
 from outpace.cli.explain import Told
-from outpace.cli.options import ModelOptions, SamplingOptions, epilog, notes, option, output, spread
+from outpace.cli.options import AutoOptions, SamplingOptions, epilog, notes, option, output, spread
 from outpace.cli.runs import REPEATS, Run, Sides
 from outpace.errors import RequestError
 from outpace.files import decoded, reading
@@ -49,7 +49,7 @@ def generate(
         str | None, typer.Argument(metavar="PROMPT", help="The text to answer.", show_default=False)
     ] = None,
     *,
-    model: ModelOptions,
+    model: AutoOptions,
     drafting: DrafterOptions,
     prompt_file: str | None = _prompt(
         None,

@@ -137,18 +137,6 @@ class ModelOptions:
     )
     device: str = model_option("cpu", "Where to compute: cpu, cuda, cuda:1.", metavar="D")
     threads: int | None = model_option(None, "CPU threads to compute with.", shown="all cores", least=1)
-    drafter_anyway: bool = model_option(
-        False,
-        "Take a drafter that was trained for another model, if its sizes fit. Fewer drafts may be "
-        "accepted; the output has the same distribution.",
-    )
-
-    draft_model: str | None = model_option(
-        None,
-        "A smaller model with the same tokenizer, for auto to draft with where that pays.",
-        metavar="M",
-        shown="none",
-    )
 
     def load(self, **settings: Any) -> Engine:
         """Load the engine, with a spinner on a terminal.
@@ -166,16 +154,32 @@ class ModelOptions:
 
             if self.threads is not None:
                 torch.set_num_threads(self.threads)
-            own = dict(settings, draft_model=self.draft_model)
-            given = {key: value for key, value in own.items() if value is not None}
-            return Engine.load(
-                self.model,
-                dtype=self.dtype,
-                device=self.device,
-                quantize=self.quantize,
-                drafter_anyway=self.drafter_anyway,
-                **given,
-            )
+            own = dataclasses.asdict(self) | settings
+            given = {key: value for key, value in own.items() if value is not None and key != "threads"}
+            return Engine.load(given.pop("model"), **given)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedOptions(ModelOptions):
+    """The same, of commands that draft with what was trained."""
+
+    drafter_anyway: bool = model_option(
+        False,
+        "Take a drafter that was trained for another model, if its sizes fit. Fewer drafts may be "
+        "accepted; the output has the same distribution.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AutoOptions(TrainedOptions):
+    """The same, of commands that may leave the choice of the drafter to `auto`."""
+
+    draft_model: str | None = model_option(
+        None,
+        "A smaller model with the same tokenizer, for auto to draft with where that pays.",
+        metavar="M",
+        shown="none",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

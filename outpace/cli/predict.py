@@ -24,6 +24,7 @@ _draft = partial(option, panel="Drafter")
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 _SHOWN = 8
 """Chains with a line of their own."""
+_OPERATOR = ("operator", "times", "GFLOP", "MB", "bound by", "ms", "share")
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 
 _EXAMPLES = """
@@ -120,8 +121,9 @@ def predict(
     drafting = _drafting(acceptance, drafter_cost, draft_config, sibling, tree)
     here = device == devices.HERE
     record = None if here else devices.find(device)
-    form = {"kind": CPU if record is None else record.kind, "dtype": dtype, "quantize": quantize}
-    shape = read(config, **form, cache=kv_dtype)
+    kind = CPU if record is None else record.kind
+    held = partial(read, kind=kind, dtype=dtype, quantize=quantize, cache=kv_dtype)
+    shape = held(config)
     length = prompt if context is None else context
     room = shape.config.max_positions
     if max(prompt, length + max(counts)) > room:
@@ -135,11 +137,13 @@ def predict(
         machine = calibration.device
     else:
         machine = record.device(shape.dtype)
-    asked = {"prompt": prompt, "context": length, "batch": batch, "rows": sorted({1, *counts})}
-    report = predicted(shape, machine, record, calibration, **asked)
+    sizes = sorted({1, *counts})
+    report = predicted(
+        shape, machine, record, calibration, prompt=prompt, context=length, batch=batch, rows=sizes
+    )
     if drafting is not None:
         host = 0.0 if calibration is None else calibration.timed.host
-        other = read(draft_config, **form, cache=kv_dtype) if draft_config else None
+        other = held(draft_config) if draft_config else None
         report["drafter"] = _gains(shape, machine, other, drafting, length, batch, host)
     if as_json:
         show.write_json(report)
@@ -311,10 +315,8 @@ def show_report(report: dict[str, Any]) -> None:
             f"\n{name}, {what} {phase[what]}, batch {phase['batch']}: {_time(phase['seconds'])} a pass, "
             f"{phase['tokens_per_second']:,.1f} tokens per second\n"
         )
-        columns = ("operator", "times", "GFLOP", "MB", "bound by", "ms", "share")
-        show.table(
-            columns, [_operator(one, phase["seconds"]) for one in phase["operators"]], numbers=columns[1:]
-        )
+        rows = [_operator(one, phase["seconds"]) for one in phase["operators"]]
+        show.table(_OPERATOR, rows, numbers=_OPERATOR[1:])
     verify = report["verify"]
     show.write(f"verification at context {verify['context']}, batch {verify['batch']}\n")
     columns = ("rows", "ms", "x one row")

@@ -12,7 +12,7 @@ import typer
 from outpace import registry
 from outpace.cli import show
 from outpace.cli.keys import read_keys
-from outpace.cli.options import ModelOptions, epilog, notes, option, spread
+from outpace.cli.options import AutoOptions, epilog, notes, option, spread
 from outpace.config import MethodSpec, build
 from outpace.errors import ModelError, RequestError
 from outpace.params import SamplingParams
@@ -47,7 +47,7 @@ def register(app: typer.Typer) -> None:
 
 def serve(
     *,
-    model: ModelOptions,
+    model: AutoOptions,
     drafter: list[str] | None = option(
         None,
         "Drafters that requests may name; the first serves those that name none. "

@@ -12,7 +12,7 @@ import typer
 
 from outpace import registry
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, ModelOptions, at_least, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, AutoOptions, at_least, epilog, option, output, spread
 from outpace.config import MethodSpec, split_specs
 from outpace.errors import OutpaceError, RequestError
 
@@ -46,7 +46,7 @@ def register(app: typer.Typer) -> None:
 
 def tune(
     *,
-    model: ModelOptions,
+    model: AutoOptions,
     drafters: str = _who(
         "all",
         "Method specs with commas between them, or all: every drafter that this model "

@@ -121,6 +121,12 @@ class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
         for a copy of each takes four times as long in a batch of 64.
         """
         rows = [_rows(outcome) for _, outcome in new]
+        if len(new) == 1:
+            ((state, outcome),) = new
+            taps, (at,) = outcome.scored.taps, rows
+            own = taps if at is None else {name: taps[name][at] for name in self.traits.taps}
+            self._wait(state, self.feature(dict(own)))
+            return
         together = {
             name: torch.cat(
                 [
@@ -132,9 +138,12 @@ class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
         }
         parts = torch.split(self.feature(together), [len(outcome.fed) for _, outcome in new])
         for (state, _), part in zip(new, parts, strict=True):
-            state.waiting.append(part)
-            if len(state.waiting) > _PIECES:
-                state.waiting = [torch.cat(state.waiting)]
+            self._wait(state, part)
+
+    def _wait(self, state: S, part: Tensor) -> None:
+        state.waiting.append(part)
+        if len(state.waiting) > _PIECES:
+            state.waiting = [torch.cat(state.waiting)]
 
     def num_uncached(self, state: S, tokens: Sequence[int]) -> int:
         """Those whose features wait."""

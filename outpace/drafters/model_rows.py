@@ -75,7 +75,7 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
         return self.model.clock
 
     @property
-    def language_model(self) -> Target:
+    def language_model(self) -> Target | None:
         """The draft model over the target's tokens, for a drafter that speeds it up."""
         if self._id_D is None and self.model.vocab_size == self._vocab_size:
             return self.model

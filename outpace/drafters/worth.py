@@ -34,7 +34,7 @@ from outpace.types import ROOT, Budget, Draft, Outcome, Verdict
 N = TypeVar("N")
 S = TypeVar("S")
 
-After = Callable[[N], Sequence[tuple[int, float, N]]]
+After = Callable[[N], Iterable[tuple[int, float, N]]]
 """Node -> (token, chance, node) of what may follow it, likeliest first."""
 
 LEAST = 0.05
@@ -157,9 +157,11 @@ def grow(after: After[N], start: N, budget: Budget, owner: int | None = None) ->
         A CHOSEN draft with `Chances` as its memo; empty if nothing is likely enough.
     """
     template, beam = budget.shape.parent_N, budget.shape.beam
+    if template is None and not beam:
+        return _chain(after, start, budget, owner)
     kids = None if template is None else children(template)
     most = min(budget.max_nodes, budget.max_rows)
-    free: Iterable[int] = repeat(ROOT) if beam else [ROOT]
+    free: Iterable[int] = repeat(ROOT)
     least = max(LEAST, budget.least, budget.shape.least / max(1, most))
     tokens: list[int] = []
     parents: list[int] = []
@@ -170,7 +172,7 @@ def grow(after: After[N], start: N, budget: Budget, owner: int | None = None) ->
         grown = []
         for node, place, source, reached in level:
             places = free if kids is None else kids.get(place, [])
-            if not places or (kids is None and not beam and len(tokens) >= most):
+            if not places:
                 continue
             left = 1.0  # of several that are sure of themselves one at most is right
             for spot, (token, chance, then) in zip(places, after(source), strict=False):
@@ -185,6 +187,26 @@ def grow(after: After[N], start: N, budget: Budget, owner: int | None = None) ->
                 whole.append(reached * chance)
         level = sorted(grown, key=lambda one: -one[3])[:beam] if beam else grown
     return _best(tokens, parents, own, whole, most, owner) if tokens else Draft()
+
+
+def _chain(after: After[N], start: N, budget: Budget, owner: int | None) -> Draft:
+    """The likeliest token after the likeliest, as far as that makes the most of a pass."""
+    least, expected, worth, reached = max(LEAST, budget.least), 1.0, 1.0, 1.0
+    tokens, own, length, node = list[int](), list[float](), 0, start
+    for count in range(1, min(budget.max_nodes, budget.max_rows, budget.max_depth) + 1):
+        token, chance, node = next(iter(after(node)), (-1, 0.0, node))
+        reached *= min(chance, 1.0)
+        if reached < least:
+            break
+        tokens.append(token)
+        own.append(min(chance, 1.0))
+        expected += reached
+        now = expected / assumed(1 + count)
+        if now >= worth:
+            worth, length = now, count
+    return (
+        Draft.chosen(tokens[:length], memo=Chances(tuple(own[:length]), worth, owner)) if tokens else Draft()
+    )
 
 
 def _best(
@@ -203,8 +225,9 @@ def _best(
     expected, worth, length = 1.0, 1.0, 0
     for count, node in enumerate(order, 1):
         expected += whole[node]
-        if expected / assumed(1 + count) >= worth:
-            worth, length = expected / assumed(1 + count), count
+        now = expected / assumed(1 + count)
+        if now >= worth:
+            worth, length = now, count
     order = order[:length]
     place = {ROOT: ROOT, **{node: i for i, node in enumerate(order)}}
     return Draft.chosen(

@@ -376,7 +376,7 @@ class Engine:
                     for name, one in method.serving(warp.ruled).items()
                 },
                 verifier=verifier,
-                policy_state=method.policy.begin(),
+                policy_state=method.policy.begin(request.key, warp.greedy),
                 lossless=method.lossless(verifier),
             ),
             max_positions=self.target.longest(ids),

@@ -127,7 +127,7 @@ class PassRows:
     def without_riders(self, x_TH: Tensor) -> Tensor:
         """The rows fed, of features of all rows of the pass."""
         if not self.riders:
-            return x_TH[: len(self.ids)]
+            return x_TH if x_TH.shape[0] == len(self.ids) else x_TH[: len(self.ids)]
         riders = set(self.riders)
         fed = [row for row in range(len(self.ids)) if row not in riders]
         return x_TH[torch.tensor(fed, device=x_TH.device)]

@@ -24,7 +24,7 @@ def pick(
         None where drafting nothing emits most.
     """
     costs, batch = policy.costs, load.batch
-    still, each = costs.rest(batch)
+    still = costs.rest(batch)
     rows = batch + load.beside
     best, found = batch / (costs.passed(rows, load.context, batch) + still), None
     for name, budget in drafters.items():
@@ -32,7 +32,7 @@ def pick(
         for nodes, depth in asks(budget):
             chance = min(0.98, chances[name])
             tokens = (1.0 - chance ** (depth + 1)) / (1.0 - chance)
-            seconds = costs.passed(rows + batch * nodes, load.context, batch) + still + batch * each
+            seconds = costs.passed(rows + batch * nodes, load.context, batch) + still
             rate = batch * tokens / (seconds + level * depth)
             if rate > best:
                 best, found = rate, (name, nodes, depth)

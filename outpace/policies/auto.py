@@ -22,13 +22,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outpace.policies.acceptance import SURE, Pool, Ratio
-from outpace.policies.base import Evidence, Policy, PolicyRow, within
-from outpace.policies.offers import Offer, Prices, gain_of, look_up, offers_of, prices_of
-from outpace.policies.tuning import TUNING
+from outpace.policies.acceptance import Pool, Ratio
+from outpace.policies.base import Evidence, Policy, PolicyRow
+from outpace.policies.costs import Costs
+from outpace.policies.offers import Offer, Prices, look_up, offers_of, prices_of
+from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import NOTHING, Budget, Choice, Load, Plan, Price
 
 NONE = "none"
+
+Kind = tuple[str, bool]  # whose a sequence is, and whether it is greedy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +43,16 @@ class AutoConfig:
 class State:
     """What is known of one sequence."""
 
+    kind: Kind
+    pools: dict[str, Pool]
+    """Drafter -> what texts of its kind taught."""
     here: dict[str, Ratio] = field(default_factory=dict)
     """Drafter -> what is kept, over what is expected by all texts."""
     asked: Offer | None = None
     quiet: int = 0
     """Grows with every look that led to no draft; 2 to this power steps pass till the next."""
+    offers: dict[str, tuple[tuple[Prices, int, int], list[Offer]]] = field(default_factory=dict)
+    """Drafter -> what its offers follow from: prices, drafts seen and room left; and its offers."""
 
 
 class Auto(Policy):
@@ -53,100 +61,109 @@ class Auto(Policy):
     Config = AutoConfig
     deterministic = False
     reads_previews = True
+    form = Pool
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, tuning: Tuning = TUNING) -> None:
         super().__init__(config)
-        self._pools: dict[str, Pool] = {}
-        self._recalled: dict[str, Pool] = {}
-        self._lately: dict[int, tuple[float, float]] = {}  # binary digits of the batch -> tokens, seconds
-        self._tick = 0
+        self.tuning, self.costs = tuning, Costs(tuning=tuning)
+        self._pools: dict[Kind, dict[str, Pool]] = {}
+        self._recalled: dict[Kind, dict[str, Pool]] = {}
+        self._tick = self._guesses = 0  # steps, and guesses of the last one
         self._wait = 0.0  # steps until an idle drafter may be tried
         self._tried: dict[str, int] = {}
-        self._expected = 0.0  # seconds of the step at hand
-        self._guesses, self._batch = 0, 1  # of the last step
+        self._prices: dict[tuple[int, ...], tuple[int, Prices]] = {}  # with the step until which they hold
 
-    def begin(self) -> State:
-        """Nothing is known of the sequence but what others taught."""
-        return State()
+    def begin(self, key: str = "", greedy: bool = True) -> State:
+        """Nothing is known of the sequence but what others of its kind taught."""
+        pools = self._pools[key, greedy] = self._pools.pop((key, greedy), {})
+        if len(self._pools) > self.tuning.most:
+            del self._pools[next(iter(self._pools))]
+        return State((key, greedy), pools)
 
     def asks(self, state: State, load: Load) -> float | None:
         """No previews for a sequence that is left out of this step."""
         return None if self._tick % (1 << state.quiet) else 0.0
 
-    def candidates(self, row: PolicyRow) -> Mapping[str, Budget]:
-        """Drafters to weigh for a sequence."""
-        return row.drafters
-
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
         """Cost: some ten microseconds per sequence that is looked at, one for each other."""
-        awake = [i for i, row in enumerate(rows) if not self._tick % (1 << row.state.quiet)]
-        self._tick, self._batch = self._tick + 1, load.batch
-        tokens, seconds = self._lately.get(load.batch.bit_length(), (0.0, 0.0))
-        lately = tokens / seconds if seconds else 0.0
-        prices = prices_of(self.costs, load, len(rows), lately, self._guesses)
-        looked_B: dict[int, Offer] = {}
+        awake = {i: row for i, row in enumerate(rows) if self.asks(row.state, load) is not None}
+        self._tick += 1
+        prices = self._priced(len(rows), load)
+        looked: dict[int, Offer] = {}
         levelled: dict[str, dict[int, list[Offer]]] = {}
-        for i in awake:
-            row = rows[i]
-            for name, budget in self.candidates(row).items() if row.limit.max_depth > 0 else ():
+        for i, row in awake.items():
+            for name in row.drafters if row.limit.max_depth > 0 else ():
                 told = row.previews.get(name)
-                if told is not None:
-                    ratio = self._pool(name, budget).ratio
-                    offer = look_up(self.costs, row, name, told, ratio, _here(row, name), prices)
-                    if offer is not None and (i not in looked_B or offer.gain > looked_B[i].gain):
-                        looked_B[i] = offer
-                elif name != NONE and (offers := self._offers(row, name, budget, prices)):
+                if told:
+                    scale, call = self._scale(row.state, name), prices.rate * self.costs.price(name)
+                    offer = look_up(name, told, row.limit, scale, call, prices)
+                    if offer is not None and (i not in looked or offer > looked[i]):
+                        looked[i] = offer
+                elif told is None and name != NONE and (offers := self._offers(row, name, prices)):
                     levelled.setdefault(name, {})[i] = offers
-        chosen = {i: offer for i, offer in looked_B.items() if offer.gain > 0.0}
-        chosen.update(self._together(levelled, chosen, prices))
-        tried = self._trial(rows, levelled, looked_B, chosen, prices)
+        chosen = {i: offer for i, offer in looked.items() if offer.gain > 0.0}
+        chosen |= self._together(levelled, chosen, prices)
+        tried = self._trial(levelled, looked, chosen, prices)
         left = self.costs.most(load.batch)
-        for i in sorted(chosen, key=lambda i: -chosen[i].gain):
+        for i in sorted(chosen, key=chosen.__getitem__, reverse=True):
             left -= chosen[i].nodes
             if left < 0:
                 del chosen[i]
-        self._expect(chosen, levelled, prices)
-        plans, longest = [], min(TUNING.quiet, load.batch.bit_length() - 1)
-        looked = set(awake)
+        self._guesses = sum([offer.nodes for offer in chosen.values()])
+        longest = min(self.tuning.quiet, load.batch.bit_length() - 1)
+        for i, row in awake.items():
+            row.state.quiet = 0 if i in chosen else min(row.state.quiet + 1, longest)
+        plans = []
         for i, row in enumerate(rows):
-            offer = row.state.asked = chosen.get(i)
-            if offer is not None:
-                row.state.quiet = 0
-            elif i in looked:
-                row.state.quiet = min(row.state.quiet + 1, longest)
-            reason = "probe" if i == tried else "best" if i in looked else "pause"
-            plans.append(self._plan(row, offer, reason, prices, load))
+            row.state.asked = chosen.get(i)
+            reason = "probe" if i == tried else "best" if i in awake else "pause"
+            plans.append(self._plan(row, row.state.asked, reason, prices, load))
         return plans
 
-    def _offers(self, row: PolicyRow, name: str, budget: Budget, prices: Prices) -> list[Offer]:
-        return offers_of(self.costs, row, name, self._pool(name, budget), _here(row, name), prices)
+    def _priced(self, own: int, load: Load) -> Prices:
+        key = own, load.beside, load.batch, load.context // 64
+        until, prices = self._prices.get(key, (0, None))
+        if prices is None or until <= self._tick:
+            if len(self._prices) > self.tuning.most:
+                self._prices.clear()
+            prices = prices_of(self.costs, load, own, self._guesses)
+            self._prices[key] = self._tick + min(self.tuning.renew, 1 + self._tick // 8), prices
+        return prices
+
+    def _offers(self, row: PolicyRow, name: str, prices: Prices) -> list[Offer]:
+        """Offers change where prices do, and where the drafter was asked."""
+        pool, budget, state = self._pool(row.state, name), row.drafters[name], row.state
+        now = prices, pool.seen, min(row.limit.max_depth, budget.max_depth)
+        before, offers = state.offers.get(name, ((None, 0, 0), []))
+        if before[0] is not prices or before != now:
+            offers = offers_of(name, budget, row.limit, pool, self._here(state, name), prices, self.tuning)
+            state.offers[name] = now, offers
+        return offers
 
     def _together(
         self, levelled: Mapping[str, Mapping[int, list[Offer]]], chosen: Mapping[int, Offer], prices: Prices
     ) -> dict[int, Offer]:
         """The drafter and depth that pay best for all sequences together, beside what is chosen."""
-        best, found = 0.0, {}
+        best, found = 0.0, dict[int, Offer]()
         for name, offers_B in levelled.items():
             level = prices.rate * self.costs.price(name, len(offers_B))
-            for depth in range(1, max(one.depth for offers in offers_B.values() for one in offers) + 1):
-                users: dict[int, Offer] = {}
-                total = levels = 0.0
+            depths = {one.depth for offers in offers_B.values() for one in offers}
+            for depth in sorted(depths):
+                users, total, levels = dict[int, Offer](), 0.0, 0.0
                 for i, offers in offers_B.items():
-                    offer = max((one for one in offers if one.depth <= depth), key=gain_of)
+                    offer = max([one for one in offers if one.depth <= depth])
                     more = offer.gain - (chosen[i].gain if i in chosen else 0.0)
                     if more > 0.0:
                         users[i] = offer
-                        total += more
-                        levels = max(levels, offer.levels)
+                        total, levels = total + more, max(levels, offer.levels)
                 if total - level * levels > best:
                     best, found = total - level * levels, users
         return found
 
     def _trial(
         self,
-        rows: Sequence[PolicyRow],
         levelled: Mapping[str, Mapping[int, list[Offer]]],
-        looked_B: Mapping[int, Offer],
+        looked: Mapping[int, Offer],
         chosen: dict[int, Offer],
         prices: Prices,
     ) -> int | None:
@@ -154,108 +171,93 @@ class Auto(Policy):
         self._wait -= 1.0
         if self._wait > 0.0:
             return None
-        used = {offer.drafter for offer in chosen.values()}
-        step = prices.rate * prices.plain
-        found: list[tuple[int, int, Offer, float]] = []
-        for name, offers_B in levelled.items():
-            i = list(offers_B)[self._tick % len(offers_B)]
-            if name in used:
-                continue
-            level = prices.rate * self.costs.price(name)
-            offer = max((one for one in offers_B[i][:2]), key=lambda one: one.gain - level * one.levels)
-            late = self.costs.late(name, rows[i].num_uncached.get(name, 0))
-            loss = level * offer.levels + prices.rate * late - offer.gain
-            found.append((self._tried.get(name, 0), i, offer, loss))
-        for i, offer in looked_B.items():
+        used, step = {offer.drafter for offer in chosen.values()}, prices.rate * prices.plain
+        ideas = {name: {**offers_B} for name, offers_B in levelled.items() if name not in used}
+        for i, offer in looked.items():
             if i not in chosen:
-                found.append((self._tried.get(offer.drafter, 0), i, offer, -offer.gain))
-        for _, i, offer, loss in sorted(found, key=lambda one: one[0]):
+                ideas.setdefault(offer.drafter, {})[i] = [offer]
+        for name in sorted(ideas, key=lambda name: self._tried.get(name, 0)):
+            i = list(ideas[name])[self._tick % len(ideas[name])]
+            level = prices.rate * self.costs.price(name)
+            loss, offer = min([(level * one.levels - one.gain, one) for one in ideas[name][i][:2]])
             loss += chosen[i].gain if i in chosen else 0.0
-            if loss > max(1.0, step / 8):  # while a lookup copies well, others wait
-                continue
-            self._tried[offer.drafter] = self._tick
-            self._wait = max(0.0, loss) / step / TUNING.explore
-            chosen[i] = offer
-            return i
+            if loss <= max(1.0, step / 8):  # while a lookup copies well, others wait
+                self._tried[name], chosen[i] = self._tick, offer
+                self._wait = max(0.0, loss) / step / self.tuning.explore
+                return i
         return None
-
-    def _expect(
-        self, chosen: Mapping[int, Offer], levelled: Mapping[str, Mapping[int, list[Offer]]], prices: Prices
-    ) -> None:
-        """Note what the step should take."""
-        self._guesses = sum(offer.nodes for offer in chosen.values())
-        levels: dict[str, float] = {}
-        tokens = 0.0  # what they cost
-        for offer in chosen.values():
-            tokens += offer.kept - offer.gain
-            if offer.drafter in levelled:
-                levels[offer.drafter] = max(levels.get(offer.drafter, 0.0), offer.levels)
-        drafts = sum(self.costs.price(name, len(levelled[name])) * n for name, n in levels.items())
-        self._expected = prices.plain + tokens / prices.rate + drafts
 
     def _plan(self, row: PolicyRow, offer: Offer | None, reason: str, prices: Prices, load: Load) -> Plan:
         """Put an offer into a plan, and say why."""
         rates = {NONE: load.batch / prices.plain}
         if offer is None:
             return Plan(NONE, NOTHING, Choice(reason, rates))
-        level = self.costs.price(offer.drafter, 1) * offer.levels
-        more = (offer.kept - offer.gain) / prices.rate + level
+        level = self.costs.price(offer.drafter)
+        more = (offer.kept - offer.gain) / prices.rate + level * offer.levels
         rates[offer.drafter] = (load.batch + offer.kept) / (prices.plain + more)
-        own = row.drafters[offer.drafter]
+        own, limit, price = (
+            row.drafters[offer.drafter],
+            row.limit,
+            Price((prices.rate * level,), prices.row_R),
+        )
         nodes, depth = min(offer.nodes, own.max_nodes), min(offer.depth, own.max_depth)
-        price = Price((prices.rate * self.costs.price(offer.drafter, 1),), tuple(prices.row_R))
-        asked = Budget(nodes, depth, own.max_rows, shape=own.shape, stop=own.stop, price=price)
-        return Plan(offer.drafter, within(asked, row.limit), Choice(reason, rates))
+        rows = min(own.max_rows, limit.max_rows)
+        asked = Budget(nodes, depth, rows, shape=own.shape, stop=own.stop, price=price)
+        return Plan(offer.drafter, asked, Choice(reason, rates))
 
     def learn(self, rows: Sequence[PolicyRow], evidence: Sequence[Evidence]) -> None:
-        """Take in what was kept of the drafts, and what the step brought."""
+        """Take in what was kept of the drafts."""
         for row, seen in zip(rows, evidence, strict=True):
             offer = row.state.asked
             if offer is not None and offer.drafter == seen.drafter:
                 self._learn(row.state, offer, seen)
-        if self.costs.known:
-            size = self._batch.bit_length()
-            tokens, seconds = self._lately.get(size, (0.0, 0.0))
-            tokens = TUNING.remember * tokens + self._batch + sum(seen.accepted for seen in evidence)
-            self._lately[size] = tokens, TUNING.remember * seconds + self._expected
 
     def _learn(self, state: State, offer: Offer, seen: Evidence) -> None:
-        pool, here = self._pools[seen.drafter], state.here.setdefault(seen.drafter, Ratio())
-        if offer.kind[0] == SURE:
+        pool, here = self._pool(state, seen.drafter), state.here.setdefault(seen.drafter, Ratio())
+        pool.seen += 1
+        if offer.stated:
             if not seen.censored and seen.depth:
-                here.add(seen.accepted, offer.stated * pool.ratio(offer.kind), TUNING.text)
+                here.add(seen.accepted, offer.stated * pool.ratio(), self.tuning.text)
                 if not seen.ruled:
-                    pool.add(offer.kind, seen.accepted, offer.stated)
+                    pool.add(seen.accepted, offer.stated)
             return
+        if offer.width:
+            pool.grew(offer.width, offer.depth, seen.drafted, seen.depth)
         # Silence where a level was asked for is a level that was not kept.
         refused = not seen.censored and seen.accepted < offer.depth
-        width = offer.kind[0]
-        pool.grew(width, offer.depth, seen.drafted, seen.depth)
         for level in range(seen.accepted + refused):
-            kept = float(level < seen.accepted)
-            here.add(kept, TUNING.hope * pool.ratio((width, level)), TUNING.text)
+            kept, kind = float(level < seen.accepted), (level, offer.width)
+            here.add(kept, self.tuning.hope * pool.ratio(kind), self.tuning.text)
             if not seen.ruled:
-                pool.add((width, level), kept, TUNING.hope)
+                pool.add(kept, self.tuning.hope, kind)
 
     def learned(self) -> dict[str, Any]:
-        """What is known of drafters over all texts; numbers alone, and no text."""
-        return {name: pool.to_json() for name, pool in self._pools.items()}
+        """What is known of drafters over all texts without a key; numbers alone, and no text."""
+        return {
+            "greedy" if greedy else "drawn": {name: pool.to_json() for name, pool in pools.items()}
+            for (key, greedy), pools in self._pools.items()
+            if pools and not key
+        }
 
     def recall(self, learned: Any) -> None:
         """Begin with what ``learned`` gave, for drafters that were not asked yet; ignore what is broken."""
-        for name, data in learned.items() if isinstance(learned, dict) else ():
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                self._recalled[name] = Pool.from_json(data)
+        for kind in ("greedy", "drawn") if isinstance(learned, dict) else ():
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                pools = {name: Pool.from_json(one, self.tuning) for name, one in learned[kind].items()}
+                self._recalled["", kind == "greedy"] = pools
 
-    def _pool(self, name: str, budget: Budget) -> Pool:
-        pool = self._pools.get(name)
+    def _pool(self, state: State, name: str) -> Pool:
+        pool = state.pools.get(name)
         if pool is None:
-            width = budget.max_nodes if budget.shape.beam else 0
-            pool = self._recalled.get(name) or Pool(*self.costs.kept(name), width)
-            self._pools[name] = pool
+            kept = self.costs.kept(name)  # which reads what was learned before
+            recalled = self._recalled.get(state.kind, {})
+            pool = state.pools[name] = recalled.get(name) or self.form(self.tuning, *kept)
         return pool
 
+    def _here(self, state: State, name: str) -> float:
+        one, doubt = state.here.get(name), self.tuning.doubt
+        return 1.0 if one is None else (one.kept + doubt) / (one.expected + doubt)
 
-def _here(row: PolicyRow, name: str) -> float:
-    found = row.state.here.get(name)
-    return 1.0 if found is None else found.value
+    def _scale(self, state: State, name: str) -> float:
+        """What the stated chances of a lookup are worth."""
+        return self._pool(state, name).ratio() * self._here(state, name)

@@ -28,8 +28,6 @@ class PolicyRow:
     previews: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Drafter -> what it would propose now, see ``Drafter.preview``; without those that cannot tell.
     Filled for ``plan`` alone, if the policy ``reads_previews``."""
-    num_uncached: Mapping[str, int] = field(default_factory=dict)
-    """Drafter -> committed tokens that it reads before it guesses; likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +64,13 @@ class Policy(ABC):
         self.costs = Costs()
         """What passes and drafts cost. The engine puts its own in and keeps it up to date."""
 
-    def begin(self) -> Any:
-        """State of a new sequence; None where the policy keeps none."""
+    def begin(self, key: str = "", greedy: bool = True) -> Any:
+        """State of a new sequence; None where the policy keeps none.
+
+        Args:
+            key: whose it is. What sequences of a key teach serves those of the same key alone.
+            greedy: whether its temperature is 0.
+        """
         return None
 
     def asks(self, state: Any, load: Load) -> float | None:
@@ -95,6 +98,9 @@ class Policy(ABC):
 
 def within(budget: Budget, limit: Budget, least: float = 0.0) -> Budget:
     """The budget, cut to what a sequence has room for, and to guesses that are likely enough."""
+    fits = budget.max_nodes <= limit.max_nodes and budget.max_depth <= limit.max_depth
+    if fits and budget.max_rows <= limit.max_rows and budget.least >= least:
+        return budget
     return replace(
         budget,
         max_nodes=min(budget.max_nodes, limit.max_nodes),

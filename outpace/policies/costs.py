@@ -8,21 +8,25 @@ Every cost is a line in two numbers, by least squares that forget (`Line`):
 
     seconds of a pass   = a * plain  + b * more     of rows without and with guesses, see ``start``
     seconds of a draft  = a * levels + b * tokens   that the drafter reads first
-    seconds of the rest = a          + b * sequences that draft
+    seconds of the rest = a                         judging and committing
 
 There is a line for each power of two of sequences; a new one begins like its neighbour. A pass is also
 corrected by what passes of so many guesses took lately, for hardware that has free rows up to a number.
+Nothing of this outlives the process: prices that were learned on a busy machine cost no later answer.
+
+Shape letters: R guesses of a pass, from 0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TypeVar
 
 from outpace.curve import CostCurve, KnownDrafter
-from outpace.policies.tuning import TUNING
-from outpace.types import StepRecord
+from outpace.policies.tuning import TUNING, Tuning
+from outpace.types import RowRecord, StepRecord
 
 T = TypeVar("T")
 
@@ -31,14 +35,14 @@ class Line:
     """y = a * u + b * v. While v does not vary, b keeps its ratio to a.
 
     Args:
-        a: before anything is seen; None: the first step says it.
-        ratio: b / a, likewise.
+        a: before anything is seen; None: the first step says it. Likewise b / a, the ``ratio``.
     """
 
-    __slots__ = ("_high", "_uu", "_uv", "_uy", "_vv", "_vy", "a", "b", "seen")
+    __slots__ = ("_high", "_tuning", "_uu", "_uv", "_uy", "_vv", "_vy", "a", "b", "seen")
 
-    def __init__(self, a: float | None, ratio: float) -> None:
-        self.a = 1.0 if a is None else a
+    def __init__(self, a: float | None, ratio: float, tuning: Tuning = TUNING) -> None:
+        self._tuning = tuning
+        self.a = 1.0 if a is None else max(a, 1e-9)
         self.b = ratio * self.a
         self.seen, self._high = 0, False
         self._uu = 0.0 if a is None else 1.0
@@ -46,23 +50,17 @@ class Line:
         self._uv = self._vv = self._vy = 0.0
 
     def learn(self, u: float, v: float, y: float, expected: float | None = None) -> float:
-        """Take in a step. One that stalls counts as a slow one; two in a row are no stall.
+        """Take in that a step took ``y``, where so much was ``expected``: None, the line's value.
 
-        Args:
-            u, v: see above.
-            y: what it took.
-            expected: what was expected; None: the line's value.
-
-        Returns:
-            What it counts as.
+        One that stalls counts as a slow one; two in a row are no stall. Returns what it counts as.
         """
-        most = TUNING.stall * (self.of(u, v) if expected is None else expected)
+        most = self._tuning.stall * (self.of(u, v) if expected is None else expected)
         stalled = self.seen > 2 and y > most
         if stalled and not self._high:
             y = most
         self._high = stalled and not self._high
         self.seen += 1
-        keep, tie = TUNING.remember, self.b / self.a
+        keep, tie = self._tuning.remember, self.b / self.a
         self._uu = keep * self._uu + u * u
         self._uv = keep * self._uv + u * v
         self._vv = keep * self._vv + v * v
@@ -75,83 +73,75 @@ class Line:
             self.b = max((uu * self._vy - uv * self._uy) / det, 0.0)
         return y
 
-    def of(self, u: float, v: float = 0.0) -> float:
-        """The line's value."""
+    def of(self, u: float, v: float) -> float:
         return self.a * u + self.b * v
 
 
 class Passes:
-    """Seconds of passes over about so many sequences."""
+    """Seconds of passes over about so many sequences: a line, and by bins of guesses what it misses."""
 
-    __slots__ = ("_off", "_tick", "line", "most", "size")
+    __slots__ = ("_off", "_tick", "_tuning", "line", "most", "size")
 
-    def __init__(self, line: Line, size: int) -> None:
-        self.line, self.size = line, size
-        self.most = 0
-        """Guesses of the largest pass."""
-        self._tick = 0
+    def __init__(self, line: Line, size: int, tuning: Tuning) -> None:
+        self.line, self.size, self._tuning = line, size, tuning
+        self.most = self._tick = 0  # guesses of the largest pass; passes
         self._off: dict[int, tuple[float, float, int]] = {}  # bin -> weight, over the line's, last seen
 
     def learn(self, plain: float, more: float, guesses: int, seconds: float) -> None:
         """Take in a pass."""
-        seconds = self.line.learn(plain, more, seconds, self.of(plain, more, guesses))
+        seconds = self.line.learn(plain, more, seconds, self.line.of(plain, more) * self.over(guesses))
         self._tick += 1
         self.most = max(self.most, guesses)
-        over = seconds / self.line.of(plain, more)
         weight, mean, last = self._off.get(_bin(guesses), (0.0, 1.0, 0))
-        weight = 1.0 + weight * TUNING.remember ** (self._tick - last)
-        self._off[_bin(guesses)] = weight, mean + (over - mean) / weight, self._tick
+        weight = 1.0 + weight * self._tuning.remember ** (self._tick - last)
+        mean += (seconds / self.line.of(plain, more) - mean) / weight
+        self._off[_bin(guesses)] = weight, mean, self._tick
 
-    def of(self, plain: float, more: float, guesses: int) -> float:
-        """Seconds of a pass."""
-        weight, mean, last = self._off.get(_bin(guesses), (0.0, 1.0, 0))
-        weight *= TUNING.remember ** (self._tick - last)
-        return self.line.of(plain, more) * (1.0 + (mean - 1.0) * weight / (weight + 1.0))
+    def over(self, guesses: int) -> float:
+        """What passes with about so many guesses take, over the line's value."""
+        if _bin(guesses) not in self._off:
+            return 1.0
+        weight, mean, last = self._off[_bin(guesses)]
+        weight *= self._tuning.remember ** (self._tick - last)
+        return 1.0 + (mean - 1.0) * weight / (weight + 1.0)
 
 
+@cache
 def _bin(guesses: int) -> int:
     return guesses if guesses < 6 else 6 + int(4.0 * math.log2(guesses / 6.0))
 
 
-def _power(count: int) -> int:
-    return round(math.log2(max(1, count)))
-
-
 class Costs:
-    """Costs of one target and its drafters.
+    """Costs of one target and its drafters, perhaps from a curve that ``outpace bench passes`` measured."""
 
-    Args:
-        curve: of the target, on this machine; see ``outpace bench passes``.
-    """
+    form = Passes
 
-    def __init__(self, curve: CostCurve | None = None) -> None:
+    def __init__(self, curve: CostCurve | None = None, tuning: Tuning = TUNING) -> None:
+        self._tuning = tuning
         self._known: dict[str, KnownDrafter] = {}
         self._names: dict[str, str] = {}  # method spec -> the one that it was measured as
         self._supposed: dict[str, float] = {}
         self._drafts: dict[str, dict[int, Line]] = {}
         self._rest: dict[int, Line] = {}
+        self._lately: dict[int, tuple[float, float]] = {}  # tokens, seconds
         self.start(curve)
 
     def start(self, curve: CostCurve | None) -> None:
-        """Take a curve, and forget what steps taught about passes. Drafts keep their prices.
-
-        Passes are measured in those of the curve. Without one, ``plain`` is 1 and ``more`` the guesses.
+        """Take a curve, in whose passes passes are then measured, and forget what steps taught about
+        them. Without one, ``plain`` is 1 and ``more`` the guesses. Drafts keep their prices.
         """
         self._fill: Callable[[], object] | None = None
         self._curve = curve
-        self._table: dict[tuple[int, int, int], float] = {}
+        self._table: dict[tuple[int, int], list[float]] = {}
         self._passes: dict[int, Passes] = {}
 
     def later(self, fill: Callable[[], object]) -> None:
-        """Have ``fill`` called when costs are first read, unless ``start`` comes before.
-
-        Files that hold measurements are then read by those who need them, and by nobody else.
-        """
+        """Have ``fill`` called when costs are first read, as from a file, unless ``start`` comes before."""
         self._fill = fill
 
     def _begin(self) -> None:
-        fill, self._fill = self._fill, None
-        if fill is not None:
+        if self._fill is not None:
+            fill, self._fill = self._fill, None
             fill()
 
     def know(self, drafters: Mapping[str, KnownDrafter]) -> None:
@@ -175,47 +165,42 @@ class Costs:
     def _find(self, drafter: str) -> KnownDrafter | None:
         return self._known.get(drafter) or self._known.get(self._names.get(drafter, drafter))
 
-    @property
-    def known(self) -> bool:
-        """Whether costs are seconds, by a curve or a watched step; else only their ratios count."""
-        self._begin()
-        return self._curve is not None or bool(self._passes)
+    def passes(self, rows: int, context: int, batch: int) -> list[float]:
+        """Seconds of a pass over ``rows``, of all sequences together, and of passes over 1, 2, ... rows
+        more: as many as are foreseen. ``context``: committed tokens of each sequence.
+        """
+        first, last = rows - batch, rows - batch + min(self._tuning.most, self.most(batch))
+        shape_R, found = self._shape(context, batch, last), self._of(batch)
+        plain, line = shape_R[0], found.line
+        return [line.of(plain, shape_R[n] - plain) * found.over(n) for n in range(first, last + 1)]
 
     def passed(self, rows: int, context: int, batch: int) -> float:
-        """Seconds of a pass.
-
-        Args:
-            rows: of all sequences together, at least ``batch``.
-            context: committed tokens of each.
-            batch: sequences, at least 1.
-        """
-        self._begin()
-        return self._of(batch).of(*self._parts(rows, context, batch), rows - batch)
+        """Seconds of a pass; arguments as of ``passes``."""
+        guesses, found = rows - batch, self._of(batch)
+        shape_R = self._shape(context, batch, guesses)
+        return found.line.of(shape_R[0], shape_R[guesses] - shape_R[0]) * found.over(guesses)
 
     def most(self, batch: int) -> int:
         """Guesses of a pass whose cost is foreseen: by a curve all, else twice of what was tried."""
+        self._begin()
         if self._curve is not None:
             return 1 << 20
         found = self._passes.get(_power(batch))
-        return max(TUNING.first, batch // 4, 2 * found.most if found else 0)
+        return max(self._tuning.first, batch // 4, 2 * found.most if found else 0)
 
     def price(self, drafter: str, sequences: int = 1) -> float:
         """Seconds of a level of so many sequences together; of a call each, where no model runs."""
-        self._begin()
         return self._draft(drafter, sequences).a
 
-    def late(self, drafter: str, tokens: int) -> float:
-        """Seconds that a draft takes once because it reads so many tokens of a sequence first."""
-        return self._draft(drafter, 1).b * tokens if tokens else 0.0
+    def rest(self, batch: int) -> float:
+        """Seconds of a step that are spent on judging and committing."""
+        line = _nearest(self._rest, batch)
+        return 0.0 if line is None else line.a
 
-    def timed(self, drafter: str) -> int:
-        """How many steps the price of a drafter rests on."""
-        return sum(line.seen for line in self._drafts.get(drafter, {}).values())
-
-    def rest(self, sequences: int) -> tuple[float, float]:
-        """Seconds of judging and committing: of a step, and more for each sequence that drafts."""
-        line = _nearest(self._rest, _power(sequences))
-        return (0.0, 0.0) if line is None else (line.a, line.b)
+    def lately(self, batch: int) -> float:
+        """Tokens per second of steps of about so many sequences; 0 before the first."""
+        tokens, seconds = self._lately.get(_power(batch), (0.0, 0.0))
+        return tokens / seconds if seconds else 0.0
 
     def watch(self, record: StepRecord) -> None:
         """Take a step in. Prompts teach nothing: their rows have no logits."""
@@ -224,77 +209,70 @@ class Costs:
             return
         power, guesses = _power(count), max(0, record.passed_rows - count)
         passes = self._passes[power] = self._of(count)
-        passes.learn(*self._parts(count + guesses, record.context, count), guesses, seconds["score"])
-        asked = {row.sequence: row.drafter for row in record.rows if row.drafter != "none"}
+        shape_R = self._shape(record.context, count, guesses)
+        passes.learn(shape_R[0], shape_R[guesses] - shape_R[0], guesses, seconds["score"])
         spent = seconds.get("judge", 0.0) + seconds.get("commit", 0.0)
-        if power not in self._rest:
-            near = _nearest(self._rest, power)
-            self._rest[power] = Line(None, TUNING.level if near is None else near.b / near.a)
-        self._rest[power].learn(1.0, float(len(asked)), spent)
-        self._watch_draft(asked, record)
+        self._rest.setdefault(power, Line(None, 0.0, self._tuning)).learn(1.0, 0.0, spent)
+        keep, (tokens, took) = self._tuning.remember, self._lately.get(power, (0.0, 0.0))
+        tokens = keep * tokens + sum([len(row.emitted) for row in record.rows])
+        self._lately[power] = tokens, keep * took + sum(seconds.values())
+        asked = [row for row in record.rows if row.drafter != "none"]
+        if record.draft_levels:  # those that run no model cost next to nothing
+            asked = [row for row in asked if self._supposed.get(row.drafter) != 0.0]
+        if len({row.drafter for row in asked}) == 1 and seconds.get("draft", 0.0) > 0.0:
+            self._watch_draft(asked, record.draft_levels, seconds["draft"])
 
-    def _watch_draft(self, asked: Mapping[int, str], record: StepRecord) -> None:
-        """Learn a price, if the seconds of drafting can be laid to one drafter."""
-        spent, names = record.seconds.get("draft", 0.0), set(asked.values())
-        if len(names) > 1 and record.draft_levels:
-            # Those that run no model cost little, and what: the rest is the one that does.
-            calls = {name for name in names if self._supposed.get(name) == 0.0}
-            spent -= sum(self.price(name) for name in asked.values() if name in calls)
-            names -= calls
-        if len(names) != 1 or spent <= 0.0:
-            return
-        name = names.pop()
-        mine = [row for row in record.rows if row.drafter == name]
-        power, line = _power(len(mine)), self._draft(name, len(mine))
-        lines = self._drafts.setdefault(name, {})
-        if power not in lines:
-            line = lines[power] = Line(line.a, line.b / line.a)
-        units, tokens = float(record.draft_levels or len(mine)), float(sum(row.num_uncached for row in mine))
-        if self.timed(name) == 0 and self._find(name) is None:
+    def _watch_draft(self, rows: Sequence[RowRecord], levels: int, spent: float) -> None:
+        """Learn the price of the one drafter of a step."""
+        name, power = rows[0].drafter, _power(len(rows))
+        line, lines = self._draft(name, len(rows)), self._drafts.setdefault(name, {})
+        units, tokens = float(levels or len(rows)), float(sum([row.num_uncached for row in rows]))
+        if not lines and self._find(name) is None:
             # The first draft warms up; a price that forbids a second one would stay.
-            spent = min(spent, TUNING.stall * line.of(units, tokens))
-        line.learn(units, tokens, spent)
+            spent = min(spent, self._tuning.stall * line.of(units, tokens))
+        lines.setdefault(power, Line(line.a, line.b / line.a, self._tuning)).learn(units, tokens, spent)
 
     def _draft(self, name: str, sequences: int) -> Line:
         """The line of a drafter for so many sequences: the nearest, or what is supposed."""
-        found = _nearest(self._drafts.get(name, {}), _power(sequences))
+        self._begin()
+        found = _nearest(self._drafts.get(name, {}), sequences)
         if found is not None:
             return found
         known, plain = self._find(name), self.passed(1, 0, 1)
-        supposed = self._supposed.get(name, TUNING.level * plain)
+        supposed = self._supposed.get(name, self._tuning.part * plain)
         level = supposed if known is None else known.level or known.call
-        return Line(level or 0.005 * plain, 1.0 / 64.0)
+        return Line(level or 0.005 * plain, 1.0 / 64.0, self._tuning)
 
     def _of(self, batch: int) -> Passes:
         """Passes over about so many sequences; at first like the nearest."""
-        found = self._passes.get(_power(batch))
+        found, near = self._passes.get(_power(batch)), _nearest(self._passes, batch)
         if found is not None:
             return found
-        near = _nearest(self._passes, _power(batch))
         if near is None:
-            return Passes(Line(None, TUNING.row if self._curve is None else 1.0), batch)
+            ratio = self._tuning.part if self._curve is None else 1.0
+            return self.form(Line(None, ratio, self._tuning), batch, self._tuning)
         a, b = near.line.a, near.line.b
         if self._curve is None:
-            a = max(0.2 * a, a + b * (batch - near.size))
-        return Passes(Line(a, b / a), batch)
+            a = max(b, 0.2 * a, a + b * (batch - near.size))
+        return self.form(Line(a, b / a, self._tuning), batch, self._tuning)
 
-    def _parts(self, rows: int, context: int, batch: int) -> tuple[float, float]:
-        """Of a pass without guesses, and what guesses add, by the curve alone."""
+    def _shape(self, context: int, batch: int, guesses: int) -> Sequence[float]:
+        """Passes with 0, 1, 2, ... guesses, by the curve alone; as many at least."""
         self._begin()
         if self._curve is None:
-            return 1.0, float(rows - batch)
-        plain = self._plain(self._curve, batch, context, batch)
-        return plain, self._plain(self._curve, rows, context, batch) - plain if rows > batch else 0.0
-
-    def _plain(self, curve: CostCurve, rows: int, context: int, batch: int) -> float:
-        key = (rows, context // 64, batch)
-        found = self._table.get(key)
-        if found is None:
-            found = self._table[key] = curve.seconds(rows / batch, 64 * key[1], batch)
+            return range(1, guesses + 2)
+        if len(self._table) > 256:
+            self._table.clear()
+        found = self._table.setdefault((context // 64, batch), [])
+        for more in range(len(found), guesses + 1):
+            found.append(self._curve.seconds(1 + more / batch, 64 * (context // 64), batch))
         return found
 
 
-def _nearest(found: Mapping[int, T], power: int) -> T | None:
-    if power in found or not found:
-        return found.get(power)
-    return found[min(found, key=lambda other: abs(other - power))]
+def _power(count: int) -> int:
+    return round(math.log2(max(1, count)))
+
+
+def _nearest(found: Mapping[int, T], count: int) -> T | None:
+    """What there is of the power of two of a count, or of the nearest one."""
+    return found[min(found, key=lambda other: abs(other - _power(count)))] if found else None

@@ -5,37 +5,34 @@ Everything is priced in tokens: seconds times the tokens per second that are to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from outpace.policies.acceptance import Pool, asks, sure
-from outpace.policies.base import PolicyRow
+from outpace.policies.acceptance import Pool, asks
 from outpace.policies.costs import Costs
-from outpace.policies.tuning import TUNING
-from outpace.types import Load
-
-_MOST = 64  # guesses of one sequence that are priced one by one
+from outpace.policies.tuning import Tuning
+from outpace.types import Budget, Load
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """A draft that a drafter may be asked for, and what it should bring."""
 
+    gain: float
+    """Tokens kept, more than the rows and the call cost; levels are not in it."""
     drafter: str
     nodes: int
     depth: int
     kept: float
     """Tokens expected to be kept."""
-    gain: float
-    """Of these, more than the rows and the call cost; levels are not in it."""
-    kind: tuple[int, int]
-    """Width of a tree, or SURE and how sure a lookup is."""
+    width: int = 0
+    """Of a dynamic tree."""
     levels: float = 0.0
     stated: float = 0.0
-    """Tokens that a lookup promised."""
+    """Tokens that a lookup promised; 0 of others."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Prices:
     """What a step may add, in tokens that it must bring; and plain decoding.
 
@@ -46,87 +43,65 @@ class Prices:
     """Tokens per second to beat."""
     plain: float
     """Seconds of a step without drafts."""
-    row_R: list[float]
-    each: float
-    """Of a sequence that drafts."""
+    row_R: tuple[float, ...]
 
 
-def prices_of(costs: Costs, load: Load, own: int, lately: float, guesses: int) -> Prices:
-    """What rows cost, in tokens. In a batch a row costs its share of what all guesses take."""
-    batch = load.batch
-    rows = own + load.beside if load.beside else batch
-    first = costs.passed(rows, load.context, batch)
-    still, each = costs.rest(batch)
-    plain = first + still
-    rate = max(batch / plain, lately)
-    most = min(_MOST, costs.most(batch))
+def prices_of(costs: Costs, load: Load, own: int, guesses: int) -> Prices:
+    """What rows cost, in tokens. In a batch a row costs its share of what all guesses take.
+
+    Args:
+        own: sequences of this policy.
+        guesses: of the last step.
+    """
+    batch, rows = load.batch, own + load.beside if load.beside else load.batch
+    first, *more = costs.passes(rows, load.context, batch)
+    plain = first + costs.rest(batch)
+    rate = max(batch / plain, costs.lately(batch))
     if batch > 1:
         many = max(batch // 2, guesses)
-        one = rate * max(0.0, costs.passed(rows + many, load.context, batch) - first) / many
-        return Prices(rate, plain, [one * n for n in range(most + 1)], rate * each)
+        one = max(0.0, costs.passed(rows + many, load.context, batch) - first) / many
+        more = [first + one * n for n in range(1, len(more) + 1)]
     row_R = [0.0]
-    for n in range(1, most + 1):
-        row_R.append(max(row_R[-1], rate * (costs.passed(rows + n, load.context, batch) - first)))
-    return Prices(rate, plain, row_R, rate * each)
+    for seconds in more:
+        row_R.append(max(row_R[-1], rate * (seconds - first)))
+    return Prices(rate, plain, tuple(row_R))
 
 
 def look_up(
-    costs: Costs,
-    row: PolicyRow,
-    name: str,
-    told: Sequence[float],
-    ratio: Callable[[tuple[int, int]], float],
-    here: float,
-    prices: Prices,
+    name: str, told: Sequence[float], limit: Budget, scale: float, call: float, prices: Prices
 ) -> Offer | None:
-    """The best draft of a lookup that says what it would propose."""
-    most = min(len(told), row.limit.max_nodes, row.limit.max_depth, len(prices.row_R) - 1)
-    if most <= 0:
-        return None
-    kind = sure(told[0])
-    scale = ratio(kind) * here
-    before = prices.each + prices.rate * costs.price(name)
+    """The best draft of a lookup that says what it would propose.
+
+    Args:
+        scale: what its chances are worth.
+        call: tokens that asking it costs.
+    """
+    row_R, best = prices.row_R, None
     kept = stated = 0.0
-    best: Offer | None = None
-    for count in range(1, most + 1):
-        chance = told[count - 1]
+    for count, chance in enumerate(told[: min(limit.max_nodes, limit.max_depth, len(row_R) - 1)], 1):
         kept += min(1.0, chance * scale)
         stated += chance
-        gain = kept - prices.row_R[count] - before
-        if best is None or gain > best.gain:
-            best = Offer(name, count, count, kept, gain, kind, stated=stated)
-    return best
+        if best is None or kept - row_R[count] > best[0]:
+            best = kept - row_R[count], name, count, count, kept, 0, 0.0, stated
+    return None if best is None else Offer(best[0] - call, *best[1:])
 
 
 def offers_of(
-    costs: Costs, row: PolicyRow, name: str, pool: Pool, here: float, prices: Prices
+    name: str, budget: Budget, limit: Budget, pool: Pool, here: float, prices: Prices, tuning: Tuning
 ) -> list[Offer]:
     """Drafts of a drafter that has to be asked, by nodes and depth."""
-    budget, limit, row_R = row.drafters[name], row.limit, prices.row_R
-    scale = TUNING.hope * here
-    late = costs.late(name, row.num_uncached.get(name, 0))
-    before = prices.each + prices.rate * late / TUNING.spread
-    kept_W: dict[int, list[float]] = {}
-    sizes_W: dict[int, tuple[list[float], list[float]]] = {}
-    found = []
+    row_R, found, width = prices.row_R, list[Offer](), -1
     for nodes, depth in asks(budget):
         if nodes > limit.max_nodes or depth > limit.max_depth or nodes >= len(row_R):
             continue
-        width = nodes if budget.shape.beam else 0
-        if width not in sizes_W:
-            sizes_W[width] = pool.sizes(width, budget.max_depth)
-            kept_W[width] = [0.0, 1.0]  # tokens kept, and chance that the whole was
-        kept = kept_W[width]
-        kept[1] *= min(1.0, scale * pool.ratio((width, depth - 1)))
-        kept[0] += kept[1]
-        made = sizes_W[width][0][depth - 1] if budget.shape.beam else float(nodes)
+        own = nodes if budget.shape.beam else 0
+        if own != width:
+            width, kept, whole = own, 0.0, 1.0
+            size_D = pool.sizes(width, budget.max_depth) if width else []
+        whole *= min(1.0, tuning.hope * here * pool.ratio((depth - 1, width)))
+        kept += whole
+        made, levels = size_D[depth - 1] if width else (nodes, depth)
         low = min(int(made), len(row_R) - 2)
-        price = row_R[low] + (made - low) * (row_R[low + 1] - row_R[low]) + before
-        levels = sizes_W[width][1][depth - 1]
-        found.append(Offer(name, nodes, depth, kept[0], kept[0] - price, (width, depth), levels))
+        price = row_R[low] + (made - low) * (row_R[low + 1] - row_R[low])
+        found.append(Offer(kept - price, name, nodes, depth, kept, width, levels))
     return found
-
-
-def gain_of(offer: Offer) -> float:
-    """For comparisons."""
-    return offer.gain

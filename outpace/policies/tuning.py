@@ -1,4 +1,4 @@
-"""The constants of `auto` and of its cost model: all of them, with unit and reason."""
+"""The constants of `auto` and of its cost model: all of them, with unit, reason and sensitivity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """What `auto` does not measure."""
+    """What `auto` does not measure. ``outpace analyze policy --ablate`` prints what each is worth."""
 
     hope: float = 0.6
     """Probability that a level is kept of which nothing is known. High enough to be tried once."""
@@ -22,18 +22,18 @@ class Tuning:
     """Share of the time that trials of idle drafters may lose. It bounds what `auto` loses to `none`."""
     remember: float = 0.97
     """What is left of a step's weight after the next step, in costs and in the mean throughput."""
-    row: float = 0.2
-    """Seconds of a row, in passes over one row, before one was seen."""
-    level: float = 0.15
-    """Seconds of a draft level, in passes over one row, before one was seen."""
-    spread: float = 16.0
-    """Steps that share the price of what a drafter must read first; at once it would forbid all use."""
+    part: float = 0.2
+    """Seconds of a row, and of a draft level, in passes over one row, before one was seen."""
     stall: float = 2.0
     """A step that takes so many times what was expected counts as that, unless the next does too."""
     first: int = 4
     """Guesses of a first draft, while the cost of rows is unknown; after that twice what was tried."""
+    most: int = 64
+    """Guesses of one sequence, at most."""
     quiet: int = 4
     """A sequence without drafts is left out of at most 2 to this power steps, fewer in small batches."""
+    renew: int = 8
+    """Steps for which prices hold; fewer at the start. Finding prices takes longer than using them."""
 
 
 TUNING = Tuning()

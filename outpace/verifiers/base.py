@@ -17,6 +17,10 @@ class TargetLaws(Protocol):
         """The distribution of the token that follows ``node`` (ROOT: follows the pending token)."""
         ...
 
+    def certain(self, node: int) -> int | None:
+        """The only token that may follow, where that is known without the distribution; else None."""
+        return None
+
 
 class Verifier(ABC):
     """Decides which path of a draft is kept and which token the target adds."""

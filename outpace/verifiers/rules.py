@@ -25,6 +25,25 @@ _FEW = 64
 """Supports up to this size are read as Python numbers: two copies instead of four small ops."""
 
 
+def certain(draft: Draft, laws: TargetLaws, want_laws: bool) -> Verdict | None:
+    """The one verdict there can be where all distributions are one-hot; None where they may not be.
+
+    A draw that is the certain token is kept by every rule that keeps the law, and another one is not.
+    """
+    token = None if want_laws else laws.certain(ROOT)
+    if token is None:
+        return None
+    kept, emitted, node = list[int](), [token], ROOT
+    for child, parent in enumerate(draft.parent_N):  # children stand behind their parents
+        if parent == node and draft.token_N[child] == token:
+            token = laws.certain(child)
+            assert token is not None, child
+            kept.append(child)
+            emitted.append(token)
+            node = child
+    return Verdict(tuple(kept), tuple(emitted))
+
+
 def follow(draft: Draft, laws: TargetLaws, pick: Pick, want_laws: bool) -> Verdict:
     """Walk down the children that carry the tokens picked, until there is none.
 
@@ -32,6 +51,8 @@ def follow(draft: Draft, laws: TargetLaws, pick: Pick, want_laws: bool) -> Verdi
         draft: groups do not matter here, only tokens and parents.
         want_laws: whether the verdict carries the distributions read.
     """
+    if (found := certain(draft, laws, want_laws)) is not None:
+        return found
     child_of = {branch: node for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))}
     kept: list[int] = []
     emitted: list[int] = []

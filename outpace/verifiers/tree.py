@@ -39,7 +39,7 @@ from typing import ClassVar
 from outpace.coins import Coins
 from outpace.types import ROOT, Draft, Drawn, Group, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
-from outpace.verifiers.rules import probs, residual, trials
+from outpace.verifiers.rules import certain, probs, residual, trials
 
 _LITTLE = 2.0**-12
 """Mass below which subtraction from 1 has lost too many digits: it is summed again. A walk gets
@@ -68,6 +68,8 @@ class Tree(Verifier):
 
     def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)
+        if (found := certain(draft, laws, want_laws)) is not None:
+            return found
         kept: list[int] = []
         read: list[Law] = []
         node = ROOT

@@ -7,7 +7,7 @@ import pytest
 from outpace import Engine
 from outpace.analysis import hindsight
 from outpace.analysis.explain import Explained, Step
-from outpace.analysis.hindsight import Priced, Setting, compare, look_back
+from outpace.analysis.hindsight import Priced, Setting, compare, look_back, rising
 from outpace.analysis.recording import Guess, Recorded, record_given
 from outpace.analysis.replay import Device
 from outpace.types import Budget
@@ -21,12 +21,12 @@ DEVICE = Device(
 def lookup(kept):
     """Tells 0.9, 0.5, ... of four guesses where something is kept; says nothing elsewhere."""
     told = tuple((0.9, 0.5, 0.35, 0.15) if one else () for one in kept)
-    made = tuple(Guess((1, 2, 3, 4), one) if one else Guess((), 0) for one in kept)
+    made = tuple(Guess((1, 2, 3, 4), one, 0) if one else Guess((), 0, 0) for one in kept)
     return Recorded(Budget(4, 4), False, told, {4: made})
 
 
 def model(kept):
-    made = tuple(Guess((1, 2), one) for one in kept)
+    made = tuple(Guess((1, 2), one, 2) for one in kept)
     return Recorded(Budget(2, 2), True, None, {2: made})
 
 
@@ -111,6 +111,11 @@ def test_passages_end_with_steps_and_add_up(monkeypatch):
     assert by_step <= min(whole.values())
 
 
+def test_prices_of_passes_never_fall():
+    assert rising([1.0, 3.0, 2.0, 4.0]) == (1.0, 2.5, 2.5, 4.0)
+    assert rising([3.0, 2.0, 1.0]) == (2.0, 2.0, 2.0) and rising([1.0, 2.0]) == (1.0, 2.0)
+
+
 def test_a_short_end_belongs_to_the_passage_before(monkeypatch):
     monkeypatch.setattr(hindsight, "TOKENS", 4)
     found = hindsight._cut([step("none", 0, 0)] * 5)
@@ -160,9 +165,8 @@ def test_an_answer_of_an_engine_is_looked_back_on(engine):
     )
     assert sum(parts) == 3 and seen.measured > 0
     assert seen.by_step <= seen.by_passage + 1e-9
-    assert (
-        set(seen.regret) == {"whole", "passages", "steps"} and seen.regret["steps"] >= seen.regret["passages"]
-    )
+    assert set(seen.regret) == {"whole", "passages", "steps"}
+    assert seen.regret["steps"] >= seen.regret["passages"] - 1e-9
     assert seen.passages[0].first == 2 and seen.passages[-1].last == 40
     assert min(seen.whole.values()) <= seen.plain + 1e-9
     again = engine.generate(prompt, drafter="auto", **settings)

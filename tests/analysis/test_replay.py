@@ -3,11 +3,12 @@ from dataclasses import replace
 import pytest
 
 from outpace import Engine, RequestError
-from outpace.analysis import judge, recording
+from outpace.analysis import ablation, judge, recording
 from outpace.analysis.recording import Guess, Recorded, Text
 from outpace.analysis.replay import Always, Device, Replay, Rule, best_choice, replay, turning, whole
 from outpace.analysis.scenarios import scenarios
 from outpace.policies.auto import Auto, AutoConfig
+from outpace.policies.tuning import Tuning
 from outpace.tree.shapes import budget
 from outpace.types import Budget, Shape
 
@@ -23,10 +24,10 @@ def text(lookup=(), model=(), positions=60, kind="k"):
     if lookup:
         kept = [lookup[i % len(lookup)] for i in range(positions)]
         told = tuple((0.9, 0.8, 0.7, 0.6) if one else () for one in kept)
-        made = tuple(Guess((1, 2, 3, 4), one) if one else Guess((), 0) for one in kept)
+        made = tuple(Guess((1, 2, 3, 4), one, 0) if one else Guess((), 0, 0) for one in kept)
         drafters["suffix"] = Recorded(Budget(4, 4), False, told, {4: made})
     if model:
-        made = tuple(Guess((1, 2), model[i % len(model)]) for i in range(positions))
+        made = tuple(Guess((1, 2), model[i % len(model)], 2) for i in range(positions))
         drafters["draft_model"] = Recorded(Budget(2, 2), True, None, {2: made})
     return Text("t", kind, 10, drafters)
 
@@ -87,7 +88,7 @@ def test_the_policy_hears_noise_and_the_score_does_not():
 
 def test_judging_names_every_scenario_and_policy():
     texts = [text((4, 0, 1), (1, 2), kind=kind) for kind in ("a", "b")]
-    rows = judge.judge(texts, ["auto", "two_lines"], only="cpu, a")
+    rows = judge.judge(texts, judge.named(["auto", "two_lines"]), only="cpu, a", orders=2)
     (row,) = rows
     assert set(row.rates) == {"auto", "two_lines"} and row.best_rate >= row.plain_rate
     assert row.regret("auto") == 1.0 - row.rates["auto"] / row.best_rate
@@ -95,7 +96,10 @@ def test_judging_names_every_scenario_and_policy():
 
 
 def test_one_text_is_enough():
-    names = [row.scenario for row in judge.judge([text(lookup=[2, 0], positions=20)], ["auto"], "cpu, ")]
+    names = [
+        row.scenario
+        for row in judge.judge([text(lookup=[2, 0], positions=20)], judge.named(["auto"]), "cpu, ")
+    ]
     assert "cpu, 1" in names and not any("turning" in name for name in names)
 
 
@@ -130,11 +134,11 @@ def test_a_recording_is_what_drafters_would_have_done(tmp_path):
 
 
 def test_a_shorter_draft_is_the_first_part_of_a_longer_one():
-    tree = Recorded(budget("dynamic", 4, 0), True, None, {1: (Guess((1,), 0),), 4: (Guess((2, 4), 2),)})
-    assert tree.draft(0, Budget(4, 2, shape=Shape(beam=8))) == (4, 2, 2)
-    assert tree.draft(0, Budget(4, 1, shape=Shape(beam=8))) == (2, 1, 1)
-    assert tree.draft(0, Budget(1, 1, shape=Shape(beam=8))) == (1, 1, 0)
-    assert tree.draft(0, Budget(0, 0)) == (0, 0, 0)
+    tree = Recorded(budget("dynamic", 4, 0), True, None, {1: (Guess((1,), 0, 1),), 4: (Guess((2, 4), 2, 2),)})
+    assert tree.draft(0, Budget(4, 2, shape=Shape(beam=8))) == (4, 2, 2, 2)
+    assert tree.draft(0, Budget(4, 1, shape=Shape(beam=8))) == (2, 1, 1, 1)
+    assert tree.draft(0, Budget(1, 1, shape=Shape(beam=8))) == (1, 1, 0, 1)
+    assert tree.draft(0, Budget(0, 0)) == (0, 0, 0, 0)
 
 
 def test_replay_foresees_what_is_measured():
@@ -143,3 +147,15 @@ def test_replay_foresees_what_is_measured():
     texts = recording.record(engine, [("p", "chat", ids)], ["suffix"], max_new_tokens=40)
     found = judge.reality(engine, [ids], texts, "two_lines")
     assert 0.3 < found["predicted"] / found["measured"] < 3.0, "a busy machine; on a quiet one 5 %"
+
+
+def test_every_part_of_auto_is_left_out_by_name():
+    texts = [text(lookup=[2, 0], model=[1, 2, 0], positions=30, kind=kind) for kind in "ab"]
+    rows = judge.judge(texts, ablation.variants(), only="cpu, 1")
+    found = ablation.worth(rows)
+    assert len(found) == len(ablation.variants()) - 1
+    assert [one.most for one in found] == sorted((one.most for one in found), reverse=True)
+    assert all(one.where and one.mean <= one.most for one in found)
+    constants = ablation.variants(constants=True)
+    assert len(constants) == 1 + 2 * len(Tuning.__slots__)
+    assert judge.judge(texts, constants, only="rows one by one")

@@ -1,10 +1,12 @@
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from outpace.analysis import roofline
+from outpace.analysis.prediction.calibration import fit
 from outpace.analysis.roofline import Device, Widths, op_table, parameters, seconds
 from outpace.models.families import DecoderConfig
 from outpace.models.tiny import tiny
@@ -157,29 +159,44 @@ def curve_of(config, device):
         batch_B=(1, 8),
         seconds_CB=((1.0,) * 2,) * 2,
     )
-    return roofline.estimated_like(config, device, flat)
+    return roofline.estimated_like(table_of(config), device, flat)
+
+
+def table_of(config, widths=SINGLE):
+    return partial(op_table, config, widths)
 
 
 def test_an_estimated_curve_holds_the_estimates():
     curve = curve_of(SMALL, CPU)
     for rows, context, batch in ((1, 64, 1), (64, 1024, 1), (1, 1024, 8)):
-        assert curve.seconds(rows, context, batch) == pytest.approx(
-            roofline.estimate(SMALL, CPU, rows=rows, context=context, batch=batch, dtype=torch.float32)
-        )
+        ops = op_table(SMALL, SINGLE, rows=rows, context=context, batch=batch)
+        assert curve.seconds(rows, context, batch) == pytest.approx(seconds(ops, CPU))
     assert curve.source == "roofline"
-    half = roofline.estimate(SMALL, CPU, context=64, dtype=torch.bfloat16)
+    half = seconds(op_table(SMALL, HALF, context=64), CPU)
     assert curve.seconds(1, 64) == pytest.approx(2 * half, rel=0.03)
 
 
 def test_calibration_finds_what_a_machine_reaches_of_its_peaks():
     true = Device(name="d", peak=50e9, bandwidth=8e9, overhead=2e-5)
     curve = curve_of(SMALL, true)
-    found = roofline.calibrate(SMALL, CPU, curve)
-    guess = roofline.estimated_like(SMALL, found, curve)
+    passes = [
+        (op_table(SMALL, SINGLE, rows=rows, context=context), cost)
+        for context, cost_R in zip(curve.context_C, curve.seconds_CR, strict=True)
+        for rows, cost in zip(curve.rows_R, cost_R, strict=True)
+    ]
+    found = fit(passes, "d")
+    guess = roofline.estimated_like(table_of(SMALL), found, curve)
     assert roofline.error(guess, curve) < 0.02
     assert found.peak == pytest.approx(true.peak, rel=0.05)
     assert found.bandwidth == pytest.approx(true.bandwidth, rel=0.05)
-    assert roofline.error(roofline.estimated_like(SMALL, CPU, curve), curve) > 0.3
+    assert roofline.error(roofline.estimated_like(table_of(SMALL), CPU, curve), curve) > 0.3
+
+
+def test_keys_and_values_have_a_dtype_of_their_own():
+    whole, half = (Widths.of(torch.bfloat16, cache) for cache in (torch.float32, torch.bfloat16))
+    tables = [{op.name: op for op in op_table(SMALL, one, context=1000)} for one in (whole, half)]
+    queries = 2 * 9 * 64 * 2
+    assert tables[0]["attention"].moved - queries == 2 * (tables[1]["attention"].moved - queries)
 
 
 def test_error_is_the_mean_relative_distance():

@@ -1,3 +1,4 @@
+import copy
 import json
 
 import pytest
@@ -53,6 +54,8 @@ def test_prediction_and_measurement_stand_side_by_side(outpace, tmp_path):
     assert by_kind["MaxGram alone"]["k"].startswith("0,") and by_kind["MaxGram alone"]["steps"] == [0.0]
     assert "," not in by_kind["vertical"]["k"] and "/" not in by_kind["horizontal"]["k"]
     assert by_kind["given"]["k"] == "2,4/3"
+    assert got["leniences"] == [1.0, 2.0, 4.0] and by_kind["horizontal"]["lenience"] == 1.0
+    assert all(row["spread"] is None for row in got["configurations"]), "one text was fitted"
     assert got["best"].startswith(f"cascade[levels={LEVELS} k=")
     pairs = {(one["reviewer"], one["level"]) for one in got["acceptance"]}
     assert {("tiny", "tiny:1"), ("tiny:1", "MaxGram")} <= pairs or len(pairs) >= 2
@@ -66,7 +69,9 @@ def test_costs_by_hand_and_lenience(outpace):
     assert ran.code == 0, ran.err
     got = json.loads(ran.out)
     assert got["costs"] == {"draft_model[layers=1 model=tiny]": 0.15}
-    assert got["best"].endswith("lenience=3]")
+    assert got["leniences"] == [3.0]
+    for row in got["configurations"]:
+        assert row["lenience"] == (3.0 if "/" in row["k"] else 1.0), "only inner levels are lenient"
     for row in got["configurations"]:
         alone = row["kind"] == "MaxGram alone"
         assert row["measured"] == pytest.approx(row["measured_emitted"]) if alone else row["measured"] > 0
@@ -164,6 +169,25 @@ def test_parts_count_what_was_reached():
     assert part.drafted == (1.0, 1.0, 1.0, 0.75) and part.drafts == 4
 
 
+def test_few_drafts_promise_no_certainty():
+    part = Part()
+    for _ in range(20):
+        part.add(3, 3, 1)
+    part.add(3, 3, 3)  # the only one that came so far
+    assert part.survival[3] == part.survival[2] == pytest.approx(1 / 21)
+    ratio = part.expected[3] / part.expected[2]
+    assert 0 < part.expected[2] < 0.25 and ratio < 0.5, "one in one is no sure thing"
+    many = Part()
+    for _ in range(4000):
+        many.add(3, 3, 2)
+    assert many.expected == pytest.approx((1, 1, 1, 0), abs=0.01)
+    both = Part()
+    both.add(3, 3, 1)
+    before = copy.deepcopy(both)
+    both.add(4, 4, 4)
+    assert both.less(before).asked == [0, 1, 1, 1, 1] and both.less(before).drafts == 1
+
+
 def test_k_as_text():
     assert text_of([[5, 10], [10]]) == "5,10/10"
     assert text_of([[5, 0], [0]]) == text_of([[5], []]) == "5" and text_of([[5, 0], [4]]) == "5/4"
@@ -189,6 +213,10 @@ def test_the_tally_counts_what_the_engine_counts_and_leaves_no_trace():
     level = method.drafter.models[0]
     assert type(level.verifier).__name__ == "Tree" and level.machine.listeners == ()
     assert list(found.predicted()) == ["model alone"]
+    error = found.spread([[5]])
+    assert error is not None and 0 < error < 1 and len(found.without) == 2
+    lenient = measure(engine, levels, prompts, max_new_tokens=10, lenience=3.0, base=found)
+    assert lenient.lenience == 3.0 and lenient.ladder.seconds is found.ladder.seconds
     dear, cheap = (found.priced({1: share}).predicted()["model alone"][1].speedup for share in (0.9, 0.01))
     assert dear < cheap
     assert found.ladder.seconds[0](8) > 0

@@ -39,7 +39,7 @@ OPTIONS = {
         --stop-token-id --temperature --threads --top-k --top-p --tree --tree-size --verifier
     """,
     "doctor": """
-        -d -m -o -w --device --draft-model --drafter-anyway --drafter --dtype --help --json --limit
+        -d -m -o -w --device --drafter --dtype --help --json --limit
         --max-new-tokens --model --out --quantize --threads --workload
     """,
     "serve": """
@@ -62,7 +62,7 @@ OPTIONS = {
     """,
     "bench compare": "--help --json",
     "bench passes": """
-        -d -m --batches --contexts --device --draft-model --drafter-anyway --drafters --dtype --help
+        -d -m --batches --contexts --device --drafter-anyway --drafters --dtype --help
         --json --model --out --quantize --repeat --rows --threads
     """,
     "bench serve": """
@@ -73,11 +73,11 @@ OPTIONS = {
     """,
     "analyze": "-h --help",
     "analyze acceptance": """
-        -d -m -o -t -w --device --draft-model --drafter-anyway --drafter --dtype --help --json
+        -d -m -o -t -w --device --drafter-anyway --drafter --dtype --help --json
         --limit --max-new-tokens --model --out --quantize --temperature --threads --workload
     """,
     "analyze cascade": """
-        -l -m -o -t -w --alpha --cost --device --draft-model --drafter-anyway --dtype --help --json
+        -l -m -o -t -w --alpha --cost --device --drafter-anyway --dtype --help --json
         --k --lenience --levels --limit --max-new-tokens --measure --model --out --quantize
         --temperature --theory --threads --workload
     """,
@@ -87,17 +87,17 @@ OPTIONS = {
         --temperature --threads --tree --tree-size --verifier
     """,
     "analyze policy": """
-        -m -o -t -w --device --draft-model --drafter-anyway --drafters --dtype --help --json --limit
-        --max-new-tokens --measure --model --only --out --policies --quantize --temperature --texts
-        --threads --workload
+        -m -o -t -w --ablate --constants --device --draft-model --drafter-anyway --drafters --dtype
+        --help --json --limit --max-new-tokens --measure --model --only --orders --out --policies
+        --quantize --temperature --texts --threads --workload
     """,
     "analyze shape": """
-        -d -m -o -t -w --depth --device --draft-model --drafter-anyway --drafter --dtype --help
+        -d -m -o -t -w --depth --device --drafter-anyway --drafter --dtype --help
         --json --limit --max-new-tokens --model --nodes --out --quantize --temperature --threads
         --workload
     """,
     "train": """
-        -m -o -s --device --draft-model --drafter-anyway --dry-run --dtype --help --json --model
+        -m -o -s --device --dry-run --dtype --help --json --model
         --only-data --out --prompts --quantize --resume --self-prompts --set --start --texts
         --threads --tokens --work
     """,

@@ -28,7 +28,6 @@ def rows(policy, states, step, limits=LIMITS):
             limits[(i + step) % len(limits)],
             KeyedCoins(i, step, Stream.POLICY),
             {"second": [0.9, 0.5, 0.2]} if policy.reads_previews else {},
-            dict.fromkeys(DRAFTERS, 1) if policy.reads_previews else {},
         )
         for i, state in enumerate(states)
     ]
@@ -60,7 +59,7 @@ def test_every_sequence_gets_a_plan_within_its_limit(policy):
 
 
 def test_it_drafts_where_there_is_room(policy):
-    plans = [plan for _, planned in run(policy, 2, limits=LIMITS[:1]) for plan in planned]
+    plans = [plan for _, planned in run(policy, 1, limits=LIMITS[:1]) for plan in planned]
     assert any(plan.budget.max_nodes > 0 for plan in plans)
 
 

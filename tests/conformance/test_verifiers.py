@@ -11,6 +11,7 @@ from outpace.drafters.parts import made
 from outpace.errors import SpecError
 from outpace.law import Law
 from outpace.types import ROOT, Draft, Drawn
+from outpace.verifiers.base import TargetLaws
 
 NAMES = [entry.name for entry in registry.entries("verifier")]
 SEEDS = range(40)
@@ -117,7 +118,7 @@ def test_reproducible_text_does_not_depend_on_the_draft(verifier):
         assert tuple(plain) == text
 
 
-class _Only:
+class _Only(TargetLaws):
     """One law, of the pending token."""
 
     def __init__(self, law):

@@ -210,16 +210,33 @@ def test_what_was_learned_can_be_handed_on():
         steps = Simulator(policy, {"m": Fake([0.05], 0.003)}, seed=3).run(10)
         # A sequence may be thought better than most, once; nobody knows that before the first draft.
         assert (sum(one.depth for one in steps) <= 3) == taught
-    endless = {"kinds": [[float("inf"), 0, 1, 2]], "levels": [], "nodes": []}
     for broken in (
-        {"m": {}},
-        {"m": endless},
-        {"m": {"kinds": [[0, 0, -1, 2]], "levels": [], "nodes": []}},
+        {"greedy": {"m": {}}},
+        {"greedy": {"m": [[[[float("inf")], 1, 2]], [], []]}},
+        {"greedy": {"m": [[[[0], -1, 2]], [], []]}},
+        {"greedy": 1},
         [],
     ):
         policy = Auto(AutoConfig())
         policy.recall(broken)
         assert Simulator(policy, {"m": Fake([0.5], 0.001)}).run(3)
+
+
+def test_what_a_key_taught_serves_that_key_alone():
+    policy = Auto(AutoConfig())
+    for key, greedy in (("", True), ("a", True), ("", False)):
+        state = policy.begin(key, greedy)
+        policy._pool(state, "m").add(0.0, 100.0)
+    assert policy.begin("a", True).pools["m"].ratio() < 0.1
+    assert not policy.begin("b", True).pools and not policy.begin("a", False).pools
+    assert policy.learned().keys() == {"greedy", "drawn"}, "what has a key is not kept"
+    again = Auto(AutoConfig())
+    again.recall(policy.learned())
+    assert again._pool(again.begin(), "m").ratio() < 0.1
+    assert again._pool(again.begin("b"), "m").ratio() == 1.0
+    for number in range(200):
+        policy.begin(str(number))
+    assert len(policy._pools) <= Tuning().most
 
 
 def test_constants_are_few_and_explained():

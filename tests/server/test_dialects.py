@@ -52,7 +52,7 @@ def address(app):
 
 
 @pytest.fixture(scope="module")
-def claude(address):
+def messenger(address):
     with anthropic.Anthropic(base_url=address, api_key="key", max_retries=0) as client:
         yield client
 
@@ -72,20 +72,20 @@ def plain(inside):
 # Messages
 
 
-def test_a_message_is_the_chats_text(claude, plain):
-    answer = claude.messages.create(model="tiny", max_tokens=12, messages=HI, extra_body=GREEDY)
+def test_a_message_is_the_chats_text(messenger, plain):
+    answer = messenger.messages.create(model="tiny", max_tokens=12, messages=HI, extra_body=GREEDY)
     (block,) = answer.content
     assert block.type == "text" and block.text == plain["choices"][0]["message"]["content"]
     assert answer.stop_reason == "max_tokens" and answer.role == "assistant" and answer.type == "message"
     usage = answer.usage
     assert usage.output_tokens == plain["usage"]["completion_tokens"]
     assert usage.input_tokens + usage.cache_read_input_tokens == plain["usage"]["prompt_tokens"]
-    counted = claude.messages.count_tokens(model="tiny", messages=HI)
+    counted = messenger.messages.count_tokens(model="tiny", messages=HI)
     assert counted.input_tokens == plain["usage"]["prompt_tokens"]
 
 
-def test_a_message_as_a_stream(claude, plain):
-    with claude.messages.stream(model="tiny", max_tokens=12, messages=HI, extra_body=GREEDY) as stream:
+def test_a_message_as_a_stream(messenger, plain):
+    with messenger.messages.stream(model="tiny", max_tokens=12, messages=HI, extra_body=GREEDY) as stream:
         kinds, text = [], ""
         for event in stream:
             kinds.append(event.type)
@@ -143,13 +143,13 @@ def test_systems_blocks_and_results_are_the_same_prompt(inside):
 TOOL = {"name": "weather", "description": "Tells the weather.", "input_schema": SCHEMA}
 
 
-def test_a_message_calls_a_tool(claude):
+def test_a_message_calls_a_tool(messenger):
     given = {"model": "tiny", "max_tokens": 120, "messages": HI, "tools": [TOOL], "extra_body": GREEDY}
-    answer = claude.messages.create(tool_choice={"type": "tool", "name": "weather"}, **given)
+    answer = messenger.messages.create(tool_choice={"type": "tool", "name": "weather"}, **given)
     (call,) = answer.content
     assert answer.stop_reason == "tool_use"
     assert call.type == "tool_use" and call.name == "weather" and call.input["city"] in ("Oslo", "Rome")
-    with claude.messages.stream(tool_choice={"type": "any"}, **given) as stream:
+    with messenger.messages.stream(tool_choice={"type": "any"}, **given) as stream:
         final = stream.get_final_message()
     assert final.content[0].input == call.input and final.stop_reason == "tool_use"
     # What came of it goes back.
@@ -157,7 +157,7 @@ def test_a_message_calls_a_tool(claude):
     use = made.model_dump(include={"type", "id", "name", "input"})
     gave = {"type": "tool_result", "tool_use_id": made.id, "content": "rain"}
     again = [*HI, {"role": "assistant", "content": [use]}, {"role": "user", "content": [gave]}]
-    more = claude.messages.create(**{**given, "messages": again, "max_tokens": 4})
+    more = messenger.messages.create(**{**given, "messages": again, "max_tokens": 4})
     assert more.usage.output_tokens == 4
 
 
@@ -234,9 +234,9 @@ def test_messages_that_are_refused(inside, body, says):
     assert told["error"]["type"] == "invalid_request_error" and says in told["error"]["message"], told
 
 
-def test_errors_reach_the_client_in_its_form(claude, address):
+def test_errors_reach_the_client_in_its_form(messenger, address):
     with pytest.raises(anthropic.NotFoundError, match="not served here") as caught:
-        claude.messages.create(model="other", max_tokens=2, messages=HI)
+        messenger.messages.create(model="other", max_tokens=2, messages=HI)
     assert caught.value.body["error"]["type"] == "not_found_error"
     with (
         anthropic.Anthropic(base_url=address, api_key="wrong", max_retries=0) as stranger,

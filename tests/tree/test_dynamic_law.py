@@ -12,6 +12,7 @@ from outpace.params import SamplingParams
 from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow, draw, grow
 from outpace.types import ROOT, Budget, Draft, Drawn, Group, Shape
+from outpace.verifiers.base import TargetLaws
 from outpace.verifiers.coupled import Coupled, CoupledConfig
 from outpace.verifiers.tree import Tree, TreeConfig
 
@@ -29,7 +30,7 @@ def p(path):
     return torch.softmax(logits("p", path), 0)
 
 
-class Laws:
+class Laws(TargetLaws):
     def __init__(self, draft):
         self.draft = draft
 

@@ -7,6 +7,7 @@ from outpace.coins import Coins, KeyedCoins, Stream
 from outpace.errors import SpecError
 from outpace.law import Law
 from outpace.types import ROOT, Draft, Drawn, Group
+from outpace.verifiers.base import TargetLaws
 
 BLOCK, TRAVERSAL = RIGHT["block"], RIGHT["traversal"]
 
@@ -29,7 +30,7 @@ class Falling(Coins):
         raise AssertionError("nobody races")
 
 
-class Given:
+class Given(TargetLaws):
     def __init__(self, laws):
         self.laws, self.read = laws, []
 

@@ -9,6 +9,7 @@ from outpace.coins import KeyedCoins, Stream
 from outpace.errors import SpecError
 from outpace.law import Law
 from outpace.types import ROOT, Draft, Drawn, Group
+from outpace.verifiers.base import TargetLaws
 from outpace.verifiers.k_seq import discount
 from outpace.verifiers.traversal import Traversal, TraversalConfig, Visit
 from tests.verifiers.refusing import Refusing
@@ -17,7 +18,7 @@ K_SEQ, GREEDY, TRAVERSAL, TREE = (RIGHT[name] for name in ("k_seq", "greedy_plus
 THREE = ("k_seq", "greedy_plus_one", "traversal")
 
 
-class Given:
+class Given(TargetLaws):
     def __init__(self, laws):
         self.laws, self.read = laws, []
 

@@ -10,12 +10,13 @@ from outpace.coins import KeyedCoins, Stream
 from outpace.errors import SpecError
 from outpace.law import Law
 from outpace.types import ROOT, Draft
+from outpace.verifiers.base import TargetLaws
 from outpace.verifiers.typical import Typical, TypicalConfig
 
 TYPICAL = Typical(TypicalConfig())
 
 
-class Given:
+class Given(TargetLaws):
     def __init__(self, laws):
         self.laws = laws
 

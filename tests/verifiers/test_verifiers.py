@@ -10,13 +10,14 @@ from outpace.coins import KeyedCoins, Stream
 from outpace.errors import SpecError
 from outpace.law import Law
 from outpace.types import ROOT, Draft, Drawn, Group
+from outpace.verifiers.base import TargetLaws
 from outpace.verifiers.tree import Tree, TreeConfig
 from tests.verifiers.refusing import Refusing
 
 CHAIN, MATCH, TREE, COUPLED = (RIGHT[name] for name in ("chain", "match", "tree", "coupled"))
 
 
-class Given:
+class Given(TargetLaws):
     """Laws by node; remembers which were read."""
 
     def __init__(self, laws):

@@ -41,7 +41,6 @@ from outpace.analysis.roofline import (
     Device,
     Op,
     medians,
-    now,
     read_bandwidth,
     seconds,
 )
@@ -158,7 +157,7 @@ def time_passes(
     target: Decoder,
     points: Sequence[Point],
     repeat: int = REPEAT,
-    clock: Callable[[torch.device], float] = now,
+    clock: Callable[[torch.device], float] | None = None,
 ) -> Timed:
     """Time passes in turns, each over a context that its sequences hold already; medians."""
     cuts = {point.layers for point in points}

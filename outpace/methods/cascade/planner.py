@@ -13,6 +13,9 @@ is what else a step took.
 
 from __future__ import annotations
 
+import copy
+import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,83 +25,21 @@ from outpace.analysis import cost
 from outpace.analysis.theory import Ladder, Prediction, best_alone, best_k, predict
 from outpace.analysis.theory import break_even as break_even
 from outpace.analysis.theory import closed as closed
-from outpace.coins import Coins
 from outpace.engine.engine import Engine
 from outpace.errors import RequestError
 from outpace.methods.cascade.check import check_levels as check_levels
 from outpace.methods.cascade.drafter import Cascade
 from outpace.methods.cascade.drafter import read_k as read_k
-from outpace.methods.cascade.guesses import Origin
+from outpace.methods.cascade.tally import Part, Tally, note_parts
 from outpace.params import SamplingParams
-from outpace.types import ROOT, CostCurve, Draft, StepRecord, Verdict
-from outpace.verifiers.base import TargetLaws, Verifier
+from outpace.types import CostCurve, StepRecord
 
+LENIENCES = (1.0, 2.0, 4.0)
+"""Those that are tried where none is given."""
 MODEL_QUOTA, LOOKUP_QUOTA, INNER_QUOTA = 5, 8, 3
 """K of the probes: of models and of the lookup for the target, and of models for models."""
 _ROWS = (1, 2, 4, 8, 16, 32)
 _REPEAT = 7
-
-
-@dataclass(slots=True)
-class Part:
-    """How one level's part of the drafts for one reviewer was kept, by place from 1."""
-
-    asked: list[int] = field(default_factory=lambda: [0])
-    """Drafts whose place was reached, and for which the level was to have a guess."""
-    kept: list[int] = field(default_factory=lambda: [0])
-    drafts: int = 0
-    long: list[int] = field(default_factory=lambda: [0])
-    """Drafts with a guess there, reached or not."""
-
-    def add(self, size: int, length: int, kept: int | None) -> None:
-        """Count a draft.
-
-        Args:
-            kept: of them; None if what stood before them was not kept whole.
-        """
-        for table in (self.asked, self.kept, self.long):
-            table.extend([0] * (size + 1 - len(table)))
-        self.drafts += 1
-        for place in range(1, length + 1):
-            self.long[place] += 1
-        if kept is not None:
-            for place in range(1, min(size, kept + 1) + 1):
-                self.asked[place] += 1
-                self.kept[place] += place <= kept
-
-    @property
-    def survival(self) -> tuple[float, ...]:
-        """S[j], as far as any draft came."""
-        out = [1.0]
-        for asked, kept in zip(self.asked[1:], self.kept[1:], strict=True):
-            if asked == 0:
-                break
-            out.append(out[-1] * kept / asked)
-        return tuple(out) if len(out) > 1 else (1.0, 0.0)
-
-    @property
-    def drafted(self) -> tuple[float, ...]:
-        return (1.0, *(n / max(1, self.drafts) for n in self.long[1:]))
-
-
-class Tally(Verifier):
-    """Another verifier, and a note of what it decided."""
-
-    def __init__(self, real: Verifier, note: Callable[[Draft, Verdict], None]) -> None:
-        self._real, self._note = real, note
-        self.draws = real.draws
-
-    def check(self, draft: Draft) -> None:
-        self._real.check(draft)
-
-    @property
-    def lossless(self) -> bool:  # type: ignore[override]
-        return self._real.lossless
-
-    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
-        verdict = self._real.judge(draft, laws, coins, want_laws=want_laws)
-        self._note(draft, verdict)
-        return verdict
 
 
 @dataclass(slots=True)
@@ -129,6 +70,24 @@ class Found:
     alone: Mapping[int, Part] = field(default_factory=dict)
     """Level from 2 -> how its drafts were kept where nobody else drafted."""
     lenience: float = 1.0
+    without: tuple[tuple[Mapping[tuple[int, int], Part], Mapping[int, Part]], ...] = ()
+    """``parts`` and ``alone`` less one text, for every text."""
+
+    def spread(self, k: Sequence[Sequence[int]]) -> float | None:
+        """Standard error of a predicted speed-up, as a share of it: how far texts differ.
+
+        By the jackknife; costs are taken as they are. None for a single text.
+        """
+        values = [
+            replace(self, ladder=self._seen(parts), parts=parts, alone=alone).predict(k).speedup
+            for parts, alone in self.without
+        ]
+        if len(values) < 2:
+            return None
+        return math.sqrt(len(values) - 1) * statistics.pstdev(values) / statistics.fmean(values)
+
+    def _seen(self, parts: Mapping[tuple[int, int], Part]) -> Ladder:
+        return replace(self.ladder, **_shares(parts, self.ladder.levels))
 
     def priced(self, costs: Mapping[int, float]) -> Found:
         """The same with costs by hand: level -> share of a pass of the target, whatever its rows.
@@ -166,7 +125,15 @@ class Found:
     def _only(self, level: int) -> Ladder:
         """The ladder as a level sees it that drafts alone."""
         part = self.alone[level]
-        return replace(self.ladder, survival={(0, level): part.survival}, drafted={0: part.drafted})
+        return replace(self.ladder, survival={(0, level): part.expected}, drafted={0: part.drafted})
+
+
+def _shares(parts: Mapping[tuple[int, int], Part], lowest: int) -> dict[str, Any]:
+    """What a ladder needs of these counts."""
+    return {
+        "survival": {pair: part.expected for pair, part in parts.items()},
+        "drafted": {pair[0]: part.drafted for pair, part in parts.items() if pair[1] == lowest},
+    }
 
 
 def _always(share: float) -> Callable[[float], float]:
@@ -207,12 +174,15 @@ def measure(
     max_new_tokens: int,
     temperature: float = 0.0,
     lenience: float = 1.0,
+    base: Found | None = None,
     tick: Callable[[str, int], None] = lambda part, prompts: None,
 ) -> Found:
     """Answer prompts plainly and with a probing cascade, and time passes of every model.
 
     Args:
         max_new_tokens: per prompt, at least 2.
+        base: found with another lenience on the same prompts: its costs are taken over, and what no
+            inner review touches.
         tick: told what runs, and how many prompts were finished since the last call.
 
     Raises:
@@ -227,9 +197,10 @@ def measure(
     assert isinstance(probe, Cascade)
     lookup = len(probe.models) + 1
     tail_k = [[1] * len(probe.models) + [LOOKUP_QUOTA]]
-    tail = engine.method(spec_of(levels, tail_k, lenience)) if probe.lookup is not None else method
+    probed = probe.lookup is not None and base is None
+    tail = engine.method(spec_of(levels, tail_k, lenience)) if probed else method
     singles = {}
-    for number in range(2, lookup + (probe.lookup is not None)):
+    for number in range(2, lookup + (probe.lookup is not None)) if base is None else ():
         row = [0] * (number - 1) + [LOOKUP_QUOTA if number == lookup else MODEL_QUOTA]
         singles[number] = ([row], engine.method(spec_of(levels, [row], lenience)))
     lone: dict[tuple[int, int], Part] = defaultdict(Part)
@@ -237,26 +208,30 @@ def measure(
     tails: dict[tuple[int, int], Part] = defaultdict(Part)
     passes = [_Passes() for _ in range(len(probe.models) + 1)]
     alone = _Passes()
+    seen: list[Any] = [({}, {}, {})]
+    """Parts, tails and lone drafts after so many texts."""
 
     for spec in ("none", method.spec):  # the first answers pay for what is set up on the way
         engine.generate(list(prompts[0]), params, drafter=spec, reproducible=False)
     usual = {one: one.verifier for one in (tail, method, *(one for _, one in singles.values()))}
     for own_k, one in singles.values():
-        one.verifier = Tally(usual[one], _note(lone, 0, own_k, probe))
-    tail.verifier = Tally(tail.verifier, _note(tails, 0, tail_k, probe))
-    method.verifier = Tally(usual[method], _note(parts, 0, k, probe))
+        one.verifier = Tally(usual[one], note_parts(lone, 0, own_k, probe))
+    tail.verifier = Tally(tail.verifier, note_parts(tails, 0, tail_k, probe))
+    method.verifier = Tally(usual[method], note_parts(parts, 0, k, probe))
     for level, own in zip(probe.models, passes[1:], strict=True):
-        level.verifier = Tally(level.verifier, _note(parts, level.number, k, probe))
+        level.verifier = Tally(level.verifier, note_parts(parts, level.number, k, probe))
         level.machine.listeners = (own.listen,)
     try:
         for prompt in prompts:
             tick("probing", 0)
-            _run(engine, "none", prompt, params, alone)
+            if base is None:
+                _run(engine, "none", prompt, params, alone)
             _run(engine, method.spec, prompt, params, passes[0])
             if tail is not method:
                 _run(engine, tail.spec, prompt, params, _Passes())
             for _, one in singles.values():
                 _run(engine, one.spec, prompt, params, _Passes())
+            seen.append(copy.deepcopy((dict(parts), dict(tails), dict(lone))))
             tick("probing", 1)
     finally:
         for one, verifier in usual.items():
@@ -270,9 +245,59 @@ def measure(
             f"{method.spec} drafted nothing in {len(prompts)} answers of {max_new_tokens} tokens; "
             "give more, or longer ones"
         )
-    if (0, lookup) in tails:
-        parts[0, lookup] = tails[0, lookup]
-    context = sum(len(p) for p in prompts) // len(prompts) + max_new_tokens // 2
+    names = (engine.target.name, *(level.model.name for level in probe.models))
+    if probe.lookup is not None:
+        names = (*names, type(probe.lookup.drafter).__name__)
+
+    def counted(index: int | None) -> tuple[Mapping[tuple[int, int], Part], Mapping[int, Part]]:
+        """Parts and lone drafts, less those of one text."""
+        found: list[dict[Any, Part]] = []
+        for table, kind in zip((parts, tails, lone), range(3), strict=True):
+            if index is None:
+                found.append(dict(table))
+                continue
+            before, after = seen[index][kind], seen[index + 1][kind]
+            found.append(
+                {
+                    key: part.less(after.get(key, Part()).less(before.get(key, Part())))
+                    for key, part in table.items()
+                }
+            )
+        whole, behind, apart = found
+        if base is None:
+            single: Mapping[int, Part] = {number: part for (_, number), part in apart.items()}
+        else:
+            other, single = (base.parts, base.alone) if index is None else base.without[index]
+            behind = {pair: part for pair, part in other.items() if pair == (0, lookup)}
+        return {**whole, **behind}, single
+
+    if base is not None:
+        seconds = base.ladder.seconds
+    else:
+        context = sum(len(p) for p in prompts) // len(prompts) + max_new_tokens // 2
+        seconds = _costs(_curves(engine, probe, context, tick), context, passes, alone)
+    parts_all, alone_all = counted(None)
+    ladder = Ladder(
+        models=len(probe.models),
+        lookup=probe.lookup is not None,
+        seconds=seconds,
+        **_shares(parts_all, lookup),
+    )
+    return Found(
+        levels=levels,
+        ladder=ladder,
+        parts=parts_all,
+        names=names,
+        alone=alone_all,
+        lenience=lenience,
+        without=tuple(counted(index) for index in range(len(prompts))),
+    )
+
+
+def _curves(
+    engine: Engine, probe: Cascade, context: int, tick: Callable[[str, int], None]
+) -> list[CostCurve]:
+    """Passes of every model, timed."""
     curves = []
     for model in (engine.target, *(level.model for level in probe.models)):
         tick(f"timing {model.name}", 0)
@@ -280,20 +305,7 @@ def measure(
         curves.append(
             cost.measure(model, rows=_ROWS, contexts=(min(context, room),), batches=(1,), repeat=_REPEAT)
         )
-    ladder = Ladder(
-        survival={pair: part.survival for pair, part in parts.items()},
-        models=len(probe.models),
-        lookup=probe.lookup is not None,
-        seconds=_costs(curves, context, passes, alone),
-        drafted={pair[0]: part.drafted for pair, part in parts.items() if pair[1] == lookup},
-    )
-    names = (engine.target.name, *(level.model.name for level in probe.models))
-    if probe.lookup is not None:
-        names = (*names, type(probe.lookup.drafter).__name__)
-    alone_parts = {number: lone[0, number] for number in singles if (0, number) in lone}
-    return Found(
-        levels=levels, ladder=ladder, parts=dict(parts), names=names, alone=alone_parts, lenience=lenience
-    )
+    return curves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -368,42 +380,6 @@ def _run(engine: Engine, spec: str, prompt: Sequence[int], params: SamplingParam
         return len(answer.tokens)
     finally:
         engine.listeners.remove(passes.listen)
-
-
-def _note(
-    parts: dict[tuple[int, int], Part], reviewer: int, k: Sequence[Sequence[int]], probe: Cascade
-) -> Callable[[Draft, Verdict], None]:
-    """Count one reviewer's verdicts, level by level."""
-    lowest = len(probe.models) + 1
-    totals = [sum(k[reviewer][: i + 1]) for i in range(len(k[reviewer]))]
-
-    def note(draft: Draft, verdict: Verdict) -> None:
-        if not len(draft) and not (probe.lookup and reviewer == lowest - 1):
-            return
-        chain = _chain(draft)
-        memo = draft.memo
-        made = memo.level_N if isinstance(memo, Origin) else (0,) * len(chain)
-        kept = len(verdict.kept)
-        before = 0
-        for offset, total in enumerate(totals):
-            level = reviewer + 1 + offset
-            name = 0 if probe.lookup is not None and level == lowest else level
-            length = sum(who == name for who in made)
-            size = max(total - before, length) if name == 0 else length
-            if size:
-                got = min(length, kept - before) if kept >= before else None
-                parts[reviewer, level].add(size, length, got)
-            before += length
-
-    return note
-
-
-def _chain(draft: Draft) -> list[int]:
-    nodes, node = [], ROOT
-    while (groups := draft.groups_of.get(node)) is not None:
-        node = groups[0].nodes[0]
-        nodes.append(node)
-    return nodes
 
 
 def _costs(

@@ -143,7 +143,8 @@ def solved(x_RF: Tensor, y_RH: Tensor) -> Tensor:
     """The map [F, H] with the least squares, and a small penalty on its size."""
     gram_FF = (x_RF.T @ x_RF).double()
     gram_FF.diagonal().add_(RIDGE * float(gram_FF.diagonal().mean()))
-    return torch.linalg.solve(gram_FF, (x_RF.T @ y_RH).double()).float()
+    map_FH: Tensor = torch.linalg.solve(gram_FF, (x_RF.T @ y_RH).double()).float()
+    return map_FH
 
 
 def write(found: Found, file: Path, target: Target) -> None:

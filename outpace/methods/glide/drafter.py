@@ -45,6 +45,7 @@ from outpace.methods.glide.net import GlideNet, tensor_shapes
 from outpace.models.base import HEAD, KV_READ, Target
 from outpace.models.decoder import Decoder
 from outpace.models.fields import Fields
+from outpace.models.views import KeyValues
 from outpace.tree.growth import Branch, DraftRow
 from outpace.types import NOTHING, Draft
 
@@ -144,7 +145,7 @@ class Glide(ModelDrafter):
         self.net.glimpses = {branch.state.slot: self._seen(_own(branch.state)) for branch in branches}
         return super().expand(branches)
 
-    def _seen(self, state: GlideState):  # type: ignore[no-untyped-def]
+    def _seen(self, state: GlideState) -> KeyValues:
         assert state.lease is not None
         return self.target.read(state.lease.cache, state.lease.slot, self.reads)
 

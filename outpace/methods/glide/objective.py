@@ -181,7 +181,7 @@ class GlideObjective(AheadObjective):
         shape, kv_BTY = self.shape, batch.feature[f"kv.{self.reads}"].float()
         size = (*kv_BTY.shape[:2], shape.num_kv_heads, shape.head_dim)
         key_BTKD, value_BTKD = (part.reshape(size) for part in kv_BTY.chunk(2, -1))
-        key_BTKD = key_BTKD.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        key_BTKD = key_BTKD.view(*size[:3], -1, 2).transpose(-1, -2).flatten(-2)
         return key_BTKD.transpose(1, 2), value_BTKD.transpose(1, 2)
 
     def _states(self, x_BAH: Tensor, place_BA: Tensor, held: KeyValue, seen_BA: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ arXiv:2411.10666.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -156,13 +156,11 @@ class Suffix(FollowsText[_State]):
         if match < self.config.min_match:
             return Draft()
 
-        def after(node: tuple[int, int]) -> list[tuple[int, float, tuple[int, int]]]:
+        def after(node: tuple[int, int]) -> Iterator[tuple[int, float, tuple[int, int]]]:
             found = text.after(node[0])
-            total = sum(count for _, count, _ in found)
-            return [
-                (token, trust.chance(node[1], count, total), (then, node[1] + 1))
-                for token, count, then in found
-            ]
+            total = sum([count for _, count, _ in found])
+            for token, count, then in found:
+                yield token, trust.chance(node[1], count, total), (then, node[1] + 1)
 
         return grow(after, (state, match), self._within(row.budget, match), trust.own)
 

@@ -23,6 +23,7 @@ from outpace.params import SamplingParams
 from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
 from outpace.types import Budget, Draft, Drawn
+from outpace.verifiers.base import TargetLaws
 
 WIDE = Budget(20, 20)
 
@@ -97,7 +98,7 @@ TARGET, TABLE = TableTarget.random(1, V), TableTarget.random(9, V)
 TEXT = (0, 1, 0, 1)
 
 
-class Laws:
+class Laws(TargetLaws):
     def __init__(self, draft):
         self.draft = draft
 
