@@ -73,12 +73,12 @@ def draw(found: Found, file: Path) -> None:
         found.agreement,
         linestyle="--",
         color="tab:orange",
-        label=f"layers {', '.join(map(str, found.layers))} together",
+        label=f"chosen: {', '.join(map(str, found.layers))}",
     )
     axes.set_xlabel("layers below the feature")
     axes.set_ylabel("target's token guessed, two ahead")
     axes.set_ylim(bottom=0)
-    axes.legend()
+    axes.legend(loc="lower right")
     figure.savefig(file, dpi=120)
 
 
