@@ -29,6 +29,8 @@ from outpace.methods.cascade.planner import Measured, speedup
 COSTS = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5)
 """Of a pass of the trained drafter, in passes of the target."""
 BUILTIN_TEXTS = {"questions": "passages", "maths": "math"}
+STRONG = "layer_skip[skip=4+7+10+13+16+19+22+25]"
+"""A model of the target's own layers, above the trained drafter."""
 MARGIN = 1.05
 """What a cascade should have over its best member."""
 
@@ -180,7 +182,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--draft", default="draft_model", help="a drafter that is a language model")
-    parser.add_argument("--strong", default="layer_skip", help="one above it, for three models")
+    parser.add_argument("--strong", default=STRONG, help="one above it, for three models")
     parser.add_argument("--lookup", default="max_gram")
     parser.add_argument("--texts", nargs="+", default=[], metavar="NAME=FILE")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])

@@ -30,11 +30,11 @@ Generalized speculative decoding: anything may draft, and the target verifies. E
 | views of the KV cache | the target over a part of its context | | `triforce`, `token_select`, `window_self` | |
 | heads on the target's features | trained layers or heads guess | `eagle3` (reads EAGLE-1 and 2), `medusa`, `hydra`, `kangaroo`, `ppd`, `streaming`, `coral`, `glide` | `falcon`, `fspad`, `mtp`, Hydra++ | |
 | block drafters | many positions in one drafter pass | `dflash` (one layer) | `dflash` with several layers, `dspark`, `jetspec` | |
-| drafters of drafters | combine guesses | `cascade`, `ouroboros`, `graph`, `select`, `auto` | lenience, cascades that choose their levels, `hybrid` trees from two sources | |
+| drafters of drafters | combine guesses | `cascade`, `ouroboros`, `graph`, `select`, `auto` | | |
 | trees | which guesses share a pass | chains, templates, Sequoia's shapes, dynamic trees, `cape` | calibrated dynamic trees | |
 | verification | what is kept, losslessly | `match`, `chain`, `tree`, `block`, `k_seq`, `greedy_plus_one`, `traversal`, `coupled` | | rules that change the distribution by default; `typical` needs `allow_lossy` |
 | length of drafts | how much to draft, and when | `fixed`, `confidence`, `specdecpp`, `schedule`, `bandit`, `goodput`, `auto` | acceptance heads for `eagle3` and block drafters | |
-| encoder-decoder targets | T5, BART; the source text as draft | | aggressive decoding, cascades of encoder-decoders | |
+| encoder-decoder targets | T5, BART; the source text as draft | `reference`, and drafters that need no features | | |
 | other models than autoregressive text | the same words for another task | | | federated early exit for speech: it shares training among devices, and nothing is drafted or verified; pruning of diffusion models: it changes the model, and there is no token distribution to verify |
 
 *Coming* means planned and not there yet. Each method follows its paper, which its entry below names.
