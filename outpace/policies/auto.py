@@ -134,11 +134,11 @@ class Auto(Policy):
         """Offers change where prices do, and where the drafter was asked."""
         pool, budget, state = self._pool(row.state, name), row.drafters[name], row.state
         now = prices, pool.seen, min(row.limit.max_depth, budget.max_depth)
-        before, offers = state.offers.get(name, ((None, 0, 0), []))
-        if before[0] is not prices or before != now:
+        found = state.offers.get(name)
+        if found is None or found[0][0] is not prices or found[0] != now:
             offers = offers_of(name, budget, row.limit, pool, self._here(state, name), prices, self.tuning)
-            state.offers[name] = now, offers
-        return offers
+            found = state.offers[name] = now, offers
+        return found[1]
 
     def _together(
         self, levelled: Mapping[str, Mapping[int, list[Offer]]], chosen: Mapping[int, Offer], prices: Prices
