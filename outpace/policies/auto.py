@@ -132,7 +132,8 @@ class Auto(Policy):
 
     def _offers(self, row: PolicyRow, name: str, prices: Prices) -> list[Offer]:
         """Offers change where prices do, and where the drafter was asked."""
-        pool, budget, state = self._pool(row.state, name), row.drafters[name], row.state
+        state: State = row.state
+        pool, budget = self._pool(state, name), row.drafters[name]
         now = prices, pool.seen, min(row.limit.max_depth, budget.max_depth)
         found = state.offers.get(name)
         if found is None or found[0][0] is not prices or found[0] != now:
