@@ -264,8 +264,9 @@ def learned(target):
     from outpace.models.measured import store
     from outpace.policies.acceptance import Pool
 
-    pool = Pool((6.0, 3.0), (10.0, 6.0), 4).to_json()
-    return store("learned", target, "", {"auto": {"suffix": pool, "prompt_lookup": pool}})
+    pool = Pool(kept_D=(6.0, 3.0), tried_D=(10.0, 6.0)).to_json()
+    kinds = {"greedy": {"suffix": pool}, "drawn": {"prompt_lookup": pool}}
+    return store("learned", target, "", {"auto": kinds})
 
 
 def skip_set(target):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from outpace.cli import predict_plots, show
+from outpace.cli import show
 from outpace.cli.options import AS_JSON, epilog, option, output, spread
 from outpace.errors import RequestError
 
@@ -151,6 +151,7 @@ def predict(
         show_report(report)
     if out is not None:
         from outpace.bench.plots import paint
+        from outpace.cli import predict_plots
 
         show.save(out / "predict.json", json.dumps(report, indent=1) + "\n")
         show.save(out / "device.json", json.dumps(report["device"]["record"], indent=1) + "\n")

@@ -243,7 +243,7 @@ class Auto(Policy):
     def recall(self, learned: Any) -> None:
         """Begin with what ``learned`` gave, for drafters that were not asked yet; ignore what is broken."""
         for kind in ("greedy", "drawn") if isinstance(learned, dict) else ():
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 pools = {name: Pool.from_json(one, self.tuning) for name, one in learned[kind].items()}
                 self._recalled["", kind == "greedy"] = pools
 

@@ -165,6 +165,12 @@ class Costs:
     def _find(self, drafter: str) -> KnownDrafter | None:
         return self._known.get(drafter) or self._known.get(self._names.get(drafter, drafter))
 
+    @property
+    def known(self) -> bool:
+        """Whether costs are seconds, by a curve or a watched step; else only their ratios count."""
+        self._begin()
+        return self._curve is not None or bool(self._passes)
+
     def passes(self, rows: int, context: int, batch: int) -> list[float]:
         """Seconds of a pass over ``rows``, of all sequences together, and of passes over 1, 2, ... rows
         more: as many as are foreseen. ``context``: committed tokens of each sequence.
@@ -245,6 +251,7 @@ class Costs:
 
     def _of(self, batch: int) -> Passes:
         """Passes over about so many sequences; at first like the nearest."""
+        self._begin()
         found, near = self._passes.get(_power(batch)), _nearest(self._passes, batch)
         if found is not None:
             return found

@@ -16,27 +16,29 @@ COMMAND = (sys.executable, "-m", "outpace.cli.main")
 
 OPTIONS = {
     "generate": """
-        -d -f -m -t --allow-lossy --allow-token-id --ban-token-id --chat --compare --device
-        --draft-model --drafter-anyway --drafter --dtype --explain --frequency-penalty --help
-        --ignore-eos --include-stop --json --logit-bias --logprobs --max-new-tokens --min-p
-        --min-tokens --model --n --no-reproducible --presence-penalty --prompt-file --quantize --raw
+        --allow-lossy --allow-token-id --ban-token-id --chat --compare --device --draft-model
+        --drafter --drafter-anyway --dtype --explain --frequency-penalty --help --ignore-eos
+        --include-stop --json --logit-bias --logprobs --max-new-tokens --min-p --min-tokens
+        --model --n --no-reproducible --out --presence-penalty --prompt-file --quantize --raw
         --repetition-penalty --reproducible --seed --stop --stop-token-id --system --temperature
-        --threads --top-k --top-p --tree --tree-size --verifier
+        --thinking-mark --thinking-token-budget --threads --top-k --top-p --tree --tree-size
+        --verifier -d -f -m -o -t
     """,
     "chat": """
-        -d -m -t --allow-lossy --allow-token-id --ban-token-id --device --draft-model
-        --drafter-anyway --drafter --dtype --frequency-penalty --help --ignore-eos --include-stop
+        --allow-lossy --allow-token-id --ban-token-id --device --draft-model --drafter
+        --drafter-anyway --dtype --frequency-penalty --help --ignore-eos --include-stop
         --logit-bias --max-new-tokens --min-p --min-tokens --model --no-reproducible
         --presence-penalty --quantize --repetition-penalty --reproducible --seed --stop
-        --stop-token-id --system --temperature --threads --top-k --top-p --tree --tree-size
-        --verifier
+        --stop-token-id --system --temperature --thinking-mark --thinking-token-budget --threads
+        --top-k --top-p --tree --tree-size --verifier -d -m -t
     """,
     "demo": """
-        -d -m -o -t --allow-lossy --allow-token-id --ban-token-id --device --draft-model
-        --drafter-anyway --drafter --dtype --frequency-penalty --help --ignore-eos --include-stop
+        --allow-lossy --allow-token-id --ban-token-id --device --draft-model --drafter
+        --drafter-anyway --dtype --frequency-penalty --help --ignore-eos --include-stop
         --logit-bias --max-new-tokens --min-p --min-tokens --model --no-reproducible --out
         --presence-penalty --quantize --repetition-penalty --reproducible --seed --stop
-        --stop-token-id --temperature --threads --top-k --top-p --tree --tree-size --verifier
+        --stop-token-id --temperature --thinking-mark --thinking-token-budget --threads --top-k
+        --top-p --tree --tree-size --verifier -d -m -o -t
     """,
     "doctor": """
         -d -m -o -w --device --drafter --dtype --help --json --limit
@@ -47,12 +49,13 @@ OPTIONS = {
         --draft-model --drafter --drafter-anyway --dtype --grace --help --host --learn
         --learn-folder --learn-share --learn-topics --max-answers --max-batch --max-body-kb
         --max-connections --max-new-tokens --max-per-key --max-prompt-tokens --max-queue --model
-        --name --pages --port --quantize --share-across-keys --stored-pages --threads --timeout -d
-        -m -p
+        --name --pages --port --quantize --share-across-keys --stored-pages --thinking-mark
+        --threads --timeout -d -m -p
     """,
     "check": """
-        -d -m --device --draft-model --drafter-anyway --drafters --dtype --help --json
-        --max-new-tokens --model --prompts --quantize --shapes --threads
+        --allow-lossy --audit --audit-prompts --device --draft-model --drafter-anyway --drafters
+        --dtype --help --json --labelled --max-new-tokens --model --out --prompts --quantize
+        --samples --shapes --temperature --threads -d -m -o -t
     """,
     "bench": """
         -b -d -m -o -t -w --allow-lossy --answers --batch --device --draft-model --drafter-anyway
@@ -60,7 +63,9 @@ OPTIONS = {
         --out --peer-python --peers --quantize --repeat --seed --synthetic-acceptance --temperature
         --threads --tree --tree-size --verifier --workload
     """,
-    "bench compare": "--help --json",
+    "bench compare": """
+        --help --json
+    """,
     "bench passes": """
         -d -m --batches --contexts --device --drafter-anyway --drafters --dtype --help
         --json --model --out --quantize --repeat --rows --threads
@@ -71,7 +76,9 @@ OPTIONS = {
         --quantize --rate --requests --rounds --seed --temperature --threads --timeout --url
         --workload
     """,
-    "analyze": "-h --help",
+    "analyze": """
+        --help -h
+    """,
     "analyze acceptance": """
         -d -m -o -t -w --device --drafter-anyway --drafter --dtype --help --json
         --limit --max-new-tokens --model --out --quantize --temperature --threads --workload
@@ -101,16 +108,45 @@ OPTIONS = {
         --only-data --out --prompts --quantize --resume --self-prompts --set --start --texts
         --threads --tokens --work
     """,
-    "export": "-f -m -o --format --help --json --model --out --verifier",
+    "export": """
+        --format --help --json --model --out --verifier -f -m -o
+    """,
     "tune": """
         -d -m -o -w --device --draft-model --drafter-anyway --drafters --dtype --help --json --limit
         --max-new-tokens --model --out --quantize --threads --workload
     """,
-    "version": "--help",
-    "methods": "-m --help --json --model",
-    "build": "--help",
-    "build bigram": "-m -o --help --json --model --out",
-    "build datastore": "-m -o --help --json --model --out",
+    "version": """
+        --help
+    """,
+    "methods": """
+        --help --json --model -m
+    """,
+    "build": """
+        --help
+    """,
+    "build bigram": """
+        --help --json --model --out -m -o
+    """,
+    "build datastore": """
+        --help --json --model --out -m -o
+    """,
+    "eval": """
+        --allow-lossy --batch --chat --device --draft-model --drafter-anyway --drafters --dtype
+        --help --json --limit --model --out --quantize --shots --tasks --threads -b -d -m -o
+    """,
+    "predict": """
+        --acceptance --batch --calibrate-again --calibrate-with --config --context --device
+        --draft-config --drafter-cost --dtype --help --json --kv-dtype --out --prompt --quantize
+        --rows --sibling --threads --tree -m -o
+    """,
+    "analyze tokenizers": """
+        --dtype --help --json --limit --max-new-tokens --measure --nodes --out --temperature
+        --texts --threads --workload -o -t -w
+    """,
+    "analyze scaling": """
+        --at --batch --context --device --help --json --out --plan --samples --threads --tokens
+        -o
+    """,
 }
 """Command, as typed -> its options. A new one is added here on purpose, or not at all."""
 

@@ -15,6 +15,7 @@ from outpace.types import CostCurve
 
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42, 43, 44, 40, 41, 42], [77]]
 SETTINGS = {"max_new_tokens": 40, "ignore_eos": True, "allowed_tokens": frozenset({3, 1, 4})}
+RULED = "grammar[tree_size=48]"
 WITH_MODEL = "auto[drafters=suffix+draft_model[model=tiny]]"
 
 
@@ -34,11 +35,11 @@ def watch(engine, prompts, **settings):
 
 def test_lookups_take_part_unasked_and_untrained_methods_do_not(engine):
     method = engine.method("auto")
-    assert list(method.members) == ["suffix[tree_size=48]", "recycling"]
+    assert list(method.members) == ["suffix[tree_size=48]", "recycling", RULED]
     assert "outpace train eagle3" in method.left_out["eagle3"]
     added = engine.method("auto[add=draft_model[model=tiny layers=1]]")
     assert next(iter(added.members)) == "draft_model[layers=1 model=tiny]"
-    assert list(added.members)[1:] == ["suffix[tree_size=48]"], "recycling stands in for models"
+    assert list(added.members)[1:] == ["suffix[tree_size=48]", RULED], "recycling stands in for models"
 
 
 def test_drafters_for_long_texts_take_part_where_texts_can_be_long(engine):
@@ -63,12 +64,12 @@ def test_of_trained_models_the_one_measured_fastest_takes_part(engine, monkeypat
         built = objective.build(config, engine.target, None)
         built.save(home(name, engine.target), measured)
     method = engine.method("auto")
-    assert list(method.members) == ["suffix[tree_size=48]", "hydra", "medusa", "draft_model"], (
+    assert list(method.members) == ["suffix[tree_size=48]", RULED, "hydra", "medusa", "draft_model"], (
         "all of the user's"
     )
     monkeypatch.setattr(portfolio, "home", lambda method, target: tmp_path / "elsewhere")
     shipped = Engine.load("tiny", drafter="none", dtype="float32").method("auto")
-    assert list(shipped.members) == ["suffix[tree_size=48]", "hydra"]
+    assert list(shipped.members) == ["suffix[tree_size=48]", RULED, "hydra"]
     assert shipped.left_out["medusa"] == "hydra was measured faster"
     assert shipped.left_out["draft_model"].endswith("name it with auto[add=draft_model]")
     assert "outpace train eagle3" in method.left_out["eagle3"], "there is none"
@@ -80,7 +81,7 @@ def test_of_trained_models_the_one_measured_fastest_takes_part(engine, monkeypat
 
 def test_a_draft_model_of_the_users_takes_part():
     engine = Engine.load("tiny", drafter="none", dtype="float32", draft_model="tiny")
-    assert list(engine.method("auto").members) == ["draft_model[model=tiny]", "suffix[tree_size=48]"]
+    assert list(engine.method("auto").members) == ["draft_model[model=tiny]", "suffix[tree_size=48]", RULED]
     exactly = engine.method("auto[drafters=suffix]")
     assert list(exactly.members) == ["suffix"], "who names members means these"
     expected = engine.generate(PROMPTS, drafter="none", **SETTINGS)
@@ -100,7 +101,7 @@ def test_members_are_loaded_with_the_first_request(monkeypatch):
     engine = Engine.load("tiny", drafter="auto", dtype="float32")
     assert not loaded
     engine.generate([PROMPTS[0]] * 2, max_new_tokens=3)
-    assert loaded == [1]
+    assert loaded == [1, 1], "its own, and the one of `grammar`"
 
 
 def test_choices_reach_listeners_and_say_what_was_expected(engine):
@@ -143,7 +144,7 @@ def test_costs_are_watched_for_policies_that_read_them(engine):
     assert not engine.costs.known, "nobody asked"
     watch(engine, PROMPTS[0], drafter="draft_model[model=tiny layers=1 policy=goodput]")
     assert 0 < engine.costs.passed(1, 0, 1) < 0.5
-    assert engine.costs.timed("draft_model[layers=1 model=tiny policy=goodput]") > 0
+    assert engine.costs._drafts["draft_model[layers=1 model=tiny policy=goodput]"]
 
 
 def test_a_seed_is_a_promise_whatever_the_clock_says(monkeypatch, engine):
