@@ -256,7 +256,7 @@ class SamplingOptions:
     allow_token_id: list[int] | None = _sampling(
         None, "Generate nothing but the tokens so named. Repeatable.", metavar="ID"
     )
-    thinking_token_budget: int | None = _sampling(
+    thinking_budget: int | None = _sampling(
         None, "Most tokens of thinking; then its end is written.", shown="no limit"
     )
     thinking_mark: list[str] | None = _sampling(
@@ -299,7 +299,7 @@ class SamplingOptions:
             logit_bias=dict(_read_bias(text) for text in self.logit_bias or ()),
             banned_tokens=frozenset(self.ban_token_id or ()),
             allowed_tokens=frozenset(self.allow_token_id) if self.allow_token_id else None,
-            thinking_token_budget=self.thinking_token_budget,
+            thinking_token_budget=self.thinking_budget,
             thinking_marks=tuple(self.thinking_mark or ()),
             seed=self.seed,
             max_new_tokens=self.max_new_tokens,

@@ -21,7 +21,7 @@ OPTIONS = {
         --include-stop --json --logit-bias --logprobs --max-new-tokens --min-p --min-tokens
         --model --n --no-reproducible --out --presence-penalty --prompt-file --quantize --raw
         --repetition-penalty --reproducible --seed --stop --stop-token-id --system --temperature
-        --thinking-mark --thinking-token-budget --threads --top-k --top-p --tree --tree-size
+        --thinking-mark --thinking-budget --threads --top-k --top-p --tree --tree-size
         --verifier -d -f -m -o -t
     """,
     "chat": """
@@ -29,7 +29,7 @@ OPTIONS = {
         --drafter-anyway --dtype --frequency-penalty --help --ignore-eos --include-stop
         --logit-bias --max-new-tokens --min-p --min-tokens --model --no-reproducible
         --presence-penalty --quantize --repetition-penalty --reproducible --seed --stop
-        --stop-token-id --system --temperature --thinking-mark --thinking-token-budget --threads
+        --stop-token-id --system --temperature --thinking-mark --thinking-budget --threads
         --top-k --top-p --tree --tree-size --verifier -d -m -t
     """,
     "demo": """
@@ -37,7 +37,7 @@ OPTIONS = {
         --drafter-anyway --dtype --frequency-penalty --help --ignore-eos --include-stop
         --logit-bias --max-new-tokens --min-p --min-tokens --model --no-reproducible --out
         --presence-penalty --quantize --repetition-penalty --reproducible --seed --stop
-        --stop-token-id --temperature --thinking-mark --thinking-token-budget --threads --top-k
+        --stop-token-id --temperature --thinking-mark --thinking-budget --threads --top-k
         --top-p --tree --tree-size --verifier -d -m -o -t
     """,
     "doctor": """
