@@ -159,7 +159,7 @@ def bound(schemas: Mapping[str, Schema], of: Bounds) -> None:
     most = {} if of.new_tokens is None else {"maximum": of.new_tokens}
     fields: dict[str, Schema] = {
         "n": {"maximum": of.answers},
-        "best_of": {"maximum": of.answers},
+        "best_of": {"maximum": 1},
         "max_tokens": most,
         "max_completion_tokens": most,
         "logprobs": {"maximum": of.logprobs},

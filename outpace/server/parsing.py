@@ -82,11 +82,10 @@ class Reader:
             ApiError, OutpaceError: what is wrong with it.
         """
         self.check_model(body.model)
-        if body.best_of not in (None, body.n or 1):
+        if body.best_of not in (None, 1):
             raise ApiError(
                 400,
-                f"best_of must be n ({body.n or 1}), got {body.best_of}; answers "
-                "are not ranked, ask for n of them",
+                f"best_of must be 1, got {body.best_of}; answers are not ranked, ask for n of them",
                 "best_of",
             )
         if body.stream and body.echo and body.logprobs is not None:

@@ -21,7 +21,7 @@ from pydantic import (
 
 MOST_FIELDS = 100
 """Fields of one object; no object of this API has as many."""
-MOST_MESSAGES, MOST_TOOLS, MOST_BIASES = 10_000, 1_000, 10_000
+MOST_MESSAGES, MOST_TOOLS, MOST_BIASES = 10_000, 128, 10_000
 """Longest lists of objects. Each object costs the event loop some microseconds."""
 DEEPEST = 100
 """Levels of objects and lists within each other; no schema of people or programs has as many."""

@@ -59,7 +59,6 @@ BEYOND = (
     "pages of memory",
     "give one of them",
     "min_tokens must be at most",
-    "best_of must be n",
     "answers are asked for",
     "two functions of one name",
     "tool_choice names",

@@ -54,7 +54,7 @@ DEEP = json.loads('{"a": ' * 600 + "1" + "}" * 600)
         ({"prompt": "a", "model": "other"}, "model", "'other' is not served here; use 'tiny'"),
         ({"prompt": "a", "service_tier": "flex"}, "service_tier", "'auto' or 'default'"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "suffix: "),
-        ({"prompt": "a", "best_of": 3}, "best_of", "best_of must be n (1), got 3"),
+        ({"prompt": "a", "best_of": 3}, "best_of", "best_of must be 1, got 3"),
         ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "stream", "is no stream"),
         ({"prompt": "a", "n": 0}, "n", "got 0"),
         ({"prompt": "a", "n": 9}, "n", "9 answers are asked for, and at most 8"),
