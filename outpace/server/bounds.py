@@ -94,7 +94,13 @@ _COMMON = [
     _any(_NO_FORM, _FREE),
 ]
 _KINDS = ("json", "regex", "choice", "grammar")
+_TRACED = _any(_STREAMS, _UNTRACED)
+_DISABLED = _all(_is("type", {"const": "disabled"}), _null("budget_tokens"))
+_ENABLED = _all(_is("type", {"const": "enabled"}), _is("budget_tokens", {"type": "integer"}))
 RULES: Mapping[str, list[Schema]] = {
+    "MessagesBody": [_TRACED],
+    "ResponsesBody": [_TRACED],
+    "Thinking": [_any(_ENABLED, _DISABLED)],
     "CompletionBody": [
         *_COMMON,
         _any(
@@ -148,6 +154,9 @@ class Bounds:
     drafters: tuple[str, ...]
     template_keys: tuple[str, ...]
     """Keys that `chat_template_kwargs` may not have."""
+    messages: int
+    thinks: bool
+    """Whether thinking can be told apart, and limited."""
 
 
 def bound(schemas: Mapping[str, Schema], of: Bounds) -> None:
@@ -161,6 +170,7 @@ def bound(schemas: Mapping[str, Schema], of: Bounds) -> None:
         "n": {"maximum": of.answers},
         "best_of": {"maximum": 1},
         "max_tokens": most,
+        "min_tokens": most,
         "max_completion_tokens": most,
         "logprobs": {"maximum": of.logprobs},
         "top_logprobs": {"maximum": of.logprobs},
@@ -169,7 +179,7 @@ def bound(schemas: Mapping[str, Schema], of: Bounds) -> None:
         "allowed_token_ids": {"items": token, "minItems": 1},
         "tokens": {"items": token, "maxItems": of.context},
         "logit_bias": {"propertyNames": {"pattern": f"^({below(of.vocab_size)})$"}, "maxProperties": 10000},
-        "messages": {"items": _MESSAGE, "minItems": 1},
+        "messages": {"items": _MESSAGE, "minItems": 1, "maxItems": of.messages},
         "chat_template_kwargs": {"propertyNames": {"not": {"enum": list(of.template_keys)}}},
     }
     for name, more in RULES.items():
@@ -178,6 +188,14 @@ def bound(schemas: Mapping[str, Schema], of: Bounds) -> None:
         for field, said in schemas[name]["properties"].items():
             _add(said, fields.get(field, {}))
     schemas["CompletionBody"]["properties"]["prompt"]["anyOf"] = prompts
+    for name, field in (("MessagesBody", "messages"), ("CountBody", "messages"), ("ResponsesBody", "input")):
+        _add(schemas[name]["properties"][field], {"maxItems": of.messages})
+    if not of.thinks:
+        schemas["Thinking"]["allOf"] = [_DISABLED]
+        for schema in schemas.values():
+            budget = schema.get("properties", {}).get("thinking_token_budget", {})
+            if budget.pop("anyOf", None):
+                budget.update(_NULL)
     _add(schemas["Speculation"]["properties"]["drafter"], {"enum": [*of.drafters]})
 
 

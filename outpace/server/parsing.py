@@ -22,6 +22,7 @@ from outpace.server.client_request import ClientRequest as ClientRequest
 from outpace.server.errors import ApiError, too_long
 from outpace.server.limits import Limits
 from outpace.server.schema import (
+    MOST_MESSAGES,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -171,11 +172,18 @@ class Reader:
             stops=limits.stops,
             drafters=self.service.drafters,
             template_keys=tuple(_TAKEN),
+            messages=self._most_messages,
+            thinks=bool(self.marks),
         )
 
     @property
     def _most(self) -> int:
         return self.target.max_positions - 1
+
+    @property
+    def _most_messages(self) -> int:
+        """Templates write some tokens around each, so more would not fit."""
+        return max(1, min(MOST_MESSAGES, self._most // 16))
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if a request names another model than the one that is served."""
@@ -207,6 +215,8 @@ class Reader:
                 f"chat_template_kwargs may not hold {wrong[0]!r}; {_TAKEN[wrong[0]]}",
                 "chat_template_kwargs",
             )
+        if len(messages) > self._most_messages:
+            raise too_long(f"{len(messages)} messages are more than fit into {self._most} tokens", "messages")
         kept: list[dict[str, Any]] = [_message(i, one) for i, one in enumerate(messages)]
         plain: list[dict[str, Any]] | None = None
         if tools or any(one.get("tool_calls") or one.get("role") == "tool" for one in kept):

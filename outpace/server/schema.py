@@ -27,6 +27,13 @@ DEEPEST = 100
 """Levels of objects and lists within each other; no schema of people or programs has as many."""
 
 
+def truth(value: Any) -> Any:
+    """Refuse 0 and 1 where false or true is meant: Python takes them for equal."""
+    if value is not None and not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
 def too_deep(value: Any) -> bool:
     """Whether plain data has more than ``DEEPEST`` levels, on which who reads it could founder."""
     level = [value]
@@ -294,7 +301,7 @@ class Generation(Body):
     """Whether to go on after the model's end-of-sequence tokens."""
     min_tokens: Id | None = None
     """So many tokens are generated before any stop counts."""
-    skip_special_tokens: Literal[True] = True
+    skip_special_tokens: Annotated[Literal[True], BeforeValidator(truth)] = True
     """Special tokens are never part of the text."""
     stream: bool | None = None
     """Send the answer piece by piece, as server-sent events."""

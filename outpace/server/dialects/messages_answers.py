@@ -124,7 +124,7 @@ def error_of(body: Json, status: int) -> Json:
     """An error of ours in this form; ``param`` stays, for programs that know it."""
     error = body["error"]
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    told = {"type": kind, "message": error["message"], "param": error["param"]}
+    told = {"type": kind, **{key: error[key] for key in ("message", "param", "code")}}
     return {"type": "error", "error": told, "request_id": None}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, Tag
+from pydantic import BeforeValidator, Field, Tag
 
 from outpace.server.dialects.blocks import by_shape, by_type, refuse
 from outpace.server.schema import (
@@ -17,6 +17,7 @@ from outpace.server.schema import (
     Plain,
     Seed,
     Speculation,
+    truth,
 )
 
 Json = dict[str, Any]
@@ -202,7 +203,7 @@ class ResponsesBody(Body):
     """Only null: nothing is stored."""
     conversation: None = None
     """Likewise."""
-    background: Literal[False] | None = None
+    background: Annotated[Literal[False] | None, BeforeValidator(truth)] = None
     truncation: Literal["disabled"] | None = None
     """A prompt that is too long is refused."""
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(fail_fast=True)] | None = None
