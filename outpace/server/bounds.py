@@ -188,8 +188,8 @@ def bound(schemas: Mapping[str, Schema], of: Bounds) -> None:
         for field, said in schemas[name]["properties"].items():
             _add(said, fields.get(field, {}))
     schemas["CompletionBody"]["properties"]["prompt"]["anyOf"] = prompts
-    for name, field in (("MessagesBody", "messages"), ("CountBody", "messages"), ("ResponsesBody", "input")):
-        _add(schemas[name]["properties"][field], {"maxItems": of.messages})
+    for name in ("MessagesBody", "CountBody"):
+        _add(schemas[name]["properties"]["messages"], {"maxItems": of.messages})
     if not of.thinks:
         schemas["Thinking"]["allOf"] = [_DISABLED]
         for schema in schemas.values():
