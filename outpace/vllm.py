@@ -54,16 +54,14 @@ class Vocabulary(Target):
     def __init__(self, config: Any) -> None:
         self.name = str(config.model)
         self.vocab_size, self.max_positions = int(config.get_vocab_size()), int(config.max_model_len)
-        self._place = config.tokenizer
+        self._place = str(config.tokenizer)
 
     @cached_property
     def tokenizer(self) -> Any:  # type: ignore[override]
         """Read when a drafter asks for it."""
-        from transformers import AutoTokenizer
+        from outpace.models.hf.config import read_tokenizer
 
-        from outpace.models.hf.config import wrap_tokenizer
-
-        return wrap_tokenizer(AutoTokenizer.from_pretrained(self._place), None)
+        return read_tokenizer(self._place)
 
     def new_cache(self, capacity: int = 0) -> NoReturn:
         raise ModelError(f"vLLM runs {self.name}, so no drafter can; take one that reads text alone")
