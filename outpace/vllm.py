@@ -149,7 +149,9 @@ class Proposer:
         self._learn(known, outcomes)
         if len(known) == len(sampled_token_ids) and not any(one.forced for one in outcomes.values()):
             self._watch(known, outcomes, passed)
-        texts = known | {i: self._begin(row, sampled_token_ids[i]) for i, row in rows.items() if i not in known}
+        texts = known | {
+            i: self._begin(row, sampled_token_ids[i]) for i, row in rows.items() if i not in known
+        }
         self._draft(list(texts.values()))
         self._keep([(row.tobytes(), texts[i]) for i, row in rows.items()])
         self._left = time.perf_counter()
@@ -166,7 +168,8 @@ class Proposer:
         for i, row in rows.items():  # steps of which nobody told, or the next turn of a conversation
             if i not in found and self._texts:
                 said = row.tobytes()
-                text = self._take(max((key for key in self._texts if said.startswith(key)), key=len, default=b""))
+                begun = [key for key in self._texts if said.startswith(key)]
+                text = self._take(max(begun, key=len)) if begun else None
                 if text is not None:
                     text.view, text.draft = None, Draft()
                     found[i] = text
@@ -203,9 +206,7 @@ class Proposer:
         ]
         self._policy.learn([*seen.values()], told)
 
-    def _watch(
-        self, texts: Mapping[int, _Text], outcomes: Mapping[int, Outcome], passed: float
-    ) -> None:
+    def _watch(self, texts: Mapping[int, _Text], outcomes: Mapping[int, Outcome], passed: float) -> None:
         """Tell what prices passes how long vLLM took for one, from call to call."""
         rows = []
         for i, one in outcomes.items():

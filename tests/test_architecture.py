@@ -61,8 +61,8 @@ MAY_IMPORT = {
     " policies.costs",
     # What other programs call.
     "hf": "config errors files params engine models",
-    "vllm": "errors config registry params types coins sampling tree models models.base drafters.base policies.base"
-    " engine",
+    "vllm": "errors config registry params types coins sampling tree models models.base drafters.base"
+    " policies.base engine",
     "train": "errors config files registry params rows types cache.base models models.base drafters"
     " drafters.trained engine",
     "analysis": "kernels errors config files registry params types coins sampling tree step"

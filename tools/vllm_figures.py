@@ -122,13 +122,19 @@ def lookups(args: argparse.Namespace, prompts: list[list[int]]) -> None:
     print("|---|---:|---:|---:|---:|---:|---:|")
     for name, (_, *answers) in told.items():
         tokens = sum(len(text) for one in answers for text in one["tokens"])
-        total = {key: sum(one[key] for one in answers) for key in ("drafts", "drafted", "accepted", "seconds")}
+        counts = ("drafts", "drafted", "accepted", "passes", "seconds")
+        total = {key: sum(one[key] for one in answers) for key in counts}
         drafts, speed = total["drafts"] or 1, tokens / total["seconds"]
-        other = sum(a != b for x, y in zip(answers, plain, strict=True) for a, b in zip(x["tokens"], y["tokens"]))
+        pairs = [
+            pair
+            for one, other in zip(answers, plain, strict=True)
+            for pair in zip(one["tokens"], other["tokens"], strict=True)
+        ]
+        different = sum(a != b for a, b in pairs)
         ratio = sum(one["seconds"] for one in plain) / total["seconds"]
         print(
             f"| {name} | {total['accepted'] / drafts:.2f} | {total['drafted'] / drafts:.2f} | "
-            f"{tokens / (tokens - total['accepted']):.2f} | {speed:.1f} | {ratio:.2f} | {other} |"
+            f"{tokens / total['passes']:.2f} | {speed:.1f} | {ratio:.2f} | {different} |"
         )
 
 
@@ -146,6 +152,7 @@ def exports(args: argparse.Namespace, prompts: list[list[int]]) -> None:
             export(folder, "speculators", Path(out), target, "owner/model")
             said = json.loads((Path(out) / "config.json").read_text(encoding="utf-8"))["speculators_config"]
             depth = said["proposal_methods"][0]["speculative_tokens"]
+            depth -= method == "dspark"  # the rows of a block that vLLM's runner of dflash guesses from
             config = {"method": method, "model": out, "num_speculative_tokens": depth}
             child = Child(args.python, args.model, config)
             answers = [child.ask([one], args.tokens) for one in prompts] if child.read() else []
