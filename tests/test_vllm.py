@@ -31,8 +31,13 @@ def config(longest=LONGEST, most=MOST):
 
 
 @pytest.fixture(autouse=True)
-def no_tokenizer(monkeypatch):
+def clock(monkeypatch):
+    """No tokenizer, and a clock that only passes move."""
     monkeypatch.setattr("outpace.models.hf.config.read_tokenizer", lambda place: None)
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(proposers, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
+    monkeypatch.setattr(Caller, "clock", now)
+    return now
 
 
 def text_of(seed, length=LONGEST):
@@ -54,8 +59,10 @@ class Caller:
     come back with all they said as their prompt.
     """
 
-    def __init__(self, drafter, slots):
-        self.drafter = drafter
+    clock = None
+
+    def __init__(self, drafter, slots, price=0.0):
+        self.drafter, self.price = drafter, price  # of a guess, in passes
         self.matrix = np.full((slots, LONGEST), 7, np.int32)
         self.rows = []  # names, by row
         self.texts, self.done, self.read, self.drafts = {}, {}, {}, {}
@@ -84,6 +91,7 @@ class Caller:
     def step(self, chunk=1000, silent=False):
         """A pass. ``silent``: vLLM does not ask the drafter, and checks guesses of token 0."""
         self.passes += 1
+        self.clock.seconds += 0.01 * (1 + self.price * sum(len(self.drafts[name]) for name in self.rows))
         sampled = []
         for i, name in enumerate(self.rows):
             text, done = self.texts[name], self.done[name]
@@ -258,19 +266,16 @@ def test_lookups_save_passes_and_auto_picks_among_them():
     assert len(Auto(config())._members) > 1
 
 
-def test_auto_stops_guessing_where_guesses_cost_too_much(monkeypatch):
+def test_auto_stops_guessing_where_guesses_cost_too_much():
     """Passes whose time is that of their rows: a guess must then be nearly sure."""
     drafted = {}
     for price in (0.0, 1.0):
-        now = [0.0]
-        monkeypatch.setattr(proposers.time, "perf_counter", lambda now=now: now[0])
-        caller = Caller(Auto(config()), 1)
+        caller = Caller(Auto(config()), 1, price)
         caller.add("one", text_of(30), 30)
         while not caller.ended():
-            now[0] += 0.01 * (1 + price * len(caller.drafts["one"]))
             caller.step()
         drafted[price] = caller.drafted
-    assert drafted[1.0] < 0.5 * drafted[0.0]
+    assert 0 < drafted[1.0] < 0.5 * drafted[0.0]
 
 
 def test_a_shared_store_serves_the_next_request():
