@@ -98,7 +98,7 @@ _WHOLE = BeforeValidator(_whole)
 Id = Annotated[int, Field(ge=0), _WHOLE]
 Count = Annotated[int, Field(ge=1), _WHOLE]
 TopK = Annotated[int, Field(ge=-1), _WHOLE]
-Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64), _WHOLE]
+Seed = Annotated[int, _WHOLE]
 Divisor = Annotated[float, Field(ge=1e-30, le=1e30)]
 Addend = Annotated[float, Field(ge=-1e30, le=1e30)]
 """Beyond, a logit may become infinite, and no distribution is left."""

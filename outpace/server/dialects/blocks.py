@@ -121,15 +121,17 @@ def by_shape() -> Discriminator:
     return Discriminator(lambda value: "~str" if isinstance(value, str) else "~list")
 
 
-def by_type(otherwise: str | None) -> Discriminator:
-    """Tells objects apart by their field ``type``."""
+def by_field(name: str, otherwise: str | None = None) -> Discriminator:
+    """Tells objects apart by what one of their fields holds."""
 
     def tag(value: Any) -> str | None:
-        given = value.get("type", otherwise) if isinstance(value, dict) else getattr(value, "type", None)
+        given = value.get(name, otherwise) if isinstance(value, dict) else getattr(value, name, None)
         return f"~{given}" if isinstance(given, str) else None
 
     return Discriminator(
-        tag, custom_error_type="unknown_type", custom_error_message="Input has a type that is not read here"
+        tag,
+        custom_error_type=f"unknown_{name}",
+        custom_error_message=f"Input has a {name} that is not read here",
     )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from outpace.server.dialects.blocks import by_shape, by_type, refuse
+from outpace.server.dialects.blocks import by_field, by_shape, refuse
 from outpace.server.schema import (
     MOST_MESSAGES,
     MOST_TOOLS,
@@ -76,21 +76,37 @@ class Thought(Body):
     """Not read."""
 
 
-Block = Annotated[
+Heard = Annotated[
+    Annotated[Text, Tag("~text")] | Annotated[ToolResult, Tag("~tool_result")], by_field("type")
+]
+Said = Annotated[
     Annotated[Text, Tag("~text")]
     | Annotated[ToolUse, Tag("~tool_use")]
-    | Annotated[ToolResult, Tag("~tool_result")]
     | Annotated[Thought, Tag("~thinking")],
-    by_type(None),
+    by_field("type"),
 ]
-Blocks = Annotated[list[Block], Field(fail_fast=True, max_length=MOST_MESSAGES)]
+_BLOCKS = Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)
+HeardBlocks = Annotated[list[Heard], _BLOCKS]
+SaidBlocks = Annotated[list[Said], _BLOCKS]
 
 
-class Message(Body):
-    """One turn of a conversation."""
+class UserMessage(Body):
+    """A turn of the user, and what came of calls."""
 
-    role: Literal["user", "assistant"]
-    content: Annotated[Annotated[str, Tag("~str")] | Annotated[Blocks, Tag("~list")], by_shape()]
+    role: Literal["user"]
+    content: Annotated[Annotated[str, Tag("~str")] | Annotated[HeardBlocks, Tag("~list")], by_shape()]
+
+
+class AssistantMessage(Body):
+    """A turn of the model."""
+
+    role: Literal["assistant"]
+    content: Annotated[Annotated[str, Tag("~str")] | Annotated[SaidBlocks, Tag("~list")], by_shape()]
+
+
+Message = Annotated[
+    Annotated[UserMessage, Tag("~user")] | Annotated[AssistantMessage, Tag("~assistant")], by_field("role")
+]
 
 
 class Tool(Body):
@@ -205,8 +221,8 @@ def as_chat(body: Prompt, thinks: bool) -> ChatBody:
             "messages", "the last one is the assistant's, and answers are not continued; leave it out"
         )
     messages: list[Json] = [] if body.system is None else [{"role": "system", "content": _text(body.system)}]
-    for number, message in enumerate(body.messages):
-        messages += _messages(number, message)
+    for message in body.messages:
+        messages += _messages(message)
     found: Json = {"model": body.model, "messages": messages}
     if body.tools is not None:
         found["tools"] = [_tool(tool) for tool in body.tools]
@@ -251,19 +267,15 @@ def _tool(tool: Tool) -> Json:
     return {"type": "function", "function": {**function, "strict": tool.strict}}
 
 
-def _messages(number: int, message: Message) -> list[Json]:
+def _messages(message: UserMessage | AssistantMessage) -> list[Json]:
     """One turn as messages of ours: what came of calls first, then the rest."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    mine = message.role == "assistant"
     results: list[Json] = []
     texts: list[str] = []
     calls: list[Json] = []
     thoughts: list[str] = []
-    for place, block in enumerate(message.content):
-        if isinstance(block, ToolResult) == mine and not isinstance(block, Text):
-            field = f"messages.{number}.content.{place}"
-            raise refuse(field, f"a block {block.type} is no part of a message of the {message.role}")
+    for block in message.content:
         if isinstance(block, Text):
             texts.append(block.text)
         elif isinstance(block, ToolUse):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag
 
-from outpace.server.dialects.blocks import by_shape, by_type, refuse
+from outpace.server.dialects.blocks import by_field, by_shape, refuse
 from outpace.server.schema import (
     MOST_MESSAGES,
     MOST_TOOLS,
@@ -97,7 +97,7 @@ Item = Annotated[
     | Annotated[CallItem, Tag("~function_call")]
     | Annotated[OutputItem, Tag("~function_call_output")]
     | Annotated[ReasoningItem, Tag("~reasoning")],
-    by_type("message"),
+    by_field("type", "message"),
 ]
 Items = Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
 
