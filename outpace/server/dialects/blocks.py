@@ -11,6 +11,7 @@ from pydantic import Discriminator
 from outpace.engine.results import Result
 from outpace.server.answers import ChatWriter, Json
 from outpace.server.errors import ApiError
+from outpace.server.schema import Answered, Body, ChatBody
 from outpace.server.tool_parser import Found
 from outpace.serving.events import Tokens
 
@@ -138,3 +139,10 @@ def by_field(name: str, otherwise: str | None = None) -> Discriminator:
 def refuse(place: str, why: str) -> ApiError:
     """A field that is known and cannot be honoured."""
     return ApiError(400, f"{place}: {why}", place)
+
+
+def as_chat_body(found: dict[str, Any], body: Body) -> ChatBody:
+    """A chat of these fields and those that all requests for an answer have."""
+    names = [name for name in Answered.model_fields if name in type(body).model_fields]
+    shared = body.model_dump(include=set(names), exclude_unset=True)
+    return ChatBody.model_validate({**found, **shared})

@@ -8,19 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from outpace.server.dialects.blocks import by_field, by_shape, refuse
-from outpace.server.schema import (
-    MOST_MESSAGES,
-    MOST_TOOLS,
-    Body,
-    ChatBody,
-    Count,
-    Id,
-    Plain,
-    Seed,
-    Speculation,
-    Texts,
-)
+from outpace.server.dialects.blocks import as_chat_body, by_field, by_shape, refuse
+from outpace.server.schema import MOST_MESSAGES, MOST_TOOLS, Answered, Body, ChatBody, Count, Id, Plain, Texts
 
 Json = dict[str, Any]
 
@@ -177,7 +166,7 @@ class Prompt(Body):
     output_config: OutputConfig | None = None
 
 
-class MessagesBody(Prompt):
+class MessagesBody(Prompt, Answered):
     """``POST /v1/messages``."""
 
     UNREAD: ClassVar[frozenset[str]] = frozenset({"metadata", "service_tier", "cache_control"})
@@ -185,19 +174,10 @@ class MessagesBody(Prompt):
 
     max_tokens: Count
     """Longest answer, tokens; thinking counts."""
-    temperature: float | None = Field(default=None, ge=0)
-    """Divides the logits; 0 always takes the likeliest token."""
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    """Keep the smallest set of likeliest tokens with at least this probability."""
     top_k: Id | None = None
     """Keep the k likeliest tokens; 0: all."""
     stop_sequences: Texts | None = None
     """Strings that end the text where they begin."""
-    stream: bool | None = None
-    """Send the answer piece by piece, as server-sent events."""
-    seed: Seed | None = None
-    """Names the coins: same seed, same settings, same text."""
-    speculation: Speculation | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     cache_control: CacheControl | None = None
@@ -223,7 +203,7 @@ def as_chat(body: Prompt, thinks: bool) -> ChatBody:
     messages: list[Json] = [] if body.system is None else [{"role": "system", "content": _text(body.system)}]
     for message in body.messages:
         messages += _messages(message)
-    found: Json = {"model": body.model, "messages": messages}
+    found: Json = {"messages": messages}
     if body.tools is not None:
         found["tools"] = [_tool(tool) for tool in body.tools]
     choice = body.tool_choice
@@ -243,19 +223,8 @@ def as_chat(body: Prompt, thinks: bool) -> ChatBody:
     if form is not None:
         found["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
     if isinstance(body, MessagesBody):
-        found |= {
-            "max_tokens": body.max_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_k": body.top_k,
-            "stop": body.stop_sequences or None,
-            "stream": body.stream,
-            "seed": body.seed,
-            "speculation": None
-            if body.speculation is None
-            else body.speculation.model_dump(exclude_unset=True),
-        }
-    return ChatBody.model_validate(found)
+        found |= {"max_tokens": body.max_tokens, "top_k": body.top_k, "stop": body.stop_sequences or None}
+    return as_chat_body(found, body)
 
 
 def _text(content: str | Sequence[Text]) -> str:
