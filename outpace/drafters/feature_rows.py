@@ -36,7 +36,7 @@ from outpace.types import ROOT, Feed
 _WAITING = 2048
 """Most rows of a sequence that wait for its next draft; more go through the head at once. In a full
 batch where nobody drafts, most answers end before that, and nothing was read in vain. A row that
-waits takes about a sixth of what the target keeps of it."""
+waits takes a sixth to a third of what the target keeps of it."""
 
 
 class FeatureNet(Protocol):

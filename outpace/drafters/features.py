@@ -98,15 +98,16 @@ class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
     def observe(self, states: Sequence[S], outcomes: Sequence[Outcome]) -> None:
         """Keep the rows made of true features, and the features of what was committed."""
         new: list[tuple[S, Outcome]] = []
+        wanted = self.traits.taps
         for state, outcome in zip(states, outcomes, strict=True):
             if state.lead:
                 self.cache.keep(state.slot, range(state.lead))
                 state.waiting, state.ids = [], []
             self.forget(state)
-            taps = outcome.scored.taps
-            if not taps.keys() >= self.traits.taps or self.end_of(state) != outcome.start:
+            shown = outcome.scored.taps.keys() >= wanted
+            if not shown or self.end_of(state) != outcome.start:
                 self._restart(state)
-            if taps.keys() >= self.traits.taps and outcome.fed:
+            if shown and outcome.fed:
                 state.start = outcome.start if state.start is None else state.start
                 state.ids += outcome.fed
                 new.append((state, outcome))
@@ -123,9 +124,8 @@ class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
         rows = [_rows(outcome) for _, outcome in new]
         if len(new) == 1:
             ((state, outcome),) = new
-            taps, (at,) = outcome.scored.taps, rows
-            own = taps if at is None else {name: taps[name][at] for name in self.traits.taps}
-            self._wait(state, self.feature(dict(own)))
+            whole, (at,) = self.feature(dict(outcome.scored.taps)), rows
+            self._wait(state, whole if at is None else whole[at])
             return
         together = {
             name: torch.cat(
