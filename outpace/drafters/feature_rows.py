@@ -134,6 +134,7 @@ class RowDrafter(FeatureDrafter[RowState]):
     def _feed_waiting(self, branch: Branch[RowState]) -> Feed:
         """What the target computed since the last draft, the row of the pending token last."""
         state = branch.state
+        self.settle(state)
         state.lead = len(state.ids)
         state.row = {ROOT: state.lead - 1}
         tokens = (*state.ids[1:], branch.tokens[-1])
