@@ -93,9 +93,7 @@ def prices_of(costs: Costs, load: Load, own: int, guesses: int) -> Prices:
     return Prices(rate, plain, tuple(row_R))
 
 
-def look_up(
-    name: str, told: Sequence[float], limit: Budget, scale: float, prices: Prices
-) -> Offer | None:
+def look_up(name: str, told: Sequence[float], limit: Budget, scale: float, prices: Prices) -> Offer | None:
     """The best draft of a lookup that says what it would propose.
 
     Args:
