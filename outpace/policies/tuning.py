@@ -18,7 +18,7 @@ class Tuning:
     """Guesses of one sequence that count. A text may change its kind; fewer are noise."""
     pool: float = 400.0
     """Guesses of all sequences that count, for each kind of guess."""
-    explore: float = 0.003
+    explore: float = 0.01
     """Share of the time that trials of idle drafters may lose. It bounds what `auto` loses to `none`."""
     remember: float = 0.97
     """What is left of a step's weight after the next step, in costs and in the mean throughput."""
