@@ -221,6 +221,8 @@ class Costs:
         rest = seconds.get("judge", 0.0) + seconds.get("commit", 0.0)
         steps, tokens, took, other = self._lately.get(power, (0.0,) * 4)
         keep = self._tuning.remember
+        if steps:
+            rest = min(rest, self._tuning.stall * other / steps)
         self._lately[power] = (
             keep * steps + 1.0,
             keep * tokens + emitted,
