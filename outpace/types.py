@@ -356,6 +356,8 @@ class Scored:
     """First row of each feed in ``logits_TV``, then the total."""
     taps: Mapping[str, Tensor] = field(default_factory=dict)
     """Name -> features [rows, H] of all rows fed, feed by feed."""
+    lasting: bool = field(default=False, kw_only=True)
+    """Whether features stay as they are for whoever keeps them."""
     tap_start_B: tuple[int, ...] = (0,)
     rider_hidden_RH: Tensor | None = None
     rider_logits_RV: Tensor | None = None
@@ -383,7 +385,7 @@ class Scored:
             riders = (self.rider_hidden_RH[a:b], None if logits is None else logits[a:b])
             rider_start = (0, b - a)
         part = self.logits_TV[lo:hi]
-        return Scored(part, (0, hi - lo), taps, tap_start, *riders, rider_start)
+        return Scored(part, (0, hi - lo), taps, tap_start, *riders, rider_start, lasting=self.lasting)
 
     def last(self, ending: Sequence[bool]) -> Scored:
         """With the last row alone of every feed that ends, and no other logits."""

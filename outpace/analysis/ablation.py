@@ -18,7 +18,7 @@ from outpace.policies.acceptance import Pool
 from outpace.policies.auto import Auto, AutoConfig
 from outpace.policies.base import Policy, PolicyRow
 from outpace.policies.costs import Costs, Passes
-from outpace.policies.offers import Offer, Prices
+from outpace.policies.offers import Menu, Prices
 from outpace.policies.tuning import TUNING, Tuning
 
 WHOLE = "auto"
@@ -68,12 +68,10 @@ class _FullTrees(Auto):
 class _OneWidth(Auto):
     """Trees have the nodes of their spec."""
 
-    def _offers(self, row: PolicyRow, name: str, prices: Prices) -> list[Offer]:
-        return [
-            one
-            for one in super()._offers(row, name, prices)
-            if one.width in (0, row.drafters[name].max_nodes)
-        ]
+    def _menu(self, row: PolicyRow, name: str, prices: Prices) -> Menu:
+        menu = super()._menu(row, name, prices)
+        found = [one for one in menu.offers if one.width in (0, row.drafters[name].max_nodes)]
+        return menu.of(found)
 
 
 def variants(constants: bool = False) -> dict[str, Callable[[], Policy]]:

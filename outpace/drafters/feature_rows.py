@@ -36,7 +36,7 @@ from outpace.types import ROOT, Feed
 _WAITING = 2048
 """Most rows of a sequence that wait for its next draft; more go through the head at once. In a full
 batch where nobody drafts, most answers end before that, and nothing was read in vain. A row that
-waits takes about a sixth of what the target keeps of it."""
+waits takes a sixth to a third of what the target keeps of it."""
 
 
 class FeatureNet(Protocol):
@@ -134,6 +134,7 @@ class RowDrafter(FeatureDrafter[RowState]):
     def _feed_waiting(self, branch: Branch[RowState]) -> Feed:
         """What the target computed since the last draft, the row of the pending token last."""
         state = branch.state
+        self.settle(state)
         state.lead = len(state.ids)
         state.row = {ROOT: state.lead - 1}
         tokens = (*state.ids[1:], branch.tokens[-1])

@@ -22,7 +22,7 @@ from outpace.tree.growth import DraftRow
 from outpace.types import NOTHING, Draft, Outcome
 
 _PIECES = 32
-"""Most parts of a sequence's features, each of which holds the memory of a whole pass."""
+"""Passes whose features are kept as they came, before those of what was committed are copied."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +44,10 @@ class Followed:
     """Position of the first row of the slot; None: no features were seen yet."""
     waiting: list[Tensor] = field(default_factory=list)
     """Features [., F] of rows that are not in the cache for good; the last row's is among them."""
+    shown: list[tuple[dict[str, Tensor], slice | list[int] | None]] = field(default_factory=list)
+    """Features of passes, and which rows of them were committed: they wait behind the others."""
     ids: list[int] = field(default_factory=list)
-    """The tokens at whose rows they were computed."""
+    """The tokens at whose rows all of them were computed."""
     lead: int = 0
     """Tail rows of the slot that a draft made of them: all true, whatever was drafted."""
 
@@ -97,53 +99,37 @@ class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
 
     def observe(self, states: Sequence[S], outcomes: Sequence[Outcome]) -> None:
         """Keep the rows made of true features, and the features of what was committed."""
-        new: list[tuple[S, Outcome]] = []
+        wanted, long = self.traits.taps, list[S]()
         for state, outcome in zip(states, outcomes, strict=True):
             if state.lead:
                 self.cache.keep(state.slot, range(state.lead))
                 state.waiting, state.ids = [], []
             self.forget(state)
-            taps = outcome.scored.taps
-            if not taps.keys() >= self.traits.taps or self.end_of(state) != outcome.start:
+            scored = outcome.scored
+            seen = scored.taps.keys() >= wanted
+            if not seen or self.end_of(state) != outcome.start:
                 self._restart(state)
-            if taps.keys() >= self.traits.taps and outcome.fed:
+            if seen and outcome.fed:
                 state.start = outcome.start if state.start is None else state.start
                 state.ids += outcome.fed
-                new.append((state, outcome))
-        if new:
-            self._copy(new)
-        long = [state for state, _ in new if len(state.ids) > self.most_waiting]
+                state.shown.append((dict(scored.taps), _rows(outcome)))
+                if not scored.lasting or len(state.shown) >= _PIECES:
+                    self.settle(state)
+            if len(state.ids) > self.most_waiting:
+                self.settle(state)
+                long.append(state)
         if long:
             self.read(long)
 
-    def _copy(self, new: Sequence[tuple[S, Outcome]]) -> None:
-        """Keep the features of what was committed: one copy, of which every sequence has its part,
-        for a copy of each takes four times as long in a batch of 64.
-        """
-        rows = [_rows(outcome) for _, outcome in new]
-        if len(new) == 1:
-            ((state, outcome),) = new
-            taps, (at,) = outcome.scored.taps, rows
-            own = taps if at is None else {name: taps[name][at] for name in self.traits.taps}
-            self._wait(state, self.feature(dict(own)))
-            return
-        together = {
-            name: torch.cat(
-                [
-                    taps[name] if at is None else taps[name][at]
-                    for taps, at in zip((o.scored.taps for _, o in new), rows, strict=True)
-                ]
-            )
-            for name in self.traits.taps
-        }
-        parts = torch.split(self.feature(together), [len(outcome.fed) for _, outcome in new])
-        for (state, _), part in zip(new, parts, strict=True):
-            self._wait(state, part)
-
-    def _wait(self, state: S, part: Tensor) -> None:
-        state.waiting.append(part)
-        if len(state.waiting) > _PIECES:
-            state.waiting = [torch.cat(state.waiting)]
+    def settle(self, state: S) -> None:
+        """Copy the features of what was committed from those of whole passes."""
+        if state.shown:
+            parts = {
+                name: torch.cat([taps[name] if at is None else taps[name][at] for taps, at in state.shown])
+                for name in self.traits.taps
+            }
+            state.waiting.append(self.feature(parts))
+            state.shown = []
 
     def num_uncached(self, state: S, tokens: Sequence[int]) -> int:
         """Those whose features wait."""
@@ -162,6 +148,7 @@ class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
 
     def mark(self, state: S) -> Any:
         """Where the text began, how much of it is in the slot, and what waits."""
+        self.settle(state)
         return state.start, self.cache.length(state.slot), [*state.ids], [*state.waiting]
 
     def rewind(self, state: S, mark: Any) -> S:
@@ -174,14 +161,14 @@ class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
         if ids and held >= length + len(ids):
             length, ids, waiting = length + len(ids) - 1, ids[-1:], [torch.cat(waiting)[-1:]]
         self.cache.truncate(state.slot, min(length, held))
-        state.ids, state.waiting = [*ids], [*waiting]
+        state.ids, state.waiting, state.shown = [*ids], [*waiting], []
         return state
 
     def _restart(self, state: S) -> None:
         """Start anew with the next features that come."""
         self.cache.truncate(state.slot, 0)
         self.forget(state)
-        state.start, state.waiting, state.ids = None, [], []
+        state.start, state.waiting, state.shown, state.ids = None, [], [], []
 
     def end(self, state: S) -> None:
         """Give the slot back."""

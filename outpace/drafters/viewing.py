@@ -73,6 +73,10 @@ class ViewState:
     draft: Draft | None = None
 
 
+_SAVES = 4
+"""Texts must be so many times as long as their view: over less, a guess costs nearly as much as a token."""
+
+
 class ViewDrafter(ExpandingDrafter[ViewState]):
     """Drafts with the target's own weights through a view; a method adds the rule of the view.
 
@@ -85,7 +89,8 @@ class ViewDrafter(ExpandingDrafter[ViewState]):
 
     def __init__(self, target: Target, rule: Rule, every: int = 1, fall: float = 0.0) -> None:
         self.target, self.rule, self.every, self.fall = target, rule, every, fall
-        self.traits = replace(self.traits, least_context=rule.listed + rule.window + rule.run)
+        seen = rule.listed + rule.window + rule.run
+        self.traits = replace(self.traits, least_context=_SAVES * seen)
 
     @property
     def clock(self) -> PassClock:

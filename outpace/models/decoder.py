@@ -317,6 +317,7 @@ class Decoder(Target):
             logits_TV[fed:] if rows.rider_logits else None,
             rows.rider_start_B if rows.riders else (0,),
             got.best if cap is None else None,
+            lasting=True,
         )
 
     def _compiled(

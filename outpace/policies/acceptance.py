@@ -70,7 +70,7 @@ class Pool:
     def __init__(
         self, tuning: Tuning = TUNING, kept_D: Sequence[float] = (), tried_D: Sequence[float] = ()
     ) -> None:
-        self._tuning = tuning
+        self.tuning = tuning
         self.tallies = Tally(), Tally(), Tally()
         """Guesses kept; levels that drafts had, of those asked for; their nodes, over the levels."""
         self.seen = 0
@@ -81,15 +81,15 @@ class Pool:
 
     def ratio(self, kind: Kind = ()) -> float:
         """Guesses kept, over those that were stated."""
-        return self.tallies[0].ratio(kind, self._tuning.doubt)
+        return self.tallies[0].ratio(kind, self.tuning.doubt)
 
     def add(self, kept: float, stated: float, kind: Kind = ()) -> None:
         """Take in what was kept of such guesses."""
-        self.tallies[0].add(kind, kept, stated, self._tuning.pool)
+        self.tallies[0].add(kind, kept, stated, self.tuning.pool)
 
     def sizes(self, width: int, depth: int) -> list[tuple[float, float]]:
         """Nodes and levels of trees cut at depth 1, 2, ...: a drafter may stop earlier by itself."""
-        (_, levels, nodes), doubt = self.tallies, self._tuning.doubt
+        (_, levels, nodes), doubt = self.tallies, self.tuning.doubt
         each, reached, total, found = nodes.ratio((width,), doubt), 1.0, 0.0, []
         for level in range(depth):
             reached *= levels.ratio((level, width), doubt) if level else 1.0
@@ -100,8 +100,8 @@ class Pool:
     def grew(self, width: int, depth: int, nodes: int, levels: int) -> None:
         """Take in how large a tree became that might have had ``depth`` levels."""
         for level in range(min(depth, levels + 1)):
-            self.tallies[1].add((level, width), level < levels, 1.0, self._tuning.pool)
-        self.tallies[2].add((width,), nodes, levels, self._tuning.pool)
+            self.tallies[1].add((level, width), level < levels, 1.0, self.tuning.pool)
+        self.tallies[2].add((width,), nodes, levels, self.tuning.pool)
 
     def to_json(self) -> list[Any]:
         """Plain data, for ``from_json``."""

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outpace.policies.acceptance import Pool, Ratio
 from outpace.policies.base import Evidence, Policy, PolicyRow
 from outpace.policies.costs import Costs
-from outpace.policies.offers import Offer, Prices, look_up, offers_of, prices_of
+from outpace.policies.offers import Menu, Offer, Prices, look_up, menu_of, prices_of
 from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import NOTHING, Budget, Choice, Load, Plan, Price
 
@@ -51,8 +51,8 @@ class State:
     asked: Offer | None = None
     quiet: int = 0
     """Grows with every look that led to no draft; 2 to this power steps pass till the next."""
-    offers: dict[str, tuple[tuple[Prices, int, int], list[Offer]]] = field(default_factory=dict)
-    """Drafter -> what its offers follow from: prices, drafts seen and room left; and its offers."""
+    menus: dict[str, Menu] = field(default_factory=dict)
+    """Drafter -> what it offers, as it was weighed last."""
 
 
 class Auto(Policy):
@@ -86,33 +86,33 @@ class Auto(Policy):
 
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
         """Cost: some ten microseconds per sequence that is looked at, one for each other."""
-        awake = {i: row for i, row in enumerate(rows) if self.asks(row.state, load) is not None}
+        awake = [i for i, row in enumerate(rows) if self.asks(row.state, load) is not None]
         self._tick += 1
         prices = self._priced(len(rows), load)
-        looked: dict[int, Offer] = {}
-        levelled: dict[str, dict[int, list[Offer]]] = {}
-        for i, row in awake.items():
+        chosen: dict[int, Offer] = {}
+        spare: dict[int, Offer] = {}  # what lookups offer that does not pay
+        menus: dict[str, dict[int, Menu]] = {}
+        for i in awake:
+            row, best = rows[i], None
             for name in row.drafters if row.limit.max_depth > 0 else ():
                 told = row.previews.get(name)
                 if told:
-                    scale, call = self._scale(row.state, name), prices.rate * self.costs.price(name)
-                    offer = look_up(name, told, row.limit, scale, call, prices)
-                    if offer is not None and (i not in looked or offer > looked[i]):
-                        looked[i] = offer
-                elif told is None and name != NONE and (offers := self._offers(row, name, prices)):
-                    levelled.setdefault(name, {})[i] = offers
-        chosen = {i: offer for i, offer in looked.items() if offer.gain > 0.0}
-        chosen |= self._together(levelled, chosen, prices)
-        tried = self._trial(levelled, looked, chosen, prices)
-        left = self.costs.most(load.batch)
-        for i in sorted(chosen, key=chosen.__getitem__, reverse=True):
-            left -= chosen[i].nodes
-            if left < 0:
-                del chosen[i]
-        self._guesses = sum([offer.nodes for offer in chosen.values()])
+                    offer = look_up(name, told, row.limit, self._scale(row.state, name), prices)
+                    if offer is not None and (best is None or offer > best):
+                        best = offer
+                elif told is None and name != NONE and (menu := self._menu(row, name, prices)).offers:
+                    menus.setdefault(name, {})[i] = menu
+            if best is not None:
+                (chosen if best.gain > 0.0 else spare)[i] = best
+        chosen |= self._together(menus, chosen, prices)
+        self._wait -= 1.0
+        tried = self._trial(menus, spare, chosen, prices) if self._wait <= 0.0 else None
+        most, self._guesses = self.costs.most(load.batch), sum([offer.nodes for offer in chosen.values()])
+        while self._guesses > most:
+            self._guesses -= chosen.pop(min(chosen, key=chosen.__getitem__)).nodes
         longest = min(self.tuning.quiet, load.batch.bit_length() - 1)
-        for i, row in awake.items():
-            row.state.quiet = 0 if i in chosen else min(row.state.quiet + 1, longest)
+        for i in awake:
+            rows[i].state.quiet = 0 if i in chosen else min(rows[i].state.quiet + 1, longest)
         plans = []
         for i, row in enumerate(rows):
             row.state.asked = chosen.get(i)
@@ -130,29 +130,34 @@ class Auto(Policy):
             self._prices[key] = self._tick + min(self.tuning.renew, 1 + self._tick // 8), prices
         return prices
 
-    def _offers(self, row: PolicyRow, name: str, prices: Prices) -> list[Offer]:
+    def _menu(self, row: PolicyRow, name: str, prices: Prices) -> Menu:
         """Offers change where prices do, and where the drafter was asked."""
-        state: State = row.state
-        pool, budget = self._pool(state, name), row.drafters[name]
-        now = prices, pool.seen, min(row.limit.max_depth, budget.max_depth)
-        found = state.offers.get(name)
-        if found is None or found[0][0] is not prices or found[0] != now:
-            offers = offers_of(name, budget, row.limit, pool, self._here(state, name), prices, self.tuning)
-            found = state.offers[name] = now, offers
-        return found[1]
+        state, budget = row.state, row.drafters[name]
+        pool, room = self._pool(state, name), min(row.limit.max_depth, budget.max_depth)
+        menu: Menu | None = state.menus.get(name)
+        if menu is None or menu.prices is not prices or menu.seen != pool.seen or menu.room != room:
+            level = prices.rate * self.costs.price(name)
+            menu = menu_of(name, budget, row.limit, pool, self._here(state, name), prices, level)
+            state.menus[name] = menu
+        return menu
 
     def _together(
-        self, levelled: Mapping[str, Mapping[int, list[Offer]]], chosen: Mapping[int, Offer], prices: Prices
+        self, menus: Mapping[str, Mapping[int, Menu]], chosen: Mapping[int, Offer], prices: Prices
     ) -> dict[int, Offer]:
         """The drafter and depth that pay best for all sequences together, beside what is chosen."""
         best, found = 0.0, dict[int, Offer]()
-        for name, offers_B in levelled.items():
-            level = prices.rate * self.costs.price(name, len(offers_B))
-            depths = {one.depth for offers in offers_B.values() for one in offers}
-            for depth in sorted(depths):
+        for name, menu_B in menus.items():
+            if len(menu_B) == 1:
+                ((i, menu),) = menu_B.items()
+                more = menu.gain - (chosen[i].gain if i in chosen else 0.0)
+                if menu.best is not None and more > best:
+                    best, found = more, {i: menu.best}
+                continue
+            level = prices.rate * self.costs.price(name, len(menu_B))
+            for depth in sorted({one.depth for menu in menu_B.values() for one in menu.offers}):
                 users, total, levels = dict[int, Offer](), 0.0, 0.0
-                for i, offers in offers_B.items():
-                    offer = max([one for one in offers if one.depth <= depth])
+                for i, menu in menu_B.items():
+                    offer = max([one for one in menu.offers if one.depth <= depth])
                     more = offer.gain - (chosen[i].gain if i in chosen else 0.0)
                     if more > 0.0:
                         users[i] = offer
@@ -163,24 +168,25 @@ class Auto(Policy):
 
     def _trial(
         self,
-        levelled: Mapping[str, Mapping[int, list[Offer]]],
-        looked: Mapping[int, Offer],
+        menus: Mapping[str, Mapping[int, Menu]],
+        spare: Mapping[int, Offer],
         chosen: dict[int, Offer],
         prices: Prices,
     ) -> int | None:
-        """Have the drafter that was idle longest tried for one sequence, if a trial is due."""
-        self._wait -= 1.0
-        if self._wait > 0.0:
-            return None
+        """Have the drafter that was idle longest tried for one sequence."""
         used, step = {offer.drafter for offer in chosen.values()}, prices.rate * prices.plain
-        ideas = {name: {**offers_B} for name, offers_B in levelled.items() if name not in used}
-        for i, offer in looked.items():
+        ideas: dict[str, dict[int, list[tuple[float, Offer]]]] = {}
+        for i, offer in spare.items():
             if i not in chosen:
-                ideas.setdefault(offer.drafter, {})[i] = [offer]
+                ideas.setdefault(offer.drafter, {})[i] = [(-offer.gain, offer)]
+        for name, menu_B in menus.items():
+            if name not in used:
+                for i, menu in menu_B.items():
+                    few = menu.offers[:2]
+                    ideas.setdefault(name, {})[i] = [(menu.level * one.levels - one.gain, one) for one in few]
         for name in sorted(ideas, key=lambda name: self._tried.get(name, 0)):
             i = list(ideas[name])[self._tick % len(ideas[name])]
-            level = prices.rate * self.costs.price(name)
-            loss, offer = min([(level * one.levels - one.gain, one) for one in ideas[name][i][:2]])
+            loss, offer = min(ideas[name][i])
             loss += chosen[i].gain if i in chosen else 0.0
             if loss <= max(1.0, step / 8):  # while a lookup copies well, others wait
                 self._tried[name], chosen[i] = self._tick, offer
@@ -192,18 +198,18 @@ class Auto(Policy):
         """Put an offer into a plan, and say why."""
         rates = {NONE: load.batch / prices.plain}
         if offer is None:
-            return Plan(NONE, NOTHING, Choice(reason, rates))
-        level = self.costs.price(offer.drafter)
-        more = (offer.kept - offer.gain) / prices.rate + level * offer.levels
-        rates[offer.drafter] = (load.batch + offer.kept) / (prices.plain + more)
-        own, limit, price = (
-            row.drafters[offer.drafter],
-            row.limit,
-            Price((prices.rate * level,), prices.row_R),
-        )
+            if reason not in prices.still:
+                prices.still[reason] = Plan(NONE, NOTHING, Choice(reason, rates))
+            return prices.still[reason]
+        own, limit = row.drafters[offer.drafter], row.limit
         nodes, depth = min(offer.nodes, own.max_nodes), min(offer.depth, own.max_depth)
-        rows = min(own.max_rows, limit.max_rows)
-        asked = Budget(nodes, depth, rows, shape=own.shape, stop=own.stop, price=price)
+        asked = Budget(nodes, depth, min(own.max_rows, limit.max_rows), shape=own.shape, stop=own.stop)
+        more = (offer.kept - offer.gain) / prices.rate
+        if offer.levels:
+            level = self.costs.price(offer.drafter)
+            more += level * offer.levels
+            asked = replace(asked, price=Price((prices.rate * level,), prices.row_R))
+        rates[offer.drafter] = (load.batch + offer.kept) / (prices.plain + more)
         return Plan(offer.drafter, asked, Choice(reason, rates))
 
     def learn(self, rows: Sequence[PolicyRow], evidence: Sequence[Evidence]) -> None:

@@ -122,8 +122,8 @@ class Costs:
         self._names: dict[str, str] = {}  # method spec -> the one that it was measured as
         self._supposed: dict[str, float] = {}
         self._drafts: dict[str, dict[int, Line]] = {}
-        self._rest: dict[int, Line] = {}
-        self._lately: dict[int, tuple[float, float]] = {}  # tokens, seconds
+        # Of steps lately: how many, their tokens, their seconds, and those of judging and committing.
+        self._lately: dict[int, tuple[float, float, float, float]] = {}
         self.start(curve)
 
     def start(self, curve: CostCurve | None) -> None:
@@ -200,13 +200,13 @@ class Costs:
 
     def rest(self, batch: int) -> float:
         """Seconds of a step that are spent on judging and committing."""
-        line = _nearest(self._rest, batch)
-        return 0.0 if line is None else line.a
+        found = _nearest(self._lately, batch)
+        return found[3] / found[0] if found else 0.0
 
     def lately(self, batch: int) -> float:
         """Tokens per second of steps of about so many sequences; 0 before the first."""
-        tokens, seconds = self._lately.get(_power(batch), (0.0, 0.0))
-        return tokens / seconds if seconds else 0.0
+        found = self._lately.get(_power(batch))
+        return found[1] / found[2] if found else 0.0
 
     def watch(self, record: StepRecord) -> None:
         """Take a step in. Prompts teach nothing: their rows have no logits."""
@@ -217,11 +217,18 @@ class Costs:
         passes = self._passes[power] = self._of(count)
         shape_R = self._shape(record.context, count, guesses)
         passes.learn(shape_R[0], shape_R[guesses] - shape_R[0], guesses, seconds["score"])
-        spent = seconds.get("judge", 0.0) + seconds.get("commit", 0.0)
-        self._rest.setdefault(power, Line(None, 0.0, self._tuning)).learn(1.0, 0.0, spent)
-        keep, (tokens, took) = self._tuning.remember, self._lately.get(power, (0.0, 0.0))
-        tokens = keep * tokens + sum([len(row.emitted) for row in record.rows])
-        self._lately[power] = tokens, keep * took + sum(seconds.values())
+        emitted, spent = sum([len(row.emitted) for row in record.rows]), sum(seconds.values())
+        rest = seconds.get("judge", 0.0) + seconds.get("commit", 0.0)
+        steps, tokens, took, other = self._lately.get(power, (0.0,) * 4)
+        keep = self._tuning.remember
+        if steps:
+            rest = min(rest, self._tuning.stall * other / steps)
+        self._lately[power] = (
+            keep * steps + 1.0,
+            keep * tokens + emitted,
+            keep * took + spent,
+            keep * other + rest,
+        )
         asked = [row for row in record.rows if row.drafter != "none"]
         if record.draft_levels:  # those that run no model cost next to nothing
             asked = [row for row in asked if self._supposed.get(row.drafter) != 0.0]

@@ -5,21 +5,21 @@ Everything is priced in tokens: seconds times the tokens per second that are to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outpace.policies.acceptance import Pool, asks
 from outpace.policies.costs import Costs
-from outpace.policies.tuning import Tuning
-from outpace.types import Budget, Load
+from outpace.types import Budget, Load, Plan
 
 
 class Offer(NamedTuple):
     """A draft that a drafter may be asked for, and what it should bring."""
 
     gain: float
-    """Tokens kept, more than the rows and the call cost; levels are not in it."""
+    """Tokens kept, more than the rows cost; levels are not in it."""
     drafter: str
     nodes: int
     depth: int
@@ -44,6 +44,32 @@ class Prices:
     plain: float
     """Seconds of a step without drafts."""
     row_R: tuple[float, ...]
+    still: dict[str, Plan] = field(default_factory=dict)
+    """Reason -> the plan that drafts nothing."""
+
+
+class Menu(NamedTuple):
+    """What a drafter that has to be asked offers to one sequence, and what that follows from."""
+
+    prices: Prices
+    seen: int
+    """Drafts of it that were seen."""
+    room: int
+    """Levels that the sequence has room for."""
+    level: float
+    """Tokens that a level costs, for one sequence."""
+    offers: Sequence[Offer] = ()
+    best: Offer | None = None
+    """The one that gains most, less its levels."""
+    gain: float = 0.0
+    """Of it, less its levels."""
+
+    def of(self, offers: Sequence[Offer]) -> Menu:
+        """The menu with these offers."""
+        if not offers:
+            return self._replace(offers=offers)
+        gain, best = max([(one.gain - self.level * one.levels, one) for one in offers])
+        return self._replace(offers=offers, best=best, gain=gain)
 
 
 def prices_of(costs: Costs, load: Load, own: int, guesses: int) -> Prices:
@@ -67,30 +93,27 @@ def prices_of(costs: Costs, load: Load, own: int, guesses: int) -> Prices:
     return Prices(rate, plain, tuple(row_R))
 
 
-def look_up(
-    name: str, told: Sequence[float], limit: Budget, scale: float, call: float, prices: Prices
-) -> Offer | None:
+def look_up(name: str, told: Sequence[float], limit: Budget, scale: float, prices: Prices) -> Offer | None:
     """The best draft of a lookup that says what it would propose.
 
     Args:
         scale: what its chances are worth.
-        call: tokens that asking it costs.
     """
-    row_R, best = prices.row_R, None
+    row_R, best, count = prices.row_R, -math.inf, 0
     kept = stated = 0.0
-    for count, chance in enumerate(told[: min(limit.max_nodes, limit.max_depth, len(row_R) - 1)], 1):
+    for n, chance in enumerate(told[: min(limit.max_nodes, limit.max_depth, len(row_R) - 1)], 1):
         kept += min(1.0, chance * scale)
         stated += chance
-        if best is None or kept - row_R[count] > best[0]:
-            best = kept - row_R[count], name, count, count, kept, 0, 0.0, stated
-    return None if best is None else Offer(best[0] - call, *best[1:])
+        if kept - row_R[n] > best:
+            best, count, most = kept - row_R[n], n, (kept, stated)
+    return Offer(best, name, count, count, most[0], 0, 0.0, most[1]) if count else None
 
 
-def offers_of(
-    name: str, budget: Budget, limit: Budget, pool: Pool, here: float, prices: Prices, tuning: Tuning
-) -> list[Offer]:
+def menu_of(
+    name: str, budget: Budget, limit: Budget, pool: Pool, here: float, prices: Prices, level: float
+) -> Menu:
     """Drafts of a drafter that has to be asked, by nodes and depth."""
-    row_R, found, width = prices.row_R, list[Offer](), -1
+    tuning, row_R, found, width = pool.tuning, prices.row_R, list[Offer](), -1
     for nodes, depth in asks(budget):
         if nodes > limit.max_nodes or depth > limit.max_depth or nodes >= len(row_R):
             continue
@@ -104,4 +127,4 @@ def offers_of(
         low = min(int(made), len(row_R) - 2)
         price = row_R[low] + (made - low) * (row_R[low + 1] - row_R[low])
         found.append(Offer(kept - price, name, nodes, depth, kept, width, levels))
-    return found
+    return Menu(prices, pool.seen, min(limit.max_depth, budget.max_depth), level).of(found)

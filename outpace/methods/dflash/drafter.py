@@ -131,6 +131,7 @@ class Dflash(BlockDrafter[Followed], FeatureDrafter[Followed]):
 
     def _part(self, state: Followed, ids: Sequence[int], pending: int | None = None) -> Part:
         """Rows for the tokens given, which are the first of those that wait."""
+        self.settle(state)
         feature_TF = torch.cat(state.waiting)[: len(ids)]
         stored = self.cache.append(state.slot, ids, range(-1, len(ids) - 1))
         return Part(

@@ -188,7 +188,8 @@ class EagleNet:
 
     def feature(self, taps: Mapping[str, Tensor]) -> Tensor:
         """Features [T, F] of rows of a pass of the target, side by side; a copy."""
-        return torch.cat([taps[name] for name in self.shape.taps], -1).to(self.dtype)
+        whole_TF = torch.cat([taps[name] for name in self.shape.taps], -1)
+        return whole_TF if self._plans[True].ready else whole_TF.to(self.dtype)
 
     def run(
         self, rows: PassRows, cache: DenseCache, offsets: Sequence[int], given_TF: Tensor, features: bool
