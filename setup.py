@@ -1,6 +1,7 @@
 """Compiles the C code for the wheel, where there is a compiler; everything else is in pyproject.toml."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 from setuptools import setup
@@ -30,10 +31,16 @@ class Wheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         tag = super().get_tag()
-        shipped = Path(self.bdist_dir) / "outpace" / "kernels" / "shipped"
-        if not any(shipped.glob("*.so")):
+        shipped = sorted((Path(self.bdist_dir) / "outpace" / "kernels" / "shipped").glob("*.so"))
+        if not shipped:
             return tag
-        return "py3", "none", "linux_x86_64"
+        return "py3", "none", f"manylinux_{_oldest_glibc(shipped)}_x86_64"
+
+
+def _oldest_glibc(files: list[Path]) -> str:
+    """Find the oldest C library that runs compiled files, as a tag has it: 2_17."""
+    found = (re.findall(rb"\0GLIBC_(\d+)\.(\d+)", path.read_bytes()) for path in files)
+    return "{}_{}".format(*max((int(major), int(minor)) for names in found for major, minor in names))
 
 
 setup(cmdclass={"build_py": Build, "bdist_wheel": Wheel})
