@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import setup
@@ -15,9 +16,11 @@ class Build(build_py):
     """Puts one compiled file per kind of processor beside the sources."""
 
     def run(self) -> None:
-        super().run()
         if self.editable_mode:
+            super().run()
             return
+        shutil.rmtree(self.build_lib, ignore_errors=True)  # what an earlier build left would be packed
+        super().run()
         spec = importlib.util.spec_from_file_location("outpace_kernels_build", _FILE)
         assert spec is not None and spec.loader is not None
         build = importlib.util.module_from_spec(spec)
