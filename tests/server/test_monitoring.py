@@ -25,7 +25,9 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 BOARD = json.loads((DEPLOY / "dashboard.json").read_text(encoding="utf-8"))
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
 RULES = [
-    rule for group in yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"] for rule in group["rules"]
+    rule
+    for group in yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
+    for rule in group["rules"]
 ]
 NAME = re.compile(r"outpace:\w+")
 KEY = "a-key"
@@ -136,7 +138,11 @@ def monitored(folder, *arguments):
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     shutil.copy(DEPLOY / "alerts.yaml", folder)
     serve = [sys.executable, "-m", "outpace.cli.main", "serve", "--port", str(port), *arguments]
-    prometheus = ["prometheus", f"--config.file={folder}/prometheus.yaml", f"--storage.tsdb.path={folder}/data"]
+    prometheus = [
+        "prometheus",
+        f"--config.file={folder}/prometheus.yaml",
+        f"--storage.tsdb.path={folder}/data",
+    ]
     with (
         running(*serve, "--api-key-file", str(folder / "api-key")),
         running(*prometheus, f"--web.listen-address=127.0.0.1:{other}"),
