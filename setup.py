@@ -1,6 +1,8 @@
 """Compiles the C code for the wheel, where there is a compiler; everything else is in pyproject.toml."""
 
 import importlib.util
+import re
+import shutil
 from pathlib import Path
 
 from setuptools import setup
@@ -14,9 +16,11 @@ class Build(build_py):
     """Puts one compiled file per kind of processor beside the sources."""
 
     def run(self) -> None:
-        super().run()
         if self.editable_mode:
+            super().run()
             return
+        shutil.rmtree(self.build_lib, ignore_errors=True)  # what an earlier build left would be packed
+        super().run()
         spec = importlib.util.spec_from_file_location("outpace_kernels_build", _FILE)
         assert spec is not None and spec.loader is not None
         build = importlib.util.module_from_spec(spec)
@@ -30,10 +34,16 @@ class Wheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         tag = super().get_tag()
-        shipped = Path(self.bdist_dir) / "outpace" / "kernels" / "shipped"
-        if not any(shipped.glob("*.so")):
+        shipped = sorted((Path(self.bdist_dir) / "outpace" / "kernels" / "shipped").glob("*.so"))
+        if not shipped:
             return tag
-        return "py3", "none", "linux_x86_64"
+        return "py3", "none", f"manylinux_{_oldest_glibc(shipped)}_x86_64"
+
+
+def _oldest_glibc(files: list[Path]) -> str:
+    """Find the oldest C library that runs compiled files, as a tag has it: 2_17."""
+    found = (re.findall(rb"\0GLIBC_(\d+)\.(\d+)", path.read_bytes()) for path in files)
+    return "{}_{}".format(*max((int(major), int(minor)) for names in found for major, minor in names))
 
 
 setup(cmdclass={"build_py": Build, "bdist_wheel": Wheel})

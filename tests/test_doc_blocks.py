@@ -18,7 +18,7 @@ from tests.test_docs import FENCE, INDENTED, PAGES, joined, run
 PYTHON = {"README.md", "integrations.md", "python.md", "add-a-method.md", "serve.md", "vllm.md"}
 """Pages whose Python a test runs: test_docs, test_add_a_method, server/test_docs."""
 RUNS = ("outpace",)
-LOOKED_AT = ("pip", "make", "git", "cd", ".ci/run", ".venv/bin/pip", ".venv/bin/python")
+LOOKED_AT = ("pip", "make", "git", "cd", ".ci/run", ".ci/wheel", ".venv/bin/pip", ".venv/bin/python")
 """Programs whose lines set up an environment: what runs the tests has done that."""
 NOT_HERE = {"LOG.md": "lists", "add-a-method.md": "test_add_a_method runs it, with its package"}
 

@@ -1,13 +1,17 @@
-"""What the package carries besides code: that all of it is packed, and where weights come from."""
+"""What the package carries besides code: what of it is packed, and where weights come from."""
 
 import ast
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from outpace.drafters.trained import shipped_folder
+from outpace import Engine
+from outpace.drafters import trained
+from outpace.drafters.trained import PROVENANCE, home, shipped_folder
+from outpace.errors import ModelError
 
 ROOT = Path(__file__).parents[1]
 PAGE = shipped_folder() / "README.md"
@@ -58,14 +62,60 @@ def test_what_the_page_leaves_out_is_noticed():
     assert len(untold(blank, name, files, sources)) > 5
 
 
-def test_every_file_of_the_package_is_packed():
+def packed():
+    """What a wheel has besides code, by the patterns of pyproject.toml."""
     settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (line,) = re.findall(r"^outpace = (\[.*\])$", settings, re.MULTILINE)
     package = ROOT / "outpace"
-    packed = {path for pattern in ast.literal_eval(line) for path in package.glob(pattern)}
+    return {path for pattern in ast.literal_eval(line) for path in package.glob(pattern)}
+
+
+def test_every_file_of_the_package_is_packed_but_most_weights():
+    package = ROOT / "outpace"
     there = {
         path
         for path in package.rglob("*")
         if path.is_file() and path.suffix != ".py" and path.parent.name != "__pycache__"
     }
-    assert there <= packed and {package / "py.typed", PAGE} <= there
+    assert {package / "py.typed", PAGE} <= packed() <= there
+    left = there - packed()
+    assert left and all(path.is_relative_to(shipped_folder()) for path in left)
+
+
+def test_weights_of_a_wheel_are_few():
+    files = {path for path in packed() if path.is_relative_to(shipped_folder())}
+    names = {path.relative_to(shipped_folder()).as_posix() for path in files if path.name != PROVENANCE}
+    eagle3 = ("config.json", "model.safetensors")
+    assert names == {"README.md", *(f"smollm2-135m/eagle3/{name}" for name in eagle3)}
+    assert {path.parent for path in files if path.name == PROVENANCE} == set(FOLDERS)
+    assert sum(path.stat().st_size for path in files) < 25e6
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """The weights of a wheel, in the place of those of the repository."""
+    for path in packed():
+        if path.is_relative_to(shipped_folder()):
+            copy = tmp_path / "weights" / path.relative_to(shipped_folder())
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+    monkeypatch.setenv("OUTPACE_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(trained, "shipped_folder", lambda: tmp_path / "weights")
+    return tmp_path
+
+
+def test_a_wheel_has_what_auto_uses_and_says_how_the_rest_is_made(monkeypatch, wheel):
+    engine = Engine.load("smollm2-135m", drafter="auto")
+    with_the_wheel = list(engine.method("auto").members)
+    with pytest.raises(ModelError) as error:
+        engine.method("hydra")
+    line = str(error.value)
+    assert line.startswith(
+        "no trained hydra for smollm2-135m; make one with: outpace train hydra --model smollm2-135m"
+    )
+    assert ", once 71 minutes of training; it goes into " in line and "\n" not in line
+    assert line.endswith(str(home("hydra", engine.target)))
+    monkeypatch.undo()
+    monkeypatch.setenv("OUTPACE_DATA", str(wheel / "data"))
+    again = Engine(engine.target, "auto")
+    assert list(again.method("auto").members) == with_the_wheel and "eagle3" in with_the_wheel

@@ -62,9 +62,11 @@ def gather(engine: Engine, specs: list[str] | None, notes: list[str], plan: Plan
         OutpaceError: a drafter that was named cannot be built.
     """
     from outpace.bench.ours import Ours
+    from outpace.drafters.trained import NotTrainedError
 
     named = [row.name for row in registry.entries("drafter")] if specs is None else specs
     contenders: list[Contender] = []
+    untrained: list[str] = []
     for spec in dict.fromkeys(["none", *named]):
         try:
             wanted = plan.on(spec) if specs is None else spec
@@ -72,7 +74,12 @@ def gather(engine: Engine, specs: list[str] | None, notes: list[str], plan: Plan
         except OutpaceError as error:
             if specs is not None:
                 raise
-            notes.append(f"{spec} takes no part: {error}")
+            if isinstance(error, NotTrainedError):
+                untrained.append(spec)
+            else:
+                notes.append(f"{spec} takes no part: {error}")
+    if untrained:
+        notes.append(f"not trained for {engine.target.name}, take no part: {', '.join(untrained)}")
     return contenders
 
 

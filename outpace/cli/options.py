@@ -55,7 +55,8 @@ _end = partial(option, panel="Length and stopping")
 
 def spread(command: Callable[..., T]) -> Callable[..., T]:
     """Make a command of a function: its options, and those in the fields of option groups."""
-    hints = typing.get_type_hints(command, include_extras=True)
+    # Of Python 3.10, typing.get_type_hints would put Optional around Annotated.
+    hints = inspect.get_annotations(command, eval_str=True)
     groups: dict[str, type] = {}
     flat: list[inspect.Parameter] = []
     least: dict[str, tuple[str, int]] = {}

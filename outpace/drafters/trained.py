@@ -15,7 +15,7 @@ Shape letters: V vocabulary, D draft vocabulary, H hidden size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,10 @@ CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "provenance.js
 MOST_LEVELS = 64
 
 
+class NotTrainedError(ModelError):
+    """Nobody trained this method for this target, or its weights are not here."""
+
+
 def find(method: str, target: Target, path: str | None = None) -> Path:
     """Give the folder of a drafter trained for this target.
 
@@ -49,7 +53,8 @@ def find(method: str, target: Target, path: str | None = None) -> Path:
         path: a folder that the user named; nothing else is then looked at.
 
     Raises:
-        ModelError: there is none; the message has the command that makes one.
+        NotTrainedError: there is none; the message has the command that makes one, and where it writes.
+        ModelError: the folder that was named holds none.
     """
     if path is not None:
         folder = Path(path).expanduser()
@@ -58,9 +63,23 @@ def find(method: str, target: Target, path: str | None = None) -> Path:
         raise ModelError(f"{method}: {folder} holds no {CONFIG}, so it is no drafter folder")
     for folder in candidates(method, target):
         return folder
-    raise ModelError(
+    minutes = round(sum(_training_seconds(method, target)) / 60)
+    took = f", once {minutes} minutes of training" if minutes else ""
+    raise NotTrainedError(
         f"no trained {method} for {target.name}; make one with: outpace train {method} --model {target.name}"
+        f"{took}; it goes into {home(method, target)}"
     )
+
+
+def _training_seconds(method: str, target: Target) -> Iterator[float]:
+    """What trainings took, one after the other, whose provenance the package has without the weights."""
+    for file in sorted(shipped_folder().glob(f"*/{method}/{PROVENANCE}")):
+        said = _read_provenance(file.parent)
+        if (said.get("target") or {}).get("digest") != target.digest:
+            continue
+        while said:
+            yield float((said.get("held_out") or {}).get("seconds", 0.0))
+            said = (said.get("start") or {}).get("provenance") or {}
 
 
 def candidates(method: str, target: Target) -> list[Path]:
@@ -180,12 +199,17 @@ def method_of(folder: Path) -> str | None:
 
 def read_measured(folder: Path) -> Mapping[str, Any] | None:
     """What was measured of a drafter when it was made, from its provenance; None if nothing was."""
+    measured = _read_provenance(folder).get("measured")
+    return measured if isinstance(measured, dict) else None
+
+
+def _read_provenance(folder: Path) -> Mapping[str, Any]:
+    """How a drafter was made; empty if that is not known or cannot be read."""
     try:
         content = parse_json((folder / PROVENANCE).read_bytes())
-        measured = content.get("measured")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return measured if isinstance(measured, dict) else None
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def read_config(path: Path, target: Target, method: str | None = None) -> dict[str, Any]:

@@ -55,10 +55,12 @@ class Meters:
             "Between two portions of tokens; with speculation a portion is often several tokens.",
             _PER_TOKEN,
         )
-        self._per_token = histogram(
-            "request_time_per_output_token_seconds",
+        self._per_token = Histogram(
+            PREFIX + "request_time_per_output_token_seconds",
             "Of an answer: seconds after its first token / tokens after its first.",
-            _PER_TOKEN,
+            ["model_name", "drafter"],
+            buckets=_PER_TOKEN,
+            registry=self._registry,
         )
         self._whole = histogram(
             "e2e_request_latency_seconds", "From the request to the last token.", _SECONDS
@@ -108,8 +110,9 @@ class Meters:
         self._read.observe(result.prompt_tokens)
         self._written.observe(len(result.tokens))
         if len(result.tokens) > 1:
-            for histogram in (self._per_token, self._per_output):
-                histogram.observe(decode / (len(result.tokens) - 1))
+            each = decode / (len(result.tokens) - 1)
+            self._per_token.labels(self._model, result.drafter).observe(each)
+            self._per_output.observe(each)
 
     def responded(self, path: str, status: int) -> None:
         self._http.labels(self._model, path, str(status)).inc()

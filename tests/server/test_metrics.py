@@ -59,9 +59,12 @@ def test_counters_are_those_of_the_answers(engine):
     for name in (
         "time_to_first_token_seconds",
         "e2e_request_latency_seconds",
-        "request_time_per_output_token_seconds",
+        "time_per_output_token_seconds",
     ):
         assert found[f"outpace:{name}_count", ()] == 3
+    for name in ("prompt_lookup", "suffix", "none"):
+        label = (("drafter", name),)
+        assert found["outpace:request_time_per_output_token_seconds_count", label] == 1
     portions = found["outpace:inter_token_latency_seconds_count", ()]
     assert portions == sum(answer["metrics"]["passes"] for answer in answers)
     path = ("path", "/v1/completions")
