@@ -18,6 +18,7 @@ import math
 import shutil
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from outpace.train.pipeline import Pipeline
 
 WIDTHS = (64, 128, 256)
 PARTS = (0.125, 0.25, 0.5, 1.0)
+"""Of the tokens."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the drafters")
     parser.add_argument("--points", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--widths", default=",".join(map(str, WIDTHS)), help="hidden sizes of the fit")
+    parser.add_argument("--parts", default=",".join(map(str, PARTS)), help="shares of the tokens")
     parser.add_argument("--check", type=int, default=192, help="hidden size that is predicted; 0: none")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocab", type=int, default=4096, help="draft vocabulary")
@@ -53,16 +56,16 @@ def main(arguments: list[str] | None = None) -> int:
     engine = Engine.load(asked.model, drafter="none")
     counts = json.loads((asked.work / "tokens" / "manifest.json").read_text(encoding="utf-8"))["counts"]
     whole, answers = counts["tokens"], counts["answer_tokens"]
-    points = [
-        trained(asked, engine, int(width), math.floor(part * whole / asked.batch), part * answers)
-        for width in asked.widths.split(",")
-        for part in PARTS
-    ]
+    points: list[dict[str, Any]] = []
     told: dict[str, Any] = {"model": asked.model, "points": points}
+    parts = [float(part) for part in asked.parts.split(",")]
+    for part, width in product(parts, map(int, asked.widths.split(","))):
+        points.append(trained(asked, engine, width, math.floor(part * whole / asked.batch), part * answers))
+        write_whole(asked.points, json.dumps(told, indent=1) + "\n")
     if asked.check:
-        steps = math.floor(whole / asked.batch)
-        told["checked"] = check(points, trained(asked, engine, asked.check, steps, answers))
-    write_whole(asked.points, json.dumps(told, indent=1) + "\n")
+        steps = math.floor(parts[-1] * whole / asked.batch)
+        told["checked"] = check(points, trained(asked, engine, asked.check, steps, parts[-1] * answers))
+        write_whole(asked.points, json.dumps(told, indent=1) + "\n")
     return 0
 
 

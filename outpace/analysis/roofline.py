@@ -63,7 +63,10 @@ class Device:
     traffic: float | None = None
     """Bytes per second of keys, values and activations; None: as of weights."""
     widen: float | None = None
-    """Quantized weights made ready for products per second, once per pass; None: for nothing."""
+    """Quantized weights made ready for products per second, once per tile; None: for nothing."""
+    tile: int | None = None
+    """Rows of a tile of quantized products; None: all rows of a pass. A tile of one row takes as long as one
+    of two: each sum waits for itself."""
     overlaps: tuple[str, ...] = GROUPS
     """Groups whose operators read while they compute. Others take the sum of both times."""
 
@@ -131,11 +134,22 @@ class Op:
     group: str = ROWS
     coded: int = 0
     """Quantized weights."""
+    rows: int = 1
+    """That are multiplied with the weights."""
+
+    def tiled(self, tile: int | None) -> tuple[float, int]:
+        """FLOPs and weights made ready, where so many rows make a tile."""
+        if not self.coded or tile is None:
+            return self.flops, self.coded
+        whole, rest = divmod(self.rows, tile)
+        worked = whole * tile + (max(rest, min(2, tile)) if rest else 0)
+        return self.flops * worked / self.rows, self.coded * (whole + (rest > 0))
 
     def work(self, device: Device) -> float:
         """Seconds of its arithmetic."""
         speed = device.attend or device.peak if self.group == ATTENTION else device.peak
-        return self.flops / speed + (self.coded / device.widen if device.widen else 0.0)
+        flops, coded = self.tiled(device.tile)
+        return flops / speed + (coded / device.widen if device.widen else 0.0)
 
     def reading(self, device: Device) -> float:
         """Seconds of its memory traffic."""
@@ -197,6 +211,7 @@ def op_table(
                 moved=each * (a * inputs + out),
                 group=PRODUCT,
                 coded=one.coded,
+                rows=each,
             )
             for one, times in found.items()
         ]

@@ -282,10 +282,12 @@ def _gains(
     from outpace.analysis.prediction.speedup import Drafter, Steps
 
     steps = Steps(partial(_over, shape, machine, context, batch), host)
-    cost = steps.given(drafting["cost"])
+    cost, second = steps.given(drafting["cost"]), 0.0
     if other is not None:
-        cost = steps.level(other.seconds(machine, context=context, batch=batch))
-    drafter = Drafter(acceptance=drafting["acceptance"], cost=cost, sibling=drafting["sibling"])
+        cost, second = steps.level(partial(_over, other, machine, context, batch))
+    drafter = Drafter(
+        acceptance=drafting["acceptance"], cost=cost, sibling=drafting["sibling"], second=second
+    )
     return gains(drafter, steps.ratio, drafting["parents"])
 
 
