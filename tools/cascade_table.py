@@ -5,8 +5,9 @@
 Every arrangement answers every prompt at every temperature, in turns with plain decoding
 (`outpace.methods.cascade.planner`). Standardized: a pass of the target costs 1, however many rows it has,
 a pass of a drafter what the column says, a lookup nothing. Real: seconds of this machine, so let nothing
-else run. Without ``--texts`` the prompts are the built-in questions about passages and those of
-mathematics; files are those of ``outpace bench``. Prompts are taken evenly from each.
+else run. ``--keep`` adds what was measured to a file, so that ``--part 1/4`` and the next three make one table,
+and ``--part 0/1`` prints it. Without ``--texts`` the prompts are the built-in questions about passages and
+those of mathematics; files are those of ``outpace bench``. Prompts are taken evenly from each.
 
 Paper: Chen et al. 2023, Cascade Speculative Drafting, arXiv:2312.11462, tables 1 to 4.
 """
@@ -14,9 +15,11 @@ Paper: Chen et al. 2023, Cascade Speculative Drafting, arXiv:2312.11462, tables 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from outpace import Engine
@@ -66,7 +69,9 @@ Results = dict[tuple[str, float], dict[str, Measured]]
 """(texts, temperature) -> arrangement -> figures."""
 
 
-def prompts(engine: Engine, texts: Sequence[str], limit: int, most: int) -> dict[str, list[tuple[int, ...]]]:
+def prompts(
+    engine: Engine, texts: Sequence[str], limit: int, most: int, part: Sequence[int] = (1, 1)
+) -> dict[str, list[tuple[int, ...]]]:
     """Token ids by the name of their texts.
 
     Raises:
@@ -79,7 +84,8 @@ def prompts(engine: Engine, texts: Sequence[str], limit: int, most: int) -> dict
         known = read_workload(BUILTIN)
         found = {name: [p for p in known if p.category == kind] for name, kind in BUILTIN_TEXTS.items()}
     return {
-        name: [ids for _, ids in evenly(fitting(engine, one, most), limit)] for name, one in found.items()
+        name: [ids for _, ids in evenly(fitting(engine, one, most), limit)][part[0] - 1 :: part[1]]
+        for name, one in found.items()
     }
 
 
@@ -98,13 +104,35 @@ def _without_folder(argument: str) -> str:
 def measured(engine: Engine, args: argparse.Namespace, rows: dict[str, list[str]]) -> Results:
     """Run everything."""
     specs = list(dict.fromkeys(spec for some in rows.values() for spec in some))
-    out: Results = {}
-    for name, ids in prompts(engine, args.texts, args.limit, args.max_new_tokens).items():
+    out = kept(args.keep)
+    part = [int(number) for number in args.part.split("/")]
+    asked = prompts(engine, args.texts, args.limit, args.max_new_tokens, part) if part[0] else {}
+    for name, ids in asked.items():
         for temperature in args.temperatures:
             print(f"{name}, temperature {temperature:g}: {len(ids)} prompts", file=sys.stderr, flush=True)
             found = speedup(engine, specs, ids, max_new_tokens=args.max_new_tokens, temperature=temperature)
-            out[name, temperature] = dict(zip(specs, found, strict=True))
+            by = out.setdefault((name, temperature), {})
+            for spec, one in zip(specs, found, strict=True):
+                by[spec] = by[spec] + one if spec in by else one
+            if args.keep:
+                rest = [[*key, {spec: asdict(one) for spec, one in by.items()}] for key, by in out.items()]
+                write_whole(args.keep, json.dumps(rest) + "\n")
     return out
+
+
+def kept(file: Path | None) -> Results:
+    """What other runs measured."""
+    if file is None or not file.is_file():
+        return {}
+    return {
+        (name, temperature): {
+            spec: Measured(
+                tokens=one["tokens"], spent=one["spent"], plain=tuple(one["plain"]), made=tuple(one["made"])
+            )
+            for spec, one in by.items()
+        }
+        for name, temperature, by in json.loads(file.read_text(encoding="utf-8"))
+    }
 
 
 def standard(one: Measured, cost: float) -> float:
@@ -186,7 +214,9 @@ def main() -> int:
     parser.add_argument("--lookup", default="max_gram")
     parser.add_argument("--texts", nargs="+", default=[], metavar="NAME=FILE")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--limit", type=int, default=4)
+    parser.add_argument("--limit", type=int, default=4, help="prompts of each kind")
+    parser.add_argument("--part", default="1/1", help="1/4: every fourth of these prompts; 0/1: none")
+    parser.add_argument("--keep", type=Path, help="file that keeps figures, added to what it holds")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--loaded", action="store_true", help="say that other programs ran")
     parser.add_argument("--out", type=Path, help="write the page, besides printing it")

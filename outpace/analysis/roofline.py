@@ -65,8 +65,7 @@ class Device:
     widen: float | None = None
     """Quantized weights made ready for products per second, once per tile; None: for nothing."""
     tile: int | None = None
-    """Rows of a tile of quantized products; None: all rows of a pass. A tile of one row takes as long as one
-    of two: each sum waits for itself."""
+    """Rows of a tile of quantized products; None: all rows of a pass."""
     overlaps: tuple[str, ...] = GROUPS
     """Groups whose operators read while they compute. Others take the sum of both times."""
 
@@ -137,19 +136,15 @@ class Op:
     rows: int = 1
     """That are multiplied with the weights."""
 
-    def tiled(self, tile: int | None) -> tuple[float, int]:
-        """FLOPs and weights made ready, where so many rows make a tile."""
-        if not self.coded or tile is None:
-            return self.flops, self.coded
-        whole, rest = divmod(self.rows, tile)
-        worked = whole * tile + (max(rest, min(2, tile)) if rest else 0)
-        return self.flops * worked / self.rows, self.coded * (whole + (rest > 0))
+    def widened(self, tile: int | None) -> int:
+        """Weights made ready, where so many rows make a tile."""
+        return self.coded * (1 if tile is None else -(-self.rows // tile))
 
     def work(self, device: Device) -> float:
         """Seconds of its arithmetic."""
         speed = device.attend or device.peak if self.group == ATTENTION else device.peak
-        flops, coded = self.tiled(device.tile)
-        return flops / speed + (coded / device.widen if device.widen else 0.0)
+        widened = self.widened(device.tile) / device.widen if device.widen else 0.0
+        return self.flops / speed + widened
 
     def reading(self, device: Device) -> float:
         """Seconds of its memory traffic."""

@@ -243,7 +243,7 @@ def test_the_fit_finds_the_device_that_made_the_times(true):
 
     passes = [(ops_of(shape, point), seconds(ops_of(shape, point), true)) for point in POINTS]
     found = fit(passes, "t")
-    assert misfit(passes, found) < 0.015 and found.overlaps == true.overlaps
+    assert misfit(passes, found) < 0.015 and (true.widen or found.overlaps == true.overlaps)
     for rows, context, batch in product((1, 3, 20), (16, 2000), (1, 5)):
         ops = shape.ops(rows=rows, context=context, batch=batch)
         assert seconds(ops, found) == pytest.approx(seconds(ops, true), rel=0.1)

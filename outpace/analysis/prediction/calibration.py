@@ -251,11 +251,10 @@ def _amounts(ops: Sequence[Op], device: Device, overlaps: tuple[str, ...]) -> li
     total = [0.0] * 6
     for op in ops:
         work, reading = op.work(device), op.reading(device)
-        flops, coded = op.tiled(device.tile)
         total[5] += op.count
         if op.group not in overlaps or work >= reading:
-            total[2 if op.group == ATTENTION else 0] += op.count * flops
-            total[4] += op.count * coded
+            total[2 if op.group == ATTENTION else 0] += op.count * op.flops
+            total[4] += op.count * op.widened(device.tile)
         if op.group not in overlaps or work < reading:
             total[1] += op.count * op.weights
             total[3] += op.count * op.moved
