@@ -5,7 +5,7 @@
 Every arrangement answers every prompt at every temperature, in turns with plain decoding
 (`outpace.methods.cascade.planner`). Standardized: a pass of the target costs 1, however many rows it has,
 a pass of a drafter what the column says, a lookup nothing. Real: seconds of this machine, so let nothing
-else run. ``--keep`` adds what was measured to a file, so that ``--part 1/4`` and the next three make one table,
+else run. ``--keep`` adds figures to a file, so that ``--part 1/4`` and the next three make one table,
 and ``--part 0/1`` prints it. Without ``--texts`` the prompts are the built-in questions about passages and
 those of mathematics; files are those of ``outpace bench``. Prompts are taken evenly from each.
 
@@ -31,6 +31,8 @@ from outpace.methods.cascade.planner import Measured, speedup
 
 COSTS = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5)
 """Of a pass of the trained drafter, in passes of the target."""
+KNOWN = (0.01, 0.1, 0.5)
+"""Costs that a cascade is told, where the text decides."""
 BUILTIN_TEXTS = {"questions": "passages", "maths": "math"}
 STRONG = "layer_skip[skip=4+7+10+13+16+19+22+25]"
 """A model of the target's own layers, above the trained drafter."""
@@ -57,12 +59,15 @@ def groups(draft: str, strong: str, lookup: str) -> dict[str, list[str]]:
         "lookup alone, tree": [f"{lookup}[tree=3x2x1x1x1x1]"],
         "cascade": made(two, "k=1,8", "k=2,8/4", "k=4,8/8"),
         "cascade, tree": made(two, "k=2,8/4 tree=3x1x1x1x1x1"),
-        "cascade, levels by the text": made(two, ""),
+        "cascade, levels by the text": made(two, "", *(f"cost={cost:g}" for cost in KNOWN)),
+        "cascade, levels by the text, tree": made(
+            two, *(f"cost={cost:g} tree=3x2x1x1x1x1" for cost in KNOWN)
+        ),
         "cascade of three models": made(three, "k=1,0,8", "k=2,2,8/2,4/4"),
     }
 
 
-CASCADES = ("cascade", "cascade, tree", "cascade, levels by the text")
+CASCADES = ("cascade", "cascade, tree", "cascade, levels by the text", "cascade, levels by the text, tree")
 SINGLES = ("drafter alone", "drafter alone, tree", "lookup alone", "lookup alone, tree")
 
 Results = dict[tuple[str, float], dict[str, Measured]]

@@ -27,15 +27,14 @@ import torch
 from outpace import Engine
 from outpace.analysis.planner import Candidate, plan
 from outpace.analysis.prediction.model import ROUNDED, shaped
+from outpace.analysis.prediction.speedup import Steps
 from outpace.analysis.roofline import read_parameters
 from outpace.analysis.scaling import Point, bridge, fitted
 from outpace.bench import report as reports
-from outpace.bench.cases import evenly, fitting
 from outpace.bench.ours import Ours
 from outpace.bench.provenance import here
 from outpace.bench.records import Case, Settings
 from outpace.bench.runner import Runner
-from outpace.bench.workloads import builtin
 from outpace.cli.predict import machine_of
 from outpace.drafters.trained import decoder_from_json, decoder_to_json
 from outpace.files import write_whole
@@ -58,7 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--widths", default=",".join(map(str, WIDTHS)), help="hidden sizes of the fit")
     parser.add_argument("--parts", default=",".join(map(str, PARTS)), help="shares of the tokens")
     parser.add_argument("--check", type=int, default=192, help="hidden size that is predicted; 0: none")
-    parser.add_argument("--speed", type=int, default=0, metavar="N", help="measure speed-ups on N prompts")
+    parser.add_argument(
+        "--speed", type=int, default=0, metavar="N", help="measure speed-ups on N held-out prompts"
+    )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocab", type=int, default=4096, help="draft vocabulary")
     parser.add_argument("--batch", type=int, default=1024, help="tokens of a training step")
@@ -96,8 +97,11 @@ def speeds(
         [replace(k, acceptance=tuple(p["acceptance"])) for k, p in zip(known, points, strict=True)]
     )
     most = [p for p in (*points, *([checked] if checked else ())) if p["tokens"] == tokens]
-    prompts = evenly(fitting(engine, builtin(), NEW), asked.speed)
-    cases = [Case(id=prompt.id, group="all", ids=ids) for prompt, ids in prompts]
+    pipeline = Pipeline(
+        engine, read_options("draft_model", [], None), work=asked.work, out=asked.out / "none"
+    )
+    prompts = pipeline.held_out_prompts(asked.speed)
+    cases = [Case(id=str(number), group="all", ids=ids) for number, ids in enumerate(prompts)]
     context = round(sum(len(case.ids) for case in cases) / len(cases) + NEW / 2)
     candidates = [
         Candidate(weights=p["weights"], shape=shaped("drafter", p["shape"], kind=kind, quantize=ROUNDED))
@@ -107,6 +111,7 @@ def speeds(
         one.weights: one
         for one in plan(law, across, candidates, [tokens], shape, machine, context=context, host=host)
     }
+    steps = Steps(lambda rows: shape.seconds(machine, rows=rows, context=context), host)
     specs = [
         f"draft_model[model={p['folder']} tree=chain tree_size={max(1, choices[p['weights']].guesses)}]"
         for p in most
@@ -121,6 +126,7 @@ def speeds(
             {
                 "weights": p["weights"],
                 "guesses": choice.guesses,
+                "one_guess": 1 / (steps.ratio(2) + choice.cost) * (1 + choice.acceptance[0]),
                 "loss": [choice.loss, p["loss"]],
                 "acceptance": [choice.acceptance[0], p["acceptance"][0], row["acceptance_by_depth"][0]],
                 "emitted": [choice.emitted, row["mean_emitted"]],

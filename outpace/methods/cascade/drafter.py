@@ -66,12 +66,17 @@ class CascadeConfig:
     lenience: float = 1.0
     """How many times less likely than the level below said a model may find a guess and still take
     it. 1 is strict. The target is always strict, and so is everybody if ``reproducible``."""
+    cost: float | None = None
+    """Without ``k``: what a pass of the lowest model costs, in passes of the target; stronger ones cost more
+    in proportion to their weights. By default the share of weights, and at least a tenth."""
 
     def __post_init__(self) -> None:
         if self.k is not None:
             read_k(self.k)
         if not 1 <= self.lenience < float("inf"):
             raise ValueError(f"lenience must be a number from 1, got {self.lenience:g}")
+        if self.cost is not None and not 0 <= self.cost < float("inf"):
+            raise ValueError(f"cost must be a number from 0, got {self.cost:g}")
 
 
 def read_k(text: str) -> list[list[int]]:
@@ -115,6 +120,7 @@ class Cascade(WrappingDrafter[State]):
         super().__init__([] if lookup is None else [lookup])
         self.lenient, self.chosen = lenience > 1, k is None
         self.shares = tuple(shares) or (LEAST_SHARE,) * len(models)
+        """What a pass of each model costs, strongest first."""
         if k is None:
             k = [
                 [1] * len(models) + [TAIL],
@@ -181,7 +187,11 @@ class Cascade(WrappingDrafter[State]):
                     f"row {row + 1} for {len(parts)} levels, {len(speaking)} of them models"
                 )
         whole = max(1, target.weight_bytes)
-        shares = [max(LEAST_SHARE, model.weight_bytes / whole) for model in speaking]
+        if config.cost is None:
+            shares = [max(LEAST_SHARE, model.weight_bytes / whole) for model in speaking]
+        else:
+            lowest = max(1, speaking[-1].weight_bytes)
+            shares = [config.cost * model.weight_bytes / lowest for model in speaking]
         return cls(speaking, lookup, k, config.lenience, shares)
 
     def inner(self, state: State) -> list[tuple[Drafter[Any], Any]]:
