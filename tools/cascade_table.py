@@ -20,11 +20,14 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from outpace import Engine
 from outpace.bench.cases import evenly, fitting
 from outpace.bench.formats import BUILTIN, read_workload
+from outpace.bench.plots import paint
 from outpace.errors import OutpaceError, RequestError
 from outpace.files import write_whole
 from outpace.methods.cascade.planner import Measured, speedup
@@ -197,6 +200,25 @@ def _verdict(rows: dict[str, list[str]], found: Results, temperature: float) -> 
         yield f"\nNo cascade gains 5 % over its best member; the most is {max(gains) - 1:+.1%}."
 
 
+def picture(figure: Any, rows: dict[str, list[str]], found: Results, temperatures: Sequence[float]) -> bool:
+    """Standardized speed-up of the best cascade and the best single, by what the drafter costs."""
+    figure.set_size_inches(9, 4.2)
+    costs = [0.01 * 1.08**i for i in range(52)]
+    for axes, temperature in zip(
+        figure.subplots(1, len(temperatures), squeeze=False)[0], temperatures, strict=True
+    ):
+        for names, label in ((CASCADES, "best cascade"), (SINGLES, "best single"), (SINGLES[:1], "drafter")):
+            specs = [spec for name in names for spec in rows[name]]
+            best = [max(mean(found, spec, cost, temperature) for spec in specs) for cost in costs]
+            axes.plot(costs, best, label=label, lw=1.6)
+        axes.set_xscale("log")
+        axes.set_title(f"temperature {temperature:g}", loc="left", fontsize="medium")
+        axes.set_xlabel("cost of a pass of the drafter")
+    figure.axes[0].set_ylabel("standardized speed-up")
+    figure.axes[0].legend()
+    return True
+
+
 def _details(rows: dict[str, list[str]], found: Results, temperature: float) -> Iterator[str]:
     names = [name for name, t in found if t == temperature]
     yield "\n| arrangement | " + " | ".join(f"{n}: emitted | drafter's passes | real" for n in names) + " |"
@@ -223,6 +245,7 @@ def main() -> int:
     parser.add_argument("--part", default="1/1", help="1/4: every fourth of these prompts; 0/1: none")
     parser.add_argument("--keep", type=Path, help="file that keeps figures, added to what it holds")
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--plot", type=Path, help="folder for a picture of what --keep holds")
     parser.add_argument("--loaded", action="store_true", help="say that other programs ran")
     parser.add_argument("--out", type=Path, help="write the page, besides printing it")
     args = parser.parse_args()
@@ -232,6 +255,9 @@ def main() -> int:
         engine = Engine.load(args.model, drafter="none")
         text = "\n".join(page(args, rows, measured(engine, args, rows), engine.target.name)) + "\n"
         print(text, end="")
+        if args.plot is not None:
+            draw = partial(picture, rows=rows, found=kept(args.keep), temperatures=args.temperatures)
+            paint({"cascades": draw}, args.plot)
         if args.out is not None:
             write_whole(args.out, text)
         return 0
