@@ -22,8 +22,7 @@ handed up as q; so any verifier works, at any temperature. With a tree (``tree=4
 candidates for the first token are the model's best, or drawn from the same distribution; the first of them
 goes on as the chain, each other one with the lookup's words.
 
-Pays where the model is several times cheaper than the target, and the text repeats itself now and
-then; a model that is nearly free gains nothing from being drafted for.
+Pays where the model is several times cheaper than the target, and the text repeats itself at times.
 
 With ``lenience`` above 1 a model takes guesses of the level below that it finds nearly as likely as
 its own (`outpace.methods.cascade.lenient`). The target gets the distribution that its tokens then have, so
@@ -67,8 +66,7 @@ class CascadeConfig:
     """How many times less likely than the level below said a model may find a guess and still take
     it. 1 is strict. The target is always strict, and so is everybody if ``reproducible``."""
     cost: float | None = None
-    """Without ``k``: what a pass of the lowest model costs, in passes of the target; stronger ones cost more
-    in proportion to their weights. By default the share of weights, and at least a tenth."""
+    """Without ``k``: of a pass of the lowest model, in passes of the target; others by their weights."""
 
     def __post_init__(self) -> None:
         if self.k is not None:
@@ -120,7 +118,6 @@ class Cascade(WrappingDrafter[State]):
         super().__init__([] if lookup is None else [lookup])
         self.lenient, self.chosen = lenience > 1, k is None
         self.shares = tuple(shares) or (LEAST_SHARE,) * len(models)
-        """What a pass of each model costs, strongest first."""
         if k is None:
             k = [
                 [1] * len(models) + [TAIL],
@@ -186,12 +183,12 @@ class Cascade(WrappingDrafter[State]):
                     f"{who}: k={config.k} has too many {'rows' if not quotas else 'numbers'} in "
                     f"row {row + 1} for {len(parts)} levels, {len(speaking)} of them models"
                 )
-        whole = max(1, target.weight_bytes)
-        if config.cost is None:
-            shares = [max(LEAST_SHARE, model.weight_bytes / whole) for model in speaking]
-        else:
-            lowest = max(1, speaking[-1].weight_bytes)
-            shares = [config.cost * model.weight_bytes / lowest for model in speaking]
+        cost, lowest = config.cost, max(1, speaking[-1].weight_bytes)
+        sizes = [model.weight_bytes for model in speaking]
+        shares = [
+            max(LEAST_SHARE, s / max(1, target.weight_bytes)) if cost is None else cost * s / lowest
+            for s in sizes
+        ]
         return cls(speaking, lookup, k, config.lenience, shares)
 
     def inner(self, state: State) -> list[tuple[Drafter[Any], Any]]:

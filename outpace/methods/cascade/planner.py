@@ -323,7 +323,7 @@ class Measured:
     """Passes of the target, then of every model of the cascade."""
 
     def __add__(self, other: Measured) -> Measured:
-        """Both, as on all prompts of the two."""
+        """As on all prompts of the two."""
         return Measured(
             tokens=self.tokens + other.tokens,
             spent=self.spent + other.spent,
