@@ -22,8 +22,6 @@ handed up as q; so any verifier works, at any temperature. With a tree (``tree=4
 candidates for the first token are the model's best, or drawn from the same distribution; the first of them
 goes on as the chain, each other one with the lookup's words.
 
-Pays where the model is several times cheaper than the target, and the text repeats itself at times.
-
 With ``lenience`` above 1 a model takes guesses of the level below that it finds nearly as likely as
 its own (`outpace.methods.cascade.lenient`). The target gets the distribution that its tokens then have, so
 nothing is lost but acceptance.
@@ -198,7 +196,7 @@ class Cascade(WrappingDrafter[State]):
         return [(self.lookup.drafter, state.reading.state)]
 
     def begin(self, request: Request) -> State:
-        """Slots in the models' caches, and the lookup's state."""
+        """Open slots and begin the lookup."""
         slots = [level.cache.real.open() for level in self.models]
         reading = None if self.lookup is None else self.lookup.begin(request)
         return State(slots, reading, belief=Belief() if self.chosen else None)
@@ -215,9 +213,7 @@ class Cascade(WrappingDrafter[State]):
         alone = self._run(drafts)
         out = []
         for g, others in zip(drafts, tails, strict=True):
-            if g in alone:
-                draft = alone[g]
-            else:
+            if (draft := alone.get(g)) is None:
                 draft = g.draft() if not g.rivals else with_tails(g, others, self.lookup)
             g.row.state.draft = draft
             out.append(draft)
@@ -253,9 +249,9 @@ class Cascade(WrappingDrafter[State]):
                 self.lookup.observe(state.reading, outcome, outcome.draft is state.draft)
             state.draft = None
         for at, level in enumerate(self.models):
+            prompts = {}
             if level.number in self.idle:
                 continue
-            prompts = {}
             for state, outcome in zip(states, outcomes, strict=True):
                 slot, end = state.slots[at], outcome.start + len(outcome.fed)
                 fits = end <= level.model.max_positions

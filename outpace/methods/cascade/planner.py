@@ -315,8 +315,7 @@ class Measured:
     """
 
     tokens: int
-    spent: float
-    """Seconds."""
+    spent: float  # seconds
     plain: tuple[int, float]
     """Tokens and seconds of plain decoding."""
     made: tuple[int, ...]
