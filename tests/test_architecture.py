@@ -61,6 +61,8 @@ MAY_IMPORT = {
     " policies.costs",
     # What other programs call.
     "hf": "config errors files params engine models",
+    "vllm": "errors config registry params types coins sampling tree models models.base drafters.base"
+    " policies.base engine",
     "train": "errors config files registry params rows types cache.base models models.base drafters"
     " drafters.trained engine",
     "analysis": "kernels errors config files registry params types coins sampling tree step"
@@ -95,6 +97,7 @@ NAMES = {
     "outpace.server.parsing": "grammar",  # a setting of `SamplingParams`
     "outpace.server.structured_output": "grammar",  # a field of requests
     "outpace.server.tools": "grammar",  # the same
+    "outpace.vllm": "suffix",  # vLLM is given the name of a class
 }
 """`none` and `auto`, which are no rooms, may be named by all. Texts that hold a name among other words
 are help and examples."""

@@ -15,7 +15,7 @@ import pytest
 
 from tests.test_docs import FENCE, INDENTED, PAGES, joined, run
 
-PYTHON = {"README.md", "integrations.md", "python.md", "add-a-method.md", "serve.md"}
+PYTHON = {"README.md", "integrations.md", "python.md", "add-a-method.md", "serve.md", "vllm.md"}
 """Pages whose Python a test runs: test_docs, test_add_a_method, server/test_docs."""
 RUNS = ("outpace",)
 LOOKED_AT = ("pip", "make", "git", "cd", ".ci/run", ".venv/bin/pip", ".venv/bin/python")

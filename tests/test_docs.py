@@ -58,7 +58,9 @@ def run(*arguments):
     return out.getvalue()
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "docs" / "python.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [README, ROOT / "docs" / "python.md", ROOT / "docs" / "vllm.md"], ids=lambda page: page.name
+)
 def test_python_of_a_page_prints_what_the_page_shows(page):
     found = blocks(page)
     names: dict[str, object] = {}

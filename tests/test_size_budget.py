@@ -54,8 +54,8 @@ def is_core(name: str) -> bool:
     """Whether every method stands on this file."""
     _, *folders, file = name.split("/") if "/" in name else ("", name)
     if not folders:
-        # A table with a row per method grows with the methods; transformers and llm are other programs.
-        return file not in ("registry.py", "hf.py", "llm.py")
+        # A table with a row per method grows with the methods; those that speak to other programs are none.
+        return file not in ("registry.py", "hf.py", "llm.py", "vllm.py")
     if folders[0] == "models":
         return len(folders) == 1 and file.removesuffix(".py") in CORE_MODELS
     # What the methods of one family share is theirs; every method stands on the contract alone.

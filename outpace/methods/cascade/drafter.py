@@ -26,6 +26,7 @@ With ``lenience`` above 1 a model takes guesses of the level below that it finds
 its own (`outpace.methods.cascade.lenient`). The target gets the distribution that its tokens then have, so
 nothing is lost but acceptance.
 
+Pays where the model is several times cheaper than the target, and the text repeats itself.
 Cost: passes of the models, a few hundred microseconds of host work per inner step.
 Paper: Chen et al. 2023, Cascade Speculative Drafting, arXiv:2312.11462 (K as here, row by row;
 greedy there; sampling is ours, with distributions as in Spector and Re 2023, arXiv:2308.04623).

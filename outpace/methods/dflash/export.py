@@ -67,7 +67,7 @@ def export(source: Path, form: str, out: Path, target: Target, verifier: str | N
         aux_hidden_state_layer_ids=layer_numbers(shape.taps),
         mask_token_id=shape.mask,
         sample_from_anchor=shape.from_anchor,
-        sliding_window_non_causal=False,
+        sliding_window_non_causal=True,
         tie_word_embeddings=False,
         torch_dtype=str(DTYPE).removeprefix("torch."),
         **more,

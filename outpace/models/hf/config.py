@@ -76,6 +76,13 @@ def wrap_tokenizer(tokenizer: Any, defaults: GenerationDefaults | None) -> Token
     return ours
 
 
+def read_tokenizer(name: str) -> Tokenizer | None:
+    """The tokenizer of a folder or a hub id, ours."""
+    from transformers import AutoTokenizer
+
+    return wrap_tokenizer(AutoTokenizer.from_pretrained(name), None)
+
+
 def context_length(config: Any) -> tuple[int, str | None]:
     """Tokens that the model can hold with one set of rotary frequencies, and why no more.
 

@@ -47,6 +47,7 @@ def test_what_is_exported_is_read_back(target, tmp_path, method):
     assert said["speculators_model_type"] == method and said["mask_token_id"] == 7
     assert said["aux_hidden_state_layer_ids"] == [1, 2] and said["block_size"] == 4
     assert said["sample_from_anchor"] is (method == "dspark")
+    assert said["sliding_window_non_causal"] is True  # or vLLM's rows of a block see no later ones
     methods = said["speculators_config"]["proposal_methods"]
     assert methods[0]["speculative_tokens"] == (4 if method == "dspark" else 3)
     assert said["transformer_layer_config"]["model_type"] == "qwen3"
