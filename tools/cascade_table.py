@@ -5,8 +5,9 @@
 Every arrangement answers every prompt at every temperature, in turns with plain decoding
 (`outpace.methods.cascade.planner`). Standardized: a pass of the target costs 1, however many rows it has,
 a pass of a drafter what the column says, a lookup nothing. Real: seconds of this machine, so let nothing
-else run. Without ``--texts`` the prompts are the built-in questions about passages and those of
-mathematics; files are those of ``outpace bench``. Prompts are taken evenly from each.
+else run. ``--keep`` adds figures to a file, so that ``--part 1/4`` and the next three make one table,
+and ``--part 0/1`` prints it. Without ``--texts`` the prompts are the built-in questions about passages and
+those of mathematics; files are those of ``outpace bench``. Prompts are taken evenly from each.
 
 Paper: Chen et al. 2023, Cascade Speculative Drafting, arXiv:2312.11462, tables 1 to 4.
 """
@@ -14,20 +15,27 @@ Paper: Chen et al. 2023, Cascade Speculative Drafting, arXiv:2312.11462, tables 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from outpace import Engine
 from outpace.bench.cases import evenly, fitting
 from outpace.bench.formats import BUILTIN, read_workload
+from outpace.bench.plots import paint
 from outpace.errors import OutpaceError, RequestError
 from outpace.files import write_whole
 from outpace.methods.cascade.planner import Measured, speedup
 
 COSTS = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5)
 """Of a pass of the trained drafter, in passes of the target."""
+KNOWN = (0.01, 0.1, 0.5)
+"""Costs that a cascade is told, where the text decides."""
 BUILTIN_TEXTS = {"questions": "passages", "maths": "math"}
 STRONG = "layer_skip[skip=4+7+10+13+16+19+22+25]"
 """A model of the target's own layers, above the trained drafter."""
@@ -54,19 +62,24 @@ def groups(draft: str, strong: str, lookup: str) -> dict[str, list[str]]:
         "lookup alone, tree": [f"{lookup}[tree=3x2x1x1x1x1]"],
         "cascade": made(two, "k=1,8", "k=2,8/4", "k=4,8/8"),
         "cascade, tree": made(two, "k=2,8/4 tree=3x1x1x1x1x1"),
-        "cascade, levels by the text": made(two, ""),
+        "cascade, levels by the text": made(two, "", *(f"cost={cost:g}" for cost in KNOWN)),
+        "cascade, levels by the text, tree": made(
+            two, *(f"cost={cost:g} tree=3x2x1x1x1x1" for cost in KNOWN)
+        ),
         "cascade of three models": made(three, "k=1,0,8", "k=2,2,8/2,4/4"),
     }
 
 
-CASCADES = ("cascade", "cascade, tree", "cascade, levels by the text")
+CASCADES = ("cascade", "cascade, tree", "cascade, levels by the text", "cascade, levels by the text, tree")
 SINGLES = ("drafter alone", "drafter alone, tree", "lookup alone", "lookup alone, tree")
 
 Results = dict[tuple[str, float], dict[str, Measured]]
 """(texts, temperature) -> arrangement -> figures."""
 
 
-def prompts(engine: Engine, texts: Sequence[str], limit: int, most: int) -> dict[str, list[tuple[int, ...]]]:
+def prompts(
+    engine: Engine, texts: Sequence[str], limit: int, most: int, part: Sequence[int] = (1, 1)
+) -> dict[str, list[tuple[int, ...]]]:
     """Token ids by the name of their texts.
 
     Raises:
@@ -79,7 +92,8 @@ def prompts(engine: Engine, texts: Sequence[str], limit: int, most: int) -> dict
         known = read_workload(BUILTIN)
         found = {name: [p for p in known if p.category == kind] for name, kind in BUILTIN_TEXTS.items()}
     return {
-        name: [ids for _, ids in evenly(fitting(engine, one, most), limit)] for name, one in found.items()
+        name: [ids for _, ids in evenly(fitting(engine, one, most), limit)][part[0] - 1 :: part[1]]
+        for name, one in found.items()
     }
 
 
@@ -98,13 +112,35 @@ def _without_folder(argument: str) -> str:
 def measured(engine: Engine, args: argparse.Namespace, rows: dict[str, list[str]]) -> Results:
     """Run everything."""
     specs = list(dict.fromkeys(spec for some in rows.values() for spec in some))
-    out: Results = {}
-    for name, ids in prompts(engine, args.texts, args.limit, args.max_new_tokens).items():
+    out = kept(args.keep)
+    part = [int(number) for number in args.part.split("/")]
+    asked = prompts(engine, args.texts, args.limit, args.max_new_tokens, part) if part[0] else {}
+    for name, ids in asked.items():
         for temperature in args.temperatures:
             print(f"{name}, temperature {temperature:g}: {len(ids)} prompts", file=sys.stderr, flush=True)
             found = speedup(engine, specs, ids, max_new_tokens=args.max_new_tokens, temperature=temperature)
-            out[name, temperature] = dict(zip(specs, found, strict=True))
+            by = out.setdefault((name, temperature), {})
+            for spec, one in zip(specs, found, strict=True):
+                by[spec] = by[spec] + one if spec in by else one
+            if args.keep:
+                rest = [[*key, {spec: asdict(one) for spec, one in by.items()}] for key, by in out.items()]
+                write_whole(args.keep, json.dumps(rest) + "\n")
     return out
+
+
+def kept(file: Path | None) -> Results:
+    """What other runs measured."""
+    if file is None or not file.is_file():
+        return {}
+    return {
+        (name, temperature): {
+            spec: Measured(
+                tokens=one["tokens"], spent=one["spent"], plain=tuple(one["plain"]), made=tuple(one["made"])
+            )
+            for spec, one in by.items()
+        }
+        for name, temperature, by in json.loads(file.read_text(encoding="utf-8"))
+    }
 
 
 def standard(one: Measured, cost: float) -> float:
@@ -164,6 +200,25 @@ def _verdict(rows: dict[str, list[str]], found: Results, temperature: float) -> 
         yield f"\nNo cascade gains 5 % over its best member; the most is {max(gains) - 1:+.1%}."
 
 
+def picture(figure: Any, rows: dict[str, list[str]], found: Results, temperatures: Sequence[float]) -> bool:
+    """Standardized speed-up of the best cascade and the best single, by what the drafter costs."""
+    figure.set_size_inches(9, 4.2)
+    costs = [0.01 * 1.08**i for i in range(52)]
+    for axes, temperature in zip(
+        figure.subplots(1, len(temperatures), squeeze=False)[0], temperatures, strict=True
+    ):
+        for names, label in ((CASCADES, "best cascade"), (SINGLES, "best single"), (SINGLES[:1], "drafter")):
+            specs = [spec for name in names for spec in rows[name]]
+            best = [max(mean(found, spec, cost, temperature) for spec in specs) for cost in costs]
+            axes.plot(costs, best, label=label, lw=1.6)
+        axes.set_xscale("log")
+        axes.set_title(f"temperature {temperature:g}", loc="left", fontsize="medium")
+        axes.set_xlabel("cost of a pass of the drafter")
+    figure.axes[0].set_ylabel("standardized speed-up")
+    figure.axes[0].legend()
+    return True
+
+
 def _details(rows: dict[str, list[str]], found: Results, temperature: float) -> Iterator[str]:
     names = [name for name, t in found if t == temperature]
     yield "\n| arrangement | " + " | ".join(f"{n}: emitted | drafter's passes | real" for n in names) + " |"
@@ -186,8 +241,11 @@ def main() -> int:
     parser.add_argument("--lookup", default="max_gram")
     parser.add_argument("--texts", nargs="+", default=[], metavar="NAME=FILE")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--limit", type=int, default=4)
+    parser.add_argument("--limit", type=int, default=4, help="prompts of each kind")
+    parser.add_argument("--part", default="1/1", help="1/4: every fourth of these prompts; 0/1: none")
+    parser.add_argument("--keep", type=Path, help="file that keeps figures, added to what it holds")
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--plot", type=Path, help="folder for a picture of what --keep holds")
     parser.add_argument("--loaded", action="store_true", help="say that other programs ran")
     parser.add_argument("--out", type=Path, help="write the page, besides printing it")
     args = parser.parse_args()
@@ -197,6 +255,9 @@ def main() -> int:
         engine = Engine.load(args.model, drafter="none")
         text = "\n".join(page(args, rows, measured(engine, args, rows), engine.target.name)) + "\n"
         print(text, end="")
+        if args.plot is not None:
+            draw = partial(picture, rows=rows, found=kept(args.keep), temperatures=args.temperatures)
+            paint({"cascades": draw}, args.plot)
         if args.out is not None:
             write_whole(args.out, text)
         return 0

@@ -3,8 +3,8 @@
 python tools/predict_figures.py --threads 2 --more other.gguf --out figures.json
 python tools/predict_figures.py --from figures.json          write the page from figures that are there
 
-Six passes of a model calibrate; other rows, contexts, batches and prompts are predicted, and measured in the
-same rounds, in turns. Then drafters answer prompts beside plain decoding, in turns: their acceptance is
+Seven passes of a model calibrate; other rows, contexts, batches and prompts are predicted, and measured in
+the same rounds, in turns. Then drafters answer prompts beside plain decoding, in turns: their acceptance is
 counted, the cost of a draft is predicted from its shape, and the speed-up is compared. With ``--more``
 passes of a second model are predicted from its own calibration, and from that of the first.
 """
@@ -28,7 +28,7 @@ from outpace import Engine
 from outpace.analysis.prediction.calibration import POINTS, Point, fit, misfit, ops_of, time_passes
 from outpace.analysis.prediction.model import planned
 from outpace.analysis.prediction.speedup import Drafter, Steps, gain
-from outpace.analysis.roofline import Device
+from outpace.analysis.roofline import Device, seconds
 from outpace.bench import report as reports
 from outpace.bench.cases import evenly, fitting
 from outpace.bench.ours import Ours
@@ -89,7 +89,7 @@ def passes(target: Decoder, asked: Any, devices: Fitted, say: Say) -> list[dict[
     spent = dict(timed.passes)
 
     known = [(ops_of(shape, point), spent[point]) for point in POINTS]
-    own = fit(known, "here", timed.reads)
+    own = fit(known, "here")
     say(f"  fitted, off by {misfit(known, own):.1%}: {own}")
     others = {name: one for name, one in devices.items() if name.rpartition(", ")[2] == shape.form}
     devices[f"{target.name}, {shape.form}"] = own, timed.host
@@ -103,7 +103,7 @@ def passes(target: Decoder, asked: Any, devices: Fitted, say: Say) -> list[dict[
             "context": point.context,
             "batch": point.batch,
             "measured": spent[point],
-            "predicted": shape.seconds(device, rows=point.rows, context=point.context, batch=point.batch),
+            "predicted": seconds(ops_of(shape, point), device),
         }
         for name, (device, _) in {target.name: (own, 0.0), **others}.items()
         for point in points()
@@ -133,8 +133,10 @@ def drafters(engine: Engine, device: Device, host: float, limit: int, say: Say) 
         row, model = rows[method.spec], method.preferred.drafter.model  # type: ignore[attr-defined]
         reached = [1.0, *(one or 0.0 for one in row["acceptance_by_depth"])]
         shares = [min(1.0, now / before) if before else 0.0 for before, now in pairwise(reached)] or [0.0]
-        cost = steps.level(planned(model).seconds(device, context=context))
-        found = gain(Drafter(acceptance=tuple(shares), cost=cost), steps.ratio, range(-1, length - 1))
+        small = planned(model)
+        cost, second = steps.level(lambda rows, one=small: one.seconds(device, rows=rows, context=context))
+        drafter = Drafter(acceptance=tuple(shares), cost=cost, second=second)
+        found = gain(drafter, steps.ratio, range(-1, length - 1))
         out.append(
             {
                 "drafter": name,

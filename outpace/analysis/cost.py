@@ -283,14 +283,17 @@ def timed(
     slots: Sequence[int],
     rows: int,
     clock: Callable[[torch.device], float] | None = None,
+    logits: int | None = None,
 ) -> Callable[[], float]:
     """A pass to time; it leaves the cache as it was.
 
     Args:
         clock: None: the wall's.
+        logits: last rows of each sequence whose logits are wanted; None: all.
     """
     tell = clock or now
-    feeds = [Feed.chain(slot, _text(target, rows)) for slot in slots]
+    want = None if logits is None else tuple(range(rows)[-logits:])
+    feeds = [Feed.chain(slot, _text(target, rows), want=want) for slot in slots]
 
     def run() -> float:
         start = tell(target.device)

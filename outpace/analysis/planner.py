@@ -65,13 +65,13 @@ def plan(
 
     Intervals come from the bootstrap of the law alone: the bridge and the device are taken as they are.
     """
-    rows = cache(lambda count: target.seconds(device, rows=count, context=context, batch=batch))
+    rows = cache(partial(_over, target, device, context, batch))
     steps = Steps(rows, host)
     found = []
     for one in candidates:
-        cost = steps.level(one.shape.seconds(device, context=context, batch=batch))
+        cost, second = steps.level(partial(_over, one.shape, device, context, batch))
         for count in tokens:
-            draft = partial(_best, bridge, steps, cost, one.weights, count)
+            draft = partial(_best, bridge, steps, (cost, second), one.weights, count)
             loss, gain = fitted.law.loss(one.weights, count), draft(fitted.law)
             found.append(
                 Choice(
@@ -90,9 +90,16 @@ def plan(
     return sorted(found, key=lambda one: -one.speedup)
 
 
-def _best(bridge: Bridge, steps: Steps, cost: float, weights: float, tokens: float, law: Law) -> Gain:
+def _over(shape: Planned, device: Device, context: int, batch: int, rows: int) -> float:
+    return shape.seconds(device, rows=rows, context=context, batch=batch)
+
+
+def _best(
+    bridge: Bridge, steps: Steps, level: tuple[float, float], weights: float, tokens: float, law: Law
+) -> Gain:
     """The chain that gains most, if a law is right."""
-    drafter = Drafter(acceptance=bridge.acceptance(law.loss(weights, tokens)), cost=cost)
+    cost, second = level
+    drafter = Drafter(acceptance=bridge.acceptance(law.loss(weights, tokens)), cost=cost, second=second)
     return max(chains(drafter, steps.ratio), key=lambda one: one.speedup)
 
 

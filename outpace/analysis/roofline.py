@@ -63,7 +63,9 @@ class Device:
     traffic: float | None = None
     """Bytes per second of keys, values and activations; None: as of weights."""
     widen: float | None = None
-    """Quantized weights made ready for products per second, once per pass; None: for nothing."""
+    """Quantized weights made ready for products per second, once per tile; None: for nothing."""
+    tile: int | None = None
+    """Rows of a tile of quantized products; None: all rows of a pass."""
     overlaps: tuple[str, ...] = GROUPS
     """Groups whose operators read while they compute. Others take the sum of both times."""
 
@@ -131,11 +133,18 @@ class Op:
     group: str = ROWS
     coded: int = 0
     """Quantized weights."""
+    rows: int = 1
+    """That are multiplied with the weights."""
+
+    def widened(self, tile: int | None) -> int:
+        """Weights made ready, where so many rows make a tile."""
+        return self.coded * (1 if tile is None else -(-self.rows // tile))
 
     def work(self, device: Device) -> float:
         """Seconds of its arithmetic."""
         speed = device.attend or device.peak if self.group == ATTENTION else device.peak
-        return self.flops / speed + (self.coded / device.widen if device.widen else 0.0)
+        widened = self.widened(device.tile) / device.widen if device.widen else 0.0
+        return self.flops / speed + widened
 
     def reading(self, device: Device) -> float:
         """Seconds of its memory traffic."""
@@ -197,6 +206,7 @@ def op_table(
                 moved=each * (a * inputs + out),
                 group=PRODUCT,
                 coded=one.coded,
+                rows=each,
             )
             for one, times in found.items()
         ]

@@ -160,7 +160,7 @@ def _roofline(engine: Engine, device: Device, curve: CostCurve) -> dict[str, Any
         for context, cost_R in zip(curve.context_C, curve.seconds_CR, strict=True)
         for rows, cost in zip(curve.rows_R, cost_R, strict=True)
     ]
-    fitted = fit(passes, device.name, device.bandwidth)
+    fitted = fit(passes, device.name)
     out = []
     for one in (device, fitted):
         guess = estimated_like(shape.ops, one, curve)

@@ -55,7 +55,7 @@ def predict(
     ),
     device: str = option(
         "cpu-here",
-        "cpu-here (six passes are timed, once), a100, h100, m3-max, or a JSON file with such a record.",
+        "cpu-here (seven passes are timed, once), a100, h100, m3-max, or a JSON file with such a record.",
         metavar="D",
     ),
     dtype: str = _model(
@@ -252,7 +252,7 @@ def _here(shape: Planned, threads: int | None, model: str, again: bool) -> Calib
     dtype = "auto" if shape.form == "stored" else shape.dtype
 
     def load() -> Decoder:
-        with show.busy(f"timing six passes of {model}"):
+        with show.busy(f"timing seven passes of {model}"):
             target = load_target(model, dtype=dtype, quantize=rounded)
         if not isinstance(target, Decoder):
             raise RequestError(
@@ -282,10 +282,12 @@ def _gains(
     from outpace.analysis.prediction.speedup import Drafter, Steps
 
     steps = Steps(partial(_over, shape, machine, context, batch), host)
-    cost = steps.given(drafting["cost"])
+    cost, second = steps.given(drafting["cost"]), 0.0
     if other is not None:
-        cost = steps.level(other.seconds(machine, context=context, batch=batch))
-    drafter = Drafter(acceptance=drafting["acceptance"], cost=cost, sibling=drafting["sibling"])
+        cost, second = steps.level(partial(_over, other, machine, context, batch))
+    drafter = Drafter(
+        acceptance=drafting["acceptance"], cost=cost, sibling=drafting["sibling"], second=second
+    )
     return gains(drafter, steps.ratio, drafting["parents"])
 
 

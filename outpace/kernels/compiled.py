@@ -42,6 +42,7 @@ _ARGUMENTS = {
     "outpace_store": "iaiaiiai",
     "outpace_group_bytes": "ii",
     "outpace_dense": "aai",
+    "outpace_tile": "",
 }
 """Of every function: addresses, whole numbers of 64 bits, floats."""
 _TYPES = {"a": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}

@@ -284,3 +284,6 @@ void outpace_gate(const void *from, void *out, int64_t rows, int64_t width, int6
     const Task task = {gate_apart, &a, pieces_of(rows, 2 * width)};
     run_tasks(&task, 1, NULL, threads);
 }
+
+/* Rows for which quantized weights are widened once. */
+int64_t outpace_tile(void) { return BYTEWISE ? TALL_BYTES : MANY; }

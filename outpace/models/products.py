@@ -123,6 +123,11 @@ class Product:
         return torch.cat([part.dense() for part in self.parts])
 
 
+def tile_rows() -> int | None:
+    """Rows for which quantized weights are widened once; None where no code is compiled."""
+    return int(_code().outpace_tile()) if works() else None
+
+
 @cache
 def works(device: str = "cpu") -> bool:
     """Whether compiled code multiplies matrices that are there."""

@@ -33,7 +33,7 @@ CONFIG = {
     "vocab_size": 160,
     "max_position_embeddings": 512,
 }
-HERE = Device(name="here", peak=100e9, bandwidth=20e9, attend=80e9, traffic=15e9, call=2e-4, overlaps=())
+HERE = Device(name="here", peak=100e9, bandwidth=20e9, attend=80e9, traffic=15e9, overhead=1e-6, overlaps=())
 
 
 @pytest.fixture
@@ -227,7 +227,8 @@ TRUE = [
         attend=70e9,
         traffic=9e9,
         widen=30e9,
-        call=3e-4,
+        tile=8,
+        overhead=1e-6,
         overlaps=(PRODUCT,),
     ),
 ]
@@ -235,34 +236,23 @@ TRUE = [
 
 @pytest.mark.parametrize("true", TRUE, ids=["sum", "overlap", "quantized"])
 def test_the_fit_finds_the_device_that_made_the_times(true):
-    """From six passes; then passes of other sizes are right as well."""
+    """From seven passes; then passes of other sizes are right as well."""
     shape = read("smollm2-135m", dtype="auto" if true.widen else "bfloat16")
     if true.widen and shape.form != "stored":
         pytest.skip("needs compiled code")
 
     passes = [(ops_of(shape, point), seconds(ops_of(shape, point), true)) for point in POINTS]
-    found = fit(passes, "t", true.bandwidth)
-    assert misfit(passes, found) < 0.015 and found.overlaps == true.overlaps
+    found = fit(passes, "t")
+    assert misfit(passes, found) < 0.015 and (true.widen or found.overlaps == true.overlaps)
     for rows, context, batch in product((1, 3, 20), (16, 2000), (1, 5)):
         ops = shape.ops(rows=rows, context=context, batch=batch)
         assert seconds(ops, found) == pytest.approx(seconds(ops, true), rel=0.1)
 
 
-@pytest.mark.skipif(not works(), reason="needs compiled code")
-def test_a_bandwidth_that_was_measured_beside_others_does_no_harm():
-    """Passes read faster than memory is said to give."""
-    shape, true = read("smollm2-135m"), TRUE[2]
-    passes = [(ops_of(shape, point), seconds(ops_of(shape, point), true)) for point in POINTS]
-    found = fit(passes, "t", true.bandwidth / 5)
-    assert misfit(passes, found) < 0.07
-    ops = shape.ops(rows=6, context=500)
-    assert seconds(ops, found) == pytest.approx(seconds(ops, true), rel=0.1)
-
-
-def test_noise_in_six_passes_stays_noise():
+def test_noise_in_seven_passes_stays_noise():
     shape = read("smollm2-135m", dtype="bfloat16")
     passes = []
-    for point, noise in zip(POINTS, (1.05, 0.96, 1.04, 0.97, 1.03, 0.95), strict=True):
+    for point, noise in zip(POINTS, (1.05, 0.96, 1.04, 0.97, 1.03, 0.95, 1.02), strict=True):
         ops = ops_of(shape, point)
         passes.append((ops, noise * seconds(ops, HERE)))
     found = fit(passes, "t")
@@ -279,7 +269,7 @@ def cached(monkeypatch, tmp_path):
     def times(target, points):
         calls.append(target)
         spent = [seconds(ops_of(shape, point), HERE) for point in points]
-        return Timed(model="tiny", passes=tuple(zip(points, spent, strict=True)), reads=20e9, host=1e-4)
+        return Timed(model="tiny", passes=tuple(zip(points, spent, strict=True)), host=1e-4)
 
     monkeypatch.setattr(calibration, "time_passes", times)
     notes = []
@@ -328,7 +318,7 @@ def test_passes_of_a_model_are_timed():
         calibration.Point(1, 4, layers=1),
     ]
     found = calibration.time_passes(target, points, repeat=1)
-    assert [point for point, _ in found.passes] == points and found.reads > 0 and 0 < found.host < 1
+    assert [point for point, _ in found.passes] == points and 0 < found.host < 1
     assert all(0 < spent < 10 for _, spent in found.passes)
 
 

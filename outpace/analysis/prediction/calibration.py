@@ -1,4 +1,4 @@
-"""This machine as a device: six passes of a model are timed, and the few numbers of a `Device` fitted.
+"""This machine as a device: seven passes of a model are timed, and the few numbers of a `Device` fitted.
 
     found = calibrated(shape, load, model="smollm2-135m")     timed once, then read from the cache folder
 
@@ -6,13 +6,12 @@ An operator takes
 
     reading     weights / bandwidth + keys, values and activations / traffic
     arithmetic  FLOPs / peak + quantized weights / widen;  of attention FLOPs / attend
+    overhead    of every operator
 
-either the longer of both or their sum. Codes of quantized weights are read while others are computed with;
-plain numbers on a CPU are not, and a pass takes some time whatever it does. Elsewhere both ways are
-tried, the longer one with an overhead for every operator. Speeds are fitted by least squares of relative
-errors, all of them positive. One model does not tell what quantized weights take to be read from what they
-take to be widened, so the bandwidth of memory is measured apart for them. So is what a step of plain
-decoding does outside of its pass.
+Reading and arithmetic take the longer of both or their sum; both are tried. Quantized weights are widened
+once for each tile of rows. One pass is over the model's first layers alone: what it shares with a whole pass
+is no work of layers, and a drafter is a small model. Speeds are fitted by least squares of relative errors,
+all of them positive. What a step of plain decoding does outside of its pass is timed as well.
 
 Shape letters: P points, K what costs time.
 """
@@ -33,21 +32,11 @@ from numpy.typing import NDArray
 from outpace import __version__
 from outpace.analysis.cost import filled, timed
 from outpace.analysis.prediction.model import Planned
-from outpace.analysis.roofline import (
-    ATTENTION,
-    GROUPS,
-    PRODUCT,
-    ROWS,
-    Device,
-    Op,
-    medians,
-    read_bandwidth,
-    seconds,
-)
+from outpace.analysis.roofline import ATTENTION, GROUPS, PRODUCT, Device, Op, medians, seconds
 from outpace.engine.engine import Engine
 from outpace.models.decoder import Decoder
 from outpace.models.measured import file_of, machine, recalled
-from outpace.models.products import works
+from outpace.models.products import tile_rows, works
 from outpace.types import StepRecord
 
 Floats = NDArray[np.float64]
@@ -67,9 +56,22 @@ class Point:
     layers: int | None = None
     """Of a model cut to its first layers; None: of the whole."""
 
+    @property
+    def logits(self) -> int | None:
+        """Rows of each sequence whose logits are wanted: of a prompt the last one."""
+        return None if self.context else 1
 
-POINTS = (Point(1, 64), Point(1, 1024), Point(4, 256), Point(32, 64), Point(32, 1024), Point(1, 256, 8))
-"""The six passes that are timed."""
+
+POINTS = (
+    Point(1, 64),
+    Point(1, 1024),
+    Point(4, 256),
+    Point(32, 64),
+    Point(32, 1024),
+    Point(1, 256, 8),
+    Point(1, 64, layers=2),
+)
+"""The passes that are timed."""
 REPEAT = 7
 _STEPS = 24
 """Of plain decoding."""
@@ -81,8 +83,6 @@ class Timed:
 
     model: str
     passes: tuple[tuple[Point, float], ...]
-    reads: float
-    """Bytes per second that memory gives."""
     host: float
     """Seconds of a step of plain decoding outside of its pass."""
 
@@ -143,14 +143,14 @@ def calibrated(
     found = recalled(key, file, _read, make, note)
     assert found is not None
     passes = [(ops_of(shape, point), spent) for point, spent in found.passes]
-    device = fit(passes, here, found.reads)
+    device = fit(passes, here)
     return Calibration(device=device, timed=found, misfit=misfit(passes, device), fresh=made)
 
 
 def ops_of(shape: Planned, point: Point) -> list[Op]:
     """Operators of a pass of a model."""
     whole = shape if point.layers is None else shape.cut(point.layers)
-    return whole.ops(rows=point.rows, context=point.context, batch=point.batch)
+    return whole.ops(rows=point.rows, context=point.context, batch=point.batch, logits=point.logits)
 
 
 def time_passes(
@@ -168,17 +168,12 @@ def time_passes(
         most = max(p.batch for p in here), max(p.rows for p in here)
         ready[layers, context] = filled(models[layers], context, *most)
     runs = [
-        timed(models[point.layers], cache, slots[: point.batch], point.rows, clock)
+        timed(models[point.layers], cache, slots[: point.batch], point.rows, clock, point.logits)
         for point in points
         for cache, slots in [ready[point.layers, point.context]]
     ]
-    before = read_bandwidth(target.device)
     spent = medians(runs, repeat)
-    # What memory can do: of two moments, before and after, the better one.
-    reads = max(before, read_bandwidth(target.device))
-    return Timed(
-        model=target.name, passes=tuple(zip(points, spent, strict=True)), reads=reads, host=_host_work(target)
-    )
+    return Timed(model=target.name, passes=tuple(zip(points, spent, strict=True)), host=_host_work(target))
 
 
 def _host_work(target: Decoder) -> float:
@@ -197,30 +192,22 @@ def _read(found: Mapping[str, Any]) -> Timed:
     passes = tuple((Point(**point), float(spent)) for point, spent in found["passes"])
     if [point for point, _ in passes] != list(POINTS) or not all(0 < s < 1e6 for _, s in passes):
         raise ValueError("it holds other passes, or times that cannot be")
-    reads, host = float(found["reads"]), float(found["host"])
-    if not (0 < reads < FREE and 0 <= host < 1e3):
-        raise ValueError(f"no memory gives {reads:g} bytes per second, or no step takes {host:g} s")
-    return Timed(model=str(found["model"]), passes=passes, reads=reads, host=host)
+    host = float(found["host"])
+    if not 0 <= host < 1e3:
+        raise ValueError(f"no step takes {host:g} s")
+    return Timed(model=str(found["model"]), passes=passes, host=host)
 
 
 Passes = Sequence[tuple[Sequence[Op], float]]
 """Operators of each, and its seconds."""
 
 
-def fit(passes: Passes, name: str, reads: float | None = None) -> Device:
-    """The device whose predictions are nearest to timed passes.
-
-    Args:
-        reads: bytes per second that its memory gives; needed where weights are quantized.
-    """
-    if any(op.coded for ops, _ in passes for op in ops):
-        if reads is None:
-            raise ValueError("quantized weights need the bandwidth of memory")
-        # Memory that others use meanwhile gives less than it can: a pass has read its weights in its time.
-        shown = max(sum(op.count * op.weights for op in ops) / spent for ops, spent in passes)
-        return _fit(passes, name, (PRODUCT,), max(reads, shown))
-    ways = (((), False), (GROUPS, False), (GROUPS, True))
-    found = [_fit(passes, name, overlaps, None, alike) for overlaps, alike in ways]
+def fit(passes: Passes, name: str) -> Device:
+    """The device whose predictions are nearest to timed passes."""
+    coded = any(op.coded for ops, _ in passes for op in ops)
+    plain = (((), False), (GROUPS, False), (GROUPS, True))
+    ways = (((), False), ((PRODUCT,), False)) if coded else plain
+    found = [_fit(passes, name, coded, *way) for way in ways]
     return min(found, key=lambda one: misfit(passes, one))
 
 
@@ -230,30 +217,27 @@ def misfit(passes: Passes, device: Device) -> float:
     return math.sqrt(sum(one * one for one in off) / len(off))
 
 
-def _fit(
-    passes: Passes, name: str, overlaps: tuple[str, ...], reads: float | None, alike: bool = False
-) -> Device:
+def _fit(passes: Passes, name: str, coded: bool, overlaps: tuple[str, ...], alike: bool) -> Device:
     """The best device of one kind: where an operator's times overlap, its longer side counts.
 
     Sides are those of the device found so far, until none changes. The first one is that whose times add
     up; with ``alike``, attention is then taken to be as fast as products.
     """
-    device = Device(name=name, peak=1.0, bandwidth=reads or 1.0, overlaps=())
+    tile = tile_rows() if coded else None
+    device = Device(name=name, peak=1.0, bandwidth=1.0, tile=tile, overlaps=())
     spent_P = np.array([spent for _, spent in passes])
     for turn in range(_ROUNDS):
-        rows = [_amounts(ops, device, overlaps if turn else (), reads) for ops, _ in passes]
-        amount_PK, known_P = np.array([row for row, _ in rows]), np.array([known for _, known in rows])
-        *costs, overhead = _least(amount_PK, spent_P, known_P).tolist()
+        amount_PK = np.array([_amounts(ops, device, overlaps if turn else ()) for ops, _ in passes])
+        *costs, overhead = _least(amount_PK, spent_P).tolist()
         peak, bandwidth, attend, traffic, widen = (1 / one if one > 1 / FREE else FREE for one in costs)
         after = replace(
             device,
             peak=peak,
-            bandwidth=reads or bandwidth,
+            bandwidth=bandwidth,
             attend=attend,
             traffic=traffic,
-            widen=widen if reads else None,
-            overhead=overhead if ROWS in overlaps else 0.0,
-            call=0.0 if ROWS in overlaps else overhead,
+            widen=widen if coded else None,
+            overhead=overhead,
             overlaps=overlaps,
         )
         if after == device:
@@ -262,41 +246,34 @@ def _fit(
     return device
 
 
-def _amounts(
-    ops: Sequence[Op], device: Device, overlaps: tuple[str, ...], reads: float | None
-) -> tuple[list[float], float]:
-    """What a pass does of all that takes time, and the seconds of it that are known."""
-    launches = ROWS in overlaps
-    total, known = [0.0] * 5 + [0.0 if launches else 1.0], 0.0
+def _amounts(ops: Sequence[Op], device: Device, overlaps: tuple[str, ...]) -> list[float]:
+    """What a pass does of all that takes time."""
+    total = [0.0] * 6
     for op in ops:
-        attends = op.group == ATTENTION
         work, reading = op.work(device), op.reading(device)
-        total[5] += op.count * launches
+        total[5] += op.count
         if op.group not in overlaps or work >= reading:
-            total[2 if attends else 0] += op.count * op.flops
-            total[4] += op.count * op.coded * bool(reads)
+            total[2 if op.group == ATTENTION else 0] += op.count * op.flops
+            total[4] += op.count * op.widened(device.tile)
         if op.group not in overlaps or work < reading:
-            if reads:
-                known += op.count * op.weights / reads
-            else:
-                total[1] += op.count * op.weights
+            total[1] += op.count * op.weights
             total[3] += op.count * op.moved
-    return total, known
+    return total
 
 
-def _least(amount_PK: Floats, spent_P: Floats, known_P: Floats) -> Floats:
+def _least(amount_PK: Floats, spent_P: Floats) -> Floats:
     """Least squares of relative errors without negative costs: the best of all subsets of costs."""
-    share_PK, rest_P = amount_PK / spent_P[:, None], 1 - known_P / spent_P
+    share_PK = amount_PK / spent_P[:, None]
     scale_K = np.maximum(np.abs(share_PK).max(0), 1e-300)
     count = share_PK.shape[1]
     best, best_K = math.inf, np.zeros(count)
     for size in range(1, count + 1):
         for chosen in combinations(range(count), size):
             some = list(chosen)
-            x, *_ = np.linalg.lstsq(share_PK[:, some] / scale_K[some], rest_P, rcond=None)
+            x, *_ = np.linalg.lstsq(share_PK[:, some] / scale_K[some], np.ones(len(spent_P)), rcond=None)
             if (x < 0).any():
                 continue
-            off = float((((share_PK[:, some] / scale_K[some]) @ x - rest_P) ** 2).sum())
+            off = float((((share_PK[:, some] / scale_K[some]) @ x - 1) ** 2).sum())
             if off < best - 1e-12:
                 best, best_K = off, np.zeros(count)
                 best_K[some] = x / scale_K[some]

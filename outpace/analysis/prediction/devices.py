@@ -19,7 +19,7 @@ from outpace.files import parse_json
 
 HERE = "cpu-here"
 _NEEDED = ("title", "kind", "peak", "bandwidth")
-_MORE = ("memory", "source", "overhead", "call", "attend", "traffic", "widen", "overlaps")
+_MORE = ("memory", "source", "overhead", "call", "attend", "traffic", "widen", "tile", "overlaps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +41,7 @@ class Record:
     attend: float | None = None
     traffic: float | None = None
     widen: float | None = None
+    tile: int | None = None
     overlaps: tuple[str, ...] = GROUPS
 
     def device(self, dtype: str) -> Device:
@@ -62,6 +63,7 @@ class Record:
             attend=self.attend,
             traffic=self.traffic,
             widen=self.widen,
+            tile=self.tile,
             overlaps=self.overlaps,
         )
 
@@ -119,6 +121,7 @@ def read_record(name: str, found: Any, where: str = "devices.json") -> Record:
     numbers = {key: found[key] for key in found if key not in ("title", "kind", "peak", "source", "overlaps")}
     for key, value in (*peak.items(), *numbers.items()):
         right = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e30
+        right = right and (key != "tile" or isinstance(value, int))
         if not right or (value == 0 and key not in ("overhead", "call")):
             raise RequestError(f"{where}: {key} must be a number above 0, got {shown(value)}")
     return Record(name=name, **(found | {"overlaps": tuple(overlaps)}))

@@ -99,10 +99,13 @@ class Planned:
 
 
 def planned(target: Decoder) -> Planned:
-    """A model that is loaded, as it is."""
-    forms = [target.quantize] if target.quantize else [dtype_text(target.dtype), "stored"]
+    """A model that is loaded, as it is. A drafter that was trained may have a head of fewer tokens."""
+    forms = [target.quantize] if target.quantize else [dtype_text(target.dtype), "stored", *KINDS]
     places, kind = target.checkpoint.places, target.device.type
-    found = [_plan(target.name, target.config, places, form, target.dtype, kind, "auto") for form in forms]
+    config, head = target.config, target.unembedding(None).outputs
+    if head != config.vocab_size:
+        config = replace(config, vocab_size=head, tied_head=False)
+    found = [_plan(target.name, config, places, form, target.dtype, kind, "auto") for form in forms]
     return min(found, key=lambda one: abs(one.weight_bytes - target.weight_bytes))
 
 

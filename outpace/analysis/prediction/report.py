@@ -76,7 +76,7 @@ def _device(
         "peak": {planned.dtype: device.peak},
         **{
             name: getattr(device, name)
-            for name in ("bandwidth", "attend", "traffic", "widen", "overhead", "call", "overlaps")
+            for name in ("bandwidth", "attend", "traffic", "widen", "tile", "overhead", "call", "overlaps")
             if getattr(device, name) is not None
         },
     }
@@ -91,7 +91,7 @@ def _device(
         }
     return {
         "name": device.name,
-        "source": record.source if record else "six passes of this machine",
+        "source": record.source if record else "seven passes of this machine",
         "record": numbers,
         "calibration": fitted,
     }

@@ -3,7 +3,8 @@
     speed-up = E[tokens] / (c * levels + v(rows))
 
 c is the cost of a level of the draft and v that of the pass that checks it, both in steps of plain decoding,
-work outside of passes included. E is 1 and the probabilities that each guess is kept:
+work outside of passes included. Where all guesses are kept, a draft model has not read the last one: the next
+draft begins with two rows. E is 1 and the probabilities that each guess is kept:
 
     chain    P_i = a_1 * a_2 * ... * a_i
     tree     the b-th guess of a place is kept where those before it were not: a_d * (1 - s)^(b - 2) * s of
@@ -36,6 +37,8 @@ class Drafter:
     cost: float
     """Of a level, in steps of plain decoding."""
     sibling: float = SIBLING
+    second: float = 0.0
+    """What a second row adds to a level."""
 
     def __post_init__(self) -> None:
         if not self.acceptance or not all(0 <= a <= 1 for a in self.acceptance):
@@ -84,11 +87,12 @@ def gain(drafter: Drafter, ratio: Ratio, parents: Sequence[int]) -> Gain:
         left[parent] = left.get(parent, 1.0) - kept
         reach.append(kept * (1.0 if parent == ROOT else reach[parent]))
     deepest = max(level, default=0)
+    unread = sum(chance for chance, depth in zip(reach, level, strict=True) if depth == deepest)
     return Gain(
         parents=tuple(parents),
         levels=deepest,
         emitted=1 + sum(reach),
-        cost=ratio(1 + len(parents)) + drafter.cost * deepest,
+        cost=ratio(1 + len(parents)) + drafter.cost * deepest + drafter.second * unread,
     )
 
 
@@ -141,6 +145,11 @@ class Steps:
         """A level whose cost is known, in passes of the target over one row."""
         return passes * self.over(1) / (self.over(1) + self.host)
 
-    def level(self, seconds: float) -> float:
-        """A level whose pass takes so long."""
-        return (seconds + self.host) / (self.over(1) + self.host)
+    def level(self, over: Callable[[int], float]) -> tuple[float, float]:
+        """A level of a draft model, and what a second row adds to it.
+
+        Args:
+            over: rows -> seconds of a pass of it.
+        """
+        plain = self.over(1) + self.host
+        return (over(1) + self.host) / plain, (over(2) - over(1)) / plain

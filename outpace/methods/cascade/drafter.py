@@ -22,13 +22,11 @@ handed up as q; so any verifier works, at any temperature. With a tree (``tree=4
 candidates for the first token are the model's best, or drawn from the same distribution; the first of them
 goes on as the chain, each other one with the lookup's words.
 
-Pays where the model is several times cheaper than the target, and the text repeats itself now and
-then; a model that is nearly free gains nothing from being drafted for.
-
 With ``lenience`` above 1 a model takes guesses of the level below that it finds nearly as likely as
 its own (`outpace.methods.cascade.lenient`). The target gets the distribution that its tokens then have, so
 nothing is lost but acceptance.
 
+Pays where the model is several times cheaper than the target, and the text repeats itself.
 Cost: passes of the models, a few hundred microseconds of host work per inner step.
 Paper: Chen et al. 2023, Cascade Speculative Drafting, arXiv:2312.11462 (K as here, row by row;
 greedy there; sampling is ours, with distributions as in Spector and Re 2023, arXiv:2308.04623).
@@ -66,12 +64,16 @@ class CascadeConfig:
     lenience: float = 1.0
     """How many times less likely than the level below said a model may find a guess and still take
     it. 1 is strict. The target is always strict, and so is everybody if ``reproducible``."""
+    cost: float | None = None
+    """Without ``k``: of a pass of the lowest model, in passes of the target; others by their weights."""
 
     def __post_init__(self) -> None:
         if self.k is not None:
             read_k(self.k)
         if not 1 <= self.lenience < float("inf"):
             raise ValueError(f"lenience must be a number from 1, got {self.lenience:g}")
+        if self.cost is not None and not 0 <= self.cost < float("inf"):
+            raise ValueError(f"cost must be a number from 0, got {self.cost:g}")
 
 
 def read_k(text: str) -> list[list[int]]:
@@ -180,8 +182,12 @@ class Cascade(WrappingDrafter[State]):
                     f"{who}: k={config.k} has too many {'rows' if not quotas else 'numbers'} in "
                     f"row {row + 1} for {len(parts)} levels, {len(speaking)} of them models"
                 )
-        whole = max(1, target.weight_bytes)
-        shares = [max(LEAST_SHARE, model.weight_bytes / whole) for model in speaking]
+        cost, lowest = config.cost, max(1, speaking[-1].weight_bytes)
+        sizes = [model.weight_bytes for model in speaking]
+        shares = [
+            max(LEAST_SHARE, s / max(1, target.weight_bytes)) if cost is None else cost * s / lowest
+            for s in sizes
+        ]
         return cls(speaking, lookup, k, config.lenience, shares)
 
     def inner(self, state: State) -> list[tuple[Drafter[Any], Any]]:
@@ -191,7 +197,7 @@ class Cascade(WrappingDrafter[State]):
         return [(self.lookup.drafter, state.reading.state)]
 
     def begin(self, request: Request) -> State:
-        """Slots in the models' caches, and the lookup's state."""
+        """Open slots and begin the lookup."""
         slots = [level.cache.real.open() for level in self.models]
         reading = None if self.lookup is None else self.lookup.begin(request)
         return State(slots, reading, belief=Belief() if self.chosen else None)
@@ -208,9 +214,7 @@ class Cascade(WrappingDrafter[State]):
         alone = self._run(drafts)
         out = []
         for g, others in zip(drafts, tails, strict=True):
-            if g in alone:
-                draft = alone[g]
-            else:
+            if (draft := alone.get(g)) is None:
                 draft = g.draft() if not g.rivals else with_tails(g, others, self.lookup)
             g.row.state.draft = draft
             out.append(draft)
@@ -246,9 +250,9 @@ class Cascade(WrappingDrafter[State]):
                 self.lookup.observe(state.reading, outcome, outcome.draft is state.draft)
             state.draft = None
         for at, level in enumerate(self.models):
+            prompts = {}
             if level.number in self.idle:
                 continue
-            prompts = {}
             for state, outcome in zip(states, outcomes, strict=True):
                 slot, end = state.slots[at], outcome.start + len(outcome.fed)
                 fits = end <= level.model.max_positions

@@ -314,14 +314,41 @@ class Measured:
     of a cascade read them: for short answers to long prompts the gain is smaller.
     """
 
-    speedup: float
-    """Over plain decoding, in seconds."""
-    emitted: float
-    """Tokens per pass of the target."""
-    seconds: float
-    """Per token."""
-    passes: tuple[float, ...]
-    """Of every model of the cascade, per pass of the target."""
+    tokens: int
+    spent: float  # seconds
+    plain: tuple[int, float]
+    """Tokens and seconds of plain decoding."""
+    made: tuple[int, ...]
+    """Passes of the target, then of every model of the cascade."""
+
+    def __add__(self, other: Measured) -> Measured:
+        """As on all prompts of the two."""
+        return Measured(
+            tokens=self.tokens + other.tokens,
+            spent=self.spent + other.spent,
+            plain=(self.plain[0] + other.plain[0], self.plain[1] + other.plain[1]),
+            made=tuple(a + b for a, b in zip(self.made, other.made, strict=True)),
+        )
+
+    @property
+    def speedup(self) -> float:
+        """Over plain decoding, in seconds."""
+        return self.plain[1] / self.plain[0] / self.seconds
+
+    @property
+    def emitted(self) -> float:
+        """Tokens per pass of the target."""
+        return self.tokens / self.made[0]
+
+    @property
+    def seconds(self) -> float:
+        """Per token."""
+        return self.spent / self.tokens
+
+    @property
+    def passes(self) -> tuple[float, ...]:
+        """Of every model of the cascade, per pass of the target."""
+        return tuple(count / self.made[0] for count in self.made[1:])
 
     def standard(self, costs: Sequence[float]) -> float:
         """The speed-up if a pass of the target costs 1, and one of each model what is said here."""
@@ -360,13 +387,13 @@ def speedup(
             drafter = engine.method(spec).preferred.drafter
             for level in drafter.models if isinstance(drafter, Cascade) else ():
                 level.machine.listeners = ()
-    seconds = {spec: passes.whole / tokens[spec] for spec, passes in spent.items()}
+    plain = tokens["none"], spent["none"].whole
     return [
         Measured(
-            speedup=seconds["none"] / seconds[spec],
-            emitted=tokens[spec] / spent[spec].count,
-            seconds=seconds[spec],
-            passes=tuple(own.count / spent[spec].count for own in below[spec]),
+            tokens=tokens[spec],
+            spent=spent[spec].whole,
+            plain=plain,
+            made=(spent[spec].count, *(own.count for own in below[spec])),
         )
         for spec in specs
     ]
