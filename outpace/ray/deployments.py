@@ -19,7 +19,7 @@ from outpace.cli.serve import body_bytes, with_reference
 from outpace.config import split_specs
 from outpace.ray.beginnings import blocks
 from outpace.ray.metrics import merged
-from outpace.ray.relay import Call, Handed, Relay, Unavailable, played
+from outpace.ray.relay import REPLICA, Call, Handed, Relay, Unavailable, played
 from outpace.ray.router import BeginningsRouter
 from outpace.ray.scaling import ANSWERS, ByLoad
 from outpace.ray.settings import Settings
@@ -39,8 +39,12 @@ _HTTP.add_middleware(Defects)
 tell_errors(_HTTP)
 
 
-def application(settings: Settings) -> serve.Application:
-    """Front and replicas, bound."""
+def application(settings: Settings, routing: RequestRouterConfig | None = None) -> serve.Application:
+    """Front and replicas, bound.
+
+    Args:
+        routing: how requests find a replica; None: by their beginnings.
+    """
     least, most = settings.bounds
     scaling = AutoscalingConfig(
         min_replicas=least,
@@ -53,7 +57,8 @@ def application(settings: Settings) -> serve.Application:
         max_queued_requests=settings.max_queue,
         graceful_shutdown_timeout_s=settings.grace,
         ray_actor_options={"num_cpus": settings.threads, "num_gpus": settings.gpus},
-        request_router_config=RequestRouterConfig(
+        request_router_config=routing
+        or RequestRouterConfig(
             request_router_class=BeginningsRouter, request_router_kwargs={"busier": settings.busier}
         ),
     ).bind(settings)
@@ -93,8 +98,11 @@ class Replica:
         )
 
     async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
-        """The messages of the response to a call."""
+        """The messages of the response to a call; its headers name this replica."""
+        own = (REPLICA.encode(), serve.get_replica_context().replica_tag.encode())
         async for message in played(self._app, call):
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], own]
             yield message
 
     async def figures(self) -> tuple[str, str]:

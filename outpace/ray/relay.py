@@ -18,6 +18,8 @@ from outpace.server.middleware import SAFE, App, Message, Receive, Scope, Send, 
 
 TRIES = 3
 """Replicas that one request is sent to, at most."""
+REPLICA = "x-outpace-replica"
+"""Header with the name of the replica that answers."""
 LOST = "x-outpace-retries"
 """Header of an answer that another replica had begun: how many were lost."""
 _LAST = 2.0  # seconds that the application gets to notice that nobody listens
