@@ -1,13 +1,13 @@
-"""Measures an application of Ray Serve on this machine: cached prompts, a replica that is killed, an end in order.
+"""Measures an application of Ray Serve here: cached prompts, a replica that is killed, an end in order.
 
     python tools/ray_figures.py [--model smollm2-135m] [--requests 32] [--json]
 
 It starts a Ray of its own, with two CPUs and 200 MB for objects, and stops it. Needs the extra `ray`.
 
-1. Conversations of several turns, with the router of `outpace.ray` and with that of Ray Serve: how many tokens of
-   prompts were found stored.
-2. Requests on two replicas, half of them streams; one replica is killed (SIGKILL) among them. Each request must be
-   answered, unless it was a stream that the killed replica had begun: that ends with an error as the API has it.
+1. Conversations of several turns, with the router of `outpace.ray` and with that of Ray Serve: how many
+   tokens of prompts were found stored.
+2. Requests on two replicas, half of them streams; one replica is killed (SIGKILL) among them. Each request
+   must be answered, unless it was a stream that the killed replica had begun: that ends with an error.
 3. A stream under way while the application is stopped: it must end as it would have.
 
 Exits with 1 where one of these does not hold.
@@ -59,7 +59,12 @@ class Heard:
 
 async def ask(client: httpx.AsyncClient, messages: list[dict[str, str]], tokens: int, stream: bool) -> Heard:
     """One request of a client that does not try again."""
-    body: dict[str, Any] = {"messages": messages, "max_tokens": tokens, "min_tokens": tokens, "temperature": 0}
+    body: dict[str, Any] = {
+        "messages": messages,
+        "max_tokens": tokens,
+        "min_tokens": tokens,
+        "temperature": 0,
+    }
     if not stream:
         answer = await client.post(CHAT, json=body)
         told = answer.json()
@@ -133,7 +138,9 @@ async def killed(client: httpx.AsyncClient, count: int, tokens: int) -> dict[str
     """Requests under way on two replicas, one of which is killed."""
     before = replicas()
     asked = [
-        asyncio.create_task(ask(client, [{"role": "user", "content": f"Count from {n}."}], tokens, n % 2 == 0))
+        asyncio.create_task(
+            ask(client, [{"role": "user", "content": f"Count from {n}."}], tokens, n % 2 == 0)
+        )
         for n in range(count)
     ]
     while sum(task.done() for task in asked) < count // 8:
@@ -228,7 +235,9 @@ def run(model: str, count: int, tokens: int) -> dict[str, Any]:
 
 def main() -> int:
     """Measure, print, judge."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)

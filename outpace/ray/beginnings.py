@@ -1,4 +1,4 @@
-"""Which replica has read the beginning of a request: blocks of its text, named by all text up to their end."""
+"""Which replica has read the beginning of a request: blocks of text, named by all text up to their end."""
 
 from __future__ import annotations
 

@@ -114,7 +114,9 @@ class Relay:
             except Unavailable as full:
                 raise full.error from None
         raise ApiError(
-            503, f"{TRIES} replicas were lost one after another; try again later", headers={"Retry-After": "5"}
+            503,
+            f"{TRIES} replicas were lost one after another; try again later",
+            headers={"Retry-After": "5"},
         )
 
     async def _read(self, scope: Scope, receive: Receive) -> Call:

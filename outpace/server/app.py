@@ -176,7 +176,7 @@ async def _pieces(call: RequestHandler, writer: Writer) -> AsyncGenerator[Json, 
     opened = False
     async with contextlib.aclosing(call.events()) as found:
         async for happened in found:
-            # Nothing is told before there is something, so a request that was only waiting may be asked again.
+            # Nothing is told before there is something: who only waited may be asked again elsewhere.
             for index in range(0 if opened else call.ask.answers):
                 for chunk in writer.opening(index):
                     yield chunk

@@ -74,7 +74,7 @@ class ProcessGroup:
         return values.copy_(there)
 
     def sum_long(self, values: Tensor) -> Tensor:
-        """Sums of vectors that are shorter in a process that had nothing to count; zeros stand for the rest."""
+        """Sums of vectors that are shorter where there was less to count; zeros stand for the rest."""
         if self.size == 1:
             return values
         length = torch.tensor([len(values)], device=self._device)

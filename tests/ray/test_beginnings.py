@@ -13,7 +13,9 @@ def chat(*texts, **more):
 
 
 def shared(one, other):
-    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
 
 
 def test_a_conversation_that_goes_on_begins_as_it_did():

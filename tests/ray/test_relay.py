@@ -1,4 +1,4 @@
-"""Requests whose replica is lost: asked again in time, or ended with an error of the API. Ray is not needed."""
+"""Requests whose replica is lost: asked again in time, or ended with an error. Ray is not needed."""
 
 import asyncio
 import contextlib
@@ -83,7 +83,9 @@ def test_answers_are_those_of_the_application(app, path):
 
     def text(answer):
         told = answer.json()
-        return told.get("choices", [{}])[0].get("message") or told.get("content") or told["output"][0]["content"]
+        return (
+            told.get("choices", [{}])[0].get("message") or told.get("content") or told["output"][0]["content"]
+        )
 
     assert text(got) == text(plain)
     assert sorted(set(got.headers) - {"date", "server"}) == sorted(set(plain.headers) - {"date", "server"})
@@ -119,7 +121,8 @@ def test_a_stream_has_sent_nothing_before_its_first_token(app):
             async for message in messages:
                 kinds.append(message)
                 if len(kinds) == 3:
-                    return kinds
+                    break
+        return kinds
 
     front = Front(app)
     post(front, stream=True)

@@ -34,20 +34,15 @@ METHODS = {
     "ppd": [],
 }
 WORKER = """
-import sys, torch
+import sys
 from pathlib import Path
-from outpace import Engine
-from outpace.train.options import read_options
-from outpace.train.pipeline import Pipeline
 from tests.train.test_torchrun import learned
 
-for line in Path(sys.argv[1], "methods").read_text().splitlines():
-    method, *settings = line.split()
-    learned(Path(sys.argv[1]), method, settings)
+learned(Path(sys.argv[1]), *sys.argv[2:])
 """
 
 
-def learned(work, method, settings):
+def learned(work, method, *settings):
     """Trains a few steps; leaves weights in float32 and what was measured, of this process."""
     engine = Engine.load("tiny", dtype="float32", drafter="none")
     pipeline = Pipeline(
@@ -90,26 +85,24 @@ def work(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_two_processes_learn_what_one_learns(work):
-    lines = [
-        " ".join([method, *COMMON, "loop.steps=8", "loop.evaluate_every=4", *more])
-        for method, more in METHODS.items()
-    ]
-    (work / "methods").write_text("\n".join(lines))
+@pytest.mark.parametrize("method", METHODS)
+def test_two_processes_learn_what_one_learns(work, method):
     script = work / "worker.py"
     script.write_text(WORKER)
-    subprocess.run(torchrun(str(script), str(work)), env=environment(), check=True, timeout=500)
-    subprocess.run([sys.executable, str(script), str(work)], env=environment(), check=True, timeout=500)
-    for method in METHODS:
-        first, second, alone = (torch.load(work / f"{method}.{name}") for name in ("2.0", "2.1", "1.0"))
-        assert first[2] == alone[2], "what is written beside the weights is of all held-out rows"
-        for name, one in alone[0].items():
-            assert torch.equal(first[0][name], second[0][name]), "every process has the same weights"
-            away = float((first[0][name] - one).abs().max())
-            print(f"{method} {name}: at most {away:.1e} apart, of {float(one.abs().max()):.2f}")
-            torch.testing.assert_close(first[0][name], one, atol=2e-5, rtol=1e-3)
-        for (rates, loss), (own_rates, own_loss) in zip(first[1], alone[1], strict=True):
-            assert rates == pytest.approx(own_rates) and loss == pytest.approx(own_loss, rel=1e-4)
+    settings = [*COMMON, "loop.steps=8", "loop.evaluate_every=4", *METHODS[method]]
+    words = [str(script), str(work), method, *settings]
+    subprocess.run(torchrun(*words), env=environment(), check=True, timeout=200)
+    subprocess.run([sys.executable, *words], env=environment(), check=True, timeout=200)
+    first, second, alone = (torch.load(work / f"{method}.{name}") for name in ("2.0", "2.1", "1.0"))
+    assert first[2] == alone[2], "what is written beside the weights is of all held-out rows"
+    apart = {}
+    for name, one in alone[0].items():
+        assert torch.equal(first[0][name], second[0][name]), "every process has the same weights"
+        apart[name] = float((first[0][name] - one).abs().max())
+        torch.testing.assert_close(first[0][name], one, atol=2e-5, rtol=1e-3)
+    print(f"{method}: weights in float32 at most {max(apart.values()):.1e} apart")
+    for (rates, loss), (own_rates, own_loss) in zip(first[1], alone[1], strict=True):
+        assert rates == pytest.approx(own_rates) and loss == pytest.approx(own_loss, rel=1e-4)
 
 
 def workers(parent):
