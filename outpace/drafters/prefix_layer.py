@@ -55,7 +55,6 @@ class PrefixLayer:
         config: of the one layer.
         tensors: named as those of layer 0 of a decoder.
         target: its dtype and device are used.
-        packed: lay the weights out for the CPU where that works.
         quantize: round them, see ``outpace.drafters.trained.rounding``.
     """
 
@@ -64,11 +63,10 @@ class PrefixLayer:
         config: DecoderConfig,
         tensors: Mapping[str, Tensor],
         target: Target,
-        packed: bool = True,
         quantize: str | None = None,
     ) -> None:
         self._dtype = target.dtype
-        self._layer = OneLayer(config, tensors, Form(target.dtype, target.device, packed, quantize))
+        self._layer = OneLayer(config, tensors, Form(target.dtype, target.device, quantize=quantize))
         self.cache = self._layer.new_cache()
         self._plan = self._layer.plan()
         stream, block = self._plan.lent(config.hidden_size), self._layer.block

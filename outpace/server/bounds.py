@@ -97,9 +97,42 @@ _KINDS = ("json", "regex", "choice", "grammar")
 _TRACED = _any(_STREAMS, _UNTRACED)
 _DISABLED = _all(_is("type", {"const": "disabled"}), _null("budget_tokens"))
 _ENABLED = _all(_is("type", {"const": "enabled"}), _is("budget_tokens", {"type": "integer"}))
+_TOOLS = _is("tools", {"type": "array", "minItems": 1})
+_CALLED = _any(
+    {"properties": {"tool_choice": _any(_NULL, {"properties": {"type": {"enum": ["auto", "none"]}}})}},
+    _all(_TOOLS, {"properties": {"output_config": _any(_NULL, _null("format"))}}),
+)
 RULES: Mapping[str, list[Schema]] = {
-    "MessagesBody": [_TRACED],
-    "ResponsesBody": [_TRACED],
+    "MessagesBody": [_TRACED, _CALLED],
+    "CountBody": [_CALLED],
+    "ResponsesBody": [
+        _TRACED,
+        _any(
+            _UNFORCED,
+            _all(
+                _TOOLS,
+                {
+                    "properties": {
+                        "text": _any(
+                            _NULL, {"properties": {"format": _any(_NULL, _is("type", {"const": "text"}))}}
+                        )
+                    }
+                },
+            ),
+        ),
+    ],
+    "ToolChoice": [
+        _any(
+            _all(_is("type", {"const": "tool"}), _is("name", {"type": "string"})),
+            _all(_is("type", {"enum": ["auto", "any", "none"]}), _null("name")),
+        )
+    ],
+    "Format": [
+        _any(
+            _all(_is("type", {"const": "json_schema"}), _is("schema", _OBJECT)),
+            _all(_is("type", {"enum": ["text", "json_object"]}), _null("schema")),
+        )
+    ],
     "Thinking": [_any(_ENABLED, _DISABLED)],
     "CompletionBody": [
         *_COMMON,
@@ -111,7 +144,7 @@ RULES: Mapping[str, list[Schema]] = {
     ],
     "ChatBody": [
         *_COMMON,
-        _any(_UNFORCED, _all(_is("tools", {"type": "array", "minItems": 1}), _FREE, _NO_FORM)),
+        _any(_UNFORCED, _all(_TOOLS, _FREE, _NO_FORM)),
         _any(_null("top_logprobs"), _is("logprobs", {"const": True})),
     ],
     "TokenizeBody": [
@@ -187,6 +220,9 @@ def bound(schemas: Mapping[str, Schema], of: Bounds) -> None:
     for name in ("CompletionBody", "ChatBody", "TokenizeBody", "DetokenizeBody"):
         for field, said in schemas[name]["properties"].items():
             _add(said, fields.get(field, {}))
+    _add(schemas["MessagesBody"]["properties"]["max_tokens"], most)
+    _add(schemas["MessagesBody"]["properties"]["stop_sequences"], fields["stop"])
+    _add(schemas["ResponsesBody"]["properties"]["max_output_tokens"], most)
     schemas["CompletionBody"]["properties"]["prompt"]["anyOf"] = prompts
     for name in ("MessagesBody", "CountBody"):
         _add(schemas[name]["properties"]["messages"], {"maxItems": of.messages})

@@ -428,8 +428,8 @@ def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _seed(given: int | None) -> int | None:
-    """A seed of ours; negative ones, which some clients send, are seeds too."""
-    return given if given is None or given >= 0 else given % (1 << 63)
+    """A seed of ours; negative and very large ones, which some clients send, are seeds too."""
+    return None if given is None else given % (1 << 64)
 
 
 def _bias(given: Mapping[str, float]) -> dict[int, float]:

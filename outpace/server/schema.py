@@ -98,7 +98,7 @@ _WHOLE = BeforeValidator(_whole)
 Id = Annotated[int, Field(ge=0), _WHOLE]
 Count = Annotated[int, Field(ge=1), _WHOLE]
 TopK = Annotated[int, Field(ge=-1), _WHOLE]
-Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64), _WHOLE]
+Seed = Annotated[int, _WHOLE]
 Divisor = Annotated[float, Field(ge=1e-30, le=1e30)]
 Addend = Annotated[float, Field(ge=-1e30, le=1e30)]
 """Beyond, a logit may become infinite, and no distribution is left."""
@@ -245,7 +245,23 @@ class NamedTool(Body):
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)]
 
 
-class Generation(Body):
+class Answered(Body):
+    """What all requests for an answer have in common. None counts as not given."""
+
+    model: str | None = None
+    """The name that ``/v1/models`` lists."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Divides the logits; 0 always takes the likeliest token."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Keep the smallest set of likeliest tokens with at least this probability."""
+    seed: Seed | None = None
+    """Names the coins: same seed, same settings, same text."""
+    stream: bool | None = None
+    """Send the answer piece by piece, as server-sent events."""
+    speculation: Speculation | None = None
+
+
+class Generation(Answered):
     """What completions and chat have in common. None counts as not given."""
 
     UNREAD: ClassVar[frozenset[str]] = frozenset(
@@ -263,14 +279,8 @@ class Generation(Body):
     )
     """Fields that are taken and not read."""
 
-    model: str | None = None
-    """The name that ``/v1/models`` lists."""
     max_tokens: Count | None = None
     """Longest answer, tokens."""
-    temperature: float | None = Field(default=None, ge=0)
-    """Divides the logits; 0 always takes the likeliest token."""
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    """Keep the smallest set of likeliest tokens with at least this probability."""
     top_k: TopK | None = None
     """Keep the k likeliest tokens; 0 or -1: all."""
     min_p: float | None = Field(default=None, ge=0, le=1)
@@ -287,8 +297,6 @@ class Generation(Body):
     """If given, nothing else is generated."""
     thinking_token_budget: Id | None = None
     """Most tokens of thinking; then its end is written, and the answer begins."""
-    seed: Seed | None = None
-    """Names the coins: same seed, same settings, same text."""
     n: Count | None = None
     """Answers per prompt."""
     stop: str | Texts | None = None
@@ -303,14 +311,11 @@ class Generation(Body):
     """So many tokens are generated before any stop counts."""
     skip_special_tokens: Annotated[Literal[True], BeforeValidator(truth)] = True
     """Special tokens are never part of the text."""
-    stream: bool | None = None
-    """Send the answer piece by piece, as server-sent events."""
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
     """Drafted from by the drafter ``reference``, unless ``speculation`` names another."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    speculation: Speculation | None = None
     return_token_ids: bool = False
     """Send token ids along."""
     user: str | None = None

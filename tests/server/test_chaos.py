@@ -22,6 +22,7 @@ from outpace.server.app import create_app
 from outpace.server.limits import Limits
 from outpace.serving.service import Service
 from tests.server.conftest import Client
+from tests.server.fuzz import BEYOND
 from tests.server.test_wire import listening, until
 
 COMPLETION = "/v1/completions"
@@ -54,23 +55,6 @@ LONELY = {
     "stream_options",
 }
 """Fields whose values rarely mean anything; left out of tame bodies."""
-BEYOND = (
-    "more than fit",
-    "pages of memory",
-    "give one of them",
-    "min_tokens must be at most",
-    "answers are asked for",
-    "two functions of one name",
-    "tool_choice names",
-    "cannot be used",
-    "form cannot be followed",
-    "strict",
-    "tools and ",
-    "no token may be generated",
-    "no distribution",
-    "cannot be reproducible",
-)
-"""What JSON Schema cannot say: in the refusals of bodies that the description allows."""
 MARK = "~"
 """A prompt that begins so makes the drafter crash."""
 QUIET = settings(

@@ -220,7 +220,7 @@ def test_both_forms_tell_thinking_apart(thinker):
         ({"thinking": {"type": "enabled"}}, "budget_tokens belongs to the type enabled"),
         (
             {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]},
-            "is no part of",
+            "has a type that is not read here",
         ),
         ({"tools": [{"name": "f", "input_schema": {}, "type": "bash_20250124"}]}, "tools.0.type"),
         ({"container": "x"}, "unknown field 'container'"),

@@ -90,20 +90,14 @@ class FalconNet:
         shape: of the network.
         tensors: all that ``shape.tensor_shapes`` names; converted, not kept.
         target: embeds; its dtype and device are used.
-        packed: lay the weights out for the CPU where that works.
         quantize: round them, see ``outpace.drafters.trained.rounding``.
     """
 
     def __init__(
-        self,
-        shape: FalconShape,
-        tensors: Mapping[str, Tensor],
-        target: Target,
-        packed: bool = True,
-        quantize: str | None = None,
+        self, shape: FalconShape, tensors: Mapping[str, Tensor], target: Target, quantize: str | None = None
     ) -> None:
         self.shape, self._target = shape, target
-        form = Form(target.dtype, target.device, packed, quantize)
+        form = Form(target.dtype, target.device, quantize=quantize)
         named = {LAYER + name.removeprefix("layer."): one for name, one in tensors.items()}
         self._layer = OneLayer(shape.decoder, named, form)
         self._gates = [

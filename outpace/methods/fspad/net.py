@@ -70,7 +70,6 @@ class FspadNet:
         tensors: all that ``shape.tensor_shapes`` names; converted, not kept.
         target: embeds and unembeds; its dtype and device are used.
         vocab: the draft vocabulary; None is the target's whole.
-        packed: lay the weights out for the CPU where that works.
         quantize: round them, see ``outpace.drafters.trained.rounding``.
     """
 
@@ -82,11 +81,10 @@ class FspadNet:
         tensors: Mapping[str, Tensor],
         target: Target,
         vocab: VocabMap | None = None,
-        packed: bool = True,
         quantize: str | None = None,
     ) -> None:
         self.shape, self.device, self._target, self._vocab = shape, target.device, target, vocab
-        form = Form(target.dtype, target.device, packed, quantize)
+        form = Form(target.dtype, target.device, quantize=quantize)
         named = {LAYER + name.removeprefix("layer."): one for name, one in tensors.items()}
         self._layer = OneLayer(shape.decoder, named, form)
         names = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]

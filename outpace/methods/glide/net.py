@@ -64,7 +64,6 @@ class GlideNet:
         tensors: all that ``tensor_shapes`` names; converted, not kept.
         target: embeds and unembeds.
         vocab: the draft vocabulary; None is the target's whole.
-        packed: lay the weights out for the CPU where that works.
         quantize: round them, see ``outpace.drafters.trained.rounding``.
     """
 
@@ -74,13 +73,12 @@ class GlideNet:
         tensors: Mapping[str, Tensor],
         target: Target,
         vocab: VocabMap | None = None,
-        packed: bool = True,
         quantize: str | None = None,
     ) -> None:
         self._target, self._vocab = target, vocab
         self.max_positions = target.max_positions
         self.vocab_size = target.vocab_size
-        form = Form(target.dtype, target.device, packed, quantize)
+        form = Form(target.dtype, target.device, quantize=quantize)
         named = {LAYER + name.removeprefix("layer."): one for name, one in tensors.items()}
         self.layer = OneLayer(config, named, form)
         self._query = form.linear(paired(tensors["glimpse.q_proj.weight"], config.head_dim))

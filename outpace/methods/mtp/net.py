@@ -76,7 +76,6 @@ class Module:
         number: which one, from 0.
         tensors: all that ``shape.tensor_shapes`` names; converted, not kept.
         target: embeds; its dtype and device are used.
-        packed: lay the weights out for the CPU where that works.
         quantize: round them, see ``outpace.drafters.trained.rounding``.
     """
 
@@ -86,12 +85,11 @@ class Module:
         number: int,
         tensors: Mapping[str, Tensor],
         target: Target,
-        packed: bool = True,
         quantize: str | None = None,
     ) -> None:
         at = f"modules.{number}."
         self._shape, self._target, config = shape, target, shape.decoder
-        form = Form(target.dtype, target.device, packed, quantize)
+        form = Form(target.dtype, target.device, quantize=quantize)
         layer = {
             LAYER + name.removeprefix(f"{at}layer."): one
             for name, one in tensors.items()

@@ -21,13 +21,11 @@ Pays where a pass has rows to spare: riders cost as much as guesses. A few KB of
 
 Paper: Chen et al. 2024, arXiv:2405.18628; similar: BiTA, arXiv:2401.12522.
 
-Shape letters: K prompt tokens, E vectors of each, H hidden size, F nodes of a frontier, T guesses
-of all sequences, D draft vocabulary, R riders.
+Shape letters: K prompt tokens, E vectors of each, H hidden size, R riders.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -35,13 +33,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from outpace.drafters.base import ExpandingDrafter, Request, Traits
+from outpace.drafters.base import Traits
+from outpace.drafters.riding import RidersMemo, RidingDrafter, RidingState
 from outpace.methods.ppd.files import Prompts, read_prompts
 from outpace.methods.ppd.trees import Rates, StateMachine, pass_seconds, solve
 from outpace.models.base import EMBEDDINGS, TREE, Target
-from outpace.tree.growth import Branch, DraftRow
+from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import parse_shape
-from outpace.types import NOTHING, ROOT, Draft, Outcome, Riders, Shape
+from outpace.types import NOTHING, ROOT, Draft, Riders, Shape
 
 STOCK = "[-1,-1,0,-1,1,0,2,-1,3,1,0,4,5,2,-1,0,7,3,1,6,8,4,2,9]"
 """Stands for the trees of the state machine; its size is their limit."""
@@ -64,31 +63,7 @@ class PpdConfig:
             raise ValueError(f"rows must be at least 3, got {self.rows}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Memo:
-    """Where the riders of a draft are."""
-
-    owner: Ppd
-    """Whose riders they are: another's are as many as its settings say."""
-    count: tuple[int, ...]
-    """Riders of a chain below the pending token, and below each node."""
-    start: tuple[int, ...]
-    """The first of them."""
-
-
-@dataclass(slots=True, eq=False)
-class PromptState:
-    """What is known of one sequence. Its tensor is never changed, only replaced."""
-
-    hidden_KH: Tensor | None = None
-    """Of the riders of the newest committed row."""
-    end: int = -1
-    """The position after that row's."""
-    row: int = 0
-    """The sequence's first guess among those of the drafts under way."""
-
-
-class Ppd(ExpandingDrafter[PromptState]):
+class Ppd(RidingDrafter):
     """Drafts what the riders of the last pass guessed, and sends new ones along.
 
     Args:
@@ -99,14 +74,13 @@ class Ppd(ExpandingDrafter[PromptState]):
     traits = Traits(default_nodes=24, default_tree=STOCK, needs=frozenset({TREE, EMBEDDINGS}), samples=True)
 
     def __init__(self, prompts: Prompts, target: Target, machine: StateMachine | None = None) -> None:
-        self.prompts, self.target = prompts, target
+        super().__init__(target, prompts.vocab)
+        self.prompts = prompts
         self.riders, self.chains = prompts.embed_KEH.shape[:2]
         self.machine = machine or _flat(prompts, _GUESSED_ROWS)
-        self.id_D = None if prompts.vocab is None else prompts.vocab.to_target_D.to(target.device)
         self._embed_XH = prompts.embed_KEH.to(target.device, torch.float32).flatten(0, 1)
         self._allot = lru_cache(maxsize=256)(self.machine.riders)
         self._hang = lru_cache(maxsize=64)(self._make_riders)
-        self._logits_TD = torch.empty(0)
 
     @classmethod
     def load(cls, config: PpdConfig, target: Target) -> Ppd:
@@ -129,21 +103,17 @@ class Ppd(ExpandingDrafter[PromptState]):
         made.traits = replace(made.traits, deterministic=False)
         return made
 
-    def begin(self, request: Request) -> PromptState:
-        """Nothing is known until riders were in a pass."""
-        return PromptState()
-
-    def propose(self, rows: Sequence[DraftRow[PromptState]]) -> list[Draft]:
+    def propose(self, rows: Sequence[DraftRow[RidingState]]) -> list[Draft]:
         """Grow drafts from the guesses that are there, if any, and hang riders below all."""
         drafts = super().propose([self._fitted(row) for row in rows])
         return [self._ridden(row, draft) for row, draft in zip(rows, drafts, strict=True)]
 
-    def _fitted(self, row: DraftRow[PromptState]) -> DraftRow[PromptState]:
+    def _fitted(self, row: DraftRow[RidingState]) -> DraftRow[RidingState]:
         """The budget of a state: its tree in the place of the stock tree, no more levels."""
-        state, budget = row.state, row.budget
-        if state.hidden_KH is None or state.end != len(row.tokens) - 1:
+        hidden_KH, budget = row.state.hidden_KH, row.budget
+        if hidden_KH is None or not row.state.fits(row):
             return replace(row, budget=NOTHING)
-        levels, shape = len(state.hidden_KH), budget.shape
+        levels, shape = len(hidden_KH), budget.shape
         nodes = min(budget.max_nodes, budget.max_rows)
         if shape.parent_N is not None and shape.parent_N == _STOCK.parent_N:
             shape = Shape(self.machine.tree_S[levels][:nodes])
@@ -151,7 +121,7 @@ class Ppd(ExpandingDrafter[PromptState]):
         fitted = replace(budget, max_nodes=nodes, max_depth=depth, shape=shape)
         return replace(row, budget=fitted)
 
-    def _ridden(self, row: DraftRow[PromptState], draft: Draft) -> Draft:
+    def _ridden(self, row: DraftRow[RidingState], draft: Draft) -> Draft:
         room = (row.budget.max_rows - len(draft)) // self.chains
         count = self._allot(draft.parent_N, room)
         # A rider has the position of the token that it stands for.
@@ -162,7 +132,7 @@ class Ppd(ExpandingDrafter[PromptState]):
         if not any(count):
             return draft
         riders, start = self._hang(count)
-        return replace(draft, riders=riders, memo=_Memo(self, count, start))
+        return replace(draft, riders=riders, memo=RidersMemo(self, start, count))
 
     def _make_riders(self, count: tuple[int, ...]) -> tuple[Riders, tuple[int, ...]]:
         """Chains of riders below the pending token and every node, and where those begin."""
@@ -181,37 +151,9 @@ class Ppd(ExpandingDrafter[PromptState]):
         made = Riders(tuple(node_R), tuple(after_R), embed_RH=embed_RH, logits=False)
         return made, tuple(start)
 
-    def expand(self, branches: Sequence[Branch[PromptState]]) -> tuple[Tensor, Tensor | None]:
-        """Unembed all guesses of all sequences at the first level; later levels look theirs up."""
-        if branches[0].nodes == (ROOT,):
-            parts, row = [], 0
-            for branch in branches:
-                assert branch.state.hidden_KH is not None
-                parts.append(branch.state.hidden_KH)
-                branch.state.row = row
-                row += len(parts[-1])
-            with self.clock, torch.no_grad():
-                self._logits_TD = self.target.head(torch.cat(parts), self.prompts.vocab)
-        row_F = [b.state.row + len(b.path(node)) for b in branches for node in b.nodes]
-        return self._logits_TD[row_F], self.id_D
-
-    def observe(self, states: Sequence[PromptState], outcomes: Sequence[Outcome]) -> None:
-        """Keep what the riders of the last committed row say; other riders are forgotten."""
-        for state, outcome in zip(states, outcomes, strict=True):
-            state.hidden_KH = None
-            memo, hidden_RH = outcome.draft.memo, outcome.scored.rider_hidden_RH
-            if not isinstance(memo, _Memo) or memo.owner is not self or hidden_RH is None:
-                continue
-            place = outcome.row_F[-1]  # row 0 is the pending token's, row i + 1 that of node i
-            start, count = memo.start[place], memo.count[place]
-            if count:
-                own_XH = hidden_RH[start : start + count * self.chains].float()
-                state.hidden_KH = own_XH.view(self.chains, count, -1).mean(0)
-                state.end = outcome.start + len(outcome.fed)
-
-    def mark(self, state: PromptState) -> PromptState:
-        """A copy that shares the tensor."""
-        return copy.copy(state)
+    def guesses(self, hidden_RH: Tensor, count: int) -> Tensor:
+        own_XH = hidden_RH[: count * self.chains].float()
+        return own_XH.view(self.chains, count, -1).mean(0)
 
 
 def _flat(prompts: Prompts, rows: int) -> StateMachine:

@@ -28,7 +28,6 @@ vocabulary.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -37,16 +36,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from outpace.drafters.base import ExpandingDrafter, Request, Traits
+from outpace.drafters.base import Traits
+from outpace.drafters.riding import RidersMemo, RidingDrafter, RidingState
 from outpace.drafters.shallow import pruned
 from outpace.drafters.trained import lender
 from outpace.methods.streaming.files import Streams, read_streams
 from outpace.models.base import EMBEDDINGS, HEAD, LAYERS, TAPS, TREE, Target
 from outpace.models.blocks import Form
 from outpace.models.rowwise import Norm
-from outpace.tree.growth import Branch, DraftRow
+from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import parse_shape
-from outpace.types import NOTHING, ROOT, Draft, Drawn, Feed, Outcome, Resume, Riders, Shape
+from outpace.types import NOTHING, ROOT, Draft, Drawn, Feed, Resume, Riders, Shape
 
 STOCK = "3x2x1"
 """The tree of a drafter whose acceptance nobody measured, and the mark of the one that was."""
@@ -72,28 +72,7 @@ class StreamingConfig:
             raise ValueError(f"rows must be at least 2, got {self.rows}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Memo:
-    """Where the streams of a draft are."""
-
-    owner: Streaming
-    start: tuple[int, ...]
-    """The first stream below the pending token and below each node; -1: none."""
-
-
-@dataclass(slots=True, eq=False)
-class StreamState:
-    """What is known of one sequence. Its tensor is never changed, only replaced."""
-
-    hidden_KH: Tensor | None = None
-    """Of the streams of the newest committed row."""
-    end: int = -1
-    """The position after that row's."""
-    row: int = 0
-    """The sequence's first guess among those of the drafts under way."""
-
-
-class Streaming(ExpandingDrafter[StreamState]):
+class Streaming(RidingDrafter):
     """Drafts what the streams of the last pass guessed, and sends new ones along."""
 
     Config = StreamingConfig
@@ -109,17 +88,16 @@ class Streaming(ExpandingDrafter[StreamState]):
 
     def __init__(self, streams: Streams, target: Target, config: StreamingConfig) -> None:
         lent = lender(target, self.method)
-        self.streams, self.target, self._rows, self._prune = streams, lent, config.rows, config.prune
+        super().__init__(lent, streams.vocab)
+        self.streams, self._rows, self._prune = streams, config.rows, config.prune
         self._norm = Norm(streams.exit_norm_H.to(lent.device), lent.config)
         self._exit = Form(lent.dtype, lent.device).linear(streams.exit_HH)
         self.through = streams.through(lent)
         self.count = len(streams.stream_KH)
-        self.id_D = None if streams.vocab is None else streams.vocab.to_target_D.to(lent.device)
         self._feed_V = None if streams.vocab is None else streams.vocab.feed_V
         self._enter_HH = streams.enter_HH.to(lent.device)
         self._stream_KH = streams.stream_KH.to(lent.device)
         self._hang = lru_cache(maxsize=64)(self._make_riders)
-        self._logits_TD = torch.empty(0)
 
     @classmethod
     def load(cls, config: StreamingConfig, target: Target) -> Streaming:
@@ -130,26 +108,22 @@ class Streaming(ExpandingDrafter[StreamState]):
         """
         return cls(read_streams(cls.method, config.model, target), target, config)
 
-    def begin(self, request: Request) -> StreamState:
-        """Nothing is known until streams were in a pass."""
-        return StreamState()
-
-    def propose(self, rows: Sequence[DraftRow[StreamState]]) -> list[Draft]:
+    def propose(self, rows: Sequence[DraftRow[RidingState]]) -> list[Draft]:
         """Grow drafts from the guesses that are there, if any, and hang streams below likely nodes."""
         drafts = self._pruned(rows, super().propose([self._fitted(row) for row in rows]))
         return [self._ridden(row, draft) for row, draft in zip(rows, drafts, strict=True)]
 
-    def _fitted(self, row: DraftRow[StreamState]) -> DraftRow[StreamState]:
-        state, budget = row.state, row.budget
-        if state.hidden_KH is None or state.end != len(row.tokens) - 1:
+    def _fitted(self, row: DraftRow[RidingState]) -> DraftRow[RidingState]:
+        hidden_KH, budget = row.state.hidden_KH, row.budget
+        if hidden_KH is None or not row.state.fits(row):
             return replace(row, budget=NOTHING)
         shape, nodes = budget.shape, min(budget.max_nodes, budget.max_rows)
         if shape.parent_N == _STOCK.parent_N and self.streams.tree is not None:
             shape = Shape(self.streams.tree[:nodes])
-        depth = min(budget.max_depth, len(state.hidden_KH))
+        depth = min(budget.max_depth, len(hidden_KH))
         return replace(row, budget=replace(budget, max_nodes=nodes, max_depth=depth, shape=shape))
 
-    def _pruned(self, rows: Sequence[DraftRow[StreamState]], drafts: list[Draft]) -> list[Draft]:
+    def _pruned(self, rows: Sequence[DraftRow[RidingState]], drafts: list[Draft]) -> list[Draft]:
         """Drafts without unlikely guesses, by one pass of the first layers, which hands on its work."""
         asked = [
             (i, row.lease)
@@ -182,7 +156,7 @@ class Streaming(ExpandingDrafter[StreamState]):
             drafts[i] = replace(pruned(draft, keep), resume=resume)
         return drafts
 
-    def _ridden(self, row: DraftRow[StreamState], draft: Draft) -> Draft:
+    def _ridden(self, row: DraftRow[RidingState], draft: Draft) -> Draft:
         """The draft with streams below the nodes that verification most likely ends at."""
         room = min(self._rows - 1, row.budget.max_rows) - len(draft)
         last = self.target.max_positions - len(row.tokens)
@@ -193,7 +167,11 @@ class Streaming(ExpandingDrafter[StreamState]):
         if not chosen:
             return draft
         riders, start = self._hang(tuple(chosen), len(depths))
-        return replace(draft, riders=riders, memo=_Memo(self, start))
+        return replace(
+            draft,
+            riders=riders,
+            memo=RidersMemo(self, start, tuple(0 if at < 0 else self.count for at in start)),
+        )
 
     @staticmethod
     def _late(draft: Draft, row: int) -> int:
@@ -230,35 +208,8 @@ class Streaming(ExpandingDrafter[StreamState]):
         )
         return made, tuple(start)
 
-    def expand(self, branches: Sequence[Branch[StreamState]]) -> tuple[Tensor, Tensor | None]:
-        """Unembed all guesses of all sequences at the first level; later levels look theirs up."""
-        if branches[0].nodes == (ROOT,):
-            parts, row = [], 0
-            for branch in branches:
-                assert branch.state.hidden_KH is not None
-                parts.append(branch.state.hidden_KH)
-                branch.state.row = row
-                row += len(parts[-1])
-            with self.clock, torch.no_grad():
-                self._logits_TD = self.target.head(torch.cat(parts), self.streams.vocab)
-        row_F = [b.state.row + len(b.path(node)) for b in branches for node in b.nodes]
-        return self._logits_TD[row_F], self.id_D
-
-    def observe(self, states: Sequence[StreamState], outcomes: Sequence[Outcome]) -> None:
-        """Keep what the streams of the last committed row say; others are forgotten."""
-        for state, outcome in zip(states, outcomes, strict=True):
-            state.hidden_KH = None
-            memo, hidden_RH = outcome.draft.memo, outcome.scored.rider_hidden_RH
-            if not isinstance(memo, _Memo) or memo.owner is not self or hidden_RH is None:
-                continue
-            start = memo.start[outcome.row_F[-1]]
-            if start >= 0:
-                state.hidden_KH = hidden_RH[start : start + self.count].float().clone()
-                state.end = outcome.start + len(outcome.fed)
-
-    def mark(self, state: StreamState) -> StreamState:
-        """A copy that shares the tensor."""
-        return copy.copy(state)
+    def guesses(self, hidden_RH: Tensor, count: int) -> Tensor:
+        return hidden_RH[:count].float().clone()
 
 
 class Coral(Streaming):

@@ -4,15 +4,13 @@
     stream k     position t + k, from layer m on; guesses token t + 1 + k
 
 Streams see the target's own keys and values of the text up to t. Those of ``streaming`` also see the
-streams before them; those of ``coral`` do not, and have one layer. In every step some places of every
-text carry streams. What is added to the target's weights starts as zero, so a stream starts as its node's
-own row.
+streams before them; those of ``coral`` do not, and have one layer. What is added to the target's weights
+starts as zero, so a stream starts as its node's own row.
 
 Papers: Speculative Streaming, arXiv:2402.11131; COrAL, arXiv:2410.09675 (its forward objective; its
 backward targets repair tokens that were read wrongly, and a draft is verified instead).
 
-Shape letters: B sequences, G places with streams, K streams, N distributions, H hidden size, D draft
-vocabulary.
+Shape letters: B sequences, G places with streams, K streams, H hidden size.
 """
 
 from __future__ import annotations
@@ -26,25 +24,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outpace.drafters.trained import head_rows, lender
+from outpace.drafters.trained import lender
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.methods.streaming.files import projections
 from outpace.models.base import EMBEDDINGS, HEAD, LAYERS, TAPS, Target
 from outpace.models.decoder import Decoder
-from outpace.train.align import DRAFT_MODEL, EAGLE, Aligned
+from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
-from outpace.train.losses import check, depth_weights, head_loss, weighted
-from outpace.train.objective import LAST, Objective, Step, draft_ids, target_laws, whole_laws, write_drafter
-from outpace.train.ranks import RankedChain, Ranks, ranked
+from outpace.train.objective import LAST, write_drafter
 from outpace.train.rider_net import RiderNet
-
-UNIT = 50.0
-"""Distance of streams from their start, in what is trained: Adam's steps are so much longer."""
+from outpace.train.rider_objective import UNIT, RiderObjective, RiderTraining
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StreamingTraining:
+class StreamingTraining(RiderTraining):
+    POSITIVE = ("layers", "streams", "rank", "places", "exit")
     layers: int | None = None
     """Upper layers that streams run through; by default an eighth of them."""
     streams: int = 3
@@ -53,26 +48,6 @@ class StreamingTraining:
     """Layers below the early exit by which trees are pruned; by default a fifth of the target's."""
     rank: int = 16
     """Of the weights that streams have of their own."""
-    places: int = 64
-    """Places of a text that carry streams in a step; memory and time grow with them."""
-    decay: float = 0.8
-    """Weight of a stream relative to the one before."""
-    loss: str = "kl"
-    """One of the losses of `outpace.train.losses`: ce, kl, rkl, jsd, tv, lk, lk_mix."""
-    temperature: float = 1.0
-    """Divides the target's logits before they become labels."""
-    seed: int = 0
-    """Of the low-rank weights at the start."""
-
-    def __post_init__(self) -> None:
-        check(self.loss)
-        for name in ("layers", "streams", "rank", "places", "exit"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.decay <= 1 or self.temperature <= 0:
-            raise ValueError(
-                f"decay must be in (0, 1] and temperature above 0, got {self.decay} and {self.temperature}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,26 +120,19 @@ class StreamsNet(nn.Module):
         return named
 
 
-class Streaming(Objective):
+class Streaming(RiderObjective):
     Config = StreamingTraining
     method: ClassVar[str] = "streaming"
     chained: ClassVar[bool] = True
+    first = EAGLE
     module: StreamsNet
 
     def __init__(
         self, config: StreamingTraining, target: Decoder, vocab: VocabMap | None, net: RiderNet
     ) -> None:
-        self.config, self.target, self.vocab, self.net = config, target, vocab, net
-        self.module = StreamsNet(config, net)
+        super().__init__(config, target, vocab, net, StreamsNet(config, net), config.streams)
         self.layer = min(net.layers)
         self.exit = min(self.layer, max(1, target.num_layers // 5) if config.exit is None else config.exit)
-        self._head_DH = head_rows(target, vocab)
-        self._weights = depth_weights(config.streams, config.decay)
-        self.ranks = Ranks(config.streams)
-
-    @classmethod
-    def taps(cls, config: Any, target: Target) -> tuple[str, ...]:
-        return ()  # the texts are read again in every step
 
     @classmethod
     def build(cls, config: StreamingTraining, target: Target, vocab: VocabMap | None) -> Streaming:
@@ -176,18 +144,8 @@ class Streaming(Objective):
             raise ModelError(f"{cls.method}: layers={layers}, but {lent.name} has {most} above its first")
         return cls(config, lent, vocab, RiderNet(lent, range(most + 1 - layers, most + 1)))
 
-    def chosen(self, aligned: Aligned) -> Tensor:
-        """Learning rows that carry streams, indices [B, G]; the same for the same batch."""
-        real_BA = aligned.real_BA
-        coins = torch.Generator().manual_seed(int(aligned.token(EAGLE).sum()))
-        turn_BA = torch.rand(real_BA.shape, generator=coins).to(real_BA.device)
-        order_BA = turn_BA.masked_fill(~real_BA, 2.0).argsort(1)
-        return order_BA[:, : self.config.places].sort(1).values
-
-    def states(self, batch: Batch, aligned: Aligned, pick_BG: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the head reads at the chosen places, [B, G, K, H], and behind the early exit there,
-        [B, G, H]; and the feature ``hidden.-1``.
-        """
+    def guesses(self, batch: Batch, aligned: Aligned, pick_BG: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Of the streams, and behind the early exit."""
         name, early = f"hidden.{self.layer}", f"hidden.{self.exit}"
         text, found = self.net.read(batch, (*{name, early}, LAST))
         place_BG = aligned.place_BA.gather(1, pick_BG)
@@ -195,59 +153,7 @@ class Streaming(Objective):
         entering_BGKH = self.module(found[name].gather(1, index_BGH))
         y_BGEKH = self.net(entering_BGKH[:, :, None], place_BG, text, alone=not self.chained)
         early_BGH = self.module.exits(found[early].gather(1, index_BGH))
-        return y_BGEKH[:, :, 0], early_BGH, found[LAST]
-
-    def loss(self, batch: Batch) -> Step:
-        aligned, config = Aligned(batch, EAGLE), self.config
-        self.ranks.clear()
-        pick_BG = self.chosen(aligned)
-        y_BGKH, early_BGH, last_BTH = self.states(batch, aligned, pick_BG)
-        guessed = [*y_BGKH.unbind(2), early_BGH]
-        labels, keeps, laws = [], [], []
-        for ahead in (*range(EAGLE, EAGLE + config.streams), DRAFT_MODEL):
-            label_BG = draft_ids(aligned.token(ahead), self.vocab).gather(1, pick_BG)
-            keep_BG = aligned.teaches(ahead).gather(1, pick_BG) & (label_BG >= 0)
-            labels.append(label_BG[keep_BG])
-            laws.append(aligned.law(ahead).gather(1, pick_BG)[keep_BG])
-            keeps.append(keep_BG)
-        p_ND, rows = None, laws
-        if config.loss != "ce":
-            used_N, row = torch.unique(torch.cat(laws), return_inverse=True)
-            rows = list(torch.split(row, [len(one) for one in laws]))
-            last_NH = aligned.laws_of(last_BTH)[used_N]
-            p_ND = target_laws(self.target, self.vocab, last_NH, config.temperature)
-        losses = [
-            head_loss(
-                guessed[k][keep_BG], self._head_DH, config.loss, p_ND=p_ND, row_R=rows[k], label_R=labels[k]
-            )
-            for k, keep_BG in enumerate(keeps)
-        ]
-        tokens = max(1, len(labels[0]))
-        return Step((weighted(losses[:-1], self._weights) + losses[-1]) / tokens, tokens)
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Step:
-        aligned = Aligned(batch, EAGLE)
-        pick_BG = self.chosen(aligned)
-        y_BGKH, _, last_BTH = self.states(batch, aligned, pick_BG)
-        p_ND, truth_N = whole_laws(self.target, self.vocab, aligned.laws_of(last_BTH))
-        real_BG = aligned.real_BA.gather(1, pick_BG)
-        chain = RankedChain(self.ranks, real_BG)
-        for k in range(self.config.streams):
-            row_BG, known_BG, token_BG = (
-                one(EAGLE + k).gather(1, pick_BG) for one in (aligned.law, aligned.teaches, aligned.token)
-            )
-            truth_BG = truth_N[row_BG]
-            rank_R, alpha_R = ranked(
-                y_BGKH[:, :, k].flatten(0, 1),
-                self._head_DH,
-                self.vocab,
-                truth_BG.flatten(),
-                p_ND,
-                row_BG.flatten(),
-            )
-            chain.add(known_BG, token_BG == truth_BG, rank_R, alpha_R)
-        return chain.step(int(real_BG.sum()))
+        return [*y_BGEKH[:, :, 0].unbind(2), early_BGH], found[LAST]
 
     def named(self) -> Mapping[str, Tensor]:
         return self.module.stored()

@@ -11,6 +11,7 @@ from pydantic import Discriminator
 from outpace.engine.results import Result
 from outpace.server.answers import ChatWriter, Json
 from outpace.server.errors import ApiError
+from outpace.server.schema import Answered, Body, ChatBody
 from outpace.server.tool_parser import Found
 from outpace.serving.events import Tokens
 
@@ -121,18 +122,27 @@ def by_shape() -> Discriminator:
     return Discriminator(lambda value: "~str" if isinstance(value, str) else "~list")
 
 
-def by_type(otherwise: str | None) -> Discriminator:
-    """Tells objects apart by their field ``type``."""
+def by_field(name: str, otherwise: str | None = None) -> Discriminator:
+    """Tells objects apart by what one of their fields holds."""
 
     def tag(value: Any) -> str | None:
-        given = value.get("type", otherwise) if isinstance(value, dict) else getattr(value, "type", None)
+        given = value.get(name, otherwise) if isinstance(value, dict) else getattr(value, name, None)
         return f"~{given}" if isinstance(given, str) else None
 
     return Discriminator(
-        tag, custom_error_type="unknown_type", custom_error_message="Input has a type that is not read here"
+        tag,
+        custom_error_type=f"unknown_{name}",
+        custom_error_message=f"Input has a {name} that is not read here",
     )
 
 
 def refuse(place: str, why: str) -> ApiError:
     """A field that is known and cannot be honoured."""
     return ApiError(400, f"{place}: {why}", place)
+
+
+def as_chat_body(found: dict[str, Any], body: Body) -> ChatBody:
+    """A chat of these fields and those that all requests for an answer have."""
+    names = [name for name in Answered.model_fields if name in type(body).model_fields]
+    shared = body.model_dump(include=set(names), exclude_unset=True)
+    return ChatBody.model_validate({**found, **shared})

@@ -8,19 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from outpace.server.dialects.blocks import by_shape, by_type, refuse
-from outpace.server.schema import (
-    MOST_MESSAGES,
-    MOST_TOOLS,
-    Body,
-    ChatBody,
-    Count,
-    Id,
-    Plain,
-    Seed,
-    Speculation,
-    Texts,
-)
+from outpace.server.dialects.blocks import as_chat_body, by_field, by_shape, refuse
+from outpace.server.schema import MOST_MESSAGES, MOST_TOOLS, Answered, Body, ChatBody, Count, Id, Plain, Texts
 
 Json = dict[str, Any]
 
@@ -76,21 +65,37 @@ class Thought(Body):
     """Not read."""
 
 
-Block = Annotated[
+Heard = Annotated[
+    Annotated[Text, Tag("~text")] | Annotated[ToolResult, Tag("~tool_result")], by_field("type")
+]
+Said = Annotated[
     Annotated[Text, Tag("~text")]
     | Annotated[ToolUse, Tag("~tool_use")]
-    | Annotated[ToolResult, Tag("~tool_result")]
     | Annotated[Thought, Tag("~thinking")],
-    by_type(None),
+    by_field("type"),
 ]
-Blocks = Annotated[list[Block], Field(fail_fast=True, max_length=MOST_MESSAGES)]
+_BLOCKS = Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)
+HeardBlocks = Annotated[list[Heard], _BLOCKS]
+SaidBlocks = Annotated[list[Said], _BLOCKS]
 
 
-class Message(Body):
-    """One turn of a conversation."""
+class UserMessage(Body):
+    """A turn of the user, and what came of calls."""
 
-    role: Literal["user", "assistant"]
-    content: Annotated[Annotated[str, Tag("~str")] | Annotated[Blocks, Tag("~list")], by_shape()]
+    role: Literal["user"]
+    content: Annotated[Annotated[str, Tag("~str")] | Annotated[HeardBlocks, Tag("~list")], by_shape()]
+
+
+class AssistantMessage(Body):
+    """A turn of the model."""
+
+    role: Literal["assistant"]
+    content: Annotated[Annotated[str, Tag("~str")] | Annotated[SaidBlocks, Tag("~list")], by_shape()]
+
+
+Message = Annotated[
+    Annotated[UserMessage, Tag("~user")] | Annotated[AssistantMessage, Tag("~assistant")], by_field("role")
+]
 
 
 class Tool(Body):
@@ -161,7 +166,7 @@ class Prompt(Body):
     output_config: OutputConfig | None = None
 
 
-class MessagesBody(Prompt):
+class MessagesBody(Prompt, Answered):
     """``POST /v1/messages``."""
 
     UNREAD: ClassVar[frozenset[str]] = frozenset({"metadata", "service_tier", "cache_control"})
@@ -169,19 +174,10 @@ class MessagesBody(Prompt):
 
     max_tokens: Count
     """Longest answer, tokens; thinking counts."""
-    temperature: float | None = Field(default=None, ge=0)
-    """Divides the logits; 0 always takes the likeliest token."""
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    """Keep the smallest set of likeliest tokens with at least this probability."""
     top_k: Id | None = None
     """Keep the k likeliest tokens; 0: all."""
     stop_sequences: Texts | None = None
     """Strings that end the text where they begin."""
-    stream: bool | None = None
-    """Send the answer piece by piece, as server-sent events."""
-    seed: Seed | None = None
-    """Names the coins: same seed, same settings, same text."""
-    speculation: Speculation | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     cache_control: CacheControl | None = None
@@ -205,9 +201,9 @@ def as_chat(body: Prompt, thinks: bool) -> ChatBody:
             "messages", "the last one is the assistant's, and answers are not continued; leave it out"
         )
     messages: list[Json] = [] if body.system is None else [{"role": "system", "content": _text(body.system)}]
-    for number, message in enumerate(body.messages):
-        messages += _messages(number, message)
-    found: Json = {"model": body.model, "messages": messages}
+    for message in body.messages:
+        messages += _messages(message)
+    found: Json = {"messages": messages}
     if body.tools is not None:
         found["tools"] = [_tool(tool) for tool in body.tools]
     choice = body.tool_choice
@@ -227,19 +223,8 @@ def as_chat(body: Prompt, thinks: bool) -> ChatBody:
     if form is not None:
         found["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
     if isinstance(body, MessagesBody):
-        found |= {
-            "max_tokens": body.max_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_k": body.top_k,
-            "stop": body.stop_sequences or None,
-            "stream": body.stream,
-            "seed": body.seed,
-            "speculation": None
-            if body.speculation is None
-            else body.speculation.model_dump(exclude_unset=True),
-        }
-    return ChatBody.model_validate(found)
+        found |= {"max_tokens": body.max_tokens, "top_k": body.top_k, "stop": body.stop_sequences or None}
+    return as_chat_body(found, body)
 
 
 def _text(content: str | Sequence[Text]) -> str:
@@ -251,19 +236,15 @@ def _tool(tool: Tool) -> Json:
     return {"type": "function", "function": {**function, "strict": tool.strict}}
 
 
-def _messages(number: int, message: Message) -> list[Json]:
+def _messages(message: UserMessage | AssistantMessage) -> list[Json]:
     """One turn as messages of ours: what came of calls first, then the rest."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    mine = message.role == "assistant"
     results: list[Json] = []
     texts: list[str] = []
     calls: list[Json] = []
     thoughts: list[str] = []
-    for place, block in enumerate(message.content):
-        if isinstance(block, ToolResult) == mine and not isinstance(block, Text):
-            field = f"messages.{number}.content.{place}"
-            raise refuse(field, f"a block {block.type} is no part of a message of the {message.role}")
+    for block in message.content:
         if isinstance(block, Text):
             texts.append(block.text)
         elif isinstance(block, ToolUse):

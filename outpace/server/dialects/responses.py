@@ -6,19 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag
 
-from outpace.server.dialects.blocks import by_shape, by_type, refuse
-from outpace.server.schema import (
-    MOST_MESSAGES,
-    MOST_TOOLS,
-    Body,
-    ChatBody,
-    Count,
-    Id,
-    Plain,
-    Seed,
-    Speculation,
-    truth,
-)
+from outpace.server.dialects.blocks import as_chat_body, by_field, by_shape, refuse
+from outpace.server.schema import MOST_MESSAGES, MOST_TOOLS, Answered, Body, ChatBody, Count, Id, Plain, truth
 
 Json = dict[str, Any]
 
@@ -97,7 +86,7 @@ Item = Annotated[
     | Annotated[CallItem, Tag("~function_call")]
     | Annotated[OutputItem, Tag("~function_call_output")]
     | Annotated[ReasoningItem, Tag("~reasoning")],
-    by_type("message"),
+    by_field("type", "message"),
 ]
 Items = Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
 
@@ -155,7 +144,7 @@ class StreamOptions(Body):
     include_obfuscation: bool = False
 
 
-class ResponsesBody(Body):
+class ResponsesBody(Answered):
     """``POST /v1/responses``."""
 
     UNREAD: ClassVar[frozenset[str]] = frozenset(
@@ -174,20 +163,12 @@ class ResponsesBody(Body):
     )
     """Fields that are taken and not read; ``metadata`` comes back."""
 
-    model: str | None = None
-    """The name that ``/v1/models`` lists."""
     input: Annotated[Annotated[str, Tag("~str")] | Annotated[Items, Tag("~list")], by_shape()]
     """A text of the user, or messages, calls and what came of them."""
     instructions: str | None = None
     """Put before all messages, as a system message."""
     max_output_tokens: Count | None = None
     """Longest answer, tokens; thinking counts."""
-    temperature: float | None = Field(default=None, ge=0)
-    """Divides the logits; 0 always takes the likeliest token."""
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    """Keep the smallest set of likeliest tokens with at least this probability."""
-    stream: bool | None = None
-    """Send the answer piece by piece, as server-sent events."""
     tools: Annotated[list[Function], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Named | None = None
     parallel_tool_calls: bool | None = None
@@ -196,9 +177,6 @@ class ResponsesBody(Body):
     reasoning: ReasoningOptions | None = None
     thinking_token_budget: Id | None = None
     """Most tokens of thinking; then its end is written, and the answer begins."""
-    seed: Seed | None = None
-    """Names the coins: same seed, same settings, same text."""
-    speculation: Speculation | None = None
     previous_response_id: None = None
     """Only null: nothing is stored."""
     conversation: None = None
@@ -231,16 +209,10 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     else:
         messages += _messages(body.input)
     found: Json = {
-        "model": body.model,
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "stream": body.stream,
         "parallel_tool_calls": body.parallel_tool_calls,
         "thinking_token_budget": body.thinking_token_budget,
-        "seed": body.seed,
-        "speculation": None if body.speculation is None else body.speculation.model_dump(exclude_unset=True),
     }
     if body.tools is not None:
         found["tools"] = [
@@ -260,7 +232,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         found["response_format"] = {"type": form.type}
         if form.schema_ is not None:
             found["response_format"]["json_schema"] = {"schema": form.schema_}
-    return ChatBody.model_validate(found)
+    return as_chat_body(found, body)
 
 
 def _messages(items: list[Item]) -> list[Json]:

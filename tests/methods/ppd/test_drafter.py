@@ -11,9 +11,10 @@ import torch
 from outpace import Engine, ModelError, SpecError
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
+from outpace.drafters.riding import RidersMemo
 from outpace.law import VocabMap
 from outpace.methods.ppd import trees as ppd_trees
-from outpace.methods.ppd.drafter import STOCK, Ppd, PpdConfig, _Memo
+from outpace.methods.ppd.drafter import STOCK, Ppd, PpdConfig
 from outpace.methods.ppd.files import Prompts, read_prompts
 from outpace.methods.ppd.objective import Ppd as PpdObjective
 from outpace.methods.ppd.objective import PpdTraining
@@ -60,7 +61,7 @@ def ridden(drafter, target, text=TEXT, parents=PARENTS, counts=COUNTS):
     """One pass over a text, a tree and riders; the draft, and what came back."""
     draft = Draft.chosen([20 + i for i in range(len(parents))], parents)
     riders, start = drafter._hang(tuple(counts))
-    draft = replace(draft, riders=riders, memo=_Memo(drafter, tuple(counts), start))
+    draft = replace(draft, riders=riders, memo=RidersMemo(drafter, start, tuple(counts)))
     cache = target.new_cache()
     slot = cache.open()
     target.score([Feed.chain(slot, text[:-1], want=())], cache)

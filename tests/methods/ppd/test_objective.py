@@ -63,9 +63,8 @@ def guessed(objective, batch):
     """Places with riders as (sequence, row), and their states [G, K, H]."""
     aligned = Aligned(batch, EAGLE)
     pick_BG = objective.chosen(aligned)
-    text, _ = objective.net.texts(batch)
     with torch.no_grad():
-        x_BGKH = objective.states(aligned, pick_BG, text)
+        x_BGKH = torch.stack(objective.guesses(batch, aligned, pick_BG)[0], 2)
     real_BG = aligned.real_BA.gather(1, pick_BG)
     place_BG = aligned.place_BA.gather(1, pick_BG)
     at = real_BG.nonzero().tolist()
@@ -128,7 +127,7 @@ def plain_loss(objective, batch, vocab, name, decay, late=0):
     """The loss from plain logits, place by place; ``late`` is a planted shift of the labels."""
     places, x_GKH = guessed(objective, batch)
     _, last_BTH = objective.net.texts(batch)
-    rows_DH = objective._head_DH
+    rows_DH = objective.head_DH
     total, first = 0.0, 0
     for (b, row), x_KH in zip(places, x_GKH, strict=True):
         for k in range(RIDERS):
@@ -199,7 +198,7 @@ def test_acceptance_and_ranks_are_counted_along_texts(target, batches):
             if place >= int(batch.length_B[b]):
                 break
             truth = int(target.head(last_BTH[b, place - 1][None]).argmax())
-            z_D = objective._head_DH @ x_KH[k]
+            z_D = objective.head_DH @ x_KH[k]
             order = vocab.to_target_D[z_D.argsort(descending=True)].tolist()
             rank = min(order.index(truth), 10) if truth in order else 10
             goes_on = int(batch.token_BT[b, place]) == truth
@@ -278,7 +277,7 @@ def test_drafts_are_the_guesses_that_training_counts(trained):
     prompts = [batch.token_BT[b, : int(batch.answer_BT[b].nonzero()[0])].tolist() for b in range(8)]
     engine.generate(prompts, drafter=spec, max_new_tokens=24, ignore_eos=True)
     places, x_GKH = guessed(objective, batch)
-    guess_GK = objective.vocab.to_target_D[(x_GKH @ objective._head_DH.T).argmax(-1)].tolist()
+    guess_GK = objective.vocab.to_target_D[(x_GKH @ objective.head_DH.T).argmax(-1)].tolist()
     known = dict(zip(places, guess_GK, strict=True))
     texts = [batch.token_BT[b, :n].tolist() for b, n in enumerate(batch.length_B.tolist())]
     same = shifted = checked = 0

@@ -76,9 +76,8 @@ def test_what_drafts_is_what_was_trained(target, made, folder):
     batch = texts()
     aligned = Aligned(batch, DRAFT_MODEL)
     with torch.no_grad():
-        text, _ = made.net.texts(batch)
         pick_BG = made.chosen(aligned)
-        y_BGSH = made.states(batch, aligned, pick_BG, text)
+        y_BGSH = torch.stack(made.guesses(batch, aligned, pick_BG)[0], 2)
     places = aligned.place_BA.gather(1, pick_BG)[0].tolist()
     place = places.index(5)
     ids = batch.token_BT[0, :6].tolist()
@@ -87,7 +86,7 @@ def test_what_drafts_is_what_was_trained(target, made, folder):
     (draft,) = drafter.propose([row])
     assert target.clock.count == before + 1 and draft.resume.layer == 2 and draft.resume.row_K == (0,)
     got_SD = row.state.logits_SD
-    torch.testing.assert_close(got_SD, y_BGSH[0, place] @ made._head_DH.T, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(got_SD, y_BGSH[0, place] @ made.head_DH.T, atol=2e-3, rtol=2e-3)
     assert list(draft.token_N) == got_SD.argmax(1).tolist()
 
 
