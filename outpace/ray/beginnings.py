@@ -70,7 +70,9 @@ class Beginnings(Generic[R]):
 
     def known(self, replica: R, names: Sequence[bytes]) -> int:
         """How many of the first blocks a replica was sent."""
-        seen = self._seen.get(replica, {})
+        seen = self._seen.get(replica)
+        if seen is None:
+            return 0
         return next((count for count, name in enumerate(names) if name not in seen), len(names))
 
     def ranked(self, loads: Mapping[R, int], names: Sequence[bytes], busier: int) -> list[R]:

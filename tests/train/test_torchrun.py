@@ -120,7 +120,7 @@ def workers(parent):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_killed_process_is_started_anew_and_training_goes_on(work, tmp_path):
-    settings = [*COMMON, "layers=1", "loop.steps=400", "loop.checkpoint_every=20", "loop.report_every=1"]
+    settings = [*COMMON, "layers=1", "loop.steps=200", "loop.checkpoint_every=20", "loop.report_every=1"]
     settings += ["loop.evaluate_every=100"]
     common = ["train", "draft_model", "--model", "tiny", "--dtype", "float32", "--work", str(work)]
     common += [word for setting in settings if not setting.startswith("data.") for word in ("-s", setting)]
@@ -138,7 +138,7 @@ def test_a_killed_process_is_started_anew_and_training_goes_on(work, tmp_path):
         running.kill()
     steps = [int(one) for one in re.findall(r"^.*\bstep (\d+) epoch", log.read_text(), re.MULTILINE)]
     again = next(i for i in range(1, len(steps)) if steps[i] <= steps[i - 1])
-    assert steps[-1] == 400 and (steps[again] - 1) % 20 == 0 and steps[again] > 20, "from a checkpoint"
+    assert steps[-1] == 200 and (steps[again] - 1) % 20 == 0 and steps[again] > 20, "from a checkpoint"
     alone = [sys.executable, "-m", "outpace", *common, "--out", str(tmp_path / "one")]
     subprocess.run(alone, env=environment(), check=True, timeout=400)
     two, one = read_tensors(tmp_path / "two"), read_tensors(tmp_path / "one")
