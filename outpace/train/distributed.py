@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outpace.config import world
+from outpace.config import restarts, world
 from outpace.errors import RequestError
 
 
@@ -59,7 +59,11 @@ class ProcessGroup:
         self._device = device
         self._began = self.size > 1 and not dist.is_initialized()
         if self._began:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            # Processes that torchrun starts anew find the store as it was, with addresses of those that died.
+            store, rank, size = next(dist.rendezvous("env://"))
+            store = dist.PrefixStore(f"start-{restarts()}", store)
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
     @property
     def leads(self) -> bool:
