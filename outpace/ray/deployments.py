@@ -51,7 +51,7 @@ def application(settings: Settings, routing: RequestRouterConfig | None = None) 
         max_replicas=most,
         policy=AutoscalingPolicy(policy_function=ByLoad, policy_kwargs={"most": settings.max_ongoing}),
     )
-    replicas = Replica.options(
+    replicas = Replica.options(  # type: ignore[attr-defined]
         **({"num_replicas": most} if least == most else {"autoscaling_config": scaling}),
         max_ongoing_requests=settings.max_ongoing,
         max_queued_requests=settings.max_queue,
@@ -62,7 +62,7 @@ def application(settings: Settings, routing: RequestRouterConfig | None = None) 
             request_router_class=BeginningsRouter, request_router_kwargs={"busier": settings.busier}
         ),
     ).bind(settings)
-    front = Front.options(graceful_shutdown_timeout_s=settings.grace + 5)
+    front = Front.options(graceful_shutdown_timeout_s=settings.grace + 5)  # type: ignore[attr-defined]
     return front.bind(settings, replicas)
 
 

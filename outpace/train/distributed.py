@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
 from outpace.config import restarts, world
 from outpace.errors import RequestError
@@ -61,7 +62,7 @@ class ProcessGroup:
         if self._began:
             # Processes that torchrun starts anew find the store as it was, with addresses of those that died.
             store, rank, size = next(dist.rendezvous("env://"))
-            store = dist.PrefixStore(f"start-{restarts()}", store)
+            store = PrefixStore(f"start-{restarts()}", store)
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
