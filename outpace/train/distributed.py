@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from outpace.config import restarts, world
 from outpace.errors import RequestError
@@ -61,7 +62,7 @@ class ProcessGroup:
         self._began = self.size > 1 and not dist.is_initialized()
         if self._began:
             # Processes that torchrun starts anew find the store as it was, with addresses of those that died.
-            store, rank, size = next(dist.rendezvous("env://"))
+            store, rank, size = next(rendezvous("env://"))
             store = PrefixStore(f"start-{restarts()}", store)
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=size)
