@@ -231,6 +231,11 @@ def world() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def restarts() -> int:
+    """How often ``torchrun`` has started this process anew, as it says; 0 without it."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def data_folder() -> Path:
     """Where trained drafters are kept: ``$OUTPACE_DATA``, else the user's data folder."""
     return _folder("OUTPACE_DATA", "XDG_DATA_HOME", ".local/share")

@@ -80,6 +80,7 @@ MAY_IMPORT = {
     "llm": "errors files engine server serving",
     "cli": "hf kernels errors config files registry params tree models models.base drafters drafters.trained"
     " engine analysis bench train serving server",
+    "ray": "errors config engine serving server cli",
     "__main__": "cli",
 }
 TYPE_ONLY = {("models.base", "models")}

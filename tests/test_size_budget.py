@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 LEAF, STRUCTURAL, TOTAL = 300, 450, 7650
 TABLE = "outpace/methods/__init__.py"
 """A row per method: it grows with the methods."""
-ROOMS = ("analysis", "bench", "cli", "kernels", "methods", "server", "serving", "train")
+ROOMS = ("analysis", "bench", "cli", "kernels", "methods", "ray", "server", "serving", "train")
 FAMILIES = ("drafters", "verifiers", "policies")
 CORE_MODELS = {"attention", "base", "blocks", "decoder", "packed", "passes"}
 

@@ -27,6 +27,7 @@ from outpace.server.dialects.messages import CountBody, MessagesBody
 from outpace.server.dialects.messages_answers import PATH as MESSAGES
 from outpace.server.dialects.messages_answers import MessagesWriter, in_form
 from outpace.server.dialects.responses import ResponsesBody
+from outpace.server.dialects.responses_answers import PATH as RESPONSES
 from outpace.server.dialects.responses_answers import ResponsesWriter
 from outpace.server.encoding import JsonResponse, to_json
 from outpace.server.errors import MISTAKES, ApiError, error_body, from_defect, from_mistake, from_validation
@@ -172,11 +173,14 @@ async def chunks(call: RequestHandler, writer: Writer) -> AsyncIterator[bytes]:
 
 async def _pieces(call: RequestHandler, writer: Writer) -> AsyncGenerator[Json, None]:
     results: dict[int, Result] = {}
-    for index in range(call.ask.answers):
-        for chunk in writer.opening(index):
-            yield chunk
+    opened = False
     async with contextlib.aclosing(call.events()) as found:
         async for happened in found:
+            # Nothing is told before there is something: who only waited may be asked again elsewhere.
+            for index in range(0 if opened else call.ask.answers):
+                for chunk in writer.opening(index):
+                    yield chunk
+            opened = True
             if isinstance(happened, Done):
                 results[happened.index] = happened.result
                 told = writer.ending(happened.index, happened.result)
@@ -228,7 +232,7 @@ def create_app(
         )
     app.add_middleware(Stopping)
     app.add_middleware(Counting, meters=server.meters, routes=app.routes)
-    _errors(app)
+    tell_errors(app)
     _api(app, server)
     _tools(app, server)
     _page(app)
@@ -256,7 +260,7 @@ def _api(app: FastAPI, server: Server) -> None:
     async def chat(body: ChatBody, request: Request) -> Response:
         return await server.generate(request, lambda: reader.chat(body), ChatWriter)
 
-    @app.post("/v1/responses")
+    @app.post(RESPONSES)
     async def respond(body: ResponsesBody, request: Request) -> Response:
         writer = partial(ResponsesWriter, body=body)
         return await server.generate(request, lambda: reader.chat(responses.as_chat(body)), writer)
@@ -333,7 +337,9 @@ def _page(app: FastAPI) -> None:
         return file(name, _STATIC[name])
 
 
-def _errors(app: FastAPI) -> None:
+def tell_errors(app: FastAPI) -> None:
+    """Let an application tell errors in the form of the API that was called."""
+
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> Response:
         told = in_form(request.url.path, error.body(), error.status_code)

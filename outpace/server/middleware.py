@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Seque
 from typing import Any
 
 from outpace.server.dialects.messages_answers import in_form
+from outpace.server.dialects.responses_answers import PATH as RESPONSES
+from outpace.server.dialects.responses_answers import fault
 from outpace.server.encoding import JsonResponse, to_json
 from outpace.server.errors import ApiError, from_defect
 from outpace.server.limits import Limits
@@ -25,7 +27,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN = frozenset({"/", "/health", "/static/chat.js", "/static/chat.css"})
 """Paths that need no key: the page itself holds nothing secret."""
 _LAST_WORDS = 2.0  # seconds for an error to reach its reader
-_SAFE = [
+SAFE = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
@@ -54,7 +56,7 @@ class Guard:
 
         async def send_safely(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *_SAFE]
+                message["headers"] = [*message.get("headers", []), *SAFE]
             await send(message)
 
         try:
@@ -192,9 +194,21 @@ class Stopping:
                 scope, receive, send
             )
             return
-        streamed = any(b"event-stream" in value for _, value in begun["headers"])
-        body = b"".join(map(event, (to_json(error.body()), b"[DONE]"))) if streamed else b""
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await send(last_words(begun, scope["path"], error))
+
+
+def last_words(begun: Message, path: str, error: ApiError) -> Message:
+    """The end of a response that cannot go on: an event with the error, where it is a stream.
+
+    Args:
+        begun: the message that began the response.
+    """
+    body = b""
+    if any(b"event-stream" in value for _, value in begun["headers"]):
+        told = fault(error) if path == RESPONSES else in_form(path, error.body(), error.status_code)
+        named = "type" in told
+        body = event(to_json(told), "error") if named else event(to_json(told)) + event(b"[DONE]")
+    return {"type": "http.response.body", "body": body, "more_body": False}
 
 
 class Defects:

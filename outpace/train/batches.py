@@ -79,6 +79,8 @@ class Batches:
         max_length: int = 2048,
         rank: int = 0,
         world: int = 1,
+        per_step: int | None = None,
+        most_tokens: int | None = None,
     ) -> None:
         """Choose what to iterate over.
 
@@ -89,9 +91,13 @@ class Batches:
             taps: names of the features that batches carry.
             rank: of this process, from 0.
             world: processes that share the batches of an epoch; each gets every world-th.
+            per_step: batches of a step, in all processes together; None: one of each. An epoch has whole
+                steps, and an epoch of the held-out split has them all.
+            most_tokens: read no more batches of an epoch than it takes to hold so many; None: all.
 
         Raises:
-            RequestError: no sequence in the split, a size below 1, or taps without features.
+            RequestError: no sequence in the split, a size below 1, steps that processes cannot share, or taps
+                without features.
         """
         for name, value in (
             ("tokens_per_batch", tokens_per_batch),
@@ -102,6 +108,11 @@ class Batches:
                 raise RequestError(f"{name} must be at least 1, got {value}")
         if not 0 <= rank < world:
             raise RequestError(f"rank must be in 0 to {world - 1}, got {rank}")
+        per_step = world if per_step is None else per_step
+        if per_step < 1 or per_step % world:
+            raise RequestError(
+                f"loop.batches must be a multiple of the {world} processes that share them, got {per_step}"
+            )
         if taps and features is None:
             raise RequestError(f"taps {', '.join(taps)} are wanted, but there is nothing to compute them")
         learned = split == "train"
@@ -115,15 +126,20 @@ class Batches:
             )
         self.store, self.tokens_per_batch, self.split = store, tokens_per_batch, split
         self.seed, self.taps, self.features = seed, tuple(taps), features
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.share, self._most = rank, world, per_step // world, most_tokens
         limit = min(max_length, tokens_per_batch)
         self._length_S = np.minimum(store.length_S, limit)
         self._plan = lru_cache(maxsize=2)(self._make_plan)
 
     def count(self, epoch: int) -> int:
-        """Batches of an epoch; the same for every rank."""
-        plan = self._plan(self._folded(epoch))
-        return max(1, len(plan) // self.world)
+        """Batches of an epoch for this process: ``share`` for every step, and the same for every rank.
+
+        Of the held-out split those that are left over count too, and one process may have fewer.
+        """
+        total = len(self._plan(self._folded(epoch)))
+        if self.split == "held_out":
+            return len(range(self.rank, total, self.world))
+        return max(1, total // (self.share * self.world)) * self.share
 
     def at(self, epoch: int, index: int) -> Batch:
         """One batch, read from disk.
@@ -171,7 +187,11 @@ class Batches:
                     open_ = []
                 open_.append(row)
             batches.append(tuple(open_))
-        return [batches[i] for i in coins.permutation(len(batches)).tolist()]
+        plan = [batches[i] for i in coins.permutation(len(batches)).tolist()]
+        if self._most is None:
+            return plan
+        read = np.cumsum([int(self._length_S[list(rows)].sum()) for rows in plan])
+        return plan[: int(np.searchsorted(read, self._most)) + 1]
 
     def _read(self, rows: tuple[int, ...]) -> Batch:
         lengths = [int(self._length_S[row]) for row in rows]

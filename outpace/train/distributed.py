@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
-from outpace.config import world
+from outpace.config import restarts, world
 from outpace.errors import RequestError
 
 
@@ -59,16 +61,31 @@ class ProcessGroup:
         self._device = device
         self._began = self.size > 1 and not dist.is_initialized()
         if self._began:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            # Processes that torchrun starts anew find the store as it was, with addresses of those that died.
+            store, rank, size = next(rendezvous("env://"))
+            store = PrefixStore(f"start-{restarts()}", store)
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
     @property
     def leads(self) -> bool:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        if self.size > 1:
-            dist.all_reduce(values)
-        return values
+        """Sums over processes, on the device of the values, whatever the group communicates on."""
+        if self.size == 1:
+            return values
+        there = values.to(self._device)
+        dist.all_reduce(there)
+        return values.copy_(there)
+
+    def sum_long(self, values: Tensor) -> Tensor:
+        """Sums of vectors that are shorter where there was less to count; zeros stand for the rest."""
+        if self.size == 1:
+            return values
+        length = torch.tensor([len(values)], device=self._device)
+        dist.all_reduce(length, dist.ReduceOp.MAX)
+        return self.sum(torch.cat([values, values.new_zeros(int(length) - len(values))]))
 
     def same(self, value: float) -> float:
         if self.size == 1:
@@ -83,7 +100,7 @@ class ProcessGroup:
                 dist.broadcast(one.data, 0)
 
     def add_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Sum gradients over processes, all at once."""
+        """Sum gradients over processes, all at once. None is 0."""
         if self.size == 1:
             return
         for one in parameters:
@@ -97,7 +114,11 @@ class ProcessGroup:
             gradient.copy_(part.view_as(gradient))
             start += gradient.numel()
 
+    def wait(self) -> None:
+        """Let nobody go on before all are here."""
+        if self.size > 1:
+            dist.barrier()
+
     def close(self) -> None:
         if self._began:
-            dist.barrier()
             dist.destroy_process_group()

@@ -12,10 +12,11 @@ a schedule in minutes reads the clock, and no two runs are alike.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,7 +41,10 @@ LOSS_SHARE = 4
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopConfig:
     steps: int | None = None
-    """Steps in all; one batch of every process each."""
+    """Steps in all."""
+    batches: int | None = None
+    """Batches of a step, shared by the processes; None: one of each. The weights depend on this number, and
+    not on how many processes there are."""
     minutes: float | None = None
     """Minutes in all, those before a resume included. With both, what ends first."""
     lr: float = 5e-4
@@ -62,7 +66,7 @@ class LoopConfig:
     evaluate_every: int = 200
     """Steps between measurements of held-out acceptance."""
     evaluate_tokens: int = 20_000
-    """Most held-out tokens that one measurement reads, every process by itself."""
+    """Held-out tokens after which a measurement ends, those of all processes together."""
     checkpoint_every: int = 200
     """Steps between checkpoints."""
     report_every: int = 20
@@ -79,7 +83,7 @@ class LoopConfig:
             raise ValueError("say how long to train: steps or minutes")
         if self.optimizer not in optimizers.KINDS:
             raise ValueError(f"optimizer must be {' or '.join(optimizers.KINDS)}, got {self.optimizer!r}")
-        for name in ("steps", "minutes", "lr", "evaluate_every", "checkpoint_every"):
+        for name in ("steps", "batches", "minutes", "lr", "evaluate_every", "checkpoint_every"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0, got {value}")
@@ -99,7 +103,7 @@ class LoopConfig:
 
 
 class Source(Protocol):
-    """Where batches come from; `outpace.train.batches.Batches` is one."""
+    """Where a process gets its batches; `outpace.train.batches.Batches` is one."""
 
     def since(self, epoch: int = 0, index: int = 0) -> Iterator[tuple[int, int, Batch]]:
         """(epoch, index, batch) from there on, without end."""
@@ -160,7 +164,7 @@ class _State:
     step: int = 0
     epoch: int = 0
     index: int = 0
-    """Next batch."""
+    """Next step of the epoch."""
     seconds: float = 0.0
     best: float = -1.0
     best_step: int = 0
@@ -202,8 +206,8 @@ def train(
 
     Args:
         objective: its module is trained in place; afterwards it holds the last weights.
-        source: batches; with several processes each gives its own share.
-        held_out: batches to measure on, iterated anew every time.
+        source: batches; with several processes each gives its own share, and its steps end with epochs.
+        held_out: batches to measure on, iterated anew every time; a share likewise.
         out: drafter folder; the files of one that is there are replaced one by one.
         work: folder of checkpoints, and of ``training.png`` where matplotlib is installed.
         provenance: written with the drafter, with the measurement of it added.
@@ -219,7 +223,9 @@ def train(
         run = _Run(objective, config, group, out, work, torch.device(device), dict(provenance or {}))
         if resume and (path := checkpoint.latest(work)) is not None:
             run.resume(path)
-        return run.go(source, held_out, report)
+        trained = run.go(source, held_out, report)
+        group.wait()
+        return trained
     finally:
         group.close()
 
@@ -248,6 +254,7 @@ class _Run:
         )
         native = fast_dtype(device) is torch.bfloat16
         self.bf16 = native if config.bf16 is None else config.bf16
+        self.share = max(1, (config.batches or group.size) // group.size)
         self.state = _State()
         self.best: Progress | None = None
 
@@ -274,12 +281,15 @@ class _Run:
         losses: list[float] = []
         tokens, since = 0, time.monotonic()
         if not state.early and config.done(state.step, state.seconds) < 1:
-            for epoch, index, batch in source.since(state.epoch, state.index):
+            batches = source.since(state.epoch, state.index * self.share)
+            while parts := list(itertools.islice(batches, self.share)):
+                epoch, index, _ = parts[-1]
                 done = config.done(state.step, state.seconds)
-                loss, count = self.step(batch, config.rate(done))
+                loss, count = self.step([batch for _, _, batch in parts], config.rate(done))
                 losses.append(loss)
                 tokens += count
-                state.step, state.epoch, state.index = state.step + 1, epoch, index + 1
+                state.step, state.epoch = state.step + 1, epoch
+                state.index = (index + 1) // self.share
                 state.seconds = self.group.same(time.monotonic() - begin)
                 done = config.done(state.step, state.seconds)
                 ends = done >= 1
@@ -315,28 +325,21 @@ class _Run:
             stopped_early=state.early,
         )
 
-    def step(self, batch: Batch, rate: float) -> tuple[float, int]:
+    def step(self, batches: Sequence[Batch], rate: float) -> tuple[float, int]:
         """One update; gives the mean loss and the tokens, of all processes together."""
-        batch = moved(batch, self.device)
-        number = self.state.step
-        coin = random.Random(f"{self.config.seed} {number} {self.group.rank}")
-        if coin.random() < self.objective.on_policy_share:
-            batch = self.objective.on_policy(batch, coin.getrandbits(31))
-        self.objective.module.train()
-        with self.autocast():
-            step = self.objective.loss(batch)
-        sums = torch.stack(
-            [
-                step.loss.detach().double() * step.tokens,
-                step.loss.new_tensor(float(step.tokens), dtype=torch.float64),
-            ]
-        )
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for number, batch in enumerate(batches):
+            step = self.loss(moved(batch, self.device), self.group.rank + number * self.group.size)
+            (step.loss * step.tokens).backward()
+            sums += torch.stack([step.loss.detach().double() * step.tokens, sums.new_tensor(step.tokens)])
         loss, tokens = self.group.sum(sums).tolist()
         loss /= max(tokens, 1.0)
         if not math.isfinite(loss):
             raise self.broken("loss", loss)
-        (step.loss * (step.tokens / max(tokens, 1.0))).backward()
         self.group.add_gradients(self.parameters)
+        for one in self.parameters:
+            if one.grad is not None:
+                one.grad /= max(tokens, 1.0)
         length = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip)
         if not bool(length.isfinite()):
             raise self.broken("gradient", float(length))
@@ -345,6 +348,15 @@ class _Run:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss, int(tokens)
+
+    def loss(self, batch: Batch, number: int) -> Step:
+        """The loss of a batch; its coins are named by its number in the step."""
+        coin = random.Random(f"{self.config.seed} {self.state.step} {number}")
+        if coin.random() < self.objective.on_policy_share:
+            batch = self.objective.on_policy(batch, coin.getrandbits(31))
+        self.objective.module.train()
+        with self.autocast():
+            return self.objective.loss(batch)
 
     def broken(self, what: str, value: float) -> OutpaceError:
         last = checkpoint.latest(self.work)
@@ -367,7 +379,8 @@ class _Run:
                 read += batch.tokens
                 if read >= self.config.evaluate_tokens:
                     break
-        accepted, counted, overlap = (self.group.sum(one.double()) for one in sums)
+        accepted, counted, overlap = (self.group.sum_long(one.double()) for one in sums)
+        self.objective.gather(self.group.sum_long)
         state = self.state
         if not len(counted):
             return now
@@ -395,7 +408,7 @@ class _Run:
                 step = self.objective.loss(moved(batch, self.device))
                 total += torch.tensor([float(step.loss) * step.tokens, step.tokens], dtype=torch.float64)
                 read += batch.tokens
-                if read >= self.config.evaluate_tokens / LOSS_SHARE:
+                if read >= self.config.evaluate_tokens / LOSS_SHARE / self.group.size:
                     break
         loss, tokens = self.group.sum(total).tolist()
         return float(loss / max(tokens, 1.0))

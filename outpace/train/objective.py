@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ from outpace.models.base import Target
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import CHUNK, head_loss, weighted
+from outpace.train.tally import Tally
 
 LAST = "hidden.-1"
 """The tap from which the target's distributions are computed."""
@@ -91,6 +92,16 @@ class Objective(ABC):
         Args:
             provenance: what made it, as plain data.
         """
+
+    def gather(self, sum: Callable[[Tensor], Tensor]) -> None:
+        """Add up what ``evaluate`` counted in every process, for ``save``.
+
+        Args:
+            sum: gives the sums of vectors over processes; all call it equally often.
+        """
+        for one in vars(self).values():
+            if isinstance(one, Tally):
+                one.gather(sum)
 
     def named(self) -> Mapping[str, Tensor]:
         """What is trained, by the names under which ``save`` writes it; parts are views."""

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from outpace import __version__
-from outpace.config import data_folder, world
+from outpace.config import data_folder, restarts, world
 from outpace.drafters.trained import PROVENANCE, WEIGHTS, find, home, read_config, read_tensors, vocab_map
 from outpace.engine.engine import Engine
 from outpace.errors import ModelError, RequestError
@@ -112,7 +112,9 @@ class Pipeline:
         self.prompts, self.sources = prompts, sources
         self.work = work_folder(engine) if work is None else work
         self.out = home(options.method, self.target) if out is None else out
-        self.resume, self.start = resume, None if start is None else start.expanduser()
+        # Whoever was started anew goes on where there is something to go on with.
+        anew = restarts() > 0 and checkpoint.latest(self.folder) is not None
+        self.resume, self.start = resume or anew, None if start is None else start.expanduser()
         self.rank, self.world = world()
         self.taps = options.objective.taps(options.own, self.target)
         self._check()
@@ -120,6 +122,11 @@ class Pipeline:
     @property
     def folder(self) -> Path:
         return self.work / self.options.method
+
+    @property
+    def per_step(self) -> int:
+        """Batches of a step, in all processes together."""
+        return self.options.loop_config(1).batches or self.world
 
     @property
     def best(self) -> Path:
@@ -213,6 +220,8 @@ class Pipeline:
             max_length=pipeline.max_length,
             rank=self.rank,
             world=self.world,
+            per_step=self.per_step if split == "train" else None,
+            most_tokens=None if split == "train" else self.options.loop_config(1).evaluate_tokens,
         )
 
     def data(self) -> None:
@@ -241,7 +250,7 @@ class Pipeline:
     def _run(self, report: Callable[[Progress], None], measure: Measure | None) -> Made:
         self.data()
         source, held_out = self.batches("train"), self.batches("held_out")
-        loop = self.options.loop_config(source.count(0))
+        loop = self.options.loop_config(source.count(0) // source.share)
         provenance = self.provenance()
         self._guard(provenance)
         objective = self.options.objective.build(self.options.own, self.target, self.vocab)
@@ -312,7 +321,7 @@ class Pipeline:
         plan = {
             "target": provenance["target"]["digest"],
             "data": provenance["data"]["digest"],
-            "world": self.world,
+            "batches of a step": self.per_step,
             **provenance["settings"],
             "start": provenance.get("start", {}).get("sha256"),
         }

@@ -5,7 +5,7 @@ Shape letters: R rows, C rows of a chunk, S depths, N distributions, H hidden si
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import CHUNK
 from outpace.train.objective import Chain, Objective, Step, draft_ids, laws_for
+from outpace.train.tally import Tally
 from outpace.train.temper import Tempering
 
 
@@ -47,8 +48,8 @@ def ranked(
     return torch.cat(ranks), torch.cat(alphas)
 
 
-class Ranks:
-    """Held-out rows by depth and rank, since the weights last changed, in this process."""
+class Ranks(Tally):
+    """Held-out rows by depth and rank, since the weights last changed."""
 
     def __init__(self, depths: int) -> None:
         self.count_SB = torch.zeros(depths, RANKS + 1, dtype=torch.float64)
@@ -60,6 +61,9 @@ class Ranks:
     def add(self, depth: int, rank: Tensor) -> None:
         found = torch.bincount(rank, minlength=RANKS + 1)
         self.count_SB[depth] += found.to(self.count_SB.device)
+
+    def gather(self, sum: Callable[[Tensor], Tensor]) -> None:
+        self.count_SB = sum(self.count_SB.flatten()).view_as(self.count_SB)
 
     def acceptance(self) -> list[list[float]]:
         """By depth and rank, how often that token was the target's; empty if nothing counted."""

@@ -24,7 +24,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from outpace.config import build
+from outpace.config import build, world
 from outpace.errors import OutpaceError
 from outpace.files import write_whole
 from outpace.train import checkpoint
@@ -175,9 +175,11 @@ def make(
     """Tokenizer, training, model folder.
 
     Raises:
-        OutpaceError: a training was stopped in OUT and ``resume`` is not given, or the texts are
-            too short.
+        OutpaceError: a training was stopped in OUT and ``resume`` is not given, the texts are too short, or
+            several processes are to share this.
     """
+    if world()[1] > 1:
+        raise OutpaceError("a target is made by one process; start it without torchrun")
     texts = Texts()
     for file in files:
         texts.read(file)

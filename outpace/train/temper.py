@@ -12,10 +12,13 @@ Shape letters: R rows, K likeliest tokens, G temperatures tried, D draft vocabul
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from outpace.train.losses import CHUNK
+from outpace.train.tally import Tally
 
 TRIED = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 LIKELIEST = 4
@@ -26,7 +29,7 @@ MOST = 256
 """Rows of a batch and depth that are read: each costs a row of the head and a few sweeps over it."""
 
 
-class Tempering:
+class Tempering(Tally):
     """Brier scores by depth and temperature, since the weights last changed."""
 
     def __init__(self) -> None:
@@ -56,6 +59,11 @@ class Tempering:
                 apart_RK = (best.values / temper - whole_R1).exp() - right_RK.float()
                 self._score_G[depth][g] += float(apart_RK.square().sum())
         self._rows[depth] += len(hidden_RH)
+
+    def gather(self, sum: Callable[[Tensor], Tensor]) -> None:
+        score = torch.cat([torch.zeros(0, dtype=torch.float64), *self._score_G])
+        self._score_G = list(sum(score).view(-1, len(TRIED)))
+        self._rows = [int(one) for one in sum(torch.tensor(self._rows, dtype=torch.float64))]
 
     def found(self) -> list[float]:
         """A temperature for every depth that was seen often enough; empty if none was."""

@@ -113,6 +113,31 @@ def test_processes_share_an_epoch(store):
     assert len(shared) > 0.8 * len(whole)
 
 
+def test_steps_have_the_same_batches_however_many_processes_share_them(store):
+    def steps(world, epoch):
+        parts = [Batches(store, 400, rank=rank, world=world, per_step=6) for rank in range(world)]
+        assert len({part.count(epoch) for part in parts}) == 1
+        each = [
+            [sorted(part.at(epoch, i).token_BT.flatten().tolist()) for i in range(part.count(epoch))]
+            for part in parts
+        ]
+        size = 6 // world
+        whole = range(parts[0].count(epoch) // size)
+        return [sorted(one for own in each for one in own[size * s : size * (s + 1)]) for s in whole]
+
+    assert steps(1, 1) == steps(2, 1) == steps(3, 1) == steps(6, 1) and len(steps(1, 1)) > 1
+    with pytest.raises(RequestError, match="multiple of the 4 processes that share them, got 6"):
+        Batches(store, 400, world=4, per_step=6)
+
+
+def test_processes_share_all_that_is_held_out_and_no_more_than_is_wanted(store):
+    whole = contents(Batches(store, 60, split="held_out"))
+    parts = [contents(Batches(store, 60, split="held_out", rank=rank, world=2)) for rank in range(2)]
+    assert sorted(parts[0] + parts[1]) == sorted(whole) and len(whole) > 2
+    few = list(Batches(store, 60, split="held_out", most_tokens=50))
+    assert sum(batch.tokens for batch in few) >= 50 > sum(batch.tokens for batch in few[:-1])
+
+
 def test_long_sequences_lose_their_ends(store):
     batches = Batches(store, 400, max_length=10)
     assert max(int(batch.length_B.max()) for batch in batches) == 10

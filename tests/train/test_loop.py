@@ -135,6 +135,9 @@ class Scripted:
 
     on_policy_share = 0.0
 
+    def gather(self, sum):
+        pass
+
     def __init__(self, rates=(), losses=()):
         self.module = torch.nn.Linear(1, 1)
         self.rates, self.losses, self.saved = list(rates), list(losses), []
@@ -295,6 +298,21 @@ def joined(a, b):
     }
     feature = {tap: torch.cat([a.feature[tap], b.feature[tap]]) for tap in a.feature}
     return Batch(**both, feature=feature)
+
+
+def test_a_step_of_two_batches_is_one_of_both_together(target, tmp_path):
+    parts = [written(target, 3, seed=seed, new=10, taps=TAPS) for seed in range(4)]
+    together = [joined(parts[i], parts[i + 1]) for i in (0, 2)]
+    found = []
+    for name, given, batches in (("two", parts, 2), ("one", together, 1)):
+        objective = trainee(target, parts)
+        config = LoopConfig(steps=3, batches=batches, bf16=False, lr=1e-3, evaluate_every=2)
+        folder = tmp_path / name
+        done = train(objective, Listed(given), together[:1], config, out=folder, work=folder / "work")
+        found.append((weights(objective), done.best.acceptance))
+    for name, one in found[0][0].items():
+        torch.testing.assert_close(one, found[1][0][name], atol=2e-5, rtol=1e-3)
+    assert found[0][1] == pytest.approx(found[1][1])
 
 
 @pytest.mark.slow

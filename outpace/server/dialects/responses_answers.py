@@ -12,12 +12,19 @@ from outpace.server.dialects.blocks import Block, BlockWriter, Happened
 from outpace.server.dialects.responses import ResponsesBody
 from outpace.server.errors import ApiError
 
+PATH = "/v1/responses"
 _ITEMS = {"thinking": ("rs", "reasoning"), "text": ("msg", "message"), "call": ("fc", "function_call")}
 _EVENTS = {
     "thinking": "response.reasoning_text",
     "text": "response.output_text",
     "call": "response.function_call_arguments",
 }
+
+
+def fault(error: ApiError) -> Json:
+    """The event that ends a stream that broke, without its number."""
+    told = error.body()["error"]
+    return {"type": "error", "code": str(told["code"]), "message": told["message"], "param": told["param"]}
 
 
 class ResponsesWriter(BlockWriter):
@@ -70,8 +77,7 @@ class ResponsesWriter(BlockWriter):
         return self._response("incomplete" if cut else "completed", result)
 
     def fault(self, error: ApiError) -> Json:
-        told = error.body()["error"]
-        return self._event("error", code=str(told["code"]), message=told["message"], param=told["param"])
+        return self._numbered(fault(error))
 
     def _event(self, type: str, **fields: Any) -> Json:
         return self._numbered({"type": type, **fields})
