@@ -54,5 +54,18 @@ def test_a_high_median_fails(tool, tmp_path):
     assert tool.main(["--root", str(tmp_path)]) == 1
 
 
+def test_wide_lines_fail_and_are_broken(tool, tmp_path, capsys):
+    page = tmp_path / "README.md"
+    row = "| " + "cell " * 40 + "|\n"
+    code = "```\n" + "code " * 40 + "\n```\n"
+    (tmp_path / "docs").mkdir()
+    page.write_text(f"Short.\n\n- {'An item. ' * 20}\n  It goes on.\n\n{row}\n{code}")
+    assert tool.main(["--root", str(tmp_path)]) == 1 and "README.md has lines over" in capsys.readouterr().err
+    assert tool.main(["--root", str(tmp_path), "--wrap"]) == 0 == tool.main(["--root", str(tmp_path)])
+    text = page.read_text()
+    assert text.count("An item.") == 20 and row in text and code in text and "\n  An item." in text
+    assert max(len(line) for line in text.splitlines() if line.startswith(("-", "  "))) <= 118
+
+
 def test_our_own_pages_pass(tool):
     assert tool.main([]) == 0

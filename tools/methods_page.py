@@ -7,6 +7,8 @@ python tools/methods_page.py --check   exit with 1 if the page is out of date
 import sys
 from pathlib import Path
 
+from sentences import wrapped
+
 from outpace import registry
 from outpace.cli.settings import Setting, lacks, natural_shape, settings_of
 
@@ -22,22 +24,9 @@ HEAD = """\
 
 Generalized speculative decoding: anything may draft, and the target verifies. Every family has a row.
 
-| family | the idea | here | coming | out of scope, and why |
-|---|---|---|---|---|
-| guesses from text | copy what followed the same words | `prompt_lookup`, `max_gram`, `suffix`, `adaptive_ngram`, `reference`, `retrieval`, `recycling`, `lookahead` | shipped n-gram tables; drafts from a grammar | |
-| draft models | a smaller model guesses | `draft_model` (distilled, on policy, online), `cross_vocabulary` | `redrafter`, `lstm`, `mlp_speculator` | |
-| the target's own layers | early exit with learned thresholds, skipped layers and sub-layers, sorted exits, masks behind a gap, rounded weights | `early_exit`, `layer_skip`, `s2d`, `s3d`, `quantized_self` | `sec` (stop and exit for code) | federated early exit for speech: no token tree, another task; pruning of diffusion models: no autoregressive decoding |
-| views of the KV cache | the target over a part of its context | | `triforce`, `token_select`, `window_self` | |
-| heads on the target's features | trained layers or heads guess | `eagle3` (reads EAGLE-1 and 2), `medusa`, `hydra`, `kangaroo`, `ppd`, `streaming`, `coral`, `glide` | `falcon`, `fspad`, `mtp`, Hydra++ | |
-| block drafters | many positions in one drafter pass | `dflash` (one layer) | `dflash` with several layers, `dspark`, `jetspec` | |
-| drafters of drafters | combine guesses | `cascade`, `ouroboros`, `graph`, `select`, `auto` | | |
-| trees | which guesses share a pass | chains, templates, Sequoia's shapes, dynamic trees, `cape` | calibrated dynamic trees | |
-| verification | what is kept, losslessly | `match`, `chain`, `tree`, `block`, `k_seq`, `greedy_plus_one`, `traversal`, `coupled` | | rules that change the distribution by default; `typical` needs `allow_lossy` |
-| length of drafts | how much to draft, and when | `fixed`, `confidence`, `specdecpp`, `schedule`, `bandit`, `goodput`, `auto` | acceptance heads for `eagle3` and block drafters | |
-| encoder-decoder targets | T5, BART; the source text as draft | `reference`, and drafters that need no features | | |
-| other models than autoregressive text | the same words for another task | | | federated early exit for speech: it shares training among devices, and nothing is drafted or verified; pruning of diffusion models: it changes the model, and there is no token distribution to verify |
+%(map)s
 
-*Coming* means planned and not there yet. Each method follows its paper, which its entry below names.
+*Missing* means that it belongs here and is not there yet. Each method follows its paper, which its entry below names.
 
 ## Method specs
 
@@ -69,6 +58,106 @@ A method that *needs weights of its own* needs a trained folder for your model. 
 `auto` uses, `eagle3`; the repository has six more ([weights](../outpace/weights/README.md)). `outpace methods --model M` says what is there for a model.
 """  # noqa: E501
 
+MAP: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
+    (
+        "guesses from text",
+        "copy what followed the same words, or what a grammar forces",
+        (
+            *("prompt_lookup", "max_gram", "suffix", "adaptive_ngram", "reference", "retrieval", "recycling"),
+            *("lookahead", "grammar"),
+        ),
+        "",
+        "",
+    ),
+    (
+        "draft models",
+        "a smaller model guesses; it may be distilled, on policy and online",
+        ("draft_model", "cross_vocabulary"),
+        "",
+        "",
+    ),
+    (
+        "recurrent drafters",
+        "a small network without attention",
+        ("redrafter", "lstm", "mlp_speculator"),
+        "",
+        "",
+    ),
+    (
+        "the target's own layers",
+        "early exits with learned thresholds, skipped layers, sorted exits, masks, rounded weights",
+        ("early_exit", "kangaroo", "layer_skip", "s2d", "s3d", "quantized_self"),
+        "`sec` (stop and exit for code)",
+        "federated early exit for speech: it shares training among devices, and nothing is verified",
+    ),
+    (
+        "views of the KV cache",
+        "the target over a part of its context",
+        ("window_self", "token_select", "triforce"),
+        "",
+        "",
+    ),
+    (
+        "heads on the target's features",
+        "trained layers or heads guess",
+        ("eagle3", "fspad", "glide", "falcon", "mtp", "medusa", "hydra"),
+        "",
+        "",
+    ),
+    (
+        "riders in the target's pass",
+        "trained vectors or weights guess while the target verifies",
+        ("ppd", "streaming", "coral"),
+        "",
+        "",
+    ),
+    ("block drafters", "many positions in one drafter pass", ("dflash", "dspark", "jetspec"), "", ""),
+    (
+        "drafters of drafters",
+        "combine guesses",
+        ("cascade", "hybrid", "select", "ouroboros", "graph", "auto"),
+        "",
+        "",
+    ),
+    (
+        "trees",
+        "which guesses share a pass: chains, templates, Sequoia's shapes, dynamic trees, `cape`",
+        (),
+        "",
+        "",
+    ),
+    (
+        "encoder-decoder targets",
+        "T5 and BART kinds; the source text is a draft. All drafters that need no features work",
+        ("reference",),
+        "",
+        "",
+    ),
+    ("no drafter", "plain decoding, the baseline", ("none",), "", ""),
+    (
+        "verification",
+        "what is kept, losslessly",
+        ("match", "chain", "tree", "block", "k_seq", "greedy_plus_one", "traversal", "coupled", "typical"),
+        "",
+        "rules that change the distribution by default: `typical` needs `allow_lossy`",
+    ),
+    (
+        "length of drafts",
+        "how much to draft, and when",
+        ("fixed", "confidence", "specdecpp", "schedule", "bandit", "goodput", "two_lines", "auto"),
+        "",
+        "",
+    ),
+    (
+        "other models than autoregressive text",
+        "the same words for another task",
+        (),
+        "",
+        "pruning of diffusion models: it changes the model, and there is no token distribution to verify",
+    ),
+)
+"""Family, idea, methods, what is missing, what is out of scope and why."""
+
 SECTIONS = (
     ("drafter", "Drafters", "A drafter proposes tokens and never decides."),
     ("verifier", "Verifiers", "A verifier decides which guesses are kept, and adds one token of the target."),
@@ -79,11 +168,24 @@ SECTIONS = (
 def render() -> str:
     """The page. Plug-ins are left out: the page describes this package."""
     own = [row for row in registry.entries() if row.path.startswith("outpace.")]
-    parts = [HEAD]
+    if lost := {row.name for row in own} ^ {name for row in MAP for name in row[2]}:
+        raise SystemExit(f"error: the map of {Path(__file__).name} and the registry differ by {sorted(lost)}")
+    parts = [HEAD % {"map": _map()}]
     for kind, title, intro in SECTIONS:
         parts.append(f"## {title}\n\n{intro}\n")
         parts += [_method(row) for row in own if row.kind == kind]
-    return "\n".join(parts)
+    return wrapped("\n".join(parts))
+
+
+def _map() -> str:
+    """Every method in a row of its family, with a link to its entry."""
+    rows = ["family", "the idea", "here", "missing", "out of scope, and why"], ["---"] * 5
+    cells = [(one, idea, ", ".join(map(_link, names)), *rest) for one, idea, names, *rest in MAP]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (*rows, *cells))
+
+
+def _link(name: str) -> str:
+    return f"[`{name}`](#{name})"
 
 
 def _method(row: registry.MethodEntry) -> str:

@@ -1,7 +1,8 @@
-"""Counts the words of every sentence in README.md and docs/, and fails over long ones.
+"""Counts the words of every sentence in README.md and docs/, and fails over long ones and over wide lines.
 
 python tools/sentences.py             say the median, and every sentence that is too long
 python tools/sentences.py --over 25   list sentences over 25 words as well, without failing for them
+python tools/sentences.py --wrap      break wide lines of running text
 
 Code, tables, headings and the addresses of links do not count. An item of a list ends a sentence.
 """
@@ -12,9 +13,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from textwrap import wrap
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST, MEDIAN = 30, 16
+MOST, MEDIAN, WIDEST = 30, 16, 118
 
 CODE = re.compile(r"^(```+|~~~+).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->|<[^>\n]+>", re.DOTALL)
@@ -22,6 +24,8 @@ LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 SPAN = re.compile(r"`[^`]+`")
 ITEM = re.compile(r"^\s*([-*+]|\d+\.)\s+")
 END = re.compile(r"[.!?]+[\"')*_]*\s+(?=[\"'(*_]*[A-Z0-9`])|[.!?]+[\"')*_]*$")
+FIXED = re.compile(r"\s*(\||#|<|>|!|:|```|~~~|\[[^\]]+\]:)")
+"""Lines that are no running text: tables, headings, markup, pictures."""
 SHORT = re.compile(r"\b(e\.g|i\.e|vs|et al|etc|cf)\.")
 
 
@@ -55,6 +59,33 @@ def words(sentence: str) -> int:
     return sum(any(sign.isalnum() for sign in word) for word in sentence.split())
 
 
+def wrapped(text: str) -> str:
+    """A page whose running text has no line over the limit; paragraphs without one stay as they are."""
+    out: list[str] = []
+    lines, fence = text.splitlines(), ""
+    while lines:
+        line = lines.pop(0)
+        if mark := re.match(r"\s*(```+|~~~+)", line):
+            fence = "" if mark[1] == fence else fence or mark[1]
+        if fence or len(line) <= WIDEST or FIXED.match(line):
+            out.append(line)
+            continue
+        indent = re.match(r"\s*(?:[-*+]\s+|\d+\.\s+)?", line)[0]  # type: ignore[index]
+        whole = [line.removeprefix(indent)]
+        while lines and lines[0].strip() and not (ITEM.match(lines[0]) or FIXED.match(lines[0])):
+            whole.append(lines.pop(0).strip())
+        rest = " " * len(indent)
+        out += wrap(
+            " ".join(whole),
+            WIDEST,
+            initial_indent=indent,
+            subsequent_indent=rest,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(out) + "\n" * text.endswith("\n")
+
+
 def pages(root: Path) -> list[Path]:
     """README.md and all of docs/."""
     return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
@@ -64,8 +95,16 @@ def main(arguments: list[str]) -> int:
     """Print the median, and what is too long."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--over", type=int, default=MOST, metavar="N", help="list sentences over N words")
+    parser.add_argument("--wrap", action="store_true", help="break wide lines of running text")
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    wide = []
+    for page in pages(options.root):
+        text = page.read_text(encoding="utf-8")
+        if wrapped(text) != text and options.wrap:
+            page.write_text(wrapped(text), encoding="utf-8")
+        elif wrapped(text) != text:
+            wide.append(page.relative_to(options.root))
     found = [
         (words(one), page.relative_to(options.root), one)
         for page in pages(options.root)
@@ -80,7 +119,12 @@ def main(arguments: list[str]) -> int:
         limits = f"a sentence has at most {MOST} words, the median is under {MEDIAN}"
         print(f"error: {limits}; split the long ones", file=sys.stderr)
         return 1
-    return 0
+    if wide:
+        print(
+            f"error: {wide[0]} has lines over {WIDEST} columns; run python {sys.argv[0]} --wrap",
+            file=sys.stderr,
+        )
+    return int(bool(wide))
 
 
 if __name__ == "__main__":
