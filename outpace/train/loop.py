@@ -330,7 +330,7 @@ class _Run:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for number, batch in enumerate(batches):
             step = self.loss(moved(batch, self.device), self.group.rank + number * self.group.size)
-            (step.loss * step.tokens).backward()
+            (step.loss * step.tokens).backward()  # type: ignore[no-untyped-call]
             sums += torch.stack([step.loss.detach().double() * step.tokens, sums.new_tensor(step.tokens)])
         loss, tokens = self.group.sum(sums).tolist()
         loss /= max(tokens, 1.0)
