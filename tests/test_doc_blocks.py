@@ -2,7 +2,7 @@
 
 A block in ``python`` or ``sh`` is run. ``text`` is output, a formula, or a command that needs what a test
 has not: a model of the reader's, hours, a second machine. Its names and options are looked up nonetheless
-(`tests/test_docs.py`). ``json`` and ``toml`` are read.
+(`tests/test_docs.py`). ``json``, ``toml`` and ``yaml`` are read.
 
 The commands of ``sh`` blocks are run with the model and the drafters that they name, in the slow run:
 ``pytest -m slow tests/test_doc_blocks.py``. A command that names no amount of work gets one from ``FEWER``.
@@ -12,6 +12,7 @@ import json
 import shlex
 
 import pytest
+import yaml
 
 from tests.test_docs import FENCE, INDENTED, PAGES, joined, run
 
@@ -39,6 +40,15 @@ def scaled(words):
     return [*words, *(w for name, many in fewer.items() if name not in words for w in (name, many))]
 
 
+READ = {
+    "json": lambda text: (
+        [json.loads(line) for line in text.splitlines()] if "\n{" in text else json.loads(text)
+    ),
+    "toml": lambda text: pytest.importorskip("tomllib").loads(text),
+    "yaml": yaml.safe_load,
+}
+
+
 def shell(page):
     """Command lines of a page, as words."""
     for language, text in FENCE.findall(page.read_text(encoding="utf-8")):
@@ -52,7 +62,9 @@ def shell(page):
 def test_every_block_is_run_or_marked(page):
     text = page.read_text(encoding="utf-8")
     for language, block in FENCE.findall(text):
-        assert language in ("python", "sh", "text", "json", "toml"), f"a block without a mark: {block[:60]}"
+        assert language in ("python", "sh", "text", *READ), f"a block without a mark: {block[:60]}"
+        if language in READ:
+            READ[language](block)
         assert language != "python" or page.name in PYTHON, f"no test runs {block[:60]}"
     if page.name not in NOT_HERE:
         indented = [block for block in INDENTED.findall(FENCE.sub("", text)) if block.strip()]

@@ -223,7 +223,10 @@ PROGRAMS = (
     "torchrun",
     "git",
     "cd",
+    "serve",
+    "vllm",
     ".ci/run",
+    ".ci/wheel",
     ".venv/bin/pip",
     ".venv/bin/python",
 )

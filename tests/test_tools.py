@@ -55,6 +55,8 @@ def tool(monkeypatch):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_tool_can_be_imported_and_finds_what_it_uses(tool, file):
+    if file.stem == "ray_figures":
+        pytest.importorskip("ray", reason="needs the extra ray")
     assert not missing(file.read_text(encoding="utf-8"))
     assert Path(tool(file.stem).__file__) == file
 

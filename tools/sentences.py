@@ -26,6 +26,8 @@ ITEM = re.compile(r"^\s*([-*+]|\d+\.)\s+")
 END = re.compile(r"[.!?]+[\"')*_]*\s+(?=[\"'(*_]*[A-Z0-9`])|[.!?]+[\"')*_]*$")
 FIXED = re.compile(r"\s*(\||#|<|>|!|:|```|~~~|\[[^\]]+\]:)")
 """Lines that are no running text: tables, headings, markup, pictures."""
+MARK, GLUE = re.compile(r" (?=([-*+]|\d+\.|\||#+|>) )"), "\x00"
+"""What would be markup at the beginning of a line stays behind the word before."""
 SHORT = re.compile(r"\b(e\.g|i\.e|vs|et al|etc|cf)\.")
 
 
@@ -75,14 +77,16 @@ def wrapped(text: str) -> str:
         while lines and lines[0].strip() and not (ITEM.match(lines[0]) or FIXED.match(lines[0])):
             whole.append(lines.pop(0).strip())
         rest = " " * len(indent)
-        out += wrap(
-            " ".join(whole),
+        joined = MARK.sub(GLUE, " ".join(whole))
+        broken = wrap(
+            joined,
             WIDEST,
             initial_indent=indent,
             subsequent_indent=rest,
             break_long_words=False,
             break_on_hyphens=False,
         )
+        out += [one.replace(GLUE, " ") for one in broken]
     return "\n".join(out) + "\n" * text.endswith("\n")
 
 
