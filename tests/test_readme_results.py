@@ -36,6 +36,8 @@ REPORT = {
         "gpu": None,
         "device": "cpu",
         "threads": 2,
+        "note": "weights as stored",
+        "config": {"max_new_tokens": 64, "temperature": 0.0},
         "prompts": 64,
         "date": "2026-11-22T10:00",
         "command": "outpace bench --out report",
@@ -46,6 +48,7 @@ REPORT = {
 def test_rows_are_ordered_and_span_their_categories(tool):
     block = tool.render(REPORT)
     assert "| `auto` | 2.50 x | 2.00 | 1.50 (chat), 5.25 (edit) |\n| `hf` | 0.50 x |  |" in block
+    assert "m on C, 2 threads; weights as stored.\n64 prompts, 64 new tokens, temperature 0" in block
     assert "```text\noutpace bench\n```" in block and "`none`" not in block, "no folder is told"
 
 

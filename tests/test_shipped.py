@@ -85,8 +85,9 @@ def test_every_file_of_the_package_is_packed_but_most_weights():
 def test_weights_of_a_wheel_are_few():
     files = {path for path in packed() if path.is_relative_to(shipped_folder())}
     names = {path.relative_to(shipped_folder()).as_posix() for path in files if path.name != PROVENANCE}
-    eagle3 = ("config.json", "model.safetensors")
-    assert names == {"README.md", *(f"smollm2-135m/eagle3/{name}" for name in eagle3)}
+    eagle3 = {f"smollm2-135m/eagle3/{name}" for name in ("config.json", "model.safetensors")}
+    table = {f"smollm2-135m/max_gram/{name}" for name in ("config.json", "pairs.bigram")}
+    assert names == {"README.md", *eagle3, *table}
     assert {path.parent for path in files if path.name == PROVENANCE} == set(FOLDERS)
     assert sum(path.stat().st_size for path in files) < 25e6
 

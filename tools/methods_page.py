@@ -54,8 +54,8 @@ Every drafter takes these settings besides its own. `auto` takes `policy` alone;
 A setting that does not exist is an error. `outpace methods` prints this list for the methods that
 are installed, plug-ins included, and `outpace methods NAME` the settings of one.
 
-A method that *needs weights of its own* needs a trained folder for your model. For SmolLM2-135M the package has the one that
-`auto` uses, `eagle3`; the repository has six more ([weights](../outpace/weights/README.md)). `outpace methods --model M` says what is there for a model.
+A method that *needs weights of its own* needs a trained folder for your model. For SmolLM2-135M the package has those of
+`eagle3`, which `auto` uses, and `max_gram`; the repository has six more ([weights](../outpace/weights/README.md)). `outpace methods --model M` says what is there for a model.
 """  # noqa: E501
 
 MAP: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (

@@ -31,10 +31,12 @@ def render(report: dict[str, Any]) -> str:
     processor = said["gpu"] or said["cpu"] or said["device"]
     threads = "" if said["gpu"] else f", {said['threads']} threads"
     low, high = floor["speedup_interval"] or (floor["speedup"],) * 2
+    note = (said.get("note") or f"in {said['dtype']}").splitlines()[0]
     head = (
-        f"{said['model']} in {said['dtype']} on {processor}{threads}: {said['prompts']} prompts,\n"
-        f"{said['date'][:10]}. Plain decoding against itself gave {floor['speedup']:.3f}, "
-        f"between {low:.3f} and {high:.3f}.\n"
+        f"{said['model']} on {processor}{threads}; {note}.\n"
+        f"{said['prompts']} prompts, {said['config']['max_new_tokens']} new tokens, temperature "
+        f"{said['config']['temperature']:g}, {said['date'][:10]}.\n"
+        f"Plain decoding against itself gave {floor['speedup']:.3f}, between {low:.3f} and {high:.3f}.\n"
     )
     if report["partial"]:
         head += "The run was stopped early.\n"

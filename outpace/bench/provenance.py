@@ -41,6 +41,7 @@ def provenance(
         "threads": torch.get_num_threads(),
         "dtype": str(target.dtype).removeprefix("torch."),
         "model": target.name,
+        "note": target.note,
         "model_digest": target.digest,
         "config": dict(config),
         "config_digest": digest(config),
