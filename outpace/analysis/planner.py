@@ -65,11 +65,11 @@ def plan(
 
     Intervals come from the bootstrap of the law alone: the bridge and the device are taken as they are.
     """
-    rows = cache(partial(_over, target, device, context, batch))
+    rows = cache(target.by_rows(device, context, batch))
     steps = Steps(rows, host)
     found = []
     for one in candidates:
-        cost, second = steps.level(partial(_over, one.shape, device, context, batch))
+        cost, second = steps.level(one.shape.by_rows(device, context, batch))
         for count in tokens:
             draft = partial(_best, bridge, steps, (cost, second), one.weights, count)
             loss, gain = fitted.law.loss(one.weights, count), draft(fitted.law)
@@ -88,10 +88,6 @@ def plan(
                 )
             )
     return sorted(found, key=lambda one: -one.speedup)
-
-
-def _over(shape: Planned, device: Device, context: int, batch: int, rows: int) -> float:
-    return shape.seconds(device, rows=rows, context=context, batch=batch)
 
 
 def _best(

@@ -281,18 +281,14 @@ def _gains(
     from outpace.analysis.prediction.report import gains
     from outpace.analysis.prediction.speedup import Drafter, Steps
 
-    steps = Steps(partial(_over, shape, machine, context, batch), host)
+    steps = Steps(shape.by_rows(machine, context, batch), host)
     cost, second = steps.given(drafting["cost"]), 0.0
     if other is not None:
-        cost, second = steps.level(partial(_over, other, machine, context, batch))
+        cost, second = steps.level(other.by_rows(machine, context, batch))
     drafter = Drafter(
         acceptance=drafting["acceptance"], cost=cost, sibling=drafting["sibling"], second=second
     )
     return gains(drafter, steps.ratio, drafting["parents"])
-
-
-def _over(shape: Planned, machine: Device, context: int, batch: int, rows: int) -> float:
-    return shape.seconds(machine, rows=rows, context=context, batch=batch)
 
 
 def show_report(report: dict[str, Any]) -> None:

@@ -23,9 +23,10 @@ from outpace.drafters.trained import head_rows
 from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.models.decoder import Decoder
+from outpace.train.ahead import AheadTraining
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
-from outpace.train.losses import check, depth_weights, head_loss, weighted
+from outpace.train.losses import depth_weights, head_loss, weighted
 from outpace.train.objective import Objective, Step, draft_ids, target_laws, whole_laws
 from outpace.train.ranks import RankedChain, Ranks, ranked
 from outpace.train.rider_net import RiderNet
@@ -37,17 +38,11 @@ BLEND = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RiderTraining:
+class RiderTraining(AheadTraining):
     """Options that they share."""
 
     places: int = 64
     """Places of a text that carry guesses in a step; memory and time grow with them."""
-    decay: float = 0.8
-    """Weight of a guess relative to the one before."""
-    loss: str = "kl"
-    """One of the losses of `outpace.train.losses`: ce, kl, rkl, jsd, tv, lk, lk_mix."""
-    temperature: float = 1.0
-    """Divides the target's logits before they become labels."""
     seed: int = 0
     """Of what is drawn at the start."""
 
@@ -55,14 +50,10 @@ class RiderTraining:
     """Options that are None or at least 1."""
 
     def __post_init__(self) -> None:
-        check(self.loss)
+        AheadTraining.__post_init__(self)
         for name in self.POSITIVE:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.decay <= 1 or self.temperature <= 0:
-            raise ValueError(
-                f"decay must be in (0, 1] and temperature above 0, got {self.decay} and {self.temperature}"
-            )
 
 
 def mean_embeddings(target: Decoder, vocab: VocabMap | None, seed: int, *shape: int) -> Tensor:

@@ -10,7 +10,7 @@ those that ``Decoder.load`` would hold: weights of a GGUF file as stored, and as
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,10 @@ class Planned:
 
     def seconds(self, device: Device, *, rows: int = 1, context: int = 0, batch: int = 1) -> float:
         return seconds(self.ops(rows=rows, context=context, batch=batch), device)
+
+    def by_rows(self, device: Device, context: int, batch: int) -> Callable[[int], float]:
+        """Seconds of a pass, by its rows."""
+        return lambda rows: self.seconds(device, rows=rows, context=context, batch=batch)
 
 
 def planned(target: Decoder) -> Planned:

@@ -250,9 +250,9 @@ class Cascade(WrappingDrafter[State]):
                 self.lookup.observe(state.reading, outcome, outcome.draft is state.draft)
             state.draft = None
         for at, level in enumerate(self.models):
-            prompts = {}
             if level.number in self.idle:
                 continue
+            prompts = {}
             for state, outcome in zip(states, outcomes, strict=True):
                 slot, end = state.slots[at], outcome.start + len(outcome.fed)
                 fits = end <= level.model.max_positions
