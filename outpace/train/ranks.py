@@ -5,17 +5,21 @@ Shape letters: R rows, C rows of a chunk, S depths, N distributions, H hidden si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outpace.drafters.static_tree import RANKS
+from outpace.drafters.static_tree import LARGEST, RANKS, likeliest
+from outpace.files import write_whole
 from outpace.law import VocabMap
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import CHUNK
-from outpace.train.objective import Chain, Objective, Step, draft_ids, laws_for
+from outpace.train.objective import Chain, Objective, Step, draft_ids, laws_for, write_drafter
 from outpace.train.tally import Tally
 from outpace.train.temper import Tempering
 
@@ -111,25 +115,42 @@ def judge_ranks(
     objective: Objective,
     head_DH: Tensor,
     temper: Tempering | None = None,
+    ahead: int = EAGLE,
 ) -> Step:
     """Held-out acceptance of guesses one deeper each, with their ranks.
 
     Args:
         states: what the head reads at the learning rows of ``aligned``, [B, A, H] for every depth.
         temper: takes in the rows of chains.
+        ahead: how many tokens ahead the first of them guesses.
     """
     vocab = objective.vocab
     p_ND, truth_N = laws_for(batch, aligned, objective.target, vocab)
     assert p_ND is not None and truth_N is not None, "it reads features"
     chain = RankedChain(ranks, aligned.real_BA)
-    for place, x_BAH in enumerate(states, start=EAGLE):
+    for place, x_BAH in enumerate(states, start=ahead):
         row_BA = aligned.law(place)
         truth_BA = truth_N[row_BA]
         if temper is not None:
             counted_BA = chain.alive & aligned.teaches(place)
-            temper.add(place - EAGLE, x_BAH[counted_BA], head_DH, draft_ids(truth_BA[counted_BA], vocab))
+            temper.add(place - ahead, x_BAH[counted_BA], head_DH, draft_ids(truth_BA[counted_BA], vocab))
         rank_R, alpha_R = ranked(
             x_BAH.flatten(0, 1), head_DH, vocab, truth_BA.flatten(), p_ND, row_BA.flatten()
         )
         chain.add(aligned.teaches(place), aligned.token(place) == truth_BA, rank_R, alpha_R)
     return chain.step(int(aligned.real_BA.sum()))
+
+
+def write_tree(
+    folder: Path, config: Mapping[str, Any], objective: Objective, ranks: Ranks, provenance: Mapping[str, Any]
+) -> None:
+    """Write the drafter folder, and in it the calibrated tree alone, as ``tree.json``.
+
+    ``tree=FOLDER/tree.json`` serves every ``tree_size``; the default ends at its 15th node.
+    """
+    rates = ranks.acceptance()
+    parents = list(likeliest(rates, LARGEST))
+    whole = {**config, "acceptance": rates, "tree": parents}
+    write_drafter(folder, whole, objective.named(), objective.vocab, provenance)
+    if parents:
+        write_whole(folder / "tree.json", json.dumps({"parents": parents}) + "\n")

@@ -13,7 +13,6 @@ from outpace.methods.s3d.files import read_masks
 from outpace.methods.s3d.objective import S3d as Training
 from outpace.methods.s3d.objective import S3dTraining
 from outpace.models.tiny import tiny
-from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
 from outpace.tree.shapes import widths
 from outpace.types import Budget, Drawn
@@ -74,11 +73,10 @@ def test_what_drafts_is_what_was_trained(target, made, folder):
     """The slots of a draft give the logits of the network in training; one pass, whatever the depth."""
     drafter = S3d.load(S3dConfig(model=str(folder), quantize=None), target)
     batch = texts()
-    aligned = Aligned(batch, DRAFT_MODEL)
+    aligned = made.chosen(batch)
     with torch.no_grad():
-        pick_BG = made.chosen(aligned)
-        y_BGSH = torch.stack(made.guesses(batch, aligned, pick_BG)[0], 2)
-    places = aligned.place_BA.gather(1, pick_BG)[0].tolist()
+        y_BGSH = torch.stack(made.guesses(batch, aligned)[0], 2)
+    places = aligned.place_BA[0].tolist()
     place = places.index(5)
     ids = batch.token_BT[0, :6].tolist()
     (row,) = proposal_rows(target, drafter, Drawn.CHOSEN, Budget(3, 3), 0.0, [ids])
