@@ -29,6 +29,7 @@ from torch import Tensor
 
 from outpace.drafters.base import Request, Traits
 from outpace.drafters.blocks import BlockDrafter, root_of
+from outpace.drafters.features import TrainedConfig
 from outpace.drafters.last_state import LAST, STOCK, fitted_budget
 from outpace.drafters.trained import find, rounding
 from outpace.methods.falcon.files import METHOD, FalconFile, read_falcon
@@ -40,16 +41,6 @@ from outpace.types import NOTHING, ROOT, Draft, Feed, Outcome
 
 _WAITING = 64
 """Most rows of a sequence that wait for its next draft; more are read at once."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FalconConfig:
-    """Settings of the drafter."""
-
-    model: str | None = None
-    """Folder of the network; without it, the one trained for the target."""
-    quantize: str | None = "int8"
-    """Round its weights to int8 or int4, where compiled code multiplies them; none keeps them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +73,7 @@ class Falcon(BlockDrafter[_State]):
         quantize: how to round the weights, where compiled code multiplies them.
     """
 
-    Config = FalconConfig
+    Config = TrainedConfig
     traits = Traits(
         default_nodes=4,
         default_tree=STOCK,
@@ -99,12 +90,8 @@ class Falcon(BlockDrafter[_State]):
         self._given_NkH = self._lstm_NS = torch.empty(0)
 
     @classmethod
-    def load(cls, config: FalconConfig, target: Target) -> Falcon:
-        """Read the network; embedding and unembedding are the target's.
-
-        Raises:
-            ModelError: no network, a corrupt one, or one that was made for another target.
-        """
+    def load(cls, config: TrainedConfig, target: Target) -> Falcon:
+        """Read the network; embedding and unembedding are the target's."""
         return cls(read_falcon(find(METHOD, target, config.model), target), target, config.quantize)
 
     def begin(self, request: Request) -> _State:

@@ -96,11 +96,7 @@ class Glide(ModelDrafter):
 
     @classmethod
     def load(cls, config: TrainedConfig, target: Target) -> Glide:
-        """Read the layer; embedding and unembedding are the target's.
-
-        Raises:
-            ModelError: no layer, a corrupt one, or one that was made for another target.
-        """
+        """Read the layer; embedding and unembedding are the target's."""
         folder, lent = find(METHOD, target, config.model), lender(target, METHOD)
         said = read_config(folder, target, METHOD)
         read = Fields(str(folder / CONFIG), {}, said)

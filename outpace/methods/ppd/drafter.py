@@ -84,11 +84,7 @@ class Ppd(RidingDrafter):
 
     @classmethod
     def load(cls, config: PpdConfig, target: Target) -> Ppd:
-        """Read the prompt tokens and, where their acceptance is known, time passes of the target.
-
-        Raises:
-            ModelError: no prompt tokens, corrupt ones, or ones that were made for another target.
-        """
+        """Read the prompt tokens and, where their acceptance is known, time passes of the target."""
         prompts = read_prompts(config.model, target)
         if config.rows is not None:
             return cls(prompts, target, _flat(prompts, config.rows))

@@ -101,11 +101,7 @@ class Streaming(RidingDrafter):
 
     @classmethod
     def load(cls, config: StreamingConfig, target: Target) -> Streaming:
-        """Read the streams.
-
-        Raises:
-            ModelError: there are none, or they are corrupt, or were made for another target.
-        """
+        """Read the streams."""
         return cls(read_streams(cls.method, config.model, target), target, config)
 
     def propose(self, rows: Sequence[DraftRow[RidingState]]) -> list[Draft]:
