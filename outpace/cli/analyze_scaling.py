@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, numbers, option, output
 from outpace.cli.predict import machine_of
 from outpace.errors import RequestError
 
@@ -21,17 +20,13 @@ if TYPE_CHECKING:
 _plan = partial(option, panel="Planner")
 _NUMBERS = (("floor", "E"), ("by_weights", "A"), ("by_tokens", "B"), ("power", "2h"), ("a", "a"), ("b", "b"))
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace analyze scaling runs.csv --at 411e6,32e9 --out report
 
   outpace analyze scaling drafters.json --plan smollm2-135m --device cpu-here --tokens 1e6,1e7,1e8
 """
-
-
-def register(group: typer.Typer) -> None:
-    group.command("scaling", epilog=epilog(_EXAMPLES))(spread(scaling))
 
 
 def scaling(
@@ -70,22 +65,18 @@ def scaling(
     from outpace.analysis import scaling as laws
 
     asked = [_pair(text) for text in at or ()]
-    counts = _counts(tokens) if tokens else None
+    counts = None
+    if tokens:
+        what, example = "numbers above 0", "1e6,1e7"
+        counts = [*numbers("--tokens", tokens, what, example, float, lambda one: 0 < one < 1e18)]
     known = laws.read_points(points)
     found = laws.fitted(known, samples)
     report = report_of(found, asked)
     if target is not None:
         settings = {"context": context, "batch": batch}
         report["plan"] = _planned(found, target, device, counts, threads, settings)
-    if as_json:
-        show.write_json(report)
-    else:
-        show_report(report)
-    if out is not None:
-        from outpace.bench.plots import paint
-
-        show.save(out / "scaling.json", json.dumps(report, indent=1) + "\n")
-        paint({"scaling": partial(_picture, found=found, report=report)}, out, note=show.note)
+    pictures = {"scaling": partial(_picture, found=found, report=report)}
+    show.finish(report, as_json, lambda: show_report(report), out, "scaling", pictures)
 
 
 def _pair(text: str) -> tuple[float, float]:
@@ -96,16 +87,6 @@ def _pair(text: str) -> tuple[float, float]:
     except ValueError:
         pass
     raise RequestError(f"--at {text!r:.80} is no pair of weights and tokens; give for example 411e6,32e9")
-
-
-def _counts(text: str) -> list[float]:
-    try:
-        found = [float(part) for part in text.split(",")]
-        if all(0 < one < 1e18 for one in found):
-            return found
-    except ValueError:
-        pass
-    raise RequestError(f"--tokens {text!r:.80} is no list of numbers above 0; give for example 1e6,1e7")
 
 
 def report_of(found: Fitted, asked: list[tuple[float, float]]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,14 +11,14 @@ import typer
 
 from outpace import registry
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, option, output
 from outpace.errors import RequestError
 
 if TYPE_CHECKING:
     from outpace.analysis.tokens.languages import Counted
     from outpace.analysis.tokens.vocabulary import Vocabulary
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace analyze tokenizers smollm2-135m ./other-model
@@ -30,11 +29,6 @@ Examples:
 """
 _WEIGHED = 1 << 15  # characters of every text by which a pair is weighed
 _SCRIPTS, _CONTROL = 12, 24  # rows, and names, that people may still read
-
-
-def register(group: typer.Typer) -> None:
-    """Add the command."""
-    group.command("tokenizers", epilog=epilog(_EXAMPLES))(spread(tokenizers))
 
 
 def tokenizers(
@@ -99,23 +93,19 @@ def tokenizers(
         settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         found = _measured(model, names[1:], workload, prompts, nodes, settings)
         report |= {"measured": found, **settings, "nodes": nodes}
-    if as_json:
-        show.write_json(report)
-    else:
+
+    def say() -> None:
         show_vocabularies(vocabularies)
         show_languages(rows, names)
         show_pairs(pairs, "the texts")
         if measure:
             show_measured(report["measured"], report)
-    if out is not None:
-        from outpace.bench.plots import paint
 
-        show.save(out / "tokenizers.json", json.dumps(report, indent=1) + "\n")
-        pictures = {
-            "kinds": partial(_kinds_picture, vocabularies=vocabularies),
-            "languages": partial(_languages_picture, rows=rows, names=names),
-        }
-        paint(pictures, out, note=show.note)
+    pictures = {
+        "kinds": partial(_kinds_picture, vocabularies=vocabularies),
+        "languages": partial(_languages_picture, rows=rows, names=names),
+    }
+    show.finish(report, as_json, say, out, "tokenizers", pictures)
 
 
 def _measured(

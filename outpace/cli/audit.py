@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -113,15 +112,8 @@ class AuditOptions:
             "drafters": {spec: moved.to_json() for spec, moved in found.items()},
             "broken": [f"{spec}: {line}" for spec, line in broken.items()],
         }
-        if as_json:
-            show.write_json(report)
-        else:
-            show_report(report, found, agreed)
-        if out is not None:
-            from outpace.bench.plots import paint
-
-            show.save(out / "audit.json", json.dumps(report, indent=1) + "\n")
-            paint({"refusals": partial(_picture, found=found, report=report)}, out, note=show.note)
+        pictures = {"refusals": partial(_picture, found=found, report=report)}
+        show.finish(report, as_json, lambda: show_report(report, found, agreed), out, "audit", pictures)
         return bool(broken)
 
 

@@ -11,7 +11,7 @@ import typer
 from outpace.cli import show
 from outpace.cli.audit import AuditOptions
 from outpace.cli.drafting import read_specs
-from outpace.cli.options import AS_JSON, AutoOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, AutoOptions, option, output
 from outpace.errors import OutpaceError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outpace.analysis.shapes import RowTally, ShapeReport
     from outpace.models.base import Target
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace check
@@ -37,10 +37,6 @@ SHAPES = ("serve",)
 """Whose shapes of passes can be checked."""
 PROMPTS = 8
 _BATCH = 32  # as outpace serve has it
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=epilog(_EXAMPLES))(spread(check))
 
 
 def check(
@@ -106,10 +102,7 @@ def check(
         report = run(engine, cases, specs, max_new_tokens=max_new_tokens, tick=tick, done=_tell)
     if shapes is not None:
         report = replace(report, shapes=_shapes(target))
-    if as_json:
-        show.write_json(report.to_json())
-    else:
-        show_report(report)
+    show.finish(report.to_json(), as_json, lambda: show_report(report))
     if report.broken:
         raise typer.Exit(1)
 

@@ -7,10 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, numbers, option, output
 from outpace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -21,13 +19,13 @@ if TYPE_CHECKING:
 _model = partial(option, panel="Model")
 _pass = partial(option, panel="Passes")
 _draft = partial(option, panel="Drafter")
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
 _SHOWN = 8
 """Chains with a line of their own."""
 _OPERATOR = ("operator", "times", "GFLOP", "MB", "bound by", "ms", "share")
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace predict --config ./big --device h100 --batch 16 --context 4096
@@ -38,10 +36,6 @@ Examples:
 
   outpace predict --config model-q4.gguf --device m3-max --dtype stored
 """
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=epilog(_EXAMPLES))(spread(predict))
 
 
 def predict(
@@ -117,7 +111,9 @@ def predict(
     from outpace.analysis.prediction.model import CPU, read
     from outpace.analysis.prediction.report import predicted
 
-    counts = _numbers("--rows", rows) if rows else ROWS
+    counts = ROWS
+    if rows:
+        counts = numbers("--rows", rows, "whole numbers above 0", "1,8", int, lambda one: one > 0)
     drafting = _drafting(acceptance, drafter_cost, draft_config, sibling, tree)
     here = device == devices.HERE
     record = None if here else devices.find(device)
@@ -145,25 +141,17 @@ def predict(
         host = 0.0 if calibration is None else calibration.timed.host
         other = held(draft_config) if draft_config else None
         report["drafter"] = _gains(shape, machine, other, drafting, length, batch, host)
-    if as_json:
-        show.write_json(report)
-    else:
-        show_report(report)
+    pictures = {}
     if out is not None:
-        from outpace.bench.plots import paint
         from outpace.cli import predict_plots
 
-        show.save(out / "predict.json", json.dumps(report, indent=1) + "\n")
-        show.save(out / "device.json", json.dumps(report["device"]["record"], indent=1) + "\n")
         pictures = {
-            name: partial(one, report=report)
-            for name, one in (
-                ("roofline", predict_plots.roofline),
-                ("rows", predict_plots.by_rows),
-                ("speedup", predict_plots.speedup),
-            )
+            "roofline": partial(predict_plots.roofline, report=report),
+            "rows": partial(predict_plots.by_rows, report=report),
+            "speedup": partial(predict_plots.speedup, report=report),
         }
-        paint(pictures, out, note=show.note)
+        show.save(out / "device.json", json.dumps(report["device"]["record"], indent=1) + "\n")
+    show.finish(report, as_json, lambda: show_report(report), out, "predict", pictures)
 
 
 def machine_of(model: str, device: str, threads: int | None) -> tuple[Planned, Device, str, float]:
@@ -178,18 +166,6 @@ def machine_of(model: str, device: str, threads: int | None) -> tuple[Planned, D
     record = devices.find(device)
     shape = read(model, kind=record.kind)
     return shape, record.device(shape.dtype), record.kind, 0.0
-
-
-def _numbers(name: str, text: str) -> tuple[int, ...]:
-    try:
-        found = tuple(int(part) for part in text.split(","))
-        if min(found) < 1:
-            raise ValueError
-    except ValueError:
-        raise RequestError(
-            f"{name} {text!r:.80} is no list of whole numbers above 0; give some, such as 1,8"
-        ) from None
-    return found
 
 
 def _drafting(
@@ -212,23 +188,13 @@ def _drafting(
                 f"--tree {tree!r:.80}: give children per level, such as 4x2x1; chains are shown"
             )
     return {
-        "acceptance": _shares("--acceptance", acceptance),
+        "acceptance": numbers(
+            "--acceptance", acceptance, "shares from 0 to 1", "0.8,0.7", float, lambda one: 0 <= one <= 1
+        ),
         "cost": 0.0 if cost is None else _least("--drafter-cost", cost, 1e6),
         "sibling": _least("--sibling", sibling, 1.0),
         "parents": parents,
     }
-
-
-def _shares(name: str, text: str) -> tuple[float, ...]:
-    try:
-        found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        found = (-1.0,)
-    if not all(0 <= one <= 1 for one in found):
-        raise RequestError(
-            f"{name} {text!r:.80} is no list of shares from 0 to 1; give some, such as 0.8,0.7"
-        )
-    return found
 
 
 def _least(name: str, value: float, most: float) -> float:
