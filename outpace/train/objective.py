@@ -24,7 +24,6 @@ from outpace.models.base import Target
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import CHUNK, check, head_loss, weighted
-from outpace.train.tally import Tally
 
 LAST = "hidden.-1"
 """The tap from which the target's distributions are computed."""
@@ -61,6 +60,18 @@ class LossTraining:
         check(self.loss)
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature}")
+
+
+class Tally(ABC):
+    """Counts of an objective besides acceptance, which its ``save`` writes."""
+
+    @abstractmethod
+    def gather(self, sum: Callable[[Tensor], Tensor]) -> None:
+        """Put the sums over all processes in the place of this one's counts.
+
+        Args:
+            sum: gives sums of vectors; shorter ones count as if zeros followed.
+        """
 
 
 class Objective(ABC):

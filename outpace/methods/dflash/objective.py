@@ -20,7 +20,6 @@ N distributions, H hidden size, I its width with a Markov head's, F width of all
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,10 +38,9 @@ from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.train.ahead import AheadTraining
 from outpace.train.align import EAGLE, Aligned
-from outpace.train.batches import Batch
+from outpace.train.batches import Batch, noisy, seed_of
 from outpace.train.losses import head_loss
 from outpace.train.networks import plain_shape
-from outpace.train.noise import noisy
 from outpace.train.objective import LAST, Objective, Step, draft_ids, target_laws
 from outpace.train.ranks import Ranks, judge_ranks, write_tree
 from outpace.train.temper import Tempering
@@ -166,14 +164,8 @@ class DflashObjective(Objective):
         return y_RH, self._head_DH
 
     def drawn(self, batch: Batch) -> tuple[Aligned, Tensor]:
-        """The anchors of a batch, and which guesses of their blocks learn, bool [B, M, A].
-
-        The coins are a function of the batch alone, so that a training that goes on after a break
-        draws what it would have drawn.
-        """
-        config = self.config
-        seed = zlib.crc32(batch.token_BT.cpu().numpy().tobytes())
-        coins = torch.Generator().manual_seed(seed)
+        """The anchors of a batch, and which guesses of their blocks learn, bool [B, M, A]."""
+        config, coins = self.config, torch.Generator().manual_seed(seed_of(batch))
         aligned, keep = Anchored(batch, config.anchors, coins), []
         for i in range(self.shape.guesses):
             known_BM = aligned.teaches(EAGLE + i) & (self._labels(aligned, i) >= 0)

@@ -36,10 +36,9 @@ from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.train.ahead import AheadTraining
 from outpace.train.align import EAGLE, Aligned, next_tokens, places
-from outpace.train.batches import Batch
+from outpace.train.batches import Batch, noisy
 from outpace.train.losses import depth_weights
 from outpace.train.networks import Embed, KeyValue, Turns, plain_shape
-from outpace.train.noise import noisy
 from outpace.train.objective import DEPTHS, LAST, Objective, Step, write_drafter
 from outpace.train.ranks import Ranks, judge_ranks
 from outpace.train.temper import Tempering

@@ -22,7 +22,6 @@ state.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +38,7 @@ from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.families import DecoderConfig
 from outpace.train.ahead import AheadTraining, LayerObjective
 from outpace.train.align import EAGLE, Aligned, next_tokens, places, rows_at
-from outpace.train.batches import Batch
+from outpace.train.batches import Batch, seed_of
 from outpace.train.networks import KeyValue, Layer, plain_shape, take_layer
 from outpace.train.objective import LAST, Step
 
@@ -176,11 +175,7 @@ class Falcon(LayerObjective):
 
     @torch.no_grad()
     def _shown(self, batch: Batch, aligned: Aligned, token_BT: Tensor, given_BTH: Tensor) -> Tensor:
-        """Rows of the text that are shown their answer, bool [B, T], in runs of a block.
-
-        The coins are a function of the batch alone, so that a training that goes on after a break
-        draws what it would have drawn.
-        """
+        """Rows of the text that are shown their answer, bool [B, T], in runs of a block."""
         size = self.config.block
         last = self._unroll(batch, aligned, token_BT, given_BTH, 1)[-1]
         ahead = EAGLE + size - 1
@@ -195,7 +190,7 @@ class Falcon(LayerObjective):
         places_N2 = (known_BA & (aligned.place_BA % size == 0)).nonzero()
         if count < 1 or not len(places_N2):
             return shown_BT
-        coins = torch.Generator().manual_seed(zlib.crc32(batch.token_BT.cpu().numpy().tobytes()))
+        coins = torch.Generator().manual_seed(seed_of(batch))
         order = torch.randperm(len(places_N2), generator=coins)[:count].to(places_N2.device)
         b, a = places_N2[order].unbind(1)
         for i in range(size):

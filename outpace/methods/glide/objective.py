@@ -20,7 +20,6 @@ of a head, X heads, Y = X * D, N distributions.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.train.ahead import AheadTraining, LayerObjective
 from outpace.train.align import DRAFT_MODEL, EAGLE, Aligned, places, rows_at
-from outpace.train.batches import Batch
+from outpace.train.batches import Batch, seed_of
 from outpace.train.losses import head_loss
 from outpace.train.networks import KeyValue, Layer, Norm, Turn, plain_shape, take_layer, turned
 from outpace.train.objective import LAST, Step, draft_ids, target_laws
@@ -200,12 +199,8 @@ class GlideObjective(LayerObjective):
         return out
 
     def blockwise(self, batch: Batch, place_BA: Tensor) -> tuple[Tensor, Tensor]:
-        """How many of the target's keys rows see, and how far they stand in their block; int64 [B, A].
-
-        Where blocks begin follows from the batch alone, so that a training that goes on after a break is the
-        same.
-        """
-        phase = zlib.crc32(batch.token_BT.cpu().numpy().tobytes()) % self.config.block
+        """How many of the target's keys rows see, and how far they stand in their block; int64 [B, A]."""
+        phase = seed_of(batch) % self.config.block
         offset_BA = (place_BA + phase) % self.config.block
         return (place_BA - offset_BA).clamp_min(0), offset_BA
 
