@@ -200,7 +200,6 @@ class Falcon(BlockDrafter[_State], FeatureDrafter[_State]):
         return super().mark(state), state.lstm_S
 
     def rewind(self, state: _State, mark: Any) -> _State:
-        """Forget what was read since; what waited then waits again."""
         self.forget(state)
         (state.start, length, ids, waiting), state.lstm_S = mark
         self.cache.truncate(state.slot, min(length, self.cache.length(state.slot)))

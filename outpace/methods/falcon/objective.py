@@ -121,7 +121,6 @@ class Falcon(LayerObjective):
         return cls(config, lent, vocab, net, shape, config.block * config.passes)
 
     def states(self, batch: Batch, aligned: Aligned) -> list[Tensor]:
-        """What the unembedding reads at the learning rows, [B, A, H] for every depth."""
         return self._unroll(batch, aligned, next_tokens(batch), batch.feature[LAST].float(), None)
 
     def _unroll(
@@ -200,7 +199,6 @@ class Falcon(LayerObjective):
         return shown_BT
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """Write the drafter folder with the calibrated tree."""
         kept = {
             "block": self.config.block,
             "passes": self.config.passes,

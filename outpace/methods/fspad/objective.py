@@ -135,7 +135,6 @@ class Fspad(LayerObjective):
         return out
 
     def states(self, batch: Batch, aligned: Aligned) -> list[Tensor]:
-        """What the unembedding reads at the learning rows, [B, A, H] for every depth."""
         return [self.module.head_reads(a_BAH) for a_BAH in self.features(batch, aligned)]
 
     def loss(self, batch: Batch) -> Step:
@@ -151,7 +150,6 @@ class Fspad(LayerObjective):
         return Step(step.loss + regression / step.tokens, step.tokens)
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """Write the drafter folder."""
         kept = {
             "sampling": 0 if self.module.gate is None else self.module.gate.out_features,
             "partial": self.module.read is not None,

@@ -120,7 +120,6 @@ class Glide(ModelDrafter):
         return
 
     def begin(self, request: Request) -> GlideState:
-        """Take a slot."""
         state = super().begin(request)
         return GlideState(state.slot, state.prompt)
 

@@ -236,13 +236,11 @@ class GlideObjective(LayerObjective):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
-        """Acceptance at all depths."""
         aligned = Aligned(batch, EAGLE)
         states = self.states(batch, aligned)
         return judge_ranks(self.ranks, states, batch, aligned, self, self._head_DH, self.temper)
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """Write the drafter folder."""
         kept = {"layer": self.reads, "decoder": decoder_to_json(self.shape), "temper": self.temper.found()}
         self.save_tree(folder, {**self.about(METHOD, []), **kept}, provenance)
 

@@ -111,7 +111,6 @@ class Hydra(ResidualDrafter):
         return _State() if self.prefix is None else _State(prefix=self.prefix.begin())
 
     def propose(self, rows: Sequence[DraftRow[LastState]]) -> list[Draft]:
-        """Grow drafts; a sequence whose last features were not shown gets an empty one."""
         for row in rows:
             if self.prefix is not None and isinstance(row.state, _State) and row.state.prefix is not None:
                 self.prefix.forget(row.state.prefix)
@@ -138,7 +137,6 @@ class Hydra(ResidualDrafter):
         return copy.copy(state), None if held is None or self.prefix is None else self.prefix.mark(held)
 
     def rewind(self, state: LastState, mark: Any) -> LastState:
-        """The state as it was when it was marked."""
         restored: LastState = mark[0]
         if self.prefix is not None and isinstance(restored, _State) and restored.prefix is not None:
             self.prefix.rewind(restored.prefix, mark[1])

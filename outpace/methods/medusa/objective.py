@@ -118,13 +118,11 @@ class Medusa(AheadObjective):
         return aligned.rows(batch.feature[LAST]).float()
 
     def states(self, batch: Batch, aligned: Aligned) -> list[Tensor]:
-        """What the unembedding reads at the learning rows, [B, A, H] for every head."""
         hidden_BAH = self.hidden(batch, aligned)
         inputs = self.inputs(hidden_BAH, aligned)
         return [head(u_BAI) for head, u_BAI in zip(self.module.heads, inputs, strict=True)]
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """Write the drafter folder with the calibrated tree."""
         shape = self.module.shape
         config = {**self.about(self.method, [LAST]), "heads": shape.heads, "layers": shape.layers}
         if shape.prefix is not None:

@@ -214,7 +214,6 @@ class Mtp(BlockDrafter[State]):
                 self.tracks.read(long)
 
     def num_uncached(self, state: State, tokens: Sequence[int]) -> int:
-        """Those whose states wait."""
         return state.tracks[0].count
 
     def mark(self, state: State) -> Any:
@@ -222,9 +221,7 @@ class Mtp(BlockDrafter[State]):
         return self.tracks.mark(state)
 
     def rewind(self, state: State, mark: Any) -> State:
-        """Forget what was read since; what waited then waits again."""
         return self.tracks.rewind(state, mark)
 
     def end(self, state: State) -> None:
-        """Give the slots back."""
         self.tracks.end(state)

@@ -134,7 +134,6 @@ class Mtp(LayerObjective):
         return cls(config, lent, vocab, net, shape)
 
     def states(self, batch: Batch, aligned: Aligned) -> list[Tensor]:
-        """What the unembedding reads at the learning rows, [B, A, H] for every depth."""
         base_BTH = batch.feature[self._base].float()
         place_1T = places(batch)
         longest = batch.token_BT.shape[1] + self.config.depths + 1
@@ -185,12 +184,10 @@ class Mtp(LayerObjective):
         return given
 
     def named(self) -> Mapping[str, Tensor]:
-        """Parameters by their names in files."""
         state = self.module.state_dict()
         return {_named(name): one for name, one in state.items()}
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """Write the drafter folder with the calibrated tree."""
         config = self.config
         kept = {
             "kind": config.kind,

@@ -101,7 +101,6 @@ class S2d(SlotDrafter[SortedState]):
 
     @classmethod
     def load(cls, config: S2dConfig, target: Target) -> S2d:
-        """Read the exits."""
         return cls(read_exits(config.model, target), target, config.threshold, config.quantize)
 
     def begin(self, request: Request) -> SortedState:

@@ -80,7 +80,6 @@ class S3d(SlotDrafter[MaskState]):
 
     @classmethod
     def load(cls, config: TrainedConfig, target: Target) -> S3d:
-        """Read the masks."""
         return cls(read_masks(config.model, target), target, config.quantize)
 
     def begin(self, request: Request) -> MaskState:

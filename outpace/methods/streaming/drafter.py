@@ -102,7 +102,6 @@ class Streaming(RidingDrafter):
 
     @classmethod
     def load(cls, config: StreamingConfig, target: Target) -> Streaming:
-        """Read the streams."""
         return cls(read_streams(cls.method, config.model, target), target, config)
 
     def propose(self, rows: Sequence[DraftRow[RidingState]]) -> list[Draft]:
