@@ -173,20 +173,16 @@ def show_report(report: dict[str, Any]) -> None:
         ],
         numbers=("value",),
     )
-    columns = ("weights", "tokens", "tokens per weight", "loss", "fitted", "left out", "off by")
-    rows = [
-        (
-            f"{p['weights']:.3g}",
-            f"{p['tokens']:.3g}",
-            f"{p['tokens_per_weight']:.3g}",
-            f"{p['loss']:.3f}",
-            f"{p['fitted_loss']:.3f}",
-            f"{p['left_out_loss']:.3f}",
-            f"{p['left_out_loss'] / p['loss'] - 1:+.1%}",
-        )
-        for p in report["points"]
-    ]
-    show.table(columns, rows, numbers=columns)
+    columns = {
+        "weights": "{0[weights]:.3g}",
+        "tokens": "{0[tokens]:.3g}",
+        "tokens per weight": "{0[tokens_per_weight]:.3g}",
+        "loss": "{0[loss]:.3f}",
+        "fitted": "{0[fitted_loss]:.3f}",
+        "left out": "{0[left_out_loss]:.3f}",
+        "off by": "{1:+.1%}",
+    }
+    show.listed([(p, p["left_out_loss"] / p["loss"] - 1) for p in report["points"]], columns)
     show.write(f"points left out are off by {report['left_out_error']:.1%} on average\n")
     for one in report["predictions"]:
         low, high = one["interval"]
@@ -204,21 +200,17 @@ def _show_plan(plan: dict[str, Any]) -> None:
         f"\ndrafters for {plan['model']} on {plan['device']}, context {plan['context']}, batch "
         f"{plan['batch']}; acceptance = 1 - {bridge['k']:.3f} loss^{bridge['v']:.3f}\n"
     )
-    columns = ("weights", "tokens", "loss", "acceptance", "cost of a level", "guesses", "emitted", "speed-up")
-    rows = [
-        (
-            f"{one['weights']:.3g}",
-            f"{one['tokens']:.3g}",
-            "{:.2f} ({:.2f} to {:.2f})".format(one["loss"], *one["loss_interval"]),
-            f"{one['acceptance'][0]:.2f}",
-            f"{one['cost']:.3f}",
-            str(one["guesses"]),
-            f"{one['emitted']:.2f}",
-            "{:.2f} ({:.2f} to {:.2f})".format(one["speedup"], *one["speedup_interval"]),
-        )
-        for one in plan["choices"]
-    ]
-    show.table(columns, rows, numbers=columns)
+    columns = {
+        "weights": "{0[weights]:.3g}",
+        "tokens": "{0[tokens]:.3g}",
+        "loss": "{0[loss]:.2f} ({0[loss_interval][0]:.2f} to {0[loss_interval][1]:.2f})",
+        "acceptance": "{0[acceptance][0]:.2f}",
+        "cost of a level": "{0[cost]:.3f}",
+        "guesses": "{0[guesses]}",
+        "emitted": "{0[emitted]:.2f}",
+        "speed-up": "{0[speedup]:.2f} ({0[speedup_interval][0]:.2f} to {0[speedup_interval][1]:.2f})",
+    }
+    show.listed([(one,) for one in plan["choices"]], columns)
     best = plan["choices"][0]
     show.write(
         f"most: {best['weights']:.3g} weights on {best['tokens']:.3g} tokens, {best['speedup']:.2f} x "

@@ -231,19 +231,15 @@ def show_pairs(pairs: Sequence[Mapping[str, Any]], where: str) -> None:
     if not pairs:
         return
     show.write(f"Shared with the first, in {where}\n")
-    rows = [
-        (
-            Path(one["draft"]).name,
-            str(one["draft_tokens"]),
-            f"{one['shared_tokens']} of {one['target_tokens']}",
-            f"{one['shared_mass']:.1%}",
-            f"{one['shared_borders']:.1%}",
-            f"{one['draft_tokens_per_target_token']:.2f}",
-        )
-        for one in pairs
-    ]
-    columns = ("tokens", "shared", "of tokens used", "of borders", "its tokens per token")
-    show.table(("", *columns), rows, numbers=columns)
+    columns = {
+        "": "{1}",
+        "tokens": "{0[draft_tokens]}",
+        "shared": "{0[shared_tokens]} of {0[target_tokens]}",
+        "of tokens used": "{0[shared_mass]:.1%}",
+        "of borders": "{0[shared_borders]:.1%}",
+        "its tokens per token": "{0[draft_tokens_per_target_token]:.2f}",
+    }
+    show.listed([(one, Path(one["draft"]).name) for one in pairs], columns, texts=("",))
 
 
 def show_measured(found: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) -> None:

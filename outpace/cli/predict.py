@@ -22,7 +22,15 @@ _draft = partial(option, panel="Drafter")
 ROWS: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
 _SHOWN = 8
 """Chains with a line of their own."""
-_OPERATOR = ("operator", "times", "GFLOP", "MB", "bound by", "ms", "share")
+_OPERATOR = {
+    "operator": "{0[operator]}",
+    "times": "{0[count]}",
+    "GFLOP": "{1:,.3f}",
+    "MB": "{2:,.2f}",
+    "bound by": "{0[bound]}",
+    "ms": "{3:,.3f}",
+    "share": "{4:.0%}",
+}
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 
 EXAMPLES = """
@@ -280,21 +288,13 @@ def show_report(report: dict[str, Any]) -> None:
             f"\n{name}, {what} {phase[what]}, batch {phase['batch']}: {_time(phase['seconds'])} a pass, "
             f"{phase['tokens_per_second']:,.1f} tokens per second\n"
         )
-        rows = [_operator(one, phase["seconds"]) for one in phase["operators"]]
-        show.table(_OPERATOR, rows, numbers=_OPERATOR[1:])
+        show.listed(
+            [_operator(one, phase["seconds"]) for one in phase["operators"]], _OPERATOR, ("operator",)
+        )
     verify = report["verify"]
     show.write(f"verification at context {verify['context']}, batch {verify['batch']}\n")
-    columns = ("rows", "ms", "x one row")
-    show.table(
-        columns,
-        [
-            (str(rows), f"{1e3 * spent:.3f}", f"{ratio:.2f}")
-            for rows, spent, ratio in zip(
-                verify["rows"], verify["pass_seconds"], verify["ratios"], strict=True
-            )
-        ],
-        numbers=columns,
-    )
+    rows = zip(verify["rows"], (1e3 * one for one in verify["pass_seconds"]), verify["ratios"], strict=True)
+    show.listed(rows, {"rows": "{0}", "ms": "{1:.3f}", "x one row": "{2:.2f}"})
     if report["drafter"] is not None:
         _show_drafter(report["drafter"])
 
@@ -302,26 +302,19 @@ def show_report(report: dict[str, Any]) -> None:
 def _show_drafter(drafter: dict[str, Any]) -> None:
     accepted = ", ".join(f"{one:.2f}" for one in drafter["acceptance"])
     show.write(f"drafter: acceptance {accepted}; a level costs {drafter['cost']:.3f} plain steps\n")
-    columns = ("draft", "guesses", "levels", "emitted", "cost of a step", "speed-up")
     named = [("chain", one) for one in drafter["chains"][1 : _SHOWN + 1]]
     named += [("best chain", drafter["best_chain"]), ("best tree", drafter["best_tree"])]
     if drafter["tree"] is not None:
         named.append(("tree asked for", drafter["tree"]))
-    show.table(
-        columns,
-        [
-            (
-                name,
-                str(one["guesses"]),
-                str(one["levels"]),
-                f"{one['emitted']:.2f}",
-                f"{one['step_cost']:.2f}",
-                f"{one['speedup']:.2f}",
-            )
-            for name, one in named
-        ],
-        numbers=columns[1:],
-    )
+    columns = {
+        "draft": "{0}",
+        "guesses": "{1[guesses]}",
+        "levels": "{1[levels]}",
+        "emitted": "{1[emitted]:.2f}",
+        "cost of a step": "{1[step_cost]:.2f}",
+        "speed-up": "{1[speedup]:.2f}",
+    }
+    show.listed(named, columns, texts=("draft",))
     limit = drafter["break_even_cost"]
     show.write(
         f"One guess gains up to a cost of {limit:.3f} plain steps.\n"
@@ -330,16 +323,8 @@ def _show_drafter(drafter: dict[str, Any]) -> None:
     )
 
 
-def _operator(one: dict[str, Any], whole: float) -> tuple[str, ...]:
-    return (
-        one["operator"],
-        str(one["count"]),
-        f"{one['flops'] / 1e9:,.3f}",
-        f"{one['bytes'] / 1e6:,.2f}",
-        one["bound"],
-        f"{1e3 * one['seconds']:,.3f}",
-        f"{one['seconds'] / whole:.0%}",
-    )
+def _operator(one: dict[str, Any], whole: float) -> tuple[Any, ...]:
+    return one, one["flops"] / 1e9, one["bytes"] / 1e6, 1e3 * one["seconds"], one["seconds"] / whole
 
 
 def _speeds(record: dict[str, Any]) -> str:

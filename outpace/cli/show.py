@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +192,15 @@ def table(
     stream = sys.stderr if to_stderr else sys.stdout
     sys.stdout.flush()
     Console(file=stream, width=None if stream.isatty() else _WIDE).print(drawn)
+
+
+def listed(rows: Iterable[Sequence[Any]], columns: Mapping[str, str], texts: Collection[str] = ()) -> None:
+    """Draw a table of records.
+
+    Args:
+        rows: the parts of each line, which templates call 0, 1 and so on.
+        columns: heading -> template of its cells, as for ``str.format``.
+        texts: headings of columns that are aligned to the left; all others hold numbers.
+    """
+    cells = [[template.format(*row) for template in columns.values()] for row in rows]
+    table(list(columns), cells, numbers=[name for name in columns if name not in texts])
