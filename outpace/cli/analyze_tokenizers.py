@@ -249,24 +249,22 @@ def show_measured(found: Sequence[Mapping[str, Any]], report: Mapping[str, Any])
         f"Drafts of at most {report['nodes']} tokens, temperature {report['temperature']:g}: predicted, "
         "then measured\n"
     )
-    rows = []
-    for one in found:
-        for way, both in one["by"].items():
-            said, real = both["predicted"], both["drafted"]
-            rows.append(
-                (
-                    Path(one["draft"]).name,
-                    way,
-                    f"{said['first_guess']:.3f}",
-                    f"{real['first_guess']:.3f}",
-                    f"{said['acceptance_rate']:.3f}",
-                    f"{real['acceptance_rate']:.3f}",
-                    f"{said['mean_emitted']:.2f}",
-                    f"{real['mean_emitted']:.2f}",
-                )
-            )
-    numbers = ("first guess", "measured", "acceptance", "measured ", "mean emitted", " measured")
-    show.table(("draft model", "by", *numbers), rows, numbers=numbers)
+    columns = {
+        "draft model": "{0}",
+        "by": "{1}",
+        "first guess": "{2[first_guess]:.3f}",
+        "measured": "{3[first_guess]:.3f}",
+        "acceptance": "{2[acceptance_rate]:.3f}",
+        "measured ": "{3[acceptance_rate]:.3f}",
+        "mean emitted": "{2[mean_emitted]:.2f}",
+        " measured": "{3[mean_emitted]:.2f}",
+    }
+    rows = [
+        (Path(one["draft"]).name, way, both["predicted"], both["drafted"])
+        for one in found
+        for way, both in one["by"].items()
+    ]
+    show.listed(rows, columns, texts=("draft model", "by"))
 
 
 def _kinds_picture(figure: Any, vocabularies: Sequence[Vocabulary]) -> bool:
