@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from outpace.drafters.trained import head_rows
 from outpace.law import VocabMap
+from outpace.models.base import Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.train.align import EAGLE, Aligned, rows_at
@@ -69,6 +70,10 @@ class AheadObjective(Objective):
         self._head_DH = head_rows(target, vocab, target.dtype)
         self._weights = depth_weights(depths, config.decay)
         self.ranks = Ranks(depths)
+
+    @classmethod
+    def taps(cls, config: Any, target: Target) -> tuple[str, ...]:
+        return (LAST,)
 
     @abstractmethod
     def states(self, batch: Batch, aligned: Aligned) -> Sequence[Tensor]:

@@ -118,8 +118,7 @@ class DflashObjective(Objective):
 
     @classmethod
     def build(cls, config: Any, target: Target, vocab: VocabMap | None) -> DflashObjective:
-        target.require(frozenset({TAPS, HEAD}), cls.method)
-        lent, taps, count = lender(target, cls.method), _fused(config, target), config.layers
+        lent, taps, count = lender(target, cls.method, TAPS, HEAD), _fused(config, target), config.layers
         if count > lent.num_layers:
             raise ModelError(f"{cls.method}: layers={count}, but {lent.name} has {lent.num_layers}")
         masks = config.rows == "masks"

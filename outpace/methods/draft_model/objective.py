@@ -81,8 +81,7 @@ class DraftModelObjective(Objective):
 
     @classmethod
     def build(cls, config: DraftModelTraining, target: Target, vocab: VocabMap | None) -> DraftModelObjective:
-        target.require(frozenset({TAPS, HEAD}), "draft_model")
-        lent = lender(target, "draft_model")
+        lent = lender(target, "draft_model", TAPS, HEAD)
         narrow = config.width is not None and config.width != lent.hidden_size
         taken = chosen_layers(config.layers, config.take, lent)
         shape = shape_of(lent.config, taken, config.width if narrow else None)

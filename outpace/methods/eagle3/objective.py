@@ -101,8 +101,7 @@ class Eagle3(Objective):
 
     @classmethod
     def build(cls, config: Eagle3Config, target: Target, vocab: VocabMap | None) -> Eagle3:
-        target.require(frozenset({TAPS, HEAD}), "eagle3")
-        lent = lender(target, "eagle3")
+        lent = lender(target, "eagle3", TAPS, HEAD)
         layer = lent.num_layers - 1 if config.layer is None else config.layer
         if not 0 <= layer < lent.num_layers:
             raise ModelError(f"eagle3: layer={layer}, but {lent.name} has {lent.num_layers}")

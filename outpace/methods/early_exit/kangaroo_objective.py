@@ -113,8 +113,7 @@ class KangarooObjective(Objective):
 
     @classmethod
     def build(cls, config: KangarooTraining, target: Target, vocab: VocabMap | None) -> KangarooObjective:
-        target.require(frozenset({LAYERS, TAPS, HEAD}), cls.method)
-        lent, layer = lender(target, cls.method), cls.exit_layer(config, target)
+        lent, layer = lender(target, cls.method, LAYERS, TAPS, HEAD), cls.exit_layer(config, target)
         theirs = lent.config
         rope = theirs.ropes[theirs.rope_of_layer[layer]]
         shape = replace(

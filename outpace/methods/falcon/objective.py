@@ -108,13 +108,8 @@ class Falcon(LayerObjective):
     module: FalconNet
 
     @classmethod
-    def taps(cls, config: FalconTraining, target: Target) -> tuple[str, ...]:
-        return (LAST,)
-
-    @classmethod
     def build(cls, config: FalconTraining, target: Target, vocab: VocabMap | None) -> Falcon:
-        target.require(frozenset({TAPS, HEAD}), METHOD)
-        lent = lender(target, METHOD)
+        lent = lender(target, METHOD, TAPS, HEAD)
         shape = plain_shape(lent.config, 1, -1)
         net = FalconNet(shape, config.seed).to(lent.device)
         take_layer(net.layer, lent, lent.num_layers - 1, config.scale)

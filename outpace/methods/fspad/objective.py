@@ -105,13 +105,8 @@ class Fspad(LayerObjective):
     module: FspadModule
 
     @classmethod
-    def taps(cls, config: FspadTraining, target: Target) -> tuple[str, ...]:
-        return (LAST,)
-
-    @classmethod
     def build(cls, config: FspadTraining, target: Target, vocab: VocabMap | None) -> Fspad:
-        target.require(frozenset({TAPS, HEAD}), METHOD)
-        lent = lender(target, METHOD)
+        lent = lender(target, METHOD, TAPS, HEAD)
         shape = plain_shape(lent.config, 1, -1)
         wide = round(config.sampling * lent.hidden_size)
         net = FspadModule(shape, wide, config.partial, config.seed).to(lent.device)

@@ -149,8 +149,7 @@ class GlideObjective(LayerObjective):
 
     @classmethod
     def build(cls, config: GlideTraining, target: Target, vocab: VocabMap | None) -> GlideObjective:
-        target.require(frozenset({TAPS, HEAD, KV_READ}), METHOD)
-        lent, reads = lender(target, METHOD), layer_of(config, target)
+        lent, reads = lender(target, METHOD, TAPS, HEAD, KV_READ), layer_of(config, target)
         if not 0 <= config.start < lent.num_layers:
             raise ModelError(f"glide: start={config.start}, but {lent.name} has 0 to {lent.num_layers - 1}")
         shape = plain_shape(lent.config, 1, reads)

@@ -93,13 +93,8 @@ class Medusa(AheadObjective):
         self.module = net
 
     @classmethod
-    def taps(cls, config: Any, target: Target) -> tuple[str, ...]:
-        return (LAST,)
-
-    @classmethod
     def build(cls, config: Any, target: Target, vocab: VocabMap | None) -> Medusa:
-        target.require(frozenset({TAPS, HEAD}), cls.method)
-        lent = lender(target, cls.method)
+        lent = lender(target, cls.method, TAPS, HEAD)
         shape = HeadsShape(
             heads=config.heads,
             layers=config.layers,

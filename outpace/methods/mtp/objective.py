@@ -126,8 +126,7 @@ class Mtp(LayerObjective):
 
     @classmethod
     def build(cls, config: MtpTraining, target: Target, vocab: VocabMap | None) -> Mtp:
-        target.require(frozenset({TAPS, HEAD}), METHOD)
-        lent = lender(target, METHOD)
+        lent = lender(target, METHOD, TAPS, HEAD)
         shape = plain_shape(lent.config, 1, -1)
         net = MtpNet(shape, config.modules, config.kind == CHAINED).to(lent.device)
         _take(net, lent, config.base == NORMED)

@@ -65,8 +65,7 @@ class Ppd(RiderObjective):
 
     @classmethod
     def build(cls, config: PpdTraining, target: Target, vocab: VocabMap | None) -> Ppd:
-        target.require(frozenset({TAPS, EMBEDDINGS}), METHOD)
-        lent = lender(target, METHOD)
+        lent = lender(target, METHOD, TAPS, EMBEDDINGS)
         start_KEH = mean_embeddings(lent, vocab, config.seed, config.riders, config.ensemble)
         net = PromptsNet(start_KEH).to(lent.device)
         return cls(config, lent, vocab, RiderNet(lent), net, config.riders)

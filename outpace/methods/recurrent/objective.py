@@ -120,13 +120,8 @@ class Recurrent(AheadObjective):
         self._embed_VH = read_embedding(target)
 
     @classmethod
-    def taps(cls, config: Any, target: Target) -> tuple[str, ...]:
-        return (LAST,)
-
-    @classmethod
     def build(cls, config: Any, target: Target, vocab: VocabMap | None) -> Recurrent:
-        target.require(frozenset({TAPS, HEAD}), cls.method)
-        lent = lender(target, cls.method)
+        lent = lender(target, cls.method, TAPS, HEAD)
         hidden = lent.hidden_size
         shape = CellShape(
             kind=cls.method,

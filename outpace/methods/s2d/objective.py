@@ -112,8 +112,7 @@ class S2d(Objective):
 
     @classmethod
     def build(cls, config: S2dTraining, target: Target, vocab: VocabMap | None) -> S2d:
-        target.require(frozenset({LAYERS, TAPS, HEAD}), METHOD)
-        lent = lender(target, METHOD)
+        lent = lender(target, METHOD, LAYERS, TAPS, HEAD)
         norm_H = lent.checkpoint.tensor("model.norm.weight", torch.float32).to(lent.device)
         shape = lent.config
         net = ExitsNet(norm_H, len(config.layers(lent)), shape.norm_eps, shape.norm_offset)

@@ -91,8 +91,7 @@ class S3d(RiderObjective):
 
     @classmethod
     def build(cls, config: S3dTraining, target: Target, vocab: VocabMap | None) -> S3d:
-        target.require(frozenset({LAYERS, TAPS, HEAD, EMBEDDINGS}), METHOD)
-        lent = lender(target, METHOD)
+        lent = lender(target, METHOD, LAYERS, TAPS, HEAD, EMBEDDINGS)
         kept = [i for i in range(target.num_layers) if i not in range(*config.gap(target))]
         net = MasksNet(mean_embeddings(lent, vocab, config.seed, config.masks)).to(lent.device)
         return cls(config, lent, vocab, RiderNet(lent, kept), net, config.masks + 1)

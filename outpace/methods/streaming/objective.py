@@ -136,8 +136,7 @@ class Streaming(RiderObjective):
 
     @classmethod
     def build(cls, config: StreamingTraining, target: Target, vocab: VocabMap | None) -> Streaming:
-        target.require(frozenset({LAYERS, TAPS, HEAD, EMBEDDINGS}), cls.method)
-        lent = lender(target, cls.method)
+        lent = lender(target, cls.method, LAYERS, TAPS, HEAD, EMBEDDINGS)
         most = lent.num_layers - 1
         layers = max(1, lent.num_layers // 8) if config.layers is None else config.layers
         if layers > most:
