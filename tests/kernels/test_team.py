@@ -120,11 +120,11 @@ def test_who_is_late_is_sent_away_and_asked_again(team):
 
 
 def test_who_was_late_takes_part_in_what_is_left_of_a_long_list(team):
-    """60 tasks of 0.3 ms; a piece that takes 1 ms sends its thread away for some 6 ms."""
+    """60 tasks of 1.5 ms; a piece that takes 5 ms sends its thread away for some 30 ms."""
 
     def slept():
-        _, done, _ = team([60] * 60, 2, sleep=1_000_000)
-        assert done == [1] * 60 * 60
+        _, done, _ = team([300] * 60, 2, sleep=5_000_000)
+        assert done == [1] * 300 * 60
         return team.slept()
 
     def again():
