@@ -100,7 +100,7 @@ class Auto(Policy):
                     offer = look_up(name, told, row.limit, self._scale(row.state, name), prices)
                     if offer is not None and (best is None or offer > best):
                         best = offer
-                elif told is None and name != NONE and (menu := self._menu(row, name, prices)).offers:
+                elif told is None and name != NONE and (menu := self._menu(row, name, prices, load)).offers:
                     menus.setdefault(name, {})[i] = menu
             if best is not None:
                 (chosen if best.gain > 0.0 else spare)[i] = best
@@ -130,14 +130,15 @@ class Auto(Policy):
             self._prices[key] = self._tick + min(self.tuning.renew, 1 + self._tick // 8), prices
         return prices
 
-    def _menu(self, row: PolicyRow, name: str, prices: Prices) -> Menu:
+    def _menu(self, row: PolicyRow, name: str, prices: Prices, load: Load) -> Menu:
         """Offers change where prices do, and where the drafter was asked."""
         state, budget = row.state, row.drafters[name]
         pool, room = self._pool(state, name), min(row.limit.max_depth, budget.max_depth)
         menu: Menu | None = state.menus.get(name)
         if menu is None or menu.prices is not prices or menu.seen != pool.seen or menu.room != room:
             level = prices.rate * self.costs.price(name)
-            menu = menu_of(name, budget, row.limit, pool, self._here(state, name), prices, level)
+            read = 0.0 if name in state.here else prices.rate * self.costs.reading(name, load.context)
+            menu = menu_of(name, budget, row.limit, pool, self._here(state, name), prices, level, read)
             state.menus[name] = menu
         return menu
 
@@ -190,7 +191,8 @@ class Auto(Policy):
             loss += chosen[i].gain if i in chosen else 0.0
             if loss <= max(1.0, step / 8):  # while a lookup copies well, others wait
                 self._tried[name], chosen[i] = self._tick, offer
-                self._wait = max(0.0, loss) / step / self.tuning.explore
+                read = menus[name][i].read if name in menus else 0.0
+                self._wait = (max(0.0, loss) + read) / step / self.tuning.explore
                 return i
         return None
 

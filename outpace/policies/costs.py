@@ -198,6 +198,10 @@ class Costs:
         """Seconds of a level of so many sequences together; of a call each, where no model runs."""
         return self._draft(drafter, sequences).a
 
+    def reading(self, drafter: str, tokens: int) -> float:
+        """Seconds that a drafter takes to read so many tokens, before its first guess for a text."""
+        return self._draft(drafter, 1).b * tokens
+
     def rest(self, batch: int) -> float:
         """Seconds of a step that are spent on judging and committing."""
         found = _nearest(self._lately, batch)

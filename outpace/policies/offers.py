@@ -58,6 +58,8 @@ class Menu(NamedTuple):
     """Levels that the sequence has room for."""
     level: float
     """Tokens that a level costs, for one sequence."""
+    read: float
+    """Tokens that the text costs that it has to read first."""
     offers: Sequence[Offer] = ()
     best: Offer | None = None
     """The one that gains most, less its levels."""
@@ -110,10 +112,20 @@ def look_up(name: str, told: Sequence[float], limit: Budget, scale: float, price
 
 
 def menu_of(
-    name: str, budget: Budget, limit: Budget, pool: Pool, here: float, prices: Prices, level: float
+    name: str,
+    budget: Budget,
+    limit: Budget,
+    pool: Pool,
+    here: float,
+    prices: Prices,
+    level: float,
+    read: float,
 ) -> Menu:
-    """Drafts of a drafter that has to be asked, by nodes and depth."""
+    """Drafts of a drafter that has to be asked, by nodes and depth. All that is left of an answer pays
+    for what is read first.
+    """
     tuning, row_R, found, width = pool.tuning, prices.row_R, list[Offer](), -1
+    share = read / max(1, limit.max_depth)
     for nodes, depth in asks(budget):
         if nodes > limit.max_nodes or depth > limit.max_depth or nodes >= len(row_R):
             continue
@@ -126,5 +138,5 @@ def menu_of(
         made, levels = size_D[depth - 1] if width else (nodes, depth)
         low = min(int(made), len(row_R) - 2)
         price = row_R[low] + (made - low) * (row_R[low + 1] - row_R[low])
-        found.append(Offer(kept - price, name, nodes, depth, kept, width, levels))
-    return Menu(prices, pool.seen, min(limit.max_depth, budget.max_depth), level).of(found)
+        found.append(Offer(kept - price - share, name, nodes, depth, kept, width, levels))
+    return Menu(prices, pool.seen, min(limit.max_depth, budget.max_depth), level, read).of(found)
