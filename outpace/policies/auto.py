@@ -105,6 +105,8 @@ class Auto(Policy):
             if best is not None:
                 (chosen if best.gain > 0.0 else spare)[i] = best
         chosen |= self._together(menus, chosen, prices)
+        if load.batch > 1:
+            chosen = prices.paying(chosen)
         self._wait -= 1.0
         tried = self._trial(menus, spare, chosen, prices) if self._wait <= 0.0 else None
         most, self._guesses = self.costs.most(load.batch), sum([offer.nodes for offer in chosen.values()])
@@ -176,10 +178,13 @@ class Auto(Policy):
     ) -> int | None:
         """Have the drafter that was idle longest tried for one sequence."""
         used, step = {offer.drafter for offer in chosen.values()}, prices.rate * prices.plain
+        guesses = sum([offer.rows for offer in chosen.values()])
+        beside = prices.together(guesses)
         ideas: dict[str, dict[int, list[tuple[float, Offer]]]] = {}
         for i, offer in spare.items():
             if i not in chosen:
-                ideas.setdefault(offer.drafter, {})[i] = [(-offer.gain, offer)]
+                loss = prices.together(guesses + offer.rows) - beside - offer.kept
+                ideas.setdefault(offer.drafter, {})[i] = [(loss, offer)]
         for name, menu_B in menus.items():
             if name not in used:
                 for i, menu in menu_B.items():
