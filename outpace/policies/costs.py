@@ -258,7 +258,7 @@ class Costs:
         known, plain = self._find(name), self.passed(1, 0, 1)
         supposed = self._supposed.get(name, self._tuning.part * plain)
         level = supposed if known is None else known.level or known.call
-        return Line(level or 0.005 * plain, 1.0 / 64.0, self._tuning)
+        return Line(level or 0.005 * plain, 0.0, self._tuning)
 
     def _of(self, batch: int) -> Passes:
         """Passes over about so many sequences; at first like the nearest."""
