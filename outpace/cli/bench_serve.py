@@ -31,6 +31,8 @@ Examples:
 
   outpace bench serve --drafters prompt_lookup,none --concurrency 1,4,16 --out load
 
+  outpace bench serve --max-prompt-tokens 128 --concurrency 1,8,64
+
   outpace bench serve --rate 2 --requests 100 --drafters auto
 
   outpace bench serve --url http://127.0.0.1:8000 --check-texts --concurrency 8
@@ -57,6 +59,9 @@ def serve(
     ),
     workload: str = _what(
         "builtin", "builtin, or a file as for outpace bench; first turns alone.", "-w", metavar="NAME|FILE"
+    ),
+    max_prompt_tokens: int | None = _what(
+        None, "Ask shorter prompts alone: reading long ones may bound every figure.", metavar="N", least=1
     ),
     concurrency: str = _what(
         "1,2,4,8,16,32,64",
@@ -128,6 +133,7 @@ def serve(
         rounds,
         check_texts,
         specs if mixed else (),
+        longest=max_prompt_tokens,
     )
     with started(url, model, specs, clients=most, seconds=timeout) as address:
         try:
@@ -143,6 +149,7 @@ def serve(
             {
                 "url": url,
                 "workload": workload,
+                "max_prompt_tokens": max_prompt_tokens,
                 "concurrency": None if rate is not None else concurrency,
                 "rate": rate,
                 "requests": requests,
