@@ -336,8 +336,7 @@ def _judge(machine: Machine, parts: Sequence[_Part], scored: Scored) -> dict[int
     warps = [parts[i].row.warp for i in judged]
     laws = laws_of_batch(scored, warps, [parts[i].draft for i in judged])
     verdicts = {i: Verdict((), ()) for i in range(len(parts)) if i not in judged}
-    tapped = machine.tapped([part.row for part in parts])
-    ends = {name: rule for name in tapped if (rule := machine.drafters[name].traits.doubts)}
+    ends = {name: rule for name, one in machine.drafters.items() if (rule := one.traits.doubts)}
     for i, law in zip(judged, laws, strict=True):
         row, draft = parts[i].row, parts[i].draft
         member = row.members.get(parts[i].plan.drafter)
@@ -346,8 +345,7 @@ def _judge(machine: Machine, parts: Sequence[_Part], scored: Scored) -> dict[int
             verdicts[i] = verifier.judge(draft, law, row.coins(Stream.JUDGE), want_laws=machine.want_laws)
             if ends and parts[i].view:
                 told = [ends[one](scored.of(i), verdicts[i].kept) for one in row.members if one in ends]
-                at = min((one for one in told if one is not None), default=None)
-                verdicts[i] = replace(verdicts[i], doubted=at)
+                verdicts[i] = replace(verdicts[i], doubted=min(told, default=None))
         except Exception as error:
             if isinstance(error, LogitsError | RequestError):
                 error = type(error)(f"sequence {row.number}, pass {machine.steps}: {error}")

@@ -185,9 +185,9 @@ class Sec(S2d):
             parts.append(branch.state.chance_F)
         return torch.cat(parts)
 
-    def _doubts(self, scored: Scored, kept: Sequence[int]) -> int | None:
-        """Place of the first token of a pass that is probably wrong."""
+    def _doubts(self, scored: Scored, kept: Sequence[int]) -> int:
+        """How many tokens of a pass come before the first that is probably wrong."""
         assert self._stop is not None
         rows = [0, *(node + 1 for node in kept)]
         wrong_E = self.classes(-1, scored.taps[_LAST][rows])[:, STOP] > self._stop
-        return int(wrong_E.int().argmax()) if bool(wrong_E.any()) else None
+        return [*wrong_E.tolist(), True].index(True)
