@@ -1,4 +1,4 @@
-"""Measures what ending texts at doubtful tokens saves and loses: by the classifier of `sec`, and by probability.
+"""Measures what ending texts at doubtful tokens saves and loses, by the classifier of `sec` or probability.
 
     python tools/stop_figures.py --texts a.py b.py --out docs/results/stops.md --plot docs/images
 
@@ -128,9 +128,9 @@ def page(args: argparse.Namespace, engine: Engine, found: Sequence[Completion]) 
     whole, right = sum(len(one.tokens) for one in found), sum(one.right for one in found)
     yield told(
         f"The model writes {whole} tokens, of which {right} come before its first difference from the file. "
-        "*Saved* are tokens not written. *Kept* is the share of right tokens that are still shown, *right* the "
-        "share of shown tokens that are right. The rule on the right-hand side doubts a token by 1 minus the "
-        "probability that the model gives it, and needs no training."
+        "*Saved* are tokens not written. *Kept* is the share of right tokens that are still shown, *right* "
+        "the share of shown tokens that are right. The rule on the right-hand side doubts a token by 1 minus "
+        "the probability that the model gives it, and needs no training."
     )
     yield "![Tokens saved against right text kept](../images/stops.svg)\n"
     yield "| threshold | classifier: saved | kept | right | probability: saved | kept | right |"
@@ -146,8 +146,8 @@ def page(args: argparse.Namespace, engine: Engine, found: Sequence[Completion]) 
     whole_run, more = rerun(engine, args.drafter, found, 1.0, args.tokens)
     yield told(
         f"Run with the drafter at {args.stop:g}, {some} of {len(found)} completions end where the table says "
-        f"({emitted:.2f} tokens per pass). At 1, {whole_run} of {len(found)} are the plain completions, token "
-        f"by token ({more:.2f} tokens per pass)."
+        f"({emitted:.2f} tokens per pass). At 1, {whole_run} of {len(found)} are the plain completions, "
+        f"token by token ({more:.2f} tokens per pass)."
     ).rstrip()
 
 
