@@ -268,7 +268,10 @@ def measure(engine: Engine, args: argparse.Namespace, rows: Rows) -> None:
             (context, task, spec)
             for context in contexts
             for task in ("continue", "fact", "question")
-            for spec in (*args.methods, *(f"lossy {budget}" for budget in LOSSY if 4 * budget <= context))
+            for spec in (
+                *args.methods,
+                *(f"lossy {budget}" for budget in LOSSY if max(4096, 3 * budget) <= context),
+            )
         ]
         wanted = [
             (context, task, spec)
