@@ -24,6 +24,7 @@ from outpace import Engine
 from outpace.bench.plots import COLOURS, MARKERS, paint
 from outpace.errors import OutpaceError
 from outpace.files import read_text, write_whole
+from outpace.methods.s2d.sec_drafter import unsure
 from outpace.types import Feed
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
@@ -80,9 +81,9 @@ def completions(
         cache, first = engine.target.new_cache(), len(prompt) - 1
         feed = Feed.chain(cache.open(), [*prompt, *result.tokens[:-1]])
         n_TH = engine.target.score([feed], cache, taps=frozenset({"hidden.-1"})).taps["hidden.-1"][first:]
-        wrong = drafter.classes(-1, n_TH)[:, 0].tolist()
-        unsure = (1 - engine.target.head(n_TH).softmax(-1).amax(-1)).tolist()
-        doubt = {RULES[0]: [0.0, *wrong[1:]], RULES[1]: [0.0, *unsure[1:]]}
+        odds_T = unsure(engine.target.head(n_TH))
+        wrong = drafter.classes(-1, n_TH, odds_T)[:, 0].tolist()
+        doubt = {RULES[0]: [0.0, *wrong[1:]], RULES[1]: [0.0, *odds_T.sigmoid().tolist()[1:]]}
         found.append(Completion(tuple(prompt), result.tokens, right, doubt))
     return found
 

@@ -6,10 +6,11 @@ Tensors ``norms`` [X, H] and ``linears`` [X, H, H]; config.json names the ``exit
 guesses of some confidence were right, by exit and confidence, and how often those of the next exit were
 at the same places.
 
-Those of `sec` have ``classes`` [X + 1, 3, H + 1] besides: by exit, and last behind all layers, what scores
-the things to do (`outpace.methods.s2d.sec_drafter`). The last column is the bias.
+Those of `sec` have ``classes`` [X + 1, 3, H + 2] besides: by exit, and last behind all layers, what scores
+the things to do (`outpace.methods.s2d.sec_drafter`). The last column is the bias, the one before it the
+weight of how unsure the target is, which is known behind all layers alone.
 
-Shape letters: X exits, S = X + 1 places of a classifier, H hidden size, I = H + 1.
+Shape letters: X exits, S = X + 1 places of a classifier, H hidden size, I = H + 2.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def read_exits(path: str | None, target: Target, method: str = METHOD) -> Exits:
     count, hidden = len(layers), target.hidden_size
     wanted: dict[str, tuple[int, ...]] = {"norms": (count, hidden), "linears": (count, hidden, hidden)}
     if method == SEC:
-        wanted["classes"] = (count + 1, 3, hidden + 1)
+        wanted["classes"] = (count + 1, 3, hidden + 2)
     found = {name: tuple(one.shape) for name, one in tensors.items() if name not in ("d2t", "t2d")}
     if found != wanted:
         raise ModelError(f"{folder} holds tensors of shapes {found}, {count} exits have {wanted}")

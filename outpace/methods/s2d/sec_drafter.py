@@ -12,15 +12,15 @@ distribution recorded is the one drawn from. States of shallow rows are kept up 
 verification computes the rest.
 
 With ``stop`` the classifier behind all layers may also end the text, before a token that is probably not
-the one that a person would have written. That keeps a prefix of the text and changes its length, so it
-has to be allowed. It reads the state that the target's own token comes from: where a text ends does not
-depend on drafts or batches.
+the one that a person would have written. It reads the state that the token comes from, and how unsure the
+target is of its likeliest token. That keeps a prefix of the text and changes its length, so it has to be
+allowed. Where a text ends does not depend on drafts or batches.
 
 Paper: SEC, Sun et al. 2024, arXiv:2401.09964. There an exit gives the token, keys of skipped layers come
 from its state, and labels say EXIT wherever an earlier layer was right. Here labels say it where that
 exit itself agrees with the whole model.
 
-Shape letters: F nodes of a frontier, S places of the classifier, H hidden size, I = H + 1, E emitted tokens.
+Shape letters: F nodes of a frontier, S places of the classifier, H hidden size, I = H + 2, E emitted tokens.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from outpace.types import Draft, Scored, Signals, StopRule
 
 STOP, EXIT, CONTINUE = range(3)
 _LAST = "hidden.-1"
+_EDGE = 1e-5
+"""Probabilities are taken to be this far from 0 and 1, whose log odds have no end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,15 +127,15 @@ class Sec(S2d):
     def begin(self, request: Request) -> SecState:
         return SecState()
 
-    def classes(self, place: int, n_FH: Tensor) -> Tensor:
+    def classes(self, place: int, n_FH: Tensor, unsure_F: Tensor | None = None) -> Tensor:
         """Probabilities of STOP, EXIT and CONTINUE, float32 [F, 3].
 
         Args:
             place: number of an exit, or -1 behind all layers, where STOP says that the token is wrong.
             n_FH: what the head would read, before the matrix of an exit.
+            unsure_F: what ``unsure`` says, behind all layers.
         """
-        class_3I = self._class_S3I[place]
-        return torch.addmm(class_3I[:, -1], n_FH.float(), class_3I[:, :-1].T).softmax(-1)
+        return scores(self._class_S3I[place], n_FH.float(), unsure_F).softmax(-1)
 
     def propose(self, rows: Sequence[DraftRow[SortedState]]) -> list[Draft]:
         """Grow drafts in the lent slots; a row without a lease gets an empty one."""
@@ -189,5 +191,17 @@ class Sec(S2d):
         """How many tokens of a pass come before the first that is probably wrong."""
         assert self._stop is not None
         rows = [0, *(node + 1 for node in kept)]
-        wrong_E = self.classes(-1, scored.taps[_LAST][rows])[:, STOP] > self._stop
+        unsure_E = unsure(scored.logits_TV[rows])
+        wrong_E = self.classes(-1, scored.taps[_LAST][rows], unsure_E)[:, STOP] > self._stop
         return [*wrong_E.tolist(), True].index(True)
+
+
+def scores(class_3I: Tensor, n_FH: Tensor, unsure_F: Tensor | None) -> Tensor:
+    """Of STOP, EXIT and CONTINUE, before the softmax, [F, 3]."""
+    out_F3 = torch.addmm(class_3I[:, -1], n_FH, class_3I[:, :-2].T)
+    return out_F3 if unsure_F is None else out_F3 + unsure_F[:, None] * class_3I[:, -2]
+
+
+def unsure(logits_FV: Tensor) -> Tensor:
+    """Log odds that the target's likeliest token is not the one, as it sees it, float32 [F]."""
+    return -logits_FV.float().softmax(-1).amax(-1).clamp(_EDGE, 1 - _EDGE).logit()

@@ -12,7 +12,7 @@ Paper: SEC, arXiv:2401.09964, trains heads of their own first, then labels, then
 compare with the text, and say EXIT at layers above one that is right even if they are wrong themselves.
 
 Shape letters: X exits, S = X + 1 places, B sequences, T tokens, R rows that are labelled, H hidden size,
-I = H + 1.
+I = H + 2.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from outpace.methods.s2d.files import SEC
 from outpace.methods.s2d.objective import ExitsNet, S2d, S2dTraining
-from outpace.methods.s2d.sec_drafter import CONTINUE, EXIT, STOP
+from outpace.methods.s2d.sec_drafter import CONTINUE, EXIT, STOP, scores, unsure
 from outpace.train.align import places
 from outpace.train.batches import Batch
 from outpace.train.objective import LAST, Step, guesses
@@ -43,19 +43,16 @@ class SecTraining(S2dTraining):
 class SecNet(ExitsNet):
     def __init__(self, norm_H: Tensor, exits: int, eps: float, offset: float) -> None:
         super().__init__(norm_H, exits, eps, offset)
-        self.classes = nn.Parameter(torch.zeros(exits + 1, 3, len(norm_H) + 1, device=norm_H.device))
+        self.classes = nn.Parameter(torch.zeros(exits + 1, 3, len(norm_H) + 2, device=norm_H.device))
         with torch.no_grad():
-            self.classes[:, EXIT, -1] = 1.0
+            self.classes[:-1, EXIT, -1] = 1.0
+            # Behind all layers a token is at first as doubtful as the target says, and nothing is deeper.
+            self.classes[-1, STOP, -2], self.classes[-1, CONTINUE, -1] = 1.0, -20.0
 
     def normed(self, exit_: int, x_RH: Tensor) -> Tensor:
         """What the classifier reads at an exit, without gradients."""
         weight_H = self.norms[exit_].detach() + self._offset
         return F.rms_norm(x_RH.float(), weight_H.shape, weight_H, self._eps)
-
-    def scores(self, place: int, n_RH: Tensor) -> Tensor:
-        """Of STOP, EXIT and CONTINUE, [R, 3]."""
-        class_3I = self.classes[place]
-        return torch.addmm(class_3I[:, -1], n_RH, class_3I[:, :-1].T)
 
 
 class Sec(S2d):
@@ -71,24 +68,26 @@ class Sec(S2d):
         return replace(step, loss=step.loss + self.class_loss(batch))
 
     def class_loss(self, batch: Batch) -> Tensor:
-        states, label_SR, known_SR = self.labels(batch)
-        losses = [
-            F.cross_entropy(self.module.scores(place, n_RH)[known_R], label_R[known_R])
-            for place, (n_RH, label_R, known_R) in enumerate(zip(states, label_SR, known_SR, strict=True))
-            if bool(known_R.any())
-        ]
+        states, unsure_R, label_SR, known_SR = self.labels(batch)
+        losses = []
+        for place, (n_RH, label_R, known_R) in enumerate(zip(states, label_SR, known_SR, strict=True)):
+            if bool(known_R.any()):
+                last = unsure_R if place == len(self.layers) else None
+                score_R3 = scores(self.module.classes[place], n_RH, last)
+                losses.append(F.cross_entropy(score_R3[known_R], label_R[known_R]))
         return torch.stack(losses).mean()
 
     @torch.no_grad()
-    def labels(self, batch: Batch) -> tuple[list[Tensor], Tensor, Tensor]:
+    def labels(self, batch: Batch) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
         """What the classifier reads at some rows, what it should say, and whether that is known.
 
         Returns:
-            float32 [R, H] for every place, int64 [S, R] and bool [S, R].
+            float32 [R, H] for every place, float32 [R] for the last one, int64 [S, R] and bool [S, R].
         """
         rows_R = _some(batch)
         last_RH = batch.feature[LAST].flatten(0, 1)[rows_R].float()
-        truth_R = self.target.head(last_RH).argmax(-1)
+        logits_RV = self.target.head(last_RH)
+        truth_R = logits_RV.argmax(-1)
         right, states = [], []
         for i, layer in enumerate(self.layers):
             x_RH = batch.feature[f"hidden.{layer}"].flatten(0, 1)[rows_R]
@@ -105,7 +104,7 @@ class Sec(S2d):
         labels.append(torch.where(follows_R == truth_R, EXIT, STOP))
         known_SR = torch.ones(len(labels), len(rows_R), dtype=torch.bool, device=rows_R.device)
         known_SR[-1] = ~batch.answer_BT.flatten()[rows_R + 1]
-        return [*states, last_RH], torch.stack(labels), known_SR
+        return [*states, last_RH], unsure(logits_RV), torch.stack(labels), known_SR
 
 
 def _some(batch: Batch) -> Tensor:

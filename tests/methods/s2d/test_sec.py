@@ -11,7 +11,7 @@ from outpace import Engine, ModelError, SamplingParams, SpecError
 from outpace.methods.s2d.files import SEC, read_exits
 from outpace.methods.s2d.objective import S2d as Sorted
 from outpace.methods.s2d.objective import S2dTraining
-from outpace.methods.s2d.sec_drafter import CONTINUE, EXIT, STOP, Sec, SecConfig
+from outpace.methods.s2d.sec_drafter import CONTINUE, EXIT, STOP, Sec, SecConfig, scores, unsure
 from outpace.methods.s2d.sec_objective import Sec as Training
 from outpace.methods.s2d.sec_objective import SecTraining
 from outpace.models.tiny import tiny
@@ -161,8 +161,9 @@ def ends(engine, drafter, prompt, tokens, stop):
     cache, target = engine.target.new_cache(), engine.target
     text = [*prompt, *tokens]
     feed = Feed.chain(cache.open(), text)
-    n_TH = target.score([feed], cache, taps=frozenset({"hidden.-1"})).taps["hidden.-1"]
-    wrong_T = drafter.classes(-1, n_TH)[:, STOP]
+    scored = target.score([feed], cache, taps=frozenset({"hidden.-1"}))
+    odds_T = scored.logits_TV.softmax(-1).amax(-1).logit().neg()
+    wrong_T = drafter.classes(-1, scored.taps["hidden.-1"], odds_T)[:, STOP]
     # The first token comes from the prompt's own pass, which ends nothing.
     found = [i for i in range(1, len(tokens)) if wrong_T[len(prompt) + i - 1] > stop]
     return found[0] + 1 if found else len(tokens)
@@ -198,6 +199,13 @@ def test_the_first_token_ends_nothing_and_min_tokens_holds(engine, folder):
     assert later.tokens == whole.tokens[:8]
 
 
+def test_untrained_a_token_is_as_doubtful_as_the_model_says(target, folder):
+    drafter = Sec.load(SecConfig(model=str(folder)), target)
+    logits_FV = torch.randn(5, target.vocab_size, generator=torch.Generator().manual_seed(1)) * 4
+    said_F3 = drafter.classes(-1, torch.randn(5, target.hidden_size), unsure(logits_FV))
+    torch.testing.assert_close(said_F3[:, STOP], 1 - logits_FV.softmax(-1).amax(-1), atol=1e-4, rtol=0)
+
+
 def test_ending_texts_has_to_be_allowed(target, folder):
     strict = Engine(target, drafter="none")
     with pytest.raises(SpecError, match=r"changes the distribution of the output; .* say --allow-lossy"):
@@ -227,12 +235,14 @@ def test_labels_are_agreement_with_the_whole_model(target):
     made, some = Training.build(SecTraining(exits="1+3+5"), target, None), batch(target)
     with torch.no_grad():
         made.module.linears[1].normal_(generator=torch.Generator().manual_seed(1))  # wrong above a right one
-    states, label_SR, known_SR = made.labels(some)
+    states, unsure_R, label_SR, known_SR = made.labels(some)
     rows = [(0, t) for t in range(7)] + [(1, t) for t in range(6)]
     assert label_SR.shape == (4, len(rows)) and [len(one) for one in states] == [len(rows)] * 4
     earlier, kinds = 0, set()
     for r, (b, t) in enumerate(rows):
-        truth = int(target.head(some.feature["hidden.-1"][b, t][None]).argmax())
+        p_V = target.head(some.feature["hidden.-1"][b, t][None])[0].softmax(0)
+        truth = int(p_V.argmax())
+        assert float(unsure_R[r].sigmoid()) == pytest.approx(1 - float(p_V.max()), abs=1e-4)
         right = []
         for i, layer in enumerate((1, 3, 5)):
             y_H = made.module(i, some.feature[f"hidden.{layer}"][b, t][None, None])[0, 0]
@@ -263,10 +273,11 @@ def test_exits_and_classifier_learn_together(target, tmp_path):
     made.save(tmp_path, {})
     found = read_exits(str(tmp_path), target, SEC)
     drafter = Sec(found, target)
-    states, _, _ = made.labels(some)
+    states, unsure_R, _, _ = made.labels(some)
     for place, n_RH in enumerate(states):  # what drafts is what was trained
-        want_R3 = made.module.scores(place, n_RH).softmax(-1)
-        torch.testing.assert_close(drafter.classes(place, n_RH), want_R3, atol=0.05, rtol=0.05)
+        last = unsure_R if place == 3 else None
+        want_R3 = scores(made.module.classes[place], n_RH, last).softmax(-1)
+        torch.testing.assert_close(drafter.classes(place, n_RH, last), want_R3, atol=0.05, rtol=0.05)
 
 
 def test_no_gradient_of_the_classifier_reaches_the_exits(target):
@@ -287,7 +298,7 @@ def test_what_does_not_fit_is_said_in_one_line(target, folder, tmp_path):
         Sec.load(SecConfig(model=str(tmp_path / "named")), target)
     assert "\n" not in str(said.value)
     other = replace(read_exits(str(folder), target, SEC))
-    assert other.class_S3I.shape == (4, 3, target.hidden_size + 1)
+    assert other.class_S3I.shape == (4, 3, target.hidden_size + 2)
     for wrong in ({"exit": 1.5}, {"stop": -0.1}, {"threshold": 2.0}):
         with pytest.raises(ValueError, match=r"must be in \[0, 1\]"):
             SecConfig(**wrong)
