@@ -14,7 +14,7 @@ import typer
 from outpace.bench.load_terms import MIXED, PLAIN, USUAL
 from outpace.cli import show
 from outpace.cli.keys import read_keys
-from outpace.cli.options import AS_JSON, AutoOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, AutoOptions, numbers, option, output
 from outpace.cli.started import started
 from outpace.config import MethodSpec, split_specs
 from outpace.errors import RequestError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _who = partial(option, panel="Server")
 _what = partial(option, panel="Load")
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace bench serve --drafters prompt_lookup,none --concurrency 1,4,16 --out load
@@ -37,10 +37,6 @@ Examples:
 
   outpace bench serve --mixed --check-texts --concurrency 64 --requests 500 --rounds 1
 """
-
-
-def register(group: typer.Typer) -> None:
-    group.command("serve", epilog=epilog(_EXAMPLES))(spread(serve))
 
 
 def serve(
@@ -113,11 +109,10 @@ def serve(
     from outpace.params import SamplingParams
 
     SamplingParams(temperature=temperature, seed=seed)  # refuses what is out of range
-    arrivals = (
-        [Arrival(rate=rate)]
-        if rate is not None
-        else [Arrival(concurrency=count) for count in read_counts(concurrency)]
-    )
+    arrivals = [Arrival(rate=rate)]
+    if rate is None:
+        counts = numbers("--concurrency", concurrency, "numbers from 1", "1,4,16", int, lambda one: one > 0)
+        arrivals = [Arrival(concurrency=count) for count in dict.fromkeys(counts)]
     prompts = read_workload(workload)
     key = None if api_key_file is None else read_keys((), api_key_file)[0]
     if out is not None:
@@ -171,18 +166,6 @@ def serve(
         save(report, out)
     if report["partial"]:
         raise typer.Exit(130)
-
-
-def read_counts(text: str) -> list[int]:
-    """Numbers with commas between them.
-
-    Raises:
-        RequestError: something else.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise RequestError(f"--concurrency {text!r} is no list of numbers from 1; give some, such as 1,4,16")
-    return list(dict.fromkeys(map(int, parts)))
 
 
 def provenance_of(about: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
