@@ -13,7 +13,7 @@ prompt is a pass whose tokens are already decided. There is no second path throu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -336,12 +336,16 @@ def _judge(machine: Machine, parts: Sequence[_Part], scored: Scored) -> dict[int
     warps = [parts[i].row.warp for i in judged]
     laws = laws_of_batch(scored, warps, [parts[i].draft for i in judged])
     verdicts = {i: Verdict((), ()) for i in range(len(parts)) if i not in judged}
+    ends = {name: rule for name, one in machine.drafters.items() if (rule := one.traits.doubts)}
     for i, law in zip(judged, laws, strict=True):
         row, draft = parts[i].row, parts[i].draft
         member = row.members.get(parts[i].plan.drafter)
         verifier = row.verifier if member is None else member.verifier
         try:
             verdicts[i] = verifier.judge(draft, law, row.coins(Stream.JUDGE), want_laws=machine.want_laws)
+            if ends and parts[i].view:
+                told = [ends[one](scored.of(i), verdicts[i].kept) for one in row.members if one in ends]
+                verdicts[i] = replace(verdicts[i], doubted=min(told, default=None))
         except Exception as error:
             if isinstance(error, LogitsError | RequestError):
                 error = type(error)(f"sequence {row.number}, pass {machine.steps}: {error}")

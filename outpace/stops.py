@@ -12,8 +12,9 @@ from typing import Literal, Protocol
 
 from outpace.params import SamplingParams
 
-FinishReason = Literal["stop", "length"]
-"""``stop``: an end-of-sequence id, a stop id or a stop string; ``length``: max_new_tokens."""
+FinishReason = Literal["stop", "length", "low_confidence"]
+"""``stop``: an end-of-sequence id, a stop id or a stop string; ``length``: max_new_tokens;
+``low_confidence``: a token that a drafter doubts, where lossy ones are allowed."""
 
 
 class TextStream(Protocol):
@@ -65,14 +66,15 @@ class StopChecker:
         self._taken = len(self._parts)
         return new
 
-    def cut(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+    def cut(self, tokens: Sequence[int], doubted: int | None = None) -> tuple[int, FinishReason | None]:
         """Keep newly emitted tokens up to and with the one that completes a stop.
 
-        No stop counts within the first ``min_tokens`` tokens. The text of an
-        end-of-sequence or stop id is left out; ``include_stop`` puts a stop id's text back.
+        No stop counts within the first ``min_tokens`` tokens. The text of an end-of-sequence
+        id, a stop id or a doubted token is left out; ``include_stop`` puts a stop id's text back.
 
         Args:
             tokens: emitted since the last call. Those that are kept count as committed.
+            doubted: place of one of them with which the text ends, if nothing else ends it before.
 
         Returns:
             How many of them to keep, and the reason if the text ends there. A token that both
@@ -85,10 +87,13 @@ class StopChecker:
             self.generated += 1
             stops = self._may_stop and token in self._ends
             shown = self._params.include_stop and token in self._params.stop_token_ids
-            if self._stream is not None and (shown or not stops):
+            doubts = self._may_stop and not stops and length - 1 == doubted
+            if self._stream is not None and (shown or not (stops or doubts)):
                 self._read(self._stream.push((token,)))
             if stops or self._wants_no_more(token):
                 self.close("stop")
+            elif doubts:
+                self.close("low_confidence")
             elif self.generated >= self._params.max_new_tokens:
                 self.close("length")
             if self.reason is not None:

@@ -409,6 +409,8 @@ class Verdict:
     censored: bool = False
     """A stop cut the emitted tokens short: then ``len(emitted) == len(kept)``, otherwise one
     more. What would have followed is unknown, so acceptance is not learned from the cut."""
+    doubted: int | None = None
+    """Place of an emitted token that a drafter doubts (``Traits.doubts``): the text ends there."""
 
     def cut(self, length: int) -> Verdict:
         """The same verdict after at most ``length`` emitted tokens (at least one)."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from outpace import Engine
 from outpace.methods.eagle3.probe import read
 from outpace.models.tiny import tiny
 from outpace.train.tokens import TokenSequence
@@ -153,3 +154,82 @@ def test_a_probe_of_all_layers_is_a_table_a_picture_and_a_file(tool, tmp_path, c
     told = json.loads(capsys.readouterr().out)
     assert len(told["alone"]) == 3 and told["agreement"] == max(told["alone"])
     assert list(read(out, tiny())[0]) == told["layers"]
+
+
+def test_what_ending_texts_saves_and_keeps_is_counted_by_hand(tool):
+    stop = tool("stop_figures")
+    one = stop.Completion((1,), (5, 6, 7, 8), 3, {"classifier": [0.0, 0.1, 0.6, 0.9]})
+    two = stop.Completion((1,), (5, 6), 0, {"classifier": [0.0, 0.7]})
+    assert one.shown("classifier", 0.5) == (3, 2) and one.shown("classifier", 0.9) == (4, 4)
+    found = stop.figures([one, two], "classifier", 0.5)
+    # Written: 3 of 4 and 2 of 2; shown: 2 and 1; right among the shown: 2 of 3 and 0.
+    assert found == {"saved": pytest.approx(1 / 6), "kept": 2 / 3, "right": 2 / 3, "ended": 1.0}
+    never = stop.figures([one, two], "classifier", 1.0)
+    assert never["saved"] == 0 and never["kept"] == 1 and never["ended"] == 0
+
+
+def view_rows(gain):
+    """Rows of five texts at three contexts; ``gain`` is the speed-up by context."""
+    return [
+        {
+            "text": f"{i}.txt",
+            "context": context,
+            "task": task,
+            "method": method,
+            "speedup": 1.0 if method == "none" else speed + 0.01 * i,
+            "accepted": 0.5,
+            "emitted": 1.8,
+            "same": True,
+            "found": i > 2,
+        }
+        for i in range(5)
+        for context, speed in gain.items()
+        for task in ("continue", "fact")
+        for method in ("none", "window_self")
+    ]
+
+
+def test_a_view_pays_from_the_context_on_above_which_it_always_does(tool, tmp_path):
+    report = tool("view_report")
+    rows = view_rows({1024: 1.3, 2048: 0.9, 4096: 1.2, 8000: 1.4})
+    assert report.pays_from(rows, "window_self", [1024, 2048, 4096, 8000]) == 4096
+    assert report.pays_from(rows, "none", [1024, 2048, 4096, 8000]) is None
+    rows.append({"pass_at": 4096, "cpu_ms": {"full, 1 rows": 12.0}})
+    rows.append({**rows[0], "method": "lossy 512", "context": 4096, "kl": 0.01, "agree": 0.9})
+    text = "\n".join(report.page(rows))
+    assert "pays from 4096 tokens" in text and "| `window_self` | 1.32 (1.31 to 1.33) | 0.92" in text
+    assert "40 of 40 texts are those of plain decoding" not in text and "80 of 80 texts" in text
+    assert "| full, 1 rows | 12.0 |" in text and "| 4096 | 512 | 0.0100 | 0.900 |" in text
+    assert "says the hidden fact in 2 of 5" in text
+    pytest.importorskip("matplotlib")
+    assert {path.name for path in report.paint_views(rows, tmp_path)} == {"views.png", "views.svg"}
+
+
+def test_rows_that_were_measured_are_there_for_the_next_run(tool, tmp_path):
+    views = tool("view_figures")
+    rows = views.Rows(tmp_path / "rows.jsonl")
+    rows.add({"text": "a", "context": 1024, "task": "fact", "method": "none"})
+    again = views.Rows(tmp_path / "rows.jsonl")
+    assert again.has(text="a", context=1024, task="fact", method="none")
+    assert not again.has(text="a", context=2048, task="fact", method="none")
+
+
+def test_views_are_measured_beside_plain_decoding(tool, monkeypatch):
+    """On the small model of the tests: texts are equal, and a slot goes on with what it holds."""
+    views = tool("view_figures")
+    engine = Engine.load("tiny", drafter="none", dtype="float32", allow_lossy=True)
+    bench = views.Bench(engine, 8)
+    prompt = [5 + i % 50 for i in range(300)]
+    bench.read(prompt[:-1])
+    base = bench.run("none", prompt)
+    fast = bench.run("window_self[sinks=1 window=20 tree_size=2]", prompt)
+    assert fast["tokens"] == base["tokens"] and fast["emitted"] > 1
+    fed = []
+    score = engine.target.score
+    monkeypatch.setattr(
+        engine.target, "score", lambda feeds, *a, **k: (fed.append(feeds), score(feeds, *a, **k))[1]
+    )
+    bench.read([*prompt[:200], 9, 9])
+    assert [feed.token_J for feeds in fed for feed in feeds] == [(9, 9)]
+    whole = bench.lossy(140, [*prompt[:200], 9, 9, 9], base["tokens"])
+    assert whole["kl"] > 0 and 0 <= whole["agree"] <= 1

@@ -86,8 +86,8 @@ MAP: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
     (
         "the target's own layers",
         "early exits with learned thresholds, skipped layers, sorted exits, masks, rounded weights",
-        ("early_exit", "kangaroo", "layer_skip", "s2d", "s3d", "quantized_self"),
-        "`sec` (stop and exit for code)",
+        ("early_exit", "kangaroo", "layer_skip", "s2d", "sec", "s3d", "quantized_self"),
+        "",
         "federated early exit for speech: it shares training among devices, and nothing is verified",
     ),
     (

@@ -1,11 +1,15 @@
 """Measures views of long texts: cost of a pass, acceptance, speed-up, and what a lossy view loses.
 
-    .venv/bin/python tools/view_figures.py --texts FOLDER --out figures.json
+    python tools/view_figures.py --texts a.txt b.jsonl --keep rows.jsonl --kept FOLDER --minutes 3
+    python tools/view_figures.py --keep rows.jsonl --out docs/results/views.md --plot docs/images
 
-FOLDER holds texts (*.txt). Three tasks per context: going on with a text; a fact hidden in it; a question
-about its passages. Each prompt is read once; every method then goes on from there, in turns, so that its
-seconds (of the processor) compare with those of plain decoding. Lossy views are fed what the target itself
-writes, and compared with it token by token: KL(target || view) in nats.
+Texts are files (*.txt), or rows with ``text``, or rows with ``query`` and ``docs``. Three tasks per text and
+context: going on with it; a fact hidden near its beginning; a question, that of the first passages where
+rows have one. A text is read once; shorter contexts are its beginning. Every method goes on from there, in
+turns with plain decoding, so that its seconds of the processor compare. Lossy views are fed what the target
+itself writes, and compared with it token by token: KL(target || view) in nats.
+
+Rows that ``--keep`` holds are not measured again, so a run may end after ``--minutes`` and go on later.
 
 Shape letters: V vocabulary.
 """
@@ -16,18 +20,20 @@ import argparse
 import hashlib
 import json
 import statistics
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from view_report import page, paint_views
 
 from outpace import Engine
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
-from outpace.files import replaced
+from outpace.files import parse_json, read_text, replaced, write_whole
 from outpace.params import SamplingParams
 from outpace.policies.fixed import Fixed, FixedConfig
 from outpace.sampling import Warp
@@ -36,22 +42,20 @@ from outpace.types import Budget, Feed, Outcome, StepRecord
 
 METHODS = (
     "none",
-    "recycling",
-    "window_self[window=240 tree_size=2]",
     "window_self[tree_size=2]",
-    "window_self[window=1008 tree_size=2]",
     "token_select[budget=256 tree_size=2]",
-    "token_select[tree_size=1]",
     "token_select[tree_size=2]",
-    "token_select[tree_size=3]",
     "token_select[budget=1024 tree_size=2]",
-    "token_select[copies=false tree_size=2]",
-    "token_select[run=32 copies=false tree_size=2]",
-    "triforce",
     "triforce[draft=recycling]",
 )
 LOSSY = (512, 1024, 2048)
-FACT, ASKED = "The secret number of the lighthouse is 48213.", "What is the secret number of the lighthouse?"
+FACT, ASKED, NUMBER = (
+    " The secret number of the lighthouse is 48213. ",
+    "What is the secret number of the lighthouse?",
+    "48213",
+)
+HIDDEN, TAIL = 300, 64
+"""Tokens of the text before the fact, and room for a question behind it."""
 
 
 @dataclass(eq=False)
@@ -94,29 +98,39 @@ class Bench:
         self.cache = self.target.new_cache(8192)
         self.slot = self.cache.open()
 
-    def read(self, prompt: Sequence[int], folder: Path | None) -> None:
-        """Read all of a prompt but its last token; go on where an earlier run stopped."""
-        digest = hashlib.sha256(repr(list(prompt)).encode()).hexdigest()[:12]
+    def read(self, tokens: Sequence[int]) -> None:
+        """Have the slot hold these tokens; it keeps what it holds of them."""
+        held = list(self.cache.ids(self.slot))
+        same = next(
+            (i for i, pair in enumerate(zip(held, tokens, strict=False)) if pair[0] != pair[1]), len(held)
+        )
+        self.cache.truncate(self.slot, min(same, len(tokens)))
+        for at in range(self.cache.length(self.slot), len(tokens), 256):
+            fed = tokens[at : min(at + 256, len(tokens))]
+            self.target.score([Feed.chain(self.slot, fed, want=())], self.cache)
+            self.cache.keep(self.slot, range(len(fed)))
+
+    def begin(self, tokens: Sequence[int], folder: Path | None) -> None:
+        """Read a text, or take what an earlier run kept of it."""
+        digest = hashlib.sha256(repr(list(tokens)).encode()).hexdigest()[:12]
         file = None if folder is None else folder / f"{self.target.digest}-{digest}.pt"
         self.cache.close(self.slot)
         self.slot = self.cache.open()
         if file is not None and file.exists():
-            part = torch.load(file)
-            self.cache.restore(self.slot, prompt[: part[1].shape[-2]], [part])
-        for at in range(self.cache.length(self.slot), len(prompt) - 1, 256):
-            fed = prompt[at : min(at + 256, len(prompt) - 1)]
-            self.target.score([Feed.chain(self.slot, fed, want=())], self.cache)
-            self.cache.keep(self.slot, range(len(fed)))
-            length = self.cache.length(self.slot)
-            if file is not None and (length % 1024 == 0 or length == len(prompt) - 1):
-                with replaced(file) as fresh:
-                    torch.save(self.cache.copy(self.slot, 0, length), fresh)
+            self.cache.restore(self.slot, list(tokens), [torch.load(file)])
+            return
+        self.read(tokens)
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with replaced(file) as fresh:
+                torch.save(self.cache.copy(self.slot, 0, len(tokens)), fresh)
 
     def run(self, spec: str, prompt: Sequence[int]) -> dict[str, Any]:
         """Go on from a prompt that was read."""
         self.cache.truncate(self.slot, len(prompt) - 1)
         method = self.engine.method(spec).preferred
         drafter = method.drafter
+        drafter.traits = replace(drafter.traits, least_context=0)  # also where it would propose nothing
         state = drafter.begin(Request(prompt=tuple(prompt), num_cached=len(prompt) - 1))
         warp = Warp(SamplingParams(temperature=0.0), tuple(prompt), frozenset(), self.target.vocab_size)
         member = Member(state, method.budget, method.verifier)
@@ -139,10 +153,10 @@ class Bench:
             "accepted": sum(row.kept) / max(1, sum(r.rows[0].drafted for r in records)),
         }
 
-    def lossy(self, budget: int, run: int, prompt: Sequence[int], text: Sequence[int]) -> dict[str, float]:
+    def lossy(self, budget: int, prompt: Sequence[int], text: Sequence[int]) -> dict[str, float]:
         """KL of a lossy view along a text, and the seconds of its tokens against those of the target."""
         self.cache.truncate(self.slot, len(prompt) - 1)
-        spec = f"token_select[budget={budget} run={run} lossy=true]"
+        spec = f"token_select[budget={budget} lossy=true]"
         drafter = self.engine.method(spec).preferred.drafter
         other = self.cache.open()
         self.cache.restore(other, self.cache.ids(self.slot), [self.cache.copy(self.slot, 0, len(prompt) - 1)])
@@ -169,100 +183,151 @@ class Bench:
         }
 
 
-def prompts(engine: Engine, texts: Sequence[str], context: int, seed: int) -> dict[str, list[int]]:
-    """A prompt of ``context`` tokens for every task."""
+@dataclass(frozen=True)
+class Text:
+    name: str
+    ids: list[int]
+    """The beginning of a user's turn, with the fact in it."""
+    question: str
+
+
+def sources(engine: Engine, files: Sequence[Path], longest: int) -> Iterator[Text]:
+    """Texts that are long enough; a file of passages, or of many short texts, gives one."""
     tokenizer = engine.target.tokenizer
     assert tokenizer is not None
-    ids = tokenizer.encode(texts[seed % len(texts)][seed * 40_000 :][: 8 * context])
+    head, fact = tokenizer.encode("<|im_start|>user\n"), tokenizer.encode(FACT)
+    for file in files:
+        question, text = "What do the passages above say? Answer in a few sentences.", read_text(file)
+        if file.suffix == ".jsonl":
+            rows = [parse_json(line) for line in text.splitlines() if line.strip()]
+            if "docs" in rows[0]:
+                question = f"Use the passages above to answer: {rows[0]['query']}"
+            text = "\n\n".join(part for row in rows[:100] for part in row.get("docs") or [row["text"]])
+        body = tokenizer.encode(text[: 8 * longest])
+        ids = [*head, *body[:HIDDEN], *fact, *body[HIDDEN:]][: longest - TAIL]
+        if len(ids) < longest - TAIL:
+            sys.exit(f"{file} has {len(body)} tokens; give texts of {longest}")
+        yield Text(file.name, ids, question)
 
-    def asked(body: Sequence[int], fact: str, question: str) -> list[int]:
-        head = tokenizer.encode("<|im_start|>user\n")
-        tail = tokenizer.encode(f"\n\n{question}<|im_end|>\n<|im_start|>assistant\n")
-        told = tokenizer.encode(f" {fact} ") if fact else []
-        room = context - len(head) - len(tail) - len(told)
-        return [*head, *body[: room // 2], *told, *body[room // 2 : room], *tail]
 
-    return {
-        "continue": ids[:context],
-        "fact": asked(ids, FACT, ASKED),
-        "question": asked(ids, "", "What do the passages above say? Answer in a few sentences."),
-    }
+def prompts(engine: Engine, text: Text, context: int) -> dict[str, list[int]]:
+    """A prompt of about ``context`` tokens for every task."""
+    tokenizer = engine.target.tokenizer
+    assert tokenizer is not None
+    whole = text.ids[: context - TAIL]
+
+    def asked(question: str) -> list[int]:
+        return [*whole, *tokenizer.encode(f"\n\n{question}<|im_end|>\n<|im_start|>assistant\n")]
+
+    return {"continue": whole, "fact": asked(ASKED), "question": asked(text.question)}
 
 
-def costs(bench: Bench, contexts: Sequence[int]) -> list[dict[str, Any]]:
+def costs(bench: Bench, context: int) -> dict[str, float]:
     """Milliseconds of the processor for a pass: least of some, over text that is there already."""
-    out = []
-    for context in contexts:
-        if bench.cache.length(bench.slot) < context:
+    feeds = {f"full, {n} rows": (n, None) for n in (1, 2, 3, 4)}
+    for budget in (256, 512, 1024):
+        if budget < context:
+            spec = f"token_select[budget={budget}]"
+            seeing = bench.engine.method(spec).preferred.drafter.begin(Request(prompt=())).seeing
+            feeds[f"{budget} seen, choosing"] = 1, seeing.choice.view(context, choose=True)
+            feeds[f"{budget} seen"] = 1, seeing.choice.view(context)
+    least: dict[str, float] = {}
+    for _ in range(6):
+        for name, (rows, view) in feeds.items():
+            feed = Feed(bench.slot, (5,) * rows, tuple(range(-1, rows - 1)), view=view)
+            began = time.process_time()
+            bench.target.score([feed], bench.cache)
+            least[name] = min(least.get(name, 1e9), 1e3 * (time.process_time() - began))
+            bench.cache.drop(bench.slot)
+    return least
+
+
+class Rows:
+    """What was measured, a line each, in a file that later runs add to."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        lines = read_text(file).splitlines() if file.exists() else []
+        self.all: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def has(self, **key: Any) -> bool:
+        return any(all(row.get(name) == value for name, value in key.items()) for row in self.all)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.all.append(row)
+        write_whole(self.file, "".join(json.dumps(one) + "\n" for one in self.all))
+        print(json.dumps(row), flush=True)
+
+
+def measure(engine: Engine, args: argparse.Namespace, rows: Rows) -> None:
+    """Add rows until all are there, or the time is over."""
+    began, bench = time.monotonic(), Bench(engine, args.tokens)
+    contexts = sorted(args.contexts, reverse=True)
+    for text in sources(engine, args.texts, contexts[0]):
+        wanted = [
+            (context, task, spec)
+            for context in contexts
+            for task in ("continue", "fact", "question")
+            for spec in (
+                *args.methods,
+                *(f"lossy {budget}" for budget in LOSSY if max(4096, 3 * budget) <= context),
+            )
+        ]
+        wanted = [
+            (context, task, spec)
+            for context, task, spec in wanted
+            if not rows.has(text=text.name, context=context, task=task, method=spec)
+        ]
+        if not wanted and not args.only_read:
             continue
-        bench.cache.truncate(bench.slot, context)
-        feeds = {f"full, {n} rows": (n, None) for n in (1, 2, 3, 4)}
-        for budget in (256, 512, 1024):
-            for run in (1, 32):
-                spec = f"token_select[budget={budget} run={run}]"
-                seeing = bench.engine.method(spec).preferred.drafter.begin(Request(prompt=())).seeing
-                feeds[f"{budget} seen by {run}, choosing"] = 1, seeing.choice.view(context, choose=True)
-                feeds[f"{budget} seen by {run}"] = 1, seeing.choice.view(context)
-        least: dict[str, float] = {}
-        for _ in range(6):
-            for name, (rows, view) in feeds.items():
-                feed = Feed(bench.slot, (5,) * rows, tuple(range(-1, rows - 1)), view=view)
-                began = time.process_time()
-                bench.target.score([feed], bench.cache)
-                least[name] = min(least.get(name, 1e9), 1e3 * (time.process_time() - began))
-                bench.cache.drop(bench.slot)
-        out.append({"context": context, "cpu_ms": {name: round(ms, 2) for name, ms in least.items()}})
-        print(json.dumps(out[-1]), flush=True)
-    return out
+        bench.begin(text.ids, args.kept)
+        if args.only_read:
+            continue
+        for context, task, spec in wanted:
+            if time.monotonic() - began > 60 * args.minutes:
+                return
+            if not rows.has(pass_at=context):
+                bench.read(text.ids[: context - TAIL])
+                rows.add({"pass_at": context, "cpu_ms": costs(bench, context - TAIL)})
+            prompt = prompts(engine, text, context)[task]
+            bench.read(prompt[:-1])
+            base = bench.run("none", prompt)
+            if spec.startswith("lossy"):
+                got: dict[str, Any] = bench.lossy(int(spec.split()[1]), prompt, base["tokens"])
+            else:
+                got = bench.run(spec, prompt)
+                got["same"] = got.pop("tokens") == base["tokens"]
+                got["speedup"] = base["cpu_ms"] / got["cpu_ms"]
+            got["found"] = NUMBER in engine.target.tokenizer.decode(base["tokens"])  # type: ignore[union-attr]
+            rows.add({"text": text.name, "context": context, "task": task, "method": spec, **got})
 
 
 def main() -> None:
+    """Measure, then write what there is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--texts", type=Path, required=True)
-    parser.add_argument("--contexts", default="2048,4096,8000")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--tasks", default="continue,fact,question")
-    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--texts", type=Path, nargs="+", default=[])
+    parser.add_argument(
+        "--contexts", type=lambda one: [int(part) for part in one.split(",")], default="1024,2048,4096,8000"
+    )
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--kept", type=Path, help="folder for the keys and values of prompts")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--kept", type=Path, help="folder for the keys and values of texts")
+    parser.add_argument("--only-read", action="store_true", help="read the texts into --kept, and leave")
+    parser.add_argument("--keep", type=Path, required=True, help="file of measured rows, added to")
+    parser.add_argument("--plot", type=Path, help="folder for the picture")
+    parser.add_argument("--out", type=Path, help="write the page")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    texts = [file.read_text(encoding="utf-8") for file in sorted(args.texts.glob("*.txt"))]
-    engine = Engine.load(args.model, drafter="none", allow_lossy=True)
-    bench, runs = Bench(engine, args.tokens), list[dict[str, Any]]()
-    contexts = [int(one) for one in args.contexts.split(",")]
-    measured: list[dict[str, Any]] = []
-    for context in sorted(contexts, reverse=True):
-        for seed in range(args.repeats):
-            for task, prompt in prompts(engine, texts, context, seed).items():
-                if task not in args.tasks.split(","):
-                    continue
-                bench.read(prompt, args.kept)
-                plain: list[int] = []
-                for spec in args.methods.split(","):
-                    base, got = bench.run("none", prompt), bench.run(spec, prompt)
-                    plain = base.pop("tokens")
-                    got["same"] = got.pop("tokens") == plain
-                    got |= {"context": context, "task": task, "method": spec}
-                    got["speedup"] = base["cpu_ms"] / got["cpu_ms"]
-                    got["found"] = "48213" in engine.target.tokenizer.decode(plain)
-                    runs.append(got)
-                    print(json.dumps(got), flush=True)
-                for budget in LOSSY:
-                    for run in (1, 32):
-                        if budget < context:
-                            got = bench.lossy(budget, run, prompt, plain)
-                            got |= {"context": context, "task": task, "lossy": budget, "run": run}
-                            runs.append(got)
-                            print(json.dumps(got), flush=True)
-                if not measured:
-                    measured = costs(bench, sorted(one - 1 for one in contexts))
-                args.out.write_text(
-                    json.dumps({"passes": measured, "runs": runs}, indent=1), encoding="utf-8"
-                )
+    rows = Rows(args.keep)
+    if args.texts:
+        measure(Engine.load(args.model, drafter="none", allow_lossy=True), args, rows)
+    if args.out is not None:
+        write_whole(args.out, "\n".join(page(rows.all)) + "\n")
+    if args.plot is not None:
+        paint_views(rows.all, args.plot)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
@@ -18,7 +18,7 @@ from torch import Tensor
 from outpace.clock import PassClock
 from outpace.models.base import Target
 from outpace.tree.growth import Branch, DraftRow, Expand, grow
-from outpace.types import Draft, Outcome
+from outpace.types import Draft, Outcome, Scored
 
 S = TypeVar("S")
 
@@ -62,6 +62,9 @@ class Traits:
     """Committed tokens up to which it proposes nothing, and is not asked."""
     lossless: bool = True
     """Whether verification sees all of the text; not if drafts bring a view for it (``Draft.view``)."""
+    doubts: Callable[[Scored, Sequence[int]], int] | None = None
+    """Says, by a pass's features and the nodes kept, how many of its tokens come before one that ends the
+    text, or more than there are; not lossless."""
     for_rules: bool = False
     """Whether it takes part only where a grammar, or a budget of thinking, says what may follow."""
     deterministic: bool = True

@@ -106,8 +106,8 @@ class SlotDrafter(ExpandingDrafter[S], Generic[S]):
         ready = [
             replace(row, budget=NOTHING) if row.lease is None else self.leased(row, row.lease) for row in rows
         ]
-        drafts = []
-        for row, (draft, numbers) in zip(ready, grow(ready, self.expand), strict=True):
+        drafts, ahead = [], self.foresee if self.traits.foresees else None
+        for row, (draft, numbers) in zip(ready, grow(ready, self.expand, foresee=ahead), strict=True):
             drafts.append(draft if row.state.rows is None else row.state.rows.finish(draft, numbers))
             row.state.rows = None
         return drafts

@@ -74,7 +74,7 @@ class Result:
     tokens: tuple[int, ...]
     """New tokens only, the stop token included."""
     finish_reason: str
-    """``stop`` or ``length``; of a service also ``cancelled``."""
+    """``stop``, ``length`` or, if allowed, ``low_confidence``; of a service also ``cancelled``."""
     prompt_tokens: int
     counters: Counters
     seconds: float

@@ -126,7 +126,7 @@ class ActiveSequence:
     def cut(self, verdict: Verdict) -> Verdict:
         """Shorten a verdict at the first stop, and note why the text ends there."""
         left = self._max_positions - len(self.tokens)
-        length, self.finish_reason = self.stops.cut(verdict.emitted[:left])
+        length, self.finish_reason = self.stops.cut(verdict.emitted[:left], verdict.doubted)
         if self.finish_reason is None and length == left:
             self.stops.close("length")
             self.finish_reason = self.stops.reason

@@ -114,6 +114,15 @@ ENTRIES = (
         trained=True,
     ),
     MethodEntry(
+        "sec",
+        "drafter",
+        "own",
+        "outpace.methods.s2d.sec_drafter:Sec",
+        "A classifier picks the exit that guesses, and may end the text at a doubtful token (lossy)",
+        "Sun et al. 2024 (SEC), arXiv:2401.09964",
+        trained=True,
+    ),
+    MethodEntry(
         "s3d",
         "drafter",
         "own",
@@ -414,6 +423,13 @@ ENTRIES = (
         "own",
         "outpace.methods.s2d.objective:S2d",
         "Several exits of the target on one objective",
+    ),
+    MethodEntry(
+        "sec",
+        "objective",
+        "own",
+        "outpace.methods.s2d.sec_objective:Sec",
+        "Exits of the target, and a classifier that picks one of them or none",
     ),
     MethodEntry(
         "s3d", "objective", "own", "outpace.methods.s3d.objective:S3d", "Masks for the target's outer layers"

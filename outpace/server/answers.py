@@ -344,7 +344,8 @@ class ChatWriter(Writer):
         if not self._readers:
             return thought, Found(text)
         calls = self._readers[index]
-        parts = [calls.push(ids, text), *([calls.close(ended.finish_reason == "length")] if ended else [])]
+        cut = ended is not None and ended.finish_reason in ("length", "low_confidence")
+        parts = [calls.push(ids, text), *([calls.close(cut)] if ended else [])]
         found = Found("".join(part.text for part in parts), [call for part in parts for call in part.calls])
         return thought, self._counted(found)
 

@@ -49,6 +49,12 @@ _ANSWER = {
     504: "The answer takes too long.",
 }
 _GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+_REASONS = {
+    "description": "low_confidence: at a token that a drafter doubts, where lossy ones are allowed.",
+    "enum": ["stop", "length", "tool_calls", "low_confidence", None],
+}
+_CHOICE = {"type": "object", "properties": {"finish_reason": _REASONS}, "required": ["finish_reason"]}
+_CHOICES = {"properties": {"choices": {"type": "array", "items": _CHOICE}}, "required": ["choices"]}
 _OWN = {
     "/v1/models/{model}": {404: _BODY[404]},
     "/health": {503: "The server is stopping, or has broken down."},
@@ -84,7 +90,8 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
     if path == "/metrics":
         responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     else:
-        responses["200"]["content"]["application/json"]["schema"] = {"type": "object"}
+        choices = _CHOICES if path.endswith("completions") else {}
+        responses["200"]["content"]["application/json"]["schema"] = {"type": "object", **choices}
     reference: Mapping[str, Any] = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     for status, meaning in sorted(found.items()):
         responses[str(status)] = {"description": meaning, "content": dict(reference)}

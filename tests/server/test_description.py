@@ -46,6 +46,18 @@ def test_answers_are_as_they_are_described(client, method, path, body, documente
     assert kind in responses[str(status)]["content"]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_reasons_why_answers_end_are_listed(client, path):
+    asked = {"messages": HI} if "chat" in path else {"prompt": "a"}
+    said = client.request("POST", path, json={**asked, "max_tokens": 2}).json()
+    whole = client.get("/openapi.json").json()["paths"][path]["post"]["responses"]["200"]
+    check = jsonschema_rs.validator_for(whole["content"]["application/json"]["schema"])
+    assert check.is_valid(said)
+    for reason, fine in (("low_confidence", True), (None, True), ("doubt", False)):
+        said["choices"][0]["finish_reason"] = reason
+        assert check.is_valid(said) == fine
+
+
 def test_messages_with_calls_are_checked_too(client):
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     wrong = {"role": "assistant", "content": {"a": 1}, "tool_calls": [call]}

@@ -19,6 +19,7 @@ from outpace.methods.mtp.objective import Mtp, MtpTraining
 from outpace.methods.ppd.objective import Ppd, PpdTraining
 from outpace.methods.recurrent.objective import ReDrafter, ReDrafterTraining
 from outpace.methods.s2d.objective import S2d, S2dTraining
+from outpace.methods.s2d.sec_objective import Sec, SecTraining
 from outpace.methods.s3d.objective import S3d, S3dTraining
 from outpace.methods.streaming.objective import Coral, CoralTraining, Streaming, StreamingTraining
 from outpace.models.load import load_target
@@ -41,6 +42,7 @@ KINDS = {
     "ppd": (Ppd, PpdTraining()),
     "s2d": (S2d, S2dTraining()),
     "s3d": (S3d, S3dTraining()),
+    "sec": (Sec, SecTraining()),
     "streaming": (Streaming, StreamingTraining()),
     "coral": (Coral, CoralTraining()),
 }

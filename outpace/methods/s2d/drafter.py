@@ -38,7 +38,7 @@ from outpace.models.blocks import Form
 from outpace.models.decoder import Decoder
 from outpace.models.rowwise import Norm
 from outpace.tree.growth import Branch, DraftRow
-from outpace.types import Feed, Resume
+from outpace.types import Feed, Resume, StopRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +70,7 @@ class S2d(SlotDrafter[SortedState]):
 
     Config = S2dConfig
     target: Decoder
+    method = METHOD
     traits = Traits(
         default_nodes=6, needs=frozenset({LAYERS, TAPS, HEAD}), samples=True, uses_target_cache=True
     )
@@ -77,7 +78,7 @@ class S2d(SlotDrafter[SortedState]):
     def __init__(
         self, exits: Exits, target: Target, threshold: float | None = None, quantize: str | None = None
     ) -> None:
-        lent = lender(target, METHOD)
+        lent = lender(target, self.method)
         self.exits, self.target = exits, lent
         form = Form(lent.dtype, lent.device, quantize=rounding(quantize, lent))
         self._norms = [Norm(one.to(lent.device), lent.config) for one in exits.norm_XH]
@@ -108,30 +109,45 @@ class S2d(SlotDrafter[SortedState]):
 
     def leased(self, row: DraftRow[SortedState], lease: Lease) -> DraftRow[SortedState]:
         row.state.level, row.state.rows = 0, ShallowRows(lease, self.exits.layers[0])
-        return replace(row, budget=replace(row.budget, stop=Doubt(self.threshold, row.budget.stop)))
+        return replace(row, budget=replace(row.budget, stop=self.doubt(row.budget.stop)))
+
+    def doubt(self, other: StopRule | None) -> StopRule:
+        """Where branches end, if the budget's rule does not end them."""
+        return Doubt(self.threshold, other)
 
     def expand(self, branches: Sequence[Branch[SortedState]]) -> tuple[Tensor, Tensor | None]:
         """One pass per exit in use; sequences that are unsure go on to the next exit together."""
         count = [len(branch.nodes) for branch in branches]
         feeds = [rows_of(branch).feed(branch) for branch in branches]
-        missing, parts = list(range(len(branches))), dict[int, Tensor]()
+        parts = dict[int, Tensor]()
         for level in range(len(self.exits.layers)):
-            here = [i for i in missing if branches[i].state.level == level]
+            here = [i for i in range(len(branches)) if i not in parts and branches[i].state.level == level]
             if not here:
                 continue
             states = [branches[i].state for i in here]
             self._run(states, [feeds[i] for i in here])
-            logits_FD = self._logits(
-                level, torch.cat([_last(s, count[i]) for s, i in zip(states, here, strict=True)])
-            )
-            for i, part in zip(here, torch.split(logits_FD, [count[i] for i in here]), strict=True):
-                parts[i] = part
-                if self._goes_deeper(level, part):
-                    state = branches[i].state
-                    feeds[i] = _again(state)
-                    state.level += 1
-                    rows_of(branches[i]).layer = self.exits.layers[state.level]
+            hidden = [_last(state, count[i]) for state, i in zip(states, here, strict=True)]
+            for i, part in zip(here, self.speak(level, states, hidden), strict=True):
+                if part is not None:
+                    parts[i] = part
+                    continue
+                state = branches[i].state
+                feeds[i] = _again(state)
+                state.level += 1
+                rows_of(branches[i]).layer = self.exits.layers[state.level]
         return torch.cat([parts[i] for i in range(len(branches))]), self.id_D
+
+    def speak(
+        self, level: int, states: Sequence[SortedState], hidden: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Logits [F, D] of the nodes of each sequence; None where the next exit is to say them.
+
+        Args:
+            hidden: states of the nodes after the layers of this exit, [F, H] each.
+        """
+        logits_FD = self._logits(level, torch.cat(list(hidden)))
+        parts = torch.split(logits_FD, [len(one) for one in hidden])
+        return [None if self._goes_deeper(level, part) else part for part in parts]
 
     def _run(self, states: Sequence[SortedState], feeds: Sequence[Feed]) -> None:
         """Feed rows up to the exit that their sequences have come to."""

@@ -1,4 +1,4 @@
-"""Sorted exits on disk: `s2d` reads them, ``outpace train s2d`` writes them.
+"""Sorted exits on disk: `s2d` and `sec` read them, ``outpace train`` of these names writes them.
 
     y = n + n W,  n = norm(h)        h: the state after an exit's layers;  logits: head(y)
 
@@ -6,7 +6,11 @@ Tensors ``norms`` [X, H] and ``linears`` [X, H, H]; config.json names the ``exit
 guesses of some confidence were right, by exit and confidence, and how often those of the next exit were
 at the same places.
 
-Shape letters: X exits, H hidden size.
+Those of `sec` have ``classes`` [X + 1, 3, H + 2] besides: by exit, and last behind all layers, what scores
+the things to do (`outpace.methods.s2d.sec_drafter`). The last column is the bias, the one before it the
+weight of how unsure the target is, which is known behind all layers alone.
+
+Shape letters: X exits, S = X + 1 places of a classifier, H hidden size, I = H + 2.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from outpace.errors import ModelError, shown
 from outpace.law import VocabMap
 from outpace.models.base import Target
 
-METHOD = "s2d"
+METHOD, SEC = "s2d", "sec"
 BINS = 16
 """Ranges of confidence that are told apart."""
 Table = tuple[tuple[tuple[float, float], ...], ...]
@@ -36,6 +40,8 @@ class Exits:
     linear_XHH: Tensor
     right: Table
     vocab: VocabMap | None = None
+    class_S3I: Tensor | None = None
+    """Of `sec` alone."""
 
 
 def trusting(exits: int) -> Table:
@@ -44,7 +50,7 @@ def trusting(exits: int) -> Table:
     return (row,) * exits
 
 
-def read_exits(path: str | None, target: Target) -> Exits:
+def read_exits(path: str | None, target: Target, method: str = METHOD) -> Exits:
     """Read a drafter folder.
 
     Args:
@@ -53,8 +59,8 @@ def read_exits(path: str | None, target: Target) -> Exits:
     Raises:
         ModelError: no folder, or files that are corrupt or of another target or method.
     """
-    folder = find(METHOD, target, path)
-    said, tensors = read_config(folder, target, METHOD), read_tensors(folder)
+    folder = find(method, target, path)
+    said, tensors = read_config(folder, target, method), read_tensors(folder)
     layers = said.get("exits")
     if not isinstance(layers, list) or not layers or not all(isinstance(one, int) for one in layers):
         raise ModelError(f"{folder / CONFIG}: exits must be numbers of layers, got {shown(layers)}")
@@ -63,7 +69,10 @@ def read_exits(path: str | None, target: Target) -> Exits:
             f"{folder / CONFIG}: exits {shown(layers)} are not layers 1 to {target.num_layers - 1}"
         )
     count, hidden = len(layers), target.hidden_size
-    fit_tensors(tensors, {"norms": (count, hidden), "linears": (count, hidden, hidden)}, folder)
+    wanted: dict[str, tuple[int, ...]] = {"norms": (count, hidden), "linears": (count, hidden, hidden)}
+    if method == SEC:
+        wanted["classes"] = (count + 1, 3, hidden + 2)
+    fit_tensors(tensors, wanted, folder)
     try:
         right: Table = tuple(tuple((float(a), float(b)) for a, b in row) for row in said.get("right") or ())
     except (TypeError, ValueError):
@@ -76,4 +85,5 @@ def read_exits(path: str | None, target: Target) -> Exits:
         linear_XHH=tensors["linears"],
         right=right or trusting(count),
         vocab=vocab_map(tensors, target.vocab_size),
+        class_S3I=tensors["classes"].float() if method == SEC else None,
     )

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -69,9 +69,7 @@ class S2dTraining(LossTraining):
             return tuple(sorted({min(most, max(1, target.num_layers * i // 5)) for i in (1, 2, 3)}))
         layers = tuple(sorted({int(part) for part in self.exits.split("+")}))
         if not 0 < layers[0] <= layers[-1] <= most:
-            raise ModelError(
-                f"{METHOD}: exits={self.exits}, but {target.name} is left after layer 1 to {most}"
-            )
+            raise ModelError(f"exits={self.exits}, but {target.name} is left after layer 1 to {most}")
         return layers
 
 
@@ -92,6 +90,8 @@ class ExitsNet(nn.Module):
 
 class S2d(Objective):
     Config = S2dTraining
+    method: ClassVar[str] = METHOD
+    Net: ClassVar[type[ExitsNet]] = ExitsNet
     module: ExitsNet
 
     def __init__(self, config: S2dTraining, target: Decoder, vocab: VocabMap | None, net: ExitsNet) -> None:
@@ -112,10 +112,10 @@ class S2d(Objective):
 
     @classmethod
     def build(cls, config: S2dTraining, target: Target, vocab: VocabMap | None) -> S2d:
-        lent = lender(target, METHOD, LAYERS, TAPS, HEAD)
+        lent = lender(target, cls.method, LAYERS, TAPS, HEAD)
         norm_H = lent.checkpoint.tensor("model.norm.weight", torch.float32).to(lent.device)
         shape = lent.config
-        net = ExitsNet(norm_H, len(config.layers(lent)), shape.norm_eps, shape.norm_offset)
+        net = cls.Net(norm_H, len(config.layers(lent)), shape.norm_eps, shape.norm_offset)
         return cls(config, lent, vocab, net.to(lent.device))
 
     def outputs(self, batch: Batch, aligned: Aligned) -> list[Tensor]:
@@ -159,7 +159,7 @@ class S2d(Objective):
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         shares_XC2 = self._right[..., 1:] / self._right[..., :1]
         config = {
-            **self.about(METHOD, [f"hidden.{layer}" for layer in self.layers]),
+            **self.about(self.method, [f"hidden.{layer}" for layer in self.layers]),
             "exits": list(self.layers),
             "right": [[[round(a, 4), round(b, 4)] for a, b in row] for row in shares_XC2.tolist()],
         }

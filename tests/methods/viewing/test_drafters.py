@@ -112,7 +112,7 @@ def test_drawing_anew_after_a_refusal_is_caught():
 
 SPECS = (
     "window_self[sinks=2 window=20]",
-    "token_select[budget=40 sinks=2 window=16 every=2]",
+    "token_select[budget=24 sinks=2 window=8 every=2]",
     "triforce[budget=48 chunk=4 window=16 every=2]",
     "triforce[budget=48 chunk=4 window=16 draft=recycling]",
 )
