@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "kernels": "errors config files",
     "registry": "errors",
     "params": "errors",
-    "rows": "",
+    "rows": "kernels",
     "stops": "errors params",
     "records": "",
     "types": "law curve records",

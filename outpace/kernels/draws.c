@@ -117,3 +117,46 @@ int64_t outpace_race(const float *prob, const int64_t *id, int64_t width, int64_
     }
     return found;
 }
+
+/* Name the `count` likeliest entries of every row, best first and the lowest one of equal ones, and
+   their probabilities under softmax; -1 where none are left that may come. `id` as above. */
+void outpace_rank(const float *x, const int64_t *id, int64_t rows, int64_t width, int64_t count,
+                  int64_t *best, float *prob) {
+    for (int64_t row = 0; row < rows; row++, x += width, best += count, prob += count) {
+        float bound = -INFINITY;
+        int64_t found = 0;
+        for (int64_t start = 0; start < width; start += STRETCH / 8) {
+            const int64_t stop = start + STRETCH / 8 < width ? start + STRETCH / 8 : width;
+            if (found == count && !(largest(x + start, stop - start) > bound)) continue;
+            for (int64_t i = start; i < stop; i++) {
+                if (!(x[i] > bound)) continue;
+                int64_t at = found < count ? found++ : count - 1;
+                for (; at > 0 && x[best[at - 1]] < x[i]; at--) best[at] = best[at - 1];
+                best[at] = i;
+                if (found == count) bound = x[best[count - 1]];
+            }
+        }
+        for (int64_t n = found; n < count; n++) best[n] = -1;
+        if (!found) continue;
+        const float most = x[best[0]];
+        dvec total = {0};
+        double sum = 0;
+        int64_t i = 0;
+        for (; i < width; i += LANES) {
+            float rest[LANES];
+            const float *from = x + i;
+            if (width - i < LANES) {
+                for (int n = 0; n < LANES; n++) rest[n] = i + n < width ? x[i + n] : -INFINITY;
+                from = rest;
+            }
+            float share[LANES];
+            store(share, power((load(from) - most) * 1.4426950f));
+            total += doubles(share) + doubles(share + DOUBLES);
+        }
+        for (int n = 0; n < DOUBLES; n++) sum += total[n];
+        for (int64_t n = 0; n < found; n++) {
+            prob[n] = (float)(exp((double)x[best[n]] - most) / sum);
+            if (id) best[n] = id[best[n]];
+        }
+    }
+}

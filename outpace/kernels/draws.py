@@ -3,9 +3,10 @@
 A vocabulary has 50,000 entries, and after a pass none of them is near the processor: every operation of
 torch reads and writes them again. ``draws.c`` reads them once or twice. Torch does it everywhere
 else, and for float64. Either way a row's numbers depend on that row alone. Those of a softmax differ in the
-last bits of float32; draws from the same numbers are the same, but where a coin falls within 1e-13 of an edge.
+last bits of float32. Draws from the same numbers are the same, but where a coin falls within 1e-13 of an
+edge.
 
-Shape letters: V vocabulary, S support of a distribution.
+Shape letters: V vocabulary, S support of a distribution, R rows.
 """
 
 from __future__ import annotations
@@ -69,6 +70,27 @@ def race(prob_S: Tensor, id_S: Tensor | None, key: int, count: int) -> list[int]
     time_S = exponentials(key, ids_S).to(prob_S.device) / prob_S.double()  # as Gumbel-max
     count = min(count, int((prob_S > 0).sum()))
     return [int(i) for i in time_S.topk(count, largest=False).indices.tolist()]
+
+
+def rank(x_RV: Tensor, id_V: Tensor | None, count: int) -> list[list[tuple[int, float]]] | None:
+    """List the likeliest tokens of every row and their probabilities under softmax, best first.
+
+    Args:
+        id_V: tokens of the columns; None: their indices.
+
+    Returns:
+        Fewer than ``count`` where fewer may come; None where torch has to do it.
+    """
+    code = _code(x_RV)
+    if code is None or x_RV.requires_grad or not (id_V is None or id_V.is_contiguous()):
+        return None
+    rows, width = x_RV.shape
+    count = min(count, width)
+    best, prob = (ctypes.c_int64 * (rows * count))(), (ctypes.c_float * (rows * count))()
+    ids = None if id_V is None else id_V.data_ptr()
+    code.outpace_rank(x_RV.data_ptr(), ids, rows, width, count, best, prob)
+    ranked = list(zip(best, prob, strict=True))
+    return [[one for one in ranked[i : i + count] if one[0] >= 0] for i in range(0, rows * count, count)]
 
 
 def exponentials(key: int, id_S: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from outpace.params import SamplingParams
 from outpace.sampling import Warp
 
 SIZES = [1, 2, 7, 16, 33, 127, 1000, 1024, 1025, 5003, 49152]
-FUNCTIONS = ("outpace_softmax", "outpace_choose", "outpace_race")
+FUNCTIONS = ("outpace_softmax", "outpace_choose", "outpace_race", "outpace_rank")
 PLANTED = {
     "a NaN at the end goes unseen": ("lanes.h", "isnan(most) ? most : x[i]", "x[i]"),
     "a NaN in a vector goes unseen": ("lanes.h", "if (odd[n]) most = NAN;", ""),
@@ -37,6 +37,10 @@ PLANTED = {
     "a bound that cuts winners": ("draws.c", "bound * doubles(prob + i)", "bound * doubles(prob + i) / 2"),
     "a bound that cuts runners-up": ("draws.c", "bound = when[count - 1]", "bound = when[0]"),
     "impossible entries arrive": ("draws.c", "if (!(prob[i] > 0)) continue;", ""),
+    "a block without a place is read too late": ("draws.c", "largest(x + start, stop - start) > bound", "0"),
+    "equal ranks are turned": ("draws.c", "x[best[at - 1]] < x[i]", "x[best[at - 1]] <= x[i]"),
+    "ranks by place": ("draws.c", "if (id) best[n] = id[best[n]];", ""),
+    "the end of a row counts for the sum": ("draws.c", "x[i + n] : -INFINITY", "x[i + n] : x[best[0]]"),
 }
 """Name -> file, what stands there, what is planted."""
 
@@ -80,7 +84,9 @@ def rows(size):
 
 def faults(code, with_torch):
     """Where compiled code differs from torch; the first of each kind."""
-    return list(filter(None, (wrong(code, with_torch) for wrong in (_softmax, _refusal, _choose, _race))))
+    return list(
+        filter(None, (wrong(code, with_torch) for wrong in (_softmax, _refusal, _choose, _race, _rank)))
+    )
 
 
 def _softmax(code, with_torch):
@@ -138,6 +144,24 @@ def _race(code, with_torch):
                 given = (prob_S, ids, (1 << 63) + 977 * n + size, count)
                 if code(draws.race, *given) != with_torch(draws.race, *given):
                     return f"race of {count} among {size}"
+    return None
+
+
+def _rank(code, with_torch):
+    for size in SIZES:
+        x_RV = torch.stack([x_V if n else x_V.mul(2).round() for n, x_V in enumerate(rows(size))])  # ties
+        id_V = torch.randperm(3 * size)[:size]
+        prob_RV = x_RV.double().softmax(-1)
+        for k, ids in itertools.product((1, 2, 8, 40), (None, id_V)):
+            for listed, x_V, prob_V in zip(code(draws.rank, x_RV, ids, k), x_RV, prob_RV, strict=True):
+                order = x_V.sort(descending=True, stable=True).indices[:k]
+                order = order[x_V[order] > -math.inf]
+                if [token for token, _ in listed] != (order if ids is None else ids[order]).tolist():
+                    return f"ranks of {k} among {size}"
+                if not torch.allclose(
+                    torch.tensor([p for _, p in listed]).double(), prob_V[order], rtol=1e-5
+                ):
+                    return f"probabilities of {k} among {size}"
     return None
 
 
