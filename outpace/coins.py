@@ -22,13 +22,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from outpace.kernels import draws
 from outpace.types import Law
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Stream(enum.IntEnum):
@@ -92,22 +90,15 @@ class KeyedCoins(Coins):
     def choose(self, law: Law, *key: int) -> int:
         if len(law.prob_S) == 1:
             return int(law.ids[0])
-        # float64: the sum of 50000 float32 entries is off by more than one part in 10^7.
-        edge_S = law.prob_S.double().cumsum(0)
-        at = torch.searchsorted(edge_S, self.uniform(*key) * edge_S[-1], right=True)
-        index = int(at.clamp_max(len(edge_S) - 1))
-        if law.prob_S[index] == 0:  # an edge hit exactly, or rounding past the last entry
-            index = int(law.prob_S.argmax())
+        index = draws.choose(law.prob_S, self.uniform(*key))
         return index if law.id_S is None else int(law.id_S[index])
 
     def race(self, law: Law, depth: int, count: int = 1) -> list[int]:
         if len(law.prob_S) == 1:
             return [int(law.ids[0])]
-        noise_S = exponentials(_mix(_mix(self._seed, Stream.RACE), self._position + depth), law.ids)
-        time_S = noise_S / law.prob_S.double()  # E / p: the earliest arrival wins, as Gumbel-max
-        count = min(count, int((law.prob_S > 0).sum()))
-        order = time_S.topk(count, largest=False).indices
-        return [int(t) for t in (order if law.id_S is None else law.id_S[order]).tolist()]
+        key = _mix(_mix(self._seed, Stream.RACE), self._position + depth)
+        order = draws.race(law.prob_S, law.id_S, key, count)
+        return order if law.id_S is None else [int(law.id_S[i]) for i in order]
 
 
 def later_seed(seed: int, turn: int) -> int:
@@ -122,27 +113,9 @@ def key_of(seed: int, prompt: Sequence[int]) -> int:
     return int.from_bytes(digest, "little")
 
 
-def exponentials(key: int, id_S: Tensor) -> Tensor:
-    """Independent Exp(1) noise, a function of (key, token) alone.
-
-    Keyed per token and not per entry, so that distributions with different supports share their noise.
-
-    Returns:
-        float64 [S] on the device of ``id_S``.
-    """
-    state = id_S.cpu().numpy().astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(key)
-    state ^= state >> np.uint64(30)
-    state *= np.uint64(0xBF58476D1CE4E5B9)
-    state ^= state >> np.uint64(27)
-    state *= np.uint64(0x94D049BB133111EB)
-    state ^= state >> np.uint64(31)
-    uniform = ((state >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    return torch.from_numpy(-np.log(uniform)).to(id_S.device)
-
-
 def _mix(state: int, part: int) -> int:
     """SplitMix64's finalizer over a state advanced by ``part`` (Steele et al. 2014)."""
-    z = (state * 0xD1342543DE82EF95 + (part & _MASK) * _GOLDEN + _GOLDEN) & _MASK
+    z = (state * 0xD1342543DE82EF95 + (part & _MASK) * draws.GOLDEN + draws.GOLDEN) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from outpace.errors import LogitsError, RequestError
+from outpace.kernels.draws import softmax
 from outpace.law import Law
 from outpace.params import Grammar, Matcher, Processor
 from outpace.params import SamplingParams as SamplingParams
@@ -197,12 +198,15 @@ class Warp:
             (best,), (value,) = best_rows([x_V[None]])
             self._check(value, logits_V)
             return Law.one_hot(best if ids is None else int(ids[best]), x_V.dtype)
-        self._check(float(x_V.max()) / self._temperature, logits_V)
         if 0 < self._top_k < len(x_V) or self._top_p < 1 or self._min_p > 0:
+            self._check(float(x_V.max()) / self._temperature, logits_V)
             kept = self._truncated(x_V)
-            prob_S = (x_V[kept] / self._temperature).softmax(0)
-            return Law(prob_S, kept if ids is None else ids[kept])
-        return Law((x_V / self._temperature).softmax(0), ids)
+            x_V, ids = x_V[kept], kept if ids is None else ids[kept]
+        prob_S = softmax(x_V, self._temperature)
+        if prob_S is None:
+            self._check(float(x_V.max()) / self._temperature, logits_V)
+        assert prob_S is not None
+        return Law(prob_S, ids)
 
     def _check(self, largest: float, logits_V: Tensor) -> None:
         """Raise unless the largest score of a row, made of these logits, is finite in float32."""

@@ -22,14 +22,16 @@ MAY_IMPORT = {
     "files": "errors",
     "curve": "",
     "config": "errors files",
+    # Compiled code, and how it is built and loaded.
+    "kernels": "errors config files",
     "registry": "errors",
     "params": "errors",
-    "rows": "",
+    "rows": "kernels",
     "stops": "errors params",
     "records": "",
     "types": "law curve records",
-    "coins": "types",
-    "sampling": "errors params rows types",
+    "coins": "kernels types",
+    "sampling": "kernels errors params rows types",
     # The contracts: what a step is written against. A tree's row lends a slot of a cache.
     "cache.base": "",
     "tree": "errors files types coins sampling cache.base",
@@ -45,8 +47,6 @@ MAY_IMPORT = {
     " policies.base",
     # The implementations. A policy sees numbers only; a verifier sees laws and coins only.
     "cache": "errors tree cache.base",
-    # Compiled code, and how it is built and loaded.
-    "kernels": "errors config files",
     "models": "kernels errors files config types coins tree cache cache.base models.base",
     # Folders of trained drafters, whoever wrote them: no method is known there.
     "drafters.trained": "errors files config types models models.base",

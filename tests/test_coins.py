@@ -3,7 +3,8 @@ import math
 
 import torch
 
-from outpace.coins import KeyedCoins, Stream, exponentials
+from outpace.coins import KeyedCoins, Stream
+from outpace.kernels.draws import exponentials
 from outpace.law import Law
 
 LAW = Law(torch.tensor([0.5, 0.2, 0.0, 0.3]))

@@ -43,9 +43,13 @@ _ARGUMENTS = {
     "outpace_group_bytes": "ii",
     "outpace_dense": "aai",
     "outpace_tile": "",
+    "outpace_softmax": "aida",
+    "outpace_choose": "aid",
+    "outpace_race": "aaiiia",
+    "outpace_rank": "aaiiiaa",
 }
-"""Of every function: addresses, whole numbers of 64 bits, floats."""
-_TYPES = {"a": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+"""Of every function: addresses, whole numbers of 64 bits, floats, doubles."""
+_TYPES = {"a": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
 
 
 @functools.cache

@@ -76,6 +76,27 @@ INLINE vec power(vec x) {
     return (vec)(((ivec)y + (whole << 23)) & ~none);
 }
 
+/* The largest number of a row; NaN if it holds one. */
+INLINE float largest(const float *x, int64_t width) {
+    vec top = all(-INFINITY);
+    ivec odd = {0};
+    float most = -INFINITY;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        const vec one = load(x + i);
+        const ivec more = one > top;
+        top = (vec)(((ivec)one & more) | ((ivec)top & ~more));
+        odd |= one != one;
+    }
+    for (int n = 0; n < LANES; n++) {
+        most = top[n] > most ? top[n] : most;
+        if (odd[n]) most = NAN;
+    }
+    for (; i < width; i++)
+        if (!(x[i] <= most)) most = isnan(most) ? most : x[i];
+    return most;
+}
+
 /* Rows are worked on in pieces of about GRAIN numbers. */
 enum { GRAIN = 1 << 13 };
 INLINE int64_t pieces_of(int64_t rows, int64_t width) {

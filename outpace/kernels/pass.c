@@ -5,6 +5,7 @@
 
 #include "attend.h"
 #include "choose.h"
+#include "draws.c"
 #include "products.c"
 #include "rowwise.h"
 #include "team.h"

@@ -468,7 +468,7 @@ INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t
         const char *x = (const char *)(w.x + at * SPAN);
         /* The processor itself does not look past the end of a page. */
         for (int line = 0; line < block_bytes(kind); line += 64)
-            __builtin_prefetch(block + PAGE + line, 0, 3);
+            __builtin_prefetch(block + PAGE + line, 0, 0);
         ivec q[8];
         read_codes(kind, block, q);
         EACH(half, halves) {

@@ -77,22 +77,7 @@ INLINE void bend(const float *x, float *out, int64_t width) {
 /* Index and value of the largest number of a row, the lowest index on ties. A row that holds a NaN
    gives it. */
 INLINE void best(const float *x, int64_t width, double *out) {
-    vec top = all(-INFINITY);
-    ivec odd = {0};
-    float most = -INFINITY;
-    int64_t i = 0;
-    for (; i + LANES <= width; i += LANES) {
-        const vec one = load(x + i);
-        const ivec more = one > top;
-        top = (vec)(((ivec)one & more) | ((ivec)top & ~more));
-        odd |= one != one;
-    }
-    for (int n = 0; n < LANES; n++) {
-        most = top[n] > most ? top[n] : most;
-        if (odd[n]) most = NAN;
-    }
-    for (; i < width; i++)
-        if (!(x[i] <= most)) most = isnan(most) ? most : x[i];
+    const float most = largest(x, width);
     int64_t at = 0;
     while (at + 1 < width && x[at] != most && !isnan(most)) at++;
     out[0] = (double)at, out[1] = most;

@@ -309,11 +309,11 @@ class Decoder(Target):
         cap = self.config.logit_softcap
         features, last_TH, logits_TV = got.taps, got.last_TH, capped(got.logits_TV, cap)
         return Scored(
-            logits_TV[:fed],
+            logits_TV[:fed] if rows.rider_logits else logits_TV,
             rows.start_B,
             features,
             rows.tap_start_B if taps else (0,),
-            last_TH[fed:picked] if rows.riders else None,
+            last_TH[fed:picked] if rows.riders and last_TH is not None else None,
             logits_TV[fed:] if rows.rider_logits else None,
             rows.rider_start_B if rows.riders else (0,),
             got.best if cap is None else None,
@@ -324,11 +324,10 @@ class Decoder(Target):
         self, rows: PassRows, cache: DenseCache, depth: int, taps: frozenset[str], headed: int
     ) -> Results:
         assert self._programs is not None
-        # Buffers outlive a pass, so they are ordinary tensors also where inference mode is on.
+        got = self._programs.run(rows, cache, depth, taps, self.embed, headed)
+        if not rows.riders:
+            return got
         with torch.inference_mode(False), torch.no_grad():
-            got = self._programs.run(rows, cache, depth, taps, self.embed, headed)
-            if not taps:
-                return got
             features = {name: rows.without_riders(got.taps[name]) for name in taps}
         return replace(got, taps=features)
 

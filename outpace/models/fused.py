@@ -214,8 +214,8 @@ class View:
             parts = self._cut(span, shape, parts, view, copies)
             if view is not None and view.choice is not None:
                 self._choose(span, shape, view.choice, copies[1])
-        self._part = torch.empty(parts, shape.width)
-        self._tops = torch.empty(parts, 2)
+        self._part = torch.empty(parts * (shape.width + 2))  # and the largest and the sum of each
+        part = self._part.data_ptr()
         keys, values = stores
         self.told = _Told(
             kv=shape.kv,
@@ -238,8 +238,8 @@ class View:
             chunk=_address(self._chunk),
             sight=_address(self._sight),
             path=_address(self._path),
-            part=self._part.data_ptr(),
-            tops=self._tops.data_ptr(),
+            part=part,
+            tops=part + 4 * parts * shape.width,
             choice=_address(self._choice),
             scale=shape.scale / math.log(2),
         )

@@ -75,8 +75,8 @@ class Results:
 
     taps: dict[str, Tensor]
     """Of all rows."""
-    last_TH: Tensor
-    """Normed, of the rows picked."""
+    last_TH: Tensor | None
+    """Normed, of the rows picked; None may be had where no riders are."""
     logits_TV: Tensor
     best: tuple[list[int], list[float]] | None
     """Index and value of the largest of each row of logits."""
@@ -149,16 +149,29 @@ class Programs:
             embed: gives float32 vectors of ids.
             headed: how many of the rows picked have logits: the first ones.
         """
+        logits_TV = self._room.rows(headed, self._ends.head.outputs)
+        if not (taps or rows.riders or rows.levels):
+            return self._whole(rows, cache, depth, taps, embed, logits_TV)
+        # Features are ordinary tensors also where inference mode is on: they outlive a pass.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._whole(rows, cache, depth, taps, embed, logits_TV)
+
+    def _whole(
+        self,
+        rows: PassRows,
+        cache: DenseCache,
+        depth: int,
+        taps: frozenset[str],
+        embed: Callable[[Sequence[int]], Tensor],
+        logits_TV: Tensor,
+    ) -> Results:
         seen: dict[str, Tensor] = {}
         way = _Way(cache, taps, array("q", [*rows.wanted, *rows.riders]), array("q", rows.ids), seen)
-        counts = len(rows.ids), len(way.picked), headed
+        counts = len(rows.ids), len(way.picked), len(logits_TV)
         buffers = self._free.pop() if self._free else _Buffers(self._config, self._shape)
         if counts[0] > buffers.most:
             buffers.fit(counts[0], [*(one for b in self._blocks for one in b.linears), self._ends.head])
-        last_TH = torch.empty(counts[1], self._config.hidden_size)
-        logits_TV = self._room.rows(headed, self._ends.head.outputs)
-        found = (ctypes.c_double * (2 * headed))()
-        buffers.lend(_LAST, last_TH)
+        found = (ctypes.c_double * (2 * counts[2]))()
         buffers.lend(_LOGITS, logits_TV)
         buffers.address[_FOUND] = ctypes.addressof(found)
         whole = not rows.embeds and not rows.levels
@@ -174,6 +187,7 @@ class Programs:
         else:
             listed = self._list(range(depth), embedded, True, taps)
             self._some(buffers, listed, rows.spans, counts, way)
+        last_TH = buffers.lent[_LAST][: counts[1]].clone() if rows.riders else None
         self._free.append(buffers)
         return Results(seen, last_TH, logits_TV, ([int(one) for one in found[::2]], found[1::2]))
 
@@ -373,6 +387,7 @@ class _Buffers:
             _WIDE: 2 * config.ffn_size,
             _GATED: config.ffn_size,
             _PICKED: hidden,
+            _LAST: hidden,
         }
         self.most = 0
         """Rows that there is room for."""
@@ -382,8 +397,10 @@ class _Buffers:
     def fit(self, rows: int, linears: Sequence[Linear]) -> None:
         """Make room for so many rows, which these matrices multiply."""
         self.most = max(rows, 2 * self.most, 16)
-        for buffer, width in self._widths.items():
-            self.lend(buffer, torch.zeros(self.most, width))
+        # They outlive a pass, so they are ordinary tensors also where inference mode is on.
+        with torch.inference_mode(False):
+            for buffer, width in self._widths.items():
+                self.lend(buffer, torch.zeros(self.most, width))
         code = library()
         assert code is not None
         products = [one.product.matrices for one in linears if one.product is not None]

@@ -21,7 +21,7 @@ class Room:
     """
 
     def __init__(self) -> None:
-        self._kept: Tensor | None = None
+        self._kept = self._shown = torch.empty(0, 0)
 
     def widened(self, x_TV: Tensor) -> Tensor:
         """The same in float32. Memory: the largest number of rows so far, up to `ROOM`."""
@@ -33,6 +33,8 @@ class Room:
         """Memory for float32 [count, width], to be written; holds until the next call."""
         if count > ROOM or not torch.is_inference_mode_enabled():  # where autograd runs it may be kept
             return torch.empty(count, width)
-        if self._kept is None or len(self._kept) < count:
+        if len(self._kept) < count:
             self._kept = torch.empty(count, width)
-        return self._kept[:count]
+        if len(self._shown) != count:
+            self._shown = self._kept[:count]
+        return self._shown

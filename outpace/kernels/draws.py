@@ -1,0 +1,117 @@
+"""Distributions over a vocabulary and draws from them, each in one call of compiled code.
+
+A vocabulary has 50,000 entries, and after a pass none of them is near the processor: every operation of
+torch reads and writes them again. ``draws.c`` reads them once or twice. Torch does it everywhere
+else, and for float64. Either way a row's numbers depend on that row alone. Those of a softmax differ in the
+last bits of float32. Draws from the same numbers are the same, but where a coin falls within 1e-13 of an
+edge.
+
+Shape letters: V vocabulary, S support of a distribution, R rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outpace.kernels.compiled import library
+
+GOLDEN = 0x9E3779B97F4A7C15
+"""What SplitMix64 steps by."""
+_LARGEST = float(torch.finfo(torch.float32).max)
+
+
+def softmax(x_V: Tensor, temperature: float) -> Tensor | None:
+    """Make a distribution of scores.
+
+    Returns:
+        None where there is none: the largest score, over the temperature, is no number of float32.
+    """
+    code = _code(x_V)
+    if code is not None:
+        out_V = torch.empty_like(x_V)
+        fine = code.outpace_softmax(x_V.data_ptr(), len(x_V), temperature, out_V.data_ptr())
+        return out_V if fine else None
+    fine = abs(float(x_V.max()) / temperature) <= _LARGEST
+    return (x_V / temperature).softmax(0) if fine else None
+
+
+def choose(weight_S: Tensor, coin: float) -> int:
+    """Find the first entry up to which the weights sum to more than ``coin``, below 1, of all."""
+    code = _code(weight_S)
+    if code is not None:
+        return int(code.outpace_choose(weight_S.data_ptr(), len(weight_S), coin))
+    # float64: the sum of 50000 float32 entries is off by more than one part in 10^7.
+    edge_S = weight_S.double().cumsum(0)
+    at = torch.searchsorted(edge_S, coin * edge_S[-1], right=True)
+    index = int(at.clamp_max(len(edge_S) - 1))
+    if weight_S[index] == 0:  # an edge hit exactly, or rounding past the last entry
+        index = int(weight_S.argmax())
+    return index
+
+
+def race(prob_S: Tensor, id_S: Tensor | None, key: int, count: int) -> list[int]:
+    """Find the entries whose arrivals, exponential noise of (key, token) over probability, are the earliest.
+
+    Returns:
+        The first one first; fewer than ``count`` where fewer may come.
+    """
+    code = _code(prob_S)
+    if code is not None and (id_S is None or id_S.is_contiguous()):
+        count = min(count, len(prob_S))
+        winner = (ctypes.c_int64 * count)()
+        ids = None if id_S is None else id_S.data_ptr()
+        found = code.outpace_race(prob_S.data_ptr(), ids, len(prob_S), key, count, winner)
+        return winner[:found]
+    ids_S = torch.arange(len(prob_S)) if id_S is None else id_S
+    time_S = exponentials(key, ids_S).to(prob_S.device) / prob_S.double()  # as Gumbel-max
+    count = min(count, int((prob_S > 0).sum()))
+    return [int(i) for i in time_S.topk(count, largest=False).indices.tolist()]
+
+
+def rank(x_RV: Tensor, id_V: Tensor | None, count: int) -> list[list[tuple[int, float]]] | None:
+    """List the likeliest tokens of every row and their probabilities under softmax, best first.
+
+    Args:
+        id_V: tokens of the columns; None: their indices.
+
+    Returns:
+        Fewer than ``count`` where fewer may come; None where torch has to do it.
+    """
+    code = _code(x_RV)
+    if code is None or x_RV.requires_grad or not (id_V is None or id_V.is_contiguous()):
+        return None
+    rows, width = x_RV.shape
+    count = min(count, width)
+    best, prob = (ctypes.c_int64 * (rows * count))(), (ctypes.c_float * (rows * count))()
+    ids = None if id_V is None else id_V.data_ptr()
+    code.outpace_rank(x_RV.data_ptr(), ids, rows, width, count, best, prob)
+    ranked = list(zip(best, prob, strict=True))
+    return [[one for one in ranked[i : i + count] if one[0] >= 0] for i in range(0, rows * count, count)]
+
+
+def exponentials(key: int, id_S: Tensor) -> Tensor:
+    """Independent Exp(1) noise, a function of (key, token) alone.
+
+    Keyed per token and not per entry, so that distributions with different supports share their noise.
+
+    Returns:
+        float64 [S] on the host.
+    """
+    state = id_S.cpu().numpy().astype(np.uint64) * np.uint64(GOLDEN) + np.uint64(key)
+    state ^= state >> np.uint64(30)
+    state *= np.uint64(0xBF58476D1CE4E5B9)
+    state ^= state >> np.uint64(27)
+    state *= np.uint64(0x94D049BB133111EB)
+    state ^= state >> np.uint64(31)
+    uniform = ((state >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return torch.from_numpy(-np.log(uniform))
+
+
+def _code(x_S: Tensor) -> ctypes.CDLL | None:
+    """The compiled code, if it reads these numbers."""
+    fits = x_S.dtype is torch.float32 and x_S.is_cpu and x_S.is_contiguous()
+    return library() if fits and len(x_S) > 0 else None
