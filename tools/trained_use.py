@@ -124,7 +124,8 @@ def watched(pipeline: Pipeline, chain: str, prompts: Sequence[Sequence[int]], ne
             onlooker.seen.clear()
             answer = engine.generate(list(prompt), params, drafter=chain, reproducible=False).tokens
             texts.append((tuple(prompt), tuple(answer)))
-            for at, guesses in enumerate(onlooker.seen, start=1):
+            # The prompt's own pass comes first: it has no draft, and gives the first token.
+            for at, guesses in enumerate(onlooker.seen):
                 for depth, (guess, truth) in enumerate(zip(guesses, answer[at:], strict=False)):
                     counted[depth] += 1
                     if guess != truth:
