@@ -3,7 +3,7 @@
     outpace train eagle3 --only-data --prompts questions.jsonl --tokens 360000 --work WORK
     python tools/trained_table.py --work WORK --out DRAFTERS --minutes 30 --page docs/results/trained.md
 
-A row is a method with settings, as in ``--rows eagle3 "eagle3 two_stage=3"``. Features of all rows are computed
+A row is a method with settings, as in ``--rows eagle3 "eagle3 steps=5"``. Features of all rows are computed
 once, before; their time does not count. A short trial then says what a step of a row takes of the processor,
 and this says how many steps fit into the minutes. So a training goes by steps: what was stopped goes on with
 the same bits, and a busy machine changes nothing. What is finished is not done again.
@@ -46,11 +46,14 @@ from outpace.train.tokens import TokenStore
 ROWS = (
     *("eagle3", "hydra", "medusa", "glide", "fspad", "falcon", "mtp", "redrafter", "lstm", "mlp_speculator"),
     *("coral", "streaming", "s2d", "dflash", "s3d", "kangaroo", "ppd", "draft_model"),
+    *("early_exit", "dspark", "jetspec"),
 )
 SHARED = ("pipeline.tokens_per_batch=1024", "loop.lr=0.001")
 """Settings of all rows; a row's own come later and win."""
 TRIAL = 0.2
 """Minutes of the clock in which a step is timed."""
+DATA = ("answer_tokens", "tokens", "sequences", "digest")
+"""What a row says of the tokens."""
 FEW = 32
 """Texts whose features are computed together."""
 
@@ -60,31 +63,45 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the tokens, as of outpace train")
     parser.add_argument("--out", type=Path, required=True, help="folder for drafters and figures")
-    parser.add_argument("--minutes", type=float, required=True, help="of one thread's processor time, per row")
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), help="methods, each with settings if need be")
+    parser.add_argument("--minutes", type=float, required=True, help="of one thread, per row")
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), help="methods, each with its settings")
     parser.add_argument("--set", dest="shared", nargs="+", default=list(SHARED), help="settings of all rows")
+    parser.add_argument("--page-only", action="store_true", help="write the page of what is finished")
     parser.add_argument("--features-only", action="store_true", help="compute features and leave")
     parser.add_argument("--prompts", type=int, default=12, help="held-out prompts to measure on")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer that is measured")
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--loaded", action="store_true", help="say that other programs ran")
     parser.add_argument("--page", type=Path, help="Markdown file to write; its plot goes to ../images")
     asked = parser.parse_args(arguments)
     asked.given = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the stage, too
     try:
-        if asked.features_only or any(not _file(asked, row, "use").is_file() for row in asked.rows):
+        left = [row for row in asked.rows if not asked.page_only and not _file(asked, row, "use").is_file()]
+        if asked.features_only or left:
             alone(features, asked)
-        for row in () if asked.features_only else asked.rows:
-            for stage, work in (("plan", plan), ("trained", trained), ("use", use)):
-                if not _file(asked, row, stage).is_file():
-                    print(f"{row}: {stage}", file=sys.stderr, flush=True)
-                    alone(work, asked, row)
-            if asked.page is not None:
-                trained_page.write(asked, found(asked))
+        failed = [row for row in left if not asked.features_only and not finished(asked, row)]
+        if asked.page is not None and (rows := found(asked)):
+            trained_page.write(asked, rows)
+        if failed:
+            raise OutpaceError(f"not finished: {', '.join(failed)}; the same command goes on with them")
     except OutpaceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def finished(asked: Any, row: str) -> bool:
+    """Do what is missing of a row; whether that went well. What did not is told, and costs no other row."""
+    try:
+        for stage, work in (("plan", plan), ("trained", trained), ("use", use)):
+            if not _file(asked, row, stage).is_file():
+                print(f"{row}: {stage}", file=sys.stderr, flush=True)
+                alone(work, asked, row)
+    except OutpaceError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return False
+    return True
 
 
 def alone(work: Callable[..., None], *given: Any) -> None:
@@ -133,7 +150,9 @@ def plan(asked: Any, row: str) -> None:
     pipeline = _pipeline(asked, row, ())
     objective = pipeline.options.objective.build(pipeline.options.own, pipeline.target, pipeline.vocab)
     rest = {key: value for key, value in pipeline.options.loop if key in ("optimizer",)}
-    config = LoopConfig(minutes=TRIAL, report_every=1, evaluate_every=1 << 30, checkpoint_every=1 << 30, **rest)
+    config = LoopConfig(
+        minutes=TRIAL, report_every=1, evaluate_every=1 << 30, checkpoint_every=1 << 30, **rest
+    )
     stamps = [time.process_time()]
     with tempfile.TemporaryDirectory(dir=pipeline.work) as place:
         train(
@@ -147,7 +166,12 @@ def plan(asked: Any, row: str) -> None:
         )
     spent = np.diff(stamps)[1:] if len(stamps) > 2 else np.diff(stamps)  # the first one sets things up
     steps = max(1, round(60 * asked.minutes / float(spent.mean())))
-    told = {"minutes": asked.minutes, "steps": steps, "step_seconds": float(spent.mean()), "timed": len(spent)}
+    told = {
+        "minutes": asked.minutes,
+        "steps": steps,
+        "step_seconds": float(spent.mean()),
+        "timed": len(spent),
+    }
     _write(_file(asked, row, "plan"), {**told, "settings": [*asked.shared, *row.split()[1:]]})
 
 
@@ -173,7 +197,9 @@ def trained(asked: Any, row: str) -> None:
         "weights_bytes": (made.folder / WEIGHTS).stat().st_size,
         "losses": losses,
         "held_out": made.provenance and _read(made.folder / "provenance.json").get("held_out"),
-        "data": {k: made.provenance["data"].get(k) for k in ("answer_tokens", "tokens", "sequences", "digest")},
+        "data": {
+            k: made.provenance["data"].get(k) for k in ("answer_tokens", "tokens", "sequences", "digest")
+        },
     }
     _write(_file(asked, row, "trained"), told)
 

@@ -42,7 +42,9 @@ def test_what_the_rounded_weights_wrote_does_not_stay(engine):
 
         def score(feeds, cache, **rest):
             slot = feeds[0].slot
-            held[:] = [engine.target.read(cache, slot, n).row_CY.clone() for n in range(engine.target.num_layers)]
+            held[:] = [
+                engine.target.read(cache, slot, n).row_CY.clone() for n in range(engine.target.num_layers)
+            ]
             return real(feeds, cache, **rest)
 
         engine.target.score = score

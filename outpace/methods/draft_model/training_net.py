@@ -45,11 +45,7 @@ class DraftNet(nn.Module):
         self._turns = [Turns(rope, device) for rope in shape.ropes]
 
     def forward(
-        self,
-        embed_BTW: Tensor,
-        place_BT: Tensor,
-        aligned: Aligned | None,
-        held: list[KeyValue] | None = None,
+        self, embed_BTW: Tensor, place_BT: Tensor, aligned: Aligned | None, held: list[KeyValue] | None = None
     ) -> Tensor:
         """Normed last states of the learning rows [B, A, W], or of all rows without ``aligned``.
 

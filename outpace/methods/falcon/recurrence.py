@@ -1,6 +1,6 @@
 """An LSTM layer along texts, in training: products of inputs and of gradients are made for all rows at once.
 
-Only h W stays in the loop over tokens. Left to autograd, each token's step would add a gradient as large as W.
+Only h W stays in the loop over tokens. Left to autograd, each token would add a gradient as large as W.
 
 Shape letters: B sequences, T tokens, H hidden size, G = 4H gates (in, forget, new, out).
 """
