@@ -36,7 +36,7 @@ def test_rows_are_trained_measured_and_shown(tool, work, tmp_path, monkeypatch):
 
     monkeypatch.setattr(table, "alone", alone)
     monkeypatch.setattr(table.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(table, "TRIAL", 0.005)
+    monkeypatch.setattr(table, "TRIAL", 0.2)
     page = tmp_path / "docs" / "results" / "trained.md"
     asked = ["--work", str(work), "--out", str(tmp_path / "out"), "--minutes", "0.02", "--model", "tiny"]
     asked += ["--prompts", "2", "--max-new-tokens", "12", "--set", *SHARED, "--page", str(page), "--rows"]

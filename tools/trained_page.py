@@ -161,7 +161,7 @@ def picture(figure: Any, rows: Sequence[Row]) -> bool:
     _scatter(cost, points, rows)
     most = max(x for x, _ in points) * 1.15
     cost.plot([0, most], [1, 1 + most], color="#999999", lw=1, ls="--")
-    cost.set_title("beyond the line drafting costs more than it brings", loc="left", fontsize="medium")
+    cost.set_title("below the line drafting costs more than it brings", loc="left", fontsize="medium")
     cost.set_xlabel("drafting, in plain passes per step")
     cost.set_ylabel("tokens per pass, as it comes")
     points = [(row["use"]["held_out"][0], row["use"]["in_use"][0]) for row in rows if row["use"]["in_use"]]

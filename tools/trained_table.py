@@ -14,6 +14,7 @@ Each stage is a process of its own with one thread; see `trained_use.py` for wha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -50,8 +51,10 @@ ROWS = (
 )
 SHARED = ("pipeline.tokens_per_batch=1024", "loop.lr=0.001")
 """Settings of all rows; a row's own come later and win."""
-TRIAL = 0.2
-"""Minutes of the clock in which a step is timed."""
+TRIAL = 8.0
+"""Seconds of the processor in which steps are timed, the first one apart."""
+FEWEST = 3
+"""Steps that are timed, at least."""
 DATA = ("answer_tokens", "tokens", "sequences", "digest")
 """What a row says of the tokens."""
 FEW = 32
@@ -104,6 +107,10 @@ def finished(asked: Any, row: str) -> bool:
     return True
 
 
+class _Enough(Exception):
+    """Steps were timed."""
+
+
 def alone(work: Callable[..., None], *given: Any) -> None:
     """Run a stage in a process of its own: memory is its own, and what was set ends with it.
 
@@ -149,22 +156,18 @@ def plan(asked: Any, row: str) -> None:
     """Time steps of a row, and say how many of them fit."""
     pipeline = _pipeline(asked, row, ())
     objective = pipeline.options.objective.build(pipeline.options.own, pipeline.target, pipeline.vocab)
-    rest = {key: value for key, value in pipeline.options.loop if key in ("optimizer",)}
-    config = LoopConfig(
-        minutes=TRIAL, report_every=1, evaluate_every=1 << 30, checkpoint_every=1 << 30, **rest
-    )
+    config = LoopConfig(steps=1 << 30, report_every=1, evaluate_every=1 << 30, checkpoint_every=1 << 30)
     stamps = [time.process_time()]
-    with tempfile.TemporaryDirectory(dir=pipeline.work) as place:
-        train(
-            objective,
-            pipeline.batches("train"),
-            (),
-            config,
-            out=Path(place) / "out",
-            work=Path(place) / "work",
-            report=lambda progress: stamps.append(time.process_time()),
-        )
-    spent = np.diff(stamps)[1:] if len(stamps) > 2 else np.diff(stamps)  # the first one sets things up
+
+    def report(progress: Any) -> None:
+        stamps.append(time.process_time())
+        if len(stamps) > FEWEST + 1 and stamps[-1] - stamps[1] >= TRIAL:
+            raise _Enough
+
+    with tempfile.TemporaryDirectory(dir=pipeline.work) as place, contextlib.suppress(_Enough):
+        out, work = Path(place) / "out", Path(place) / "work"
+        train(objective, pipeline.batches("train"), (), config, out=out, work=work, report=report)
+    spent = np.diff(stamps)[1:]  # the first one sets things up
     steps = max(1, round(60 * asked.minutes / float(spent.mean())))
     told = {
         "minutes": asked.minutes,
