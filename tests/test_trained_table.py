@@ -70,14 +70,16 @@ def test_every_trained_drafter_has_a_row_and_a_paper(tool):  # noqa: F811
 def test_chains_are_noted_and_nothing_of_them_is_kept(tool):  # noqa: F811
     onlooker = tool("trained_use").Onlooker()
     engine = Engine.load("tiny", drafter="none")
-    method = engine.method("prompt_lookup[tree_size=3]")
+    spec = "draft_model[model=tiny tree=chain tree_size=3]"  # the target itself: every guess is right
+    method = engine.method(spec)
     usual, method.verifier = method.verifier, onlooker
-    prompt = [5, 9, 11, 5, 9, 11, 5, 9]
     given = {"max_new_tokens": 20, "temperature": 0.0, "ignore_eos": True}
     try:
-        watched = engine.generate(prompt, drafter="prompt_lookup[tree_size=3]", reproducible=False, **given)
+        watched = engine.generate([5, 9, 11, 5], drafter=spec, reproducible=False, **given)
     finally:
         method.verifier = usual
-    assert watched.tokens == engine.generate(prompt, drafter="none", **given).tokens
-    assert len(onlooker.seen) == len(watched.tokens) and watched.counters.accepted == 0
-    assert onlooker.seen[0] == () and any(onlooker.seen)
+    assert watched.tokens == engine.generate([5, 9, 11, 5], drafter="none", **given).tokens
+    assert watched.counters.accepted == 0 and len(onlooker.seen) == len(watched.tokens)
+    assert onlooker.seen[0] == (), "the prompt's own pass"
+    for at, chain in enumerate(onlooker.seen[1:-3], start=1):
+        assert chain == tuple(watched.tokens[at : at + 3])

@@ -95,6 +95,7 @@ def _explained(asked: Any, rows: Sequence[Row], use: dict[str, Any]) -> Iterator
         "*Chain* and *as it comes*: tokens per pass of the target, with chains of five guesses and with the "
         "method's own shape."
     )
+    yield f"All rows have {' and '.join(f'`{one}`' for one in asked.shared)}, whatever suits them best."
     yield "*Drafting* and *a level*: what they take, in passes of plain decoding, as it comes."
     yield "*Speed-up*: over plain decoding in the same process, in turns, prompt by prompt, one thread."
     if asked.loaded:

@@ -19,11 +19,11 @@ PAPERS = {
     ),
     "fspad": (
         "0.28 to 0.48 tokens per pass over EAGLE-2: Vicuna and Llama-3, Spec-Bench",
-        "features that are sampled make a step longer and bring little before the layer is good",
+        "nine tenths of its loss are features; at this rate that part first grows, and the guesses wait",
     ),
     "falcon": (
         "3.10 x, 3.34 per pass: Vicuna-7B, MT-Bench, H800, greedy, trees of 166",
-        "two LSTM layers start at random, and run token by token in training",
+        "two LSTM layers start at random and run token by token: a step takes three times that of eagle3",
     ),
     "mtp": (
         "1.8 x: DeepSeek-V3, one module trained with the model, 0.85 to 0.90 of second tokens accepted",

@@ -24,13 +24,20 @@ COMPILERS = ("cc", "gcc", "clang")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 VARIANTS: Mapping[str, tuple[str, ...]] = {
+    "amx": (*_AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8"),
     "avx512-bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
     "avx512-vnni": (*_AVX512, "-mavx512vnni"),
     "avx512": _AVX512,
     "avx2": _AVX2,
 }
 """Flags of each, the fastest first."""
-_CALLED = {"bmi": "bmi1"}
+_CALLED = {
+    "bmi": "bmi1",
+    "avx512vnni": "avx512_vnni",
+    "avx512bf16": "avx512_bf16",
+    "amx-tile": "amx_tile",
+    "amx-int8": "amx_int8",
+}
 """What Linux calls an instruction set, where compilers call it otherwise."""
 _SECONDS = 120.0
 
@@ -87,8 +94,7 @@ def features() -> frozenset[str]:
 def needed(variant: str) -> frozenset[str]:
     """Instruction sets of a variant, as Linux calls them."""
     names = (flag.removeprefix("-m") for flag in VARIANTS[variant])
-    own = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", **_CALLED}
-    return frozenset(own.get(name, name) for name in names)
+    return frozenset(_CALLED.get(name, name) for name in names)
 
 
 def chosen() -> Path | None:

@@ -59,15 +59,26 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         threads = _threads()
-        code = ctypes.CDLL(str(build.chosen() or _compiled()))
-        for function, letters in _ARGUMENTS.items():
-            getattr(code, function).argtypes = [_TYPES[letter] for letter in letters]
-            getattr(code, function).restype = ctypes.c_int64
+        code = load(build.chosen() or _compiled())
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         LOG.info("%s is not compiled (%s); torch computes instead", build.MAIN, " ".join(said.split())[:200])
         return None
     code.outpace_host(threads)
+    return code
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """Load a file of the code, with the types of its functions.
+
+    Raises:
+        AttributeError: a function is missing.
+        OSError: it cannot be loaded.
+    """
+    code = ctypes.CDLL(str(path))
+    for function, letters in _ARGUMENTS.items():
+        getattr(code, function).argtypes = [_TYPES[letter] for letter in letters]
+        getattr(code, function).restype = ctypes.c_int64
     return code
 
 

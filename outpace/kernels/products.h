@@ -27,6 +27,7 @@
 #pragma once
 
 #include "lanes.h"
+#include "tiles.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -224,13 +225,14 @@ INLINE ivec add_four(ivec sum, ivec codes, const char *four) {
     __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const int32_t *)four));
     return sum;
 }
-/* Cut the integers of a block into bytes. Of eight inputs the upper bytes of 0 4 1 5 and 2 6 3 7
-   come first, as codes lie, and then the lower ones, which are -128 to 127. */
+/* Cut the integers of a block into bytes: first all upper ones, of every eight inputs in the order
+   0 4 1 5 2 6 3 7, as codes lie, and then the lower ones, which are -128 to 127. */
 INLINE void to_bytes(int16_t *x) {
     const __m128i eight = _mm_setr_epi8(1, 9, 3, 11, 5, 13, 7, 15, 0, 8, 2, 10, 4, 12, 6, 14);
-    const __m512i half = _mm512_set1_epi16(128);
+    const __m512i half = _mm512_set1_epi16(128), parts = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
     const __m512i cut = _mm512_xor_si512(_mm512_add_epi16(_mm512_loadu_si512(x), half), half);
-    _mm512_storeu_si512(x, _mm512_shuffle_epi8(cut, _mm512_broadcast_i32x4(eight)));
+    const __m512i apart = _mm512_shuffle_epi8(cut, _mm512_broadcast_i32x4(eight));
+    _mm512_storeu_si512(x, _mm512_permutexvar_epi64(parts, apart));
 }
 #else
 enum { BYTEWISE = 0 };
@@ -447,6 +449,12 @@ INLINE void put(const Matrix *m, int64_t group, const float *sums, int64_t count
 
 enum { FEW = 2, TALL_BYTES = 8, PAGE = 1 << 12 };
 
+/* What a block brings to the sums of a row. */
+INLINE vec with_block(vec sum, ivec part, vec d, float scale, vec least, float x_sum) {
+    sum += __builtin_convertvector(part, vec) * d * scale;
+    return sum + least * x_sum;
+}
+
 /* Some rows, few enough for registers. */
 INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t blocks, Whole w,
                       int64_t row, float *out) {
@@ -469,21 +477,48 @@ INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t
             EACH(lower, 2) {
                 if (lower) EACH(r, tall) part[r] <<= 8;
                 EACH(n, each) EACH(r, tall) {
-                    const int i = half * each + n, four = i / 2 * 16 + lower * 8 + i % 2 * 4;
-                    part[r] = add_four(part[r], q[i], x + r * 2 * SPAN + four);
+                    const int i = half * each + n;
+                    part[r] = add_four(part[r], q[i], x + r * 2 * SPAN + lower * SPAN + 4 * i);
                 }
             }
             const vec d = scale_of(kind, block, head, 0, half);
             vec least = d * (float)-below_zero(kind);
             if (has_least(kind)) least = least_of(kind, block, head, 0);
             const float *sums = (halves == 2 ? w.half[half] : w.sum) + at;
-            EACH(r, tall) {
-                sum[r] += __builtin_convertvector(part[r], vec) * d * w.scale[at + r];
-                sum[r] += least * sums[r];
-            }
+            EACH(r, tall) sum[r] = with_block(sum[r], part[r], d, w.scale[at + r], least, sums[r]);
         }
     }
     EACH(r, tall) store(out + r * GROUP, sum[r]);
+}
+
+/* Rows enough for tiles; sums are those of `byte_rows`, to the bit. */
+INLINE void tile_rows(const int kind, int tall, const char *panel, int64_t blocks, Whole w,
+                      int64_t row, float *out) {
+    const int halves = kind == Q6_K ? 2 : 1, inputs = SPAN / halves;
+    ivec codes[8] __attribute__((aligned(64)));
+    int32_t upper[TILE_ROWS][LANES], lower[TILE_ROWS][LANES];
+    memset(out, 0, tall * GROUP * sizeof *out);
+    cut_tiles(tall, inputs);
+    for (int64_t b = 0; b < blocks; b++) {
+        const char *block = panel + block_at(kind, b);
+        const char *head = panel + block_at(kind, b / PER * PER) - head_bytes(kind);
+        const int64_t at = b * w.rows + row;
+        read_codes(kind, block, codes);
+        EACH(half, halves) {
+            const char *x = (const char *)(w.x + at * SPAN) + half * inputs;
+            tile_sums(x, x + SPAN, 2 * SPAN, (const char *)(codes + half * inputs / 4), *upper, *lower);
+            const vec d = scale_of(kind, block, head, 0, half);
+            vec least = d * (float)-below_zero(kind);
+            if (has_least(kind)) least = least_of(kind, block, head, 0);
+            const float *sums = (halves == 2 ? w.half[half] : w.sum) + at;
+            for (int r = 0; r < tall; r++) {
+                const ivec part = (*(const ivec *)upper[r] << 8) + *(const ivec *)lower[r];
+                const vec sum = load(out + r * GROUP);
+                store(out + r * GROUP, with_block(sum, part, d, w.scale[at + r], least, sums[r]));
+            }
+        }
+    }
+    tile_end();
 }
 
 INLINE void byte_piece(const int kind, const Matrix *m, const Whole w, Result y, int64_t first,
@@ -491,12 +526,14 @@ INLINE void byte_piece(const int kind, const Matrix *m, const Whole w, Result y,
 #define BYTE_ROWS(tall)                                                                           \
     case tall: byte_rows(kind, tall, panel, blocks, w, row, sums); break;
     const int64_t blocks = blocks_of(m), bytes = group_bytes(kind, m->inputs);
-    float sums[TALL_BYTES * GROUP] __attribute__((aligned(64)));
+    float sums[TILE_ROWS * GROUP] __attribute__((aligned(64)));
+    const int64_t most = has_tiles() ? TILE_ROWS : TALL_BYTES;
     for (int64_t g = first; g < last; g++) {
         const char *panel = (const char *)m->weights + g * bytes;
         for (int64_t row = 0, tall; row < w.rows; row += tall) {
-            tall = w.rows - row < TALL_BYTES ? w.rows - row : TALL_BYTES;
-            switch (tall) {
+            tall = w.rows - row < most ? w.rows - row : most;
+            if (most == TILE_ROWS && tall >= TALL_BYTES) tile_rows(kind, (int)tall, panel, blocks, w, row, sums);
+            else switch (tall) {
                 BYTE_ROWS(1) BYTE_ROWS(2) BYTE_ROWS(3) BYTE_ROWS(4)
                 BYTE_ROWS(5) BYTE_ROWS(6) BYTE_ROWS(7) BYTE_ROWS(8)
             }

@@ -112,7 +112,7 @@ def test_the_fastest_file_that_the_processor_runs_is_chosen(calls, tmp_path, mon
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     assert build.chosen() is None
     made = build.ship(build.SHIPPED)
-    assert [path.name.rpartition("-")[0] for path in made] == list(build.VARIANTS) and len(calls) == 4
+    assert [path.name.rpartition("-")[0] for path in made] == list(build.VARIANTS) and len(calls) == 5
     avx2 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "sse2"}
     avx512 = avx2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
     for known, want in [
@@ -123,6 +123,8 @@ def test_the_fastest_file_that_the_processor_runs_is_chosen(calls, tmp_path, mon
         (avx512 | {"avx512_vnni"}, "avx512-vnni"),
         (avx512 | {"avx512_bf16"}, "avx512"),
         (avx512 | {"avx512_vnni", "avx512_bf16"}, "avx512-bf16"),
+        (avx512 | {"avx512_vnni", "avx512_bf16", "amx_tile"}, "avx512-bf16"),
+        (avx512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8"}, "amx"),
     ]:
         monkeypatch.setattr(build, "features", lambda known=known: frozenset(known))
         one = build.chosen()
@@ -151,7 +153,7 @@ def test_a_wheel_carries_compiled_code_if_there_is_a_compiler(tmp_path):
     )
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    for compilers, count in ((build.COMPILERS, 4), (("no-such-compiler",), 0)):
+    for compilers, count in ((build.COMPILERS, 5), (("no-such-compiler",), 0)):
         file = copy / "outpace/kernels/build.py"
         text = (ROOT / "outpace/kernels/build.py").read_text()
         file.write_text(text.replace(repr(build.COMPILERS).replace("'", '"'), repr(compilers)))
@@ -163,4 +165,4 @@ def test_a_wheel_carries_compiled_code_if_there_is_a_compiler(tmp_path):
         (wheel,) = out.glob("*.whl")
         files = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
         assert len(files) == count
-        assert ("py3-none-linux_x86_64" in wheel.name) == (count > 0)
+        assert ("py3-none-manylinux_2_17_x86_64" in wheel.name) == (count > 0)
