@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +100,7 @@ class FalconNet(nn.Module):
         device, states = x_BTI.device.type, list[Tensor]()
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
         out = x_BTI
-        for one in self.lstm:
+        for one in cast(list[nn.Linear], list(self.lstm)):
             reads = out.shape[-1]
             enter = F.linear(out, one.weight[:, :reads], one.bias).float()
             out, c = recurrence.along(enter, one.weight[:, reads:].to(dtype))

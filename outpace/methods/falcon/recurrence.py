@@ -20,7 +20,8 @@ def along(pre_BTG: Tensor, weight_GH: Tensor) -> tuple[Tensor, Tensor]:
         pre_BTG: what inputs and bias add to the gates, float32.
         weight_GH: of h; products are made in its dtype.
     """
-    return cast(tuple[Tensor, Tensor], _Along.apply(pre_BTG, weight_GH))
+    found = _Along.apply(pre_BTG, weight_GH)  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, Tensor], found)
 
 
 class _Along(torch.autograd.Function):
