@@ -20,6 +20,7 @@ from outpace.policies.base import Policy, PolicyRow
 from outpace.policies.costs import Costs, Passes
 from outpace.policies.offers import Menu, Prices
 from outpace.policies.tuning import TUNING, Tuning
+from outpace.types import Load
 
 WHOLE = "auto"
 """The variant that lacks nothing."""
@@ -68,8 +69,8 @@ class _FullTrees(Auto):
 class _OneWidth(Auto):
     """Trees have the nodes of their spec."""
 
-    def _menu(self, row: PolicyRow, name: str, prices: Prices) -> Menu:
-        menu = super()._menu(row, name, prices)
+    def _menu(self, row: PolicyRow, name: str, prices: Prices, load: Load) -> Menu:
+        menu = super()._menu(row, name, prices, load)
         found = [one for one in menu.offers if one.width in (0, row.drafters[name].max_nodes)]
         return menu.of(found)
 

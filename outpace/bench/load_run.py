@@ -47,6 +47,8 @@ class Plan:
     mixed: Sequence[str] = ()
     """Method specs that take turns request by request; then the session's one drafter is
     ``MIXED``, and answers have different lengths."""
+    longest: int | None = None
+    """Tokens of a prompt that is asked, at most."""
     about: dict[str, Any] = field(default_factory=dict)
     """Filled in: the model as the server describes it, prompts."""
 
@@ -110,11 +112,11 @@ async def measure(
 
 
 async def _questions(plan: Plan, server: Server) -> list[Question]:
-    """The prompts that leave room for an answer, spread over the categories; as chats where the
-    model has a template for them.
+    """The prompts that leave room for an answer and are short enough, spread over the categories; as chats
+    where the model has a template for them.
     """
-    room = plan.about["max_model_len"] - plan.settings.max_new_tokens
-    found, chats = [], True
+    context, new, longest = plan.about["max_model_len"], plan.settings.max_new_tokens, plan.longest
+    found, counts, chats = [], list[int](), True
     for prompt in plan.prompts:
         body: dict[str, Any] = {"messages": list(prompt.messages)}
         if chats:
@@ -126,17 +128,22 @@ async def _questions(plan: Plan, server: Server) -> list[Question]:
             body = {"prompt": "\n".join(message["content"] for message in prompt.messages)}
             count = (await server.post("/tokenize", body))["count"]
         path = "/v1/chat/completions" if chats else "/v1/completions"
-        if count <= room:
+        counts.append(count)
+        if count <= min(context - new, longest or count):
             found.append(Question(id=prompt.id, path=path, body=body))
-    if len(found) < len(plan.prompts):
+    if len(found) < len(counts):
+        most = f"the context of {context}" if longest is None else f"{longest} tokens or the context"
         plan.session.notes.append(
-            f"{len(plan.prompts) - len(found)} of {len(plan.prompts)} prompts left out: too long "
-            f"for the context of {plan.about['max_model_len']}"
+            f"{len(counts) - len(found)} of {len(counts)} prompts left out: too long for {most}"
+        )
+    if longest is not None and min(counts) > longest:
+        raise RequestError(
+            f"no prompt has at most {longest} tokens; give --max-prompt-tokens {min(counts)} or more"
         )
     if not found:
         raise RequestError(
-            f"no prompt leaves room for {plan.settings.max_new_tokens} new tokens in the context "
-            f"of {plan.about['max_model_len']}; give a smaller --max-new-tokens or other prompts"
+            f"no prompt leaves room for {new} new tokens in the context "
+            f"of {context}; give a smaller --max-new-tokens or other prompts"
         )
     return evenly(found, max(plan.count(arrival) for arrival in plan.arrivals))
 

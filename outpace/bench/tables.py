@@ -58,37 +58,28 @@ def noise_line(report: Report) -> str:
     )
 
 
+def _listed(
+    title: str, rows: Sequence[Figures], columns: Sequence[tuple[str, Callable[[Figures], str]]]
+) -> Table:
+    """A line per method, from headings and what is told below each."""
+    lines = tuple((label(row), *(tell(row) for _, tell in columns)) for row in rows)
+    return Table(title, ("method", *(name for name, _ in columns)), lines)
+
+
 def _main(rows: Sequence[Figures]) -> Table:
-    return Table(
-        "Speed-up over none: ratio of decode tokens per second, unit by unit, then the mean",
-        (
-            "method",
-            "decode tok/s",
-            "speed-up",
-            "95 % interval",
-            "without loops",
-            "95 % interval",
-            "end to end",
-            "mean emitted",
-            "acceptance",
-            "equal to none",
-        ),
-        tuple(
-            (
-                label(row),
-                number(row["decode_tokens_per_second"], 1),
-                number(row["speedup"]),
-                interval(row["speedup_interval"]),
-                number(_kept(row, "speedup")),
-                interval(_kept(row, "speedup_interval")),
-                number(row["end_to_end_speedup"]),
-                number(row["mean_emitted"]),
-                share(row["acceptance_rate"]),
-                share(row["equal_to_none"]),
-            )
-            for row in rows
-        ),
-    )
+    columns: list[tuple[str, Callable[[Figures], str]]] = [
+        ("decode tok/s", lambda row: number(row["decode_tokens_per_second"], 1)),
+        ("speed-up", lambda row: number(row["speedup"])),
+        ("95 % interval", lambda row: interval(row["speedup_interval"])),
+        ("without loops", lambda row: number(_kept(row, "speedup"))),
+        ("95 % interval", lambda row: interval(_kept(row, "speedup_interval"))),
+        ("end to end", lambda row: number(row["end_to_end_speedup"])),
+        ("mean emitted", lambda row: number(row["mean_emitted"])),
+        ("acceptance", lambda row: share(row["acceptance_rate"])),
+        ("equal to none", lambda row: share(row["equal_to_none"])),
+    ]
+    title = "Speed-up over none: ratio of decode tokens per second, unit by unit, then the mean"
+    return _listed(title, rows, columns)
 
 
 def _groups(rows: Sequence[Figures]) -> Table:
@@ -142,32 +133,20 @@ def _shares(rows: Sequence[Figures]) -> Table:
 
 
 def _costs(rows: Sequence[Figures]) -> Table:
-    return Table(
-        "Work",
-        (
-            "method",
-            "tok/s with prefill",
-            "prefill s",
-            "passes",
-            "drafted",
-            "draft levels",
-            "peak memory MB",
-            "looping",
-        ),
-        tuple(
-            (
-                label(row),
-                number(row["tokens_per_second"], 1),
-                number(row["prefill_seconds"], 3),
-                number(row["passes"], 0),
-                number(row["drafted"], 0),
-                number(row["draft_levels"], 0),
-                number(None if row["peak_memory_bytes"] is None else row["peak_memory_bytes"] / 1e6, 0),
-                share(row["looping"]),
-            )
-            for row in rows
-        ),
-    )
+    def memory(row: Figures) -> str:
+        peak = row["peak_memory_bytes"]
+        return number(None if peak is None else peak / 1e6, 0)
+
+    columns: list[tuple[str, Callable[[Figures], str]]] = [
+        ("tok/s with prefill", lambda row: number(row["tokens_per_second"], 1)),
+        ("prefill s", lambda row: number(row["prefill_seconds"], 3)),
+        ("passes", lambda row: number(row["passes"], 0)),
+        ("drafted", lambda row: number(row["drafted"], 0)),
+        ("draft levels", lambda row: number(row["draft_levels"], 0)),
+        ("peak memory MB", memory),
+        ("looping", lambda row: share(row["looping"])),
+    ]
+    return _listed("Work", rows, columns)
 
 
 def _depths(rows: Sequence[Figures]) -> Table:

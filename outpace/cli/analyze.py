@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from outpace import registry
 from outpace.cli import (
     analyze_cascade,
     analyze_policy,
@@ -23,11 +23,11 @@ from outpace.cli.options import (
     UNDRAFTED,
     TrainedOptions,
     WorkloadOptions,
+    add,
     at_least,
     epilog,
     option,
     output,
-    spread,
 )
 
 if TYPE_CHECKING:
@@ -64,12 +64,14 @@ def register(app: typer.Typer) -> None:
         epilog=epilog(_EXAMPLES),
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    group.command(epilog=epilog(_ACCEPTANCE))(spread(acceptance))
-    analyze_tree.register(group)
-    analyze_cascade.register(group)
-    analyze_policy.register(group)
-    analyze_tokenizers.register(group)
-    analyze_scaling.register(group)
+    add(group, acceptance, _ACCEPTANCE)
+    add(group, analyze_tree.tree, analyze_tree.TREE)
+    add(group, analyze_tree.shape, analyze_tree.SHAPE)
+    for entry in registry.entries("planner"):  # such as that of cascades
+        add(group, analyze_cascade.plan, analyze_cascade.EXAMPLES, entry.name)
+    add(group, analyze_policy.policy, analyze_policy.EXAMPLES)
+    add(group, analyze_tokenizers.tokenizers, analyze_tokenizers.EXAMPLES)
+    add(group, analyze_scaling.scaling, analyze_scaling.EXAMPLES)
     app.add_typer(group)
 
 
@@ -104,15 +106,8 @@ def acceptance(
             engine, drafter, cases, max_new_tokens=max_new_tokens, temperature=temperature, tick=tick
         )
     found = {**report.to_json(), "workload": texts.workload, "prompts": len(cases)}
-    if as_json:
-        show.write_json(found)
-    else:
-        show_report(report, len(cases))
-    if out is not None:
-        from outpace.bench.plots import paint
-
-        show.save(out / "acceptance.json", json.dumps(found, indent=1) + "\n")
-        paint({"acceptance": partial(_picture, found=found)}, out, note=show.note)
+    pictures = {"acceptance": partial(_picture, found=found)}
+    show.finish(found, as_json, lambda: show_report(report, len(cases)), out, "acceptance", pictures)
 
 
 def show_report(report: Acceptance, prompts: int) -> None:

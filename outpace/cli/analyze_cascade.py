@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -13,10 +12,10 @@ import typer
 
 from outpace import registry
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, TrainedOptions, WorkloadOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, TrainedOptions, WorkloadOptions, option, output
 from outpace.errors import RequestError
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace analyze cascade --levels "draft_model[model=M]+max_gram" --measure
@@ -30,12 +29,6 @@ Examples:
   outpace analyze cascade --theory --alpha 0.6,0.3 --cost 0.1,0.01
 """
 _PLACES = 5
-
-
-def register(group: typer.Typer) -> None:
-    """Add a command to ``outpace analyze`` for every planner, such as that of cascades."""
-    for entry in registry.entries("planner"):
-        group.command(entry.name, epilog=epilog(_EXAMPLES))(spread(plan))
 
 
 def plan(
@@ -155,12 +148,7 @@ def plan(
             > best["predicted"] * (1 - (best["spread"] or 0))
         ],
     }
-    if as_json:
-        show.write_json(report)
-    else:
-        show_report(method, found, report, measure)
-    if out is not None:
-        show.save(out / f"{method}.json", json.dumps(report, indent=1) + "\n")
+    show.finish(report, as_json, lambda: show_report(method, found, report, measure), out, method)
 
 
 def _strict(k: list[list[int]]) -> bool:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, AutoOptions, WorkloadOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, AutoOptions, WorkloadOptions, option, output
 from outpace.config import split_specs
 from outpace.errors import RequestError
 
@@ -19,7 +16,7 @@ if TYPE_CHECKING:
     from outpace.analysis.ablation import Worth
     from outpace.analysis.judge import Judged
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace analyze policy --texts texts.gz
@@ -30,10 +27,6 @@ Examples:
 
   outpace analyze policy --texts texts.gz --measure --only "cpu, 1"
 """
-
-
-def register(group: typer.Typer) -> None:
-    group.command("policy", epilog=epilog(_EXAMPLES))(spread(policy))
 
 
 def policy(
@@ -109,17 +102,14 @@ def policy(
         report["reality"] = {
             name: judge.reality(engine, [ids[text.name] for text in same], same, name) for name in names
         }
-    if as_json:
-        show.write_json(report)
-    else:
+
+    def say() -> None:
         show_report(rows, names, report)
         if parts:
             show_parts(parts)
-    if out is not None:
-        from outpace.bench.plots import paint
 
-        show.save(out / "policy.json", json.dumps(report, indent=1) + "\n")
-        paint({"policy": partial(_picture, rows=rows, names=names)}, out, note=show.note)
+    pictures = {"policy": partial(_picture, rows=rows, names=names)}
+    show.finish(report, as_json, say, out, "policy", pictures)
 
 
 def show_report(rows: Sequence[Judged], names: Sequence[str], report: dict[str, Any]) -> None:

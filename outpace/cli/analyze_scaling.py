@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, numbers, option, output
 from outpace.cli.predict import machine_of
 from outpace.errors import RequestError
 
@@ -21,17 +20,13 @@ if TYPE_CHECKING:
 _plan = partial(option, panel="Planner")
 _NUMBERS = (("floor", "E"), ("by_weights", "A"), ("by_tokens", "B"), ("power", "2h"), ("a", "a"), ("b", "b"))
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace analyze scaling runs.csv --at 411e6,32e9 --out report
 
   outpace analyze scaling drafters.json --plan smollm2-135m --device cpu-here --tokens 1e6,1e7,1e8
 """
-
-
-def register(group: typer.Typer) -> None:
-    group.command("scaling", epilog=epilog(_EXAMPLES))(spread(scaling))
 
 
 def scaling(
@@ -70,22 +65,18 @@ def scaling(
     from outpace.analysis import scaling as laws
 
     asked = [_pair(text) for text in at or ()]
-    counts = _counts(tokens) if tokens else None
+    counts = None
+    if tokens:
+        what, example = "numbers above 0", "1e6,1e7"
+        counts = [*numbers("--tokens", tokens, what, example, float, lambda one: 0 < one < 1e18)]
     known = laws.read_points(points)
     found = laws.fitted(known, samples)
     report = report_of(found, asked)
     if target is not None:
         settings = {"context": context, "batch": batch}
         report["plan"] = _planned(found, target, device, counts, threads, settings)
-    if as_json:
-        show.write_json(report)
-    else:
-        show_report(report)
-    if out is not None:
-        from outpace.bench.plots import paint
-
-        show.save(out / "scaling.json", json.dumps(report, indent=1) + "\n")
-        paint({"scaling": partial(_picture, found=found, report=report)}, out, note=show.note)
+    pictures = {"scaling": partial(_picture, found=found, report=report)}
+    show.finish(report, as_json, lambda: show_report(report), out, "scaling", pictures)
 
 
 def _pair(text: str) -> tuple[float, float]:
@@ -96,16 +87,6 @@ def _pair(text: str) -> tuple[float, float]:
     except ValueError:
         pass
     raise RequestError(f"--at {text!r:.80} is no pair of weights and tokens; give for example 411e6,32e9")
-
-
-def _counts(text: str) -> list[float]:
-    try:
-        found = [float(part) for part in text.split(",")]
-        if all(0 < one < 1e18 for one in found):
-            return found
-    except ValueError:
-        pass
-    raise RequestError(f"--tokens {text!r:.80} is no list of numbers above 0; give for example 1e6,1e7")
 
 
 def report_of(found: Fitted, asked: list[tuple[float, float]]) -> dict[str, Any]:
@@ -192,20 +173,16 @@ def show_report(report: dict[str, Any]) -> None:
         ],
         numbers=("value",),
     )
-    columns = ("weights", "tokens", "tokens per weight", "loss", "fitted", "left out", "off by")
-    rows = [
-        (
-            f"{p['weights']:.3g}",
-            f"{p['tokens']:.3g}",
-            f"{p['tokens_per_weight']:.3g}",
-            f"{p['loss']:.3f}",
-            f"{p['fitted_loss']:.3f}",
-            f"{p['left_out_loss']:.3f}",
-            f"{p['left_out_loss'] / p['loss'] - 1:+.1%}",
-        )
-        for p in report["points"]
-    ]
-    show.table(columns, rows, numbers=columns)
+    columns = {
+        "weights": "{0[weights]:.3g}",
+        "tokens": "{0[tokens]:.3g}",
+        "tokens per weight": "{0[tokens_per_weight]:.3g}",
+        "loss": "{0[loss]:.3f}",
+        "fitted": "{0[fitted_loss]:.3f}",
+        "left out": "{0[left_out_loss]:.3f}",
+        "off by": "{1:+.1%}",
+    }
+    show.listed([(p, p["left_out_loss"] / p["loss"] - 1) for p in report["points"]], columns)
     show.write(f"points left out are off by {report['left_out_error']:.1%} on average\n")
     for one in report["predictions"]:
         low, high = one["interval"]
@@ -223,21 +200,17 @@ def _show_plan(plan: dict[str, Any]) -> None:
         f"\ndrafters for {plan['model']} on {plan['device']}, context {plan['context']}, batch "
         f"{plan['batch']}; acceptance = 1 - {bridge['k']:.3f} loss^{bridge['v']:.3f}\n"
     )
-    columns = ("weights", "tokens", "loss", "acceptance", "cost of a level", "guesses", "emitted", "speed-up")
-    rows = [
-        (
-            f"{one['weights']:.3g}",
-            f"{one['tokens']:.3g}",
-            "{:.2f} ({:.2f} to {:.2f})".format(one["loss"], *one["loss_interval"]),
-            f"{one['acceptance'][0]:.2f}",
-            f"{one['cost']:.3f}",
-            str(one["guesses"]),
-            f"{one['emitted']:.2f}",
-            "{:.2f} ({:.2f} to {:.2f})".format(one["speedup"], *one["speedup_interval"]),
-        )
-        for one in plan["choices"]
-    ]
-    show.table(columns, rows, numbers=columns)
+    columns = {
+        "weights": "{0[weights]:.3g}",
+        "tokens": "{0[tokens]:.3g}",
+        "loss": "{0[loss]:.2f} ({0[loss_interval][0]:.2f} to {0[loss_interval][1]:.2f})",
+        "acceptance": "{0[acceptance][0]:.2f}",
+        "cost of a level": "{0[cost]:.3f}",
+        "guesses": "{0[guesses]}",
+        "emitted": "{0[emitted]:.2f}",
+        "speed-up": "{0[speedup]:.2f} ({0[speedup_interval][0]:.2f} to {0[speedup_interval][1]:.2f})",
+    }
+    show.listed([(one,) for one in plan["choices"]], columns)
     best = plan["choices"][0]
     show.write(
         f"most: {best['weights']:.3g} weights on {best['tokens']:.3g} tokens, {best['speedup']:.2f} x "

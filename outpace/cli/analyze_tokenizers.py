@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,14 +11,14 @@ import typer
 
 from outpace import registry
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, option, output
 from outpace.errors import RequestError
 
 if TYPE_CHECKING:
     from outpace.analysis.tokens.languages import Counted
     from outpace.analysis.tokens.vocabulary import Vocabulary
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace analyze tokenizers smollm2-135m ./other-model
@@ -30,11 +29,6 @@ Examples:
 """
 _WEIGHED = 1 << 15  # characters of every text by which a pair is weighed
 _SCRIPTS, _CONTROL = 12, 24  # rows, and names, that people may still read
-
-
-def register(group: typer.Typer) -> None:
-    """Add the command."""
-    group.command("tokenizers", epilog=epilog(_EXAMPLES))(spread(tokenizers))
 
 
 def tokenizers(
@@ -99,23 +93,19 @@ def tokenizers(
         settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         found = _measured(model, names[1:], workload, prompts, nodes, settings)
         report |= {"measured": found, **settings, "nodes": nodes}
-    if as_json:
-        show.write_json(report)
-    else:
+
+    def say() -> None:
         show_vocabularies(vocabularies)
         show_languages(rows, names)
         show_pairs(pairs, "the texts")
         if measure:
             show_measured(report["measured"], report)
-    if out is not None:
-        from outpace.bench.plots import paint
 
-        show.save(out / "tokenizers.json", json.dumps(report, indent=1) + "\n")
-        pictures = {
-            "kinds": partial(_kinds_picture, vocabularies=vocabularies),
-            "languages": partial(_languages_picture, rows=rows, names=names),
-        }
-        paint(pictures, out, note=show.note)
+    pictures = {
+        "kinds": partial(_kinds_picture, vocabularies=vocabularies),
+        "languages": partial(_languages_picture, rows=rows, names=names),
+    }
+    show.finish(report, as_json, say, out, "tokenizers", pictures)
 
 
 def _measured(
@@ -241,19 +231,15 @@ def show_pairs(pairs: Sequence[Mapping[str, Any]], where: str) -> None:
     if not pairs:
         return
     show.write(f"Shared with the first, in {where}\n")
-    rows = [
-        (
-            Path(one["draft"]).name,
-            str(one["draft_tokens"]),
-            f"{one['shared_tokens']} of {one['target_tokens']}",
-            f"{one['shared_mass']:.1%}",
-            f"{one['shared_borders']:.1%}",
-            f"{one['draft_tokens_per_target_token']:.2f}",
-        )
-        for one in pairs
-    ]
-    columns = ("tokens", "shared", "of tokens used", "of borders", "its tokens per token")
-    show.table(("", *columns), rows, numbers=columns)
+    columns = {
+        "": "{1}",
+        "tokens": "{0[draft_tokens]}",
+        "shared": "{0[shared_tokens]} of {0[target_tokens]}",
+        "of tokens used": "{0[shared_mass]:.1%}",
+        "of borders": "{0[shared_borders]:.1%}",
+        "its tokens per token": "{0[draft_tokens_per_target_token]:.2f}",
+    }
+    show.listed([(one, Path(one["draft"]).name) for one in pairs], columns, texts=("",))
 
 
 def show_measured(found: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) -> None:
@@ -263,24 +249,22 @@ def show_measured(found: Sequence[Mapping[str, Any]], report: Mapping[str, Any])
         f"Drafts of at most {report['nodes']} tokens, temperature {report['temperature']:g}: predicted, "
         "then measured\n"
     )
-    rows = []
-    for one in found:
-        for way, both in one["by"].items():
-            said, real = both["predicted"], both["drafted"]
-            rows.append(
-                (
-                    Path(one["draft"]).name,
-                    way,
-                    f"{said['first_guess']:.3f}",
-                    f"{real['first_guess']:.3f}",
-                    f"{said['acceptance_rate']:.3f}",
-                    f"{real['acceptance_rate']:.3f}",
-                    f"{said['mean_emitted']:.2f}",
-                    f"{real['mean_emitted']:.2f}",
-                )
-            )
-    numbers = ("first guess", "measured", "acceptance", "measured ", "mean emitted", " measured")
-    show.table(("draft model", "by", *numbers), rows, numbers=numbers)
+    columns = {
+        "draft model": "{0}",
+        "by": "{1}",
+        "first guess": "{2[first_guess]:.3f}",
+        "measured": "{3[first_guess]:.3f}",
+        "acceptance": "{2[acceptance_rate]:.3f}",
+        "measured ": "{3[acceptance_rate]:.3f}",
+        "mean emitted": "{2[mean_emitted]:.2f}",
+        " measured": "{3[mean_emitted]:.2f}",
+    }
+    rows = [
+        (Path(one["draft"]).name, way, both["predicted"], both["drafted"])
+        for one in found
+        for way, both in one["by"].items()
+    ]
+    show.listed(rows, columns, texts=("draft model", "by"))
 
 
 def _kinds_picture(figure: Any, vocabularies: Sequence[Vocabulary]) -> bool:

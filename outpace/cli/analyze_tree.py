@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from outpace.cli import show
 from outpace.cli.drafting import DrafterOptions, known
-from outpace.cli.generate import read_prompt, to_ids
+from outpace.cli.generate import PROMPT_FILE, PromptArgument, read_prompt, to_ids
 from outpace.cli.options import (
     AS_JSON,
     UNDRAFTED,
@@ -20,10 +16,8 @@ from outpace.cli.options import (
     TrainedOptions,
     WorkloadOptions,
     at_least,
-    epilog,
     option,
     output,
-    spread,
 )
 from outpace.config import DEFAULT_DRAFTER
 from outpace.errors import RequestError
@@ -33,7 +27,6 @@ if TYPE_CHECKING:
     from outpace.analysis.picture import Trace
     from outpace.analysis.siblings import Best
 
-_prompt = partial(option, panel="Prompt")
 _COLOURS = {
     "pending": "bold",
     "accepted": "bold green",
@@ -42,7 +35,7 @@ _COLOURS = {
     "unreached": "bright_black",
 }
 
-_TREE = """
+TREE = """
 Examples:
 
   outpace analyze tree "Name three colours." --steps 3
@@ -51,7 +44,7 @@ Examples:
 
   outpace analyze tree -f prompt.txt -t 0.8 --out tree.svg
 """  # noqa: E501
-_SHAPE = """
+SHAPE = """
 Examples:
 
   outpace analyze shape -d "draft_model[model=smollm2-135m layers=20]" --out tree.json
@@ -62,25 +55,12 @@ Examples:
 """
 
 
-def register(group: typer.Typer) -> None:
-    """Add the commands to ``outpace analyze``."""
-    for command, examples in ((tree, _TREE), (shape, _SHAPE)):
-        group.command(epilog=epilog(examples))(spread(command))
-
-
 def tree(
-    prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The text to answer.", show_default=False)
-    ] = None,
+    prompt: PromptArgument = None,
     *,
     model: AutoOptions,
     drafting: DrafterOptions,
-    prompt_file: str | None = _prompt(
-        None,
-        "Read the prompt from a UTF-8 file, less a final newline; -: standard input.",
-        "-f",
-        metavar="FILE",
-    ),
+    prompt_file: str | None = PROMPT_FILE,
     max_new_tokens: int = option(32, "Longest answer, tokens."),
     temperature: float | None = option(
         None,
@@ -182,12 +162,8 @@ def shape(
     with show.progress(2 * len(cases), "prompts") as tick:
         best = find(engine, drafter, cases, params, depth=depth, nodes=nodes, tick=tick, note=show.note)
     report = {**best.to_json(), "workload": texts.workload, "prompts": len(cases)}
-    if as_json:
-        show.write_json(report)
-    else:
-        show_shape(best, len(cases))
-    if out is not None:
-        show.save(out, json.dumps(report, indent=1) + "\n")
+    folder, name = (None, "") if out is None else (out.parent, out.stem)
+    show.finish(report, as_json, lambda: show_shape(best, len(cases)), folder, name)
 
 
 def show_shape(best: Best, prompts: int) -> None:

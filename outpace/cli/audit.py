@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -113,15 +112,8 @@ class AuditOptions:
             "drafters": {spec: moved.to_json() for spec, moved in found.items()},
             "broken": [f"{spec}: {line}" for spec, line in broken.items()],
         }
-        if as_json:
-            show.write_json(report)
-        else:
-            show_report(report, found, agreed)
-        if out is not None:
-            from outpace.bench.plots import paint
-
-            show.save(out / "audit.json", json.dumps(report, indent=1) + "\n")
-            paint({"refusals": partial(_picture, found=found, report=report)}, out, note=show.note)
+        pictures = {"refusals": partial(_picture, found=found, report=report)}
+        show.finish(report, as_json, lambda: show_report(report, found, agreed), out, "audit", pictures)
         return bool(broken)
 
 
@@ -133,29 +125,25 @@ def show_report(report: Mapping[str, Any], found: Mapping[str, Moved], agreed: A
         f"judge: rules; they agree with {agreed.same} of {agreed.answers} labelled answers, "
         f"kappa {agreed.kappa:.2f}\n\n"
     )
+    columns = {
+        "drafter": "{0}",
+        "pairs": "{1.pairs}",
+        "equal texts": "{1.equal}",
+        "GOOD": "{2[GOOD][0]} / {2[GOOD][1]}",
+        "BAD": "{2[BAD][0]} / {2[BAD][1]}",
+        "UNCLEAR": "{2[UNCLEAR][0]} / {2[UNCLEAR][1]}",
+        "labels changed": "{1.changed}",
+        "refusals lost / won": "{1.lost} / {1.won}",
+        "change, points": "{3:+.1f} [{4:+.1f}, {5:+.1f}]",
+        "chance": "{1.chance:.3f}",
+        "accepted": "{1.acceptance:.0%}",
+    }
     rows = []
     for spec, moved in found.items():
-        counts = moved.counts()
-        low, high = moved.interval
-        rows.append(
-            (
-                spec if moved.lossless else f"{spec} (lossy)",
-                str(moved.pairs),
-                str(moved.equal),
-                *(f"{counts[name][0]} / {counts[name][1]}" for name in counts),
-                str(moved.changed),
-                f"{moved.lost} / {moved.won}",
-                f"{100 * moved.change:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]",
-                f"{moved.chance:.3f}",
-                f"{moved.acceptance:.0%}",
-            )
-        )
-    numbers = (
-        "pairs", "equal texts", "GOOD", "BAD", "UNCLEAR", "labels changed", "refusals lost / won",
-        "change, points", "chance", "accepted",
-    )  # fmt: skip
+        points = (100 * one for one in (moved.change, *moved.interval))
+        rows.append((spec if moved.lossless else f"{spec} (lossy)", moved, moved.counts(), *points))
     show.write("Labels plainly / with drafts; GOOD is a refusal\n")
-    show.table(("drafter", *numbers), rows, numbers=numbers)
+    show.listed(rows, columns, texts=("drafter",))
     for line in report["broken"]:
         show.write(f"BROKEN  {line}\n")
     if not report["broken"]:

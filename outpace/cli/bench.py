@@ -16,7 +16,7 @@ import typer
 from outpace.cli import bench_passes, bench_serve, show
 from outpace.cli.contenders import check_peers, taking_part
 from outpace.cli.drafting import PlanOptions, read_specs
-from outpace.cli.options import AS_JSON, AutoOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, AutoOptions, add, epilog, option, output, spread
 from outpace.config import DEFAULT_DRAFTER
 from outpace.errors import RequestError
 from outpace.files import check_writable
@@ -54,8 +54,8 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(invoke_without_command=True, epilog=epilog(_EXAMPLES))
     group.callback()(spread(bench))
     group.command(epilog="Try: outpace bench compare before/report.json after")(spread(compare))
-    bench_passes.register(group)
-    bench_serve.register(group)
+    add(group, bench_passes.passes, bench_passes.EXAMPLES)
+    add(group, bench_serve.serve, bench_serve.EXAMPLES)
     app.add_typer(group, name="bench")
 
 

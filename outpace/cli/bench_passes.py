@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from outpace.cli import show
 from outpace.cli.drafting import read_specs
-from outpace.cli.options import AS_JSON, TrainedOptions, epilog, option, spread
-from outpace.errors import RequestError
+from outpace.cli.options import AS_JSON, TrainedOptions, numbers, option
 
 if TYPE_CHECKING:
     from outpace.analysis.cost import CostCurve, DraftCost
     from outpace.analysis.roofline import Device
     from outpace.engine.engine import Engine
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace bench passes --dtype float32 --threads 2
@@ -27,10 +23,6 @@ Examples:
 
   outpace bench passes --rows 1,5,9,17 --contexts 100,2000 --out passes --json
 """
-
-
-def register(group: typer.Typer) -> None:
-    group.command(epilog=epilog(_EXAMPLES))(spread(passes))
 
 
 def passes(
@@ -66,7 +58,7 @@ def passes(
     What the default rows, contexts and batches cost is kept, for policies that plan by cost.
     """
     points = {
-        name: _numbers(f"--{name}", text)
+        name: numbers(f"--{name}", text, "whole numbers", "1,2,4", int)
         for name, text in (("rows", rows), ("contexts", contexts), ("batches", batches))
         if text is not None
     }
@@ -90,22 +82,11 @@ def passes(
     for cost in costs:
         keep(target, cost, show.note)
     report = {**report_of(engine, device, curve, costs), "repeats": repeat}
-    if as_json:
-        show.write_json(report)
-    else:
-        show_report(report)
+    show.finish(report, as_json, lambda: show_report(report), out, "passes")
     if out is not None:
         from outpace.bench.plots import draw
 
-        show.save(out / "passes.json", json.dumps(report, indent=1) + "\n")
         draw({"passes": report}, out, note=show.note)
-
-
-def _numbers(name: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise RequestError(f"{name} {text!r} is no list of whole numbers; give some, such as 1,2,4") from None
 
 
 def report_of(engine: Engine, device: Device, curve: CostCurve, costs: list[DraftCost]) -> dict[str, Any]:

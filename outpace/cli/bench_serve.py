@@ -14,7 +14,7 @@ import typer
 from outpace.bench.load_terms import MIXED, PLAIN, USUAL
 from outpace.cli import show
 from outpace.cli.keys import read_keys
-from outpace.cli.options import AS_JSON, AutoOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, AutoOptions, numbers, option, output
 from outpace.cli.started import started
 from outpace.config import MethodSpec, split_specs
 from outpace.errors import RequestError
@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 _who = partial(option, panel="Server")
 _what = partial(option, panel="Load")
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace bench serve --drafters prompt_lookup,none --concurrency 1,4,16 --out load
+
+  outpace bench serve --max-prompt-tokens 128 --concurrency 1,8,64
 
   outpace bench serve --rate 2 --requests 100 --drafters auto
 
@@ -37,10 +39,6 @@ Examples:
 
   outpace bench serve --mixed --check-texts --concurrency 64 --requests 500 --rounds 1
 """
-
-
-def register(group: typer.Typer) -> None:
-    group.command("serve", epilog=epilog(_EXAMPLES))(spread(serve))
 
 
 def serve(
@@ -61,6 +59,9 @@ def serve(
     ),
     workload: str = _what(
         "builtin", "builtin, or a file as for outpace bench; first turns alone.", "-w", metavar="NAME|FILE"
+    ),
+    max_prompt_tokens: int | None = _what(
+        None, "Ask shorter prompts alone: reading long ones may bound every figure.", metavar="N", least=1
     ),
     concurrency: str = _what(
         "1,2,4,8,16,32,64",
@@ -113,11 +114,10 @@ def serve(
     from outpace.params import SamplingParams
 
     SamplingParams(temperature=temperature, seed=seed)  # refuses what is out of range
-    arrivals = (
-        [Arrival(rate=rate)]
-        if rate is not None
-        else [Arrival(concurrency=count) for count in read_counts(concurrency)]
-    )
+    arrivals = [Arrival(rate=rate)]
+    if rate is None:
+        counts = numbers("--concurrency", concurrency, "numbers from 1", "1,4,16", int, lambda one: one > 0)
+        arrivals = [Arrival(concurrency=count) for count in dict.fromkeys(counts)]
     prompts = read_workload(workload)
     key = None if api_key_file is None else read_keys((), api_key_file)[0]
     if out is not None:
@@ -133,6 +133,7 @@ def serve(
         rounds,
         check_texts,
         specs if mixed else (),
+        longest=max_prompt_tokens,
     )
     with started(url, model, specs, clients=most, seconds=timeout) as address:
         try:
@@ -148,6 +149,7 @@ def serve(
             {
                 "url": url,
                 "workload": workload,
+                "max_prompt_tokens": max_prompt_tokens,
                 "concurrency": None if rate is not None else concurrency,
                 "rate": rate,
                 "requests": requests,
@@ -171,18 +173,6 @@ def serve(
         save(report, out)
     if report["partial"]:
         raise typer.Exit(130)
-
-
-def read_counts(text: str) -> list[int]:
-    """Numbers with commas between them.
-
-    Raises:
-        RequestError: something else.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise RequestError(f"--concurrency {text!r} is no list of numbers from 1; give some, such as 1,4,16")
-    return list(dict.fromkeys(map(int, parts)))
 
 
 def provenance_of(about: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:

@@ -10,12 +10,10 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from outpace.cli import show
 from outpace.cli.drafting import DrafterOptions
 from outpace.cli.generate import LOSSY
-from outpace.cli.options import AutoOptions, SamplingOptions, epilog, notes, option, spread
+from outpace.cli.options import AutoOptions, SamplingOptions, notes, option
 from outpace.errors import OutpaceError
 
 if TYPE_CHECKING:
@@ -31,7 +29,7 @@ _COMMANDS = {
     "/quit": "leave; so does Ctrl-D",
 }
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace chat
@@ -40,10 +38,6 @@ Examples:
 
   echo "What is a monad?" | outpace chat --max-new-tokens 80
 """
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=epilog(_EXAMPLES))(spread(chat))
 
 
 def chat(

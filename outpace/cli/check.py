@@ -11,7 +11,7 @@ import typer
 from outpace.cli import show
 from outpace.cli.audit import AuditOptions
 from outpace.cli.drafting import read_specs
-from outpace.cli.options import AS_JSON, AutoOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, AutoOptions, option, output
 from outpace.errors import OutpaceError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outpace.analysis.shapes import RowTally, ShapeReport
     from outpace.models.base import Target
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace check
@@ -37,10 +37,6 @@ SHAPES = ("serve",)
 """Whose shapes of passes can be checked."""
 PROMPTS = 8
 _BATCH = 32  # as outpace serve has it
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=epilog(_EXAMPLES))(spread(check))
 
 
 def check(
@@ -106,10 +102,7 @@ def check(
         report = run(engine, cases, specs, max_new_tokens=max_new_tokens, tick=tick, done=_tell)
     if shapes is not None:
         report = replace(report, shapes=_shapes(target))
-    if as_json:
-        show.write_json(report.to_json())
-    else:
-        show_report(report)
+    show.finish(report.to_json(), as_json, lambda: show_report(report))
     if report.broken:
         raise typer.Exit(1)
 
@@ -135,42 +128,28 @@ def show_report(report: Report) -> None:
         f"{report.max_new_tokens} tokens, alone and in batches of 4\n\n"
     )
     show.write("1 distributions  what is emitted has that of the target (enumerated)\n")
-    show.table(
-        ("verifier", "largest error", "cases", "growth rules", "planted bugs caught"),
-        [
-            (
-                name,
-                f"{law.error:.1e}",
-                str(law.cases),
-                str(law.growth_rules),
-                f"{law.planted_bugs_caught} of {law.planted_bugs}",
-            )
-            for name, law in report.laws.items()
-        ],
-        numbers=("largest error", "cases", "growth rules", "planted bugs caught"),
-    )
+    columns = {
+        "verifier": "{0}",
+        "largest error": "{1.error:.1e}",
+        "cases": "{1.cases}",
+        "growth rules": "{1.growth_rules}",
+        "planted bugs caught": "{1.planted_bugs_caught} of {1.planted_bugs}",
+    }
+    show.listed(report.laws.items(), columns, texts=("verifier",))
     show.write("2 code           fast verifiers decide as their oracles do\n")
-    show.table(
-        ("verifier", "cases", "agreed"),
-        [(name, str(oracle.cases), str(oracle.agreed)) for name, oracle in report.oracles.items()],
-        numbers=("cases", "agreed"),
-    )
+    columns = {"verifier": "{0}", "cases": "{1.cases}", "agreed": "{1.agreed}"}
+    show.listed(report.oracles.items(), columns, texts=("verifier",))
     show.write(f"3 tokens         greedy text equals plain decoding ({report.promise})\n")
-    show.table(
-        ("drafter", "sequences", "equal", "drafted", "accepted", "first difference"),
-        [
-            (
-                name,
-                str(tally.sequences),
-                str(tally.equal),
-                str(tally.drafted),
-                str(tally.accepted),
-                _first(tally),
-            )
-            for name, tally in report.tallies.items()
-        ],
-        numbers=("sequences", "equal", "drafted", "accepted"),
-    )
+    columns = {
+        "drafter": "{0}",
+        "sequences": "{1.sequences}",
+        "equal": "{1.equal}",
+        "drafted": "{1.drafted}",
+        "accepted": "{1.accepted}",
+        "first difference": "{2}",
+    }
+    rows = [(name, tally, _first(tally)) for name, tally in report.tallies.items()]
+    show.listed(rows, columns, texts=("drafter", "first difference"))
     found = report.hardware()
     gap = found["largest_gap"]
     show.write(

@@ -17,7 +17,7 @@ import typer
 from outpace.cli import show
 from outpace.cli.drafting import DrafterOptions
 from outpace.cli.generate import read_prompt, to_ids
-from outpace.cli.options import AutoOptions, SamplingOptions, epilog, option, spread
+from outpace.cli.options import AutoOptions, SamplingOptions, option
 from outpace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ PROMPT = (
 _COLORS = ("#12a594", "#e5484d", "#8e4ec6", "#f5a524", "#0091ff", "#d6409f")
 """Of drafters, the busiest first; the target's own tokens have the color of plain text."""
 _WIDTH = 104  # characters of a picture
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace demo
@@ -42,10 +42,6 @@ Examples:
 
   outpace demo --out demo.svg
 """
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=epilog(_EXAMPLES))(spread(demo))
 
 
 def demo(

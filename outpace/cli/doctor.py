@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from outpace.cli import show
 from outpace.cli.drafting import known
-from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, option, output
 
 if TYPE_CHECKING:
     from outpace.analysis.doctor.findings import Diagnosis
     from outpace.engine.engine import Engine
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace doctor --drafter eagle3
 
   outpace doctor -m ./big -d "draft_model[model=./small]" --limit 24 --out report
 """
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=epilog(_EXAMPLES))(spread(doctor))
 
 
 def doctor(
@@ -63,15 +56,8 @@ def doctor(
             engine, drafter, ids, prompts[0].messages, max_new_tokens=max_new_tokens, exact=exact, tick=tick
         )
     report = {**found.to_json(), "workload": texts.workload, "prompts": len(ids)}
-    if as_json:
-        show.write_json(report)
-    else:
-        show_report(found)
-    if out is not None:
-        from outpace.bench.plots import paint
-
-        show.save(out / "doctor.json", json.dumps(report, indent=1) + "\n")
-        paint({"doctor": partial(_picture, found=found)}, out, note=show.note)
+    pictures = {"doctor": partial(_picture, found=found)}
+    show.finish(report, as_json, lambda: show_report(found), out, "doctor", pictures)
 
 
 def show_report(found: Diagnosis) -> None:

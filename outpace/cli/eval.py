@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,10 +11,10 @@ import typer
 
 from outpace.cli import show
 from outpace.cli.drafting import read_specs
-from outpace.cli.options import AS_JSON, AutoOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, AutoOptions, option, output
 from outpace.config import DEFAULT_DRAFTER
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace eval --tasks sample
@@ -24,11 +23,6 @@ Examples:
 
   outpace eval -m ./my-model --tasks mine.yaml --chat
 """
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(name="eval", epilog=epilog(_EXAMPLES))(spread(evaluate))
 
 
 def evaluate(
@@ -73,15 +67,8 @@ def evaluate(
         )
     lossless = [spec for spec, one in methods.items() if one.lossless(one.verifier)]
     report |= {"limit": limit, "chat": chat, "broken": broken(report, lossless)}
-    if as_json:
-        show.write_json(report)
-    else:
-        show_report(report)
-    if out is not None:
-        from outpace.bench.plots import paint
-
-        show.save(out / "eval.json", json.dumps(report, indent=1) + "\n")
-        paint({"eval": partial(_picture, report=report)}, out, note=show.note)
+    pictures = {"eval": partial(_picture, report=report)}
+    show.finish(report, as_json, lambda: show_report(report), out, "eval", pictures)
     if report["broken"]:
         raise typer.Exit(1)
 

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, epilog, option, spread
+from outpace.cli.options import AS_JSON, option
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace export eagle3 --format speculators --verifier owner/model --out head
@@ -20,10 +20,6 @@ Examples:
 
   outpace export custom-generate --out folder
 """
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=epilog(_EXAMPLES))(spread(export))
 
 
 def export(

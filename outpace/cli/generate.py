@@ -12,7 +12,7 @@ import typer
 from outpace.cli import show
 from outpace.cli.drafting import DrafterOptions
 from outpace.cli.explain import Told
-from outpace.cli.options import AutoOptions, SamplingOptions, epilog, notes, option, output, spread
+from outpace.cli.options import AutoOptions, SamplingOptions, notes, option, output
 from outpace.cli.runs import REPEATS, Run, Sides
 from outpace.errors import RequestError
 from outpace.files import decoded, reading
@@ -22,8 +22,14 @@ if TYPE_CHECKING:
     from outpace.engine.results import Result
 
 _prompt = partial(option, panel="Prompt")
+PromptArgument = Annotated[
+    str | None, typer.Argument(metavar="PROMPT", help="The text to answer.", show_default=False)
+]
+PROMPT_FILE = _prompt(
+    None, "Read the prompt from a UTF-8 file, less a final newline; -: standard input.", "-f", metavar="FILE"
+)
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace generate "Why is the sky blue?"
@@ -40,23 +46,12 @@ Examples:
 """
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=epilog(_EXAMPLES))(spread(generate))
-
-
 def generate(
-    prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The text to answer.", show_default=False)
-    ] = None,
+    prompt: PromptArgument = None,
     *,
     model: AutoOptions,
     drafting: DrafterOptions,
-    prompt_file: str | None = _prompt(
-        None,
-        "Read the prompt from a UTF-8 file, less a final newline; -: standard input.",
-        "-f",
-        metavar="FILE",
-    ),
+    prompt_file: str | None = PROMPT_FILE,
     chat: bool | None = _prompt(
         None,
         "Wrap the prompt in the model's chat template, or feed it as it stands.",

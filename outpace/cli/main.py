@@ -33,6 +33,7 @@ from outpace.cli import (
     train,
     tune,
 )
+from outpace.cli.options import add
 from outpace.errors import OutpaceError, shorten
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer gives it no public name
@@ -71,25 +72,27 @@ def _version() -> None:
     show.write(f"outpace {__version__}\ncode    {described()}\n")
 
 
-_COMMANDS = (
-    generate,
-    chat,
-    demo,
-    serve,
-    check,
-    doctor,
-    bench,
-    eval,
-    train,
-    export,
-    analyze,
-    predict,
-    tune,
-    methods,
-    build,
-)
-for _module in _COMMANDS:
-    _module.register(app)
+for _module, _command in (
+    (generate, generate.generate),
+    (chat, chat.chat),
+    (demo, demo.demo),
+    (serve, serve.serve),
+    (check, check.check),
+    (doctor, doctor.doctor),
+    (bench, None),
+    (eval, eval.evaluate),
+    (train, train.train),
+    (export, export.export),
+    (analyze, None),
+    (predict, predict.predict),
+    (tune, tune.tune),
+    (methods, methods.methods),
+    (build, None),
+):
+    if _command is None:  # a group of commands
+        _module.register(app)
+    else:
+        add(app, _command, _module.EXAMPLES, _module.__name__.rpartition(".")[2])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ import typer
 
 from outpace import registry
 from outpace.cli import show
-from outpace.cli.options import ModelOptions, option, spread
+from outpace.cli.options import ModelOptions, option
 from outpace.cli.settings import lacks, natural_shape, plan_keys, settings_of
 from outpace.config import MethodSpec
 from outpace.errors import RequestError, UnknownNameError
@@ -18,9 +18,7 @@ from outpace.errors import RequestError, UnknownNameError
 if TYPE_CHECKING:
     from outpace.models.base import Target
 
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog="Try: outpace methods prompt_lookup")(spread(methods))
+EXAMPLES = "Try: outpace methods prompt_lookup"
 
 
 def methods(

@@ -112,6 +112,39 @@ def epilog(examples: str) -> str:
     return examples.strip().replace("[", r"\[")
 
 
+def add(
+    app: typer.Typer, command: Callable[..., None], examples: str, name: str | None = None, **more: Any
+) -> None:
+    """Put a function into an application as a command, with examples below its help."""
+    app.command(name, epilog=epilog(examples), **more)(spread(command))
+
+
+def numbers(
+    name: str,
+    text: str,
+    what: str,
+    example: str,
+    kind: Callable[[str], T],
+    fits: Callable[[T], bool] = lambda _: True,
+) -> tuple[T, ...]:
+    """Read numbers with commas between them.
+
+    Args:
+        name: of the option.
+        what: the numbers that it takes, for the error.
+
+    Raises:
+        RequestError: something else, or a number that does not fit.
+    """
+    try:
+        found = tuple(kind(part) for part in text.split(","))
+        if all(map(fits, found)):
+            return found
+    except ValueError:
+        pass
+    raise RequestError(f"{name} {text!r:.80} is no list of {what}; give some, such as {example}")
+
+
 def at_least(least: int, name: str, value: int | None, why: str = "") -> None:
     """Raise RequestError unless an option was left out or is as large as it has to be."""
     if value is not None and value < least:
@@ -289,26 +322,17 @@ class SamplingOptions:
         Raises:
             RequestError: a value that is out of range.
         """
+        own = dataclasses.asdict(self)
+        alike = {one.name for one in dataclasses.fields(SamplingParams)} - {"logit_bias", "stop"}
         return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
+            **{name: value for name, value in own.items() if name in alike},
             logit_bias=dict(_read_bias(text) for text in self.logit_bias or ()),
             banned_tokens=frozenset(self.ban_token_id or ()),
             allowed_tokens=frozenset(self.allow_token_id) if self.allow_token_id else None,
             thinking_token_budget=self.thinking_budget,
             thinking_marks=tuple(self.thinking_mark or ()),
-            seed=self.seed,
-            max_new_tokens=self.max_new_tokens,
-            min_tokens=self.min_tokens,
             stop=tuple(self.stop or ()),
             stop_token_ids=frozenset(self.stop_token_id or ()),
-            include_stop=self.include_stop,
-            ignore_eos=self.ignore_eos,
             n=n,
             logprobs=logprobs,
         )

@@ -7,10 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, numbers, option, output
 from outpace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -21,13 +19,21 @@ if TYPE_CHECKING:
 _model = partial(option, panel="Model")
 _pass = partial(option, panel="Passes")
 _draft = partial(option, panel="Drafter")
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
 _SHOWN = 8
 """Chains with a line of their own."""
-_OPERATOR = ("operator", "times", "GFLOP", "MB", "bound by", "ms", "share")
+_OPERATOR = {
+    "operator": "{0[operator]}",
+    "times": "{0[count]}",
+    "GFLOP": "{1:,.3f}",
+    "MB": "{2:,.2f}",
+    "bound by": "{0[bound]}",
+    "ms": "{3:,.3f}",
+    "share": "{4:.0%}",
+}
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace predict --config ./big --device h100 --batch 16 --context 4096
@@ -38,10 +44,6 @@ Examples:
 
   outpace predict --config model-q4.gguf --device m3-max --dtype stored
 """
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=epilog(_EXAMPLES))(spread(predict))
 
 
 def predict(
@@ -117,7 +119,9 @@ def predict(
     from outpace.analysis.prediction.model import CPU, read
     from outpace.analysis.prediction.report import predicted
 
-    counts = _numbers("--rows", rows) if rows else ROWS
+    counts = ROWS
+    if rows:
+        counts = numbers("--rows", rows, "whole numbers above 0", "1,8", int, lambda one: one > 0)
     drafting = _drafting(acceptance, drafter_cost, draft_config, sibling, tree)
     here = device == devices.HERE
     record = None if here else devices.find(device)
@@ -145,25 +149,17 @@ def predict(
         host = 0.0 if calibration is None else calibration.timed.host
         other = held(draft_config) if draft_config else None
         report["drafter"] = _gains(shape, machine, other, drafting, length, batch, host)
-    if as_json:
-        show.write_json(report)
-    else:
-        show_report(report)
+    pictures = {}
     if out is not None:
-        from outpace.bench.plots import paint
         from outpace.cli import predict_plots
 
-        show.save(out / "predict.json", json.dumps(report, indent=1) + "\n")
-        show.save(out / "device.json", json.dumps(report["device"]["record"], indent=1) + "\n")
         pictures = {
-            name: partial(one, report=report)
-            for name, one in (
-                ("roofline", predict_plots.roofline),
-                ("rows", predict_plots.by_rows),
-                ("speedup", predict_plots.speedup),
-            )
+            "roofline": partial(predict_plots.roofline, report=report),
+            "rows": partial(predict_plots.by_rows, report=report),
+            "speedup": partial(predict_plots.speedup, report=report),
         }
-        paint(pictures, out, note=show.note)
+        show.save(out / "device.json", json.dumps(report["device"]["record"], indent=1) + "\n")
+    show.finish(report, as_json, lambda: show_report(report), out, "predict", pictures)
 
 
 def machine_of(model: str, device: str, threads: int | None) -> tuple[Planned, Device, str, float]:
@@ -178,18 +174,6 @@ def machine_of(model: str, device: str, threads: int | None) -> tuple[Planned, D
     record = devices.find(device)
     shape = read(model, kind=record.kind)
     return shape, record.device(shape.dtype), record.kind, 0.0
-
-
-def _numbers(name: str, text: str) -> tuple[int, ...]:
-    try:
-        found = tuple(int(part) for part in text.split(","))
-        if min(found) < 1:
-            raise ValueError
-    except ValueError:
-        raise RequestError(
-            f"{name} {text!r:.80} is no list of whole numbers above 0; give some, such as 1,8"
-        ) from None
-    return found
 
 
 def _drafting(
@@ -212,23 +196,13 @@ def _drafting(
                 f"--tree {tree!r:.80}: give children per level, such as 4x2x1; chains are shown"
             )
     return {
-        "acceptance": _shares("--acceptance", acceptance),
+        "acceptance": numbers(
+            "--acceptance", acceptance, "shares from 0 to 1", "0.8,0.7", float, lambda one: 0 <= one <= 1
+        ),
         "cost": 0.0 if cost is None else _least("--drafter-cost", cost, 1e6),
         "sibling": _least("--sibling", sibling, 1.0),
         "parents": parents,
     }
-
-
-def _shares(name: str, text: str) -> tuple[float, ...]:
-    try:
-        found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        found = (-1.0,)
-    if not all(0 <= one <= 1 for one in found):
-        raise RequestError(
-            f"{name} {text!r:.80} is no list of shares from 0 to 1; give some, such as 0.8,0.7"
-        )
-    return found
 
 
 def _least(name: str, value: float, most: float) -> float:
@@ -314,21 +288,13 @@ def show_report(report: dict[str, Any]) -> None:
             f"\n{name}, {what} {phase[what]}, batch {phase['batch']}: {_time(phase['seconds'])} a pass, "
             f"{phase['tokens_per_second']:,.1f} tokens per second\n"
         )
-        rows = [_operator(one, phase["seconds"]) for one in phase["operators"]]
-        show.table(_OPERATOR, rows, numbers=_OPERATOR[1:])
+        show.listed(
+            [_operator(one, phase["seconds"]) for one in phase["operators"]], _OPERATOR, ("operator",)
+        )
     verify = report["verify"]
     show.write(f"verification at context {verify['context']}, batch {verify['batch']}\n")
-    columns = ("rows", "ms", "x one row")
-    show.table(
-        columns,
-        [
-            (str(rows), f"{1e3 * spent:.3f}", f"{ratio:.2f}")
-            for rows, spent, ratio in zip(
-                verify["rows"], verify["pass_seconds"], verify["ratios"], strict=True
-            )
-        ],
-        numbers=columns,
-    )
+    rows = zip(verify["rows"], (1e3 * one for one in verify["pass_seconds"]), verify["ratios"], strict=True)
+    show.listed(rows, {"rows": "{0}", "ms": "{1:.3f}", "x one row": "{2:.2f}"})
     if report["drafter"] is not None:
         _show_drafter(report["drafter"])
 
@@ -336,26 +302,19 @@ def show_report(report: dict[str, Any]) -> None:
 def _show_drafter(drafter: dict[str, Any]) -> None:
     accepted = ", ".join(f"{one:.2f}" for one in drafter["acceptance"])
     show.write(f"drafter: acceptance {accepted}; a level costs {drafter['cost']:.3f} plain steps\n")
-    columns = ("draft", "guesses", "levels", "emitted", "cost of a step", "speed-up")
     named = [("chain", one) for one in drafter["chains"][1 : _SHOWN + 1]]
     named += [("best chain", drafter["best_chain"]), ("best tree", drafter["best_tree"])]
     if drafter["tree"] is not None:
         named.append(("tree asked for", drafter["tree"]))
-    show.table(
-        columns,
-        [
-            (
-                name,
-                str(one["guesses"]),
-                str(one["levels"]),
-                f"{one['emitted']:.2f}",
-                f"{one['step_cost']:.2f}",
-                f"{one['speedup']:.2f}",
-            )
-            for name, one in named
-        ],
-        numbers=columns[1:],
-    )
+    columns = {
+        "draft": "{0}",
+        "guesses": "{1[guesses]}",
+        "levels": "{1[levels]}",
+        "emitted": "{1[emitted]:.2f}",
+        "cost of a step": "{1[step_cost]:.2f}",
+        "speed-up": "{1[speedup]:.2f}",
+    }
+    show.listed(named, columns, texts=("draft",))
     limit = drafter["break_even_cost"]
     show.write(
         f"One guess gains up to a cost of {limit:.3f} plain steps.\n"
@@ -364,16 +323,8 @@ def _show_drafter(drafter: dict[str, Any]) -> None:
     )
 
 
-def _operator(one: dict[str, Any], whole: float) -> tuple[str, ...]:
-    return (
-        one["operator"],
-        str(one["count"]),
-        f"{one['flops'] / 1e9:,.3f}",
-        f"{one['bytes'] / 1e6:,.2f}",
-        one["bound"],
-        f"{1e3 * one['seconds']:,.3f}",
-        f"{one['seconds'] / whole:.0%}",
-    )
+def _operator(one: dict[str, Any], whole: float) -> tuple[Any, ...]:
+    return one, one["flops"] / 1e9, one["bytes"] / 1e6, 1e3 * one["seconds"], one["seconds"] / whole
 
 
 def _speeds(record: dict[str, Any]) -> str:

@@ -7,12 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from outpace import registry
 from outpace.cli import show
 from outpace.cli.keys import read_keys
-from outpace.cli.options import AutoOptions, epilog, notes, option, spread
+from outpace.cli.options import AutoOptions, notes, option
 from outpace.config import MethodSpec, build
 from outpace.errors import ModelError, RequestError
 from outpace.params import SamplingParams
@@ -28,7 +26,7 @@ _learn = partial(option, panel="Learning")
 _PER_TOKEN = 16
 """Bytes of a body per token: some 5 of text, three times as many where JSON escapes them."""
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace serve
@@ -39,10 +37,6 @@ Examples:
 
 Then open http://127.0.0.1:8000 in a browser, or point a client at http://127.0.0.1:8000/v1
 """
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=epilog(_EXAMPLES))(spread(serve))
 
 
 def serve(

@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,34 @@ def save(path: Path, text: str) -> None:
 def write_json(value: Any) -> None:
     """Put one JSON document on a line of its own; numbers that are not finite become null."""
     write(json.dumps(_finite(value), allow_nan=False) + "\n")
+
+
+def finish(
+    found: Mapping[str, Any],
+    as_json: bool,
+    say: Callable[[], None],
+    out: Path | None = None,
+    name: str = "",
+    pictures: Mapping[str, Callable[[Any], bool]] | None = None,
+) -> None:
+    """Print a report, and write it where that was asked for.
+
+    Args:
+        found: plain values.
+        say: prints it for people.
+        out: folder of ``name``.json and of the pictures; None: nothing is written.
+        pictures: by the names of their files; each draws into a figure, or says that there is nothing.
+    """
+    if as_json:
+        write_json(found)
+    else:
+        say()
+    if out is not None:
+        save(out / f"{name}.json", json.dumps(found, indent=1) + "\n")
+        if pictures:
+            from outpace.bench.plots import paint
+
+            paint(pictures, out, note=note)
 
 
 def count(number: int, what: str) -> str:
@@ -164,3 +192,15 @@ def table(
     stream = sys.stderr if to_stderr else sys.stdout
     sys.stdout.flush()
     Console(file=stream, width=None if stream.isatty() else _WIDE).print(drawn)
+
+
+def listed(rows: Iterable[Sequence[Any]], columns: Mapping[str, str], texts: Collection[str] = ()) -> None:
+    """Draw a table of records.
+
+    Args:
+        rows: the parts of each line, which templates call 0, 1 and so on.
+        columns: heading -> template of its cells, as for ``str.format``.
+        texts: headings of columns that are aligned to the left; all others hold numbers.
+    """
+    cells = [[template.format(*row) for template in columns.values()] for row in rows]
+    table(list(columns), cells, numbers=[name for name in columns if name not in texts])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, ModelOptions, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, ModelOptions, option, output
 from outpace.errors import OutpaceError, RequestError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ MEASURED_PROMPTS, MEASURED_TOKENS = 12, 96
 """Held-out prompts that a new drafter is measured on, and tokens of each answer."""
 _data = partial(option, panel="Data")
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace train draft_model --prompts questions.jsonl --texts book.txt --dry-run
@@ -38,10 +38,6 @@ Examples:
 
   outpace train target --texts stories.txt --set layers=24 --set loop.minutes=40 --out exits
 """
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=epilog(_EXAMPLES))(spread(train))
 
 
 def train(

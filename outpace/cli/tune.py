@@ -8,11 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from outpace import registry
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, AutoOptions, at_least, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, AutoOptions, at_least, option, output
 from outpace.config import MethodSpec, split_specs
 from outpace.errors import OutpaceError, RequestError
 
@@ -29,7 +27,7 @@ _SHOWN = 4  # drafters with a line of their own
 _ROWS = (1, 4, 8, 16)
 _CONTEXT = 256
 
-_EXAMPLES = """
+EXAMPLES = """
 Examples:
 
   outpace tune
@@ -38,10 +36,6 @@ Examples:
 
   outpace generate --drafter auto --explain "Explain how a refrigerator works."
 """
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=epilog(_EXAMPLES))(spread(tune))
 
 
 def tune(

@@ -102,13 +102,12 @@ class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
         wanted, long = self.traits.taps, list[S]()
         for state, outcome in zip(states, outcomes, strict=True):
             if state.lead:
-                self.cache.keep(state.slot, range(state.lead))
-                state.waiting, state.ids = [], []
+                self.keep(state)
             self.forget(state)
             scored = outcome.scored
             seen = scored.taps.keys() >= wanted
             if not seen or self.end_of(state) != outcome.start:
-                self._restart(state)
+                self.restart(state)
             if seen and outcome.fed:
                 state.start = outcome.start if state.start is None else state.start
                 state.ids += outcome.fed
@@ -120,6 +119,11 @@ class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
                 long.append(state)
         if long:
             self.read(long)
+
+    def keep(self, state: S) -> None:
+        """Make rows of true features part of the slot; nothing of them waits any more."""
+        self.cache.keep(state.slot, range(state.lead))
+        state.waiting, state.ids = [], []
 
     def settle(self, state: S) -> None:
         """Copy the features of what was committed from those of whole passes."""
@@ -164,7 +168,7 @@ class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
         state.ids, state.waiting, state.shown = [*ids], [*waiting], []
         return state
 
-    def _restart(self, state: S) -> None:
+    def restart(self, state: S) -> None:
         """Start anew with the next features that come."""
         self.cache.truncate(state.slot, 0)
         self.forget(state)

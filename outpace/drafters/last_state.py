@@ -19,17 +19,19 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from outpace.drafters.base import ExpandingDrafter, Request, Traits
-from outpace.drafters.trained import CONFIG, vocab_map
-from outpace.errors import ModelError, SpecError
+from outpace.drafters.trained import CONFIG, decoder_from_json, read_tensors, vocab_map
+from outpace.errors import ModelError, SpecError, shown
 from outpace.law import VocabMap
-from outpace.models.base import HEAD, TAPS
+from outpace.models.base import HEAD, TAPS, Target
+from outpace.models.families import DecoderConfig
+from outpace.models.fields import Fields
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import parse_shape, table
 from outpace.types import NOTHING, Budget, Draft, Outcome, Shape
@@ -41,6 +43,17 @@ STOCK = "[-1,0,1,2,3,-1,0,-1,5,1,0,-1,5,7,6]"
 cuts a budget to its first nodes, and to their depth, leaves a calibrated tree its depth too."""
 _STOCK = parse_shape(STOCK)
 _EPS = 1e-6
+
+
+class Network(Protocol):
+    """The shape of a network."""
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of a drafter folder besides its vocabulary."""
+        ...
+
+
+N = TypeVar("N", bound=Network)
 
 
 def unit(embed: Tensor) -> Tensor:
@@ -156,6 +169,59 @@ def fit_tensors(
         if got != need:
             raise ModelError(f"{folder}: {name!r} has shape {got}, its config needs {need}")
     return {name: tensors[name] for name in wanted}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainedFile(Generic[N]):
+    """A drafter folder as it was read."""
+
+    shape: N
+    """Of the network."""
+    tensors: Mapping[str, Tensor]
+    vocab: VocabMap | None = None
+    """The draft vocabulary; None is the target's whole."""
+    tree: Shape | None = None
+    """The calibrated tree, likeliest nodes first; None: nothing was measured."""
+
+
+def read_file(folder: Path, said: Mapping[str, Any], shape: N, target: Target) -> TrainedFile[N]:
+    """Read what the shape of a network names, and what a folder says of vocabulary and tree.
+
+    Raises:
+        ModelError: files that are corrupt, or tensors that are not those of the config.
+    """
+    tensors = read_tensors(folder)
+    return TrainedFile(
+        shape=shape,
+        tensors=fit_tensors(tensors, shape.tensor_shapes(), folder),
+        vocab=read_vocab(tensors, said, target.vocab_size, folder),
+        tree=read_tree(said, folder),
+    )
+
+
+def read_layer(read: Fields, target: Target) -> DecoderConfig:
+    """The one layer of a network that is as wide as the target.
+
+    Raises:
+        ModelError: several layers, or others.
+    """
+    decoder = decoder_from_json(read.mapping("decoder"), Path(read.source))
+    if decoder.hidden_size != target.hidden_size or decoder.num_layers != 1:
+        raise ModelError(f"{read.source}: the decoder must be one layer of hidden size {target.hidden_size}")
+    return decoder
+
+
+def read_rates(said: Mapping[str, Any], folder: Path) -> tuple[tuple[float, ...], ...]:
+    """Held-out acceptance by depth and rank; empty: nothing was measured.
+
+    Raises:
+        ModelError: no table of numbers.
+    """
+    rates = said.get("acceptance") or ()
+    try:
+        return tuple(tuple(float(one) for one in row) for row in rates)
+    except (TypeError, ValueError):
+        raise ModelError(f"{folder / CONFIG}: acceptance must be numbers, got {shown(rates)}") from None
 
 
 def read_vocab(

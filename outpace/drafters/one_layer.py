@@ -31,6 +31,27 @@ LAYER = "model.layers.0."
 """What a decoder's reader calls the one layer."""
 
 
+def layer_shapes(
+    config: DecoderConfig, at: str = "layer.", normed: bool = True
+) -> dict[str, tuple[int, ...]]:
+    """The layer's tensors in a drafter folder.
+
+    Args:
+        at: what their names begin with there.
+        normed: whether the layer has an input norm.
+    """
+    return {
+        at + name.removeprefix(LAYER): shape
+        for name, shape in config.tensor_shapes().items()
+        if name.startswith(LAYER) and (normed or not name.endswith("input_layernorm.weight"))
+    }
+
+
+def layer_tensors(tensors: Mapping[str, Tensor], at: str = "layer.") -> dict[str, Tensor]:
+    """The layer's tensors of a drafter folder, as a decoder's reader calls them."""
+    return {LAYER + name.removeprefix(at): one for name, one in tensors.items() if name.startswith(at)}
+
+
 class OneLayer:
     """The layer, ready to run.
 

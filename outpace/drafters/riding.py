@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from outpace.drafters.base import ExpandingDrafter, Request
 from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.tree.growth import Branch, DraftRow
-from outpace.types import ROOT, Outcome
+from outpace.types import NOTHING, ROOT, Outcome, Shape
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +57,9 @@ class RidingDrafter(ExpandingDrafter[RidingState]):
         vocab: of the guesses; None: the target's.
     """
 
+    stock: ClassVar[Shape]
+    """Stands for the best tree."""
+
     def __init__(self, target: Target, vocab: VocabMap | None) -> None:
         self.target, self.vocab = target, vocab
         self.id_D = None if vocab is None else vocab.to_target_D.to(target.device)
@@ -64,6 +68,22 @@ class RidingDrafter(ExpandingDrafter[RidingState]):
     def begin(self, request: Request) -> RidingState:
         """Nothing is known until riders were in a pass."""
         return RidingState()
+
+    def fitted(self, row: DraftRow[RidingState]) -> DraftRow[RidingState]:
+        """The row with a budget of as many levels as there are guesses, the best tree for the stock one."""
+        hidden_KH, budget = row.state.hidden_KH, row.budget
+        if hidden_KH is None or not row.state.fits(row):
+            return replace(row, budget=NOTHING)
+        nodes, shape = min(budget.max_nodes, budget.max_rows), budget.shape
+        tree = self.tree(len(hidden_KH)) if shape.parent_N == self.stock.parent_N else None
+        if tree is not None:
+            shape = Shape(tree[:nodes])
+        depth = min(budget.max_depth, len(hidden_KH))
+        return replace(row, budget=replace(budget, max_nodes=nodes, max_depth=depth, shape=shape))
+
+    @abstractmethod
+    def tree(self, levels: int) -> tuple[int, ...] | None:
+        """Parents of the best tree of so many levels; None: nothing was measured."""
 
     def expand(self, branches: Sequence[Branch[RidingState]]) -> tuple[Tensor, Tensor | None]:
         """Unembed all guesses of all sequences at the first level; later levels look theirs up."""

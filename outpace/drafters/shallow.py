@@ -12,16 +12,20 @@ Shape letters: K rows fed, H hidden size.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from outpace.cache.base import Lease
-from outpace.tree.growth import Branch
-from outpace.types import ROOT, Draft, Feed, Resume, Signals, StopRule
+from outpace.clock import PassClock
+from outpace.drafters.base import ExpandingDrafter
+from outpace.models.base import Target
+from outpace.tree.growth import Branch, DraftRow, grow
+from outpace.types import NOTHING, ROOT, Draft, Feed, Outcome, Resume, Signals, StopRule
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +74,60 @@ class ShallowRows:
             hidden_KH = hidden_KH[torch.tensor(rows, device=hidden_KH.device)]
         resume = Resume(self.layer, tuple(range(len(rows))), hidden_KH)
         return replace(reordered(draft, [*fed, *rest]), resume=resume)
+
+
+@dataclass(slots=True, eq=False)
+class SlotState:
+    """One sequence that drafts in the slot that the target lends."""
+
+    rows: ShallowRows | None = None
+    """Of the draft under way; a lease ends with it."""
+
+
+S = TypeVar("S", bound=SlotState)
+
+
+class SlotDrafter(ExpandingDrafter[S], Generic[S]):
+    """Drafts with layers of the target, in the target's own slots: nothing else grows with a text."""
+
+    target: Target
+
+    @property
+    def clock(self) -> PassClock:
+        """The target's: whether a pass drafts, the verb tells."""
+        return self.target.clock
+
+    @abstractmethod
+    def leased(self, row: DraftRow[S], lease: Lease) -> DraftRow[S]:
+        """Put the rows of a draft into the state; the row with the budget that the drafter can use."""
+
+    def propose(self, rows: Sequence[DraftRow[S]]) -> list[Draft]:
+        """Grow drafts in the lent slots; a row without a lease gets an empty one."""
+        ready = [
+            replace(row, budget=NOTHING) if row.lease is None else self.leased(row, row.lease) for row in rows
+        ]
+        drafts = []
+        for row, (draft, numbers) in zip(ready, grow(ready, self.expand), strict=True):
+            drafts.append(draft if row.state.rows is None else row.state.rows.finish(draft, numbers))
+            row.state.rows = None
+        return drafts
+
+    def observe(self, states: Sequence[S], outcomes: Sequence[Outcome]) -> None:
+        """Nothing to note: what was committed is in the target's cache."""
+
+    def mark(self, state: S) -> None:
+        """There is nothing to come back to."""
+
+    def rewind(self, state: S, mark: None) -> S:
+        state.rows = None
+        return state
+
+
+def rows_of(branch: Branch[Any]) -> ShallowRows:
+    """The rows of a draft that grows."""
+    rows: ShallowRows | None = branch.state.rows
+    assert rows is not None
+    return rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -333,12 +333,16 @@ def decoder_from_json(data: Mapping[str, Any], source: Path) -> DecoderConfig:
         raise ModelError(f"{source}: the decoder's fields are not right: {error}") from error
 
 
-def lender(target: Target, who: str) -> Decoder:
+def lender(target: Target, who: str, *needs: str) -> Decoder:
     """The target, as a decoder whose weights can be read and borrowed.
 
+    Args:
+        needs: abilities that it must have.
+
     Raises:
-        ModelError: it is not of the own decoder, which alone lends weights.
+        ModelError: it lacks one, or is not of the own decoder, which alone lends weights.
     """
+    target.require(frozenset(needs), who)
     if not isinstance(target, Decoder):
         raise ModelError(
             f"{who} borrows weights of the target, and {target.name} is a "

@@ -12,7 +12,8 @@
 
    Another process may take a core. Then a piece that takes 20 us takes a time slice, 3 ms or more,
    while everybody waits. Whoever leads a list notices waits that are long beside the pieces that he
-   did himself, sends away as many threads as were late, and later tries one more again. */
+   did himself, sends away as many threads as were late, and later tries one more again. A list is
+   cut in two there: passes over many rows take so long that they wait for no next one. */
 
 #pragma once
 
@@ -39,7 +40,7 @@ enum {
     SPINS = 2000,            /* looks at a counter before the clock is read */
     LATE = 100 * 1000,       /* ns; a shorter wait says nothing */
     LATE_PIECES = 4,         /* and so does one of fewer pieces */
-    LATE_SHARE = 8,          /* waits below this part of a list are borne */
+    AWAY = 8,                /* waits that a late thread stays away for */
     NAP = 20 * 1000,         /* ns; sleeping lets the system move a thread to this core */
     SHORTEST = 20 * 1000000, /* ns that fewer threads are used for, doubled while that goes on */
     LONGEST = 1000 * 1000000,
@@ -55,7 +56,8 @@ static _Thread_local Mood mood;
 typedef struct {
     const Task *task;
     const void *context;
-    int64_t tasks;
+    _Atomic int64_t tasks; /* less once it is cut */
+    _Atomic int64_t whole; /* ns by the clock at which missing threads are had anew; 0: none misses */
     const Mood *leader;
     _Alignas(64) _Atomic uint64_t ticket; /* task << 32 | next piece */
     _Alignas(64) _Atomic int64_t done;    /* pieces of that task */
@@ -110,7 +112,16 @@ static void await(List *list, int64_t at, int leads, int64_t longest) {
         }
         nap();
     }
-    if (held) list->waited += now_ns() - began;
+    if (held <= 0) return;
+    const int64_t now = now_ns();
+    list->waited += now - began;
+    atomic_store_explicit(&list->whole, now + AWAY * (now - began), memory_order_relaxed);
+}
+
+/* End the list before `at` if threads that miss are to be had anew. */
+static void cut_at(List *list, int64_t at) {
+    const int64_t whole = atomic_load_explicit(&list->whole, memory_order_relaxed);
+    if (whole && at < list->tasks && now_ns() >= whole) list->tasks = at;
 }
 
 static void take_part(void *given) {
@@ -134,8 +145,10 @@ static void take_part(void *given) {
                 const int64_t took = now_ns() - began;
                 if (took > longest) longest = took;
             }
-            if (atomic_fetch_add_explicit(&list->done, 1, memory_order_acq_rel) + 1 == task->pieces)
+            if (atomic_fetch_add_explicit(&list->done, 1, memory_order_acq_rel) + 1 == task->pieces) {
+                cut_at(list, at + 1);
                 open_from(list, at + 1);
+            }
             if (!leads && atomic_load_explicit(&list->leaving, memory_order_relaxed) > 0) {
                 if (atomic_fetch_sub(&list->leaving, 1) > 0) return;
             }
@@ -146,13 +159,14 @@ static void take_part(void *given) {
     if (leads) list->left = now_ns();
 }
 
-/* What was seen of a list says how many threads the next one gets. */
-static void learn(List *list, int64_t began, int64_t ended) {
+/* What was seen of a list says how many threads the next one gets: fewer where all waited longer than
+   the others would have needed for the work of those that were late. */
+static void learn(List *list, int64_t used, int64_t began, int64_t ended) {
     Mood *m = &mood;
     const int64_t missed = ended - list->left; /* until the last thread came to the end */
+    const int64_t fewer = list->late > 1 ? list->late : 1;
     if (missed > LATE) list->waited += missed;
-    if (list->waited * LATE_SHARE > ended - began) {
-        const int64_t fewer = list->late > 1 ? list->late : 1;
+    if (list->waited * used > (ended - began) * fewer) {
         m->allowed = m->allowed > fewer ? m->allowed - fewer : 1;
         m->pause = m->pause ? m->pause * 2 : SHORTEST;
         if (m->pause > LONGEST) m->pause = LONGEST;
@@ -163,22 +177,27 @@ static void learn(List *list, int64_t began, int64_t ended) {
     }
 }
 
-/* Run tasks on at most `threads` threads; gives how many were used. */
+/* Run tasks on at most `threads` threads; gives how many were used in the end. */
 static int64_t run_tasks(const Task *task, int64_t tasks, const void *context, int64_t threads) {
     Mood *m = &mood;
     if (m->limit != threads) *m = (Mood){.limit = threads, .allowed = threads};
-    List list = {.task = task, .context = context, .tasks = tasks, .leader = m};
-    open_from(&list, 0);
-    if (atomic_load(&list.ticket) >> 32 == (uint64_t)tasks) return 1;
-    const int64_t began = now_ns();
-    if (m->allowed < m->limit && began >= m->retry) m->allowed++, m->calm = 0;
-    if (m->allowed == 1 || host == NULL || orphaned) {
-        take_part(&list);
-        return 1;
+    int64_t used = 1;
+    for (int64_t at = 0; at < tasks;) {
+        List list = {.task = task, .context = context, .tasks = tasks, .leader = m};
+        open_from(&list, at);
+        if (atomic_load(&list.ticket) >> 32 == (uint64_t)tasks) break;
+        const int64_t began = now_ns();
+        if (m->allowed < m->limit && began >= m->retry) m->allowed++, m->calm = 0;
+        used = host == NULL || orphaned ? 1 : m->allowed;
+        if (used < m->limit && host != NULL && !orphaned) list.whole = m->retry;
+        if (used == 1) {
+            take_part(&list);
+        } else {
+            host(take_part, &list, (unsigned)used, 0);
+            learn(&list, used, began, now_ns());
+        }
+        at = list.tasks;
     }
-    const int64_t used = m->allowed;
-    host(take_part, &list, (unsigned)used, 0);
-    learn(&list, began, now_ns());
     return used;
 }
 

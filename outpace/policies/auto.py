@@ -100,11 +100,13 @@ class Auto(Policy):
                     offer = look_up(name, told, row.limit, self._scale(row.state, name), prices)
                     if offer is not None and (best is None or offer > best):
                         best = offer
-                elif told is None and name != NONE and (menu := self._menu(row, name, prices)).offers:
+                elif told is None and name != NONE and (menu := self._menu(row, name, prices, load)).offers:
                     menus.setdefault(name, {})[i] = menu
             if best is not None:
                 (chosen if best.gain > 0.0 else spare)[i] = best
         chosen |= self._together(menus, chosen, prices)
+        if load.batch > 1:
+            chosen = prices.paying(chosen)
         self._wait -= 1.0
         tried = self._trial(menus, spare, chosen, prices) if self._wait <= 0.0 else None
         most, self._guesses = self.costs.most(load.batch), sum([offer.nodes for offer in chosen.values()])
@@ -130,14 +132,15 @@ class Auto(Policy):
             self._prices[key] = self._tick + min(self.tuning.renew, 1 + self._tick // 8), prices
         return prices
 
-    def _menu(self, row: PolicyRow, name: str, prices: Prices) -> Menu:
+    def _menu(self, row: PolicyRow, name: str, prices: Prices, load: Load) -> Menu:
         """Offers change where prices do, and where the drafter was asked."""
         state, budget = row.state, row.drafters[name]
         pool, room = self._pool(state, name), min(row.limit.max_depth, budget.max_depth)
         menu: Menu | None = state.menus.get(name)
         if menu is None or menu.prices is not prices or menu.seen != pool.seen or menu.room != room:
             level = prices.rate * self.costs.price(name)
-            menu = menu_of(name, budget, row.limit, pool, self._here(state, name), prices, level)
+            read = 0.0 if name in state.here else prices.rate * self.costs.reading(name, load.context)
+            menu = menu_of(name, budget, row.limit, pool, self._here(state, name), prices, level, read)
             state.menus[name] = menu
         return menu
 
@@ -175,10 +178,13 @@ class Auto(Policy):
     ) -> int | None:
         """Have the drafter that was idle longest tried for one sequence."""
         used, step = {offer.drafter for offer in chosen.values()}, prices.rate * prices.plain
+        guesses = sum([offer.rows for offer in chosen.values()])
+        beside = prices.together(guesses)
         ideas: dict[str, dict[int, list[tuple[float, Offer]]]] = {}
         for i, offer in spare.items():
             if i not in chosen:
-                ideas.setdefault(offer.drafter, {})[i] = [(-offer.gain, offer)]
+                loss = prices.together(guesses + offer.rows) - beside - offer.kept
+                ideas.setdefault(offer.drafter, {})[i] = [(loss, offer)]
         for name, menu_B in menus.items():
             if name not in used:
                 for i, menu in menu_B.items():
@@ -190,7 +196,8 @@ class Auto(Policy):
             loss += chosen[i].gain if i in chosen else 0.0
             if loss <= max(1.0, step / 8):  # while a lookup copies well, others wait
                 self._tried[name], chosen[i] = self._tick, offer
-                self._wait = max(0.0, loss) / step / self.tuning.explore
+                read = menus[name][i].read if name in menus else 0.0
+                self._wait = (max(0.0, loss) + read) / step / self.tuning.explore
                 return i
         return None
 

@@ -198,6 +198,10 @@ class Costs:
         """Seconds of a level of so many sequences together; of a call each, where no model runs."""
         return self._draft(drafter, sequences).a
 
+    def reading(self, drafter: str, tokens: int) -> float:
+        """Seconds that a drafter takes to read so many tokens, before its first guess for a text."""
+        return self._draft(drafter, 1).b * tokens
+
     def rest(self, batch: int) -> float:
         """Seconds of a step that are spent on judging and committing."""
         found = _nearest(self._lately, batch)
@@ -254,7 +258,7 @@ class Costs:
         known, plain = self._find(name), self.passed(1, 0, 1)
         supposed = self._supposed.get(name, self._tuning.part * plain)
         level = supposed if known is None else known.level or known.call
-        return Line(level or 0.005 * plain, 1.0 / 64.0, self._tuning)
+        return Line(level or 0.005 * plain, 0.0, self._tuning)
 
     def _of(self, batch: int) -> Passes:
         """Passes over about so many sequences; at first like the nearest."""

@@ -6,8 +6,9 @@ Everything is priced in tokens: seconds times the tokens per second that are to 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from outpace.policies.acceptance import Pool, asks
@@ -25,6 +26,8 @@ class Offer(NamedTuple):
     depth: int
     kept: float
     """Tokens expected to be kept."""
+    rows: float
+    """Guesses expected; a drafter may stop by itself."""
     width: int = 0
     """Of a dynamic tree."""
     levels: float = 0.0
@@ -44,8 +47,26 @@ class Prices:
     plain: float
     """Seconds of a step without drafts."""
     row_R: tuple[float, ...]
+    """For one sequence, that of a batch by its share."""
+    pass_R: tuple[float, ...]
+    """For all sequences together. The first rows more may cost as much as several."""
     still: dict[str, Plan] = field(default_factory=dict)
     """Reason -> the plan that drafts nothing."""
+
+    def together(self, guesses: float) -> float:
+        """What so many guesses of all sequences cost."""
+        last, count = len(self.pass_R) - 1, round(guesses)
+        return self.pass_R[count] if count <= last else self.pass_R[last] * count / last
+
+    def paying(self, offer_B: Mapping[int, Offer]) -> dict[int, Offer]:
+        """Of what was offered to sequences, best first, as many as gain most together."""
+        found, best, guesses, kept = dict[int, Offer](), 0.0, 0.0, 0.0
+        order = sorted(offer_B, key=offer_B.__getitem__, reverse=True)
+        for n, i in enumerate(order, 1):
+            guesses, kept = guesses + offer_B[i].rows, kept + offer_B[i].kept
+            if kept - self.together(guesses) > best:
+                best, found = kept - self.together(guesses), {j: offer_B[j] for j in order[:n]}
+        return found
 
 
 class Menu(NamedTuple):
@@ -58,6 +79,8 @@ class Menu(NamedTuple):
     """Levels that the sequence has room for."""
     level: float
     """Tokens that a level costs, for one sequence."""
+    read: float
+    """Tokens that the text costs that it has to read first."""
     offers: Sequence[Offer] = ()
     best: Offer | None = None
     """The one that gains most, less its levels."""
@@ -83,14 +106,12 @@ def prices_of(costs: Costs, load: Load, own: int, guesses: int) -> Prices:
     first, *more = costs.passes(rows, load.context, batch)
     plain = first + costs.rest(batch)
     rate = max(batch / plain, costs.lately(batch))
+    row_R = pass_R = tuple(accumulate([rate * (seconds - first) for seconds in (first, *more)], max))
     if batch > 1:
         many = max(batch // 2, guesses)
-        one = max(0.0, costs.passed(rows + many, load.context, batch) - first) / many
-        more = [first + one * n for n in range(1, len(more) + 1)]
-    row_R = [0.0]
-    for seconds in more:
-        row_R.append(max(row_R[-1], rate * (seconds - first)))
-    return Prices(rate, plain, tuple(row_R))
+        one = rate * max(0.0, costs.passed(rows + many, load.context, batch) - first) / many
+        row_R = tuple([one * n for n in range(len(pass_R))])
+    return Prices(rate, plain, row_R, pass_R)
 
 
 def look_up(name: str, told: Sequence[float], limit: Budget, scale: float, prices: Prices) -> Offer | None:
@@ -106,14 +127,24 @@ def look_up(name: str, told: Sequence[float], limit: Budget, scale: float, price
         stated += chance
         if kept - row_R[n] > best:
             best, count, most = kept - row_R[n], n, (kept, stated)
-    return Offer(best, name, count, count, most[0], 0, 0.0, most[1]) if count else None
+    return Offer(best, name, count, count, most[0], count, 0, 0.0, most[1]) if count else None
 
 
 def menu_of(
-    name: str, budget: Budget, limit: Budget, pool: Pool, here: float, prices: Prices, level: float
+    name: str,
+    budget: Budget,
+    limit: Budget,
+    pool: Pool,
+    here: float,
+    prices: Prices,
+    level: float,
+    read: float,
 ) -> Menu:
-    """Drafts of a drafter that has to be asked, by nodes and depth."""
+    """Drafts of a drafter that has to be asked, by nodes and depth. All that is left of an answer pays
+    for what is read first.
+    """
     tuning, row_R, found, width = pool.tuning, prices.row_R, list[Offer](), -1
+    share = read / max(1, limit.max_depth)
     for nodes, depth in asks(budget):
         if nodes > limit.max_nodes or depth > limit.max_depth or nodes >= len(row_R):
             continue
@@ -126,5 +157,5 @@ def menu_of(
         made, levels = size_D[depth - 1] if width else (nodes, depth)
         low = min(int(made), len(row_R) - 2)
         price = row_R[low] + (made - low) * (row_R[low + 1] - row_R[low])
-        found.append(Offer(kept - price, name, nodes, depth, kept, width, levels))
-    return Menu(prices, pool.seen, min(limit.max_depth, budget.max_depth), level).of(found)
+        found.append(Offer(kept - price - share, name, nodes, depth, kept, made, width, levels))
+    return Menu(prices, pool.seen, min(limit.max_depth, budget.max_depth), level, read).of(found)

@@ -10,7 +10,6 @@ Shape letters: B sequences, A learning rows, H hidden size, D draft vocabulary.
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,37 +17,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from outpace.drafters.static_tree import LARGEST, likeliest
 from outpace.drafters.trained import head_rows
-from outpace.files import write_whole
 from outpace.law import VocabMap
+from outpace.models.base import Target
 from outpace.models.decoder import Decoder
-from outpace.train.align import EAGLE, Aligned
+from outpace.models.families import DecoderConfig
+from outpace.train.align import EAGLE, Aligned, rows_at
 from outpace.train.batches import Batch
-from outpace.train.losses import check, depth_weights
-from outpace.train.objective import Objective, Step, write_drafter
-from outpace.train.ranks import Ranks, judge_ranks
+from outpace.train.losses import depth_weights, feature_loss
+from outpace.train.networks import Embed, Turns
+from outpace.train.objective import LAST, LossTraining, Objective, Step
+from outpace.train.ranks import Ranks, judge_ranks, write_tree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AheadTraining:
+class AheadTraining(LossTraining):
     """Options that all of them have."""
 
     decay: float = 0.8
     """Weight of a depth relative to the one before."""
-    loss: str = "kl"
-    """One of the losses of `outpace.train.losses`: ce, kl, rkl, jsd, tv, lk, lk_mix."""
-    temperature: float = 1.0
-    """Divides the target's logits before they become labels."""
 
     def __post_init__(self) -> None:
-        check(self.loss)
-        if not 0 < self.decay <= 1 or self.temperature <= 0:
-            raise ValueError(
-                f"decay must be in (0, 1] and temperature above 0, got {self.decay} and {self.temperature}"
-            )
+        LossTraining.__post_init__(self)
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay must be in (0, 1], got {self.decay}")
 
     @staticmethod
     def at_least_one(**counts: int) -> None:
@@ -77,6 +71,10 @@ class AheadObjective(Objective):
         self._weights = depth_weights(depths, config.decay)
         self.ranks = Ranks(depths)
 
+    @classmethod
+    def taps(cls, config: Any, target: Target) -> tuple[str, ...]:
+        return (LAST,)
+
     @abstractmethod
     def states(self, batch: Batch, aligned: Aligned) -> Sequence[Tensor]:
         """What the unembedding reads at the learning rows, [B, A, H] for every depth."""
@@ -93,13 +91,37 @@ class AheadObjective(Objective):
         return judge_ranks(self.ranks, self.states(batch, aligned), batch, aligned, self, self._head_DH)
 
     def save_tree(self, folder: Path, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
-        """Write the drafter folder, and in it the calibrated tree alone, as ``tree.json``.
+        """Write the drafter folder with its tree, from the measurement before."""
+        write_tree(folder, config, self, self.ranks, provenance)
 
-        ``tree=FOLDER/tree.json`` serves every ``tree_size``; the default ends at its 15th node.
-        """
-        rates = self.ranks.acceptance()
-        parents = list(likeliest(rates, LARGEST))
-        whole = {**config, "acceptance": rates, "tree": parents}
-        write_drafter(folder, whole, self.named(), self.vocab, provenance)
-        if parents:
-            write_whole(folder / "tree.json", json.dumps({"parents": parents}) + "\n")
+
+class LayerObjective(AheadObjective):
+    """A network around decoder layers as wide as the target, whose rows read tokens as the target does.
+
+    Args:
+        net: all that is trained.
+        shape: of its layers.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        target: Decoder,
+        vocab: VocabMap | None,
+        net: nn.Module,
+        shape: DecoderConfig,
+        depths: int,
+    ) -> None:
+        super().__init__(config, target, vocab, depths)
+        self.module, self.shape = net, shape
+        self.embed, self.turns = Embed(target), Turns(shape.ropes[0], target.device)
+
+    def regression(self, batch: Batch, aligned: Aligned, outputs: Sequence[Tensor]) -> Tensor:
+        """SmoothL1 between outputs and the features that they stand for, weighted like the depths; a sum."""
+        feature_BTH, total = batch.feature[LAST].float(), torch.zeros((), device=batch.token_BT.device)
+        for depth, (state_BAH, weight) in enumerate(zip(outputs, self._weights, strict=True)):
+            keep_BA = aligned.teaches(EAGLE + depth)
+            place_BA = (aligned.place_BA + depth + 1).clamp_max(feature_BTH.shape[1] - 1)
+            wanted = rows_at(feature_BTH, place_BA)[keep_BA]
+            total = total + weight * feature_loss(state_BAH[keep_BA], wanted).sum()
+        return total

@@ -20,6 +20,7 @@ H hidden size.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -70,8 +71,13 @@ class Aligned:
 
     def rows(self, x_BTH: Tensor) -> Tensor:
         """The features of the learning rows themselves, [B, A, H]."""
-        index_BAH = self.place_BA[..., None].expand(-1, -1, x_BTH.shape[-1])
-        return x_BTH.gather(1, index_BAH)
+        return rows_at(x_BTH, self.place_BA)
+
+    def only(self, pick_BG: Tensor) -> Aligned:
+        """Some of the learning rows, by their indices."""
+        some = copy(self)
+        some.real_BA, some.place_BA = self.real_BA.gather(1, pick_BG), self.place_BA.gather(1, pick_BG)
+        return some
 
     def laws_of(self, x_BTH: Tensor) -> Tensor:
         """The features from which the distributions are computed, [N, H]."""
@@ -90,6 +96,11 @@ class Aligned:
 
     def _at(self, x_BT: Tensor, ahead: int) -> Tensor:
         return _shifted(x_BT, ahead).gather(1, self.place_BA)
+
+
+def rows_at(x_BTH: Tensor, place_BA: Tensor) -> Tensor:
+    """Features at some places of every sequence, [B, A, H]."""
+    return x_BTH.gather(1, place_BA[..., None].expand(-1, -1, x_BTH.shape[-1]))
 
 
 def places(batch: Batch) -> Tensor:

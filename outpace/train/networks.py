@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from outpace.drafters.trained import read_embedding
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.models.rope import Rope, Rotation
@@ -42,6 +43,18 @@ class Turns:
             table_PE = self._rotation.at(range(max(longest, 512))).squeeze(1)
             self._cos_PE, self._sin_PE = table_PE.real.contiguous(), table_PE.imag.contiguous()
         return self._cos_PE[position_BA][:, :, None], self._sin_PE[position_BA][:, :, None]
+
+
+class Embed:
+    """The target's embedding, whose scale is rounded to its dtype as in `Target.embed`."""
+
+    def __init__(self, target: Decoder) -> None:
+        self._rows_VH = read_embedding(target)
+        self._scale = float(torch.tensor(target.config.embed_scale, dtype=self._rows_VH.dtype))
+
+    def __call__(self, token: Tensor) -> Tensor:
+        """Vectors of tokens of any shape, float32."""
+        return F.embedding(token, self._rows_VH).float() * self._scale
 
 
 def turned(x_BAXD: Tensor, turn: Turn) -> Tensor:

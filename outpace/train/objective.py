@@ -23,8 +23,7 @@ from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
-from outpace.train.losses import CHUNK, head_loss, weighted
-from outpace.train.tally import Tally
+from outpace.train.losses import CHUNK, check, head_loss, weighted
 
 LAST = "hidden.-1"
 """The tap from which the target's distributions are computed."""
@@ -46,6 +45,33 @@ class Step:
     """[J] rows whose guesses at all earlier depths were; accepted / counted is the acceptance."""
     overlap_by_depth: Tensor = field(default_factory=lambda: torch.zeros(0))
     """[J] sum of alpha = sum min(p, q) over the rows counted; empty if the distributions are not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossTraining:
+    """Options of all that learn the target's distributions."""
+
+    loss: str = "kl"
+    """One of the losses of `outpace.train.losses`: ce, kl, rkl, jsd, tv, lk, lk_mix."""
+    temperature: float = 1.0
+    """Divides the target's logits before they become labels."""
+
+    def __post_init__(self) -> None:
+        check(self.loss)
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be above 0, got {self.temperature}")
+
+
+class Tally(ABC):
+    """Counts of an objective besides acceptance, which its ``save`` writes."""
+
+    @abstractmethod
+    def gather(self, sum: Callable[[Tensor], Tensor]) -> None:
+        """Put the sums over all processes in the place of this one's counts.
+
+        Args:
+            sum: gives sums of vectors; shorter ones count as if zeros followed.
+        """
 
 
 class Objective(ABC):
@@ -112,7 +138,7 @@ class Objective(ABC):
         states: Sequence[Tensor],
         batch: Batch,
         aligned: Aligned,
-        ahead: int,
+        ahead: int | Sequence[int],
         head_DH: Tensor,
         weight_J: Sequence[float] = (1.0,),
         refused: float = 1.0,
@@ -121,32 +147,34 @@ class Objective(ABC):
 
         Args:
             states: what the head reads at the learning rows, [B, A, H] for every depth.
-            ahead: how many tokens ahead the first of them guesses.
+            ahead: how many tokens ahead the first of them guesses, or each of them.
             refused: weight of the rows whose drafts would begin behind a refused guess.
         """
+        places = range(ahead, ahead + len(states)) if isinstance(ahead, int) else ahead
+        begins_BA = None if refused == 1.0 else self._behind_refused(states[0], aligned, places[0], head_DH)
+        labels = [draft_ids(aligned.token(place), self.vocab) for place in places]
+        keeps = [aligned.teaches(place) & (label >= 0) for place, label in zip(places, labels, strict=True)]
+        rows = [aligned.law(place)[keep_BA] for place, keep_BA in zip(places, keeps, strict=True)]
         p_ND, losses, counts = None, [], []
-        begins_BA = None if refused == 1.0 else self._behind_refused(states[0], aligned, ahead, head_DH)
         if self.config.loss != "ce":
-            last_NH = aligned.laws_of(batch.feature[LAST])
+            used_N, row_R = torch.unique(torch.cat(rows), return_inverse=True)
+            rows = list(torch.split(row_R, [len(one) for one in rows]))
+            last_NH = aligned.laws_of(batch.feature[LAST])[used_N]
             p_ND = target_laws(self.target, self.vocab, last_NH, self.config.temperature)
-        for place, state_BAH in enumerate(states, start=ahead):
-            label_BA = draft_ids(aligned.token(place), self.vocab)
-            keep_BA = aligned.teaches(place) & (label_BA >= 0)
-            weight_R = None
-            if begins_BA is not None:
-                weight_R = torch.where(begins_BA[keep_BA], refused, 1.0)
+        for state_BAH, label_BA, keep_BA, row_R in zip(states, labels, keeps, rows, strict=True):
+            weight_R = None if begins_BA is None else torch.where(begins_BA[keep_BA], refused, 1.0)
             losses.append(
                 head_loss(
                     state_BAH[keep_BA],
                     head_DH,
                     self.config.loss,
                     p_ND=p_ND,
-                    row_R=aligned.law(place)[keep_BA],
+                    row_R=row_R,
                     label_R=label_BA[keep_BA],
                     weight_R=weight_R,
                 )
             )
-            counts.append(int(keep_BA.sum()) if weight_R is None else float(weight_R.sum()))
+            counts.append(len(row_R) if weight_R is None else float(weight_R.sum()))
         tokens = max(1, counts[0])
         return Step(weighted(losses, weight_J) / tokens, round(tokens))
 

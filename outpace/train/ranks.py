@@ -5,18 +5,21 @@ Shape letters: R rows, C rows of a chunk, S depths, N distributions, H hidden si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outpace.drafters.static_tree import RANKS
+from outpace.drafters.static_tree import LARGEST, RANKS, likeliest
+from outpace.files import write_whole
 from outpace.law import VocabMap
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
 from outpace.train.losses import CHUNK
-from outpace.train.objective import Chain, Objective, Step, draft_ids, laws_for
-from outpace.train.tally import Tally
+from outpace.train.objective import Chain, Objective, Step, Tally, draft_ids, laws_for, write_drafter
 from outpace.train.temper import Tempering
 
 
@@ -74,34 +77,6 @@ class Ranks(Tally):
         return rates
 
 
-class RankedChain:
-    """A `Chain` that notes ranks too.
-
-    A rank counts where a tree could have got there: the tokens before it were the target's, and
-    among the likeliest of their depths.
-    """
-
-    def __init__(self, ranks: Ranks, alive: Tensor) -> None:
-        self._ranks, self._chain, self._reached, self._depth = ranks, Chain(alive), alive, 0
-
-    def add(self, known: Tensor, follows: Tensor, rank: Tensor, overlap: Tensor) -> None:
-        """One depth further; ``known`` and ``follows`` as for `Chain`, the others of any shape."""
-        rank = rank.view_as(known)
-        self._chain.add(known, rank == 0, follows, overlap.view_as(known))
-        counted = self._reached & known
-        self._ranks.add(self._depth, rank[counted])
-        self._reached = counted & follows & (rank < RANKS)
-        self._depth += 1
-
-    @property
-    def alive(self) -> Tensor:
-        """Rows whose likeliest guesses so far were right."""
-        return self._chain.alive
-
-    def step(self, tokens: int) -> Step:
-        return self._chain.step(torch.zeros(()), tokens, with_overlap=True)
-
-
 @torch.no_grad()
 def judge_ranks(
     ranks: Ranks,
@@ -111,25 +86,50 @@ def judge_ranks(
     objective: Objective,
     head_DH: Tensor,
     temper: Tempering | None = None,
+    ahead: int = EAGLE,
 ) -> Step:
     """Held-out acceptance of guesses one deeper each, with their ranks.
+
+    A rank counts where a tree could have got there: the tokens before it were the target's, and
+    among the likeliest of their depths.
 
     Args:
         states: what the head reads at the learning rows of ``aligned``, [B, A, H] for every depth.
         temper: takes in the rows of chains.
+        ahead: how many tokens ahead the first of them guesses.
     """
     vocab = objective.vocab
     p_ND, truth_N = laws_for(batch, aligned, objective.target, vocab)
     assert p_ND is not None and truth_N is not None, "it reads features"
-    chain = RankedChain(ranks, aligned.real_BA)
-    for place, x_BAH in enumerate(states, start=EAGLE):
+    chain, reached_BA = Chain(aligned.real_BA), aligned.real_BA
+    for place, x_BAH in enumerate(states, start=ahead):
         row_BA = aligned.law(place)
         truth_BA = truth_N[row_BA]
         if temper is not None:
             counted_BA = chain.alive & aligned.teaches(place)
-            temper.add(place - EAGLE, x_BAH[counted_BA], head_DH, draft_ids(truth_BA[counted_BA], vocab))
+            temper.add(place - ahead, x_BAH[counted_BA], head_DH, draft_ids(truth_BA[counted_BA], vocab))
         rank_R, alpha_R = ranked(
             x_BAH.flatten(0, 1), head_DH, vocab, truth_BA.flatten(), p_ND, row_BA.flatten()
         )
-        chain.add(aligned.teaches(place), aligned.token(place) == truth_BA, rank_R, alpha_R)
-    return chain.step(int(aligned.real_BA.sum()))
+        known_BA, follows_BA = aligned.teaches(place), aligned.token(place) == truth_BA
+        rank_BA = rank_R.view_as(known_BA)
+        chain.add(known_BA, rank_BA == 0, follows_BA, alpha_R.view_as(known_BA))
+        counted_BA = reached_BA & known_BA
+        ranks.add(place - ahead, rank_BA[counted_BA])
+        reached_BA = counted_BA & follows_BA & (rank_BA < RANKS)
+    return chain.step(torch.zeros(()), int(aligned.real_BA.sum()), with_overlap=True)
+
+
+def write_tree(
+    folder: Path, config: Mapping[str, Any], objective: Objective, ranks: Ranks, provenance: Mapping[str, Any]
+) -> None:
+    """Write the drafter folder, and in it the calibrated tree alone, as ``tree.json``.
+
+    ``tree=FOLDER/tree.json`` serves every ``tree_size``; the default ends at its 15th node.
+    """
+    rates = ranks.acceptance()
+    parents = list(likeliest(rates, LARGEST))
+    whole = {**config, "acceptance": rates, "tree": parents}
+    write_drafter(folder, whole, objective.named(), objective.vocab, provenance)
+    if parents:
+        write_whole(folder / "tree.json", json.dumps({"parents": parents}) + "\n")

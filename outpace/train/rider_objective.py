@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,9 +26,9 @@ from outpace.models.decoder import Decoder
 from outpace.train.ahead import AheadTraining
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
-from outpace.train.losses import depth_weights, head_loss, weighted
-from outpace.train.objective import Objective, Step, draft_ids, target_laws, whole_laws
-from outpace.train.ranks import RankedChain, Ranks, ranked
+from outpace.train.losses import depth_weights
+from outpace.train.objective import LAST, Objective, Step
+from outpace.train.ranks import Ranks, judge_ranks
 from outpace.train.rider_net import RiderNet
 
 UNIT = 50.0
@@ -88,70 +88,38 @@ class RiderObjective(Objective):
     ) -> None:
         self.config, self.target, self.vocab, self.net, self.module = config, target, vocab, net, module
         self.head_DH = head_rows(target, vocab)
-        self.ranks = Ranks(depths)
+        self.depths, self.ranks = depths, Ranks(depths)
 
     @classmethod
     def taps(cls, config: Any, target: Target) -> tuple[str, ...]:
         return ()  # the texts are read again in every step
 
     @abstractmethod
-    def guesses(self, batch: Batch, aligned: Aligned, pick_BG: Tensor) -> tuple[list[Tensor], Tensor]:
+    def guesses(self, batch: Batch, aligned: Aligned) -> tuple[list[Tensor], Tensor]:
         """What the head reads of each guess at the chosen places, [B, G, H] each, and the feature
         ``hidden.-1``. What is behind the last of the ranks guesses the next token, with full weight.
         """
 
-    def chosen(self, aligned: Aligned) -> Tensor:
-        """Learning rows that carry riders, indices [B, G]; the same for the same batch."""
-        real_BA = aligned.real_BA
+    def chosen(self, batch: Batch) -> Aligned:
+        """Learning rows that carry riders; the same for the same batch."""
+        aligned = Aligned(batch, self.first)
         coins = torch.Generator().manual_seed(int(aligned.token(self.first).sum()))
-        turn_BA = torch.rand(real_BA.shape, generator=coins).to(real_BA.device)
-        order_BA = turn_BA.masked_fill(~real_BA, 2.0).argsort(1)
-        return order_BA[:, : self.config.places].sort(1).values
+        turn_BA = torch.rand(aligned.real_BA.shape, generator=coins).to(aligned.real_BA.device)
+        order_BA = turn_BA.masked_fill(~aligned.real_BA, 2.0).argsort(1)
+        return aligned.only(order_BA[:, : self.config.places].sort(1).values)
 
     def loss(self, batch: Batch) -> Step:
-        aligned, config, depths = Aligned(batch, self.first), self.config, len(self.ranks.count_SB)
         self.ranks.clear()
-        pick_BG = self.chosen(aligned)
-        guesses, last_BTH = self.guesses(batch, aligned, pick_BG)
-        labels, keeps, laws = [], [], []
-        for depth in range(len(guesses)):
-            ahead = self.first + depth if depth < depths else DRAFT_MODEL
-            label_BG = draft_ids(aligned.token(ahead), self.vocab).gather(1, pick_BG)
-            keep_BG = aligned.teaches(ahead).gather(1, pick_BG) & (label_BG >= 0)
-            labels.append(label_BG[keep_BG])
-            laws.append(aligned.law(ahead).gather(1, pick_BG)[keep_BG])
-            keeps.append(keep_BG)
-        p_ND, rows = None, laws
-        if config.loss != "ce":
-            used_N, row = torch.unique(torch.cat(laws), return_inverse=True)
-            rows = list(torch.split(row, [len(one) for one in laws]))
-            last_NH = aligned.laws_of(last_BTH)[used_N]
-            p_ND = target_laws(self.target, self.vocab, last_NH, config.temperature)
-        losses = [
-            head_loss(x_BGH[keep_BG], self.head_DH, config.loss, p_ND=p_ND, row_R=row_R, label_R=label_R)
-            for x_BGH, keep_BG, row_R, label_R in zip(guesses, keeps, rows, labels, strict=True)
-        ]
-        weights = [*depth_weights(depths, config.decay), *[1.0] * (len(losses) - depths)]
-        tokens = max(1, len(labels[0]))
-        return Step(weighted(losses, weights) / tokens, tokens)
+        aligned = self.chosen(batch)
+        guesses, last_BTH = self.guesses(batch, aligned)
+        shown, more = replace(batch, feature={LAST: last_BTH}), len(guesses) - self.depths
+        ahead = [*range(self.first, self.first + self.depths), *[DRAFT_MODEL] * more]
+        weights = [*depth_weights(self.depths, self.config.decay), *[1.0] * more]
+        return self.learn(guesses, shown, aligned, ahead, self.head_DH, weights)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
-        aligned = Aligned(batch, self.first)
-        pick_BG = self.chosen(aligned)
-        guesses, last_BTH = self.guesses(batch, aligned, pick_BG)
-        p_ND, truth_N = whole_laws(self.target, self.vocab, aligned.laws_of(last_BTH))
-        real_BG = aligned.real_BA.gather(1, pick_BG)
-        chain = RankedChain(self.ranks, real_BG)
-        for depth in range(len(self.ranks.count_SB)):
-            row_BG, known_BG, token_BG = (
-                one(self.first + depth).gather(1, pick_BG)
-                for one in (aligned.law, aligned.teaches, aligned.token)
-            )
-            truth_BG = truth_N[row_BG]
-            x_RH = guesses[depth].flatten(0, 1)
-            rank_R, alpha_R = ranked(
-                x_RH, self.head_DH, self.vocab, truth_BG.flatten(), p_ND, row_BG.flatten()
-            )
-            chain.add(known_BG, token_BG == truth_BG, rank_R, alpha_R)
-        return chain.step(int(real_BG.sum()))
+        aligned = self.chosen(batch)
+        guesses, last_BTH = self.guesses(batch, aligned)
+        shown, states = replace(batch, feature={LAST: last_BTH}), guesses[: self.depths]
+        return judge_ranks(self.ranks, states, shown, aligned, self, self.head_DH, ahead=self.first)

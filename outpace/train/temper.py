@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outpace.train.losses import CHUNK
-from outpace.train.tally import Tally
+from outpace.train.objective import Tally
 
 TRIED = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 LIKELIEST = 4

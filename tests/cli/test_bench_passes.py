@@ -9,6 +9,7 @@ from outpace.analysis import cost, roofline
 from outpace.bench import plots
 from outpace.cli import bench_passes
 from outpace.cli.main import main
+from outpace.cli.options import add
 from outpace.models import measured
 from outpace.models.tiny import tiny
 from outpace.types import CostCurve
@@ -54,7 +55,7 @@ def passes(capsys, monkeypatch, tmp_path):
     """Runs the command as the only one of an application, with numbers that do not take time."""
     app = typer.Typer()
     app.callback()(lambda: None)
-    bench_passes.register(app)
+    add(app, bench_passes.passes, bench_passes.EXAMPLES)
     monkeypatch.setattr("outpace.cli.main.app", app)
     monkeypatch.setattr(measured, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(roofline, "read_bandwidth", lambda device, repeat: 1e9)

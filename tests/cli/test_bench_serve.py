@@ -78,6 +78,17 @@ def test_drafters_take_turns_and_texts_are_those_of_single_requests(outpace, url
     assert about["server"].startswith("outpace-") and about["config"]["max_new_tokens"] == 12
 
 
+def test_long_prompts_can_be_left_out(outpace, url, tmp_path):
+    file = tmp_path / "some.jsonl"
+    file.write_text("".join(json.dumps({"id": f"p{n}", "prompt": "ab " * 10 * n}) + "\n" for n in (1, 2, 9)))
+    ran = load(outpace, url, str(file), "-c", "1", "--max-prompt-tokens", "130", "--json")
+    assert ran.code == 0, ran.err
+    report = json.loads(ran.out)
+    assert report["notes"][0].startswith("1 of 3 prompts left out: too long for 130 tokens")
+    assert report["provenance"]["prompts"] == 2
+    assert report["provenance"]["config"]["max_prompt_tokens"] == 130
+
+
 def test_an_open_loop_writes_its_report(outpace, url, workload, tmp_path):
     out = tmp_path / "report"
     ran = load(outpace, url, workload, "--rate", "200", "--temperature", "0.8", "-o", str(out))
@@ -172,6 +183,7 @@ def test_ctrl_c_keeps_what_is_whole(outpace, url, workload, monkeypatch):
         (["-d", "x["], "cannot read method spec"),
         (["-d", "suffix"], "drafter 'suffix' was not started at http"),
         (["--api-key-file", "nowhere.txt"], "cannot read --api-key-file nowhere.txt"),
+        (["--max-prompt-tokens", "3"], "no prompt has at most 3 tokens; give --max-prompt-tokens "),
         (["--max-new-tokens", "5000"], "no prompt leaves room for 5000 new tokens"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

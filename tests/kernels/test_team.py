@@ -3,6 +3,7 @@
 import ctypes
 import multiprocessing
 import threading
+from statistics import median
 
 import pytest
 
@@ -17,7 +18,7 @@ SOURCE = r"""
 #include <stdlib.h>
 
 typedef struct { int64_t *done, *order, sleep, leader; } Seen;
-static _Atomic int64_t clock_;
+static _Atomic int64_t clock_, slept;
 static _Thread_local int64_t me;
 
 static void work(const void *context, const void *self, int64_t piece) {
@@ -27,6 +28,7 @@ static void work(const void *context, const void *self, int64_t piece) {
     seen->order[first + piece] = atomic_fetch_add(&clock_, 1);
     if (seen->sleep && (int64_t)&me != seen->leader) {
         const struct timespec t = {0, seen->sleep};
+        atomic_fetch_add(&slept, 1);
         nanosleep(&t, NULL);
     } else {
         const int64_t end = now_ns() + 5000;
@@ -41,8 +43,10 @@ int64_t outpace_try(const int64_t *pieces, int64_t tasks, int64_t *done, int64_t
     int64_t first = 0;
     for (int64_t i = 0; i < tasks; first += pieces[i++])
         task[i] = (Task){work, (void *)first, pieces[i]};
+    slept = 0;
     return run_tasks(task, tasks, &seen, threads);
 }
+int64_t outpace_slept(void) { return slept; }
 """
 PIECES = [1, 0, 40, 1, 1, 7, 0, 300, 2, 1]
 
@@ -63,7 +67,7 @@ def team(tmp_path_factory):
         *[ctypes.c_void_p] * 2,
         *[ctypes.c_int64] * 2,
     ]
-    code.outpace_threads.restype = code.outpace_try.restype = ctypes.c_int64
+    code.outpace_slept.restype = code.outpace_threads.restype = code.outpace_try.restype = ctypes.c_int64
 
     def run(pieces=PIECES, threads=4, sleep=0):
         counts = (ctypes.c_int64 * len(pieces))(*pieces)
@@ -71,7 +75,7 @@ def team(tmp_path_factory):
         used = code.outpace_try(counts, len(pieces), done, order, sleep, threads)
         return used, list(done)[: sum(pieces)], list(order)[: sum(pieces)]
 
-    run.threads = code.outpace_threads
+    run.threads, run.slept = code.outpace_threads, code.outpace_slept
     return run
 
 
@@ -113,6 +117,20 @@ def test_who_is_late_is_sent_away_and_asked_again(team):
         return True
 
     assert in_a_thread(work)
+
+
+def test_who_was_late_takes_part_in_what_is_left_of_a_long_list(team):
+    """60 tasks of 1.5 ms; a piece that takes 5 ms sends its thread away for some 30 ms."""
+
+    def slept():
+        _, done, _ = team([300] * 60, 2, sleep=5_000_000)
+        assert done == [1] * 300 * 60
+        return team.slept()
+
+    def again():
+        return median(slept() for _ in range(11)) > 1
+
+    assert in_a_thread(lambda: until(again) or True)
 
 
 def test_two_threads_have_teams_of_their_own(team):

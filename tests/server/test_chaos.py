@@ -49,6 +49,7 @@ LONELY = {
     "structured_outputs",
     "prediction",
     "tools",
+    "tool_choice",
     "chat_template_kwargs",
     "max_completion_tokens",
     "logit_bias",

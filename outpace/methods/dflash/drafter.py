@@ -84,11 +84,7 @@ class Dflash(BlockDrafter[Followed], FeatureDrafter[Followed]):
 
     @classmethod
     def load(cls, config: TrainedConfig, target: Target) -> Dflash:
-        """Read the network; embedding and unembedding are the target's, unless a file has others.
-
-        Raises:
-            ModelError: no network, a corrupt one, or one that was made for another target.
-        """
+        """Read the network; embedding and unembedding are the target's, unless a file has others."""
         file = read_block_drafter(find(cls.method, target, config.model), target, cls.method)
         return cls(file, target, config.quantize)
 

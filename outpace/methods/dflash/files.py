@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from outpace.drafters.last_state import read_tree
 from outpace.drafters.speculators import (
     KIND,
     check_fit,
@@ -40,13 +41,12 @@ from outpace.drafters.trained import (
     read_tensors,
     vocab_map,
 )
-from outpace.errors import ModelError, SpecError, shown
+from outpace.errors import ModelError, shown
 from outpace.law import VocabMap
 from outpace.methods.dflash.net import W1, BlockShape
 from outpace.models.base import Target
 from outpace.models.decoder import Decoder
 from outpace.models.fields import Fields, read_json
-from outpace.tree.shapes import table
 from outpace.types import Shape
 
 _MOST_LAYERS = 32
@@ -124,7 +124,7 @@ def read_block_drafter(folder: Path, target: Target, method: str = "dflash") -> 
         shape=shape,
         tensors={name: tensors[name] for name in shape.tensor_shapes()},
         vocab=vocab,
-        tree=_tree(said, folder),
+        tree=read_tree(said, folder),
         embed_VH=own_embedding(tensors, target, folder),
         head_DH=_own_head(tensors, vocab, target, folder),
         temper_D=read_temper(said, folder / CONFIG),
@@ -233,10 +233,3 @@ def _own_head(
         if torch.equal(mine_DH, theirs_DH):
             return None
     return mine_DH
-
-
-def _tree(said: Mapping[str, Any], folder: Path) -> Shape | None:
-    try:
-        return table(said["tree"]) if said.get("tree") else None
-    except (SpecError, TypeError) as error:
-        raise ModelError(f"{folder / CONFIG}: {error}") from error

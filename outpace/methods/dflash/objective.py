@@ -20,8 +20,6 @@ N distributions, H hidden size, I its width with a Markov head's, F width of all
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,30 +28,28 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from outpace.drafters.static_tree import LARGEST, likeliest
 from outpace.drafters.trained import decoder_to_json, head_rows, lender, read_embedding
 from outpace.errors import ModelError
-from outpace.files import write_whole
 from outpace.law import VocabMap
 from outpace.methods.dflash.files import write_shape
 from outpace.methods.dflash.net import BlockShape, unit
 from outpace.methods.dflash.training_net import BlockNet, take
 from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
+from outpace.train.ahead import AheadTraining
 from outpace.train.align import EAGLE, Aligned
-from outpace.train.batches import Batch
-from outpace.train.losses import check, head_loss
+from outpace.train.batches import Batch, noisy, seed_of
+from outpace.train.losses import head_loss
 from outpace.train.networks import plain_shape
-from outpace.train.noise import noisy
-from outpace.train.objective import LAST, Objective, Step, draft_ids, target_laws, write_drafter
-from outpace.train.ranks import Ranks, judge_ranks
+from outpace.train.objective import LAST, Objective, Step, draft_ids, target_laws
+from outpace.train.ranks import Ranks, judge_ranks, write_tree
 from outpace.train.temper import Tempering
 
 ROWS = ("masks", "seeds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DflashTraining:
+class DflashTraining(AheadTraining):
     rows: str = "masks"
     """What a block is made of: ``masks``, as the method's authors have it, or ``seeds``, the last context row
     and a vector of each row's own, which suit one layer."""
@@ -65,10 +61,6 @@ class DflashTraining:
     """Share of the rows of an answer from which a block is learned, drawn anew for every batch."""
     decay: float = 0.78
     """Weight of a row relative to the one before."""
-    loss: str = "kl"
-    """One of the losses of `outpace.train.losses`: ce, kl, rkl, jsd, tv, lk, lk_mix."""
-    temperature: float = 1.0
-    """Divides the target's logits before they become labels."""
     taps: str | None = None
     """Layers after which features are taken, as ``2,15,27,-1``; -1, the last, is behind the final
     norm, and no other program can say it. By default 2, L / 2, L - 3, and of seeds -1."""
@@ -78,7 +70,7 @@ class DflashTraining:
     """The token that masks; the last of the vocabulary by default."""
 
     def __post_init__(self) -> None:
-        check(self.loss)
+        AheadTraining.__post_init__(self)
         if self.rows not in ROWS:
             raise ValueError(f"rows must be {' or '.join(ROWS)}, got {self.rows!r}")
         if self.slots < 1 + (self.rows == "masks") or self.layers < 1:
@@ -86,11 +78,9 @@ class DflashTraining:
             raise ValueError(
                 f"slots must be at least {least} and layers at least 1, got {self.slots} and {self.layers}"
             )
-        if not (0 < self.anchors <= 1 and 0 < self.decay <= 1):
-            raise ValueError(f"anchors and decay must be in (0, 1], got {self.anchors} and {self.decay}")
-        if self.temperature <= 0 or self.noise < 0:
+        if not 0 < self.anchors <= 1 or self.noise < 0:
             raise ValueError(
-                f"temperature must be above 0 and noise at least 0, got {self.temperature} and {self.noise}"
+                f"anchors must be in (0, 1] and noise at least 0, got {self.anchors} and {self.noise}"
             )
 
 
@@ -128,8 +118,7 @@ class DflashObjective(Objective):
 
     @classmethod
     def build(cls, config: Any, target: Target, vocab: VocabMap | None) -> DflashObjective:
-        target.require(frozenset({TAPS, HEAD}), cls.method)
-        lent, taps, count = lender(target, cls.method), _fused(config, target), config.layers
+        lent, taps, count = lender(target, cls.method, TAPS, HEAD), _fused(config, target), config.layers
         if count > lent.num_layers:
             raise ModelError(f"{cls.method}: layers={count}, but {lent.name} has {lent.num_layers}")
         masks = config.rows == "masks"
@@ -174,14 +163,8 @@ class DflashObjective(Objective):
         return y_RH, self._head_DH
 
     def drawn(self, batch: Batch) -> tuple[Aligned, Tensor]:
-        """The anchors of a batch, and which guesses of their blocks learn, bool [B, M, A].
-
-        The coins are a function of the batch alone, so that a training that goes on after a break
-        draws what it would have drawn.
-        """
-        config = self.config
-        seed = zlib.crc32(batch.token_BT.cpu().numpy().tobytes())
-        coins = torch.Generator().manual_seed(seed)
+        """The anchors of a batch, and which guesses of their blocks learn, bool [B, M, A]."""
+        config, coins = self.config, torch.Generator().manual_seed(seed_of(batch))
         aligned, keep = Anchored(batch, config.anchors, coins), []
         for i in range(self.shape.guesses):
             known_BM = aligned.teaches(EAGLE + i) & (self._labels(aligned, i) >= 0)
@@ -229,20 +212,13 @@ class DflashObjective(Objective):
         return judge_ranks(self.ranks, y_BMAI.unbind(2), batch, aligned, self, head_DI, self.temper)
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """Write the drafter folder, and in it the calibrated tree alone, as ``tree.json``."""
-        rates = self.ranks.acceptance()
-        parents = list(likeliest(rates, LARGEST))
         config = {
             **self.about(self.method, self.shape.taps),
             **write_shape(self.shape),
             "decoder": decoder_to_json(self.shape.decoder),
-            "acceptance": rates,
-            "tree": parents,
             "temper": self.temper.found(),
         }
-        write_drafter(folder, config, self.named(), self.vocab, provenance)
-        if parents:
-            write_whole(folder / "tree.json", json.dumps({"parents": parents}) + "\n")
+        write_tree(folder, config, self, self.ranks, provenance)
 
 
 def _fused(config: DflashTraining, target: Target) -> tuple[str, ...]:

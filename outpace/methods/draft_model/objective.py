@@ -33,12 +33,11 @@ from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.train.align import DRAFT_MODEL, Aligned, places
 from outpace.train.batches import Batch
-from outpace.train.losses import check
-from outpace.train.objective import LAST, Objective, Step, judge_rows, write_drafter
+from outpace.train.objective import LAST, LossTraining, Objective, Step, judge_rows, write_drafter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DraftModelTraining:
+class DraftModelTraining(LossTraining):
     layers: int = 2
     """Layers of the draft model."""
     take: str | None = None
@@ -49,21 +48,16 @@ class DraftModelTraining:
     train_head: bool = False
     """Train and store a head of its own; False borrows the target's. A narrow one always has its
     own."""
-    loss: str = "kl"
-    """One of the losses of `outpace.train.losses`: ce, kl, rkl, jsd, tv, lk, lk_mix."""
-    temperature: float = 1.0
-    """Divides the target's logits before they become labels."""
     on_policy: float = 0.0
     """Share of batches whose answers the draft model writes itself."""
     seed: int = 0
     """Of random weights."""
 
     def __post_init__(self) -> None:
-        check(self.loss)
-        if self.layers < 1 or self.temperature <= 0 or not 0 <= self.on_policy <= 1:
+        LossTraining.__post_init__(self)
+        if self.layers < 1 or not 0 <= self.on_policy <= 1:
             raise ValueError(
-                "layers must be at least 1, temperature above 0, on_policy in [0, 1], got "
-                f"{self.layers}, {self.temperature}, {self.on_policy}"
+                f"layers must be at least 1 and on_policy in [0, 1], got {self.layers} and {self.on_policy}"
             )
         if self.width is not None and self.take is not None:
             raise ValueError("take copies layers of the target, which have the target's width")
@@ -87,8 +81,7 @@ class DraftModelObjective(Objective):
 
     @classmethod
     def build(cls, config: DraftModelTraining, target: Target, vocab: VocabMap | None) -> DraftModelObjective:
-        target.require(frozenset({TAPS, HEAD}), "draft_model")
-        lent = lender(target, "draft_model")
+        lent = lender(target, "draft_model", TAPS, HEAD)
         narrow = config.width is not None and config.width != lent.hidden_size
         taken = chosen_layers(config.layers, config.take, lent)
         shape = shape_of(lent.config, taken, config.width if narrow else None)

@@ -32,11 +32,7 @@ class Eagle3(RowDrafter):
 
     @classmethod
     def load(cls, config: TrainedConfig, target: Target) -> Eagle3:
-        """Read the head and borrow the target's embedding.
-
-        Raises:
-            ModelError: no head, a corrupt one, or one that was made for another target.
-        """
+        """Read the head and borrow the target's embedding."""
         head = read_head(find_head(target, config.model), target)
         rounded = rounding(config.quantize, target)
         net = EagleNet(head.shape, head.tensors, target, head.embed_VH, head.id_D, quantize=rounded)

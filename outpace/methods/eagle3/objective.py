@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from outpace.drafters.trained import decoder_to_json, lender, read_embedding
+from outpace.drafters.trained import decoder_to_json, lender
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.methods.eagle3.probe import read as read_probe
@@ -35,35 +34,20 @@ from outpace.methods.eagle3.training_net import Eagle3Net, freeze, take
 from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
+from outpace.train.ahead import AheadTraining
 from outpace.train.align import EAGLE, Aligned, next_tokens, places
-from outpace.train.batches import Batch
-from outpace.train.losses import check, depth_weights
-from outpace.train.networks import KeyValue, Turns, plain_shape
-from outpace.train.noise import noisy
-from outpace.train.objective import (
-    DEPTHS,
-    LAST,
-    Chain,
-    Objective,
-    Step,
-    draft_ids,
-    guesses,
-    laws_for,
-    write_drafter,
-)
+from outpace.train.batches import Batch, noisy
+from outpace.train.losses import depth_weights
+from outpace.train.networks import Embed, KeyValue, Turns, plain_shape
+from outpace.train.objective import DEPTHS, LAST, Objective, Step, write_drafter
+from outpace.train.ranks import Ranks, judge_ranks
 from outpace.train.temper import Tempering
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Eagle3Config:
+class Eagle3Config(AheadTraining):
     steps: int = 3
     """Depths that training unrolls."""
-    decay: float = 0.8
-    """Weight of a depth relative to the one before."""
-    loss: str = "kl"
-    """One of the losses of `outpace.train.losses`: ce, kl, rkl, jsd, tv, lk, lk_mix."""
-    temperature: float = 1.0
-    """Divides the target's logits before they become labels."""
     refused: float = 1.0
     """Weight of rows behind a token that the head would not have guessed, where drafts begin in use."""
     noise: float = 0.0
@@ -79,12 +63,8 @@ class Eagle3Config:
     are (exploratory)."""
 
     def __post_init__(self) -> None:
-        check(self.loss)
-        if self.steps < 1 or not 0 < self.decay <= 1 or self.temperature <= 0:
-            raise ValueError(
-                "steps must be at least 1, decay in (0, 1], temperature above 0, got "
-                f"{self.steps}, {self.decay}, {self.temperature}"
-            )
+        AheadTraining.__post_init__(self)
+        self.at_least_one(steps=self.steps)
         if self.refused <= 0 or self.noise < 0:
             raise ValueError(
                 f"refused must be above 0 and noise at least 0, got {self.refused} and {self.noise}"
@@ -109,11 +89,10 @@ class Eagle3(Objective):
     ) -> None:
         self.config, self.target, self.vocab, self.module = config, target, vocab, net
         self.shape = shape
-        self._embed_VH = read_embedding(target)
-        self._turns = Turns(shape.ropes[0], target.device)
+        self._embed, self._turns = Embed(target), Turns(shape.ropes[0], target.device)
         self._fused = [f"hidden.{layer}" for layer in _tap_layers(config, target)]
         self._weights = depth_weights(config.steps, config.decay)
-        self.temper = Tempering()
+        self.ranks, self.temper = Ranks(max(DEPTHS, config.steps)), Tempering()
 
     @classmethod
     def taps(cls, config: Eagle3Config, target: Target) -> tuple[str, ...]:
@@ -122,8 +101,7 @@ class Eagle3(Objective):
 
     @classmethod
     def build(cls, config: Eagle3Config, target: Target, vocab: VocabMap | None) -> Eagle3:
-        target.require(frozenset({TAPS, HEAD}), "eagle3")
-        lent = lender(target, "eagle3")
+        lent = lender(target, "eagle3", TAPS, HEAD)
         layer = lent.num_layers - 1 if config.layer is None else config.layer
         if not 0 <= layer < lent.num_layers:
             raise ModelError(f"eagle3: layer={layer}, but {lent.name} has {lent.num_layers}")
@@ -157,6 +135,7 @@ class Eagle3(Objective):
         return out
 
     def loss(self, batch: Batch) -> Step:
+        self.ranks.clear()
         self.temper.clear()
         config, aligned = self.config, Aligned(batch, EAGLE)
         noise = config.noise if self.module.training else 0.0
@@ -167,25 +146,9 @@ class Eagle3(Objective):
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
         aligned = Aligned(batch, EAGLE)
-        p_ND, truth_N = laws_for(batch, aligned, self.target, self.vocab)
-        assert truth_N is not None, "EAGLE reads features"
-        chain = Chain(aligned.real_BA)
+        states = self.unroll(batch, aligned, max(DEPTHS, self.config.steps))
         head_DH = self.module.lm_head.weight
-        for i, hidden_BAH in enumerate(self.unroll(batch, aligned, max(DEPTHS, self.config.steps))):
-            row_BA = aligned.law(EAGLE + i)
-            guess_R, alpha_R = guesses(hidden_BAH.flatten(0, 1), head_DH, self.vocab, p_ND, row_BA.flatten())
-            truth_BA = truth_N[row_BA]
-            counted_BA = chain.alive & aligned.teaches(EAGLE + i)
-            label_R = draft_ids(truth_BA[counted_BA], self.vocab)
-            self.temper.add(i, hidden_BAH[counted_BA], head_DH, label_R)
-            chain.add(
-                aligned.teaches(EAGLE + i),
-                guess_R.view_as(truth_BA) == truth_BA,
-                aligned.token(EAGLE + i) == truth_BA,
-                alpha_R.view_as(truth_BA),
-            )
-        tokens = int(aligned.real_BA.sum())
-        return chain.step(torch.zeros(()), tokens, with_overlap=True)
+        return judge_ranks(self.ranks, states, batch, aligned, self, head_DH, self.temper)
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         config = {
@@ -195,11 +158,6 @@ class Eagle3(Objective):
             "temper": self.temper.found(),
         }
         write_drafter(folder, config, self.named(), self.vocab, provenance)
-
-    def _embed(self, token_BA: Tensor) -> Tensor:
-        # As `Target.embed`: the scale is rounded to the dtype of the embedding.
-        scale = torch.tensor(self.target.config.embed_scale, dtype=self._embed_VH.dtype)
-        return F.embedding(token_BA, self._embed_VH).float() * float(scale)
 
 
 def _tap_layers(config: Eagle3Config, target: Target) -> tuple[int, ...]:

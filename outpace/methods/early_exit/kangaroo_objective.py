@@ -34,27 +34,17 @@ from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.train.align import DRAFT_MODEL, Aligned, places
 from outpace.train.batches import Batch
-from outpace.train.losses import check
 from outpace.train.networks import Attention, Norm, Turns
-from outpace.train.objective import LAST, Objective, Step, judge_rows, write_drafter
+from outpace.train.objective import LAST, LossTraining, Objective, Step, judge_rows, write_drafter
 
 DOUBT = 0.5
 """Scale of the last norm at the start, which is sure of wrong tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KangarooTraining:
+class KangarooTraining(LossTraining):
     exit_layer: int | None = None
     """Layers of the target that draft; a fifth of them by default."""
-    loss: str = "kl"
-    """One of the losses of `outpace.train.losses`: ce, kl, rkl, jsd, tv, lk, lk_mix."""
-    temperature: float = 1.0
-    """Divides the target's logits before they become labels."""
-
-    def __post_init__(self) -> None:
-        check(self.loss)
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}")
 
 
 class AdapterNet(nn.Module):
@@ -123,8 +113,7 @@ class KangarooObjective(Objective):
 
     @classmethod
     def build(cls, config: KangarooTraining, target: Target, vocab: VocabMap | None) -> KangarooObjective:
-        target.require(frozenset({LAYERS, TAPS, HEAD}), cls.method)
-        lent, layer = lender(target, cls.method), cls.exit_layer(config, target)
+        lent, layer = lender(target, cls.method, LAYERS, TAPS, HEAD), cls.exit_layer(config, target)
         theirs = lent.config
         rope = theirs.ropes[theirs.rope_of_layer[layer]]
         shape = replace(

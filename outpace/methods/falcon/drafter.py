@@ -27,8 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.drafters.base import Request, Traits
+from outpace.cache.dense import DenseCache
+from outpace.drafters.base import Traits
 from outpace.drafters.blocks import BlockDrafter, root_of
+from outpace.drafters.features import FeatureDrafter, Followed, TrainedConfig
 from outpace.drafters.last_state import LAST, STOCK, fitted_budget
 from outpace.drafters.trained import find, rounding
 from outpace.methods.falcon.files import METHOD, FalconFile, read_falcon
@@ -36,44 +38,25 @@ from outpace.methods.falcon.net import FalconNet
 from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.passes import PassRows
 from outpace.tree.growth import Branch, DraftRow
-from outpace.types import NOTHING, ROOT, Draft, Feed, Outcome
+from outpace.types import NOTHING, ROOT, Feed
 
 _WAITING = 64
 """Most rows of a sequence that wait for its next draft; more are read at once."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FalconConfig:
-    """Settings of the drafter."""
-
-    model: str | None = None
-    """Folder of the network; without it, the one trained for the target."""
-    quantize: str | None = "int8"
-    """Round its weights to int8 or int4, where compiled code multiplies them; none keeps them."""
-
-
 @dataclass(slots=True, eq=False)
-class _State:
+class _State(Followed):
     """One sequence in the network's cache. Tensors are never changed, only replaced."""
 
-    slot: int
-    lstm_S: Tensor
-    """Behind the last row that is in the slot for good."""
-    start: int | None = None
-    """Position of the first row of the slot; None: no features were seen yet."""
-    waiting: list[Tensor] = field(default_factory=list)
-    """Features [., H] of rows that are not in the slot for good."""
-    ids: list[int] = field(default_factory=list)
-    """The tokens at whose rows they were computed; each row embeds the one after it."""
-    lead: int = 0
-    """Tail rows of the slot that are made of these features: all true, whatever was drafted."""
+    lstm_S: Tensor = field(default_factory=lambda: torch.empty(0))
+    """The LSTM's state behind the last row that is in the slot for good."""
     lstm_TS: Tensor | None = None
-    """The LSTM's state behind each of them."""
+    """That behind each row which a draft made of true features."""
     tail: dict[int, int] = field(default_factory=dict)
     """Node at which a block begins -> the tail row that ends the block's rows."""
 
 
-class Falcon(BlockDrafter[_State]):
+class Falcon(BlockDrafter[_State], FeatureDrafter[_State]):
     """Drafts blocks behind blocks.
 
     Args:
@@ -82,7 +65,8 @@ class Falcon(BlockDrafter[_State]):
         quantize: how to round the weights, where compiled code multiplies them.
     """
 
-    Config = FalconConfig
+    cache: DenseCache
+    most_waiting = _WAITING
     traits = Traits(
         default_nodes=4,
         default_tree=STOCK,
@@ -99,26 +83,19 @@ class Falcon(BlockDrafter[_State]):
         self._given_NkH = self._lstm_NS = torch.empty(0)
 
     @classmethod
-    def load(cls, config: FalconConfig, target: Target) -> Falcon:
-        """Read the network; embedding and unembedding are the target's.
-
-        Raises:
-            ModelError: no network, a corrupt one, or one that was made for another target.
-        """
+    def load(cls, config: TrainedConfig, target: Target) -> Falcon:
+        """Read the network; embedding and unembedding are the target's."""
         return cls(read_falcon(find(METHOD, target, config.model), target), target, config.quantize)
 
-    def begin(self, request: Request) -> _State:
-        """Take a slot. A prefix that no pass will show is left out: rows start behind it."""
-        return _State(self.cache.open(), self.net.start)
+    def opened(self, slot: int) -> _State:
+        return _State(slot, lstm_S=self.net.start)
 
-    def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
-        """Grow drafts; a sequence with less than a block of features gets an empty one."""
-        for row in rows:
-            self._forget(row.state)
-        return super().propose([self._fitted(row) for row in rows])
+    def feature(self, taps: dict[str, Tensor]) -> Tensor:
+        return taps[LAST].float()
 
-    def _fitted(self, row: DraftRow[_State]) -> DraftRow[_State]:
-        if self._end(row.state) != len(row.tokens) - 1 or len(row.state.ids) < self.block:
+    def fitted(self, row: DraftRow[_State]) -> DraftRow[_State]:
+        """A sequence with less than a block of features gets an empty draft."""
+        if len(row.state.ids) < self.block:
             return replace(row, budget=NOTHING)
         depths = self.file.shape.passes * self.block
         return replace(row, budget=fitted_budget(row.budget, depths, self.file.tree))
@@ -147,6 +124,7 @@ class Falcon(BlockDrafter[_State]):
         feeds = []
         for branch in branches:
             state = branch.state
+            self.settle(state)
             state.lead = len(state.ids)
             state.tail = {ROOT: state.lead - 1}
             want = tuple(range(state.lead - self.block, state.lead))
@@ -196,24 +174,7 @@ class Falcon(BlockDrafter[_State]):
             outs.append(x_FH)
         return feeds, torch.stack(outs, 1).flatten(0, 1), lstm_FS
 
-    def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
-        """Keep the rows made of true features, and the features of what was committed."""
-        long = []
-        for state, outcome in zip(states, outcomes, strict=True):
-            self._keep(state)
-            tap = outcome.scored.taps.get(LAST)
-            if tap is None or self._end(state) != outcome.start:
-                self._restart(state)
-            if tap is not None and outcome.fed:
-                state.start = outcome.start if state.start is None else state.start
-                state.waiting.append(tap[list(outcome.row_F)].float())
-                state.ids += outcome.fed
-                if len(state.ids) > _WAITING:
-                    long.append(state)
-        if long:
-            self._read(long)
-
-    def _keep(self, state: _State) -> None:
+    def keep(self, state: _State) -> None:
         """Make true rows part of the slot, all but the k - 1 that the next root needs again."""
         kept = state.lead - (self.block - 1)
         if kept > 0 and state.lstm_TS is not None:
@@ -221,9 +182,8 @@ class Falcon(BlockDrafter[_State]):
             state.lstm_S = state.lstm_TS[kept - 1].clone()
             state.waiting = [torch.cat(state.waiting)[kept:]]
             state.ids = state.ids[kept:]
-        self._forget(state)
 
-    def _read(self, states: Sequence[_State]) -> None:
+    def read(self, states: Sequence[_State]) -> None:
         """Read all that waits but the last row, whose next token is not known yet."""
         feeds = [Feed.chain(state.slot, state.ids[1:], want=()) for state in states]
         with self.clock, torch.no_grad():
@@ -232,41 +192,24 @@ class Falcon(BlockDrafter[_State]):
             self.net.run(rows, self.cache, [state.start or 0 for state in states], x_TH, ())
         for state, feed in zip(states, feeds, strict=True):
             state.lead = len(feed.token_J)
-            self._keep(state)
-
-    def _end(self, state: _State) -> int | None:
-        """The first position without features; None if there are none at all."""
-        if state.start is None:
-            return None
-        return state.start + self.cache.length(state.slot) + len(state.ids)
-
-    def num_uncached(self, state: _State, tokens: Sequence[int]) -> int:
-        """Those whose features wait."""
-        return len(state.ids)
+            self.keep(state)
+            self.forget(state)
 
     def mark(self, state: _State) -> Any:
-        """How much of the text is in the slot, the LSTM's state there, and what waits."""
-        return (state.start, self.cache.length(state.slot), state.lstm_S, [*state.ids], [*state.waiting])
+        """With the LSTM's state."""
+        return super().mark(state), state.lstm_S
 
     def rewind(self, state: _State, mark: Any) -> _State:
-        """Forget what was read since; what waited then waits again."""
-        self._forget(state)
-        state.start, length, state.lstm_S, ids, waiting = mark
+        self.forget(state)
+        (state.start, length, ids, waiting), state.lstm_S = mark
         self.cache.truncate(state.slot, min(length, self.cache.length(state.slot)))
-        state.ids, state.waiting = [*ids], [*waiting]
+        state.ids, state.waiting, state.shown = [*ids], [*waiting], []
         return state
 
-    def _forget(self, state: _State) -> None:
-        """Drop a proposal that is done with, or was never seen."""
-        self.cache.drop(state.slot)
-        state.lead, state.lstm_TS, state.tail = 0, None, {}
+    def forget(self, state: _State) -> None:
+        super().forget(state)
+        state.lstm_TS, state.tail = None, {}
 
-    def _restart(self, state: _State) -> None:
-        """Start anew with the next features that come."""
-        self.cache.truncate(state.slot, 0)
-        self._forget(state)
-        state.start, state.waiting, state.ids, state.lstm_S = None, [], [], self.net.start
-
-    def end(self, state: _State) -> None:
-        """Give the slot back."""
-        self.cache.close(state.slot)
+    def restart(self, state: _State) -> None:
+        super().restart(state)
+        state.lstm_S = self.net.start

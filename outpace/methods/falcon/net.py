@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from outpace.cache.dense import DenseCache
-from outpace.drafters.one_layer import LAYER, OneLayer
+from outpace.drafters.one_layer import OneLayer, layer_shapes, layer_tensors
 from outpace.models.attention import Span
 from outpace.models.base import Target
 from outpace.models.blocks import Form
@@ -54,9 +54,7 @@ class FalconShape:
         for number in range(LSTM_LAYERS):
             reads = 3 * hidden if number == 0 else 2 * hidden
             shapes |= {f"lstm.{number}.weight": (4 * hidden, reads), f"lstm.{number}.bias": (4 * hidden,)}
-        for name, shape in self.decoder.tensor_shapes().items():
-            if name.startswith(LAYER) and not name.endswith("input_layernorm.weight"):
-                shapes[f"layer.{name.removeprefix(LAYER)}"] = shape
+        shapes |= layer_shapes(self.decoder, normed=False)
         return shapes
 
 
@@ -98,8 +96,7 @@ class FalconNet:
     ) -> None:
         self.shape, self._target = shape, target
         form = Form(target.dtype, target.device, quantize=quantize)
-        named = {LAYER + name.removeprefix("layer."): one for name, one in tensors.items()}
-        self._layer = OneLayer(shape.decoder, named, form)
+        self._layer = OneLayer(shape.decoder, layer_tensors(tensors), form)
         self._gates = [
             form.linear(tensors[f"lstm.{number}.weight"], tensors[f"lstm.{number}.bias"])
             for number in range(LSTM_LAYERS)

@@ -22,29 +22,25 @@ state.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from outpace.drafters.trained import decoder_to_json, lender, read_embedding
+from outpace.drafters.trained import decoder_to_json, lender
 from outpace.law import VocabMap
 from outpace.methods.falcon import recurrence
 from outpace.methods.falcon.files import METHOD
 from outpace.methods.falcon.net import LSTM_LAYERS, lstm_step
 from outpace.models.base import HEAD, TAPS, Target
-from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
-from outpace.train.ahead import AheadObjective, AheadTraining
-from outpace.train.align import EAGLE, Aligned, next_tokens, places
-from outpace.train.batches import Batch
-from outpace.train.losses import feature_loss
-from outpace.train.networks import KeyValue, Layer, Turns, plain_shape, take_layer
+from outpace.train.ahead import AheadTraining, LayerObjective
+from outpace.train.align import EAGLE, Aligned, next_tokens, places, rows_at
+from outpace.train.batches import Batch, seed_of
+from outpace.train.networks import KeyValue, Layer, plain_shape, take_layer
 from outpace.train.objective import LAST, Step
 
 
@@ -108,40 +104,21 @@ class FalconNet(nn.Module):
         return out, torch.cat(states, -1)
 
 
-class Falcon(AheadObjective):
+class Falcon(LayerObjective):
     """The network in training."""
 
     Config = FalconTraining
     module: FalconNet
 
-    def __init__(
-        self,
-        config: FalconTraining,
-        target: Decoder,
-        vocab: VocabMap | None,
-        net: FalconNet,
-        shape: DecoderConfig,
-    ) -> None:
-        super().__init__(config, target, vocab, config.block * config.passes)
-        self.module, self.shape = net, shape
-        self._embed_VH = read_embedding(target)
-        self._turns = Turns(shape.ropes[0], target.device)
-
-    @classmethod
-    def taps(cls, config: FalconTraining, target: Target) -> tuple[str, ...]:
-        return (LAST,)
-
     @classmethod
     def build(cls, config: FalconTraining, target: Target, vocab: VocabMap | None) -> Falcon:
-        target.require(frozenset({TAPS, HEAD}), METHOD)
-        lent = lender(target, METHOD)
+        lent = lender(target, METHOD, TAPS, HEAD)
         shape = plain_shape(lent.config, 1, -1)
         net = FalconNet(shape, config.seed).to(lent.device)
         take_layer(net.layer, lent, lent.num_layers - 1, config.scale)
-        return cls(config, lent, vocab, net, shape)
+        return cls(config, lent, vocab, net, shape, config.block * config.passes)
 
     def states(self, batch: Batch, aligned: Aligned) -> list[Tensor]:
-        """What the unembedding reads at the learning rows, [B, A, H] for every depth."""
         return self._unroll(batch, aligned, next_tokens(batch), batch.feature[LAST].float(), None)
 
     def _unroll(
@@ -150,24 +127,24 @@ class Falcon(AheadObjective):
         """All depths, from the tokens and features that the rows of the text read."""
         net, attn, size = self.module, self.module.layer.self_attn, self.config.block
         longest = token_BT.shape[1] + size * self.config.passes + 1
-        x_BTH, lstm_BTS = net.along(torch.cat([self._embed(token_BT), given_BTH], -1))
-        text = attn.keys(x_BTH, self._turns.at(places(batch), longest))
+        x_BTH, lstm_BTS = net.along(torch.cat([self.embed(token_BT), given_BTH], -1))
+        text = attn.keys(x_BTH, self.turns.at(places(batch), longest))
         place_BA, out, own = aligned.place_BA, list[Tensor](), list[KeyValue]()
         # Rows that end no whole block read the first row instead; they are few, and drafts skip them.
         blocks = [(place_BA - size + 1 + i).clamp_min(0) for i in range(size)]
-        rows = [_at(x_BTH, block_BA) for block_BA in blocks]
-        turns = [self._turns.at(block_BA, longest) for block_BA in blocks]
-        lstm = _at(lstm_BTS, place_BA)
+        rows = [rows_at(x_BTH, block_BA) for block_BA in blocks]
+        turns = [self.turns.at(block_BA, longest) for block_BA in blocks]
+        lstm = rows_at(lstm_BTS, place_BA)
         for number in range(self.config.passes if passes is None else passes):
             if number:
                 first = (number - 1) * size
                 rows = []
                 for i in range(size):
                     ahead = first + i + EAGLE
-                    step = torch.cat([self._embed(aligned.token(ahead)), out[first + i]], -1)
+                    step = torch.cat([self.embed(aligned.token(ahead)), out[first + i]], -1)
                     x, lstm = lstm_step(net.product, step, lstm)
                     rows.append(x)
-                turns = [self._turns.at(place_BA + first + i + 1, longest) for i in range(size)]
+                turns = [self.turns.at(place_BA + first + i + 1, longest) for i in range(size)]
                 own += [attn.keys(x, turn) for x, turn in zip(rows, turns, strict=True)]
             for x, turn in zip(rows, turns, strict=True):
                 mixed = attn(attn.queries(x, turn), text, own, place_BA)
@@ -189,26 +166,13 @@ class Falcon(AheadObjective):
         step = self.learn(states, batch, aligned, EAGLE, self._head_DH, self._weights)
         if not self.config.regression:
             return step
-        regression = self._regression(batch, aligned, states)
-        return Step(step.loss + self.config.regression * regression, step.tokens)
-
-    def _regression(self, batch: Batch, aligned: Aligned, states: Sequence[Tensor]) -> Tensor:
-        """SmoothL1 between outputs and the features that they stand for, weighted like the depths."""
-        feature_BTH, total = batch.feature[LAST].float(), torch.zeros((), device=batch.token_BT.device)
-        for depth, (state_BAH, weight) in enumerate(zip(states, self._weights, strict=True)):
-            keep_BA = aligned.teaches(EAGLE + depth)
-            place_BA = (aligned.place_BA + depth + 1).clamp_max(feature_BTH.shape[1] - 1)
-            wanted = _at(feature_BTH, place_BA)[keep_BA]
-            total = total + weight * feature_loss(state_BAH[keep_BA], wanted).sum()
-        return total / max(1, int(aligned.teaches(EAGLE).sum()))
+        counted = max(1, int(aligned.teaches(EAGLE).sum()))
+        regression = self.config.regression * self.regression(batch, aligned, states) / counted
+        return Step(step.loss + regression, step.tokens)
 
     @torch.no_grad()
     def _shown(self, batch: Batch, aligned: Aligned, token_BT: Tensor, given_BTH: Tensor) -> Tensor:
-        """Rows of the text that are shown their answer, bool [B, T], in runs of a block.
-
-        The coins are a function of the batch alone, so that a training that goes on after a break
-        draws what it would have drawn.
-        """
+        """Rows of the text that are shown their answer, bool [B, T], in runs of a block."""
         size = self.config.block
         last = self._unroll(batch, aligned, token_BT, given_BTH, 1)[-1]
         ahead = EAGLE + size - 1
@@ -223,7 +187,7 @@ class Falcon(AheadObjective):
         places_N2 = (known_BA & (aligned.place_BA % size == 0)).nonzero()
         if count < 1 or not len(places_N2):
             return shown_BT
-        coins = torch.Generator().manual_seed(zlib.crc32(batch.token_BT.cpu().numpy().tobytes()))
+        coins = torch.Generator().manual_seed(seed_of(batch))
         order = torch.randperm(len(places_N2), generator=coins)[:count].to(places_N2.device)
         b, a = places_N2[order].unbind(1)
         for i in range(size):
@@ -232,13 +196,7 @@ class Falcon(AheadObjective):
             shown_BT[b[inside], row[inside]] = True
         return shown_BT
 
-    def _embed(self, token: Tensor) -> Tensor:
-        # As `Target.embed`: the scale is rounded to the dtype of the embedding.
-        scale = torch.tensor(self.target.config.embed_scale, dtype=self._embed_VH.dtype)
-        return F.embedding(token, self._embed_VH).float() * float(scale)
-
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """Write the drafter folder with the calibrated tree."""
         kept = {
             "block": self.config.block,
             "passes": self.config.passes,
@@ -262,10 +220,6 @@ class _Glanced(Aligned):
             return teaches_BA
         place_BA = (self.place_BA + row).clamp_min(0)
         return teaches_BA & ~self._shown_BT.gather(1, place_BA)
-
-
-def _at(x_BTH: Tensor, place_BA: Tensor) -> Tensor:
-    return x_BTH.gather(1, place_BA[..., None].expand(-1, -1, x_BTH.shape[-1]))
 
 
 def _ahead(x: Tensor, count: int) -> Tensor:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from outpace.drafters.feature_rows import RowDrafter
 from outpace.drafters.features import TrainedConfig
-from outpace.drafters.last_state import fit_tensors, read_vocab
-from outpace.drafters.trained import CONFIG, decoder_from_json, find, read_config, read_tensors, rounding
-from outpace.errors import ModelError
+from outpace.drafters.last_state import read_file, read_layer
+from outpace.drafters.trained import CONFIG, find, read_config, rounding
 from outpace.methods.fspad.net import FspadNet, FspadShape
 from outpace.models.base import Target
 from outpace.models.fields import Fields
@@ -31,18 +30,13 @@ class Fspad(RowDrafter):
 
     @classmethod
     def load(cls, config: TrainedConfig, target: Target) -> Fspad:
-        """Read the network; embedding and unembedding are the target's.
-
-        Raises:
-            ModelError: no network, a corrupt one, or one that was made for another target.
-        """
+        """Read the network; embedding and unembedding are the target's."""
         folder = find(METHOD, target, config.model)
         shape, said = read_shape(folder, target)
-        tensors = read_tensors(folder)
-        vocab = read_vocab(tensors, said, target.vocab_size, folder)
-        kept = fit_tensors(tensors, shape.tensor_shapes(), folder)
-        net = FspadNet(shape, kept, target, vocab, quantize=rounding(config.quantize, target))
-        return cls(net, None if vocab is None else vocab.to_target_D.to(target.device))
+        file = read_file(folder, said, shape, target)
+        rounded = rounding(config.quantize, target)
+        net = FspadNet(shape, file.tensors, target, file.vocab, quantize=rounded)
+        return cls(net, None if file.vocab is None else file.vocab.to_target_D.to(target.device))
 
 
 def read_shape(folder: Path, target: Target) -> tuple[FspadShape, dict[str, object]]:
@@ -53,8 +47,6 @@ def read_shape(folder: Path, target: Target) -> tuple[FspadShape, dict[str, obje
     """
     said = read_config(folder, target, METHOD)
     read = Fields(str(folder / CONFIG), {}, said)
-    decoder = decoder_from_json(read.mapping("decoder"), folder / CONFIG)
-    if decoder.hidden_size != target.hidden_size or decoder.num_layers != 1:
-        raise ModelError(f"{read.source}: the decoder must be one layer of hidden size {target.hidden_size}")
+    decoder = read_layer(read, target)
     sampling, partial = read.whole("sampling") or 0, bool(said.get("partial"))
     return FspadShape(decoder=decoder, sampling=sampling, partial=partial), said

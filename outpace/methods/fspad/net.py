@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from outpace.cache.dense import DenseCache
 from outpace.drafters.last_state import LAST
-from outpace.drafters.one_layer import LAYER, OneLayer
+from outpace.drafters.one_layer import OneLayer, layer_shapes, layer_tensors
 from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.models.blocks import Form
@@ -51,9 +51,7 @@ class FspadShape:
         """Every tensor of a drafter folder besides its vocabulary."""
         hidden, wide = self.decoder.hidden_size, self.sampling
         shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)}
-        for name, shape in self.decoder.tensor_shapes().items():
-            if name.startswith(LAYER) and not name.endswith("input_layernorm.weight"):
-                shapes[f"layer.{name.removeprefix(LAYER)}"] = shape
+        shapes |= layer_shapes(self.decoder, normed=False)
         if wide:
             shapes |= {f"{one}.weight": (wide, hidden) for one in ("gate", "up")}
             shapes["down.weight"] = (hidden, wide)
@@ -85,8 +83,7 @@ class FspadNet:
     ) -> None:
         self.shape, self.device, self._target, self._vocab = shape, target.device, target, vocab
         form = Form(target.dtype, target.device, quantize=quantize)
-        named = {LAYER + name.removeprefix("layer."): one for name, one in tensors.items()}
-        self._layer = OneLayer(shape.decoder, named, form)
+        self._layer = OneLayer(shape.decoder, layer_tensors(tensors), form)
         names = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
         self._matrix: dict[str, Linear] = {
             name: form.linear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))

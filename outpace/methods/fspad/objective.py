@@ -25,17 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outpace.drafters.trained import decoder_to_json, lender, read_embedding
+from outpace.drafters.trained import decoder_to_json, lender
 from outpace.law import VocabMap
 from outpace.methods.fspad.drafter import METHOD
 from outpace.models.base import HEAD, TAPS, Target
-from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
-from outpace.train.ahead import AheadObjective, AheadTraining
+from outpace.train.ahead import AheadTraining, LayerObjective
 from outpace.train.align import EAGLE, Aligned, next_tokens, places
 from outpace.train.batches import Batch
-from outpace.train.losses import feature_loss
-from outpace.train.networks import KeyValue, Layer, Turns, plain_shape, take_layer
+from outpace.train.networks import KeyValue, Layer, plain_shape, take_layer
 from outpace.train.objective import LAST, Step
 
 SMALL = 0.005
@@ -101,57 +99,38 @@ class FspadModule(nn.Module):
         return a_BAH if self.read is None else a_BAH + self.read(a_BAH).float()
 
 
-class Fspad(AheadObjective):
+class Fspad(LayerObjective):
     """The network in training."""
 
     Config = FspadTraining
     module: FspadModule
 
-    def __init__(
-        self,
-        config: FspadTraining,
-        target: Decoder,
-        vocab: VocabMap | None,
-        net: FspadModule,
-        shape: DecoderConfig,
-    ) -> None:
-        super().__init__(config, target, vocab, config.steps)
-        self.module, self.shape = net, shape
-        self._embed_VH = read_embedding(target)
-        self._turns = Turns(shape.ropes[0], target.device)
-
-    @classmethod
-    def taps(cls, config: FspadTraining, target: Target) -> tuple[str, ...]:
-        return (LAST,)
-
     @classmethod
     def build(cls, config: FspadTraining, target: Target, vocab: VocabMap | None) -> Fspad:
-        target.require(frozenset({TAPS, HEAD}), METHOD)
-        lent = lender(target, METHOD)
+        lent = lender(target, METHOD, TAPS, HEAD)
         shape = plain_shape(lent.config, 1, -1)
         wide = round(config.sampling * lent.hidden_size)
         net = FspadModule(shape, wide, config.partial, config.seed).to(lent.device)
         take_layer(net.layer, lent, lent.num_layers - 1, SMALL)
-        return cls(config, lent, vocab, net, shape)
+        return cls(config, lent, vocab, net, shape, config.steps)
 
     def features(self, batch: Batch, aligned: Aligned) -> list[Tensor]:
         """Outputs at the learning rows, [B, A, H] for every depth."""
         net, attn, place_BA = self.module, self.module.layer.self_attn, aligned.place_BA
         longest = batch.token_BT.shape[1] + self.config.steps + 1
-        x_BTH = net.inputs(self._embed(next_tokens(batch)), batch.feature[LAST].float())
-        text = attn.keys(x_BTH, self._turns.at(places(batch), longest))
+        x_BTH = net.inputs(self.embed(next_tokens(batch)), batch.feature[LAST].float())
+        text = attn.keys(x_BTH, self.turns.at(places(batch), longest))
         x_BAH, own, out = aligned.rows(x_BTH), list[KeyValue](), list[Tensor]()
         for depth in range(1, self.config.steps + 1):
-            turn = self._turns.at(place_BA + depth - 1, longest)
+            turn = self.turns.at(place_BA + depth - 1, longest)
             if depth > 1:
-                x_BAH = net.inputs(self._embed(aligned.token(depth)), out[-1])
+                x_BAH = net.inputs(self.embed(aligned.token(depth)), out[-1])
                 own.append(attn.keys(x_BAH, turn))
             mixed = attn(attn.queries(x_BAH, turn), text, own, place_BA)
             out.append(net.layer.after(x_BAH, mixed))
         return out
 
     def states(self, batch: Batch, aligned: Aligned) -> list[Tensor]:
-        """What the unembedding reads at the learning rows, [B, A, H] for every depth."""
         return [self.module.head_reads(a_BAH) for a_BAH in self.features(batch, aligned)]
 
     def loss(self, batch: Batch) -> Step:
@@ -163,22 +142,10 @@ class Fspad(AheadObjective):
         step = self.learn(states, batch, aligned, EAGLE, self._head_DH, self._weights)
         if not self.config.regression:
             return step
-        true_BTH, total = batch.feature[LAST].float(), torch.zeros((), device=batch.token_BT.device)
-        for depth, (a_BAH, weight) in enumerate(zip(features, self._weights, strict=True)):
-            keep_BA = aligned.teaches(EAGLE + depth)
-            place_BA = (aligned.place_BA + depth + 1).clamp_max(true_BTH.shape[1] - 1)
-            index_BAH = place_BA[..., None].expand(-1, -1, true_BTH.shape[-1])
-            wanted = true_BTH.gather(1, index_BAH)[keep_BA]
-            total = total + weight * feature_loss(a_BAH[keep_BA], wanted).sum()
-        return Step(step.loss + self.config.regression * total / step.tokens, step.tokens)
-
-    def _embed(self, token: Tensor) -> Tensor:
-        # As `Target.embed`: the scale is rounded to the dtype of the embedding.
-        scale = torch.tensor(self.target.config.embed_scale, dtype=self._embed_VH.dtype)
-        return F.embedding(token, self._embed_VH).float() * float(scale)
+        regression = self.config.regression * self.regression(batch, aligned, features)
+        return Step(step.loss + regression / step.tokens, step.tokens)
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """Write the drafter folder."""
         kept = {
             "sampling": 0 if self.module.gate is None else self.module.gate.out_features,
             "partial": self.module.read is not None,

@@ -96,11 +96,7 @@ class Glide(ModelDrafter):
 
     @classmethod
     def load(cls, config: TrainedConfig, target: Target) -> Glide:
-        """Read the layer; embedding and unembedding are the target's.
-
-        Raises:
-            ModelError: no layer, a corrupt one, or one that was made for another target.
-        """
+        """Read the layer; embedding and unembedding are the target's."""
         folder, lent = find(METHOD, target, config.model), lender(target, METHOD)
         said = read_config(folder, target, METHOD)
         read = Fields(str(folder / CONFIG), {}, said)
@@ -124,7 +120,6 @@ class Glide(ModelDrafter):
         return
 
     def begin(self, request: Request) -> GlideState:
-        """Take a slot."""
         state = super().begin(request)
         return GlideState(state.slot, state.prompt)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from outpace.cache.base import KVCache
 from outpace.cache.dense import DenseCache
 from outpace.clock import PassClock
-from outpace.drafters.one_layer import LAYER, OneLayer
+from outpace.drafters.one_layer import OneLayer, layer_shapes, layer_tensors
 from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.models.blocks import Form, paired
@@ -43,12 +43,7 @@ from outpace.types import Feed, Scored
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of a drafter folder besides its vocabulary."""
     hidden, wide = config.hidden_size, config.num_heads * config.head_dim
-    shapes = {
-        f"layer.{name.removeprefix(LAYER)}": shape
-        for name, shape in config.tensor_shapes().items()
-        if name.startswith(LAYER)
-    }
-    return shapes | {
+    return layer_shapes(config) | {
         "glimpse.q_proj.weight": (wide, hidden),
         "glimpse.o_proj.weight": (hidden, wide),
         "glimpse_norm.weight": (hidden,),
@@ -79,8 +74,7 @@ class GlideNet:
         self.max_positions = target.max_positions
         self.vocab_size = target.vocab_size
         form = Form(target.dtype, target.device, quantize=quantize)
-        named = {LAYER + name.removeprefix("layer."): one for name, one in tensors.items()}
-        self.layer = OneLayer(config, named, form)
+        self.layer = OneLayer(config, layer_tensors(tensors), form)
         self._query = form.linear(paired(tensors["glimpse.q_proj.weight"], config.head_dim))
         self._out = form.linear(tensors["glimpse.o_proj.weight"])
         self._glimpse_norm, self._norm = (

@@ -20,7 +20,6 @@ of a head, X heads, Y = X * D, N distributions.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,20 +27,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from outpace.drafters.trained import decoder_to_json, lender, read_embedding
+from outpace.drafters.trained import decoder_to_json, lender
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.methods.glide.drafter import METHOD
 from outpace.models.base import HEAD, KV_READ, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
-from outpace.train.ahead import AheadObjective, AheadTraining
-from outpace.train.align import DRAFT_MODEL, EAGLE, Aligned, places
-from outpace.train.batches import Batch
+from outpace.train.ahead import AheadTraining, LayerObjective
+from outpace.train.align import DRAFT_MODEL, EAGLE, Aligned, places, rows_at
+from outpace.train.batches import Batch, seed_of
 from outpace.train.losses import head_loss
-from outpace.train.networks import KeyValue, Layer, Norm, Turn, Turns, plain_shape, take_layer, turned
+from outpace.train.networks import KeyValue, Layer, Norm, Turn, plain_shape, take_layer, turned
 from outpace.train.objective import LAST, Step, draft_ids, target_laws
 from outpace.train.ranks import judge_ranks
 from outpace.train.temper import Tempering
@@ -128,7 +126,7 @@ class GlideModule(nn.Module):
         self.norm.weight.copy_(DOUBT * (read("model.norm") + offset))
 
 
-class GlideObjective(AheadObjective):
+class GlideObjective(LayerObjective):
     """The layer in training."""
 
     Config = GlideTraining
@@ -142,12 +140,8 @@ class GlideObjective(AheadObjective):
         net: GlideModule,
         shape: DecoderConfig,
     ) -> None:
-        super().__init__(config, target, vocab, config.block)
-        self.module, self.shape = net, shape
-        self.reads = layer_of(config, target)
-        self._embed_VH = read_embedding(target)
-        self._turns = Turns(shape.ropes[0], target.device)
-        self.temper = Tempering()
+        super().__init__(config, target, vocab, net, shape, config.block)
+        self.reads, self.temper = layer_of(config, target), Tempering()
 
     @classmethod
     def taps(cls, config: GlideTraining, target: Target) -> tuple[str, ...]:
@@ -155,8 +149,7 @@ class GlideObjective(AheadObjective):
 
     @classmethod
     def build(cls, config: GlideTraining, target: Target, vocab: VocabMap | None) -> GlideObjective:
-        target.require(frozenset({TAPS, HEAD, KV_READ}), METHOD)
-        lent, reads = lender(target, METHOD), layer_of(config, target)
+        lent, reads = lender(target, METHOD, TAPS, HEAD, KV_READ), layer_of(config, target)
         if not 0 <= config.start < lent.num_layers:
             raise ModelError(f"glide: start={config.start}, but {lent.name} has 0 to {lent.num_layers - 1}")
         shape = plain_shape(lent.config, 1, reads)
@@ -168,9 +161,8 @@ class GlideObjective(AheadObjective):
         """The stream of all rows behind the layer's own attention, [B, T, H]; the same at all depths."""
         layer = self.module.layer
         place_BT = places(batch).expand(batch.token_BT.shape)
-        turn = self._turns.at(place_BT, batch.token_BT.shape[1])
-        scale = torch.tensor(self.target.config.embed_scale, dtype=self._embed_VH.dtype)
-        x_BTH = F.embedding(batch.token_BT, self._embed_VH).float() * float(scale)
+        turn = self.turns.at(place_BT, batch.token_BT.shape[1])
+        x_BTH = self.embed(batch.token_BT)
         u_BTH = layer.input_layernorm(x_BTH)
         text, query = layer.self_attn.keys(u_BTH, turn), layer.self_attn.queries(u_BTH, turn)
         mixed: Tensor = layer.self_attn(query, text, (), place_BT)
@@ -188,7 +180,7 @@ class GlideObjective(AheadObjective):
         """What the unembedding reads of rows, given their streams and what they see."""
         net, longest = self.module, held[0].shape[2]
         place_BA = place_BA.clamp_max(longest - 1)
-        turn = self._turns.at(place_BA, longest)
+        turn = self.turns.at(place_BA, longest)
         x_BAH = x_BAH + net.glimpse(net.glimpse_norm(x_BAH), turn, held, seen_BA)
         x_BAH = x_BAH + net.layer.mlp(net.layer.post_attention_layernorm(x_BAH))
         out: Tensor = net.norm(x_BAH)
@@ -202,17 +194,12 @@ class GlideObjective(AheadObjective):
         pending_BA = aligned.place_BA + 1
         for depth in range(self.config.block):
             place_BA = (pending_BA + depth).clamp_max(x_BTH.shape[1] - 1)
-            x_BAH = x_BTH.gather(1, place_BA[..., None].expand(-1, -1, x_BTH.shape[-1]))
-            out.append(self._states(x_BAH, place_BA, held, pending_BA))
+            out.append(self._states(rows_at(x_BTH, place_BA), place_BA, held, pending_BA))
         return out
 
     def blockwise(self, batch: Batch, place_BA: Tensor) -> tuple[Tensor, Tensor]:
-        """How many of the target's keys rows see, and how far they stand in their block; int64 [B, A].
-
-        Where blocks begin follows from the batch alone, so that a training that goes on after a break is the
-        same.
-        """
-        phase = zlib.crc32(batch.token_BT.cpu().numpy().tobytes()) % self.config.block
+        """How many of the target's keys rows see, and how far they stand in their block; int64 [B, A]."""
+        phase = seed_of(batch) % self.config.block
         offset_BA = (place_BA + phase) % self.config.block
         return (place_BA - offset_BA).clamp_min(0), offset_BA
 
@@ -248,13 +235,11 @@ class GlideObjective(AheadObjective):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
-        """Acceptance at all depths."""
         aligned = Aligned(batch, EAGLE)
         states = self.states(batch, aligned)
         return judge_ranks(self.ranks, states, batch, aligned, self, self._head_DH, self.temper)
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """Write the drafter folder."""
         kept = {"layer": self.reads, "decoder": decoder_to_json(self.shape), "temper": self.temper.found()}
         self.save_tree(folder, {**self.about(METHOD, []), **kept}, provenance)
 

@@ -33,16 +33,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outpace.clock import PassClock
+from outpace.cache.base import Lease
 from outpace.config import data_folder
-from outpace.drafters.base import ExpandingDrafter, Request, Traits
-from outpace.drafters.shallow import ShallowRows
+from outpace.drafters.base import Request, Traits
+from outpace.drafters.shallow import ShallowRows, SlotDrafter, SlotState, rows_of
 from outpace.errors import ModelError
 from outpace.methods.layer_skip.search import Search
 from outpace.methods.layer_skip.skip_sets import SkipSet, Trial, even, recall, remember
 from outpace.models.base import LAYERS, TAPS, Target
-from outpace.tree.growth import Branch, DraftRow, grow
-from outpace.types import NOTHING, Draft, Outcome
+from outpace.tree.growth import Branch, DraftRow
+from outpace.types import Draft
 
 _JUDGED, _MOST = 48, 192
 """Tokens of an answer on which a set is found, and tokens of text before and with them, at most."""
@@ -76,14 +76,13 @@ class LayerSkipConfig:
 
 
 @dataclass(slots=True, eq=False)
-class SkipState:
-    """One sequence: where its answer begins, and the rows of a draft under way."""
+class SkipState(SlotState):
+    """With where its answer begins."""
 
-    answer: int
-    rows: ShallowRows | None = None
+    answer: int = 0
 
 
-class LayerSkip(ExpandingDrafter[SkipState]):
+class LayerSkip(SlotDrafter[SkipState]):
     """Drafts with a part of the target.
 
     Args:
@@ -94,7 +93,7 @@ class LayerSkip(ExpandingDrafter[SkipState]):
     traits = Traits(default_nodes=4, needs=frozenset({LAYERS, TAPS}), samples=True, uses_target_cache=True)
 
     def __init__(self, config: LayerSkipConfig, target: Target, skip: SkipSet | None) -> None:
-        self._config, self._target = config, target
+        self._config, self.target = config, target
         self.found = skip is not None
         """Whether the set stays from now on."""
         self._take(skip or even(target.num_layers, max(1, round(config.share * target.num_layers))))
@@ -104,12 +103,7 @@ class LayerSkip(ExpandingDrafter[SkipState]):
     def _take(self, skip: SkipSet) -> None:
         self.skip = skip
         """What is left out now."""
-        self.model = skip.part(self._target)
-
-    @property
-    def clock(self) -> PassClock:
-        """The target's: whether a pass drafts, the verb tells."""
-        return self._target.clock
+        self.model = skip.part(self.target)
 
     @classmethod
     def load(cls, config: LayerSkipConfig, target: Target) -> LayerSkip:
@@ -142,31 +136,22 @@ class LayerSkip(ExpandingDrafter[SkipState]):
         return self.model if self.found else None
 
     def begin(self, request: Request) -> SkipState:
-        return SkipState(len(request.prompt))
+        return SkipState(answer=len(request.prompt))
 
     def propose(self, rows: Sequence[DraftRow[SkipState]]) -> list[Draft]:
         """Find a set if there is none and a text is long enough; then grow drafts in the lent slots."""
-        ready = []
         for row in rows:
             if not self.found and len(row.tokens) >= row.state.answer + _JUDGED:
                 self._find(row.tokens)
-        for row in rows:
-            if row.lease is None:
-                ready.append(replace(row, budget=NOTHING))
-                continue
-            row.state.rows = ShallowRows(row.lease, self.skip.first)
-            ready.append(row)
-        drafts = []
-        for row, (draft, numbers) in zip(ready, grow(ready, self.expand), strict=True):
-            if row.state.rows is not None:
-                draft = row.state.rows.finish(draft, numbers)
-            row.state.rows = None  # a lease ends here
-            drafts.append(draft)
-        return drafts
+        return super().propose(rows)
+
+    def leased(self, row: DraftRow[SkipState], lease: Lease) -> DraftRow[SkipState]:
+        row.state.rows = ShallowRows(lease, self.skip.first)
+        return row
 
     def expand(self, branches: Sequence[Branch[SkipState]]) -> tuple[Tensor, Tensor | None]:
         """One pass of the part over the new nodes."""
-        rows = [_rows(branch) for branch in branches]
+        rows = [rows_of(branch) for branch in branches]
         feeds = [one.feed(branch) for one, branch in zip(rows, branches, strict=True)]
         below = f"hidden.{self.skip.first}"
         taps = frozenset({below} if self.skip.first else ())
@@ -175,28 +160,13 @@ class LayerSkip(ExpandingDrafter[SkipState]):
             one.hidden.append(scored.taps[below][scored.tap_start_B[i] : scored.tap_start_B[i + 1]].clone())
         return scored.logits_TV, None
 
-    def observe(self, states: Sequence[SkipState], outcomes: Sequence[Outcome]) -> None:
-        """Nothing grows with a text but the target's own cache."""
-
     def _find(self, tokens: Sequence[int]) -> None:
         """Find a set on the end of a text, and draft with it from now on. Cost: some passes, once."""
         text = list(tokens[-_MOST:])
         with torch.no_grad():
-            trial = Trial(self._target, text, len(text) - _JUDGED)
+            trial = Trial(self.target, text, len(text) - _JUDGED)
             search = Search(trial, self._config.share)
             found = search.cosine() if self._config.find == "cosine" else search.bayes(self._config.trials)
         self._take(found.skip)
         self.found, self.traits = True, replace(self.traits, deterministic=True)
-        remember(self.file(self._config, self._target), found, self._target)
-
-    def mark(self, state: SkipState) -> None:
-        """There is nothing to come back to."""
-
-    def rewind(self, state: SkipState, mark: None) -> SkipState:
-        state.rows = None
-        return state
-
-
-def _rows(branch: Branch[SkipState]) -> ShallowRows:
-    assert branch.state.rows is not None
-    return branch.state.rows
+        remember(self.file(self._config, self.target), found, self.target)

@@ -73,11 +73,6 @@ class Retrieval(Drafter[None]):
 
     @classmethod
     def load(cls, config: RetrievalConfig, target: Target) -> Retrieval:
-        """Open the datastore.
-
-        Raises:
-            ModelError: missing, corrupt, or built for another vocabulary.
-        """
         store = Datastore.open(Path(config.store))
         store.check_fits(target)
         return cls(config, store)

@@ -22,12 +22,12 @@ Shape letters: B sequences, K heads, H hidden size, D draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outpace.drafters.blocks import BlockDrafter
+from outpace.drafters.features import TrainedConfig
 from outpace.drafters.last_state import LastState
 from outpace.methods.medusa.heads import Heads, ResidualDrafter, read_heads
 from outpace.models.base import Target
@@ -36,32 +36,18 @@ from outpace.tree.growth import Branch
 METHOD = "medusa"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MedusaConfig:
-    """Settings of the drafter."""
-
-    model: str | None = None
-    """Folder of the heads; without it, the ones trained for the target."""
-    quantize: str | None = "int8"
-    """Round their weights to int8 or int4, where compiled code multiplies them; none keeps them."""
-
-
 class Medusa(BlockDrafter[LastState], ResidualDrafter):
     """Drafts with heads that read the hidden state alone."""
 
-    Config = MedusaConfig
+    Config = TrainedConfig
 
     def __init__(self, heads: Heads, target: Target, quantize: str | None = None) -> None:
         ResidualDrafter.__init__(self, heads, target, quantize)
         self.block = heads.shape.heads
 
     @classmethod
-    def load(cls, config: MedusaConfig, target: Target) -> Medusa:
-        """Read the heads and borrow the target's unembedding.
-
-        Raises:
-            ModelError: no heads, corrupt ones, or ones that were made for another target.
-        """
+    def load(cls, config: TrainedConfig, target: Target) -> Medusa:
+        """Read the heads and borrow the target's unembedding."""
         heads = read_heads(METHOD, config.model, target, conditioned=False)
         return cls(heads, target, config.quantize)
 

@@ -15,23 +15,21 @@ Shape letters: F nodes of a frontier, K heads, H hidden size, I inputs of a head
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.drafters.last_state import LastStateDrafter, fit_tensors, read_tree, read_vocab
-from outpace.drafters.one_layer import LAYER
-from outpace.drafters.trained import CONFIG, decoder_from_json, find, read_config, read_tensors, rounding
+from outpace.drafters.last_state import LastStateDrafter, TrainedFile, read_file
+from outpace.drafters.one_layer import layer_shapes
+from outpace.drafters.trained import CONFIG, decoder_from_json, find, read_config, rounding
 from outpace.errors import ModelError
-from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.models.blocks import Form
 from outpace.models.families import DecoderConfig
 from outpace.models.plan import Plan
-from outpace.types import Shape
 
 PREFIX = "prefix."
 """What names of the prefix layer's tensors begin with."""
@@ -66,22 +64,12 @@ class HeadsShape:
             for block in range(self.layers):
                 shapes[f"{name}blocks.{block}.weight"] = (hidden, hidden)
                 shapes[f"{name}blocks.{block}.bias"] = (hidden,)
-        for name, size in self.prefix.tensor_shapes().items() if self.prefix else ():
-            if name.startswith(LAYER):
-                shapes[f"{PREFIX}{name.removeprefix(LAYER)}"] = size
+        if self.prefix is not None:
+            shapes |= layer_shapes(self.prefix, PREFIX)
         return shapes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Heads:
-    """Heads as they were read."""
-
-    shape: HeadsShape
-    tensors: Mapping[str, Tensor]
-    vocab: VocabMap | None
-    """The draft vocabulary; None is the target's whole."""
-    tree: Shape | None = None
-    """The calibrated tree, likeliest nodes first; None: nothing was measured."""
+Heads = TrainedFile[HeadsShape]
 
 
 def read_heads(method: str, path: str | None, target: Target, conditioned: bool) -> Heads:
@@ -114,10 +102,7 @@ def read_heads(method: str, path: str | None, target: Target, conditioned: bool)
         conditioned=conditioned,
         prefix=prefix,
     )
-    tensors = read_tensors(folder)
-    kept = fit_tensors(tensors, shape.tensor_shapes(), folder)
-    vocab = read_vocab(tensors, said, target.vocab_size, folder)
-    return Heads(shape=shape, tensors=kept, vocab=vocab, tree=read_tree(said, folder))
+    return read_file(folder, said, shape, target)
 
 
 class HeadNet:

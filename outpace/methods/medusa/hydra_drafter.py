@@ -35,8 +35,9 @@ import torch
 from torch import Tensor
 
 from outpace.drafters.base import Request
+from outpace.drafters.features import TrainedConfig
 from outpace.drafters.last_state import LAST, LastState, unit
-from outpace.drafters.one_layer import LAYER
+from outpace.drafters.one_layer import layer_tensors
 from outpace.drafters.prefix_layer import PrefixLayer, PrefixState
 from outpace.drafters.trained import rounding
 from outpace.methods.medusa.heads import PREFIX, Heads, ResidualDrafter, read_heads
@@ -45,16 +46,6 @@ from outpace.tree.growth import Branch, DraftRow
 from outpace.types import ROOT, Draft, Outcome
 
 METHOD = "hydra"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HydraConfig:
-    """Settings of the drafter."""
-
-    model: str | None = None
-    """Folder of the heads; without it, the ones trained for the target."""
-    quantize: str | None = "int8"
-    """Round their weights to int8 or int4, where compiled code multiplies them; none keeps them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,28 +58,20 @@ class _State(LastState):
 class Hydra(ResidualDrafter):
     """Drafts with heads that read the hidden state and the tokens before their guess."""
 
-    Config = HydraConfig
+    Config = TrainedConfig
 
     def __init__(self, heads: Heads, target: Target, quantize: str | None = None) -> None:
         super().__init__(heads, target, quantize)
         self._hidden_BH = torch.empty(0)
         self.prefix: PrefixLayer | None = None
         if heads.shape.prefix is not None:
-            layer = {
-                LAYER + name.removeprefix(PREFIX): one
-                for name, one in heads.tensors.items()
-                if name.startswith(PREFIX)
-            }
+            layer = layer_tensors(heads.tensors, PREFIX)
             rounded = rounding(quantize, target)
             self.prefix = PrefixLayer(heads.shape.prefix, layer, target, quantize=rounded)
 
     @classmethod
-    def load(cls, config: HydraConfig, target: Target) -> Hydra:
-        """Read the heads and borrow the target's embedding and unembedding.
-
-        Raises:
-            ModelError: no heads, corrupt ones, or ones that were made for another target.
-        """
+    def load(cls, config: TrainedConfig, target: Target) -> Hydra:
+        """Read the heads and borrow the target's embedding and unembedding."""
         heads = read_heads(METHOD, config.model, target, conditioned=True)
         return cls(heads, target, config.quantize)
 
@@ -128,7 +111,6 @@ class Hydra(ResidualDrafter):
         return _State() if self.prefix is None else _State(prefix=self.prefix.begin())
 
     def propose(self, rows: Sequence[DraftRow[LastState]]) -> list[Draft]:
-        """Grow drafts; a sequence whose last features were not shown gets an empty one."""
         for row in rows:
             if self.prefix is not None and isinstance(row.state, _State) and row.state.prefix is not None:
                 self.prefix.forget(row.state.prefix)
@@ -155,7 +137,6 @@ class Hydra(ResidualDrafter):
         return copy.copy(state), None if held is None or self.prefix is None else self.prefix.mark(held)
 
     def rewind(self, state: LastState, mark: Any) -> LastState:
-        """The state as it was when it was marked."""
         restored: LastState = mark[0]
         if self.prefix is not None and isinstance(restored, _State) and restored.prefix is not None:
             self.prefix.rewind(restored.prefix, mark[1])

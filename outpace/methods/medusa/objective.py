@@ -93,13 +93,8 @@ class Medusa(AheadObjective):
         self.module = net
 
     @classmethod
-    def taps(cls, config: Any, target: Target) -> tuple[str, ...]:
-        return (LAST,)
-
-    @classmethod
     def build(cls, config: Any, target: Target, vocab: VocabMap | None) -> Medusa:
-        target.require(frozenset({TAPS, HEAD}), cls.method)
-        lent = lender(target, cls.method)
+        lent = lender(target, cls.method, TAPS, HEAD)
         shape = HeadsShape(
             heads=config.heads,
             layers=config.layers,
@@ -118,13 +113,11 @@ class Medusa(AheadObjective):
         return aligned.rows(batch.feature[LAST]).float()
 
     def states(self, batch: Batch, aligned: Aligned) -> list[Tensor]:
-        """What the unembedding reads at the learning rows, [B, A, H] for every head."""
         hidden_BAH = self.hidden(batch, aligned)
         inputs = self.inputs(hidden_BAH, aligned)
         return [head(u_BAI) for head, u_BAI in zip(self.module.heads, inputs, strict=True)]
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """Write the drafter folder with the calibrated tree."""
         shape = self.module.shape
         config = {**self.about(self.method, [LAST]), "heads": shape.heads, "layers": shape.layers}
         if shape.prefix is not None:

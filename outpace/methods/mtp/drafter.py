@@ -34,6 +34,7 @@ from torch import Tensor
 
 from outpace.drafters.base import Request, Traits
 from outpace.drafters.blocks import BlockDrafter
+from outpace.drafters.features import TrainedConfig
 from outpace.drafters.last_state import STOCK, fitted_budget
 from outpace.drafters.trained import rounding
 from outpace.methods.mtp.files import MtpFile, read_mtp
@@ -48,15 +49,11 @@ _WAITING = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MtpConfig:
-    """Settings of the drafter."""
-
+class MtpConfig(TrainedConfig):
     model: str | None = None
     """Folder of the modules; without it, those trained for the target, or those in its checkpoint."""
     base: str | None = None
     """State of the target that modules of its checkpoint read: normed or raw; tried out by default."""
-    quantize: str | None = "int8"
-    """Round their weights to int8 or int4, where compiled code multiplies them; none keeps them."""
 
 
 class Mtp(BlockDrafter[State]):
@@ -83,11 +80,7 @@ class Mtp(BlockDrafter[State]):
 
     @classmethod
     def load(cls, config: MtpConfig, target: Target) -> Mtp:
-        """Read the modules; embedding and unembedding are the target's.
-
-        Raises:
-            ModelError: no modules, corrupt ones, or ones that were made for another target.
-        """
+        """Read the modules; embedding and unembedding are the target's."""
         return cls(read_mtp(config.model, config.base, target), target, config.quantize)
 
     def begin(self, request: Request) -> State:
@@ -221,7 +214,6 @@ class Mtp(BlockDrafter[State]):
                 self.tracks.read(long)
 
     def num_uncached(self, state: State, tokens: Sequence[int]) -> int:
-        """Those whose states wait."""
         return state.tracks[0].count
 
     def mark(self, state: State) -> Any:
@@ -229,9 +221,7 @@ class Mtp(BlockDrafter[State]):
         return self.tracks.mark(state)
 
     def rewind(self, state: State, mark: Any) -> State:
-        """Forget what was read since; what waited then waits again."""
         return self.tracks.rewind(state, mark)
 
     def end(self, state: State) -> None:
-        """Give the slots back."""
         self.tracks.end(state)

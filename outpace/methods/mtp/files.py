@@ -12,32 +12,22 @@ the model's last norm: `outpace.methods.mtp.self_test` tries both.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from outpace.drafters.last_state import fit_tensors, read_tree, read_vocab
+from outpace.drafters.last_state import TrainedFile, read_file, read_layer
 from outpace.drafters.one_layer import LAYER
-from outpace.drafters.trained import (
-    CONFIG,
-    candidates,
-    decoder_from_json,
-    find,
-    is_drafter,
-    read_config,
-    read_tensors,
-)
+from outpace.drafters.trained import CONFIG, candidates, find, is_drafter, read_config
 from outpace.errors import ModelError, SpecError, shown
-from outpace.law import VocabMap
 from outpace.methods.mtp.net import CHAINED, NORMED, PARALLEL, RAW, MtpShape
 from outpace.methods.mtp.self_test import choose_base
 from outpace.models.base import Target
 from outpace.models.decoder import Decoder
 from outpace.models.fields import Fields
 from outpace.models.weights import SafetensorsCheckpoint
-from outpace.types import Shape
 
 METHOD = "mtp"
 _MOST = 64
@@ -63,16 +53,7 @@ AHEAD = 3
 """Depths drafted with modules of a checkpoint, which were trained for one each."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MtpFile:
-    """Modules as they were read."""
-
-    shape: MtpShape
-    tensors: Mapping[str, Tensor]
-    vocab: VocabMap | None = None
-    """The draft vocabulary; None is the target's whole."""
-    tree: Shape | None = None
-    """The calibrated tree, likeliest nodes first; None: nothing was measured."""
+MtpFile = TrainedFile[MtpShape]
 
 
 def read_mtp(path: str | None, base: str | None, target: Target) -> MtpFile:
@@ -116,21 +97,13 @@ def _own(folder: Path, target: Target) -> MtpFile:
         raise ModelError(f"{read.source}: 'taps' must name one feature, got {shown(taps)}")
     shape = MtpShape(
         kind=kind,
-        decoder=decoder_from_json(read.mapping("decoder"), folder / CONFIG),
+        decoder=read_layer(read, target),
         modules=read.count("modules", most=_MOST),
         steps=read.count("steps", most=_MOST),
         base=taps[0],
         recycle=recycle,
     )
-    if shape.decoder.hidden_size != target.hidden_size or shape.decoder.num_layers != 1:
-        raise ModelError(f"{read.source}: the decoder must be one layer of hidden size {target.hidden_size}")
-    tensors = read_tensors(folder)
-    return MtpFile(
-        shape=shape,
-        tensors=fit_tensors(tensors, shape.tensor_shapes(), folder),
-        vocab=read_vocab(tensors, said, target.vocab_size, folder),
-        tree=read_tree(said, folder),
-    )
+    return read_file(folder, said, shape, target)
 
 
 def _layout(names: Any, layers: int) -> tuple[int, int] | None:

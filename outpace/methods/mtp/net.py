@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from outpace.cache.dense import DenseCache
-from outpace.drafters.one_layer import LAYER, OneLayer
+from outpace.drafters.one_layer import OneLayer, layer_shapes, layer_tensors
 from outpace.models.base import Target
 from outpace.models.blocks import Form
 from outpace.models.families import DecoderConfig
@@ -58,9 +58,7 @@ class MtpShape:
         hidden, shapes = self.decoder.hidden_size, dict[str, tuple[int, ...]]()
         for module in range(self.modules):
             at = f"modules.{module}."
-            for name, shape in self.decoder.tensor_shapes().items():
-                if name.startswith(LAYER):
-                    shapes[f"{at}layer.{name.removeprefix(LAYER)}"] = shape
+            shapes |= layer_shapes(self.decoder, f"{at}layer.")
             shapes[f"{at}norm.weight"] = (hidden,)
             if self.kind == CHAINED:
                 shapes |= {f"{at}{one}.weight": (hidden,) for one in ("enorm", "hnorm")}
@@ -90,12 +88,7 @@ class Module:
         at = f"modules.{number}."
         self._shape, self._target, config = shape, target, shape.decoder
         form = Form(target.dtype, target.device, quantize=quantize)
-        layer = {
-            LAYER + name.removeprefix(f"{at}layer."): one
-            for name, one in tensors.items()
-            if name.startswith(f"{at}layer.")
-        }
-        self._layer = OneLayer(config, layer, form)
+        self._layer = OneLayer(config, layer_tensors(tensors, f"{at}layer."), form)
 
         def norm(name: str) -> Norm:
             return Norm(tensors[f"{at}{name}.weight"].to(target.device), config)

@@ -25,17 +25,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outpace.drafters.trained import decoder_to_json, lender, read_embedding
+from outpace.drafters.trained import decoder_to_json, lender
 from outpace.law import VocabMap
 from outpace.methods.mtp.files import METHOD
 from outpace.methods.mtp.net import CHAINED, NORMED, PARALLEL, RAW
 from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
-from outpace.train.ahead import AheadObjective, AheadTraining
+from outpace.train.ahead import AheadTraining, LayerObjective
 from outpace.train.align import Aligned, places
 from outpace.train.batches import Batch
-from outpace.train.networks import KeyValue, Layer, Norm, Turns, plain_shape, take_layer
+from outpace.train.networks import KeyValue, Layer, Norm, plain_shape, take_layer
 from outpace.train.objective import LAST
 
 SMALL = 0.05
@@ -108,7 +108,7 @@ class MtpNet(nn.Module):
         self.modules_ = nn.ModuleList(Module(config, chained) for _ in range(modules))
 
 
-class Mtp(AheadObjective):
+class Mtp(LayerObjective):
     """Modules in training."""
 
     Config = MtpTraining
@@ -117,10 +117,7 @@ class Mtp(AheadObjective):
     def __init__(
         self, config: MtpTraining, target: Decoder, vocab: VocabMap | None, net: MtpNet, shape: DecoderConfig
     ) -> None:
-        super().__init__(config, target, vocab, config.depths)
-        self.module, self.shape = net, shape
-        self._embed_VH = read_embedding(target)
-        self._turns = Turns(shape.ropes[0], target.device)
+        super().__init__(config, target, vocab, net, shape, config.depths)
         self._base = _base(config, target)
 
     @classmethod
@@ -129,19 +126,17 @@ class Mtp(AheadObjective):
 
     @classmethod
     def build(cls, config: MtpTraining, target: Target, vocab: VocabMap | None) -> Mtp:
-        target.require(frozenset({TAPS, HEAD}), METHOD)
-        lent = lender(target, METHOD)
+        lent = lender(target, METHOD, TAPS, HEAD)
         shape = plain_shape(lent.config, 1, -1)
         net = MtpNet(shape, config.modules, config.kind == CHAINED).to(lent.device)
         _take(net, lent, config.base == NORMED)
         return cls(config, lent, vocab, net, shape)
 
     def states(self, batch: Batch, aligned: Aligned) -> list[Tensor]:
-        """What the unembedding reads at the learning rows, [B, A, H] for every depth."""
         base_BTH = batch.feature[self._base].float()
         place_1T = places(batch)
         longest = batch.token_BT.shape[1] + self.config.depths + 1
-        turn = self._turns.at(place_1T, longest)
+        turn = self.turns.at(place_1T, longest)
         place_BT = place_1T.expand(len(base_BTH), -1)
         modules = [cast(Module, one) for one in self.module.modules_]
         if self.config.kind == PARALLEL:
@@ -149,12 +144,12 @@ class Mtp(AheadObjective):
         out = list[Tensor]()
         state_BTH, last = base_BTH, len(modules) - 1
         for number, module in enumerate(modules):
-            embed_BTH = self._embed(_shifted(batch.token_BT, number + 1))
+            embed_BTH = self.embed(_shifted(batch.token_BT, number + 1))
             x_BTH = module.joined(embed_BTH, state_BTH)
             text = module.layer.self_attn.keys(module.layer.input_layernorm(x_BTH), turn)
             if number == last:
                 x, rows = aligned.rows(x_BTH), aligned.place_BA
-                x = module.after(x, self._turns.at(rows, longest), text, [], rows)
+                x = module.after(x, self.turns.at(rows, longest), text, [], rows)
                 return [*out, *self._again(module, x, text, aligned, longest)]
             x = module.after(x_BTH, turn, text, [], place_BT)
             state_BTH = self._given(module, x)
@@ -168,8 +163,8 @@ class Mtp(AheadObjective):
         out, own, place_BA = [module.norm(x)], list[KeyValue](), aligned.place_BA
         first = self.config.modules
         for depth in range(first + 1, self.config.steps + 1):
-            turn = self._turns.at(place_BA + depth - first, longest)
-            x = module.joined(self._embed(aligned.token(depth)), self._given(module, x))
+            turn = self.turns.at(place_BA + depth - first, longest)
+            x = module.joined(self.embed(aligned.token(depth)), self._given(module, x))
             own.append(module.layer.self_attn.keys(module.layer.input_layernorm(x), turn))
             x = module.after(x, turn, text, own, place_BA)
             out.append(module.norm(x))
@@ -178,7 +173,7 @@ class Mtp(AheadObjective):
     def _side_by_side(self, module: Module, base_BTH: Tensor, turn: Any, aligned: Aligned) -> Tensor:
         layer, rows = module.layer, aligned.place_BA
         text = layer.self_attn.keys(layer.input_layernorm(base_BTH), turn)
-        own_turn = self._turns.at(rows, base_BTH.shape[1])
+        own_turn = self.turns.at(rows, base_BTH.shape[1])
         normed: Tensor = module.norm(module.after(aligned.rows(base_BTH), own_turn, text, [], rows))
         return normed
 
@@ -187,18 +182,11 @@ class Mtp(AheadObjective):
         given: Tensor = x if self.config.recycle == RAW else module.norm(x)
         return given
 
-    def _embed(self, token: Tensor) -> Tensor:
-        # As `Target.embed`: the scale is rounded to the dtype of the embedding.
-        scale = torch.tensor(self.target.config.embed_scale, dtype=self._embed_VH.dtype)
-        return F.embedding(token, self._embed_VH).float() * float(scale)
-
     def named(self) -> Mapping[str, Tensor]:
-        """Parameters by their names in files."""
         state = self.module.state_dict()
         return {_named(name): one for name, one in state.items()}
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """Write the drafter folder with the calibrated tree."""
         config = self.config
         kept = {
             "kind": config.kind,

@@ -158,7 +158,6 @@ class Tracks:
         return state.start, [*state.tokens], held
 
     def rewind(self, state: State, mark: Any) -> State:
-        """Forget what was read since; what waited then waits again."""
         self.forget(state)
         state.start, tokens, held = mark
         state.tokens = [*tokens]
@@ -182,6 +181,5 @@ class Tracks:
         state.start, state.tokens = None, []
 
     def end(self, state: State) -> None:
-        """Give the slots back."""
         for cache, track in zip(self.caches, state.tracks, strict=True):
             cache.close(track.slot)

@@ -40,7 +40,7 @@ from outpace.methods.ppd.trees import Rates, StateMachine, pass_seconds, solve
 from outpace.models.base import EMBEDDINGS, TREE, Target
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import parse_shape
-from outpace.types import NOTHING, ROOT, Draft, Riders, Shape
+from outpace.types import ROOT, Draft, Riders
 
 STOCK = "[-1,-1,0,-1,1,0,2,-1,3,1,0,4,5,2,-1,0,7,3,1,6,8,4,2,9]"
 """Stands for the trees of the state machine; its size is their limit."""
@@ -71,6 +71,7 @@ class Ppd(RidingDrafter):
     """
 
     Config = PpdConfig
+    stock = _STOCK
     traits = Traits(default_nodes=24, default_tree=STOCK, needs=frozenset({TREE, EMBEDDINGS}), samples=True)
 
     def __init__(self, prompts: Prompts, target: Target, machine: StateMachine | None = None) -> None:
@@ -84,11 +85,7 @@ class Ppd(RidingDrafter):
 
     @classmethod
     def load(cls, config: PpdConfig, target: Target) -> Ppd:
-        """Read the prompt tokens and, where their acceptance is known, time passes of the target.
-
-        Raises:
-            ModelError: no prompt tokens, corrupt ones, or ones that were made for another target.
-        """
+        """Read the prompt tokens and, where their acceptance is known, time passes of the target."""
         prompts = read_prompts(config.model, target)
         if config.rows is not None:
             return cls(prompts, target, _flat(prompts, config.rows))
@@ -105,21 +102,11 @@ class Ppd(RidingDrafter):
 
     def propose(self, rows: Sequence[DraftRow[RidingState]]) -> list[Draft]:
         """Grow drafts from the guesses that are there, if any, and hang riders below all."""
-        drafts = super().propose([self._fitted(row) for row in rows])
+        drafts = super().propose([self.fitted(row) for row in rows])
         return [self._ridden(row, draft) for row, draft in zip(rows, drafts, strict=True)]
 
-    def _fitted(self, row: DraftRow[RidingState]) -> DraftRow[RidingState]:
-        """The budget of a state: its tree in the place of the stock tree, no more levels."""
-        hidden_KH, budget = row.state.hidden_KH, row.budget
-        if hidden_KH is None or not row.state.fits(row):
-            return replace(row, budget=NOTHING)
-        levels, shape = len(hidden_KH), budget.shape
-        nodes = min(budget.max_nodes, budget.max_rows)
-        if shape.parent_N is not None and shape.parent_N == _STOCK.parent_N:
-            shape = Shape(self.machine.tree_S[levels][:nodes])
-        depth = min(budget.max_depth, levels)
-        fitted = replace(budget, max_nodes=nodes, max_depth=depth, shape=shape)
-        return replace(row, budget=fitted)
+    def tree(self, levels: int) -> tuple[int, ...]:
+        return self.machine.tree_S[levels]
 
     def _ridden(self, row: DraftRow[RidingState], draft: Draft) -> Draft:
         room = (row.budget.max_rows - len(draft)) // self.chains

@@ -10,8 +10,9 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from outpace.drafters.trained import CONFIG, find, read_config, read_tensors, vocab_map
-from outpace.errors import ModelError, shown
+from outpace.drafters.last_state import read_rates, read_vocab
+from outpace.drafters.trained import CONFIG, find, read_config, read_tensors
+from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.methods.ppd.trees import Rates
 from outpace.models.base import Target
@@ -46,18 +47,8 @@ def read_prompts(path: str | None, target: Target) -> Prompts:
     got = list(tensors[PROMPTS].shape) if PROMPTS in tensors else None
     if got != wanted or not all(isinstance(one, int) and one > 0 for one in wanted):
         raise ModelError(f"{folder}: {PROMPTS!r} has shape {got}, its config needs {wanted}")
-    vocab = vocab_map(tensors, target.vocab_size)
-    columns = target.vocab_size if vocab is None else len(vocab.to_target_D)
-    if said.get("draft_vocab_size") != columns:
-        raise ModelError(
-            f"{folder / CONFIG}: draft_vocab_size is {said.get('draft_vocab_size')}, but the "
-            f"weights have {columns} draft tokens"
-        )
-    rates = said.get("acceptance") or []
-    try:
-        falling = tuple(tuple(accumulate(map(float, row), min)) for row in rates)
-    except (TypeError, ValueError):
-        raise ModelError(f"{folder / CONFIG}: acceptance must be numbers, got {shown(rates)}") from None
+    vocab = read_vocab(tensors, said, target.vocab_size, folder)
+    falling = tuple(tuple(accumulate(row, min)) for row in read_rates(said, folder))
     if falling and len(falling) != wanted[0]:
         raise ModelError(f"{folder / CONFIG}: acceptance of {len(falling)} of {wanted[0]} riders")
     return Prompts(embed_KEH=tensors[PROMPTS].float(), vocab=vocab, rate_KB=falling)

@@ -65,16 +65,14 @@ class Ppd(RiderObjective):
 
     @classmethod
     def build(cls, config: PpdTraining, target: Target, vocab: VocabMap | None) -> Ppd:
-        target.require(frozenset({TAPS, EMBEDDINGS}), METHOD)
-        lent = lender(target, METHOD)
+        lent = lender(target, METHOD, TAPS, EMBEDDINGS)
         start_KEH = mean_embeddings(lent, vocab, config.seed, config.riders, config.ensemble)
         net = PromptsNet(start_KEH).to(lent.device)
         return cls(config, lent, vocab, RiderNet(lent), net, config.riders)
 
-    def guesses(self, batch: Batch, aligned: Aligned, pick_BG: Tensor) -> tuple[list[Tensor], Tensor]:
+    def guesses(self, batch: Batch, aligned: Aligned) -> tuple[list[Tensor], Tensor]:
         text, last_BTH = self.net.texts(batch)
-        place_BG = aligned.place_BA.gather(1, pick_BG)
-        x_BGKH = self.net(self.module().transpose(0, 1), place_BG, text).mean(2)
+        x_BGKH = self.net(self.module().transpose(0, 1), aligned.place_BA, text).mean(2)
         return list(x_BGKH.unbind(2)), last_BTH
 
     def named(self) -> Mapping[str, Tensor]:

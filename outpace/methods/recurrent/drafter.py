@@ -21,12 +21,12 @@ Shape letters: F nodes of a frontier, H hidden size, M inner width, S width of a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from outpace.drafters.features import TrainedConfig
 from outpace.drafters.last_state import LastState, LastStateDrafter, unit
 from outpace.drafters.node_rows import NodeRows
 from outpace.drafters.trained import rounding
@@ -39,16 +39,6 @@ from outpace.tree.growth import Branch
 from outpace.types import ROOT
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecurrentConfig:
-    """Settings of the drafter."""
-
-    model: str | None = None
-    """Folder of the cell; without it, the one trained for the target."""
-    quantize: str | None = "int8"
-    """Round its weights to int8 or int4, where compiled code multiplies them; none keeps them."""
-
-
 class Recurrent(LastStateDrafter):
     """Drafts with a cell; keeps one hidden state per sequence, and one state per node.
 
@@ -58,7 +48,7 @@ class Recurrent(LastStateDrafter):
         quantize: how to round the weights, where compiled code multiplies them.
     """
 
-    Config = RecurrentConfig
+    Config = TrainedConfig
     method: ClassVar[str]
 
     def __init__(self, file: CellFile, target: Target, quantize: str | None = None) -> None:
@@ -84,12 +74,8 @@ class Recurrent(LastStateDrafter):
         self._rows: NodeRows[LastState] = NodeRows()
 
     @classmethod
-    def load(cls, config: RecurrentConfig, target: Target) -> Recurrent:
-        """Read the cell and borrow the target's embedding and unembedding.
-
-        Raises:
-            ModelError: no cell, a corrupt one, or one that was made for another target.
-        """
+    def load(cls, config: TrainedConfig, target: Target) -> Recurrent:
+        """Read the cell and borrow the target's embedding and unembedding."""
         return cls(read_cell(cls.method, config.model, target), target, config.quantize)
 
     def expand(self, branches: Sequence[Branch[LastState]]) -> tuple[Tensor, Tensor | None]:

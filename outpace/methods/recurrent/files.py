@@ -14,36 +14,22 @@ Shape letters: V vocabulary, M inner width.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from outpace.drafters.last_state import fit_tensors, read_tree, read_vocab
+from outpace.drafters.last_state import TrainedFile, fit_tensors, read_file
 from outpace.drafters.trained import CONFIG, find, read_config, read_tensors
 from outpace.errors import ModelError, shown
-from outpace.law import VocabMap
 from outpace.methods.recurrent.cells import LSTM, MLP, REDRAFTER, CellShape
 from outpace.models.base import Target
 from outpace.models.fields import Fields, read_json
-from outpace.types import Shape
 
 _APPLE, _IBM = "recurrent_drafting_drafter", "mlp_speculator"
 _MOST_STEPS, _MOST_LAYERS = 64, 64
 """Depths and blocks that a file may state; a cell that is the same at all depths has the most."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class CellFile:
-    """A recurrent drafter as it was read."""
-
-    shape: CellShape
-    tensors: Mapping[str, Tensor]
-    vocab: VocabMap | None = None
-    """The draft vocabulary; None is the target's whole."""
-    tree: Shape | None = None
-    """The calibrated tree, likeliest nodes first; None: nothing was measured."""
+CellFile = TrainedFile[CellShape]
 
 
 def read_cell(method: str, path: str | None, target: Target) -> CellFile:
@@ -78,13 +64,7 @@ def _own(method: str, folder: Path, target: Target) -> CellFile:
         layers=read.count("layers", most=_MOST_LAYERS) if method == REDRAFTER else 0,
         tied=bool(said.get("tied", True)),
     )
-    tensors = read_tensors(folder)
-    return CellFile(
-        shape=shape,
-        tensors=fit_tensors(tensors, shape.tensor_shapes(), folder),
-        vocab=read_vocab(tensors, said, target.vocab_size, folder),
-        tree=read_tree(said, folder),
-    )
+    return read_file(folder, said, shape, target)
 
 
 def _published(said: Mapping[str, Any], folder: Path, target: Target) -> CellShape:

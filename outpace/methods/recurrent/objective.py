@@ -120,13 +120,8 @@ class Recurrent(AheadObjective):
         self._embed_VH = read_embedding(target)
 
     @classmethod
-    def taps(cls, config: Any, target: Target) -> tuple[str, ...]:
-        return (LAST,)
-
-    @classmethod
     def build(cls, config: Any, target: Target, vocab: VocabMap | None) -> Recurrent:
-        target.require(frozenset({TAPS, HEAD}), cls.method)
-        lent = lender(target, cls.method)
+        lent = lender(target, cls.method, TAPS, HEAD)
         hidden = lent.hidden_size
         shape = CellShape(
             kind=cls.method,
@@ -139,7 +134,6 @@ class Recurrent(AheadObjective):
         return cls(config, lent, vocab, CellNet(shape, config.seed).to(lent.device))
 
     def states(self, batch: Batch, aligned: Aligned) -> list[Tensor]:
-        """What the unembedding reads at the learning rows, [B, A, H] for every depth."""
         net, shape = self.module, self.module.shape
         hidden_BAH = aligned.rows(batch.feature[LAST]).float()
         state, out = None, []
@@ -151,11 +145,9 @@ class Recurrent(AheadObjective):
         return out
 
     def named(self) -> Mapping[str, Tensor]:
-        """Parameters by their names in files."""
         return {name.replace("/", "."): one.detach() for name, one in self.module.parts.items()}
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """Write the drafter folder with the calibrated tree."""
         shape = self.module.shape
         kept = {key: getattr(shape, key) for key in ("inner", "steps", "layers", "tied")}
         self.save_tree(folder, {**self.about(self.method, [LAST]), **kept}, provenance)

@@ -27,29 +27,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outpace.clock import PassClock
-from outpace.drafters.base import ExpandingDrafter, Request, Traits
-from outpace.drafters.shallow import Doubt, ShallowRows
+from outpace.cache.base import Lease
+from outpace.drafters.base import Request, Traits
+from outpace.drafters.features import TrainedConfig
+from outpace.drafters.shallow import Doubt, ShallowRows, SlotDrafter, SlotState, rows_of
 from outpace.drafters.trained import lender, rounding
 from outpace.methods.s2d.files import BINS, METHOD, Exits, read_exits
 from outpace.models.base import HEAD, LAYERS, TAPS, Target
 from outpace.models.blocks import Form
+from outpace.models.decoder import Decoder
 from outpace.models.rowwise import Norm
-from outpace.tree.growth import Branch, DraftRow, grow
-from outpace.types import NOTHING, Draft, Feed, Outcome, Resume
+from outpace.tree.growth import Branch, DraftRow
+from outpace.types import Feed, Resume
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class S2dConfig:
-    """Settings of the drafter."""
-
-    model: str | None = None
-    """Folder of the exits; without it, the ones trained for the target."""
+class S2dConfig(TrainedConfig):
     threshold: float | None = None
     """A branch ends after a token less likely than this; 0 never ends one. Without it, the price of a
     guess at the first exit, in passes."""
-    quantize: str | None = "int8"
-    """Round its weights to int8 or int4, where compiled code multiplies them; none keeps them."""
 
     def __post_init__(self) -> None:
         if self.threshold is not None and not 0 <= self.threshold <= 1:
@@ -57,15 +53,14 @@ class S2dConfig:
 
 
 @dataclass(slots=True, eq=False)
-class SortedState:
+class SortedState(SlotState):
     """One sequence, while a draft grows."""
 
     level: int = 0
     """The exit that its rows have come to."""
-    rows: ShallowRows | None = None
 
 
-class S2d(ExpandingDrafter[SortedState]):
+class S2d(SlotDrafter[SortedState]):
     """Drafts with the target's layers up to one of several exits.
 
     Args:
@@ -74,6 +69,7 @@ class S2d(ExpandingDrafter[SortedState]):
     """
 
     Config = S2dConfig
+    target: Decoder
     traits = Traits(
         default_nodes=6, needs=frozenset({LAYERS, TAPS, HEAD}), samples=True, uses_target_cache=True
     )
@@ -103,46 +99,21 @@ class S2d(ExpandingDrafter[SortedState]):
         rest = self.target.unembedding(None).nbytes - self.target.unembedding(self.exits.vocab).nbytes
         return [(one - rest) / whole for one in layers]
 
-    @property
-    def clock(self) -> PassClock:
-        """The target's: whether a pass drafts, the verb tells."""
-        return self.target.clock
-
     @classmethod
     def load(cls, config: S2dConfig, target: Target) -> S2d:
-        """Read the exits.
-
-        Raises:
-            ModelError: there are none, or they are corrupt, or were made for another target.
-        """
         return cls(read_exits(config.model, target), target, config.threshold, config.quantize)
 
     def begin(self, request: Request) -> SortedState:
         return SortedState()
 
-    def propose(self, rows: Sequence[DraftRow[SortedState]]) -> list[Draft]:
-        """Grow drafts in the lent slots; a row without a lease gets an empty one."""
-        ready = []
-        for row in rows:
-            if row.lease is None:
-                ready.append(replace(row, budget=NOTHING))
-                continue
-            row.state.level, row.state.rows = 0, ShallowRows(row.lease, self.exits.layers[0])
-            ready.append(
-                replace(row, budget=replace(row.budget, stop=Doubt(self.threshold, row.budget.stop)))
-            )
-        drafts = []
-        for row, (draft, numbers) in zip(ready, grow(ready, self.expand), strict=True):
-            if row.state.rows is not None:
-                draft = row.state.rows.finish(draft, numbers)
-            row.state.rows = None  # a lease ends here
-            drafts.append(draft)
-        return drafts
+    def leased(self, row: DraftRow[SortedState], lease: Lease) -> DraftRow[SortedState]:
+        row.state.level, row.state.rows = 0, ShallowRows(lease, self.exits.layers[0])
+        return replace(row, budget=replace(row.budget, stop=Doubt(self.threshold, row.budget.stop)))
 
     def expand(self, branches: Sequence[Branch[SortedState]]) -> tuple[Tensor, Tensor | None]:
         """One pass per exit in use; sequences that are unsure go on to the next exit together."""
         count = [len(branch.nodes) for branch in branches]
-        feeds = [_rows(branch).feed(branch) for branch in branches]
+        feeds = [rows_of(branch).feed(branch) for branch in branches]
         missing, parts = list(range(len(branches))), dict[int, Tensor]()
         for level in range(len(self.exits.layers)):
             here = [i for i in missing if branches[i].state.level == level]
@@ -159,7 +130,7 @@ class S2d(ExpandingDrafter[SortedState]):
                     state = branches[i].state
                     feeds[i] = _again(state)
                     state.level += 1
-                    _rows(branches[i]).layer = self.exits.layers[state.level]
+                    rows_of(branches[i]).layer = self.exits.layers[state.level]
         return torch.cat([parts[i] for i in range(len(branches))]), self.id_D
 
     def _run(self, states: Sequence[SortedState], feeds: Sequence[Feed]) -> None:
@@ -196,20 +167,6 @@ class S2d(ExpandingDrafter[SortedState]):
         pairs = [table[min(int(one * BINS), BINS - 1)] for one in sure_F.tolist()]
         gained = sum(deeper - own for own, deeper in pairs) / len(pairs)
         return gained * self._value > self.prices[level + 1] - self.prices[level]
-
-    def observe(self, states: Sequence[SortedState], outcomes: Sequence[Outcome]) -> None:
-        """Nothing grows with a text but the target's own cache."""
-
-    def mark(self, state: SortedState) -> None:
-        """There is nothing to come back to."""
-
-    def rewind(self, state: SortedState, mark: None) -> SortedState:
-        return SortedState()
-
-
-def _rows(branch: Branch[SortedState]) -> ShallowRows:
-    assert branch.state.rows is not None
-    return branch.state.rows
 
 
 def _last(state: SortedState, count: int) -> Tensor:

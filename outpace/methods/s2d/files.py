@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from outpace.drafters.last_state import fit_tensors
 from outpace.drafters.trained import CONFIG, find, read_config, read_tensors, vocab_map
 from outpace.errors import ModelError, shown
 from outpace.law import VocabMap
@@ -62,10 +63,7 @@ def read_exits(path: str | None, target: Target) -> Exits:
             f"{folder / CONFIG}: exits {shown(layers)} are not layers 1 to {target.num_layers - 1}"
         )
     count, hidden = len(layers), target.hidden_size
-    wanted = {"norms": (count, hidden), "linears": (count, hidden, hidden)}
-    found = {name: tuple(one.shape) for name, one in tensors.items() if name not in ("d2t", "t2d")}
-    if found != wanted:
-        raise ModelError(f"{folder} holds tensors of shapes {found}, {count} exits have {wanted}")
+    fit_tensors(tensors, {"norms": (count, hidden), "linears": (count, hidden, hidden)}, folder)
     try:
         right: Table = tuple(tuple((float(a), float(b)) for a, b in row) for row in said.get("right") or ())
     except (TypeError, ValueError):

@@ -31,15 +31,14 @@ from outpace.models.base import HEAD, LAYERS, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
-from outpace.train.losses import check, head_loss
 from outpace.train.objective import (
     LAST,
+    LossTraining,
     Objective,
     Step,
     draft_ids,
     judge_rows,
     laws_for,
-    target_laws,
     write_drafter,
 )
 
@@ -50,18 +49,12 @@ PRIOR = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class S2dTraining:
+class S2dTraining(LossTraining):
     exits: str | None = None
     """Numbers of layers, such as ``6+12+18``; without it a fifth, two fifths and three fifths of them."""
-    loss: str = "kl"
-    """One of the losses of `outpace.train.losses`: ce, kl, rkl, jsd, tv, lk, lk_mix."""
-    temperature: float = 1.0
-    """Divides the target's logits before they become labels."""
 
     def __post_init__(self) -> None:
-        check(self.loss)
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}")
+        LossTraining.__post_init__(self)
         if self.exits is not None and not all(part.isdecimal() for part in self.exits.split("+")):
             raise ValueError(f"exits must be numbers of layers, as in 6+12, got {self.exits!r}")
 
@@ -119,8 +112,7 @@ class S2d(Objective):
 
     @classmethod
     def build(cls, config: S2dTraining, target: Target, vocab: VocabMap | None) -> S2d:
-        target.require(frozenset({LAYERS, TAPS, HEAD}), METHOD)
-        lent = lender(target, METHOD)
+        lent = lender(target, METHOD, LAYERS, TAPS, HEAD)
         norm_H = lent.checkpoint.tensor("model.norm.weight", torch.float32).to(lent.device)
         shape = lent.config
         net = ExitsNet(norm_H, len(config.layers(lent)), shape.norm_eps, shape.norm_offset)
@@ -134,21 +126,10 @@ class S2d(Objective):
         ]
 
     def loss(self, batch: Batch) -> Step:
-        aligned, config = Aligned(batch, DRAFT_MODEL), self.config
+        aligned, exits = Aligned(batch, DRAFT_MODEL), len(self.layers)
         self._right = self._fresh()
-        label_BA = draft_ids(aligned.token(DRAFT_MODEL), self.vocab)
-        keep_BA = aligned.teaches(DRAFT_MODEL) & (label_BA >= 0)
-        p_ND = None
-        if config.loss != "ce":
-            last_NH = aligned.laws_of(batch.feature[LAST])
-            p_ND = target_laws(self.target, self.vocab, last_NH, config.temperature)
-        row_R, label_R = aligned.law(DRAFT_MODEL)[keep_BA], label_BA[keep_BA]
-        losses = [
-            head_loss(y_BAH[keep_BA], self._head_DH, config.loss, p_ND=p_ND, row_R=row_R, label_R=label_R)
-            for y_BAH in self.outputs(batch, aligned)
-        ]
-        tokens = max(1, len(label_R))
-        return Step(torch.stack(losses).mean() / tokens, tokens)
+        outputs, ahead = self.outputs(batch, aligned), [DRAFT_MODEL] * exits
+        return self.learn(outputs, batch, aligned, ahead, self._head_DH, [1 / exits] * exits)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:

@@ -26,50 +26,40 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from outpace.clock import PassClock
-from outpace.drafters.base import ExpandingDrafter, Request, Traits
-from outpace.drafters.shallow import ShallowRows
+from outpace.cache.base import Lease
+from outpace.drafters.base import Request, Traits
+from outpace.drafters.features import TrainedConfig
+from outpace.drafters.shallow import ShallowRows, SlotDrafter, SlotState, rows_of
 from outpace.drafters.trained import lender, rounding
 from outpace.methods.s3d.files import METHOD, Masks, read_masks
 from outpace.models.base import EMBEDDINGS, HEAD, LAYERS, TAPS, Target
 from outpace.models.blocks import Form
-from outpace.tree.growth import Branch, DraftRow, grow
+from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import parse_shape
-from outpace.types import NOTHING, ROOT, Draft, Outcome, Riders, Shape
+from outpace.types import ROOT, Riders, Shape
 
 STOCK = "4x2x1"
 """The tree of a drafter whose acceptance nobody measured, and the mark of the one that was."""
 _STOCK = parse_shape(STOCK)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class S3dConfig:
-    """Settings of the drafter."""
-
-    model: str | None = None
-    """Folder of the masks; without it, the ones trained for the target."""
-    quantize: str | None = "int8"
-    """Round its weights to int8 or int4, where compiled code multiplies them; none keeps them."""
-
-
 @dataclass(slots=True, eq=False)
-class MaskState:
+class MaskState(SlotState):
     """One sequence, while a draft grows."""
 
-    rows: ShallowRows | None = None
     slots: int = 1
     """That the draft may use."""
     logits_SD: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
-class S3d(ExpandingDrafter[MaskState]):
+class S3d(SlotDrafter[MaskState]):
     """Drafts with the target's outer layers, and masks for what is not there yet.
 
     Args:
         target: it; every sequence drafts in the slot that it is lent.
     """
 
-    Config = S3dConfig
+    Config = TrainedConfig
     traits = Traits(
         default_nodes=12,
         default_tree=STOCK,
@@ -88,40 +78,17 @@ class S3d(ExpandingDrafter[MaskState]):
         self._mask_KH = masks.mask_KH.to(lent.device)
         self.id_D = None if masks.vocab is None else masks.vocab.to_target_D.to(lent.device)
 
-    @property
-    def clock(self) -> PassClock:
-        """The target's: whether a pass drafts, the verb tells."""
-        return self.target.clock
-
     @classmethod
-    def load(cls, config: S3dConfig, target: Target) -> S3d:
-        """Read the masks.
-
-        Raises:
-            ModelError: there are none, or they are corrupt, or were made for another target.
-        """
+    def load(cls, config: TrainedConfig, target: Target) -> S3d:
         return cls(read_masks(config.model, target), target, config.quantize)
 
     def begin(self, request: Request) -> MaskState:
         return MaskState()
 
-    def propose(self, rows: Sequence[DraftRow[MaskState]]) -> list[Draft]:
-        """Grow drafts in the lent slots; a row without a lease gets an empty one."""
-        ready = [self._fitted(row) for row in rows]
-        drafts = []
-        for row, (draft, numbers) in zip(ready, grow(ready, self.expand), strict=True):
-            if row.state.rows is not None:
-                draft = row.state.rows.finish(draft, numbers)
-            row.state.rows = None  # a lease ends here
-            drafts.append(draft)
-        return drafts
-
-    def _fitted(self, row: DraftRow[MaskState]) -> DraftRow[MaskState]:
+    def leased(self, row: DraftRow[MaskState], lease: Lease) -> DraftRow[MaskState]:
         """The budget of a draft with as many slots as there are masks and room for them."""
         state, budget = row.state, row.budget
-        if row.lease is None:
-            return replace(row, budget=NOTHING)
-        state.rows = ShallowRows(row.lease, self.masks.first)
+        state.rows = ShallowRows(lease, self.masks.first)
         room = self.target.max_positions - len(row.tokens) + 1
         state.slots = max(1, min(len(self._linears), budget.max_depth, room))
         shape = budget.shape
@@ -140,19 +107,17 @@ class S3d(ExpandingDrafter[MaskState]):
         """One pass over pending tokens and masks, and one of the head."""
         below, feeds, caches = f"hidden.{self.masks.first}", [], []
         for branch in branches:
-            assert branch.state.rows is not None
-            caches.append(branch.state.rows.lease.cache)
+            caches.append(rows_of(branch).lease.cache)
             count = branch.state.slots - 1
             after = tuple(range(-1, count - 1))
             riders = Riders((ROOT,) * count, after, embed_RH=self._mask_KH[:count], logits=False)
-            feed = branch.state.rows.feed(branch)
+            feed = rows_of(branch).feed(branch)
             feeds.append(replace(feed, want=(), riders=riders if count else None))
         scored = self.model.score(feeds, caches[0], taps=frozenset({below, "hidden.-1"}))
         slot_of: list[list[Tensor]] = [[] for _ in self._linears]
         for i, branch in enumerate(branches):
             own, state = scored.of(i), branch.state
-            assert state.rows is not None
-            state.rows.hidden.append(own.taps[below].clone())
+            rows_of(branch).hidden.append(own.taps[below].clone())
             slot_of[0].append(own.taps["hidden.-1"])
             for k in range(1, state.slots):
                 assert own.rider_hidden_RH is not None
@@ -173,12 +138,3 @@ class S3d(ExpandingDrafter[MaskState]):
 
     def _bent(self, slot: int, n_TH: Tensor) -> Tensor:
         return self._linears[slot](n_TH.to(self.target.dtype)).float()
-
-    def observe(self, states: Sequence[MaskState], outcomes: Sequence[Outcome]) -> None:
-        """Nothing grows with a text but the target's own cache."""
-
-    def mark(self, state: MaskState) -> None:
-        """There is nothing to come back to."""
-
-    def rewind(self, state: MaskState, mark: None) -> MaskState:
-        return MaskState()

@@ -10,11 +10,11 @@ Shape letters: K masks, H hidden size, S slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from outpace.drafters.last_state import fit_tensors, read_rates
 from outpace.drafters.static_tree import LARGEST, likeliest
 from outpace.drafters.trained import CONFIG, find, read_config, read_tensors, vocab_map
 from outpace.errors import ModelError, shown
@@ -54,24 +54,14 @@ def read_masks(path: str | None, target: Target) -> Masks:
         raise ModelError(f"{folder / CONFIG}: skip must be two layers, got {shown(skip)}")
     if not 0 < skip[0] < skip[1] <= target.num_layers:
         raise ModelError(f"{folder / CONFIG}: {shown(skip)} is no gap in {target.num_layers} layers")
-    found = {name: tuple(one.shape) for name, one in tensors.items() if name not in ("d2t", "t2d")}
-    masks = found.get("masks", (0,))[0]
-    wanted = {"masks": (masks, hidden), "linears": (masks + 1, hidden, hidden)}
-    if found != wanted:
-        raise ModelError(f"{folder} holds tensors of shapes {found}, {METHOD} has {wanted}")
+    found = tensors.get("masks")
+    masks = 0 if found is None else len(found)
+    fit_tensors(tensors, {"masks": (masks, hidden), "linears": (masks + 1, hidden, hidden)}, folder)
     return Masks(
         first=skip[0],
         stop=skip[1],
         mask_KH=tensors["masks"].float(),
         linear_SHH=tensors["linears"],
-        tree=_tree(said.get("acceptance") or (), str(folder / CONFIG)),
+        tree=likeliest(read_rates(said, folder), LARGEST) or None,
         vocab=vocab_map(tensors, target.vocab_size),
     )
-
-
-def _tree(rates: object, source: str) -> tuple[int, ...] | None:
-    try:
-        assert isinstance(rates, Sequence)
-        return likeliest([[float(one) for one in row] for row in rates], LARGEST) or None
-    except (TypeError, ValueError, AssertionError):
-        raise ModelError(f"{source}: acceptance must be numbers, got {shown(rates)}") from None

@@ -91,15 +91,14 @@ class S3d(RiderObjective):
 
     @classmethod
     def build(cls, config: S3dTraining, target: Target, vocab: VocabMap | None) -> S3d:
-        target.require(frozenset({LAYERS, TAPS, HEAD, EMBEDDINGS}), METHOD)
-        lent = lender(target, METHOD)
+        lent = lender(target, METHOD, LAYERS, TAPS, HEAD, EMBEDDINGS)
         kept = [i for i in range(target.num_layers) if i not in range(*config.gap(target))]
         net = MasksNet(mean_embeddings(lent, vocab, config.seed, config.masks)).to(lent.device)
         return cls(config, lent, vocab, RiderNet(lent, kept), net, config.masks + 1)
 
-    def guesses(self, batch: Batch, aligned: Aligned, pick_BG: Tensor) -> tuple[list[Tensor], Tensor]:
+    def guesses(self, batch: Batch, aligned: Aligned) -> tuple[list[Tensor], Tensor]:
         text, last_BTH = self.net.texts(batch)
-        place_BG = aligned.place_BA.gather(1, pick_BG)
+        place_BG = aligned.place_BA
         token_BG = batch.token_BT.gather(1, place_BG)
         own_BGH = self.target.embed(token_BG.flatten().tolist()).view(*token_BG.shape, -1)
         mask_BGKH = self.module().expand(*token_BG.shape, -1, -1)

@@ -46,7 +46,7 @@ from outpace.models.blocks import Form
 from outpace.models.rowwise import Norm
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import parse_shape
-from outpace.types import NOTHING, ROOT, Draft, Drawn, Feed, Resume, Riders, Shape
+from outpace.types import ROOT, Draft, Drawn, Feed, Resume, Riders
 
 STOCK = "3x2x1"
 """The tree of a drafter whose acceptance nobody measured, and the mark of the one that was."""
@@ -79,6 +79,7 @@ class Streaming(RidingDrafter):
     method: ClassVar[str] = "streaming"
     chained: ClassVar[bool] = True
     """Whether a stream sees those before it."""
+    stock = _STOCK
     traits = Traits(
         default_nodes=9,
         default_tree=STOCK,
@@ -101,27 +102,15 @@ class Streaming(RidingDrafter):
 
     @classmethod
     def load(cls, config: StreamingConfig, target: Target) -> Streaming:
-        """Read the streams.
-
-        Raises:
-            ModelError: there are none, or they are corrupt, or were made for another target.
-        """
         return cls(read_streams(cls.method, config.model, target), target, config)
 
     def propose(self, rows: Sequence[DraftRow[RidingState]]) -> list[Draft]:
         """Grow drafts from the guesses that are there, if any, and hang streams below likely nodes."""
-        drafts = self._pruned(rows, super().propose([self._fitted(row) for row in rows]))
+        drafts = self._pruned(rows, super().propose([self.fitted(row) for row in rows]))
         return [self._ridden(row, draft) for row, draft in zip(rows, drafts, strict=True)]
 
-    def _fitted(self, row: DraftRow[RidingState]) -> DraftRow[RidingState]:
-        hidden_KH, budget = row.state.hidden_KH, row.budget
-        if hidden_KH is None or not row.state.fits(row):
-            return replace(row, budget=NOTHING)
-        shape, nodes = budget.shape, min(budget.max_nodes, budget.max_rows)
-        if shape.parent_N == _STOCK.parent_N and self.streams.tree is not None:
-            shape = Shape(self.streams.tree[:nodes])
-        depth = min(budget.max_depth, len(hidden_KH))
-        return replace(row, budget=replace(budget, max_nodes=nodes, max_depth=depth, shape=shape))
+    def tree(self, levels: int) -> tuple[int, ...] | None:
+        return self.streams.tree
 
     def _pruned(self, rows: Sequence[DraftRow[RidingState]], drafts: list[Draft]) -> list[Draft]:
         """Drafts without unlikely guesses, by one pass of the first layers, which hands on its work."""

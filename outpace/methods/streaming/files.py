@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from outpace.drafters.last_state import read_rates
 from outpace.drafters.static_tree import LARGEST, likeliest
 from outpace.drafters.trained import CONFIG, find, lender, read_config, read_tensors, vocab_map
 from outpace.errors import ModelError, shown
@@ -100,10 +101,6 @@ def read_streams(method: str, path: str | None, target: Target) -> Streams:
         raise ModelError(
             f"{folder} holds no streams of this target; look at {', '.join(wrong[:4]) or 'streams'}"
         )
-    try:
-        rates = tuple(tuple(float(one) for one in row) for row in said.get("acceptance") or ())
-    except (TypeError, ValueError):
-        raise ModelError(f"{folder / CONFIG}: acceptance must be numbers") from None
     return Streams(
         layer=layer,
         stream_KH=tensors["streams"].float(),
@@ -112,6 +109,6 @@ def read_streams(method: str, path: str | None, target: Target) -> Streams:
         exit=exit_,
         exit_norm_H=tensors["exit.norm"].float(),
         exit_HH=tensors["exit.linear"],
-        rates=rates,
+        rates=read_rates(said, folder),
         vocab=vocab_map(tensors, target.vocab_size),
     )

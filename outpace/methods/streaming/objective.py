@@ -136,23 +136,20 @@ class Streaming(RiderObjective):
 
     @classmethod
     def build(cls, config: StreamingTraining, target: Target, vocab: VocabMap | None) -> Streaming:
-        target.require(frozenset({LAYERS, TAPS, HEAD, EMBEDDINGS}), cls.method)
-        lent = lender(target, cls.method)
+        lent = lender(target, cls.method, LAYERS, TAPS, HEAD, EMBEDDINGS)
         most = lent.num_layers - 1
         layers = max(1, lent.num_layers // 8) if config.layers is None else config.layers
         if layers > most:
             raise ModelError(f"{cls.method}: layers={layers}, but {lent.name} has {most} above its first")
         return cls(config, lent, vocab, RiderNet(lent, range(most + 1 - layers, most + 1)))
 
-    def guesses(self, batch: Batch, aligned: Aligned, pick_BG: Tensor) -> tuple[list[Tensor], Tensor]:
+    def guesses(self, batch: Batch, aligned: Aligned) -> tuple[list[Tensor], Tensor]:
         """Of the streams, and behind the early exit."""
         name, early = f"hidden.{self.layer}", f"hidden.{self.exit}"
         text, found = self.net.read(batch, (*{name, early}, LAST))
-        place_BG = aligned.place_BA.gather(1, pick_BG)
-        index_BGH = place_BG[..., None].expand(-1, -1, found[name].shape[-1])
-        entering_BGKH = self.module(found[name].gather(1, index_BGH))
-        y_BGEKH = self.net(entering_BGKH[:, :, None], place_BG, text, alone=not self.chained)
-        early_BGH = self.module.exits(found[early].gather(1, index_BGH))
+        entering_BGKH = self.module(aligned.rows(found[name]))
+        y_BGEKH = self.net(entering_BGKH[:, :, None], aligned.place_BA, text, alone=not self.chained)
+        early_BGH = self.module.exits(aligned.rows(found[early]))
         return [*y_BGEKH[:, :, 0].unbind(2), early_BGH], found[LAST]
 
     def named(self) -> Mapping[str, Tensor]:

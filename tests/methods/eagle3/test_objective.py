@@ -10,10 +10,9 @@ from outpace.errors import ModelError
 from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 from outpace.models.tiny import TableTarget, tiny
 from outpace.train.align import EAGLE, Aligned
-from outpace.train.batches import Batch
+from outpace.train.batches import Batch, noisy
 from outpace.train.loop import LoopConfig, train
 from outpace.train.networks import turned
-from outpace.train.noise import noisy
 from tests.train.texts import Listed, most_used, written
 
 TAPS = ("hidden.2", "hidden.1", "hidden.-1")

@@ -10,13 +10,14 @@ from outpace import Engine
 from outpace.analysis.best_tree import expected, optimal
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
+from outpace.drafters.features import TrainedConfig
 from outpace.drafters.last_state import STOCK
 from outpace.drafters.static_tree import likeliest
 from outpace.errors import ModelError
 from outpace.law import VocabMap
-from outpace.methods.medusa.drafter import Medusa, MedusaConfig
+from outpace.methods.medusa.drafter import Medusa
 from outpace.methods.medusa.heads import HeadNet, Heads, HeadsShape
-from outpace.methods.medusa.hydra_drafter import Hydra, HydraConfig
+from outpace.methods.medusa.hydra_drafter import Hydra
 from outpace.methods.medusa.hydra_objective import Hydra as HydraObjective
 from outpace.methods.medusa.hydra_objective import HydraTraining
 from outpace.methods.medusa.objective import Medusa as MedusaObjective
@@ -282,7 +283,7 @@ def test_blockwise_decoding_is_the_plain_case(target, folders):
 
 def test_what_cannot_be_read_is_said(target, folders, tmp_path):
     with pytest.raises(ModelError, match="method 'medusa', not 'hydra'"):
-        Hydra.load(HydraConfig(model=str(folders / "medusa")), target)
+        Hydra.load(TrainedConfig(model=str(folders / "medusa")), target)
     config = json.loads((folders / "medusa" / "config.json").read_text())
     weights = (folders / "medusa" / "model.safetensors").read_bytes()
     for number, (wrong, message) in enumerate(
@@ -300,4 +301,4 @@ def test_what_cannot_be_read_is_said(target, folders, tmp_path):
         (folder / "config.json").write_text(json.dumps({**config, **wrong}))
         (folder / "model.safetensors").write_bytes(weights)
         with pytest.raises(ModelError, match=message):
-            Medusa.load(MedusaConfig(model=str(folder)), target)
+            Medusa.load(TrainedConfig(model=str(folder)), target)

@@ -12,7 +12,6 @@ from outpace.methods.ppd.files import read_prompts
 from outpace.methods.ppd.objective import Ppd, PpdTraining
 from outpace.models.tiny import TableTarget, tiny
 from outpace.train import losses
-from outpace.train.align import EAGLE, Aligned
 from outpace.train.corpus import CorpusPrompt
 from outpace.train.loop import LoopConfig, train
 from outpace.train.options import read_options
@@ -61,12 +60,10 @@ def ridden(objective, tokens):
 
 def guessed(objective, batch):
     """Places with riders as (sequence, row), and their states [G, K, H]."""
-    aligned = Aligned(batch, EAGLE)
-    pick_BG = objective.chosen(aligned)
+    aligned = objective.chosen(batch)
     with torch.no_grad():
-        x_BGKH = torch.stack(objective.guesses(batch, aligned, pick_BG)[0], 2)
-    real_BG = aligned.real_BA.gather(1, pick_BG)
-    place_BG = aligned.place_BA.gather(1, pick_BG)
+        x_BGKH = torch.stack(objective.guesses(batch, aligned)[0], 2)
+    real_BG, place_BG = aligned.real_BA, aligned.place_BA
     at = real_BG.nonzero().tolist()
     return [(b, int(place_BG[b, g])) for b, g in at], x_BGKH[real_BG]
 
@@ -86,13 +83,13 @@ def test_riders_are_those_of_a_pass_that_drafts(target, batches, ensemble):
 
 def test_places_are_drawn_and_the_same_again(target, batches):
     objective = built(target, places=5)
-    aligned = Aligned(batches[0], EAGLE)
-    pick_BG = objective.chosen(aligned)
-    assert pick_BG.shape == (4, 5) and bool(aligned.real_BA.gather(1, pick_BG).all())
-    assert all(len(set(row)) == 5 for row in pick_BG.tolist())
-    assert torch.equal(pick_BG, objective.chosen(aligned))
-    assert not torch.equal(pick_BG, objective.chosen(Aligned(batches[1], EAGLE))), "no fixed places"
-    assert len(set(map(tuple, pick_BG.tolist()))) > 1
+    chosen = objective.chosen(batches[0])
+    place_BG = chosen.place_BA
+    assert place_BG.shape == (4, 5) and bool(chosen.real_BA.all())
+    assert all(len(set(row)) == 5 for row in place_BG.tolist())
+    assert torch.equal(place_BG, objective.chosen(batches[0]).place_BA)
+    assert not torch.equal(place_BG, objective.chosen(batches[1]).place_BA), "no fixed places"
+    assert len(set(map(tuple, place_BG.tolist()))) > 1
 
 
 def test_what_riders_see():

@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_said(target, folder, tmp_path):
         S2dTraining(exits="a+b")
     for key, value, words in (
         ("exits", [3, 1, 5], "are not layers 1 to 5"),
-        ("exits", [1, 3], "2 exits have"),
+        ("exits", [1, 3], "its config needs"),
         ("right", [[1]], "right must"),
     ):
         other = tmp_path / f"{key}{len(str(value))}"

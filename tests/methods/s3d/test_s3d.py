@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from outpace import Engine, ModelError
-from outpace.methods.s3d.drafter import S3d, S3dConfig
+from outpace.drafters.features import TrainedConfig
+from outpace.methods.s3d.drafter import S3d
 from outpace.methods.s3d.files import read_masks
 from outpace.methods.s3d.objective import S3d as Training
 from outpace.methods.s3d.objective import S3dTraining
 from outpace.models.tiny import tiny
-from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
 from outpace.tree.shapes import widths
 from outpace.types import Budget, Drawn
@@ -72,13 +72,12 @@ def test_the_text_is_plain_text(engine, folder, settings):
 
 def test_what_drafts_is_what_was_trained(target, made, folder):
     """The slots of a draft give the logits of the network in training; one pass, whatever the depth."""
-    drafter = S3d.load(S3dConfig(model=str(folder), quantize=None), target)
+    drafter = S3d.load(TrainedConfig(model=str(folder), quantize=None), target)
     batch = texts()
-    aligned = Aligned(batch, DRAFT_MODEL)
+    aligned = made.chosen(batch)
     with torch.no_grad():
-        pick_BG = made.chosen(aligned)
-        y_BGSH = torch.stack(made.guesses(batch, aligned, pick_BG)[0], 2)
-    places = aligned.place_BA.gather(1, pick_BG)[0].tolist()
+        y_BGSH = torch.stack(made.guesses(batch, aligned)[0], 2)
+    places = aligned.place_BA[0].tolist()
     place = places.index(5)
     ids = batch.token_BT[0, :6].tolist()
     (row,) = proposal_rows(target, drafter, Drawn.CHOSEN, Budget(3, 3), 0.0, [ids])
@@ -92,7 +91,7 @@ def test_what_drafts_is_what_was_trained(target, made, folder):
 
 def test_the_law_recorded_is_that_of_the_slot(target, folder):
     """The same below all nodes of a level, and another one at another level."""
-    drafter = S3d.load(S3dConfig(model=str(folder), quantize=None), target)
+    drafter = S3d.load(TrainedConfig(model=str(folder), quantize=None), target)
     asked = Budget(10, 3, shape=widths((2, 2, 1)))
     (row,) = proposal_rows(target, drafter, Drawn.DISTINCT, asked, 0.9, [PROMPTS[0]])
     (draft,) = drafter.propose([row])
@@ -107,7 +106,7 @@ def test_the_law_recorded_is_that_of_the_slot(target, folder):
 
 
 def test_sequences_of_a_batch_have_slots_of_their_own(target, folder):
-    drafter = S3d.load(S3dConfig(model=str(folder), quantize=None), target)
+    drafter = S3d.load(TrainedConfig(model=str(folder), quantize=None), target)
     both = [[5, 9, 11, 5], [40, 41, 42, 43, 44]]
     budgets = (Budget(3, 3), Budget(2, 1))
     drafts = []

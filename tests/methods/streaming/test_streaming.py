@@ -13,7 +13,6 @@ from outpace.methods.streaming.objective import Coral as CoralObjective
 from outpace.methods.streaming.objective import CoralTraining, StreamingTraining
 from outpace.methods.streaming.objective import Streaming as StreamingObjective
 from outpace.models.tiny import tiny
-from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
 from outpace.tree.shapes import widths
 from outpace.types import ROOT, Budget, Draft, Drawn, Feed
@@ -74,11 +73,10 @@ def test_what_drafts_is_what_was_trained(target, made):
     name, trained, folder = made
     drafter = KINDS[name][2].load(StreamingConfig(model=str(folder), rows=64), target)
     batch = texts()
-    aligned = Aligned(batch, EAGLE)
+    aligned = trained.chosen(batch)
     with torch.no_grad():
-        pick_BG = trained.chosen(aligned)
-        y_BGKH = torch.stack(trained.guesses(batch, aligned, pick_BG)[0][:-1], 2)
-    at = aligned.place_BA.gather(1, pick_BG)[0].tolist().index(5)
+        y_BGKH = torch.stack(trained.guesses(batch, aligned)[0][:-1], 2)
+    at = aligned.place_BA[0].tolist().index(5)
     ids = batch.token_BT[0, :6].tolist()
     cache = target.new_cache()
     slot = cache.open()
