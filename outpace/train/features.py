@@ -168,7 +168,7 @@ class FeatureStore:
             OutpaceError: its manifest is damaged.
         """
         target.require(needed(taps), "training on features")
-        self.target, self.room = target, room
+        self.target, self.room, self.wanted = target, room, tuple(taps)
         self.folder = folder_for(tokens, taps)
         self._manifest = _read_manifest(self.folder, target) or {
             "version": VERSION,
@@ -202,9 +202,7 @@ class FeatureStore:
 
         Cost: a read for each that is kept; for the others one pass per ``ROWS`` tokens.
         """
-        missing = [one for one in part if not self._has(one)]
-        computed = compute(self.target, [one.ids.tolist() for one in missing], self.taps)
-        fresh = {one.number: found for one, found in zip(missing, computed, strict=True)}
+        fresh = self.ensure(part)
         out: list[Mapping[str, Tensor]] = []
         for one in part:
             found = fresh.get(one.number) or self._waiting.get(one.number)
@@ -212,12 +210,23 @@ class FeatureStore:
             out.append(
                 {
                     tap: self._read(one.number, length, tap) if found is None else found[tap][:length]
-                    for tap in self.taps
+                    for tap in self.wanted
                 }
             )
+        return out
+
+    def ensure(self, part: Sequence[TokenSequence]) -> Mapping[int, Mapping[str, Tensor]]:
+        """Compute what is missing, and keep it where there is room; gives what was computed, by number.
+
+        Raises:
+            ModelError: features that are not finite.
+        """
+        missing = [one for one in part if not self._has(one)]
+        computed = compute(self.target, [one.ids.tolist() for one in missing], self.taps)
+        fresh = {one.number: found for one, found in zip(missing, computed, strict=True)}
         # What is on disk for a shorter part of a sequence stays so.
         self._keep({number: found for number, found in fresh.items() if number not in self._places})
-        return out
+        return fresh
 
     def _has(self, one: TokenSequence) -> bool:
         if (waiting := self._waiting.get(one.number)) is not None:

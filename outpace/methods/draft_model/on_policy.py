@@ -21,6 +21,7 @@ from outpace.models.base import Target
 from outpace.train.align import places
 from outpace.train.batches import Batch, padded
 from outpace.train.features import compute
+from outpace.train.networks import KeyValue
 
 
 @torch.no_grad()
@@ -45,21 +46,20 @@ def student_answers(
     Returns:
         A batch of the same shape with other answers and their features.
 
-    Cost: every token is one pass of the draft model over the whole text, since training keeps no
-        keys: about T / 2 times a training step's forward pass, and one pass of the target.
+    Cost: every token is one row of the draft model, in one pass for all texts, and one pass of the target.
     """
-    token_BT = batch.token_BT.clone()
-    device = token_BT.device
+    token_BT, place_BT = batch.token_BT.clone(), places(batch)
+    device, held = token_BT.device, list[KeyValue]()
     coins = torch.Generator(device=device).manual_seed(seed)
-    inside_BT = places(batch) < batch.length_B[:, None]
-    drawn_BT = batch.answer_BT & inside_BT
-    for at in range(1, token_BT.shape[1]):
-        rows_B = drawn_BT[:, at].nonzero().squeeze(1)
-        if not len(rows_B):
-            continue
-        text_BT = token_BT[rows_B, :at]
-        hidden_BTW = net(embed_VW[text_BT], places(batch)[:, :at], None)
-        z_BD = (hidden_BTW[:, -1] @ head_DW.T).float() / temperature
+    drawn_BT = batch.answer_BT & (place_BT < batch.length_B[:, None])
+    columns = [
+        at for at in drawn_BT.any(0).nonzero().squeeze(1).tolist() if at
+    ]  # nothing foretells the first
+    read = 0
+    for at in range(columns[0], columns[-1] + 1) if columns else ():
+        hidden_BTW = net(embed_VW[token_BT[:, read:at]], place_BT[:, read:at], None, held)
+        read, rows_B = at, drawn_BT[:, at].nonzero().squeeze(1)
+        z_BD = (hidden_BTW[rows_B, -1] @ head_DW.T).float() / temperature
         picked_B = torch.multinomial(z_BD.softmax(-1), 1, generator=coins).squeeze(1)
         token_BT[rows_B, at] = picked_B if vocab is None else vocab.to_target_D.to(device)[picked_B]
     return Batch(

@@ -19,7 +19,7 @@ from outpace.law import VocabMap
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.train.align import Aligned
-from outpace.train.networks import Layer, Norm, Turns
+from outpace.train.networks import KeyValue, Layer, Norm, Turns
 
 DOUBT = 0.3
 """Scale of the last norm at the start: some layers of a model alone are sure of wrong tokens.
@@ -44,20 +44,30 @@ class DraftNet(nn.Module):
         self.lm_head = None if head is None else nn.Linear(size, head, bias=False)
         self._turns = [Turns(rope, device) for rope in shape.ropes]
 
-    def forward(self, embed_BTW: Tensor, place_BT: Tensor, aligned: Aligned | None) -> Tensor:
+    def forward(
+        self, embed_BTW: Tensor, place_BT: Tensor, aligned: Aligned | None, held: list[KeyValue] | None = None
+    ) -> Tensor:
         """Normed last states of the learning rows [B, A, W], or of all rows without ``aligned``.
 
         Below the last layer all rows are computed; in it, the others give keys and values only.
+
+        Args:
+            held: keys and values by layer of the rows before these, which are added to it; empty at first.
         """
+        before = held[0][0].shape[2] if held else 0
         # As in the decoder: the scale is rounded to the dtype of the embedding.
         scale = torch.tensor(self.shape.embed_scale, dtype=embed_BTW.dtype)
         stream = embed_BTW.float() * float(scale)
         place_BT = place_BT.expand(stream.shape[:2])
         for i in range(self.shape.num_layers):
             layer = cast(Layer, self.layers[i])
-            turns, longest = self._turns[self.shape.rope_of_layer[i]], place_BT.shape[1]
+            turns, longest = self._turns[self.shape.rope_of_layer[i]], before + place_BT.shape[1]
             u = layer.input_layernorm(stream)
             text = layer.self_attn.keys(u, turns.at(place_BT, longest))
+            if held is not None:
+                if before:
+                    text = torch.cat([held[i][0], text[0]], 2), torch.cat([held[i][1], text[1]], 2)
+                held[i : i + 1] = [text]
             place = place_BT
             if aligned is not None and i == self.shape.num_layers - 1:
                 stream, u, place = aligned.rows(stream), aligned.rows(u), aligned.place_BA

@@ -25,13 +25,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from outpace.drafters.trained import decoder_to_json, lender
 from outpace.law import VocabMap
+from outpace.methods.falcon import recurrence
 from outpace.methods.falcon.files import METHOD
 from outpace.methods.falcon.net import LSTM_LAYERS, lstm_step
 from outpace.models.base import HEAD, TAPS, Target
@@ -75,7 +76,7 @@ class FalconNet(nn.Module):
         hidden = config.hidden_size
         wide = [3 * hidden, *[2 * hidden] * (LSTM_LAYERS - 1)]
         gates = [nn.Linear(one, 4 * hidden) for one in wide]
-        self.lstm, self._hidden = nn.ModuleList(gates), hidden
+        self.lstm = nn.ModuleList(gates)
         self.layer = Layer(config)
         self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
         coins = torch.Generator().manual_seed(seed)
@@ -92,13 +93,15 @@ class FalconNet(nn.Module):
 
     def along(self, x_BTI: Tensor) -> tuple[Tensor, Tensor]:
         """The LSTM along texts: what it gives [B, T, H], and its state behind every token [B, T, S]."""
-        state = x_BTI.new_zeros(len(x_BTI), 2 * LSTM_LAYERS * self._hidden)
-        outs, states = [], []
-        for x_BI in x_BTI.unbind(1):
-            out, state = lstm_step(self.product, x_BI, state)
-            outs.append(out)
-            states.append(state)
-        return torch.stack(outs, 1), torch.stack(states, 1)
+        device, states = x_BTI.device.type, list[Tensor]()
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+        out = x_BTI
+        for one in cast(list[nn.Linear], list(self.lstm)):
+            reads = out.shape[-1]
+            enter = F.linear(out, one.weight[:, :reads], one.bias).float()
+            out, c = recurrence.along(enter, one.weight[:, reads:].to(dtype))
+            states += [out, c]
+        return out, torch.cat(states, -1)
 
 
 class Falcon(LayerObjective):

@@ -171,6 +171,28 @@ def test_answers_on_policy_are_the_students_and_their_laws_the_targets(target, b
     assert torch.equal(one, same) and not torch.equal(one, other)
 
 
+@pytest.mark.parametrize("reduced", [False, True])
+def test_answers_are_drawn_with_a_cache_as_without_one(target, batches, reduced):
+    vocab, batch = most_used(batches, 60, target) if reduced else None, batches[0]
+    trainee = Trainee.build(Options(layers=2, on_policy=1.0), target, vocab)
+    read = []
+    real = trainee.module.forward
+    trainee.module.forward = lambda embed, *rest: read.append(embed.shape[1]) or real(embed, *rest)
+    own = trainee.on_policy(batch, seed=5)
+    drawn = batch.answer_BT & (places(batch) < batch.length_B[:, None])
+    assert sum(read) == int(drawn.any(0).nonzero().max()), "every token is read once"
+    token_BT, coins = batch.token_BT.clone(), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for at in range(1, token_BT.shape[1]):
+            rows = drawn[:, at].nonzero().squeeze(1)
+            if len(rows):
+                hidden = real(trainee.embedding()[token_BT[rows, :at]], places(batch)[:, :at], None)
+                law = (hidden[:, -1] @ trainee.head().T).float().softmax(-1)
+                picked = torch.multinomial(law, 1, generator=coins).squeeze(1)
+                token_BT[rows, at] = picked if vocab is None else vocab.to_target_D[picked]
+    assert torch.equal(own.token_BT, token_BT)
+
+
 def test_the_loop_asks_for_its_own_answers(target, batches, tmp_path, monkeypatch):
     trainee = Trainee.build(Options(layers=1, on_policy=0.5), target, None)
     asked = []

@@ -1,0 +1,187 @@
+"""The page of `trained_table.py`: one table of all drafters, a plot, and what their papers say."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from trained_papers import PAPERS
+
+from outpace.bench.plots import COLOURS, MARKERS, paint
+from outpace.files import write_whole
+
+IMAGE = "trained"
+SHOWN = 3
+"""Depths in a cell."""
+WIDEST = 118
+"""Columns of running text."""
+CLOSE = 0.05
+"""Most that acceptance in use may differ from that of held-out texts without a reason."""
+
+Row = dict[str, Any]
+
+
+def write(asked: Any, rows: Sequence[Row]) -> None:
+    """Write the page, its picture, and all figures as JSON beside the drafters."""
+    rows = sorted(rows, key=lambda row: -row["use"]["default"]["emitted"])
+    write_whole(asked.out / "table.json", json.dumps(rows, indent=1) + "\n")
+    write_whole(asked.page, "\n".join(page(asked, rows)) + "\n")
+    with tempfile.TemporaryDirectory() as place:
+        images = asked.page.parents[1] / "images"
+        for path in paint({IMAGE: partial(picture, rows=rows)}, Path(place)):
+            if path.suffix == ".svg":
+                write_whole(images / path.name, path.read_bytes())
+            else:
+                write_whole(asked.out / path.name, path.read_bytes())
+
+
+def page(asked: Any, rows: Sequence[Row]) -> Iterator[str]:
+    """The lines of the report."""
+    data, use = rows[0]["trained"]["data"], rows[0]["use"]
+    yield "# Trained drafters at equal time\n"
+    yield _text(
+        f"All for {asked.model}, on the same {data['answer_tokens']:,} answer tokens of the target's own, "
+        f"with the same {asked.minutes:g} minutes of one thread. A short trial says how many steps these "
+        "are. Features of the target were computed once, before, and their time does not count. The command:"
+    )
+    yield "\n```text"
+    yield "outpace train eagle3 --only-data --prompts FILE::LICENCE ... --texts FILE::LICENCE ... --work WORK"
+    yield f"python tools/trained_table.py {' '.join(_told(asked))} --page docs/results/trained.md"
+    yield "```\n"
+    if asked.minutes < FULL:
+        short = (
+            f"**{asked.minutes:g} minutes are short.** Of methods that need longer, the table tells how they "
+        )
+        yield _text(
+            f"{short}begin and not where they end. `--minutes {FULL}` compares them with time enough.\n"
+        )
+        yield ""
+    yield f"![Emitted tokens by the cost of drafting, and acceptance in use](../images/{IMAGE}.svg)\n"
+    heads = ("drafter", "steps", "epochs", "MB", "held-out", "in use", "chain", "as it comes", "drafting")
+    yield "| " + " | ".join([*heads, "a level", "speed-up"]) + " |"
+    yield "|---" * (len(heads) + 2) + "|"
+    for row in rows:
+        yield _line(row)
+    yield ""
+    for point in _explained(asked, rows, use):
+        yield _text(f"- {point}", "  ")
+    held = [_apart(row) for row in rows]
+    wrong = [f"`{row['row']}` ({apart:.2f})" for row, apart in zip(rows, held, strict=True) if apart > CLOSE]
+    if wrong:
+        yield f"\nFirst guesses in use differ from held-out ones by more than {CLOSE:g}: {', '.join(wrong)}."
+    else:
+        yield f"\nNo first guess in use differs from the held-out one by more than {max(held):.3f}."
+    yield "\n## Beside the papers\n"
+    yield "| drafter | the paper says | here |"
+    yield "|---|---|---|"
+    for row in rows:
+        paper, here = PAPERS[row["row"].split()[0]]
+        yield f"| `{row['row']}` | {paper} | {here} |"
+
+
+def _explained(asked: Any, rows: Sequence[Row], use: dict[str, Any]) -> Iterator[str]:
+    """What the columns are."""
+    yield (
+        f"*Held-out* and *in use*: conditional acceptance of guesses 1 to {SHOWN}, greedy. Both count the "
+        f"guesses at every token of the same {use['prompts']} answers of {use['max_new_tokens']} tokens. One "
+        "is the training graph, the other the drafter."
+    )
+    yield (
+        "*Chain* and *as it comes*: tokens per pass of the target, with chains of five guesses and with the "
+        "method's own shape."
+    )
+    yield f"All rows have {' and '.join(f'`{one}`' for one in asked.shared)}, whatever suits them best."
+    yield "*Drafting* and *a level*: what they take, in passes of plain decoding, as it comes."
+    yield "*Speed-up*: over plain decoding in the same process, in turns, prompt by prompt, one thread."
+    if asked.loaded:
+        noise = max(row["use"]["noise"] or 0 for row in rows)
+        yield (
+            "Other programs ran beside: counts hold, times are rough. Plain decoding differed from itself by "
+            f"up to {noise:.0%} on a prompt."
+        )
+    names = {row["row"] for row in rows}
+    if missing := [f"`{row}`" for row in asked.rows if row not in names]:
+        yield f"Not run: {', '.join(missing)}."
+    most = max(row["trained"]["peak_memory_bytes"] for row in rows)
+    yield f"No training took more than {most / 1e9:.1f} GB of memory."
+
+
+def _text(text: str, indent: str = "") -> str:
+    return fill(text, WIDEST, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+FULL = 30
+"""Minutes that would be enough."""
+
+
+def _told(asked: Any) -> list[str]:
+    """The arguments, with names in place of the folders of this machine."""
+    names = {"--work": "WORK", "--out": "DRAFTERS"}
+    told = list[str]()
+    for before, one in zip(["", *asked.given], asked.given, strict=False):
+        if one not in ("--page", "--page-only", "--loaded") and before != "--page":
+            told.append(names.get(before, f'"{one}"' if " " in one else one))
+    return told
+
+
+def _line(row: Row) -> str:
+    plan, trained, use = row["plan"], row["trained"], row["use"]
+    shaped = use["default"]
+    cells = [
+        f"`{row['row']}`",
+        str(plan["steps"]),
+        f"{trained['epochs']:.1f}",
+        f"{trained['weights_bytes'] / 1e6:.1f}",
+        " ".join(f"{one:.2f}" for one in use["held_out"][:SHOWN]),
+        " ".join(f"{one:.2f}" for one in use["in_use"][:SHOWN]),
+        f"{use['chain']['emitted']:.2f}",
+        f"{shaped['emitted']:.2f}",
+        f"{shaped['drafting']:.2f}",
+        "-" if shaped["level"] is None else f"{shaped['level']:.2f}",
+        "-" if shaped["speedup"] is None else f"{shaped['speedup']:.2f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _apart(row: Row) -> float:
+    """How far the first guess in use is from the held-out one."""
+    use = row["use"]
+    return abs((use["in_use"] or [0.0])[0] - (use["held_out"] or [0.0])[0])
+
+
+def picture(figure: Any, rows: Sequence[Row]) -> bool:
+    """Emitted by the cost of drafting, and the first guess in use by the held-out one."""
+    figure.set_size_inches(10, 4.6)
+    cost, close = figure.subplots(1, 2)
+    points = [(row["use"]["default"]["drafting"], row["use"]["default"]["emitted"]) for row in rows]
+    _scatter(cost, points, rows)
+    most = max(x for x, _ in points) * 1.15
+    cost.plot([0, most], [1, 1 + most], color="#999999", lw=1, ls="--")
+    cost.set_title("below the line drafting costs more than it brings", loc="left", fontsize="medium")
+    cost.set_xlabel("drafting, in plain passes per step")
+    cost.set_ylabel("tokens per pass, as it comes")
+    points = [(row["use"]["held_out"][0], row["use"]["in_use"][0]) for row in rows if row["use"]["in_use"]]
+    _scatter(close, points, [row for row in rows if row["use"]["in_use"]])
+    ends = [0.0, max(max(point) for point in points) + 0.05]
+    close.plot(ends, ends, color="#999999", lw=1)
+    close.fill_between(
+        ends, [e - CLOSE for e in ends], [e + CLOSE for e in ends], color="#999999", alpha=0.15
+    )
+    close.set_title("first guess", loc="left", fontsize="medium")
+    close.set_xlabel("held-out acceptance")
+    close.set_ylabel("acceptance in use")
+    figure.legend(*cost.get_legend_handles_labels(), loc="outside right center", fontsize="small")
+    return True
+
+
+def _scatter(axes: Any, points: Sequence[tuple[float, float]], rows: Sequence[Row]) -> None:
+    names = sorted(row["row"] for row in rows)
+    for (x, y), row in zip(points, rows, strict=True):
+        number = names.index(row["row"])
+        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number // 3 % len(MARKERS)]}
+        axes.scatter([x], [y], s=46, label=row["row"], zorder=3, **style)
