@@ -29,6 +29,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from outpace.drafters.trained import decoder_to_json, lender
 from outpace.law import VocabMap
