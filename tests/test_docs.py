@@ -236,7 +236,7 @@ REDUCED = {"generate": (*SHORT, "--dtype", "float32"), "methods": (), "build": (
 """Commands that are run, with what makes them short; the others are read, names and options."""
 TRAINED = re.compile(
     r"generate.*(draft_model|early_exit|kangaroo|bigram)|acceptance|exit_layer|\./|--resume|--start|--only-data"
-    r"|--quantize|--self-prompts|s[23]d|streaming|train target"
+    r"|--quantize|--self-prompts|s[23]d|\bsec\b|streaming|train target"
 )
 """What needs a drafter that was trained, more layers than the smallest model, or another package."""
 

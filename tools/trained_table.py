@@ -47,7 +47,7 @@ from outpace.train.tokens import TokenStore
 ROWS = (
     *("eagle3", "hydra", "medusa", "glide", "fspad", "falcon", "mtp", "redrafter", "lstm", "mlp_speculator"),
     *("coral", "streaming", "s2d", "dflash", "s3d", "kangaroo", "ppd", "draft_model"),
-    *("early_exit", "dspark", "jetspec"),
+    *("early_exit", "dspark", "jetspec", "sec"),
 )
 SHARED = ("pipeline.tokens_per_batch=1024", "loop.lr=0.001")
 """Settings of all rows; a row's own come later and win."""

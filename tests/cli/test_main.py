@@ -72,7 +72,8 @@ OPTIONS = {
     """,
     "bench serve": """
         -c -d -m -n -o -t -w --api-key-file --check-texts --concurrency --device --draft-model
-        --drafter-anyway --drafters --dtype --help --json --max-new-tokens --mixed --model --out
+        --drafter-anyway --drafters --dtype --help --json --max-new-tokens --max-prompt-tokens --mixed
+        --model --out
         --quantize --rate --requests --rounds --seed --temperature --threads --timeout --url
         --workload
     """,
