@@ -22,6 +22,8 @@ from outpace.kernels.compiled import library
 GOLDEN = 0x9E3779B97F4A7C15
 """What SplitMix64 steps by."""
 _LARGEST = float(torch.finfo(torch.float32).max)
+_COLDEST = float(torch.finfo(torch.float32).tiny)
+"""Below this temperature, float32 has no reciprocal; all is on the largest scores well before."""
 
 
 def softmax(x_V: Tensor, temperature: float) -> Tensor | None:
@@ -30,7 +32,7 @@ def softmax(x_V: Tensor, temperature: float) -> Tensor | None:
     Returns:
         None where there is none: the largest score, over the temperature, is no number of float32.
     """
-    code = _code(x_V)
+    code, temperature = _code(x_V), max(temperature, _COLDEST)
     if code is not None:
         out_V = torch.empty_like(x_V)
         fine = code.outpace_softmax(x_V.data_ptr(), len(x_V), temperature, out_V.data_ptr())

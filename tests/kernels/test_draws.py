@@ -102,6 +102,10 @@ def _softmax(code, with_torch):
 
 
 def _refusal(code, with_torch):
+    for t in (1e-39, 1e-300):
+        cold_V = code(draws.softmax, torch.tensor([0.0, -1e-20, 0.0]), t)
+        if cold_V is None or cold_V.tolist() != [0.5, 0.0, 0.5]:
+            return f"softmax at {t}"
     for size in SIZES:
         for odd in (math.nan, math.inf):
             for at in {0, size // 2, size - 1, max(0, size - 3)}:
