@@ -88,7 +88,7 @@ S = TypeVar("S", bound=SlotState)
 
 
 class SlotDrafter(ExpandingDrafter[S], Generic[S]):
-    """Drafts with layers of the target, in the target's own slots: nothing else grows with a text."""
+    """Drafts in the target's own slots, with layers of it or a copy: nothing else grows with a text."""
 
     target: Target
 

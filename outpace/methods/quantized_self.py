@@ -19,21 +19,21 @@ Shape letters: F nodes of a frontier, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from outpace.cache.base import Lease
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request, Traits
 from outpace.drafters.model_rows import ModelDrafter
-from outpace.drafters.shallow import ShallowRows
+from outpace.drafters.shallow import ShallowRows, SlotDrafter, SlotState, rows_of
 from outpace.drafters.trained import lender
 from outpace.errors import ModelError
 from outpace.models.base import Target
 from outpace.models.load import shared
 from outpace.tree.growth import Branch, DraftRow
-from outpace.types import NOTHING, Draft, Outcome
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,14 +44,7 @@ class QuantizedSelfConfig:
     """Read the target's keys and values; else it reads every text itself and keeps its own."""
 
 
-@dataclass(slots=True, eq=False)
-class RoundedState:
-    """The rows of a draft under way; nothing is kept from one to the next."""
-
-    rows: ShallowRows | None = None
-
-
-class QuantizedSelf(ExpandingDrafter[RoundedState]):
+class QuantizedSelf(SlotDrafter[SlotState]):
     """Drafts with a rounded copy of the target in the target's own slots.
 
     Args:
@@ -90,38 +83,18 @@ class QuantizedSelf(ExpandingDrafter[RoundedState]):
         """The copy, for whoever runs it in the drafter's place with a cache of its own."""
         return self.model
 
-    def begin(self, request: Request) -> RoundedState:
-        return RoundedState()
+    def begin(self, request: Request) -> SlotState:
+        return SlotState()
 
-    def propose(self, rows: Sequence[DraftRow[RoundedState]]) -> list[Draft]:
-        """Grow drafts in the lent slots; empty ones without a lease."""
-        ready = []
-        for row in rows:
-            row.state.rows = None if row.lease is None else ShallowRows(row.lease, 0)
-            ready.append(row if row.lease is not None else replace(row, budget=NOTHING))
-        drafts = super().propose(ready)
-        for row in rows:
-            row.state.rows = None  # a lease ends here
-        return drafts
+    def leased(self, row: DraftRow[SlotState], lease: Lease) -> DraftRow[SlotState]:
+        row.state.rows = ShallowRows(lease, 0)
+        return row
 
-    def expand(self, branches: Sequence[Branch[RoundedState]]) -> tuple[Tensor, Tensor | None]:
+    def expand(self, branches: Sequence[Branch[SlotState]]) -> tuple[Tensor, Tensor | None]:
         """One pass of the copy over the new nodes, logits [F, V]."""
-        feeds, caches = [], []
-        for branch in branches:
-            assert branch.state.rows is not None
-            feeds.append(branch.state.rows.feed(branch))
-            caches.append(branch.state.rows.lease.cache)
-        return self.model.score(feeds, caches[0]).logits_TV, None
-
-    def observe(self, states: Sequence[RoundedState], outcomes: Sequence[Outcome]) -> None:
-        """Nothing grows with a text but the target's own cache."""
-
-    def mark(self, state: RoundedState) -> None:
-        """There is nothing to come back to."""
-
-    def rewind(self, state: RoundedState, mark: None) -> RoundedState:
-        state.rows = None
-        return state
+        rows = [rows_of(branch) for branch in branches]
+        feeds = [one.feed(branch) for one, branch in zip(rows, branches, strict=True)]
+        return self.model.score(feeds, rows[0].lease.cache).logits_TV, None
 
 
 class Apart(ModelDrafter):
