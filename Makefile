@@ -9,6 +9,9 @@ PIP_FLAGS ?=
 # Two workers with one thread each; `make WORKERS= test` runs all in one process.
 WORKERS ?= -n 2 --dist loadgroup --no-loadscope-reorder
 
+# What is installed is compiled when it is first imported, and only once.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/.installed

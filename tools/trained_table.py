@@ -200,9 +200,7 @@ def trained(asked: Any, row: str) -> None:
         "weights_bytes": (made.folder / WEIGHTS).stat().st_size,
         "losses": losses,
         "held_out": made.provenance and _read(made.folder / "provenance.json").get("held_out"),
-        "data": {
-            k: made.provenance["data"].get(k) for k in ("answer_tokens", "tokens", "sequences", "digest")
-        },
+        "data": {key: made.provenance["data"].get(key) for key in DATA},
     }
     _write(_file(asked, row, "trained"), told)
 

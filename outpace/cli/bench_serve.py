@@ -14,7 +14,7 @@ import typer
 from outpace.bench.load_terms import MIXED, PLAIN, USUAL
 from outpace.cli import show
 from outpace.cli.keys import read_keys
-from outpace.cli.options import AS_JSON, AutoOptions, numbers, option, output
+from outpace.cli.options import AS_JSON, AutoOptions, numbers, option, output, whole
 from outpace.cli.started import started
 from outpace.config import MethodSpec, split_specs
 from outpace.errors import RequestError
@@ -116,7 +116,7 @@ def serve(
     SamplingParams(temperature=temperature, seed=seed)  # refuses what is out of range
     arrivals = [Arrival(rate=rate)]
     if rate is None:
-        counts = numbers("--concurrency", concurrency, "numbers from 1", "1,4,16", int, lambda one: one > 0)
+        counts = numbers("--concurrency", concurrency, "numbers from 1", "1,4,16", whole, lambda one: one > 0)
         arrivals = [Arrival(concurrency=count) for count in dict.fromkeys(counts)]
     prompts = read_workload(workload)
     key = None if api_key_file is None else read_keys((), api_key_file)[0]

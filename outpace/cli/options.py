@@ -112,11 +112,20 @@ def epilog(examples: str) -> str:
     return examples.strip().replace("[", r"\[")
 
 
-def add(
-    app: typer.Typer, command: Callable[..., None], examples: str, name: str | None = None, **more: Any
-) -> None:
+def add(app: typer.Typer, command: Callable[..., None], examples: str, name: str | None = None) -> None:
     """Put a function into an application as a command, with examples below its help."""
-    app.command(name, epilog=epilog(examples), **more)(spread(command))
+    app.command(name, epilog=epilog(examples))(spread(command))
+
+
+def whole(text: str) -> int:
+    """Read digits alone.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if not (text.strip().isascii() and text.strip().isdigit()):
+        raise ValueError(text)
+    return int(text)
 
 
 def numbers(

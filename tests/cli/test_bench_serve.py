@@ -175,6 +175,8 @@ def test_ctrl_c_keeps_what_is_whole(outpace, url, workload, monkeypatch):
     ("arguments", "says"),
     [
         (["-c", "1,x"], "--concurrency '1,x' is no list of numbers from 1"),
+        (["-c", "1_6"], "--concurrency '1_6' is no list of numbers from 1"),
+        (["-c", "+4"], "--concurrency '+4' is no list of numbers from 1"),
         (["-c", "0"], "--concurrency '0' is no list"),
         (["--rate", "0"], "--rate must be above 0, got 0"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),

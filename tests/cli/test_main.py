@@ -313,12 +313,12 @@ def run_python(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-def test_help_takes_less_than_half_a_second():
-    """Of the processor, for the clock on the wall counts other programs too."""
-    seconds = []
+def test_help_takes_less_than_half_a_second(tmp_path):
+    """Of the processor, for the clock on the wall counts other programs too; the first one may compile."""
+    seconds, usual = [], os.environ | {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     while len(seconds) < 10 and min(seconds, default=1.0) >= 0.5:
         before = os.times()
-        assert subprocess.run([*COMMAND, "--help"], capture_output=True).returncode == 0
+        assert subprocess.run([*COMMAND, "--help"], capture_output=True, env=usual).returncode == 0
         after = os.times()
         seconds.append(sum(after[2:4]) - sum(before[2:4]))
     assert min(seconds) < 0.5, seconds

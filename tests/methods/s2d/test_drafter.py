@@ -19,6 +19,7 @@ from outpace.train.batches import Batch
 from outpace.tree.shapes import widths
 from outpace.types import Budget, Drawn, Feed
 from tests.conformance.test_drafters import proposal_rows
+from tests.train.texts import losses_of
 
 LONG = {"max_new_tokens": 24, "ignore_eos": True}
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42], [77]]
@@ -147,14 +148,7 @@ def batch(target):
 
 def test_all_exits_learn_together_and_are_measured(target, tmp_path):
     made, some = Training.build(S2dTraining(exits="1+3+5"), target, None), batch(target)
-    optimizer = torch.optim.Adam(made.module.parameters(), lr=0.01)
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        step = made.loss(some)
-        step.loss.backward()
-        losses.append(step.loss.item())
-        optimizer.step()
+    losses = losses_of(made, some, 30)
     assert losses[-1] < 0.6 * losses[0]
     assert all(bool(one.any()) for one in made.module.linears.detach()), "every exit moved"
     made.evaluate(some)

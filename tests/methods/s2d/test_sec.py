@@ -19,6 +19,7 @@ from outpace.train.batches import Batch
 from outpace.tree.shapes import widths
 from outpace.types import Budget, Drawn, Feed
 from tests.conformance.test_drafters import proposal_rows
+from tests.train.texts import losses_of
 
 LONG = {"max_new_tokens": 24, "ignore_eos": True}
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42], [77]]
@@ -260,14 +261,8 @@ def test_labels_are_agreement_with_the_whole_model(target):
 
 def test_exits_and_classifier_learn_together(target, tmp_path):
     made, some = Training.build(SecTraining(exits="1+3+5"), target, None), batch(target)
-    optimizer, losses = torch.optim.Adam(made.module.parameters(), lr=0.01), []
     before = made.class_loss(some).item()
-    for _ in range(60):
-        optimizer.zero_grad()
-        step = made.loss(some)
-        step.loss.backward()
-        losses.append(step.loss.item())
-        optimizer.step()
+    losses = losses_of(made, some, 60)
     assert losses[-1] < 0.6 * losses[0] and made.class_loss(some).item() < 0.5 * before
     made.evaluate(some)
     made.save(tmp_path, {})

@@ -18,6 +18,7 @@ from outpace.train.batches import Batch
 from outpace.tree.shapes import widths
 from outpace.types import Budget, Drawn
 from tests.conformance.test_drafters import proposal_rows
+from tests.train.texts import losses_of
 
 LONG = {"max_new_tokens": 24, "ignore_eos": True}
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42], [77]]
@@ -119,14 +120,7 @@ def test_sequences_of_a_batch_have_slots_of_their_own(target, folder):
 
 def test_masks_and_matrices_learn(target):
     made, batch = Training.build(OPTIONS, target, None), texts()
-    optimizer = torch.optim.Adam(made.module.parameters(), lr=0.01)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        step = made.loss(batch)
-        step.loss.backward()
-        losses.append(step.loss.item())
-        optimizer.step()
+    losses = losses_of(made, batch, 20)
     assert losses[-1] < 0.7 * losses[0] and bool(made.module.moved_KH.any(1).all())
     made.evaluate(batch)
     assert len(made.ranks.acceptance()) == 3

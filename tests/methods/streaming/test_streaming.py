@@ -17,6 +17,7 @@ from outpace.train.batches import Batch
 from outpace.tree.shapes import widths
 from outpace.types import ROOT, Budget, Draft, Drawn, Feed
 from tests.conformance.test_drafters import proposal_rows
+from tests.train.texts import losses_of
 
 LONG = {"max_new_tokens": 24, "ignore_eos": True}
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42], [77]]
@@ -137,14 +138,7 @@ def test_streams_learn(target, made):
     name, _, _ = made
     kind, config, _ = KINDS[name]
     fresh, batch = kind.build(config, target, None), texts()
-    optimizer = torch.optim.Adam(fresh.module.parameters(), lr=0.01)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        step = fresh.loss(batch)
-        step.loss.backward()
-        losses.append(step.loss.item())
-        optimizer.step()
+    losses = losses_of(fresh, batch, 20)
     assert losses[-1] < 0.7 * losses[0]
     assert all(bool(one.any()) for one in fresh.module.parameters()), "everything moved"
     fresh.evaluate(batch)
