@@ -215,9 +215,18 @@ INLINE vec least_of(const int kind, const char *block, const char *head, const i
 
    Where the processor sums products of four bytes at once, codes stay bytes, and a row's integers
    are cut into an upper and a lower byte: a sum is 256 times that of the upper ones and that of the
-   lower ones. Such codes count from zero; how far below it they begin enters as a least value. */
+   lower ones. Such codes count from zero; how far below it they begin enters as a least value.
 
-enum { LARGEST = 127 * 256 + 127 }; /* so that the upper byte of a number fits */
+   Codes of 4 bits are stored two to a byte, and such a byte is multiplied as it is. Let p and q be
+   its codes, p + 16 q, and x and y the integers they belong to. With three bytes a, b and c,
+
+       a (p + 16 q) + b 16 p + c q = p x + q y   where   a + 16 b = x,   16 a + c = y.
+
+   For any x and y of -1919 to 1919 there is one such a within eight steps of y / 16: the one that
+   leaves as much as x when both are divided by 16. So three products do the work of four, and
+   integers have 12 bits: they are off by 2^-12 of the largest in their block. */
+
+enum { LARGEST = 127 * 256 + 127, LARGEST_PAIRED = 1919 }; /* so that all parts fit into bytes */
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 enum { BYTEWISE = 1 };
@@ -234,6 +243,19 @@ INLINE void to_bytes(int16_t *x) {
     const __m512i apart = _mm512_shuffle_epi8(cut, _mm512_broadcast_i32x4(eight));
     _mm512_storeu_si512(x, _mm512_permutexvar_epi64(parts, apart));
 }
+/* Cut them into a, b and c of 16 pairs each; the pairs are as codes lie. */
+INLINE void to_paired(int16_t *x) {
+    const __m128i four = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+    const __m512i parts = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), bits = _mm512_loadu_si512(x);
+    const __m512i apart = _mm512_shuffle_epi8(bits, _mm512_broadcast_i32x4(four));
+    const __m512i both = _mm512_permutexvar_epi64(parts, apart);
+    typedef int16_t words __attribute__((vector_size(32), may_alias));
+    const words first = (words)_mm512_castsi512_si256(both);
+    const words second = (words)_mm512_extracti64x4_epi64(both, 1);
+    const words near = (second >> 4) + 1, a = near + (((first - near + 8) & 15) - 8);
+    const words part[3] = {a, (first - a) >> 4, second - (a << 4)};
+    EACH(i, 3) _mm_storeu_si128((__m128i *)x + i, _mm256_cvtepi16_epi8((__m256i)part[i]));
+}
 #else
 enum { BYTEWISE = 0 };
 INLINE ivec add_four(ivec sum, ivec codes, const char *four) {
@@ -241,15 +263,28 @@ INLINE ivec add_four(ivec sum, ivec codes, const char *four) {
     return sum;
 }
 INLINE void to_bytes(int16_t *x) { (void)x; }
+INLINE void to_paired(int16_t *x) { (void)x; }
 #endif
+
+INLINE int is_paired(const int kind) { return BYTEWISE && is_coded(kind) && code_bits(kind) == 4; }
 
 INLINE int below_zero(const int kind) {
     return kind == Q4_0 ? 8 : kind == Q5_0 ? 16 : kind == Q6_K ? 32 : kind == Q8_0 ? 128 : 0;
 }
 
-/* Codes of a block: a vector has four of each output, of the inputs that `to_bytes` puts together. */
+/* Codes of a block: a vector has four of each output, of the inputs that `to_bytes` puts together; or
+   pairs as a, b and c want them. */
 INLINE void read_codes(const int kind, const char *block, ivec *q) {
     const int more = code_bits(kind) - 4;
+    if (is_paired(kind)) {
+        EACH(part, 4) {
+            q[part] = *(const ivec *)(block + part * 64);
+            if (kind == Q4_0) q[part] ^= (int32_t)0x88888888;
+            q[part + 4] = q[part] << 4 & (int32_t)0xf0f0f0f0;
+            q[part + 8] = q[part] >> 4 & 0x0f0f0f0f;
+        }
+        return;
+    }
     EACH(part, 4) EACH(i, 2) {
         ivec *to = q + 2 * part + i;
         if (kind == Q8_0) {
@@ -257,8 +292,6 @@ INLINE void read_codes(const int kind, const char *block, ivec *q) {
             continue;
         }
         *to = *(const ivec *)(block + part * 64) >> 4 * i & 0x0f0f0f0f;
-        if (kind == Q4_0) *to ^= 0x08080808;
-        if (more == 0) continue;
         const ivec h = *(const ivec *)(block + 256 + (more == 1 ? 0 : part / 2 * 64));
         const int at = (2 * part + i) * more % 8;
         *to |= (at < 4 ? h << (4 - at) : h >> (at - 4)) & (more == 1 ? 0x10101010 : 0x30303030);
@@ -293,7 +326,7 @@ INLINE int32_t sum_lanes(ivec x) {
     return sum;
 }
 
-INLINE void prepare_block(const float *from, const Whole *w, int64_t at) {
+INLINE void prepare_block(const float *from, const int paired, const Whole *w, int64_t at) {
     enum { COUNT = SPAN / LANES };
     typedef int16_t small __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
     int16_t *to = (int16_t *)w->x + at * SPAN;
@@ -309,16 +342,18 @@ INLINE void prepare_block(const float *from, const Whole *w, int64_t at) {
     float top;
     memcpy(&top, &bits, sizeof top);
     const int tiny = top < 1e-30f;
-    const vec by = all(tiny ? 0.0f : LARGEST / top);
+    const float largest = paired ? LARGEST_PAIRED : LARGEST;
+    const vec by = all(tiny ? 0.0f : largest / top);
     EACH(i, COUNT) {
         /* The sum with 1.5 * 2^23 ends in the nearest whole number. */
         const ivec one = (ivec)(x[i] * by + 12582912.0f) - 0x4b400000;
         *(small *)(to + i * LANES) = __builtin_convertvector(one, small);
         count[i * 2 / COUNT] += one;
     }
-    to_bytes(to);
+    if (paired) to_paired(to);
+    else to_bytes(to);
     const int32_t half[2] = {sum_lanes(count[0]), sum_lanes(count[1])};
-    const float scale = tiny ? 0 : top / LARGEST + 0 * top; /* NaN where a number is not finite */
+    const float scale = tiny ? 0 : top / largest + 0 * top; /* NaN where a number is not finite */
     ((float *)w->scale)[at] = scale;
     ((float *)w->sum)[at] = scale * (float)(half[0] + half[1]);
     EACH(i, 2) ((float *)w->half[i])[at] = scale * (float)half[i];
@@ -458,7 +493,8 @@ INLINE vec with_block(vec sum, ivec part, vec d, float scale, vec least, float x
 /* Some rows, few enough for registers. */
 INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t blocks, Whole w,
                       int64_t row, float *out) {
-    const int halves = kind == Q6_K ? 2 : 1, each = 8 / halves;
+    const int halves = kind == Q6_K ? 2 : 1, cuts = is_paired(kind) ? 1 : 2;
+    const int each = (is_paired(kind) ? 12 : 8) / halves;
     vec sum[TALL_BYTES];
     EACH(r, tall) sum[r] = (vec){0};
     for (int64_t b = 0; b < blocks; b++) {
@@ -469,12 +505,12 @@ INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t
         /* The processor itself does not look past the end of a page. */
         for (int line = 0; line < block_bytes(kind); line += 64)
             __builtin_prefetch(block + PAGE + line, 0, 0);
-        ivec q[8];
+        ivec q[12];
         read_codes(kind, block, q);
         EACH(half, halves) {
             ivec part[TALL_BYTES];
             EACH(r, tall) part[r] = (ivec){0};
-            EACH(lower, 2) {
+            EACH(lower, cuts) {
                 if (lower) EACH(r, tall) part[r] <<= 8;
                 EACH(n, each) EACH(r, tall) {
                     const int i = half * each + n;
@@ -494,25 +530,28 @@ INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t
 /* Rows enough for tiles; sums are those of `byte_rows`, to the bit. */
 INLINE void tile_rows(const int kind, int tall, const char *panel, int64_t blocks, Whole w,
                       int64_t row, float *out) {
-    const int halves = kind == Q6_K ? 2 : 1, inputs = SPAN / halves;
-    ivec codes[8] __attribute__((aligned(64)));
+    const int paired = is_paired(kind), halves = kind == Q6_K ? 2 : 1;
+    const int bytes = paired ? SPAN / 2 * 3 : SPAN / halves;
+    ivec codes[12] __attribute__((aligned(64)));
     int32_t upper[TILE_ROWS][LANES], lower[TILE_ROWS][LANES];
     memset(out, 0, tall * GROUP * sizeof *out);
-    cut_tiles(tall, inputs);
+    cut_tiles(tall, bytes);
     for (int64_t b = 0; b < blocks; b++) {
         const char *block = panel + block_at(kind, b);
         const char *head = panel + block_at(kind, b / PER * PER) - head_bytes(kind);
         const int64_t at = b * w.rows + row;
         read_codes(kind, block, codes);
         EACH(half, halves) {
-            const char *x = (const char *)(w.x + at * SPAN) + half * inputs;
-            tile_sums(x, x + SPAN, 2 * SPAN, (const char *)(codes + half * inputs / 4), *upper, *lower);
+            const char *x = (const char *)(w.x + at * SPAN) + half * bytes;
+            tile_sums(x, paired ? NULL : x + SPAN, 2 * SPAN, (const char *)(codes + half * bytes / 4), *upper,
+                      *lower);
             const vec d = scale_of(kind, block, head, 0, half);
             vec least = d * (float)-below_zero(kind);
             if (has_least(kind)) least = least_of(kind, block, head, 0);
             const float *sums = (halves == 2 ? w.half[half] : w.sum) + at;
             for (int r = 0; r < tall; r++) {
-                const ivec part = (*(const ivec *)upper[r] << 8) + *(const ivec *)lower[r];
+                ivec part = *(const ivec *)upper[r];
+                if (!paired) part = (part << 8) + *(const ivec *)lower[r];
                 const vec sum = load(out + r * GROUP);
                 store(out + r * GROUP, with_block(sum, part, d, w.scale[at + r], least, sums[r]));
             }
@@ -665,7 +704,10 @@ INLINE void number_piece(const int kind, const Matrix *m, const void *operands, 
 /* ---- What is called ---- */
 
 /* Bytes of the operands of so many rows. Matrices of equal `product_operands` share them. */
-INLINE int product_operands(int64_t kind) { return is_coded(kind) ? 0 : in_halves(kind) ? 1 : 2; }
+enum { OPERANDS = 4 };
+INLINE int product_operands(int64_t kind) {
+    return is_paired(kind) ? 3 : is_coded(kind) ? 0 : in_halves(kind) ? 1 : 2;
+}
 INLINE int64_t product_room(const Matrix *m, int64_t rows) {
     const int64_t bytes = is_coded(m->kind) ? blocks_of(m) * OPERAND
                                             : filled(m->inputs) * (in_halves(m->kind) ? 2 : 4);
@@ -690,7 +732,8 @@ static void product_prepare(const Matrix *m, const void *x, int64_t stride, int 
             else if (count == SPAN) from = (const float *)row + i;
             else memcpy(one, (const float *)row + i, count * sizeof *one);
             if (codes) {
-                prepare_block(from, &w, b * rows + r);
+                if (is_paired(m->kind)) prepare_block(from, 1, &w, b * rows + r);
+                else prepare_block(from, 0, &w, b * rows + r);
                 continue;
             }
             const int64_t even = count == SPAN ? SPAN : filled(count);
