@@ -226,6 +226,8 @@ INLINE vec least_of(const int kind, const char *block, const char *head, const i
    leaves as much as x when both are divided by 16. So three products do the work of four, and
    integers have 12 bits: they are off by 2^-12 of the largest in their block. */
 
+enum { COUNT = SPAN / LANES };
+typedef int16_t small __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
 enum { LARGEST = 127 * 256 + 127, LARGEST_PAIRED = 1919 }; /* so that all parts fit into bytes */
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
@@ -234,27 +236,30 @@ INLINE ivec add_four(ivec sum, ivec codes, const char *four) {
     __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const int32_t *)four));
     return sum;
 }
+INLINE __m512i joined(const small *x) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)x[0]), (__m256i)x[1], 1);
+}
 /* Cut the integers of a block into bytes: first all upper ones, of every eight inputs in the order
    0 4 1 5 2 6 3 7, as codes lie, and then the lower ones, which are -128 to 127. */
-INLINE void to_bytes(int16_t *x) {
+INLINE void put_bytes(int16_t *to, const small *x) {
     const __m128i eight = _mm_setr_epi8(1, 9, 3, 11, 5, 13, 7, 15, 0, 8, 2, 10, 4, 12, 6, 14);
     const __m512i half = _mm512_set1_epi16(128), parts = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
-    const __m512i cut = _mm512_xor_si512(_mm512_add_epi16(_mm512_loadu_si512(x), half), half);
+    const __m512i cut = _mm512_xor_si512(_mm512_add_epi16(joined(x), half), half);
     const __m512i apart = _mm512_shuffle_epi8(cut, _mm512_broadcast_i32x4(eight));
-    _mm512_storeu_si512(x, _mm512_permutexvar_epi64(parts, apart));
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi64(parts, apart));
 }
 /* Cut them into a, b and c of 16 pairs each; the pairs are as codes lie. */
-INLINE void to_paired(int16_t *x) {
+INLINE void put_paired(int16_t *to, const small *x) {
     const __m128i four = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
-    const __m512i parts = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), bits = _mm512_loadu_si512(x);
-    const __m512i apart = _mm512_shuffle_epi8(bits, _mm512_broadcast_i32x4(four));
+    const __m512i parts = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    const __m512i apart = _mm512_shuffle_epi8(joined(x), _mm512_broadcast_i32x4(four));
     const __m512i both = _mm512_permutexvar_epi64(parts, apart);
     typedef int16_t words __attribute__((vector_size(32), may_alias));
     const words first = (words)_mm512_castsi512_si256(both);
     const words second = (words)_mm512_extracti64x4_epi64(both, 1);
     const words near = (second >> 4) + 1, a = near + (((first - near + 8) & 15) - 8);
     const words part[3] = {a, (first - a) >> 4, second - (a << 4)};
-    EACH(i, 3) _mm_storeu_si128((__m128i *)x + i, _mm256_cvtepi16_epi8((__m256i)part[i]));
+    EACH(i, 3) _mm_storeu_si128((__m128i *)to + i, _mm256_cvtepi16_epi8((__m256i)part[i]));
 }
 #else
 enum { BYTEWISE = 0 };
@@ -262,8 +267,10 @@ INLINE ivec add_four(ivec sum, ivec codes, const char *four) {
     (void)codes, (void)four;
     return sum;
 }
-INLINE void to_bytes(int16_t *x) { (void)x; }
-INLINE void to_paired(int16_t *x) { (void)x; }
+INLINE void put_bytes(int16_t *to, const small *x) {
+    EACH(i, COUNT) *(small *)(to + i * LANES) = x[i];
+}
+INLINE void put_paired(int16_t *to, const small *x) { put_bytes(to, x); }
 #endif
 
 INLINE int is_paired(const int kind) { return BYTEWISE && is_coded(kind) && code_bits(kind) == 4; }
@@ -272,7 +279,7 @@ INLINE int below_zero(const int kind) {
     return kind == Q4_0 ? 8 : kind == Q5_0 ? 16 : kind == Q6_K ? 32 : kind == Q8_0 ? 128 : 0;
 }
 
-/* Codes of a block: a vector has four of each output, of the inputs that `to_bytes` puts together; or
+/* Codes of a block: a vector has four of each output, of the inputs that `put_bytes` puts together; or
    pairs as a, b and c want them. */
 INLINE void read_codes(const int kind, const char *block, ivec *q) {
     const int more = code_bits(kind) - 4;
@@ -313,6 +320,10 @@ INLINE Whole whole(const void *operands, int64_t blocks, int64_t rows) {
     return (Whole){x, scale, scale + count, {scale + 2 * count, scale + 3 * count}, rows};
 }
 
+#if defined(__AVX512F__)
+INLINE int32_t largest_lane(ivec x) { return _mm512_reduce_max_epi32((__m512i)x); }
+INLINE int32_t sum_lanes(ivec x) { return _mm512_reduce_add_epi32((__m512i)x); }
+#else
 INLINE int32_t largest_lane(ivec x) {
     int32_t lane[LANES], most = 0;
     memcpy(lane, &x, sizeof lane);
@@ -325,12 +336,12 @@ INLINE int32_t sum_lanes(ivec x) {
     for (int i = 0; i < LANES; i++) sum += lane[i];
     return sum;
 }
+#endif
 
 INLINE void prepare_block(const float *from, const int paired, const Whole *w, int64_t at) {
-    enum { COUNT = SPAN / LANES };
-    typedef int16_t small __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
     int16_t *to = (int16_t *)w->x + at * SPAN;
     vec x[COUNT];
+    small whole[COUNT];
     ivec most = {0}, count[2] = {{0}, {0}};
     EACH(i, COUNT) {
         x[i] = load(from + i * LANES);
@@ -347,11 +358,11 @@ INLINE void prepare_block(const float *from, const int paired, const Whole *w, i
     EACH(i, COUNT) {
         /* The sum with 1.5 * 2^23 ends in the nearest whole number. */
         const ivec one = (ivec)(x[i] * by + 12582912.0f) - 0x4b400000;
-        *(small *)(to + i * LANES) = __builtin_convertvector(one, small);
+        whole[i] = __builtin_convertvector(one, small);
         count[i * 2 / COUNT] += one;
     }
-    if (paired) to_paired(to);
-    else to_bytes(to);
+    if (paired) put_paired(to, whole);
+    else put_bytes(to, whole);
     const int32_t half[2] = {sum_lanes(count[0]), sum_lanes(count[1])};
     const float scale = tiny ? 0 : top / largest + 0 * top; /* NaN where a number is not finite */
     ((float *)w->scale)[at] = scale;
