@@ -62,7 +62,7 @@ typedef int16_t svec __attribute__((vector_size(BYTES), aligned(2), may_alias));
 typedef struct {
     int32x4_t low, high; /* each sum in two parts, beside each other */
 } isum;
-INLINE isum add_pair(isum sum, svec weights, const int16_t *pair) {
+INLINE isum add_pair(isum sum, svec weights, const char *pair) {
     const int16x4_t x = vreinterpret_s16_s32(vld1_dup_s32((const int32_t *)pair));
     const int16x8_t w = (int16x8_t)weights;
     sum.low = vmlal_s16(sum.low, vget_low_s16(w), x);
@@ -74,7 +74,7 @@ INLINE vec total(isum sum) {
 }
 #else
 typedef ivec isum;
-INLINE isum add_pair(isum sum, svec weights, const int16_t *pair) {
+INLINE isum add_pair(isum sum, svec weights, const char *pair) {
     int32_t both;
     memcpy(&both, pair, sizeof both);
 #if defined(__AVX512VNNI__)
@@ -305,19 +305,19 @@ INLINE void read_codes(const int kind, const char *block, ivec *q) {
     }
 }
 
-/* Rows as codes want them: integers [blocks, rows, SPAN], then scales, sums of a block, and of its
-   halves, [blocks, rows] each. */
+/* Rows as codes want them: [blocks, rows] parcels, each its integers and then what they mean. So
+   threads that prepare rows beside each other write to lines of their own. */
 typedef struct {
-    const int16_t *x;
-    const float *scale, *sum, *half[2];
+    float scale, sum, half[2]; /* the sums of a block and of its halves */
+} Meaning;
+typedef struct {
+    const char *parcel;
     int64_t rows;
 } Whole;
-enum { OPERAND = 2 * SPAN + 4 * 4 }; /* bytes of a block of a row */
-INLINE Whole whole(const void *operands, int64_t blocks, int64_t rows) {
-    const int64_t count = blocks * rows;
-    const int16_t *x = operands;
-    const float *scale = (const float *)(x + count * SPAN);
-    return (Whole){x, scale, scale + count, {scale + 2 * count, scale + 3 * count}, rows};
+INLINE int whole_bytes(const int kind) { return is_paired(kind) ? SPAN / 2 * 3 : 2 * SPAN; }
+INLINE int parcel_bytes(const int kind) { return whole_bytes(kind) + (int)sizeof(Meaning); }
+INLINE const Meaning *meaning(const int kind, const char *parcel) {
+    return (const Meaning *)(parcel + whole_bytes(kind));
 }
 
 #if defined(__AVX512F__)
@@ -338,8 +338,9 @@ INLINE int32_t sum_lanes(ivec x) {
 }
 #endif
 
-INLINE void prepare_block(const float *from, const int paired, const Whole *w, int64_t at) {
-    int16_t *to = (int16_t *)w->x + at * SPAN;
+INLINE void prepare_block(const float *from, const int kind, char *parcel) {
+    const int paired = is_paired(kind);
+    Meaning *says = (Meaning *)(parcel + whole_bytes(kind));
     vec x[COUNT];
     small whole[COUNT];
     ivec most = {0}, count[2] = {{0}, {0}};
@@ -361,26 +362,23 @@ INLINE void prepare_block(const float *from, const int paired, const Whole *w, i
         whole[i] = __builtin_convertvector(one, small);
         count[i * 2 / COUNT] += one;
     }
-    if (paired) put_paired(to, whole);
-    else put_bytes(to, whole);
+    if (paired) put_paired((int16_t *)parcel, whole);
+    else put_bytes((int16_t *)parcel, whole);
     const int32_t half[2] = {sum_lanes(count[0]), sum_lanes(count[1])};
     const float scale = tiny ? 0 : top / largest + 0 * top; /* NaN where a number is not finite */
-    ((float *)w->scale)[at] = scale;
-    ((float *)w->sum)[at] = scale * (float)(half[0] + half[1]);
-    EACH(i, 2) ((float *)w->half[i])[at] = scale * (float)half[i];
+    *says = (Meaning){scale, scale * (float)(half[0] + half[1]), {scale * (float)half[0], scale * (float)half[1]}};
 }
 
 /* A few rows, few enough for registers. */
 INLINE void few_rows(const int kind, const int tall, const char *panel, int64_t blocks, Whole w,
                      int64_t row, float *out) {
-    const int halves = kind == Q6_K ? 2 : 1;
+    const int halves = kind == Q6_K ? 2 : 1, size = parcel_bytes(kind);
     vec sum[4][VECS];
     EACH(r, tall) EACH(v, VECS) sum[r][v] = (vec){0};
     for (int64_t b = 0; b < blocks; b++) {
         const char *block = panel + block_at(kind, b);
         const char *head = panel + block_at(kind, b / PER * PER) - head_bytes(kind);
-        const int64_t at = b * w.rows + row;
-        const int16_t *x = w.x + at * SPAN;
+        const char *x = w.parcel + (b * w.rows + row) * size;
         EACH(half, halves) {
             isum part[4][VECS];
             EACH(r, tall) EACH(v, VECS) part[r][v] = (isum){0};
@@ -389,16 +387,16 @@ INLINE void few_rows(const int kind, const int tall, const char *panel, int64_t 
                 svec q[VECS][4];
                 EACH(v, VECS) widen(kind, block, eighth, v, q[v]);
                 EACH(t, 4) EACH(r, tall) EACH(v, VECS)
-                part[r][v] = add_pair(part[r][v], q[v][t], x + r * SPAN + eighth * 8 + 2 * t);
+                part[r][v] = add_pair(part[r][v], q[v][t], x + r * size + eighth * 16 + 4 * t);
             }
             EACH(v, VECS) {
                 const vec d = scale_of(kind, block, head, v, half);
-                EACH(r, tall) sum[r][v] += total(part[r][v]) * d * w.scale[at + r];
+                EACH(r, tall) sum[r][v] += total(part[r][v]) * d * meaning(kind, x + r * size)->scale;
             }
         }
         if (has_least(kind)) EACH(v, VECS) {
             const vec least = least_of(kind, block, head, v);
-            EACH(r, tall) sum[r][v] += least * w.sum[at + r];
+            EACH(r, tall) sum[r][v] += least * meaning(kind, x + r * size)->sum;
         }
     }
     EACH(r, tall) EACH(v, VECS) store(out + r * GROUP + v * LANES, sum[r][v]);
@@ -429,7 +427,8 @@ enum { TALL_CODES = 4, MANY = 64 };
 
 /* What a block brings to `tall` rows, added to [tall, GROUP]. */
 INLINE void add_tile(const int halves, const int least, const int tall, const Wide *wide,
-                     const int16_t *x, const float *scale, const float *sum, float *out) {
+                     const char *x, float *out) {
+    enum { SIZE = 2 * SPAN + sizeof(Meaning) };
     EACH(half, halves) {
         isum part[TALL_CODES][VECS];
         EACH(r, tall) EACH(v, VECS) part[r][v] = (isum){0};
@@ -438,20 +437,21 @@ INLINE void add_tile(const int halves, const int least, const int tall, const Wi
             svec q[VECS];
             EACH(v, VECS) q[v] = wide->q[pair][v], IN_REGISTER(q[v]);
             EACH(r, tall) EACH(v, VECS)
-            part[r][v] = add_pair(part[r][v], q[v], x + r * SPAN + 2 * pair);
+            part[r][v] = add_pair(part[r][v], q[v], x + r * SIZE + 4 * pair);
         }
         EACH(r, tall) EACH(v, VECS) {
+            const Meaning *says = (const Meaning *)(x + r * SIZE + 2 * SPAN);
             float *to = out + r * GROUP + v * LANES;
-            vec all = load(to) + total(part[r][v]) * wide->scale[half][v] * scale[r];
-            if (least) all += wide->least[v] * sum[r];
+            vec all = load(to) + total(part[r][v]) * wide->scale[half][v] * says->scale;
+            if (least) all += wide->least[v] * says->sum;
             store(to, all);
         }
     }
 }
 /* The same for some rows. */
-INLINE void add_rows(const int halves, const int least, const Wide *wide, const int16_t *x,
-                     const float *scale, const float *sum, int64_t rows, float *out) {
-#define TILE(tall)                                                                                    add_tile(halves, least, tall, wide, x + r * SPAN, scale + r, sum + r, out + r * GROUP)
+INLINE void add_rows(const int halves, const int least, const Wide *wide, const char *x, int64_t rows,
+                     float *out) {
+#define TILE(tall) add_tile(halves, least, tall, wide, x + r * (2 * SPAN + sizeof(Meaning)), out + r * GROUP)
     int64_t r = 0;
     for (; r + TALL_CODES <= rows; r += TALL_CODES) TILE(TALL_CODES);
     switch (rows - r) {
@@ -461,7 +461,10 @@ INLINE void add_rows(const int halves, const int least, const Wide *wide, const 
     }
 #undef TILE
 }
-#define ROWS(name, halves, least)                                                                     static __attribute__((noinline)) void name(const Wide *wide, const int16_t *x,                                                               const float *scale, const float *sum,                                                             int64_t rows, float *out) {                                add_rows(halves, least, wide, x, scale, sum, rows, out);                                      }
+#define ROWS(name, halves, least)                                                                 \
+    static __attribute__((noinline)) void name(const Wide *wide, const char *x, int64_t rows, float *out) { \
+        add_rows(halves, least, wide, x, rows, out);                                              \
+    }
 ROWS(add_scaled, 1, 0)
 ROWS(add_lifted, 1, 1)
 ROWS(add_halved, 2, 0)
@@ -496,8 +499,8 @@ INLINE void put(const Matrix *m, int64_t group, const float *sums, int64_t count
 enum { FEW = 2, TALL_BYTES = 8, PAGE = 1 << 12 };
 
 /* What a block brings to the sums of a row. */
-INLINE vec with_block(vec sum, ivec part, vec d, float scale, vec least, float x_sum) {
-    sum += __builtin_convertvector(part, vec) * d * scale;
+INLINE vec with_block(vec sum, ivec part, vec d, vec least, const Meaning *says, float x_sum) {
+    sum += __builtin_convertvector(part, vec) * d * says->scale;
     return sum + least * x_sum;
 }
 
@@ -505,14 +508,13 @@ INLINE vec with_block(vec sum, ivec part, vec d, float scale, vec least, float x
 INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t blocks, Whole w,
                       int64_t row, float *out) {
     const int halves = kind == Q6_K ? 2 : 1, cuts = is_paired(kind) ? 1 : 2;
-    const int each = (is_paired(kind) ? 12 : 8) / halves;
+    const int each = (is_paired(kind) ? 12 : 8) / halves, size = parcel_bytes(kind);
     vec sum[TALL_BYTES];
     EACH(r, tall) sum[r] = (vec){0};
     for (int64_t b = 0; b < blocks; b++) {
         const char *block = panel + block_at(kind, b);
         const char *head = panel + block_at(kind, b / PER * PER) - head_bytes(kind);
-        const int64_t at = b * w.rows + row;
-        const char *x = (const char *)(w.x + at * SPAN);
+        const char *x = w.parcel + (b * w.rows + row) * size;
         /* The processor itself does not look past the end of a page. */
         for (int line = 0; line < block_bytes(kind); line += 64)
             __builtin_prefetch(block + PAGE + line, 0, 0);
@@ -525,14 +527,16 @@ INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t
                 if (lower) EACH(r, tall) part[r] <<= 8;
                 EACH(n, each) EACH(r, tall) {
                     const int i = half * each + n;
-                    part[r] = add_four(part[r], q[i], x + r * 2 * SPAN + lower * SPAN + 4 * i);
+                    part[r] = add_four(part[r], q[i], x + r * size + lower * SPAN + 4 * i);
                 }
             }
             const vec d = scale_of(kind, block, head, 0, half);
             vec least = d * (float)-below_zero(kind);
             if (has_least(kind)) least = least_of(kind, block, head, 0);
-            const float *sums = (halves == 2 ? w.half[half] : w.sum) + at;
-            EACH(r, tall) sum[r] = with_block(sum[r], part[r], d, w.scale[at + r], least, sums[r]);
+            EACH(r, tall) {
+                const Meaning *says = meaning(kind, x + r * size);
+                sum[r] = with_block(sum[r], part[r], d, least, says, halves == 2 ? says->half[half] : says->sum);
+            }
         }
     }
     EACH(r, tall) store(out + r * GROUP, sum[r]);
@@ -542,7 +546,7 @@ INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t
 INLINE void tile_rows(const int kind, int tall, const char *panel, int64_t blocks, Whole w,
                       int64_t row, float *out) {
     const int paired = is_paired(kind), halves = kind == Q6_K ? 2 : 1;
-    const int bytes = paired ? SPAN / 2 * 3 : SPAN / halves;
+    const int bytes = paired ? whole_bytes(kind) : SPAN / halves, size = parcel_bytes(kind);
     ivec codes[12] __attribute__((aligned(64)));
     int32_t upper[TILE_ROWS][LANES], lower[TILE_ROWS][LANES];
     memset(out, 0, tall * GROUP * sizeof *out);
@@ -550,21 +554,21 @@ INLINE void tile_rows(const int kind, int tall, const char *panel, int64_t block
     for (int64_t b = 0; b < blocks; b++) {
         const char *block = panel + block_at(kind, b);
         const char *head = panel + block_at(kind, b / PER * PER) - head_bytes(kind);
-        const int64_t at = b * w.rows + row;
+        const char *parcel = w.parcel + (b * w.rows + row) * size;
         read_codes(kind, block, codes);
         EACH(half, halves) {
-            const char *x = (const char *)(w.x + at * SPAN) + half * bytes;
-            tile_sums(x, paired ? NULL : x + SPAN, 2 * SPAN, (const char *)(codes + half * bytes / 4), *upper,
-                      *lower);
+            const char *x = parcel + half * bytes;
+            tile_sums(x, paired ? NULL : x + SPAN, size, (const char *)(codes + half * bytes / 4), *upper, *lower);
             const vec d = scale_of(kind, block, head, 0, half);
             vec least = d * (float)-below_zero(kind);
             if (has_least(kind)) least = least_of(kind, block, head, 0);
-            const float *sums = (halves == 2 ? w.half[half] : w.sum) + at;
             for (int r = 0; r < tall; r++) {
+                const Meaning *says = meaning(kind, parcel + r * size);
                 ivec part = *(const ivec *)upper[r];
                 if (!paired) part = (part << 8) + *(const ivec *)lower[r];
                 const vec sum = load(out + r * GROUP);
-                store(out + r * GROUP, with_block(sum, part, d, w.scale[at + r], least, sums[r]));
+                const float x_sum = halves == 2 ? says->half[half] : says->sum;
+                store(out + r * GROUP, with_block(sum, part, d, least, says, x_sum));
             }
         }
     }
@@ -597,7 +601,7 @@ INLINE void coded_piece(const int kind, const Matrix *m, const void *operands, i
                         Result y, int64_t first, int64_t last) {
     const int64_t blocks = blocks_of(m), bytes = group_bytes(kind, m->inputs);
     const char *weights = m->weights;
-    const Whole w = whole(operands, blocks, rows);
+    const Whole w = {operands, rows};
     if (BYTEWISE) {
         byte_piece(kind, m, w, y, first, last);
         return;
@@ -618,9 +622,8 @@ INLINE void coded_piece(const int kind, const Matrix *m, const void *operands, i
             for (int64_t b = 0; b < blocks; b++) {
                 Wide wide;
                 widen_block(kind, weights + g * bytes, b, &wide);
-                const int64_t at = b * rows + row;
-                (kind == Q6_K ? add_halved : has_least(kind) ? add_lifted : add_scaled)(
-                    &wide, w.x + at * SPAN, w.scale + at, w.sum + at, count, sums);
+                const char *x = w.parcel + (b * rows + row) * parcel_bytes(kind);
+                (kind == Q6_K ? add_halved : has_least(kind) ? add_lifted : add_scaled)(&wide, x, count, sums);
             }
             put(m, g, sums, count, y, row);
         }
@@ -720,7 +723,7 @@ INLINE int product_operands(int64_t kind) {
     return is_paired(kind) ? 3 : is_coded(kind) ? 0 : in_halves(kind) ? 1 : 2;
 }
 INLINE int64_t product_room(const Matrix *m, int64_t rows) {
-    const int64_t bytes = is_coded(m->kind) ? blocks_of(m) * OPERAND
+    const int64_t bytes = is_coded(m->kind) ? blocks_of(m) * parcel_bytes(m->kind)
                                             : filled(m->inputs) * (in_halves(m->kind) ? 2 : 4);
     return (rows * bytes + 63) / 64 * 64;
 }
@@ -730,7 +733,7 @@ static void product_prepare(const Matrix *m, const void *x, int64_t stride, int 
                             int64_t first, int64_t last, void *operands) {
     const int64_t inputs = m->inputs;
     const int codes = is_coded(m->kind), halves = in_halves(m->kind);
-    const Whole w = whole(operands, blocks_of(m), rows);
+    const int size = parcel_bytes((int)m->kind);
     for (int64_t r = first; r < last; r++) {
         Row row = past(x, r * stride, half);
         float *wide = (float *)operands + r * filled(inputs);
@@ -743,8 +746,9 @@ static void product_prepare(const Matrix *m, const void *x, int64_t stride, int 
             else if (count == SPAN) from = (const float *)row + i;
             else memcpy(one, (const float *)row + i, count * sizeof *one);
             if (codes) {
-                if (is_paired(m->kind)) prepare_block(from, 1, &w, b * rows + r);
-                else prepare_block(from, 0, &w, b * rows + r);
+                char *parcel = (char *)operands + (b * rows + r) * size;
+                if (is_paired(m->kind)) prepare_block(from, Q4_0, parcel);
+                else prepare_block(from, Q8_0, parcel);
                 continue;
             }
             const int64_t even = count == SPAN ? SPAN : filled(count);
