@@ -227,6 +227,9 @@ INLINE vec least_of(const int kind, const char *block, const char *head, const i
    integers have 12 bits: they are off by 2^-12 of the largest in their block. */
 
 enum { COUNT = SPAN / LANES };
+typedef struct {
+    float scale, sum, half[2]; /* the sums of a block and of its halves */
+} Meaning;
 typedef int16_t small __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
 enum { LARGEST = 127 * 256 + 127, LARGEST_PAIRED = 1919 }; /* so that all parts fit into bytes */
 
@@ -236,20 +239,25 @@ INLINE ivec add_four(ivec sum, ivec codes, const char *four) {
     __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const int32_t *)four));
     return sum;
 }
+/* Few stores: another processor's cache may hold every line. */
+INLINE __m128i meant(Meaning says) {
+    return _mm_castps_si128(_mm_setr_ps(says.scale, says.sum, says.half[0], says.half[1]));
+}
 INLINE __m512i joined(const small *x) {
     return _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)x[0]), (__m256i)x[1], 1);
 }
 /* Cut the integers of a block into bytes: first all upper ones, of every eight inputs in the order
    0 4 1 5 2 6 3 7, as codes lie, and then the lower ones, which are -128 to 127. */
-INLINE void put_bytes(int16_t *to, const small *x) {
+INLINE void put_bytes(char *to, const small *x, Meaning says) {
     const __m128i eight = _mm_setr_epi8(1, 9, 3, 11, 5, 13, 7, 15, 0, 8, 2, 10, 4, 12, 6, 14);
     const __m512i half = _mm512_set1_epi16(128), parts = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
     const __m512i cut = _mm512_xor_si512(_mm512_add_epi16(joined(x), half), half);
     const __m512i apart = _mm512_shuffle_epi8(cut, _mm512_broadcast_i32x4(eight));
     _mm512_storeu_si512(to, _mm512_permutexvar_epi64(parts, apart));
+    _mm_storeu_si128((__m128i *)(to + 2 * SPAN), meant(says));
 }
 /* Cut them into a, b and c of 16 pairs each; the pairs are as codes lie. */
-INLINE void put_paired(int16_t *to, const small *x) {
+INLINE void put_paired(char *to, const small *x, Meaning says) {
     const __m128i four = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
     const __m512i parts = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
     const __m512i apart = _mm512_shuffle_epi8(joined(x), _mm512_broadcast_i32x4(four));
@@ -259,7 +267,10 @@ INLINE void put_paired(int16_t *to, const small *x) {
     const words second = (words)_mm512_extracti64x4_epi64(both, 1);
     const words near = (second >> 4) + 1, a = near + (((first - near + 8) & 15) - 8);
     const words part[3] = {a, (first - a) >> 4, second - (a << 4)};
-    EACH(i, 3) _mm_storeu_si128((__m128i *)to + i, _mm256_cvtepi16_epi8((__m256i)part[i]));
+    __m512i line = _mm512_castsi128_si512(_mm256_cvtepi16_epi8((__m256i)part[0]));
+    line = _mm512_inserti32x4(line, _mm256_cvtepi16_epi8((__m256i)part[1]), 1);
+    line = _mm512_inserti32x4(line, _mm256_cvtepi16_epi8((__m256i)part[2]), 2);
+    _mm512_storeu_si512(to, _mm512_inserti32x4(line, meant(says), 3));
 }
 #else
 enum { BYTEWISE = 0 };
@@ -267,10 +278,11 @@ INLINE ivec add_four(ivec sum, ivec codes, const char *four) {
     (void)codes, (void)four;
     return sum;
 }
-INLINE void put_bytes(int16_t *to, const small *x) {
-    EACH(i, COUNT) *(small *)(to + i * LANES) = x[i];
+INLINE void put_bytes(char *to, const small *x, Meaning says) {
+    EACH(i, COUNT) *(small *)(to + i * BYTES / 2) = x[i];
+    memcpy(to + 2 * SPAN, &says, sizeof says);
 }
-INLINE void put_paired(int16_t *to, const small *x) { put_bytes(to, x); }
+INLINE void put_paired(char *to, const small *x, Meaning says) { put_bytes(to, x, says); }
 #endif
 
 INLINE int is_paired(const int kind) { return BYTEWISE && is_coded(kind) && code_bits(kind) == 4; }
@@ -308,9 +320,6 @@ INLINE void read_codes(const int kind, const char *block, ivec *q) {
 /* Rows as codes want them: [blocks, rows] parcels, each its integers and then what they mean. So
    threads that prepare rows beside each other write to lines of their own. */
 typedef struct {
-    float scale, sum, half[2]; /* the sums of a block and of its halves */
-} Meaning;
-typedef struct {
     const char *parcel;
     int64_t rows;
 } Whole;
@@ -340,7 +349,6 @@ INLINE int32_t sum_lanes(ivec x) {
 
 INLINE void prepare_block(const float *from, const int kind, char *parcel) {
     const int paired = is_paired(kind);
-    Meaning *says = (Meaning *)(parcel + whole_bytes(kind));
     vec x[COUNT];
     small whole[COUNT];
     ivec most = {0}, count[2] = {{0}, {0}};
@@ -362,11 +370,11 @@ INLINE void prepare_block(const float *from, const int kind, char *parcel) {
         whole[i] = __builtin_convertvector(one, small);
         count[i * 2 / COUNT] += one;
     }
-    if (paired) put_paired((int16_t *)parcel, whole);
-    else put_bytes((int16_t *)parcel, whole);
     const int32_t half[2] = {sum_lanes(count[0]), sum_lanes(count[1])};
     const float scale = tiny ? 0 : top / largest + 0 * top; /* NaN where a number is not finite */
-    *says = (Meaning){scale, scale * (float)(half[0] + half[1]), {scale * (float)half[0], scale * (float)half[1]}};
+    const Meaning says = {scale, scale * (float)(half[0] + half[1]), {scale * (float)half[0], scale * (float)half[1]}};
+    if (paired) put_paired(parcel, whole, says);
+    else put_bytes(parcel, whole, says);
 }
 
 /* A few rows, few enough for registers. */
