@@ -110,7 +110,18 @@ class Warp:
     @property
     def plain(self) -> bool:
         """Whether the distribution of every row from now on is the argmax of its raw logits."""
-        return self.greedy and self._matcher is None and not self._edits(0)
+        return self.greedy and self.raw
+
+    @property
+    def raw(self) -> bool:
+        """Whether every distribution from now on is a softmax of raw logits, but for its truncation."""
+        return self._matcher is None and not self._edits(0)
+
+    @property
+    def temperature(self) -> float | None:
+        """Of that softmax; None where it is truncated."""
+        whole = self._top_k == 0 and self._top_p >= 1 and self._min_p == 0
+        return self._temperature if whole else None
 
     @property
     def ruled(self) -> bool:

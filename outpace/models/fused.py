@@ -34,7 +34,7 @@ from outpace.models.views import Choice, KVView
 
 BLOCK = 128
 """Positions of a unit of work."""
-_CHUNK, _CHOICE = 12, 18
+CHUNK, _CHOICE = 12, 18
 """Numbers of a ``Chunk`` and of a ``Choice`` of attend.h."""
 _MOST, _WIDEST = 32, 256
 _ROWS = 24
@@ -111,7 +111,7 @@ class FusedAttention:
         return self._out
 
 
-class _Told(ctypes.Structure):
+class Told(ctypes.Structure):
     """``Pass`` of attend.h."""
 
     _fields_ = [
@@ -217,7 +217,7 @@ class View:
         self._part = torch.empty(parts * (shape.width + 2))  # and the largest and the sum of each
         part = self._part.data_ptr()
         keys, values = stores
-        self.told = _Told(
+        self.told = Told(
             kv=shape.kv,
             group=shape.group,
             width=shape.width,
@@ -228,7 +228,7 @@ class View:
             half=keys.dtype == torch.bfloat16,
             news=len(place) // 2,
             units=len(self._unit) // 2,
-            chunks=len(self._chunk) // _CHUNK,
+            chunks=len(self._chunk) // CHUNK,
             parts=parts,
             choices=len(self._choice) // _CHOICE,
             head=head,
@@ -277,7 +277,7 @@ class View:
             stop = -(-max(dense + length for _, dense, _, length in sights) // BLOCK)
             blocks = stop - first - (-listed // BLOCK)
             for block in range(blocks):
-                self._unit.extend((len(self._chunk) // _CHUNK, block))
+                self._unit.extend((len(self._chunk) // CHUNK, block))
             self._chunk.extend((span.slot, row, rows, first, blocks, parts, listed, *lists, *copies))
             parts += blocks * shape.queries * rows
         return parts
@@ -302,22 +302,24 @@ def tell(
     call: Call,
     shape: HeadShape,
     cache: DenseCache,
-    seen: Sequence[View],
+    seen: Sequence[Told],
     turns: Sequence[Rotation],
     positions: array[int],
+    last: int,
 ) -> object:
     """Tell a call what its rows see, and where they stand.
 
     Args:
-        seen: a view per window, as its operations number them.
+        seen: per window, as its operations number them.
         turns: rotary tables, likewise.
         positions: of all rows.
+        last: the highest of them.
 
     Returns:
-        Memory that the call reads; keep it until the call has ended.
+        Memory that the call reads; keep it, and views, until the call has ended.
     """
-    tables = [rotation.table(max(positions) + 1) for rotation in turns]
-    told = (ctypes.c_void_p * len(seen))(*(ctypes.addressof(view.told) for view in seen))
+    tables = [rotation.table(last + 1) for rotation in turns]
+    told = (ctypes.c_void_p * len(seen))(*map(ctypes.addressof, seen))
     turn = (ctypes.c_void_p * len(tables))(*(table.data_ptr() for table in tables))
     call.positions = positions.buffer_info()[0]
     call.pass_, call.turn = ctypes.addressof(told), ctypes.addressof(turn)

@@ -256,9 +256,9 @@ class Programs:
             shape, cache = self._shape, way.cache
             head, out = buffers.lent[_HEADS].data_ptr(), buffers.lent[_ATTENDED]
             given = views(cache, spans, shape, self._windows, head, out)
-            seen_by = [given[window] for window in self._windows]
+            seen_by = [given[window].told for window in self._windows]
             positions = array("q", (position for span in spans for position in span.positions))
-            held = tell(call, shape, cache, seen_by, self._turns, positions)
+            held = given, tell(call, shape, cache, seen_by, self._turns, positions, max(positions))
         self._run(ctypes.byref(call))
         del held
 
