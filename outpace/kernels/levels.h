@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include "see.h"
+
 /* levels.py has the same list. */
 typedef struct {
     Program *program;
@@ -14,7 +16,8 @@ typedef struct {
     int64_t logits, width, stride; /* buffer, columns that count, and numbers from row to row */
     int64_t races;                 /* draws are races, else by coins */
     const int64_t *window;         /* of each pass; 0: none */
-    int64_t *place, *position;     /* of the first level, see Pass and Program; they move on */
+    Look *look;                    /* of each sequence, in the first level; they move on, */
+    int64_t *position;             /* and so do the positions of the program */
     const int64_t *column;         /* tokens of the columns; NULL: their places */
     const double *temperature;     /* of each sequence; 0: the likeliest token is picked */
     const double *coin;            /* [levels, rows] */
@@ -23,25 +26,6 @@ typedef struct {
     float *prob;                   /* [levels, rows]: and their probabilities */
     float *law;                    /* [levels, rows, width]: distributions that were drawn from */
 } Levels;
-
-/* Let every row see what is stored before it, and itself. */
-static void see_rows(const Levels *l, Pass *p, int64_t window) {
-    Chunk *chunk = (Chunk *)p->chunk;
-    Sight *sight = (Sight *)p->sight;
-    int64_t *unit = (int64_t *)p->unit;
-    p->units = p->parts = 0;
-    for (int64_t r = 0; r < l->rows; r++) {
-        const int64_t slot = l->place[2 * r], dense = l->place[2 * r + 1] + 1;
-        const int64_t low = window && dense > window ? dense - window : 0, first = low / BLOCK;
-        const int64_t blocks = (dense + BLOCK - 1) / BLOCK - first;
-        sight[r] = (Sight){.low = low, .dense = dense};
-        chunk[r] = (Chunk){.slot = slot, .row = r, .rows = 1, .first = first, .blocks = blocks,
-                           .part = p->parts};
-        p->parts += blocks * p->kv * p->group;
-        for (int64_t i = 0; i < blocks; i++, p->units++)
-            unit[2 * p->units] = r, unit[2 * p->units + 1] = i;
-    }
-}
 
 /* Pick a token of a row of logits; gives 0 where there is none. */
 static int64_t pick_token(const Levels *l, int64_t row, int64_t at) {
@@ -65,7 +49,8 @@ static int64_t pick_token(const Levels *l, int64_t row, int64_t at) {
 int64_t outpace_levels(Levels *l) {
     Program *p = l->program;
     for (int64_t level = 0, at = 0; level < l->levels; level++) {
-        for (int64_t i = 0; i < l->passes; i++) see_rows(l, (Pass *)p->pass[i], l->window[i]);
+        for (int64_t i = 0; i < l->passes; i++)
+            outpace_see((Pass *)p->pass[i], l->look, l->rows, l->look, l->rows, l->window[i], 1);
         outpace_run(p);
         p->ids = l->found + at;
         for (int64_t row = 0; row < l->rows; row++, at++)
@@ -75,7 +60,7 @@ int64_t outpace_levels(Levels *l) {
             buffer[l->lent] = buffer[l->given];
             buffer[l->given] += l->bytes;
         }
-        for (int64_t row = 0; row < l->rows; row++) l->place[2 * row + 1]++, l->position[row]++;
+        for (int64_t row = 0; row < l->rows; row++) l->look[row].stored++, l->position[row]++;
     }
     return l->levels;
 }

@@ -34,8 +34,10 @@ from outpace.models.views import Choice, KVView
 
 BLOCK = 128
 """Positions of a unit of work."""
-CHUNK, _CHOICE = 12, 18
-"""Numbers of a ``Chunk`` and of a ``Choice`` of attend.h."""
+_CHUNK, _CHOICE, _LOOK = 12, 18, 14
+"""Numbers of a ``Chunk`` and of a ``Choice`` of attend.h, and of a ``Look`` of see.h."""
+_NO_VIEW, _NO_TREE = (0,) * 7, (0,) * 2
+"""Of those of a ``Look``."""
 _MOST, _WIDEST = 32, 256
 _ROWS = 24
 """Query rows of a unit that are aimed at: a key that was read serves them all."""
@@ -157,18 +159,9 @@ def views(
         windows: the distinct sliding windows of its layers.
         head: address of float32 [T, X, D], queries, keys and values of a layer.
     """
-    stores, place = (cache.key_store, cache.value_store), places(spans)
+    stores = cache.key_store, cache.value_store
     at, bfloat16 = out.data_ptr(), out.dtype == torch.bfloat16
-    return {window: View(head, at, bfloat16, stores, place, spans, shape, window) for window in windows}
-
-
-def places(spans: Iterable[Span]) -> array[int]:
-    """Slot and storage row of every row, one after the other."""
-    place = array("q")
-    for span in spans:
-        for row in span.stored:
-            place.extend((span.slot, row))
-    return place
+    return {window: View(head, at, bfloat16, stores, spans, shape, window) for window in windows}
 
 
 class View:
@@ -183,11 +176,11 @@ class View:
         out: int,
         bfloat16: bool,
         stores: tuple[Tensor, Tensor],
-        place: array[int],
         spans: Sequence[Span],
         shape: HeadShape,
         window: int | None,
         attending: Sequence[Span] | None = None,
+        levels: int = 0,
     ) -> None:
         """Look at all rows.
 
@@ -197,26 +190,33 @@ class View:
             window: of the layers that use it.
             attending: spans of the rows that attend; keys and values of the others are stored
                 only. None: all.
+            levels: that the rows, one per span, go down: there is room for all of them, and whoever runs
+                them looks.
         """
-        self._place = place
-        self._sight, self._path = array("q"), array("q")
-        for span in spans:
-            self._look(span, window)
-        self._chunk, self._unit, self._choice = array("q"), array("q"), array("q")
+        tall = 1 if levels else max(1, _ROWS // shape.group)
+        attending = spans if attending is None else attending
         self._held: list[object] = []
-        parts = 0
-        for span in spans if attending is None else attending:
-            view = span.view if window is None else None
-            copies = (0, 0)
-            if view is not None and view.copies is not None:
-                self._held += (kept := view.copies.room(stores[0]))
-                copies = kept[0].data_ptr(), kept[1].data_ptr()
-            parts = self._cut(span, shape, parts, view, copies)
-            if view is not None and view.choice is not None:
-                self._choose(span, shape, view.choice, copies[1])
-        self._part = torch.empty(parts * (shape.width + 2))  # and the largest and the sum of each
-        part = self._part.data_ptr()
+        self._choice = array("q")
+        self.look = self._looks(spans, stores, window)
+        attends = self.look if attending is spans else self._looks(attending, stores, window)
+        for span in attending if window is None else ():
+            if span.view is not None and span.view.choice is not None:
+                self._choose(span, shape, span.view.choice, _copies(span.view, stores)[1])
+        rows = sum(len(span.stored) for span in spans)
+        paths = sum(len(span.stored) * len(span.parents) for span in spans if not span.chain)
+        chunks = units = 0
+        for span in attending:
+            cut = -(-len(span.stored) // tall)
+            stop = (span.stored.stop if span.chain else span.base + len(span.parents)) + levels
+            listed = 0 if span.view is None else span.view.row_LKN.shape[2]
+            chunks += cut
+            units += cut * (stop // BLOCK + listed // BLOCK + 2)
+        self._noted = array("q", bytes(8 * (6 * rows + _CHUNK * chunks + 2 * units + paths)))
         keys, values = stores
+        place = _address(self._noted)
+        sight = place + 16 * rows
+        chunk = sight + 32 * rows
+        unit = chunk + 8 * _CHUNK * chunks
         self.told = Told(
             kv=shape.kv,
             group=shape.group,
@@ -226,61 +226,55 @@ class View:
             value_stride=values.stride(1),
             bfloat16=bfloat16,
             half=keys.dtype == torch.bfloat16,
-            news=len(place) // 2,
-            units=len(self._unit) // 2,
-            chunks=len(self._chunk) // CHUNK,
-            parts=parts,
             choices=len(self._choice) // _CHOICE,
             head=head,
             out=out,
-            place=_address(place),
-            unit=_address(self._unit),
-            chunk=_address(self._chunk),
-            sight=_address(self._sight),
-            path=_address(self._path),
-            part=part,
-            tops=part + 4 * parts * shape.width,
+            place=place,
+            unit=unit,
+            chunk=chunk,
+            sight=sight,
+            path=unit + 16 * units,
             choice=_address(self._choice),
             scale=shape.scale / math.log(2),
         )
+        parts = units * shape.queries
+        if not levels:
+            code = library()
+            assert code is not None
+            at, count = _address(self.look), len(self.look) // _LOOK
+            code.outpace_see(
+                ctypes.addressof(self.told),
+                at,
+                count,
+                _address(attends),
+                len(attends) // _LOOK,
+                window or 0,
+                tall,
+            )
+            parts = self.told.parts
+        self._part = torch.empty(parts * (shape.width + 2))  # and the largest and the sum of each
+        self.told.part = self._part.data_ptr()
+        self.told.tops = self.told.part + 4 * parts * shape.width
 
-    def _look(self, span: Span, window: int | None) -> None:
-        """Note of every row the first position that it sees, up to where positions lie in order,
-        and the storage rows of those behind.
-        """
-        first = 0 if span.view is None else span.view.rule.start(span.base)
-        for row in span.stored:
-            position = span.base + span.depths[row - span.base]
-            low = first if window is None else max(0, position - window + 1)
-            dense, way = position + 1, list[int]()
-            if not span.chain:
-                dense, at = span.base, row - span.base
-                while at >= 0:
-                    way.append(span.base + at)
-                    at = span.parents[at]
-            self._sight.extend((low, dense, len(self._path), len(way)))
-            self._path.extend(reversed(way))
-
-    def _cut(
-        self, span: Span, shape: HeadShape, parts: int, view: KVView | None, copies: tuple[int, int]
-    ) -> int:
-        """Cut rows into chunks, and what they see into blocks; give the parts so far."""
-        count = max(1, _ROWS // shape.group)
-        listed, lists = 0, (0, 0, 0)
-        if view is not None:
-            listed, lists = view.row_LKN.shape[2], _list(view.row_LKN)
-            self._held.append(view.row_LKN)
-        for row in range(span.start, span.start + len(span.stored), count):
-            rows = min(count, span.start + len(span.stored) - row)
-            sights = [self._sight[4 * r : 4 * r + 4] for r in range(row, row + rows)]
-            first = min(low for low, *_ in sights) // BLOCK
-            stop = -(-max(dense + length for _, dense, _, length in sights) // BLOCK)
-            blocks = stop - first - (-listed // BLOCK)
-            for block in range(blocks):
-                self._unit.extend((len(self._chunk) // CHUNK, block))
-            self._chunk.extend((span.slot, row, rows, first, blocks, parts, listed, *lists, *copies))
-            parts += blocks * shape.queries * rows
-        return parts
+    def _looks(self, spans: Sequence[Span], stores: tuple[Tensor, Tensor], window: int | None) -> array[int]:
+        """``Look`` of see.h for every span."""
+        looks = array("q")
+        for span in spans:
+            stored, view = span.stored, span.view if window is None else None
+            looks.extend((span.slot, span.start, len(stored), stored.start, span.base))
+            if view is None:
+                looks.extend(_NO_VIEW)
+            else:
+                self._held.append(view)
+                looks.extend((view.rule.start(span.base), view.row_LKN.shape[2]))
+                looks.extend((*_list(view.row_LKN), *_copies(view, stores)))
+            if span.chain:
+                looks.extend(_NO_TREE)
+            else:
+                tree = array("q", span.parents), array("q", span.depths)
+                looks.extend(map(_address, tree))
+                self._held.append(tree)
+        return looks
 
     def _choose(self, span: Span, shape: HeadShape, choice: Choice, copied: int) -> None:
         """Have the first row of a span choose what follows the sinks."""
@@ -329,6 +323,14 @@ def tell(
     call.value_layer = values.stride(0) * values.element_size()
     call.heads, call.turned = shape.queries + 2 * shape.kv, shape.queries + shape.kv
     return seen, tables, told, turn, positions
+
+
+def _copies(view: KVView, stores: tuple[Tensor, Tensor]) -> tuple[int, int]:
+    """Addresses of what was chosen side by side, and of which blocks are there; the view holds them."""
+    if view.copies is None:
+        return 0, 0
+    kept, blocks = view.copies.room(stores[0])
+    return kept.data_ptr(), blocks.data_ptr()
 
 
 def _list(row_LKN: Tensor) -> tuple[int, int, int]:

@@ -11,7 +11,6 @@ Shape letters: B sequences, one row of each per level; L levels, D columns of lo
 from __future__ import annotations
 
 import ctypes
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from torch import Tensor
 
 from outpace.cache.dense import DenseCache
 from outpace.kernels.compiled import library
-from outpace.models.attention import HeadShape
-from outpace.models.fused import BLOCK, CHUNK, Told, tell
+from outpace.models.attention import HeadShape, Span
+from outpace.models.fused import View, tell
 from outpace.models.operations import Call
 from outpace.models.rope import Rotation
 
@@ -100,7 +99,7 @@ class _Levels(ctypes.Structure):
         *((name, ctypes.c_int64) for name in "logits width stride races".split()),
         *(
             (name, ctypes.c_void_p)
-            for name in "window place position column temperature coin key found prob law".split()
+            for name in "window look position column temperature coin key found prob law".split()
         ),
     ]
 
@@ -114,14 +113,15 @@ def run_levels(level: Level, start: Start, picks: Picks, id_D: Tensor | None, wi
     """
     code, call, rows, levels = library(), level.call, len(start.slot_B), picks.levels
     assert code is not None and (id_D is None or id_D.is_contiguous())
-    place, position = array("q"), array("q", start.position_B)
-    for pair in zip(start.slot_B, start.row_B, strict=True):
-        place.extend(pair)
-    blocks = sum((row + levels) // BLOCK + 1 for row in start.row_B)
+    position = array("q", start.position_B)
+    spans = [
+        Span(slot, i, range(row, row + 1), 0, (), (), True)
+        for i, (slot, row) in enumerate(zip(start.slot_B, start.row_B, strict=True))
+    ]
     head, out = level.address[level.head] or 0, level.address[level.out] or 0
     stores = start.cache.key_store, start.cache.value_store
-    seen = [_sight(stores, level.heads, head, out, place, blocks) for _ in level.windows]
-    last, told = max(position) + levels - 1, [one for one, _ in seen]
+    seen = [View(head, out, False, stores, spans, level.heads, one, levels=levels) for one in level.windows]
+    last, told = max(position) + levels - 1, [view.told for view in seen]
     held = tell(call, level.heads, start.cache, told, level.turns, position, last)
     ids, found = array("q", start.id_B), array("q", bytes(8 * levels * rows))
     window = array("q", [one or 0 for one in level.windows])
@@ -142,7 +142,7 @@ def run_levels(level: Level, start: Start, picks: Picks, id_D: Tensor | None, wi
         stride=level.columns,
         races=picks.key_LB is not None,
         window=window.buffer_info()[0],
-        place=place.buffer_info()[0],
+        look=seen[0].look.buffer_info()[0],
         position=position.buffer_info()[0],
         column=None if id_D is None else id_D.data_ptr(),
         temperature=temperature.buffer_info()[0],
@@ -155,39 +155,3 @@ def run_levels(level: Level, start: Start, picks: Picks, id_D: Tensor | None, wi
     done = code.outpace_levels(ctypes.byref(whole))
     del held, seen
     return Found(done, found, prob, law_LBD)
-
-
-def _sight(
-    stores: tuple[Tensor, Tensor], heads: HeadShape, head: int, out: int, place: array[int], blocks: int
-) -> tuple[Told, object]:
-    """What a row per sequence sees, to be filled in level by level, and the memory that it needs.
-
-    Args:
-        blocks: most of them in a level.
-    """
-    rows, parts = len(place) // 2, blocks * heads.queries
-    noted = array("q", bytes(8 * ((4 + CHUNK) * rows + 2 * blocks)))
-    summed = torch.empty(parts * (heads.width + 2))
-    (keys, values), sight, part = stores, noted.buffer_info()[0], summed.data_ptr()
-    told = Told(
-        kv=heads.kv,
-        group=heads.group,
-        width=heads.width,
-        capacity=keys.shape[4],
-        key_stride=keys.stride(1),
-        value_stride=values.stride(1),
-        bfloat16=False,
-        half=keys.dtype == torch.bfloat16,
-        news=rows,
-        chunks=rows,
-        head=head,
-        out=out,
-        place=place.buffer_info()[0],
-        sight=sight,
-        chunk=sight + 8 * 4 * rows,
-        unit=sight + 8 * (4 + CHUNK) * rows,
-        part=part,
-        tops=part + 4 * parts * heads.width,
-        scale=heads.scale / math.log(2),
-    )
-    return told, (noted, summed)

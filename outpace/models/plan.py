@@ -26,7 +26,7 @@ from outpace.kernels.compiled import LANES, library
 from outpace.models import operations as kinds
 from outpace.models.attention import HeadShape, Span
 from outpace.models.blocks import Block
-from outpace.models.fused import View, fits, places, tell
+from outpace.models.fused import View, fits, tell
 from outpace.models.levels import Found, Level, Picks, Start, run_levels
 from outpace.models.operations import NONE, Call, Op
 from outpace.models.packed import Linear
@@ -391,9 +391,7 @@ class Plan:
         assert self._attended is not None and heads is not None and rotation is not None
         head, out = (rows.buffer for rows in self._attended)
         stores, spans = (seen.cache.key_store, seen.cache.value_store), seen.spans
-        view = View(
-            at[head], at[out], False, stores, places(spans), spans, heads, self._window, seen.attending
-        )
+        view = View(at[head], at[out], False, stores, spans, heads, self._window, seen.attending)
         last = max(seen.positions)
         held = tell(call, heads, seen.cache, [view.told], [rotation], seen.positions, last)
         code.outpace_run(ctypes.byref(call))
