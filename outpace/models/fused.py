@@ -20,7 +20,7 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ _CHUNK, _CHOICE, _LOOK = 12, 18, 14
 _NO_VIEW, _NO_TREE = (0,) * 7, (0,) * 2
 """Of those of a ``Look``."""
 _MOST, _WIDEST = 32, 256
+_KEPT = 1 << 20
+"""Numbers of memory more than a pass needs, with which it is kept."""
 _ROWS = 24
 """Query rows of a unit that are aimed at: a key that was read serves them all."""
 
@@ -102,14 +104,15 @@ class FusedAttention:
             self.head_TXD[:, : queries + kv].view(rows, queries + kv, width // 2, 2)
         )
         self._out = torch.zeros(rows, queries * width, dtype=dtype)
-        self._stores = cache.key_store, cache.value_store
-        self._passes = views(cache, spans, shape, windows, self.head_TXD.data_ptr(), self._out)
+        self._layout = cache.layout
+        self._views = {window: View(shape, window, dtype == torch.bfloat16) for window in windows}
+        for view in self._views.values():
+            view.look(cache, spans, self.head_TXD.data_ptr(), self._out.data_ptr())
 
     def __call__(self, layer: int, window: int | None) -> Tensor:
         """Store keys and values, attend; as ``Attention.__call__``."""
-        at = [store.data_ptr() for store in self._stores]
-        steps = [store.stride(0) * store.element_size() for store in self._stores]
-        self._attend(ctypes.byref(self._passes[window].told), layer, *at, *steps, self._threads)
+        at, steps = self._layout[:2], self._layout[2:4]
+        self._attend(ctypes.byref(self._views[window].told), layer, *at, *steps, self._threads)
         return self._out
 
 
@@ -143,131 +146,116 @@ class Told(ctypes.Structure):
     ]
 
 
-def views(
-    cache: DenseCache,
-    spans: Sequence[Span],
-    shape: HeadShape,
-    windows: Iterable[int | None],
-    head: int,
-    out: Tensor,
-) -> dict[int | None, View]:
-    """What the rows of a pass see, by window.
-
-    Args:
-        cache: keys and values; room for the rows is reserved already.
-        spans: rows of the pass, in order, without gaps.
-        windows: the distinct sliding windows of its layers.
-        head: address of float32 [T, X, D], queries, keys and values of a layer.
-    """
-    stores = cache.key_store, cache.value_store
-    at, bfloat16 = out.data_ptr(), out.dtype == torch.bfloat16
-    return {window: View(head, at, bfloat16, stores, spans, shape, window) for window in windows}
-
-
 class View:
     """What the rows of a pass see through one window, cut into units of work.
 
-    It holds the memory that ``told`` points to.
+    It holds the memory that ``told`` points to, and serves one pass after another.
+
+    Args:
+        window: of the layers that use it.
+        bfloat16: whether results are of that type, or float32.
     """
 
-    def __init__(
+    def __init__(self, shape: HeadShape, window: int | None, bfloat16: bool = False) -> None:
+        self._shape, self._window = shape, window
+        self.told = Told(
+            kv=shape.kv,
+            group=shape.group,
+            width=shape.width,
+            bfloat16=bfloat16,
+            scale=shape.scale / math.log(2),
+        )
+        self.looks = array("q")
+        self._noted, self._choice, self._part = array("q"), array("q"), torch.empty(0)
+        self._held: list[object] = []
+
+    def look(
         self,
+        cache: DenseCache,
+        spans: Sequence[Span],
         head: int,
         out: int,
-        bfloat16: bool,
-        stores: tuple[Tensor, Tensor],
-        spans: Sequence[Span],
-        shape: HeadShape,
-        window: int | None,
         attending: Sequence[Span] | None = None,
         levels: int = 0,
     ) -> None:
-        """Look at all rows.
+        """Look at the rows of a pass.
 
         Args:
-            bfloat16: whether they are of that type, or float32.
-            stores: keys and values of the cache.
-            window: of the layers that use it.
+            cache: keys and values; room for the rows is reserved already.
+            spans: rows of the pass, in order, without gaps.
+            head: address of float32 [T, X, D], queries, keys and values of a layer.
+            out: address of what attention gives.
             attending: spans of the rows that attend; keys and values of the others are stored
                 only. None: all.
             levels: that the rows, one per span, go down: there is room for all of them, and whoever runs
                 them looks.
         """
+        shape, told = self._shape, self.told
+        self._held, layout = [], cache.layout
         tall = 1 if levels else max(1, _ROWS // shape.group)
         attending = spans if attending is None else attending
-        self._held: list[object] = []
-        self._choice = array("q")
-        self.look = self._looks(spans, stores, window)
-        attends = self.look if attending is spans else self._looks(attending, stores, window)
-        for span in attending if window is None else ():
-            if span.view is not None and span.view.choice is not None:
-                self._choose(span, shape, span.view.choice, _copies(span.view, stores)[1])
-        rows = sum(len(span.stored) for span in spans)
-        paths = sum(len(span.stored) * len(span.parents) for span in spans if not span.chain)
-        chunks = units = 0
+        self.looks = attends = self._looks(spans, cache)
+        if attending is not spans:
+            attends = self._looks(attending, cache)
+        rows = paths = chunks = units = 0
+        for span in spans:
+            rows += len(span.stored)
+            if not span.chain:
+                paths += len(span.stored) * len(span.parents)
         for span in attending:
-            cut = -(-len(span.stored) // tall)
-            stop = (span.stored.stop if span.chain else span.base + len(span.parents)) + levels
+            cut, stop = -(-len(span.stored) // tall), span.stored.stop + levels
+            if not span.chain:
+                stop = span.base + len(span.parents)
             listed = 0 if span.view is None else span.view.row_LKN.shape[2]
             chunks += cut
             units += cut * (stop // BLOCK + listed // BLOCK + 2)
-        self._noted = array("q", bytes(8 * (6 * rows + _CHUNK * chunks + 2 * units + paths)))
-        keys, values = stores
-        place = _address(self._noted)
-        sight = place + 16 * rows
-        chunk = sight + 32 * rows
-        unit = chunk + 8 * _CHUNK * chunks
-        self.told = Told(
-            kv=shape.kv,
-            group=shape.group,
-            width=shape.width,
-            capacity=keys.shape[4],
-            key_stride=keys.stride(1),
-            value_stride=values.stride(1),
-            bfloat16=bfloat16,
-            half=keys.dtype == torch.bfloat16,
-            choices=len(self._choice) // _CHOICE,
-            head=head,
-            out=out,
-            place=place,
-            unit=unit,
-            chunk=chunk,
-            sight=sight,
-            path=unit + 16 * units,
-            choice=_address(self._choice),
-            scale=shape.scale / math.log(2),
-        )
+        room = 6 * rows + _CHUNK * chunks + 2 * units + paths
+        if not room <= len(self._noted) <= room + _KEPT:
+            self._noted = array("q", bytes(8 * room))
+        told.capacity, told.half = layout.capacity, layout.half
+        told.key_stride, told.value_stride = layout.key_stride, layout.value_stride
+        told.head, told.out = head, out
+        told.place = _address(self._noted)
+        told.sight = told.place + 16 * rows
+        told.chunk = told.sight + 32 * rows
+        told.unit = told.chunk + 8 * _CHUNK * chunks
+        told.path = told.unit + 16 * units
+        self._choices(cache, attending)
         parts = units * shape.queries
         if not levels:
             code = library()
             assert code is not None
-            at, count = _address(self.look), len(self.look) // _LOOK
-            code.outpace_see(
-                ctypes.addressof(self.told),
-                at,
-                count,
-                _address(attends),
-                len(attends) // _LOOK,
-                window or 0,
-                tall,
-            )
-            parts = self.told.parts
-        self._part = torch.empty(parts * (shape.width + 2))  # and the largest and the sum of each
-        self.told.part = self._part.data_ptr()
-        self.told.tops = self.told.part + 4 * parts * shape.width
+            all_rows = _address(self.looks), len(self.looks) // _LOOK
+            some_rows = _address(attends), len(attends) // _LOOK
+            code.outpace_see(ctypes.addressof(told), *all_rows, *some_rows, self._window or 0, tall)
+            parts = told.parts
+        room = parts * (shape.width + 2)  # and the largest and the sum of each
+        if not room <= len(self._part) <= room + _KEPT:
+            self._part = torch.empty(room)
+        told.part = self._part.data_ptr()
+        told.tops = told.part + 4 * parts * shape.width
 
-    def _looks(self, spans: Sequence[Span], stores: tuple[Tensor, Tensor], window: int | None) -> array[int]:
+    def _choices(self, cache: DenseCache, attending: Sequence[Span]) -> None:
+        """Have spans choose which rows they see, where a view asks for that."""
+        self._choice = array("q")
+        for span in attending if self._window is None else ():
+            if span.view is not None and span.view.choice is not None:
+                self._choose(span, span.view.choice, _copies(span.view, cache)[1])
+        self.told.choices = len(self._choice) // _CHOICE
+        self.told.choice = _address(self._choice)
+
+    def _looks(self, spans: Sequence[Span], cache: DenseCache) -> array[int]:
         """``Look`` of see.h for every span."""
         looks = array("q")
         for span in spans:
-            stored, view = span.stored, span.view if window is None else None
+            stored, view = span.stored, span.view if self._window is None else None
             looks.extend((span.slot, span.start, len(stored), stored.start, span.base))
             if view is None:
                 looks.extend(_NO_VIEW)
             else:
                 self._held.append(view)
                 looks.extend((view.rule.start(span.base), view.row_LKN.shape[2]))
-                looks.extend((*_list(view.row_LKN), *_copies(view, stores)))
+                looks.extend((*_list(view.row_LKN), *_copies(view, cache)))
             if span.chain:
                 looks.extend(_NO_TREE)
             else:
@@ -276,8 +264,9 @@ class View:
                 self._held.append(tree)
         return looks
 
-    def _choose(self, span: Span, shape: HeadShape, choice: Choice, copied: int) -> None:
+    def _choose(self, span: Span, choice: Choice, copied: int) -> None:
         """Have the first row of a span choose what follows the sinks."""
+        shape = self._shape
         rule, low, high = choice.rule, choice.rule.sinks, choice.rule.start(span.base)
         position = span.positions[0]
         turn_PE = choice.rotation.table(position + 1)
@@ -317,19 +306,18 @@ def tell(
     turn = (ctypes.c_void_p * len(tables))(*(table.data_ptr() for table in tables))
     call.positions = positions.buffer_info()[0]
     call.pass_, call.turn = ctypes.addressof(told), ctypes.addressof(turn)
-    keys, values = cache.key_store, cache.value_store
-    call.keys, call.values = keys.data_ptr(), values.data_ptr()
-    call.key_layer = keys.stride(0) * keys.element_size()
-    call.value_layer = values.stride(0) * values.element_size()
+    layout = cache.layout
+    call.keys, call.values = layout.keys, layout.values
+    call.key_layer, call.value_layer = layout.key_layer, layout.value_layer
     call.heads, call.turned = shape.queries + 2 * shape.kv, shape.queries + shape.kv
     return seen, tables, told, turn, positions
 
 
-def _copies(view: KVView, stores: tuple[Tensor, Tensor]) -> tuple[int, int]:
+def _copies(view: KVView, cache: DenseCache) -> tuple[int, int]:
     """Addresses of what was chosen side by side, and of which blocks are there; the view holds them."""
     if view.copies is None:
         return 0, 0
-    kept, blocks = view.copies.room(stores[0])
+    kept, blocks = view.copies.room(cache.key_store)
     return kept.data_ptr(), blocks.data_ptr()
 
 

@@ -84,8 +84,9 @@ class Level:
     columns: int
     """Numbers of a row of logits."""
     heads: HeadShape
+    views: Sequence[View]
+    """One per window, as its operations number them."""
     windows: Sequence[int | None]
-    """Those that its operations number."""
     turns: Sequence[Rotation]
     """Rotary tables, likewise."""
 
@@ -119,9 +120,9 @@ def run_levels(level: Level, start: Start, picks: Picks, id_D: Tensor | None, wi
         for i, (slot, row) in enumerate(zip(start.slot_B, start.row_B, strict=True))
     ]
     head, out = level.address[level.head] or 0, level.address[level.out] or 0
-    stores = start.cache.key_store, start.cache.value_store
-    seen = [View(head, out, False, stores, spans, level.heads, one, levels=levels) for one in level.windows]
-    last, told = max(position) + levels - 1, [view.told for view in seen]
+    for view in level.views:
+        view.look(start.cache, spans, head, out, levels=levels)
+    last, told = max(position) + levels - 1, [view.told for view in level.views]
     held = tell(call, level.heads, start.cache, told, level.turns, position, last)
     ids, found = array("q", start.id_B), array("q", bytes(8 * levels * rows))
     window = array("q", [one or 0 for one in level.windows])
@@ -131,7 +132,7 @@ def run_levels(level: Level, start: Start, picks: Picks, id_D: Tensor | None, wi
     call.ids = ids.buffer_info()[0]
     whole = _Levels(
         program=ctypes.addressof(call),
-        passes=len(seen),
+        passes=len(told),
         rows=rows,
         levels=levels,
         lent=level.lent,
@@ -142,7 +143,7 @@ def run_levels(level: Level, start: Start, picks: Picks, id_D: Tensor | None, wi
         stride=level.columns,
         races=picks.key_LB is not None,
         window=window.buffer_info()[0],
-        look=seen[0].look.buffer_info()[0],
+        look=level.views[0].looks.buffer_info()[0],
         position=position.buffer_info()[0],
         column=None if id_D is None else id_D.data_ptr(),
         temperature=temperature.buffer_info()[0],
@@ -153,5 +154,5 @@ def run_levels(level: Level, start: Start, picks: Picks, id_D: Tensor | None, wi
         law=None if law_LBD is None else law_LBD.data_ptr(),
     )
     done = code.outpace_levels(ctypes.byref(whole))
-    del held, seen
+    del held
     return Found(done, found, prob, law_LBD)

@@ -31,6 +31,7 @@ from outpace.models.levels import Found, Level, Picks, Start, run_levels
 from outpace.models.operations import NONE, Call, Op
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
+from outpace.models.room import Lasting
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import KINDS, Norm
 
@@ -123,6 +124,8 @@ class Plan:
         """How many ids have vectors."""
         self._layouts: dict[tuple[int, ...], tuple[int, list[tuple[int, int]]]] = {}
         self._kept = _NOTHING
+        self._view: View | None = None
+        self._lasting: Lasting | None = None
 
     # ---- rows ----
 
@@ -294,8 +297,9 @@ class Plan:
         held = [one.to(torch.float32).contiguous() for one in lent]
         for rows, one in zip(self._lent, held, strict=True):
             assert one.shape == (counts[rows.count], rows.width), (one.shape, counts, rows)
-        with torch.inference_mode(False):
-            given = [torch.empty(counts[rows.count], rows.width) for rows in self._given]
+        lasting, self._lasting = self._lasting or Lasting(), None
+        given = [lasting.rows(counts[rows.count], rows.width) for rows in self._given]
+        self._lasting = lasting
         memory, at = self._placed(counts, held, given)
         self._check(ids)
         address = (ctypes.c_void_p * len(at))(*at)
@@ -330,6 +334,7 @@ class Plan:
         self._check(start.id_B)
         out_TH, logits_BD = torch.empty(picks.levels * rows, width), torch.empty(rows, logits.width)
         memory, at = self._placed((rows, rows), [given_BH], [out_TH, logits_BD])
+        view, self._view = self._view or View(self._heads, self._window), None
         address = (ctypes.c_void_p * len(at))(*at)
         picked, rows_C = array("q", range(rows)), (ctypes.c_int64 * 2)(rows, rows)
         level = Level(
@@ -343,11 +348,13 @@ class Plan:
             logits=logits.buffer,
             columns=logits.width,
             heads=self._heads,
+            views=[view],
             windows=[self._window],
             turns=[self._rotation],
         )
         found = run_levels(level, start, picks, id_D, logits.width)
         self._keep(memory)
+        self._view = view
         return found, out_TH[: found.levels * rows]
 
     def _placed(
@@ -389,13 +396,14 @@ class Plan:
         """Run a list with attention in it."""
         heads, rotation = self._heads, self._rotation
         assert self._attended is not None and heads is not None and rotation is not None
-        head, out = (rows.buffer for rows in self._attended)
-        stores, spans = (seen.cache.key_store, seen.cache.value_store), seen.spans
-        view = View(at[head], at[out], False, stores, spans, heads, self._window, seen.attending)
+        head, out = (at[rows.buffer] for rows in self._attended)
+        view, self._view = self._view or View(heads, self._window), None
+        view.look(seen.cache, seen.spans, head, out, seen.attending)
         last = max(seen.positions)
         held = tell(call, heads, seen.cache, [view.told], [rotation], seen.positions, last)
         code.outpace_run(ctypes.byref(call))
         del held
+        self._view = view
 
     def _keep(self, memory: Tensor) -> None:
         self._kept = memory if len(memory) <= _KEPT else self._kept

@@ -30,7 +30,7 @@ from outpace.kernels.compiled import LANES, library
 from outpace.models.attention import HeadShape, Span
 from outpace.models.blocks import Block, Ends
 from outpace.models.families import DecoderConfig
-from outpace.models.fused import fits, tell, views
+from outpace.models.fused import View, fits, tell
 from outpace.models.operations import (
     ADD,
     ATTEND,
@@ -48,7 +48,7 @@ from outpace.models.operations import (
 )
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
-from outpace.models.room import Room
+from outpace.models.room import Lasting, Room
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import KINDS, Norm
 from outpace.models.taps import spread
@@ -150,9 +150,9 @@ class Programs:
             headed: how many of the rows picked have logits: the first ones.
         """
         logits_TV = self._room.rows(headed, self._ends.head.outputs)
-        if not (taps or rows.riders or rows.levels):
+        if not (rows.riders or rows.levels):
             return self._whole(rows, cache, depth, taps, embed, logits_TV)
-        # Features are ordinary tensors also where inference mode is on: they outlive a pass.
+        # What is found of these is ordinary also where inference mode is on, as features are.
         with torch.inference_mode(False), torch.no_grad():
             return self._whole(rows, cache, depth, taps, embed, logits_TV)
 
@@ -168,7 +168,7 @@ class Programs:
         seen: dict[str, Tensor] = {}
         way = _Way(cache, taps, array("q", [*rows.wanted, *rows.riders]), array("q", rows.ids), seen)
         counts = len(rows.ids), len(way.picked), len(logits_TV)
-        buffers = self._free.pop() if self._free else _Buffers(self._config, self._shape)
+        buffers = self._free.pop() if self._free else _Buffers(self._config, self._shape, self._windows)
         if counts[0] > buffers.most:
             buffers.fit(counts[0], [*(one for b in self._blocks for one in b.linears), self._ends.head])
         found = (ctypes.c_double * (2 * counts[2]))()
@@ -224,7 +224,7 @@ class Programs:
 
     def through(self, x_TH: Tensor, layers: range, spans: list[Span], cache: DenseCache) -> None:
         """Run rows through some layers, in place."""
-        buffers = self._free.pop() if self._free else _Buffers(self._config, self._shape)
+        buffers = self._free.pop() if self._free else _Buffers(self._config, self._shape, self._windows)
         if len(x_TH) > buffers.most:
             buffers.fit(len(x_TH), [*(one for b in self._blocks for one in b.linears), self._ends.head])
         stream_TH = buffers.lent[_STREAM]
@@ -239,7 +239,7 @@ class Programs:
     ) -> None:
         """Run the operations of a list on rows of the stream."""
         for i, name in enumerate(listed.taps):
-            way.seen[name] = torch.empty(counts[0], self._config.hidden_size)
+            way.seen[name] = buffers.lasting.rows(counts[0], self._config.hidden_size)
             buffers.lend(_TAP + i, way.seen[name])
         rows = (ctypes.c_int64 * 3)(*counts)
         call = Call(
@@ -254,11 +254,13 @@ class Programs:
         held: object = None
         if spans:
             shape, cache = self._shape, way.cache
-            head, out = buffers.lent[_HEADS].data_ptr(), buffers.lent[_ATTENDED]
-            given = views(cache, spans, shape, self._windows, head, out)
-            seen_by = [given[window].told for window in self._windows]
+            head, out = buffers.address[_HEADS], buffers.address[_ATTENDED]
+            assert head is not None and out is not None
+            for view in buffers.views:
+                view.look(cache, spans, head, out)
+            told = [view.told for view in buffers.views]
             positions = array("q", (position for span in spans for position in span.positions))
-            held = given, tell(call, shape, cache, seen_by, self._turns, positions, max(positions))
+            held = tell(call, shape, cache, told, self._turns, positions, max(positions))
         self._run(ctypes.byref(call))
         del held
 
@@ -376,7 +378,7 @@ class _Lister:
 class _Buffers:
     """Memory of a pass, and the addresses of it and of what is lent to it."""
 
-    def __init__(self, config: DecoderConfig, shape: HeadShape) -> None:
+    def __init__(self, config: DecoderConfig, shape: HeadShape, windows: Sequence[int | None]) -> None:
         hidden, head = config.hidden_size, shape.width * (shape.queries + 2 * shape.kv)
         self._widths = {
             _STREAM: hidden,
@@ -389,6 +391,8 @@ class _Buffers:
             _PICKED: hidden,
             _LAST: hidden,
         }
+        self.views = [View(shape, window) for window in windows]
+        self.lasting = Lasting()
         self.most = 0
         """Rows that there is room for."""
         self.lent: dict[int, Tensor] = {}
