@@ -281,7 +281,7 @@ class Warp:
         ids = id_V if self._allow_K is None else self._allow_K.to(on)
         edited_S = full_V if ids is None else full_V[ids]
         if drafting and not bool((edited_S > -math.inf).any()):
-            # No column may be generated. Any distribution is right for a draft: the target refuses what it gives.
+            # No column may be generated. Any distribution is right: the target refuses what it gives.
             return x_V, id_V
         return edited_S, ids
 

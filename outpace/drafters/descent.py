@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from outpace.cache.dense import DenseCache
 from outpace.coins import KeyedCoins
-from outpace.models.levels import Found, Picks
+from outpace.models.levels import Found, Picks, Start
 from outpace.tree.growth import Branch, DraftRow, Level
 from outpace.types import Drawn, Law
 
@@ -42,6 +43,37 @@ def picked(rows: Sequence[DraftRow[Any]], branches: Sequence[Branch[Any]], level
         return Picks(levels=levels, temperature_B=temperature_B, key_LB=keys)
     coin_LB = [0.0 if coins is None else coins.uniform(node, 0) for coins, node in nodes_LB] if races else ()
     return Picks(levels=levels, temperature_B=temperature_B, coin_LB=coin_LB)
+
+
+def start_of(
+    cache: DenseCache, branches: Sequence[Branch[Any]], levels: int, offset_B: Sequence[int]
+) -> Start:
+    """The first rows of levels, for which room is made.
+
+    Args:
+        offset_B: positions of the first rows of the slots.
+    """
+    slot_B = [branch.state.slot for branch in branches]
+    row_B = [cache.scratch(slot, levels).start for slot in slot_B]
+    return Start(
+        cache=cache,
+        slot_B=slot_B,
+        row_B=row_B,
+        position_B=[row + offset for row, offset in zip(row_B, offset_B, strict=True)],
+        id_B=[branch.token_N[branch.nodes[0]] for branch in branches],
+    )
+
+
+def note(cache: DenseCache, branches: Sequence[Branch[Any]], found: Found) -> None:
+    """Number the rows of levels as those of passes are, and put them into the tails of their slots."""
+    count, levels = len(branches), found.levels
+    for i, branch in enumerate(branches):
+        state, node = branch.state, branch.nodes[0]
+        tokens = [branch.token_N[node], *found.token_LB[i : levels * count : count]]
+        at = len(state.row) - 1 + state.lead
+        parents = [state.row[branch.parent_N[node]], *range(at, at + levels)]
+        cache.append(state.slot, tokens[:levels], parents[:levels])
+        state.row |= {node + level: at + level for level in range(levels)}
 
 
 def levels_of(found: Found, count: int, id_D: Tensor | None) -> list[Level]:

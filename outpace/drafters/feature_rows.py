@@ -27,7 +27,7 @@ from torch import Tensor
 
 from outpace.cache.dense import DenseCache
 from outpace.drafters.base import Traits
-from outpace.drafters.descent import levels_of, picked
+from outpace.drafters.descent import levels_of, note, picked, start_of
 from outpace.drafters.features import FeatureDrafter, Followed
 from outpace.models.base import HEAD, TAPS
 from outpace.models.levels import Found, Picks, Start
@@ -155,21 +155,17 @@ class RowDrafter(FeatureDrafter[RowState]):
         picks = picked(rows, branches, levels)
         if picks is None:
             return ()
-        states = [branch.state for branch in branches]
-        row_B = [self.cache.scratch(state.slot, levels).start for state in states]
-        start = Start(
-            cache=self.cache,
-            slot_B=[state.slot for state in states],
-            row_B=row_B,
-            position_B=[(state.start or 0) + row for state, row in zip(states, row_B, strict=True)],
-            id_B=[branch.token_N[-1] for branch in branches],
-        )
+        start = start_of(self.cache, branches, levels, _starts(branches))
         with self.clock:
             given_BH = self._given([branch.state.out[branch.parent_N[-1]] for branch in branches])
             ran = self.net.descend(start, picks, given_BH, self._id_D)
         found, out_TH = ran or (Found(0), given_BH[:0])
         self.clock.count += found.levels - 1
-        self._note(branches, found)
+        note(self.cache, branches, found)
+        seen, count = sum(map(len, self._outs)), len(branches)
+        for i, branch in enumerate(branches):
+            node = branch.nodes[0]
+            branch.state.out |= {node + level: seen + level * count + i for level in range(found.levels)}
         self._outs.append(out_TH)
         return levels_of(found, len(rows), self._id_D)
 
@@ -180,19 +176,6 @@ class RowDrafter(FeatureDrafter[RowState]):
             return last
         self._outs = [torch.cat(self._outs)]
         return self._outs[0].index_select(0, torch.tensor(rows, device=self.net.device))
-
-    def _note(self, branches: Sequence[Branch[RowState]], found: Found) -> None:
-        """Number the rows of levels as those of passes are, and put them into the tails of their slots."""
-        seen, count = sum(map(len, self._outs)), len(branches)
-        for i, branch in enumerate(branches):
-            state, node = branch.state, branch.nodes[0]
-            tokens = [branch.token_N[node], *found.token_LB[i : count * (found.levels - 1) : count]]
-            at = len(state.row) - 1 + state.lead
-            parents = [state.row[branch.parent_N[node]], *range(at, at + found.levels - 1)]
-            self.cache.append(state.slot, tokens[: found.levels], parents[: found.levels])
-            for level in range(found.levels):
-                state.row[node + level] = at + level
-                state.out[node + level] = seen + level * count + i
 
     def _feed_waiting(self, branch: Branch[RowState]) -> Feed:
         """What the target computed since the last draft, the row of the pending token last."""
