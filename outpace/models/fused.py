@@ -215,11 +215,17 @@ class View:
         told.capacity, told.half = layout.capacity, layout.half
         told.key_stride, told.value_stride = layout.key_stride, layout.value_stride
         told.head, told.out = head, out
-        told.place = _address(self._noted)
-        told.sight = told.place + 16 * rows
-        told.chunk = told.sight + 32 * rows
-        told.unit = told.chunk + 8 * _CHUNK * chunks
-        told.path = told.unit + 16 * units
+        place = _address(self._noted)
+        sight = place + 16 * rows
+        chunk = sight + 32 * rows
+        unit = chunk + 8 * _CHUNK * chunks
+        told.place, told.sight, told.chunk, told.unit, told.path = (
+            place,
+            sight,
+            chunk,
+            unit,
+            unit + 16 * units,
+        )
         self._choices(cache, attending)
         parts = units * shape.queries
         if not levels:
@@ -232,8 +238,8 @@ class View:
         room = parts * (shape.width + 2)  # and the largest and the sum of each
         if not room <= len(self._part) <= room + _KEPT:
             self._part = torch.empty(room)
-        told.part = self._part.data_ptr()
-        told.tops = told.part + 4 * parts * shape.width
+        part = self._part.data_ptr()
+        told.part, told.tops = part, part + 4 * parts * shape.width
 
     def _choices(self, cache: DenseCache, attending: Sequence[Span]) -> None:
         """Have spans choose which rows they see, where a view asks for that."""
