@@ -96,9 +96,12 @@ class KeyedCoins(Coins):
     def race(self, law: Law, depth: int, count: int = 1) -> list[int]:
         if len(law.prob_S) == 1:
             return [int(law.ids[0])]
-        key = _mix(_mix(self._seed, Stream.RACE), self._position + depth)
-        order = draws.race(law.prob_S, law.id_S, key, count)
+        order = draws.race(law.prob_S, law.id_S, self.race_key(depth), count)
         return order if law.id_S is None else [int(law.id_S[i]) for i in order]
+
+    def race_key(self, depth: int) -> int:
+        """What names the noise of a race."""
+        return _mix(_mix(self._seed, Stream.RACE), self._position + depth)
 
 
 def later_seed(seed: int, turn: int) -> int:

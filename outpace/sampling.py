@@ -3,8 +3,7 @@
 The order of the processors is that of transformers, and of vLLM but for min-p:
 
 1. logit bias, then allowed and banned tokens, grammar, min_tokens: what may be generated at all;
-2. repetition, then presence and frequency penalties: they read the model's own scale, so they
-   come before
+2. repetition, then presence and frequency penalties: they read the model's own scale, so they come before
    processors of the user's own, and these before
 3. temperature;
 4. top-k, top-p, min-p, each on the distribution that the one before it left: they speak of the
@@ -75,6 +74,9 @@ class Warp:
         self._top_p = params.top_p or 1.0
         self._min_p = params.min_p or 0.0
         self._repetition = params.repetition_penalty or 1.0
+        whole = not self._top_k and self._top_p >= 1 and not self._min_p
+        self.temperature = self._temperature if whole else None
+        """Of the softmax of scores; None where it is truncated."""
         self.greedy = self._temperature < _GREEDY_BELOW
         """Whether every distribution is one-hot."""
         ends = params.end_ids(eos_ids) if params.min_tokens else frozenset()
@@ -110,7 +112,12 @@ class Warp:
     @property
     def plain(self) -> bool:
         """Whether the distribution of every row from now on is the argmax of its raw logits."""
-        return self.greedy and self._matcher is None and not self._edits(0)
+        return self.greedy and self.raw
+
+    @property
+    def raw(self) -> bool:
+        """Whether every distribution from now on is a softmax of raw logits, but for its truncation."""
+        return self._matcher is None and not self._edits(0)
 
     @property
     def ruled(self) -> bool:
@@ -274,8 +281,7 @@ class Warp:
         ids = id_V if self._allow_K is None else self._allow_K.to(on)
         edited_S = full_V if ids is None else full_V[ids]
         if drafting and not bool((edited_S > -math.inf).any()):
-            # No column of the draft vocabulary may be generated. Any distribution is right for a draft;
-            # the target will refuse what it gives.
+            # No column may be generated. Any distribution is right: the target refuses what it gives.
             return x_V, id_V
         return edited_S, ids
 

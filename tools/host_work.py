@@ -23,11 +23,12 @@ PROMPT = "Question: Tell me about the history of the city of Paris in some detai
 TOKENS, ROUNDS = 96, 4
 
 
-def timed(run: Callable[..., object], inside: list[float], *given: object) -> None:
+def timed(run: Callable[..., int], inside: list[float], *given: object) -> int:
     """Call compiled code, and add the seconds that it took."""
     began = time.perf_counter()
-    run(*given)
+    result = run(*given)
     inside[0] += time.perf_counter() - began
+    return result
 
 
 def main(methods: list[str]) -> None:
@@ -35,7 +36,7 @@ def main(methods: list[str]) -> None:
     code, inside = library(), [0.0]
     if code is None:
         sys.exit("passes are not compiled here")
-    for name in ("outpace_run", "outpace_product", "outpace_norm", "outpace_gate"):
+    for name in ("outpace_run", "outpace_levels", "outpace_product", "outpace_norm", "outpace_gate"):
         setattr(code, name, partial(timed, getattr(code, name), inside))
     for method in methods:
         engine = Engine.load("smollm2-135m", drafter=method)

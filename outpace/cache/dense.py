@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,19 @@ _LARGE = 1 << 20
 """Bytes from which on memory is asked for in whole pages of the system."""
 _MEMO = 256
 """Views remembered: making 30 of them takes as long as three products."""
+
+
+class Layout(NamedTuple):
+    """Where keys and values are, in bytes, and the steps between them, in numbers."""
+
+    keys: int
+    values: int
+    key_layer: int
+    value_layer: int
+    capacity: int
+    key_stride: int
+    value_stride: int
+    half: bool
 
 
 class DenseCache(KVCache):
@@ -51,6 +65,7 @@ class DenseCache(KVCache):
         """[L, S, K, D, C]. Rows never written are zero, hence finite."""
         self.value_store = torch.zeros(layers, 0, heads, 0, width, device=device, dtype=dtype)
         """[L, S, K, C, D]."""
+        self._layout: Layout | None = None
         self._views: dict[tuple[bool, int, int, int, int], list[Tensor]] = {}
 
     @property
@@ -66,6 +81,17 @@ class DenseCache(KVCache):
     def rows(self) -> int:
         """C: rows of a slot that are allocated."""
         return self.key_store.shape[4]
+
+    @property
+    def layout(self) -> Layout:
+        """For compiled code; valid until the cache grows."""
+        if self._layout is None:
+            keys, values = self.key_store, self.value_store
+            at, size = (keys.data_ptr(), values.data_ptr()), keys.element_size()
+            steps = keys.stride(0) * size, values.stride(0) * size
+            half = keys.dtype == torch.bfloat16
+            self._layout = Layout(*at, *steps, keys.shape[4], keys.stride(1), values.stride(1), half)
+        return self._layout
 
     @property
     def by_row(self) -> tuple[Tensor, Tensor]:
@@ -129,7 +155,7 @@ class DenseCache(KVCache):
             if number < self.room[0]
         }
         assert slots >= self.slots and rows >= max(used.values(), default=0), (slots, rows)
-        self._views = {}
+        self._views, self._layout = {}, None
         with torch.inference_mode(False):
             self.key_store = _resized(self.key_store, slots, rows, used, 4)
             self.value_store = _resized(self.value_store, slots, rows, used, 3)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outpace.clock import PassClock
 from outpace.models.base import Target
-from outpace.tree.growth import Branch, DraftRow, Expand, grow
+from outpace.tree.growth import Branch, DraftRow, Expand, Level, grow
 from outpace.types import Draft, Outcome, Scored
 
 S = TypeVar("S")
@@ -196,6 +196,19 @@ class ExpandingDrafter(Drafter[S]):
             setting, and ``id_D``, the target ids of the columns (None: they are the ids).
         """
 
+    def descend(
+        self, rows: Sequence[DraftRow[S]], branches: Sequence[Branch[S]], levels: int
+    ) -> Sequence[Level]:
+        """Go down several levels with one guess each, as ``expand`` and the draws would, in one call.
+
+        Args:
+            branches: as of ``expand``, of one node each.
+
+        Returns:
+            As many levels as it went down; none where it cannot.
+        """
+        return ()
+
     def estimate(self, branches: Sequence[Branch[S]]) -> Tensor:
         """How likely the nodes that were just expanded are accepted, given all above them.
 
@@ -224,7 +237,8 @@ class ExpandingDrafter(Drafter[S]):
         traits, alone = self.traits, self.between is None
         told = self.estimate if traits.estimates and alone else None
         ahead = self.foresee if traits.foresees and alone else None
-        grown = grow(rows, self.between or self.expand, told, ahead, traits)
+        descend = self.descend if alone else None
+        grown = grow(rows, self.between or self.expand, told, ahead, traits, descend)
         for row, (draft, numbers) in zip(rows, grown, strict=True):
             if numbers is not None:
                 self.renumber(row.state, numbers)

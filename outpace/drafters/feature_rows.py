@@ -27,10 +27,12 @@ from torch import Tensor
 
 from outpace.cache.dense import DenseCache
 from outpace.drafters.base import Traits
+from outpace.drafters.descent import levels_of, note, picked, start_of
 from outpace.drafters.features import FeatureDrafter, Followed
 from outpace.models.base import HEAD, TAPS
+from outpace.models.levels import Found, Picks, Start
 from outpace.models.passes import PassRows
-from outpace.tree.growth import Branch
+from outpace.tree.growth import Branch, DraftRow, Level
 from outpace.types import ROOT, Feed
 
 _WAITING = 2048
@@ -77,6 +79,21 @@ class FeatureNet(Protocol):
         """
         ...
 
+    def descend(
+        self, start: Start, picks: Picks, given_BH: Tensor, id_D: Tensor | None
+    ) -> tuple[Found, Tensor] | None:
+        """Several passes over one row per sequence, each made from what the one before it gave.
+
+        Args:
+            given_BH: outputs of the rows before the first ones.
+            id_D: target ids of the columns of logits; None: they are the ids.
+
+        Returns:
+            The tokens, and the outputs of all rows [L * B, H], level by level; None where it has to be done
+            pass by pass.
+        """
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class RowState(Followed):
@@ -102,7 +119,8 @@ class RowDrafter(FeatureDrafter[RowState]):
         self.net, self._id_D = net, id_D
         self.traits = replace(self.traits, taps=frozenset(net.taps), temper_D=temper_D)
         self.cache: DenseCache = net.new_cache()
-        self._out_TH = torch.empty(0)
+        self._outs: list[Tensor] = []
+        """Outputs of the passes of this draft [., H]."""
 
     def opened(self, slot: int) -> RowState:
         return RowState(slot)
@@ -115,8 +133,8 @@ class RowDrafter(FeatureDrafter[RowState]):
         first = branches[0].nodes == (ROOT,)
         feeds = [self._feed_waiting(b) if first else self._feed_nodes(b) for b in branches]
         if first:
-            self._out_TH = self._out_TH[:0]
-        seen = len(self._out_TH)
+            self._outs = []
+        seen = sum(map(len, self._outs))
         for branch in branches:
             branch.state.out |= {node: seen + i for i, node in enumerate(branch.nodes)}
             seen += len(branch.nodes)
@@ -125,11 +143,39 @@ class RowDrafter(FeatureDrafter[RowState]):
             if first:
                 given_TF = torch.cat([part for b in branches for part in b.state.waiting])
             else:
-                parents = [b.state.out[b.parent_N[node]] for b in branches for node in b.nodes]
-                given_TF = self._out_TH.index_select(0, torch.tensor(parents, device=self.net.device))
+                given_TF = self._given([b.state.out[b.parent_N[node]] for b in branches for node in b.nodes])
             out_FH, logits_FD = self.net.run(rows, self.cache, _starts(branches), given_TF, first)
-        self._out_TH = out_FH if first else torch.cat([self._out_TH, out_FH])
+        self._outs.append(out_FH)
         return logits_FD, self._id_D
+
+    def descend(
+        self, rows: Sequence[DraftRow[RowState]], branches: Sequence[Branch[RowState]], levels: int
+    ) -> Sequence[Level]:
+        """Several passes of the head in one call."""
+        picks = picked(rows, branches, levels)
+        if picks is None:
+            return ()
+        start = start_of(self.cache, branches, levels, _starts(branches))
+        with self.clock:
+            given_BH = self._given([branch.state.out[branch.parent_N[-1]] for branch in branches])
+            ran = self.net.descend(start, picks, given_BH, self._id_D)
+        found, out_TH = ran or (Found(0), given_BH[:0])
+        self.clock.count += found.levels - 1
+        note(self.cache, branches, found)
+        seen, count = sum(map(len, self._outs)), len(branches)
+        for i, branch in enumerate(branches):
+            node = branch.nodes[0]
+            branch.state.out |= {node + level: seen + level * count + i for level in range(found.levels)}
+        self._outs.append(out_TH)
+        return levels_of(found, len(rows), self._id_D)
+
+    def _given(self, rows: Sequence[int]) -> Tensor:
+        """Rows of the outputs of this draft; a copy, or the latest ones as they are."""
+        last = self._outs[-1]
+        if len(self._outs) == 1 and list(rows) == list(range(len(last))):
+            return last
+        self._outs = [torch.cat(self._outs)]
+        return self._outs[0].index_select(0, torch.tensor(rows, device=self.net.device))
 
     def _feed_waiting(self, branch: Branch[RowState]) -> Feed:
         """What the target computed since the last draft, the row of the pending token last."""

@@ -127,7 +127,12 @@ class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
 
     def settle(self, state: S) -> None:
         """Copy the features of what was committed from those of whole passes."""
-        if state.shown:
+        if len(state.shown) == 1:
+            (taps, at), state.shown = state.shown[0], []
+            state.waiting.append(
+                self.feature(taps if at is None else {name: taps[name][at] for name in taps})
+            )
+        elif state.shown:
             parts = {
                 name: torch.cat([taps[name] if at is None else taps[name][at] for taps, at in state.shown])
                 for name in self.traits.taps

@@ -16,11 +16,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from outpace.cache.dense import DenseCache
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request
 from outpace.drafters.columns import Columns
+from outpace.drafters.descent import levels_of, note, picked, start_of
 from outpace.models.base import Target
-from outpace.tree.growth import Branch, DraftRow
+from outpace.models.decoder import Decoder
+from outpace.tree.growth import Branch, DraftRow, Level
 from outpace.types import NOTHING, ROOT, Draft, Feed, Outcome
 
 _LAST = "hidden.-1"
@@ -114,6 +117,18 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
                 for branch, end in zip(branches, ends, strict=True)
             ]
         return scored.logits_TV[:, : self._vocab_size], self._id_D
+
+    def descend(
+        self, rows: Sequence[DraftRow[ModelState]], branches: Sequence[Branch[ModelState]], levels: int
+    ) -> Sequence[Level]:
+        """Several passes of the draft model in one call, where it is a decoder whose passes are compiled."""
+        picks, model, cache = picked(rows, branches, levels), self.model, self.cache
+        if picks is None or not isinstance(model, Decoder) or not isinstance(cache, DenseCache):
+            return ()
+        start = start_of(cache, branches, levels, [0] * len(branches))
+        found = model.descend(start, picks, self._id_D, self._vocab_size)
+        note(cache, branches, found)
+        return levels_of(found, len(rows), self._id_D)
 
     def feeds(self, branches: Sequence[Branch[ModelState]]) -> list[Feed]:
         """What a level feeds; notes which rows of the slots it will stand in."""

@@ -34,6 +34,8 @@ _ARGUMENTS = {
     "outpace_host": "a",
     "outpace_threads": "",
     "outpace_run": "a",
+    "outpace_levels": "a",
+    "outpace_see": "aaiaiii",
     "outpace_attend": "aiaaiii",
     "outpace_norm": "aaafaiiiiii",
     "outpace_gate": "aaiiiii",

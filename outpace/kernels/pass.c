@@ -216,6 +216,8 @@ int64_t outpace_run(const Program *p) {
     return run_tasks(task, end - task, p, p->threads);
 }
 
+#include "levels.h"
+
 /* Store the new keys and values of a layer, and attend. */
 void outpace_attend(const Pass *pass, int64_t layer, void *keys, void *values,
                     int64_t key_layer, int64_t value_layer, int64_t threads) {

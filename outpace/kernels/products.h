@@ -195,6 +195,11 @@ INLINE void widen(const int kind, const char *block, const int part, const int v
     }
 }
 
+/* What the blocks from a PER-th one on have in common stands before it. */
+INLINE const char *head_of(const int kind, const char *panel, int64_t b) {
+    return panel + block_at(kind, b / PER * PER) - head_bytes(kind);
+}
+
 /* Scales and least values of LANES outputs; `half` of a block where each has its own scale. */
 INLINE vec scale_of(const int kind, const char *block, const char *head, const int v, const int half) {
     const uint16_t *own = (const uint16_t *)(block + code_bytes(kind)) + v * LANES;
@@ -385,7 +390,7 @@ INLINE void few_rows(const int kind, const int tall, const char *panel, int64_t 
     EACH(r, tall) EACH(v, VECS) sum[r][v] = (vec){0};
     for (int64_t b = 0; b < blocks; b++) {
         const char *block = panel + block_at(kind, b);
-        const char *head = panel + block_at(kind, b / PER * PER) - head_bytes(kind);
+        const char *head = head_of(kind, panel, b);
         const char *x = w.parcel + (b * w.rows + row) * size;
         EACH(half, halves) {
             isum part[4][VECS];
@@ -418,7 +423,7 @@ typedef struct {
 
 INLINE void widen_block(const int kind, const char *panel, int64_t b, Wide *wide) {
     const char *block = panel + block_at(kind, b);
-    const char *head = panel + block_at(kind, b / PER * PER) - head_bytes(kind);
+    const char *head = head_of(kind, panel, b);
     EACH(part, 4) EACH(v, VECS) {
         svec q[4];
         widen(kind, block, part, v, q);
@@ -506,6 +511,13 @@ INLINE void put(const Matrix *m, int64_t group, const float *sums, int64_t count
 
 enum { FEW = 2, TALL_BYTES = 8, PAGE = 1 << 12 };
 
+/* The least value where codes count from zero. */
+INLINE vec least_of_bytes(const int kind, const char *block, const char *head, vec d) {
+    vec least = d * (float)-below_zero(kind);
+    if (has_least(kind)) least = least_of(kind, block, head, 0);
+    return least;
+}
+
 /* What a block brings to the sums of a row. */
 INLINE vec with_block(vec sum, ivec part, vec d, vec least, const Meaning *says, float x_sum) {
     sum += __builtin_convertvector(part, vec) * d * says->scale;
@@ -521,7 +533,7 @@ INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t
     EACH(r, tall) sum[r] = (vec){0};
     for (int64_t b = 0; b < blocks; b++) {
         const char *block = panel + block_at(kind, b);
-        const char *head = panel + block_at(kind, b / PER * PER) - head_bytes(kind);
+        const char *head = head_of(kind, panel, b);
         const char *x = w.parcel + (b * w.rows + row) * size;
         /* The processor itself does not look past the end of a page. */
         for (int line = 0; line < block_bytes(kind); line += 64)
@@ -539,8 +551,7 @@ INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t
                 }
             }
             const vec d = scale_of(kind, block, head, 0, half);
-            vec least = d * (float)-below_zero(kind);
-            if (has_least(kind)) least = least_of(kind, block, head, 0);
+            const vec least = least_of_bytes(kind, block, head, d);
             EACH(r, tall) {
                 const Meaning *says = meaning(kind, x + r * size);
                 sum[r] = with_block(sum[r], part[r], d, least, says, halves == 2 ? says->half[half] : says->sum);
@@ -561,15 +572,14 @@ INLINE void tile_rows(const int kind, int tall, const char *panel, int64_t block
     cut_tiles(tall, bytes);
     for (int64_t b = 0; b < blocks; b++) {
         const char *block = panel + block_at(kind, b);
-        const char *head = panel + block_at(kind, b / PER * PER) - head_bytes(kind);
+        const char *head = head_of(kind, panel, b);
         const char *parcel = w.parcel + (b * w.rows + row) * size;
         read_codes(kind, block, codes);
         EACH(half, halves) {
             const char *x = parcel + half * bytes;
             tile_sums(x, paired ? NULL : x + SPAN, size, (const char *)(codes + half * bytes / 4), *upper, *lower);
             const vec d = scale_of(kind, block, head, 0, half);
-            vec least = d * (float)-below_zero(kind);
-            if (has_least(kind)) least = least_of(kind, block, head, 0);
+            const vec least = least_of_bytes(kind, block, head, d);
             for (int r = 0; r < tall; r++) {
                 const Meaning *says = meaning(kind, parcel + r * size);
                 ivec part = *(const ivec *)upper[r];

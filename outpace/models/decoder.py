@@ -31,6 +31,7 @@ from outpace.models.families import DecoderConfig
 from outpace.models.fused import stored
 from outpace.models.graphs import Record, StaticPasses, cuda_recorder
 from outpace.models.layers import Layers
+from outpace.models.levels import Found, Picks, Start
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
 from outpace.models.products import works
@@ -299,6 +300,24 @@ class Decoder(Target):
         rows = PassRows(feeds, cache, depth)
         with self.clock:
             return self._pass(rows, cache, depth, taps)
+
+    def descend(self, start: Start, picks: Picks, id_D: Tensor | None, width: int) -> Found:
+        """Run passes over one row per sequence, each of the tokens picked from the one before it.
+
+        Args:
+            id_D: tokens of the columns of logits; None: their places.
+            width: most columns that count.
+
+        Returns:
+            The tokens of as many passes as could be run in one call: none without compiled code.
+        """
+        plain = self.config.logit_softcap is None and self.static is None
+        if not plain or self._programs is None or not self._programs.embeds:
+            return Found(0)
+        with self.clock:
+            found = self._programs.descend(start, picks, id_D, width)
+        self.clock.count += found.levels - 1
+        return found
 
     def _pass(self, rows: PassRows, cache: DenseCache, depth: int, taps: frozenset[str]) -> Scored:
         fed, picked = len(rows.wanted), len(rows.wanted) + len(rows.riders)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,9 +34,13 @@ from outpace.models.views import Choice, KVView
 
 BLOCK = 128
 """Positions of a unit of work."""
-_CHUNK, _CHOICE = 12, 18
-"""Numbers of a ``Chunk`` and of a ``Choice`` of attend.h."""
+_CHUNK, _CHOICE, _LOOK = 12, 18, 14
+"""Numbers of a ``Chunk`` and of a ``Choice`` of attend.h, and of a ``Look`` of see.h."""
+_NO_VIEW, _NO_TREE = (0,) * 7, (0,) * 2
+"""Of those of a ``Look``."""
 _MOST, _WIDEST = 32, 256
+_KEPT = 1 << 20
+"""Numbers of memory more than a pass needs, with which it is kept."""
 _ROWS = 24
 """Query rows of a unit that are aimed at: a key that was read serves them all."""
 
@@ -100,18 +104,19 @@ class FusedAttention:
             self.head_TXD[:, : queries + kv].view(rows, queries + kv, width // 2, 2)
         )
         self._out = torch.zeros(rows, queries * width, dtype=dtype)
-        self._stores = cache.key_store, cache.value_store
-        self._passes = views(cache, spans, shape, windows, self.head_TXD.data_ptr(), self._out)
+        self._layout = cache.layout
+        self._views = {window: View(shape, window, dtype == torch.bfloat16) for window in windows}
+        for view in self._views.values():
+            view.look(cache, spans, self.head_TXD.data_ptr(), self._out.data_ptr())
 
     def __call__(self, layer: int, window: int | None) -> Tensor:
         """Store keys and values, attend; as ``Attention.__call__``."""
-        at = [store.data_ptr() for store in self._stores]
-        steps = [store.stride(0) * store.element_size() for store in self._stores]
-        self._attend(ctypes.byref(self._passes[window].told), layer, *at, *steps, self._threads)
+        at, steps = self._layout[:2], self._layout[2:4]
+        self._attend(ctypes.byref(self._views[window].told), layer, *at, *steps, self._threads)
         return self._out
 
 
-class _Told(ctypes.Structure):
+class Told(ctypes.Structure):
     """``Pass`` of attend.h."""
 
     _fields_ = [
@@ -141,149 +146,133 @@ class _Told(ctypes.Structure):
     ]
 
 
-def views(
-    cache: DenseCache,
-    spans: Sequence[Span],
-    shape: HeadShape,
-    windows: Iterable[int | None],
-    head: int,
-    out: Tensor,
-) -> dict[int | None, View]:
-    """What the rows of a pass see, by window.
-
-    Args:
-        cache: keys and values; room for the rows is reserved already.
-        spans: rows of the pass, in order, without gaps.
-        windows: the distinct sliding windows of its layers.
-        head: address of float32 [T, X, D], queries, keys and values of a layer.
-    """
-    stores, place = (cache.key_store, cache.value_store), places(spans)
-    at, bfloat16 = out.data_ptr(), out.dtype == torch.bfloat16
-    return {window: View(head, at, bfloat16, stores, place, spans, shape, window) for window in windows}
-
-
-def places(spans: Iterable[Span]) -> array[int]:
-    """Slot and storage row of every row, one after the other."""
-    place = array("q")
-    for span in spans:
-        for row in span.stored:
-            place.extend((span.slot, row))
-    return place
-
-
 class View:
     """What the rows of a pass see through one window, cut into units of work.
 
-    It holds the memory that ``told`` points to.
+    It holds the memory that ``told`` points to, and serves one pass after another.
+
+    Args:
+        window: of the layers that use it.
+        bfloat16: whether results are of that type, or float32.
     """
 
-    def __init__(
-        self,
-        head: int,
-        out: int,
-        bfloat16: bool,
-        stores: tuple[Tensor, Tensor],
-        place: array[int],
-        spans: Sequence[Span],
-        shape: HeadShape,
-        window: int | None,
-        attending: Sequence[Span] | None = None,
-    ) -> None:
-        """Look at all rows.
-
-        Args:
-            bfloat16: whether they are of that type, or float32.
-            stores: keys and values of the cache.
-            window: of the layers that use it.
-            attending: spans of the rows that attend; keys and values of the others are stored
-                only. None: all.
-        """
-        self._place = place
-        self._sight, self._path = array("q"), array("q")
-        for span in spans:
-            self._look(span, window)
-        self._chunk, self._unit, self._choice = array("q"), array("q"), array("q")
-        self._held: list[object] = []
-        parts = 0
-        for span in spans if attending is None else attending:
-            view = span.view if window is None else None
-            copies = (0, 0)
-            if view is not None and view.copies is not None:
-                self._held += (kept := view.copies.room(stores[0]))
-                copies = kept[0].data_ptr(), kept[1].data_ptr()
-            parts = self._cut(span, shape, parts, view, copies)
-            if view is not None and view.choice is not None:
-                self._choose(span, shape, view.choice, copies[1])
-        self._part = torch.empty(parts * (shape.width + 2))  # and the largest and the sum of each
-        part = self._part.data_ptr()
-        keys, values = stores
-        self.told = _Told(
+    def __init__(self, shape: HeadShape, window: int | None, bfloat16: bool = False) -> None:
+        self._shape, self._window = shape, window
+        self.told = Told(
             kv=shape.kv,
             group=shape.group,
             width=shape.width,
-            capacity=keys.shape[4],
-            key_stride=keys.stride(1),
-            value_stride=values.stride(1),
             bfloat16=bfloat16,
-            half=keys.dtype == torch.bfloat16,
-            news=len(place) // 2,
-            units=len(self._unit) // 2,
-            chunks=len(self._chunk) // _CHUNK,
-            parts=parts,
-            choices=len(self._choice) // _CHOICE,
-            head=head,
-            out=out,
-            place=_address(place),
-            unit=_address(self._unit),
-            chunk=_address(self._chunk),
-            sight=_address(self._sight),
-            path=_address(self._path),
-            part=part,
-            tops=part + 4 * parts * shape.width,
-            choice=_address(self._choice),
             scale=shape.scale / math.log(2),
         )
+        self.looks = array("q")
+        self._noted, self._choice, self._part = array("q"), array("q"), torch.empty(0)
+        self._held: list[object] = []
 
-    def _look(self, span: Span, window: int | None) -> None:
-        """Note of every row the first position that it sees, up to where positions lie in order,
-        and the storage rows of those behind.
+    def look(
+        self,
+        cache: DenseCache,
+        spans: Sequence[Span],
+        head: int,
+        out: int,
+        attending: Sequence[Span] | None = None,
+        levels: int = 0,
+    ) -> None:
+        """Look at the rows of a pass.
+
+        Args:
+            cache: keys and values; room for the rows is reserved already.
+            spans: rows of the pass, in order, without gaps.
+            head: address of float32 [T, X, D], queries, keys and values of a layer.
+            out: address of what attention gives.
+            attending: spans of the rows that attend; keys and values of the others are stored
+                only. None: all.
+            levels: that the rows, one per span, go down: there is room for all of them, and whoever runs
+                them looks.
         """
-        first = 0 if span.view is None else span.view.rule.start(span.base)
-        for row in span.stored:
-            position = span.base + span.depths[row - span.base]
-            low = first if window is None else max(0, position - window + 1)
-            dense, way = position + 1, list[int]()
+        shape, told = self._shape, self.told
+        self._held, layout = [], cache.layout
+        tall = 1 if levels else max(1, _ROWS // shape.group)
+        attending = spans if attending is None else attending
+        self.looks = attends = self._looks(spans, cache)
+        if attending is not spans:
+            attends = self._looks(attending, cache)
+        rows = paths = chunks = units = 0
+        for span in spans:
+            rows += len(span.stored)
             if not span.chain:
-                dense, at = span.base, row - span.base
-                while at >= 0:
-                    way.append(span.base + at)
-                    at = span.parents[at]
-            self._sight.extend((low, dense, len(self._path), len(way)))
-            self._path.extend(reversed(way))
+                paths += len(span.stored) * len(span.parents)
+        for span in attending:
+            cut, stop = -(-len(span.stored) // tall), span.stored.stop + levels
+            if not span.chain:
+                stop = span.base + len(span.parents)
+            listed = 0 if span.view is None else span.view.row_LKN.shape[2]
+            chunks += cut
+            units += cut * (stop // BLOCK + listed // BLOCK + 2)
+        room = 6 * rows + _CHUNK * chunks + 2 * units + paths
+        if not room <= len(self._noted) <= room + _KEPT:
+            self._noted = array("q", bytes(8 * room))
+        told.capacity, told.half = layout.capacity, layout.half
+        told.key_stride, told.value_stride = layout.key_stride, layout.value_stride
+        told.head, told.out = head, out
+        place = _address(self._noted)
+        sight = place + 16 * rows
+        chunk = sight + 32 * rows
+        unit = chunk + 8 * _CHUNK * chunks
+        told.place, told.sight, told.chunk, told.unit, told.path = (
+            place,
+            sight,
+            chunk,
+            unit,
+            unit + 16 * units,
+        )
+        self._choices(cache, attending)
+        parts = units * shape.queries
+        if not levels:
+            code = library()
+            assert code is not None
+            all_rows = _address(self.looks), len(self.looks) // _LOOK
+            some_rows = _address(attends), len(attends) // _LOOK
+            code.outpace_see(ctypes.addressof(told), *all_rows, *some_rows, self._window or 0, tall)
+            parts = told.parts
+        room = parts * (shape.width + 2)  # and the largest and the sum of each
+        if not room <= len(self._part) <= room + _KEPT:
+            self._part = torch.empty(room)
+        part = self._part.data_ptr()
+        told.part, told.tops = part, part + 4 * parts * shape.width
 
-    def _cut(
-        self, span: Span, shape: HeadShape, parts: int, view: KVView | None, copies: tuple[int, int]
-    ) -> int:
-        """Cut rows into chunks, and what they see into blocks; give the parts so far."""
-        count = max(1, _ROWS // shape.group)
-        listed, lists = 0, (0, 0, 0)
-        if view is not None:
-            listed, lists = view.row_LKN.shape[2], _list(view.row_LKN)
-            self._held.append(view.row_LKN)
-        for row in range(span.start, span.start + len(span.stored), count):
-            rows = min(count, span.start + len(span.stored) - row)
-            sights = [self._sight[4 * r : 4 * r + 4] for r in range(row, row + rows)]
-            first = min(low for low, *_ in sights) // BLOCK
-            stop = -(-max(dense + length for _, dense, _, length in sights) // BLOCK)
-            blocks = stop - first - (-listed // BLOCK)
-            for block in range(blocks):
-                self._unit.extend((len(self._chunk) // _CHUNK, block))
-            self._chunk.extend((span.slot, row, rows, first, blocks, parts, listed, *lists, *copies))
-            parts += blocks * shape.queries * rows
-        return parts
+    def _choices(self, cache: DenseCache, attending: Sequence[Span]) -> None:
+        """Have spans choose which rows they see, where a view asks for that."""
+        self._choice = array("q")
+        for span in attending if self._window is None else ():
+            if span.view is not None and span.view.choice is not None:
+                self._choose(span, span.view.choice, _copies(span.view, cache)[1])
+        self.told.choices = len(self._choice) // _CHOICE
+        self.told.choice = _address(self._choice)
 
-    def _choose(self, span: Span, shape: HeadShape, choice: Choice, copied: int) -> None:
+    def _looks(self, spans: Sequence[Span], cache: DenseCache) -> array[int]:
+        """``Look`` of see.h for every span."""
+        looks = array("q")
+        for span in spans:
+            stored, view = span.stored, span.view if self._window is None else None
+            looks.extend((span.slot, span.start, len(stored), stored.start, span.base))
+            if view is None:
+                looks.extend(_NO_VIEW)
+            else:
+                self._held.append(view)
+                looks.extend((view.rule.start(span.base), view.row_LKN.shape[2]))
+                looks.extend((*_list(view.row_LKN), *_copies(view, cache)))
+            if span.chain:
+                looks.extend(_NO_TREE)
+            else:
+                tree = array("q", span.parents), array("q", span.depths)
+                looks.extend(map(_address, tree))
+                self._held.append(tree)
+        return looks
+
+    def _choose(self, span: Span, choice: Choice, copied: int) -> None:
         """Have the first row of a span choose what follows the sinks."""
+        shape = self._shape
         rule, low, high = choice.rule, choice.rule.sinks, choice.rule.start(span.base)
         position = span.positions[0]
         turn_PE = choice.rotation.table(position + 1)
@@ -302,31 +291,40 @@ def tell(
     call: Call,
     shape: HeadShape,
     cache: DenseCache,
-    seen: Sequence[View],
+    seen: Sequence[Told],
     turns: Sequence[Rotation],
     positions: array[int],
+    last: int,
 ) -> object:
     """Tell a call what its rows see, and where they stand.
 
     Args:
-        seen: a view per window, as its operations number them.
+        seen: per window, as its operations number them.
         turns: rotary tables, likewise.
         positions: of all rows.
+        last: the highest of them.
 
     Returns:
-        Memory that the call reads; keep it until the call has ended.
+        Memory that the call reads; keep it, and views, until the call has ended.
     """
-    tables = [rotation.table(max(positions) + 1) for rotation in turns]
-    told = (ctypes.c_void_p * len(seen))(*(ctypes.addressof(view.told) for view in seen))
+    tables = [rotation.table(last + 1) for rotation in turns]
+    told = (ctypes.c_void_p * len(seen))(*map(ctypes.addressof, seen))
     turn = (ctypes.c_void_p * len(tables))(*(table.data_ptr() for table in tables))
     call.positions = positions.buffer_info()[0]
     call.pass_, call.turn = ctypes.addressof(told), ctypes.addressof(turn)
-    keys, values = cache.key_store, cache.value_store
-    call.keys, call.values = keys.data_ptr(), values.data_ptr()
-    call.key_layer = keys.stride(0) * keys.element_size()
-    call.value_layer = values.stride(0) * values.element_size()
+    layout = cache.layout
+    call.keys, call.values = layout.keys, layout.values
+    call.key_layer, call.value_layer = layout.key_layer, layout.value_layer
     call.heads, call.turned = shape.queries + 2 * shape.kv, shape.queries + shape.kv
     return seen, tables, told, turn, positions
+
+
+def _copies(view: KVView, cache: DenseCache) -> tuple[int, int]:
+    """Addresses of what was chosen side by side, and of which blocks are there; the view holds them."""
+    if view.copies is None:
+        return 0, 0
+    kept, blocks = view.copies.room(cache.key_store)
+    return kept.data_ptr(), blocks.data_ptr()
 
 
 def _list(row_LKN: Tensor) -> tuple[int, int, int]:

@@ -26,10 +26,12 @@ from outpace.kernels.compiled import LANES, library
 from outpace.models import operations as kinds
 from outpace.models.attention import HeadShape, Span
 from outpace.models.blocks import Block
-from outpace.models.fused import View, fits, places, tell
+from outpace.models.fused import View, fits, tell
+from outpace.models.levels import Found, Level, Picks, Start, run_levels
 from outpace.models.operations import NONE, Call, Op
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
+from outpace.models.room import Lasting
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import KINDS, Norm
 
@@ -122,6 +124,8 @@ class Plan:
         """How many ids have vectors."""
         self._layouts: dict[tuple[int, ...], tuple[int, list[tuple[int, int]]]] = {}
         self._kept = _NOTHING
+        self._view: View | None = None
+        self._lasting: Lasting | None = None
 
     # ---- rows ----
 
@@ -290,57 +294,119 @@ class Plan:
         """
         code = library()
         assert code is not None and self.ready
-        if self._listed is None:
-            self._listed = (Op * len(self._ops))(*self._ops)
+        held = [one.to(torch.float32).contiguous() for one in lent]
+        for rows, one in zip(self._lent, held, strict=True):
+            assert one.shape == (counts[rows.count], rows.width), (one.shape, counts, rows)
+        lasting, self._lasting = self._lasting or Lasting(), None
+        given = [lasting.rows(counts[rows.count], rows.width) for rows in self._given]
+        self._lasting = lasting
+        memory, at = self._placed(counts, held, given)
+        self._check(ids)
+        address = (ctypes.c_void_p * len(at))(*at)
+        told = array("q", ids)
+        chosen, rows_C = array("q", picked), (ctypes.c_int64 * len(counts))(*counts)
+        call = self._call(address, rows_C, chosen)
+        call.ids = told.buffer_info()[0]
+        if seen is None:
+            code.outpace_run(ctypes.byref(call))
+        else:
+            self._attending(code, call, seen, at)
+        self._keep(memory)
+        return given
+
+    def run_levels(
+        self, start: Start, picks: Picks, given_BH: Tensor, id_D: Tensor | None
+    ) -> tuple[Found, Tensor]:
+        """Run levels of a chain, each on one row per sequence.
+
+        Args:
+            given_BH: what the first level is lent. What it gives first is lent to the next one, and what it
+                gives last are logits.
+            id_D: tokens of the columns of logits; None: their places.
+
+        Returns:
+            The tokens found, and what was given first [L * B, H], level by level.
+        """
+        rows, width = given_BH.shape
+        lent, (given, logits) = self._lent[0], self._given
+        assert self._attended is not None and self._heads is not None and self._rotation is not None
+        assert not any(whole in (lent, given) for _, whole, _, _ in self._views)
+        self._check(start.id_B)
+        out_TH, logits_BD = torch.empty(picks.levels * rows, width), torch.empty(rows, logits.width)
+        memory, at = self._placed((rows, rows), [given_BH], [out_TH, logits_BD])
+        view, self._view = self._view or View(self._heads, self._window), None
+        address = (ctypes.c_void_p * len(at))(*at)
+        picked, rows_C = array("q", range(rows)), (ctypes.c_int64 * 2)(rows, rows)
+        level = Level(
+            call=self._call(address, rows_C, picked),
+            address=address,
+            lent=lent.buffer,
+            given=given.buffer,
+            bytes=4 * rows * width,
+            head=self._attended[0].buffer,
+            out=self._attended[1].buffer,
+            logits=logits.buffer,
+            columns=logits.width,
+            heads=self._heads,
+            views=[view],
+            windows=[self._window],
+            turns=[self._rotation],
+        )
+        found = run_levels(level, start, picks, id_D, logits.width)
+        self._keep(memory)
+        self._view = view
+        return found, out_TH[: found.levels * rows]
+
+    def _placed(
+        self, counts: Sequence[int], lent: Sequence[Tensor], given: Sequence[Tensor]
+    ) -> tuple[Tensor, list[int]]:
+        """Memory for a run, and the address of every buffer."""
         size, layout = self._layout(tuple(counts))
         memory = self._memory(size)
         at, base = [0] * self._buffers, memory.data_ptr()
         for buffer, start in layout:
             at[buffer] = base + 4 * start
-        held = [one.to(torch.float32).contiguous() for one in lent]
-        for rows, one in zip(self._lent, held, strict=True):
-            assert one.shape == (counts[rows.count], rows.width), (one.shape, counts, rows)
-            at[rows.buffer] = one.data_ptr()
-        with torch.inference_mode(False):
-            given = [torch.empty(counts[rows.count], rows.width) for rows in self._given]
-        for rows, one in zip(self._given, given, strict=True):
+        for rows, one in zip((*self._lent, *self._given), (*lent, *given), strict=True):
             at[rows.buffer] = one.data_ptr()
         for buffer, whole, column, left_out in self._views:
             skipped = 0 if left_out == NONE else counts[left_out]
             at[buffer] = at[whole.buffer] + 4 * (column + skipped * whole.stride)
-        address = (ctypes.c_void_p * len(at))(*at)
-        if self._ids and ids and not 0 <= min(ids) <= max(ids) < self._ids:
-            raise IndexError(f"ids are 0 to {self._ids - 1}, got {min(ids)} to {max(ids)}")
-        told = array("q", ids)
-        chosen, rows_C = array("q", picked), (ctypes.c_int64 * len(counts))(*counts)
-        call = Call(
+        return memory, at
+
+    def _call(
+        self, address: ctypes.Array[ctypes.c_void_p], rows_C: ctypes.Array[ctypes.c_int64], picked: array[int]
+    ) -> Call:
+        """All of a call but what its rows are; it refers to these."""
+        if self._listed is None:
+            self._listed = (Op * len(self._ops))(*self._ops)
+        return Call(
             op=ctypes.addressof(self._listed),
             ops=len(self._listed),
             buffer=ctypes.addressof(address),
             rows=ctypes.addressof(rows_C),
-            picked=chosen.buffer_info()[0],
-            ids=told.buffer_info()[0],
+            picked=picked.buffer_info()[0],
             threads=torch.get_num_threads(),
         )
-        if seen is None:
-            code.outpace_run(ctypes.byref(call))
-        else:
-            self._attending(code, call, seen, at)
-        self._kept = memory if len(memory) <= _KEPT else self._kept
-        return given
+
+    def _check(self, ids: Sequence[int]) -> None:
+        if self._ids and ids and not 0 <= min(ids) <= max(ids) < self._ids:
+            raise IndexError(f"ids are 0 to {self._ids - 1}, got {min(ids)} to {max(ids)}")
 
     def _attending(self, code: ctypes.CDLL, call: Call, seen: Seen, at: Sequence[int]) -> None:
         """Run a list with attention in it."""
         heads, rotation = self._heads, self._rotation
         assert self._attended is not None and heads is not None and rotation is not None
-        head, out = (rows.buffer for rows in self._attended)
-        stores, spans = (seen.cache.key_store, seen.cache.value_store), seen.spans
-        view = View(
-            at[head], at[out], False, stores, places(spans), spans, heads, self._window, seen.attending
-        )
-        held = tell(call, heads, seen.cache, [view], [rotation], seen.positions)
+        head, out = (at[rows.buffer] for rows in self._attended)
+        view, self._view = self._view or View(heads, self._window), None
+        view.look(seen.cache, seen.spans, head, out, seen.attending)
+        last = max(seen.positions)
+        held = tell(call, heads, seen.cache, [view.told], [rotation], seen.positions, last)
         code.outpace_run(ctypes.byref(call))
         del held
+        self._view = view
+
+    def _keep(self, memory: Tensor) -> None:
+        self._kept = memory if len(memory) <= _KEPT else self._kept
 
     def _memory(self, size: int) -> Tensor:
         """Take what is kept, if it is enough: a run in another thread meanwhile finds nothing."""

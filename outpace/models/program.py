@@ -29,8 +29,25 @@ from outpace.cache.dense import DenseCache
 from outpace.kernels.compiled import LANES, library
 from outpace.models.attention import HeadShape, Span
 from outpace.models.blocks import Block, Ends
+from outpace.models.buffers import (
+    ADDED,
+    ATTENDED,
+    FOUND,
+    GATED,
+    HEADS,
+    LAST,
+    LOGITS,
+    NORMED,
+    OPERANDS,
+    PICKED,
+    STREAM,
+    TAP,
+    WIDE,
+    Buffers,
+)
 from outpace.models.families import DecoderConfig
-from outpace.models.fused import fits, tell, views
+from outpace.models.fused import fits, tell
+from outpace.models.levels import Found, Level, Picks, Start, run_levels
 from outpace.models.operations import (
     ADD,
     ATTEND,
@@ -53,11 +70,6 @@ from outpace.models.rope import Rotation
 from outpace.models.rowwise import KINDS, Norm
 from outpace.models.taps import spread
 
-_STREAM, _NORMED, _HEADS, _ATTENDED, _ADDED, _WIDE, _GATED, _PICKED, _LAST, _LOGITS, _OPERANDS, _FOUND = (
-    range(12)
-)
-_TAP = 12
-"""Buffers; the first feature wanted has this number."""
 _ALL, _SOME, _HEADED = range(3)
 """Counts of rows: of the pass, of those whose results are wanted, of those with logits."""
 
@@ -66,7 +78,7 @@ _ALL, _SOME, _HEADED = range(3)
 class _List:
     ops: ctypes.Array[Op]
     taps: tuple[str, ...]
-    """Features that they copy, the first one to buffer ``_TAP``."""
+    """Features that they copy, the first one to buffer ``TAP``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +126,7 @@ class Programs:
         self._turns, self._shape = turns, shape
         self._windows = list({block.window: None for block in blocks})
         self._known: dict[object, _List] = {}
-        self._free: list[_Buffers] = []
+        self._free: list[Buffers] = []
         self._room = Room()
         self._vectors = ends.embed.vectors
         code = library()
@@ -150,9 +162,9 @@ class Programs:
             headed: how many of the rows picked have logits: the first ones.
         """
         logits_TV = self._room.rows(headed, self._ends.head.outputs)
-        if not (taps or rows.riders or rows.levels):
+        if not (rows.riders or rows.levels):
             return self._whole(rows, cache, depth, taps, embed, logits_TV)
-        # Features are ordinary tensors also where inference mode is on: they outlive a pass.
+        # What is found of these is ordinary also where inference mode is on, as features are.
         with torch.inference_mode(False), torch.no_grad():
             return self._whole(rows, cache, depth, taps, embed, logits_TV)
 
@@ -168,17 +180,15 @@ class Programs:
         seen: dict[str, Tensor] = {}
         way = _Way(cache, taps, array("q", [*rows.wanted, *rows.riders]), array("q", rows.ids), seen)
         counts = len(rows.ids), len(way.picked), len(logits_TV)
-        buffers = self._free.pop() if self._free else _Buffers(self._config, self._shape)
-        if counts[0] > buffers.most:
-            buffers.fit(counts[0], [*(one for b in self._blocks for one in b.linears), self._ends.head])
+        buffers = self._taken(counts[0])
         found = (ctypes.c_double * (2 * counts[2]))()
-        buffers.lend(_LOGITS, logits_TV)
-        buffers.address[_FOUND] = ctypes.addressof(found)
+        buffers.lend(LOGITS, logits_TV)
+        buffers.address[FOUND] = ctypes.addressof(found)
         whole = not rows.embeds and not rows.levels
         known = self._vectors.outputs if whole and self._vectors is not None else 0
         embedded = 0 <= min(rows.ids) <= max(rows.ids) < known
         if not embedded:
-            stream_TH = buffers.lent[_STREAM][: counts[0]]
+            stream_TH = buffers.lent[STREAM][: counts[0]]
             stream_TH.copy_(embed(rows.ids))
             for start, embed_RH in rows.embeds:
                 stream_TH[start : start + len(embed_RH)] = embed_RH
@@ -187,15 +197,15 @@ class Programs:
         else:
             listed = self._list(range(depth), embedded, True, taps)
             self._some(buffers, listed, rows.spans, counts, way)
-        last_TH = buffers.lent[_LAST][: counts[1]].clone() if rows.riders else None
+        last_TH = buffers.lent[LAST][: counts[1]].clone() if rows.riders else None
         self._free.append(buffers)
         return Results(seen, last_TH, logits_TV, ([int(one) for one in found[::2]], found[1::2]))
 
     def _joining(
-        self, buffers: _Buffers, rows: PassRows, depth: int, counts: tuple[int, int, int], way: _Way
+        self, buffers: Buffers, rows: PassRows, depth: int, counts: tuple[int, int, int], way: _Way
     ) -> None:
         """Run a pass whose rows do not all begin at the first layer."""
-        stream_TH = buffers.lent[_STREAM]
+        stream_TH = buffers.lent[STREAM]
         whole_TH = stream_TH[: counts[0]]
         borders = [0, *rows.levels, depth]
         for begin, end in pairwise(borders):
@@ -206,12 +216,12 @@ class Programs:
             few = len(running) < counts[0]
             index = torch.tensor(running)
             if few:
-                buffers.lend(_STREAM, whole_TH[index])
+                buffers.lend(STREAM, whole_TH[index])
             listed = self._list(range(begin, end), False, False, way.taps)
             self._some(buffers, listed, spans, (len(running), 0, 0), way)
             if few:
-                whole_TH[index] = buffers.lent[_STREAM]
-                buffers.lend(_STREAM, stream_TH)
+                whole_TH[index] = buffers.lent[STREAM]
+                buffers.lend(STREAM, stream_TH)
                 for name in listed.taps:
                     way.seen[name] = spread(way.seen[name], index, counts[0])
         for other, layer, spans, running in rows.apart():
@@ -222,43 +232,78 @@ class Programs:
             way.seen[f"hidden.{depth}"] = whole_TH.clone()
         self._some(buffers, self._list(range(depth, depth), False, True, way.taps), [], counts, way)
 
+    @property
+    def embeds(self) -> bool:
+        """Whether compiled code embeds ids."""
+        return self._vectors is not None and self._vectors.product is not None
+
+    def descend(self, start: Start, picks: Picks, id_D: Tensor | None, width: int) -> Found:
+        """Run passes level by level; see ``run_levels``."""
+        rows, head = len(start.slot_B), self._ends.head
+        buffers = self._taken(rows)
+        best, rows_C = (ctypes.c_double * (2 * rows))(), (ctypes.c_int64 * 3)(rows, rows, rows)
+        buffers.lend(LOGITS, self._room.rows(rows, head.outputs))
+        buffers.address[FOUND] = ctypes.addressof(best)
+        listed, picked = (
+            self._list(range(len(self._blocks)), True, True, frozenset()),
+            array("q", range(rows)),
+        )
+        level = Level(
+            call=_call(buffers, listed, rows_C, picked),
+            address=buffers.address,
+            lent=NONE,
+            given=NONE,
+            bytes=0,
+            head=HEADS,
+            out=ATTENDED,
+            logits=LOGITS,
+            columns=head.outputs,
+            heads=self._shape,
+            views=buffers.views,
+            windows=self._windows,
+            turns=self._turns,
+        )
+        found = run_levels(level, start, picks, id_D, min(width, head.outputs))
+        self._free.append(buffers)
+        return found
+
+    def _taken(self, rows: int) -> Buffers:
+        """Memory for a pass; one in another thread meanwhile has its own."""
+        buffers = self._free.pop() if self._free else Buffers(self._config, self._shape, self._windows)
+        if rows > buffers.most:
+            buffers.fit(rows, [*(one for b in self._blocks for one in b.linears), self._ends.head])
+        return buffers
+
     def through(self, x_TH: Tensor, layers: range, spans: list[Span], cache: DenseCache) -> None:
         """Run rows through some layers, in place."""
-        buffers = self._free.pop() if self._free else _Buffers(self._config, self._shape)
-        if len(x_TH) > buffers.most:
-            buffers.fit(len(x_TH), [*(one for b in self._blocks for one in b.linears), self._ends.head])
-        stream_TH = buffers.lent[_STREAM]
-        buffers.lend(_STREAM, x_TH)
+        buffers = self._taken(len(x_TH))
+        stream_TH = buffers.lent[STREAM]
+        buffers.lend(STREAM, x_TH)
         way = _Way(cache, frozenset(), array("q"), array("q"), {})
         self._some(buffers, self._list(layers, False, False, way.taps), spans, (len(x_TH), 0, 0), way)
-        buffers.lend(_STREAM, stream_TH)
+        buffers.lend(STREAM, stream_TH)
         self._free.append(buffers)
 
     def _some(
-        self, buffers: _Buffers, listed: _List, spans: Sequence[Span], counts: tuple[int, int, int], way: _Way
+        self, buffers: Buffers, listed: _List, spans: Sequence[Span], counts: tuple[int, int, int], way: _Way
     ) -> None:
         """Run the operations of a list on rows of the stream."""
         for i, name in enumerate(listed.taps):
-            way.seen[name] = torch.empty(counts[0], self._config.hidden_size)
-            buffers.lend(_TAP + i, way.seen[name])
+            way.seen[name] = buffers.lasting.rows(counts[0], self._config.hidden_size)
+            buffers.lend(TAP + i, way.seen[name])
         rows = (ctypes.c_int64 * 3)(*counts)
-        call = Call(
-            op=ctypes.addressof(listed.ops),
-            ops=len(listed.ops),
-            buffer=ctypes.addressof(buffers.address),
-            rows=ctypes.addressof(rows),
-            picked=way.picked.buffer_info()[0],
-            ids=way.ids.buffer_info()[0],
-            threads=torch.get_num_threads(),
-        )
+        call = _call(buffers, listed, rows, way.picked)
+        call.ids = way.ids.buffer_info()[0]
         held: object = None
         if spans:
             shape, cache = self._shape, way.cache
-            head, out = buffers.lent[_HEADS].data_ptr(), buffers.lent[_ATTENDED]
-            given = views(cache, spans, shape, self._windows, head, out)
-            seen_by = [given[window] for window in self._windows]
+            head, out = buffers.address[HEADS], buffers.address[ATTENDED]
+            assert head is not None and out is not None
+            for view in buffers.views:
+                view.look(cache, spans, head, out)
+            told = [view.told for view in buffers.views]
             positions = array("q", (position for span in spans for position in span.positions))
-            held = tell(call, shape, cache, seen_by, self._turns, positions)
+            held = tell(call, shape, cache, told, self._turns, positions, max(positions))
         self._run(ctypes.byref(call))
         del held
 
@@ -271,6 +316,18 @@ class Programs:
             first, last = (self._ends if one else None for one in (begins, ends))
             known = self._known[name] = lister.list(self._blocks, layers, first, last)
         return known
+
+
+def _call(buffers: Buffers, listed: _List, rows_C: ctypes.Array[ctypes.c_int64], picked: array[int]) -> Call:
+    """All of a call but what its rows are; it refers to these."""
+    return Call(
+        op=ctypes.addressof(listed.ops),
+        ops=len(listed.ops),
+        buffer=ctypes.addressof(buffers.address),
+        rows=ctypes.addressof(rows_C),
+        picked=picked.buffer_info()[0],
+        threads=torch.get_num_threads(),
+    )
 
 
 class _Lister:
@@ -288,63 +345,63 @@ class _Lister:
         vectors = None if begins is None else begins.embed.vectors
         if begins is not None and vectors is not None and vectors.product is not None:
             part = ctypes.addressof(vectors.product.matrices)
-            self._op(EMBED, to=_STREAM, width=hidden, part=part, floor=begins.embed.factor(self._config))
+            self._op(EMBED, to=STREAM, width=hidden, part=part, floor=begins.embed.factor(self._config))
         for layer in layers:
             block = blocks[layer]
             if block.attends:
-                self._norm(block.attn_norm, _STREAM, _NORMED, added)
+                self._norm(block.attn_norm, STREAM, NORMED, added)
             elif added != NONE:
-                self._op(ADD, to=_STREAM, more=added, width=hidden)
-            self._tap(f"hidden.{layer}", _STREAM)
+                self._op(ADD, to=STREAM, more=added, width=hidden)
+            self._tap(f"hidden.{layer}", STREAM)
             added = NONE
             if block.attends:
                 self._attention(block, layer)
-                added = _ADDED
+                added = ADDED
             if not block.has_mlp:
                 continue
-            self._norm(block.mlp_norm, _STREAM, _NORMED, added)
-            self._product(block.gate_up, _NORMED, _WIDE)
+            self._norm(block.mlp_norm, STREAM, NORMED, added)
+            self._product(block.gate_up, NORMED, WIDE)
             width, kind = block.gate_up.outputs // 2, KINDS[self._config.activation]
-            self._op(GATE, from_=_WIDE, to=_GATED, width=width, index=kind)
-            self._product(block.down, _GATED, _ADDED)
+            self._op(GATE, from_=WIDE, to=GATED, width=width, index=kind)
+            self._product(block.down, GATED, ADDED)
             if block.after_mlp is not None:
-                self._norm(block.after_mlp, _ADDED, _ADDED)
-            added = _ADDED
+                self._norm(block.after_mlp, ADDED, ADDED)
+            added = ADDED
         if added != NONE:
-            self._op(ADD, to=_STREAM, more=added, width=hidden)
+            self._op(ADD, to=STREAM, more=added, width=hidden)
         if ends is not None:
             if layers:
-                self._tap(f"hidden.{layers.stop}", _STREAM)
+                self._tap(f"hidden.{layers.stop}", STREAM)
             if "hidden.-1" in self._wanted:
                 self._taps.append("hidden.-1")
-                normed = _TAP + len(self._taps) - 1
-                self._norm(ends.norm, _STREAM, normed)
-                self._op(PICK, rows=_SOME, from_=normed, to=_LAST, width=hidden)
+                normed = TAP + len(self._taps) - 1
+                self._norm(ends.norm, STREAM, normed)
+                self._op(PICK, rows=_SOME, from_=normed, to=LAST, width=hidden)
             else:
-                self._op(PICK, rows=_SOME, from_=_STREAM, to=_PICKED, width=hidden)
-                self._norm(ends.norm, _PICKED, _LAST, rows=_SOME)
-            self._product(ends.head, _LAST, _LOGITS, rows=_HEADED)
-            self._op(BEST, rows=_HEADED, from_=_LOGITS, to=_FOUND, width=ends.head.outputs)
+                self._op(PICK, rows=_SOME, from_=STREAM, to=PICKED, width=hidden)
+                self._norm(ends.norm, PICKED, LAST, rows=_SOME)
+            self._product(ends.head, LAST, LOGITS, rows=_HEADED)
+            self._op(BEST, rows=_HEADED, from_=LOGITS, to=FOUND, width=ends.head.outputs)
         return _List((Op * len(self._ops))(*self._ops), tuple(self._taps))
 
     def _attention(self, block: Block, layer: int) -> None:
         """What a layer attends to, from its normed rows; the result is still to be added."""
-        self._tap(f"attn_in.{layer}", _NORMED)
-        self._product(block.qkv, _NORMED, _HEADS)
+        self._tap(f"attn_in.{layer}", NORMED)
+        self._product(block.qkv, NORMED, HEADS)
         each = block.qk_norm
         self._op(
             TURN,
-            to=_HEADS,
+            to=HEADS,
             width=self._shape.width,
             index=block.rope,
             weight=None if each is None else each.weight_H.data_ptr(),
             floor=0.0 if each is None else each.least,
         )
         self._op(ATTEND, index=self._windows.index(block.window), layer=layer)
-        self._product(block.out, _ATTENDED, _ADDED)
+        self._product(block.out, ATTENDED, ADDED)
         if block.after_attn is not None:
-            self._norm(block.after_attn, _ADDED, _ADDED)
-        self._tap(f"attn_out.{layer}", _ADDED)
+            self._norm(block.after_attn, ADDED, ADDED)
+        self._tap(f"attn_out.{layer}", ADDED)
 
     def _op(self, kind: int, **fields: object) -> None:
         self._ops.append(Op(kind=kind, **fields))
@@ -361,7 +418,7 @@ class _Lister:
             rows=rows,
             from_=from_,
             to=to,
-            more=_OPERANDS,
+            more=OPERANDS,
             width=width,
             parts=len(parts),
             part=ctypes.addressof(parts),
@@ -369,45 +426,5 @@ class _Lister:
 
     def _tap(self, name: str, buffer: int) -> None:
         if name in self._wanted:
-            self._op(COPY, from_=buffer, to=_TAP + len(self._taps), width=self._config.hidden_size)
+            self._op(COPY, from_=buffer, to=TAP + len(self._taps), width=self._config.hidden_size)
             self._taps.append(name)
-
-
-class _Buffers:
-    """Memory of a pass, and the addresses of it and of what is lent to it."""
-
-    def __init__(self, config: DecoderConfig, shape: HeadShape) -> None:
-        hidden, head = config.hidden_size, shape.width * (shape.queries + 2 * shape.kv)
-        self._widths = {
-            _STREAM: hidden,
-            _NORMED: hidden,
-            _HEADS: head,
-            _ATTENDED: shape.width * shape.queries,
-            _ADDED: hidden,
-            _WIDE: 2 * config.ffn_size,
-            _GATED: config.ffn_size,
-            _PICKED: hidden,
-            _LAST: hidden,
-        }
-        self.most = 0
-        """Rows that there is room for."""
-        self.lent: dict[int, Tensor] = {}
-        self.address = (ctypes.c_void_p * (_TAP + 3 * config.num_layers + 2))()
-
-    def fit(self, rows: int, linears: Sequence[Linear]) -> None:
-        """Make room for so many rows, which these matrices multiply."""
-        self.most = max(rows, 2 * self.most, 16)
-        # They outlive a pass, so they are ordinary tensors also where inference mode is on.
-        with torch.inference_mode(False):
-            for buffer, width in self._widths.items():
-                self.lend(buffer, torch.zeros(self.most, width))
-        code = library()
-        assert code is not None
-        products = [one.product.matrices for one in linears if one.product is not None]
-        most = max(code.outpace_room(parts, len(parts), self.most) for parts in products)
-        self.lend(_OPERANDS, torch.zeros(most, dtype=torch.uint8))
-
-    def lend(self, buffer: int, memory: Tensor) -> None:
-        """Use this as a buffer, from now on."""
-        self.lent[buffer] = memory
-        self.address[buffer] = memory.data_ptr()

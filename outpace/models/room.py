@@ -1,4 +1,4 @@
-"""Memory for logits that is kept from one pass to the next.
+"""Memory for logits that is kept from one pass to the next, and for results that outlive a pass.
 
 Shape letters: T rows, V vocabulary.
 """
@@ -38,3 +38,27 @@ class Room:
         if len(self._shown) != count:
             self._shown = self._kept[:count]
         return self._shown
+
+
+_PIECE = 1 << 18
+"""Numbers that are taken from the system at a time."""
+
+
+class Lasting:
+    """Memory for results that outlive a pass: ordinary tensors, also where inference mode is on.
+
+    They are parts of larger pieces, each of which is given back with its last part. To leave the mode for
+    every pass takes longer than all else that is done for such a result. Not for several threads at a time.
+    """
+
+    def __init__(self) -> None:
+        self._piece, self._used = torch.empty(0), 0
+
+    def rows(self, count: int, width: int) -> Tensor:
+        """Memory for float32 [count, width], to be written."""
+        size = count * width
+        if self._used + size > len(self._piece):
+            with torch.inference_mode(False):
+                self._piece, self._used = torch.empty(max(_PIECE, size)), 0
+        first, self._used = self._used, self._used + size
+        return self._piece.as_strided((count, width), (width, 1), first)

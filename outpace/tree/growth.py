@@ -83,6 +83,11 @@ Estimate = Callable[[Sequence[Branch[Any]]], Tensor]
 """Float32 [F]: chance that each node, or a draw below it, is accepted, given that all above it are."""
 
 
+Level = tuple[Sequence[int], Sequence[float], "Sequence[Law | None]"]
+"""A guess per sequence, their probabilities, and the distributions of those that were drawn."""
+Descend = Callable[[Sequence[DraftRow[Any]], Sequence[Branch[Any]], int], Sequence[Level]]
+
+
 class Growing(Protocol):
     """A draft under construction, by whatever rule it grows."""
 
@@ -201,6 +206,13 @@ class _Tree:
                     grown += self.add(node, picked, probs, law, row.drawn)
         self.open = grown[:1] if table else grown
 
+    def straight(self, depth: int) -> int:
+        """How many levels of one guess each follow, whatever they are."""
+        budget = self.row.budget
+        if self.kids is not None or budget.shape.siblings or budget.stop or budget.estimate:
+            return 0
+        return min(budget.max_depth - depth, budget.max_nodes - len(self.tokens))
+
     def finish(self) -> tuple[Draft, None]:
         return Draft(tuple(self.tokens), tuple(self.parents), tuple(self.groups), tuple(self.laws)), None
 
@@ -211,6 +223,7 @@ def grow(
     estimate: Estimate | None = None,
     foresee: Estimate | None = None,
     scale: Scale = _PLAIN,
+    descend: Descend | None = None,
 ) -> list[tuple[Draft, Sequence[int] | None]]:
     """Grow one draft per row.
 
@@ -220,6 +233,7 @@ def grow(
         estimate: see ``ExpandingDrafter.estimate``; called after ``expand`` where a budget asks.
         foresee: see ``ExpandingDrafter.foresee``; stop rules are then asked between it and the draw.
         scale: of the drafter's levels.
+        descend: see ``ExpandingDrafter.descend``; asked from the second level on.
 
     Returns:
         Drafts whose groups are CHOSEN at temperature 0 and otherwise drawn as asked; with each,
@@ -234,6 +248,9 @@ def grow(
         if not growing:
             return [tree.finish() for tree in trees]
         branches = [Branch(t.row.state, t.row.tokens, tuple(t.open), t.tokens, t.parents) for t in growing]
+        if depth and descend is not None and (done := _descend(growing, branches, descend, depth)):
+            depth += done
+            continue
         logits_FD, id_D = expand(branches)
         if estimate is not None:
             _estimate(growing, branches, estimate, depth)
@@ -246,6 +263,17 @@ def grow(
             tree.level(logits_FD[start:stop], id_D, paths, depth)
             start = stop
         depth += 1
+
+
+def _descend(trees: Sequence[Growing], branches: Sequence[Branch[Any]], descend: Descend, depth: int) -> int:
+    """Go down levels of chains in one call of the drafter, and give how many."""
+    chains = [tree for tree in trees if isinstance(tree, _Tree)]
+    most = min(tree.straight(depth) for tree in chains) if len(chains) == len(trees) else 0
+    levels = descend([tree.row for tree in chains], branches, most) if most > 1 else ()
+    for level in levels:
+        for tree, token, prob, law in zip(chains, *level, strict=True):
+            tree.open = tree.add(tree.open[0], [token], [prob], law, tree.row.drawn)
+    return len(levels)
 
 
 def _begun(row: DraftRow[Any], scale: Scale) -> Growing:

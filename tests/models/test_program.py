@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outpace.kernels.compiled import library
-from outpace.models import operations, program
+from outpace.models import buffers, operations, program
 from outpace.models.decoder import Decoder
 from outpace.models.program import Programs
 from outpace.models.weights import SafetensorsCheckpoint
@@ -175,8 +175,8 @@ def broken(kind, nth, **changes):
         (operations.ATTEND, 2, {"index": 1}),
         (operations.GATE, 0, {"index": 1}),
         (operations.ADD, 0, {}),
-        (operations.COPY, 1, {"from_": program._ADDED}),
-        (operations.PICK, 0, {"from_": program._ADDED}),
+        (operations.COPY, 1, {"from_": buffers.ADDED}),
+        (operations.PICK, 0, {"from_": buffers.ADDED}),
     ],
     ids=lambda fault: f"{fault[0]}-{fault[1]}",
 )

@@ -27,6 +27,7 @@ from outpace.models.base import Target
 from outpace.models.blocks import Form
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
+from outpace.models.levels import Found, Picks, Start
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
 from outpace.models.plan import Plan, Seen
@@ -237,6 +238,15 @@ class EagleNet:
             return out_RH, logits[0]
         with torch.no_grad():
             return out_RH, self._head(out_RH).float()
+
+    def descend(
+        self, start: Start, picks: Picks, given_BH: Tensor, id_D: Tensor | None
+    ) -> tuple[Found, Tensor] | None:
+        """Levels of a chain in one call; see ``FeatureNet``."""
+        plan = self._plans[False]
+        if not plan.ready or self._vectors is None or self._own_head is None:
+            return None
+        return plan.run_levels(start, picks, given_BH, id_D)
 
     def _fuse(self, feature_TF: Tensor) -> Tensor:
         """Turn features of the target into what the layer reads, float32 [T, H]."""

@@ -31,6 +31,7 @@ from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.models.blocks import Form
 from outpace.models.families import DecoderConfig
+from outpace.models.levels import Picks, Start
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
 from outpace.models.plan import Plan, Seen
@@ -141,6 +142,9 @@ class FspadNet:
             if not len(rows.wanted):
                 return a_RH, a_RH
             return a_RH, self._target.head(read_RH, self._vocab).float()
+
+    def descend(self, start: Start, picks: Picks, given_BH: Tensor, id_D: Tensor | None) -> None:
+        """Nothing: its embedding and its head are the target's, which no plan has."""
 
     def _by_torch(
         self, rows: PassRows, cache: DenseCache, offsets: Sequence[int], f_TH: Tensor, embed_TH: Tensor

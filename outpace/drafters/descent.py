@@ -1,0 +1,92 @@
+"""How the guesses of a chain are picked where no Python runs between its levels.
+
+Shape letters: B sequences, L levels, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from outpace.cache.dense import DenseCache
+from outpace.coins import KeyedCoins
+from outpace.models.levels import Found, Picks, Start
+from outpace.tree.growth import Branch, DraftRow, Level
+from outpace.types import Drawn, Law
+
+
+def picked(rows: Sequence[DraftRow[Any]], branches: Sequence[Branch[Any]], levels: int) -> Picks | None:
+    """Say how guesses below the nodes of chains are picked.
+
+    Returns:
+        None where a setting of some sequence needs more than a softmax and a coin.
+    """
+    temperature_B, coins_B = list[float](), list[KeyedCoins | None]()
+    for row in rows:
+        drawn = row.drawn is not Drawn.CHOSEN
+        temperature = row.warp.temperature if drawn else 0.0
+        if temperature is None or not row.warp.raw or not (isinstance(row.coins, KeyedCoins) or not drawn):
+            return None
+        temperature_B.append(temperature)
+        coins_B.append(row.coins if isinstance(row.coins, KeyedCoins) and drawn else None)
+    races = {row.drawn is Drawn.COUPLED for row in rows if row.drawn is not Drawn.CHOSEN}
+    if len(races) > 1:
+        return None
+    # Nodes of a chain are numbered by their depth, and that of the pending token's child is 1.
+    nodes_LB = [
+        (coins, b.nodes[0] + i) for i in range(levels) for coins, b in zip(coins_B, branches, strict=True)
+    ]
+    if races == {True}:
+        keys = [0 if coins is None else coins.race_key(node + 2) for coins, node in nodes_LB]
+        return Picks(levels=levels, temperature_B=temperature_B, key_LB=keys)
+    coin_LB = [0.0 if coins is None else coins.uniform(node, 0) for coins, node in nodes_LB] if races else ()
+    return Picks(levels=levels, temperature_B=temperature_B, coin_LB=coin_LB)
+
+
+def start_of(
+    cache: DenseCache, branches: Sequence[Branch[Any]], levels: int, offset_B: Sequence[int]
+) -> Start:
+    """The first rows of levels, for which room is made.
+
+    Args:
+        offset_B: positions of the first rows of the slots.
+    """
+    slot_B = [branch.state.slot for branch in branches]
+    row_B = [cache.scratch(slot, levels).start for slot in slot_B]
+    return Start(
+        cache=cache,
+        slot_B=slot_B,
+        row_B=row_B,
+        position_B=[row + offset for row, offset in zip(row_B, offset_B, strict=True)],
+        id_B=[branch.token_N[branch.nodes[0]] for branch in branches],
+    )
+
+
+def note(cache: DenseCache, branches: Sequence[Branch[Any]], found: Found) -> None:
+    """Number the rows of levels as those of passes are, and put them into the tails of their slots."""
+    count, levels = len(branches), found.levels
+    for i, branch in enumerate(branches):
+        state, node = branch.state, branch.nodes[0]
+        tokens = [branch.token_N[node], *found.token_LB[i : levels * count : count]]
+        at = len(state.row) - 1 + state.lead
+        parents = [state.row[branch.parent_N[node]], *range(at, at + levels)]
+        cache.append(state.slot, tokens[:levels], parents[:levels])
+        state.row |= {node + level: at + level for level in range(levels)}
+
+
+def levels_of(found: Found, count: int, id_D: Tensor | None) -> list[Level]:
+    """What was found, level by level, for so many sequences."""
+    listed: list[Level] = []
+    for level in range(found.levels):
+        at = slice(level * count, (level + 1) * count)
+        law_BD = [None] * count if found.law_LBD is None else found.law_LBD[level]
+        listed.append(
+            (
+                found.token_LB[at],
+                found.prob_LB[at],
+                [law if law is None else Law(law, id_D) for law in law_BD],
+            )
+        )
+    return listed

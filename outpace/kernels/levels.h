@@ -1,0 +1,66 @@
+/* Levels of drafts that are chains, one after another in one call.
+
+   A level runs the operations of a program on one row per sequence. Between two levels a token of
+   every sequence is picked from the logits, as draws.c does for Python, and is the next row. A level
+   may read what the one before it gave. */
+
+#pragma once
+
+#include "see.h"
+
+/* levels.py has the same list. */
+typedef struct {
+    Program *program;
+    int64_t passes, rows, levels;
+    int64_t lent, given, bytes;    /* what a level gives in one buffer is the next one's other; or -1 */
+    int64_t logits, width, stride; /* buffer, columns that count, and numbers from row to row */
+    int64_t races;                 /* draws are races, else by coins */
+    const int64_t *window;         /* of each pass; 0: none */
+    Look *look;                    /* of each sequence, in the first level; they move on, */
+    int64_t *position;             /* and so do the positions of the program */
+    const int64_t *column;         /* tokens of the columns; NULL: their places */
+    const double *temperature;     /* of each sequence; 0: the likeliest token is picked */
+    const double *coin;            /* [levels, rows] */
+    const int64_t *key;            /* [levels, rows], of races */
+    int64_t *found;                /* [levels, rows]: the tokens picked */
+    float *prob;                   /* [levels, rows]: and their probabilities */
+    float *law;                    /* [levels, rows, width]: distributions that were drawn from */
+} Levels;
+
+/* Pick a token of a row of logits; gives 0 where there is none. */
+static int64_t pick_token(const Levels *l, int64_t row, int64_t at) {
+    const float *x = row_of(l->program, l->logits, row, l->stride);
+    const double temperature = l->temperature[row];
+    if (temperature == 0) {
+        outpace_rank(x, l->column, 1, l->width, 1, l->found + at, l->prob + at);
+        return l->found[at] >= 0;
+    }
+    float *law = l->law + at * l->width;
+    if (!outpace_softmax(x, l->width, temperature, law)) return 0;
+    int64_t place;
+    if (!l->races) place = outpace_choose(law, l->width, l->coin[at]);
+    else if (!outpace_race(law, l->column, l->width, l->key[at], 1, &place)) return 0;
+    l->found[at] = l->column ? l->column[place] : place;
+    l->prob[at] = law[place];
+    return 1;
+}
+
+/* Run levels until one has a row without a token; gives how many have one for every row. */
+int64_t outpace_levels(Levels *l) {
+    Program *p = l->program;
+    for (int64_t level = 0, at = 0; level < l->levels; level++) {
+        for (int64_t i = 0; i < l->passes; i++)
+            outpace_see((Pass *)p->pass[i], l->look, l->rows, l->look, l->rows, l->window[i], 1);
+        outpace_run(p);
+        p->ids = l->found + at;
+        for (int64_t row = 0; row < l->rows; row++, at++)
+            if (!pick_token(l, row, at)) return level;
+        if (l->lent >= 0) {
+            char **buffer = (char **)p->buffer;
+            buffer[l->lent] = buffer[l->given];
+            buffer[l->given] += l->bytes;
+        }
+        for (int64_t row = 0; row < l->rows; row++) l->look[row].stored++, l->position[row]++;
+    }
+    return l->levels;
+}

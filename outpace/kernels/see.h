@@ -1,0 +1,71 @@
+/* What the rows of a pass see, cut into units of work. */
+
+#pragma once
+
+#include "attend.h"
+
+/* Rows of one slot that stand side by side in a pass. fused.py has the same list. */
+typedef struct {
+    int64_t slot, row, rows; /* the first row, and how many there are */
+    int64_t stored, base;    /* storage row of the first one; committed rows of the slot */
+    int64_t first;           /* position from which on a layer without a window sees */
+    int64_t listed, list, list_layer, list_head, copies, copied; /* as in Chunk */
+    int64_t parents, depths; /* addresses of those of the whole tail; 0: it is a chain */
+} Look;
+
+/* Note where rows are stored, the first position that they see, up to where positions lie in order,
+   and the storage rows of those behind. Gives the end of the path. */
+static int64_t look_at(Pass *p, const Look *l, int64_t window, int64_t path) {
+    int64_t *place = (int64_t *)p->place, *way = (int64_t *)p->path;
+    const int64_t *parents = (const int64_t *)l->parents, *depths = (const int64_t *)l->depths;
+    for (int64_t i = 0; i < l->rows; i++) {
+        const int64_t stored = l->stored + i, row = l->row + i;
+        const int64_t position = depths ? l->base + depths[stored - l->base] : stored;
+        Sight sight = {l->first, position + 1, path, 0};
+        if (window) sight.low = position < window ? 0 : position - window + 1;
+        if (parents) {
+            sight.dense = l->base;
+            for (int64_t at = stored - l->base; at >= 0; at = parents[at]) sight.length++;
+            path += sight.length;
+            for (int64_t at = stored - l->base, n = path; at >= 0; at = parents[at])
+                way[--n] = l->base + at;
+        }
+        place[2 * row] = l->slot, place[2 * row + 1] = stored;
+        ((Sight *)p->sight)[row] = sight;
+    }
+    return path;
+}
+
+/* Cut rows into chunks of at most `tall`, and what they see into blocks. */
+static void cut_rows(Pass *p, const Look *l, int64_t tall) {
+    for (int64_t row = l->row, end = l->row + l->rows; row < end; row += tall) {
+        const int64_t rows = row + tall < end ? tall : end - row;
+        int64_t low = INT64_MAX, stop = 0, *unit = (int64_t *)p->unit + 2 * p->units;
+        for (int64_t i = row; i < row + rows; i++) {
+            const Sight *s = p->sight + i;
+            if (s->low < low) low = s->low;
+            if (s->dense + s->length > stop) stop = s->dense + s->length;
+        }
+        const int64_t first = low / BLOCK, listed = (l->listed + BLOCK - 1) / BLOCK;
+        const int64_t blocks = (stop + BLOCK - 1) / BLOCK - first + listed;
+        for (int64_t i = 0; i < blocks; i++) unit[2 * i] = p->chunks, unit[2 * i + 1] = i;
+        ((Chunk *)p->chunk)[p->chunks++] =
+            (Chunk){l->slot, row, rows, first, blocks, p->parts, l->listed,
+                    l->list, l->list_layer, l->list_head, l->copies, l->copied};
+        p->units += blocks;
+        p->parts += blocks * rows * p->kv * p->group;
+    }
+}
+
+/* Fill in what the rows of a pass see through a window (0: none), and what of it those that attend
+   do. There is room for all of it but the parts, of which it says how many there are. */
+void outpace_see(Pass *p, const Look *look, int64_t looks, const Look *attending, int64_t attendings,
+                 int64_t window, int64_t tall) {
+    int64_t path = 0;
+    p->news = p->chunks = p->units = p->parts = 0;
+    for (int64_t i = 0; i < looks; i++) {
+        path = look_at(p, look + i, window, path);
+        p->news += look[i].rows;
+    }
+    for (int64_t i = 0; i < attendings; i++) cut_rows(p, attending + i, tall);
+}

@@ -1,0 +1,62 @@
+"""Memory that the operations of a decoder's pass read and write."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outpace.kernels.compiled import library
+from outpace.models.attention import HeadShape
+from outpace.models.families import DecoderConfig
+from outpace.models.fused import View
+from outpace.models.packed import Linear
+from outpace.models.room import Lasting
+
+STREAM, NORMED, HEADS, ATTENDED, ADDED, WIDE, GATED, PICKED, LAST, LOGITS, OPERANDS, FOUND = range(12)
+TAP = 12
+"""Buffers; the first feature wanted has this number."""
+
+
+class Buffers:
+    """Memory of a pass, and the addresses of it and of what is lent to it."""
+
+    def __init__(self, config: DecoderConfig, shape: HeadShape, windows: Sequence[int | None]) -> None:
+        hidden, head = config.hidden_size, shape.width * (shape.queries + 2 * shape.kv)
+        self._widths = {
+            STREAM: hidden,
+            NORMED: hidden,
+            HEADS: head,
+            ATTENDED: shape.width * shape.queries,
+            ADDED: hidden,
+            WIDE: 2 * config.ffn_size,
+            GATED: config.ffn_size,
+            PICKED: hidden,
+            LAST: hidden,
+        }
+        self.views = [View(shape, window) for window in windows]
+        self.lasting = Lasting()
+        self.most = 0
+        """Rows that there is room for."""
+        self.lent: dict[int, Tensor] = {}
+        self.address = (ctypes.c_void_p * (TAP + 3 * config.num_layers + 2))()
+
+    def fit(self, rows: int, linears: Sequence[Linear]) -> None:
+        """Make room for so many rows, which these matrices multiply."""
+        self.most = max(rows, 2 * self.most, 16)
+        # They outlive a pass, so they are ordinary tensors also where inference mode is on.
+        with torch.inference_mode(False):
+            for buffer, width in self._widths.items():
+                self.lend(buffer, torch.zeros(self.most, width))
+        code = library()
+        assert code is not None
+        products = [one.product.matrices for one in linears if one.product is not None]
+        most = max(code.outpace_room(parts, len(parts), self.most) for parts in products)
+        self.lend(OPERANDS, torch.zeros(most, dtype=torch.uint8))
+
+    def lend(self, buffer: int, memory: Tensor) -> None:
+        """Use this as a buffer, from now on."""
+        self.lent[buffer] = memory
+        self.address[buffer] = memory.data_ptr()

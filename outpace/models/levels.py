@@ -1,0 +1,158 @@
+"""Levels of drafts that are chains, one after another in one call of compiled code: see levels.h.
+
+Between two levels of a draft Python would read logits, pick a token, and tell the next pass where its
+rows stand. After a pass nothing of that is near the processor, and it takes longer than a level of a
+small network. Here it is said once for all levels: a row of a chain sees all rows before it, and stands
+one place further.
+
+Shape letters: B sequences, one row of each per level; L levels, D columns of logits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.cache.dense import DenseCache
+from outpace.kernels.compiled import library
+from outpace.models.attention import HeadShape, Span
+from outpace.models.fused import View, tell
+from outpace.models.operations import Call
+from outpace.models.rope import Rotation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Start:
+    """The rows of the first level."""
+
+    cache: DenseCache
+    """Keys and values; room for the rows of all levels is reserved."""
+    slot_B: Sequence[int]
+    row_B: Sequence[int]
+    """Storage rows."""
+    position_B: Sequence[int]
+    id_B: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Picks:
+    """How a token is picked from each row of logits."""
+
+    levels: int
+    temperature_B: Sequence[float]
+    """0: the likeliest token; above: a draw from the softmax at this temperature."""
+    coin_LB: Sequence[float] = ()
+    """Of draws, level by level."""
+    key_LB: Sequence[int] | None = None
+    """Draws are races with these keys, and there are no coins."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """The tokens of as many levels as have one for every sequence."""
+
+    levels: int
+    token_LB: Sequence[int] = ()
+    """Level by level, as their probabilities."""
+    prob_LB: Sequence[float] = ()
+    law_LBD: Tensor | None = None
+    """The distributions of those that were drawn; None: nothing was drawn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Level:
+    """A pass over one row per sequence, which is run again and again."""
+
+    call: Call
+    """All but the ids, and what rows see."""
+    address: ctypes.Array[ctypes.c_void_p]
+    """Of every buffer; a call changes them."""
+    lent: int
+    given: int
+    """What a level gives in one buffer, the next one finds in the other; ``NONE``: nothing."""
+    bytes: int
+    """Of what it gives; levels follow each other in memory."""
+    head: int
+    out: int
+    """Buffers of queries, keys and values, and of what attention gives."""
+    logits: int
+    columns: int
+    """Numbers of a row of logits."""
+    heads: HeadShape
+    views: Sequence[View]
+    """One per window, as its operations number them."""
+    windows: Sequence[int | None]
+    turns: Sequence[Rotation]
+    """Rotary tables, likewise."""
+
+
+class _Levels(ctypes.Structure):
+    """``Levels`` of levels.h."""
+
+    _fields_ = [
+        ("program", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in "passes rows levels lent given bytes".split()),
+        *((name, ctypes.c_int64) for name in "logits width stride races".split()),
+        *(
+            (name, ctypes.c_void_p)
+            for name in "window look position column temperature coin key found prob law".split()
+        ),
+    ]
+
+
+def run_levels(level: Level, start: Start, picks: Picks, id_D: Tensor | None, width: int) -> Found:
+    """Run levels, as many as have a token for every sequence.
+
+    Args:
+        id_D: tokens of the columns of logits; None: their places.
+        width: how many columns count, from the first one on.
+    """
+    code, call, rows, levels = library(), level.call, len(start.slot_B), picks.levels
+    assert code is not None and (id_D is None or id_D.is_contiguous())
+    position = array("q", start.position_B)
+    spans = [
+        Span(slot, i, range(row, row + 1), 0, (), (), True)
+        for i, (slot, row) in enumerate(zip(start.slot_B, start.row_B, strict=True))
+    ]
+    head, out = level.address[level.head] or 0, level.address[level.out] or 0
+    for view in level.views:
+        view.look(start.cache, spans, head, out, levels=levels)
+    last, told = max(position) + levels - 1, [view.told for view in level.views]
+    held = tell(call, level.heads, start.cache, told, level.turns, position, last)
+    ids, found = array("q", start.id_B), array("q", bytes(8 * levels * rows))
+    window = array("q", [one or 0 for one in level.windows])
+    temperature, coin = array("d", picks.temperature_B), array("d", picks.coin_LB)
+    key, prob = array("Q", picks.key_LB or ()), array("f", bytes(4 * levels * rows))
+    law_LBD = torch.empty(levels, rows, width) if any(picks.temperature_B) else None
+    call.ids = ids.buffer_info()[0]
+    whole = _Levels(
+        program=ctypes.addressof(call),
+        passes=len(told),
+        rows=rows,
+        levels=levels,
+        lent=level.lent,
+        given=level.given,
+        bytes=level.bytes,
+        logits=level.logits,
+        width=width,
+        stride=level.columns,
+        races=picks.key_LB is not None,
+        window=window.buffer_info()[0],
+        look=level.views[0].looks.buffer_info()[0],
+        position=position.buffer_info()[0],
+        column=None if id_D is None else id_D.data_ptr(),
+        temperature=temperature.buffer_info()[0],
+        coin=coin.buffer_info()[0],
+        key=key.buffer_info()[0],
+        found=found.buffer_info()[0],
+        prob=prob.buffer_info()[0],
+        law=None if law_LBD is None else law_LBD.data_ptr(),
+    )
+    done = code.outpace_levels(ctypes.byref(whole))
+    del held
+    return Found(done, found, prob, law_LBD)

@@ -1,0 +1,88 @@
+"""Chains whose levels run in one call are those that grow level by level, to the bit."""
+
+import pytest
+import torch
+
+from outpace.coins import KeyedCoins, Stream
+from outpace.drafters.base import Request
+from outpace.methods.draft_model.drafter import DraftModel
+from outpace.models.products import works
+from outpace.params import SamplingParams
+from outpace.sampling import Warp
+from outpace.tree.growth import DraftRow
+from outpace.types import Budget, Drawn
+from tests.methods.eagle3.test_drafter import made, show, tied
+
+TEXTS = [[5, 9, 11, 40, 7, 150, 5, 9], [40, 41, 42], [77, 8, 9, 10, 11]]
+WARPS = {
+    "greedy": (Drawn.CHOSEN, {"temperature": 0}),
+    "likeliest": (Drawn.CHOSEN, {"temperature": 0.8}),
+    "coins": (Drawn.DISTINCT, {"temperature": 0.8}),
+    "races": (Drawn.COUPLED, {"temperature": 1.2}),
+    "truncated": (Drawn.IID, {"temperature": 0.8, "top_k": 5}),
+    "penalized": (Drawn.DISTINCT, {"temperature": 0.8, "repetition_penalty": 1.3}),
+}
+pytestmark = pytest.mark.skipif(not works("cpu"), reason="nothing is compiled here")
+
+
+def eagle():
+    """A drafter and its sequences, which have seen their texts."""
+    target = tied()
+    drafter, _ = made(target, quantize="int8")
+    states = [drafter.begin(Request(prompt=tuple(text))) for text in TEXTS]
+    for state, text in zip(states, TEXTS, strict=True):
+        show(drafter, state, target, text[:-1])
+    return drafter, states, target.vocab_size
+
+
+def second():
+    """A draft model and its sequences."""
+    own = tied()
+    drafter = DraftModel(own, own.vocab_size)
+    return drafter, [drafter.begin(Request(prompt=tuple(text))) for text in TEXTS], own.vocab_size
+
+
+def proposed(made_of, drawn, settings, depths, descends):
+    """Drafts, and how many levels were gone down in one call."""
+    drafter, states, size = made_of()
+    gone, descend = [], drafter.descend
+
+    def counting(*given):
+        gone.append(descend(*given) if descends else ())
+        return gone[-1]
+
+    drafter.descend = counting
+    rows = [
+        DraftRow(
+            state,
+            text,
+            Budget(max_nodes=depth, max_depth=depth),
+            KeyedCoins(3, len(text) - 1, Stream.DRAFT),
+            Warp(SamplingParams(**settings), text, frozenset(), size),
+            drawn,
+        )
+        for state, text, depth in zip(states, TEXTS, depths, strict=True)
+    ]
+    drafts = [drafter.propose(rows) for _ in range(2)]
+    assert all(
+        torch.equal(a.prob_S, b.prob_S)
+        for one, other in zip(*drafts, strict=True)
+        for a, b in zip(one.laws, other.laws, strict=True)
+    ), "a draft leaves nothing behind"
+    return drafts[0], drafter.clock.count, sum(map(len, gone))
+
+
+@pytest.mark.parametrize("made_of", [eagle, second])
+@pytest.mark.parametrize("kind", WARPS)
+@pytest.mark.parametrize("depths", [(5, 5, 5), (6, 3, 1), (1, 2, 2)])
+def test_a_descent_gives_the_same_drafts(made_of, kind, depths):
+    drawn, settings = WARPS[kind]
+    ours, count, gone = proposed(made_of, drawn, settings, depths, True)
+    theirs, expected, none = proposed(made_of, drawn, settings, depths, False)
+    assert (gone > 0) == (kind not in ("truncated", "penalized") and depths[1] > 2) and none == 0
+    assert count == expected
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine.token_N, mine.parent_N, mine.groups) == (other.token_N, other.parent_N, other.groups)
+        for law, same in zip(mine.laws, other.laws, strict=True):
+            assert torch.equal(law.prob_S, same.prob_S)
+            assert law.id_S is same.id_S is None or torch.equal(law.id_S, same.id_S)
