@@ -125,8 +125,7 @@ def foresee(
     for i, (row, least) in enumerate(zip(rows, least_B, strict=True)):
         for name in () if least is None else row.members:
             if machine.drafters[name].traits.previews:
-                budget = within(row.members[name].budget, row.room(), least or 0.0)
-                asked.setdefault(name, {})[i] = budget
+                asked.setdefault(name, {})[i] = within(row.members[name].budget, row.room(), least or 0.0)
     for name, budgets in asked.items():
         for i, one in _propose(machine, rows, name, budgets).items():
             made_B[i][name] = one

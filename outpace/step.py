@@ -256,20 +256,9 @@ def _report(
         return
     records = []
     for i, outcome in outcomes.items():
-        part, seen = parts[i], _evidence(outcome, False)
-        records.append(
-            RowRecord(
-                part.row.number,
-                seen.drafter,
-                seen.drafted,
-                seen.accepted,
-                outcome.verdict.emitted,
-                seen.depth,
-                seen.censored,
-                part.plan.choice,
-                part.num_uncached,
-            )
-        )
+        part, seen, emitted = parts[i], _evidence(outcome, False), outcome.verdict.emitted
+        counts = seen.drafted, seen.accepted, emitted, seen.depth, seen.censored
+        records.append(RowRecord(part.row.number, seen.drafter, *counts, part.plan.choice, part.num_uncached))
     record = StepRecord(
         machine.steps - 1,
         tuple(records),
