@@ -139,19 +139,20 @@ def _plan(
 ) -> tuple[list[Plan], list[PolicyRow], list[dict[str, Draft]]]:
     """Have the policy plan; what drafters made for that is at hand afterwards."""
     load = Load(len(rows), _context(rows))
-    made_B = foresee(machine, rows, [machine.policy.asks(row.policy_state, load) for row in rows])
+    room_B = [row.room() for row in rows]
+    made_B = foresee(machine, rows, room_B, [machine.policy.asks(row.policy_state, load) for row in rows])
     views = [
         PolicyRow(
             row.policy_state,
             {name: machine.granted(name, row) for name in row.members},
-            row.room(),
+            room,
             row.coins(Stream.POLICY),
             {
                 name: machine.drafters[name].promise(row.members[name].state, one)
                 for name, one in made.items()
             },
         )
-        for row, made in zip(rows, made_B, strict=True)
+        for row, room, made in zip(rows, room_B, made_B, strict=True)
     ]
     plans = machine.policy.plan(views, load)
     for view, plan in zip(views, plans, strict=True):
