@@ -26,7 +26,7 @@ class PolicyRow:
     coins: Coins
     """Stream POLICY."""
     previews: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Drafter -> what it would propose now, see ``Drafter.preview``; without those that cannot tell.
+    """Drafter -> what it would propose now, see ``Drafter.promise``; without those that cannot tell.
     Filled for ``plan`` alone, if the policy ``reads_previews``."""
 
 

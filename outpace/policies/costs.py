@@ -33,18 +33,18 @@ T = TypeVar("T")
 
 
 class Line:
-    """y = a * u + b * v. While v does not vary, b goes back to the ratio to a that it began with.
+    """y = a * u + b * v. While v does not vary, b keeps its ratio to a.
 
     Args:
         a: before anything is seen; None: the first step says it. Likewise b / a, the ``ratio``.
     """
 
-    __slots__ = ("_high", "_tie", "_tuning", "_uu", "_uv", "_uy", "_vv", "_vy", "a", "b", "seen")
+    __slots__ = ("_high", "_tuning", "_uu", "_uv", "_uy", "_vv", "_vy", "a", "b", "seen")
 
     def __init__(self, a: float | None, ratio: float, tuning: Tuning = TUNING) -> None:
         self._tuning = tuning
         self.a = 1.0 if a is None else max(a, 1e-9)
-        self._tie, self.b = ratio, ratio * self.a
+        self.b = ratio * self.a
         self.seen, self._high = 0, False
         self._uu = 0.0 if a is None else 1.0
         self._uy = self._uu * self.a
@@ -61,7 +61,7 @@ class Line:
             y = most
         self._high = stalled and not self._high
         self.seen += 1
-        keep, tie = self._tuning.remember, self._tie
+        keep, tie = self._tuning.remember, self.b / self.a
         self._uu = keep * self._uu + u * u
         self._uv = keep * self._uv + u * v
         self._vv = keep * self._vv + v * v

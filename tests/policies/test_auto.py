@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from outpace.policies import offers
+from outpace.policies.acceptance import Pool
 from outpace.policies.auto import NONE, Auto, AutoConfig
 from outpace.policies.base import PolicyRow
 from outpace.policies.tuning import Tuning

@@ -25,7 +25,7 @@ def record(
     uncached=0,
     prompt=False,
     context=0,
-    rest=0.001,
+    rest=0.0,
 ):
     made = [RowRecord(i, drafter, rows, 0, (0,), rows, False, None, uncached) for i in range(batch)]
     seconds = {"plan": 0.0, "draft": draft, "score": score, "judge": rest, "commit": 0.0}
@@ -148,7 +148,7 @@ def test_judging_guesses_makes_them_dearer():
 
 def test_what_the_batch_emits_lately_counts_all_of_a_step():
     costs = watched(record(1, 0.008, 0.001, batch=4), times=3)
-    assert costs.lately(4) == pytest.approx(4 / 0.010) and costs.lately(64) == 0.0
+    assert costs.lately(4) == pytest.approx(4 / 0.009) and costs.lately(64) == 0.0
 
 
 def test_prices_of_many_rows_are_those_of_each():
