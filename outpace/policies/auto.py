@@ -153,7 +153,8 @@ class Auto(Policy):
         for name, menu_B in menus.items():
             level = prices.rate * self.costs.price(name, len(menu_B))
             most = max([len(menu.offers) for menu in menu_B.values()])
-            for depth in range(most) if len(menu_B) > 1 else (None,):
+            depths: Sequence[int | None] = range(most) if len(menu_B) > 1 else (None,)
+            for depth in depths:
                 users, total, levels = dict[int, Offer](), 0.0, 0.0
                 for i, menu in menu_B.items():
                     offer = menu.best if depth is None else menu.offers[: depth + 1][-1]
