@@ -12,124 +12,16 @@ prompt is a pass whose tokens are already decided. There is no second path throu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
-from torch import Tensor
-
-from outpace.cache.base import KVCache, Lease
 from outpace.clock import StepClock
-from outpace.coins import Coins, Stream
-from outpace.drafters.base import Drafter
+from outpace.coins import Stream
 from outpace.errors import LogitsError, OutpaceError, RequestError
-from outpace.models.base import TREE, Target
-from outpace.policies.base import Evidence, Policy, PolicyRow, within
-from outpace.sampling import Warp, laws_of_batch
-from outpace.tree.growth import DraftRow
-from outpace.types import (
-    NOTHING,
-    Budget,
-    Draft,
-    Drawn,
-    Feed,
-    Load,
-    Outcome,
-    Plan,
-    RowRecord,
-    Scored,
-    StepRecord,
-    Verdict,
-)
-from outpace.verifiers.base import Verifier
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """A drafter that may be picked for one sequence."""
-
-    state: Any
-    """The drafter's, for this sequence."""
-    budget: Budget
-    """What its spec asks for."""
-    verifier: Verifier
-    """Judges its drafts."""
-
-
-class StepSequence(Protocol):
-    """What a step needs of one sequence; `outpace.engine.sequence` and cascades implement it."""
-
-    number: int
-    """For records."""
-    read_prompt: Callable[[int, Tensor], None] | None
-    """Called with the logits of the prompt's tokens from a place on; None: nobody wants them."""
-    tokens: list[int]
-    """Committed ids; the last one is pending."""
-    slot: int
-    warp: Warp
-    members: Mapping[str, Member]
-    """Drafter spec -> member; the preferred drafter first."""
-    verifier: Verifier
-    """Judges where no member drafted."""
-    policy_state: Any
-
-    def coins(self, stream: Stream) -> Coins:
-        """Coins for the present pending token."""
-        ...
-
-    def room(self) -> Budget:
-        """What this sequence has room for: context, tokens still wanted, the request's limits."""
-        ...
-
-    def cut(self, verdict: Verdict) -> Verdict:
-        """Shorten a verdict at the first stop: end of sequence, stop string, length."""
-        ...
-
-    def extend(self, outcome: Outcome) -> None:
-        """Append what was emitted, which ``cut`` has passed."""
-        ...
-
-    def fail(self, error: Exception) -> None:
-        """End here, since its own part of a step broke; or raise, and end the whole step."""
-        ...
-
-    @property
-    def failed(self) -> bool:
-        """Whether it ended so."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class Machine:
-    """Everything a step runs on. One per batch; the rows carry what differs by sequence."""
-
-    target: Target
-    cache: KVCache
-    drafters: Mapping[str, Drafter[Any]]
-    """Method spec -> drafter."""
-    policy: Policy
-    want_laws: bool = False
-    """Whether verdicts carry the distributions of the emitted tokens; a cascade hands them up."""
-    chunk: int = 256
-    """Prompt tokens per pass beside sequences that decode; see ``outpace.engine.scheduler``."""
-    listeners: Sequence[Callable[[StepRecord], None]] = ()
-    steps: int = field(default=0, init=False)
-    _tapped: dict[frozenset[str], frozenset[str]] = field(default_factory=dict, init=False)
-
-    def granted(self, name: str, row: StepSequence) -> Budget:
-        least = self.drafters[name].traits.least_context
-        return row.members[name].budget if len(row.tokens) > least else NOTHING
-
-    def tapped(self, rows: Sequence[StepSequence]) -> frozenset[str]:
-        """Drafters of these rows that read features."""
-        names = frozenset([name for row in rows for name in row.members])
-        if names not in self._tapped:
-            self._tapped[names] = frozenset(name for name in names if self.drafters[name].traits.taps)
-        return self._tapped[names]
-
-    def taps(self, rows: Sequence[StepSequence]) -> frozenset[str]:
-        """Features that some drafter of these rows reads."""
-        return frozenset().union(*(self.drafters[name].traits.taps for name in self.tapped(rows)))
+from outpace.machine import Machine, StepSequence, draft, foresee
+from outpace.policies.base import Evidence, PolicyRow
+from outpace.sampling import laws_of_batch
+from outpace.types import NOTHING, Draft, Feed, Load, Outcome, Plan, RowRecord, Scored, StepRecord, Verdict
 
 
 def step(machine: Machine, rows: Sequence[StepSequence]) -> list[Outcome]:
@@ -150,7 +42,7 @@ def step(machine: Machine, rows: Sequence[StepSequence]) -> list[Outcome]:
     holds before and after. A row whose own part breaks, from its verdict to its commit, fails alone.
     """
     clock = _clock(machine)
-    plans, views = _plan(machine, rows)
+    plans, views, made_B = _plan(machine, rows)
     clock.lap("plan")
     uncached_B = [
         machine.drafters[plan.drafter].num_uncached(row.members[plan.drafter].state, row.tokens)
@@ -158,11 +50,11 @@ def step(machine: Machine, rows: Sequence[StepSequence]) -> list[Outcome]:
         else 0
         for row, plan in zip(rows, plans, strict=True)
     ]
-    drafts = _draft(machine, rows, plans)
+    drafts = draft(machine, rows, plans, made_B)
     clock.lap("draft")
     parts = [
-        _Part(row, Feed.tree(row.slot, row.tokens[-1], draft), len(row.tokens) - 1, plan, draft, view, n)
-        for row, plan, draft, view, n in zip(rows, plans, drafts, views, uncached_B, strict=True)
+        _Part(row, Feed.tree(row.slot, row.tokens[-1], one), len(row.tokens) - 1, plan, one, view, n)
+        for row, plan, one, view, n in zip(rows, plans, drafts, views, uncached_B, strict=True)
     ]
     return _pass(machine, parts, _score(machine, parts), clock)
 
@@ -242,18 +134,25 @@ def _pass(machine: Machine, parts: Sequence[_Part], scored: Scored, clock: StepC
     return list(outcomes.values())
 
 
-def _plan(machine: Machine, rows: Sequence[StepSequence]) -> tuple[list[Plan], list[PolicyRow]]:
+def _plan(
+    machine: Machine, rows: Sequence[StepSequence]
+) -> tuple[list[Plan], list[PolicyRow], list[dict[str, Draft]]]:
+    """Have the policy plan; what drafters made for that is at hand afterwards."""
     load = Load(len(rows), _context(rows))
-    least_B = [machine.policy.asks(row.policy_state, load) for row in rows]
+    room_B = [row.room() for row in rows]
+    made_B = foresee(machine, rows, room_B, [machine.policy.asks(row.policy_state, load) for row in rows])
     views = [
         PolicyRow(
             row.policy_state,
             {name: machine.granted(name, row) for name in row.members},
-            row.room(),
+            room,
             row.coins(Stream.POLICY),
-            preview,
+            {
+                name: machine.drafters[name].promise(row.members[name].state, one)
+                for name, one in made.items()
+            },
         )
-        for row, preview in zip(rows, _previews(machine, rows, least_B), strict=True)
+        for row, room, made in zip(rows, room_B, made_B, strict=True)
     ]
     plans = machine.policy.plan(views, load)
     for view, plan in zip(views, plans, strict=True):
@@ -263,71 +162,7 @@ def _plan(machine: Machine, rows: Sequence[StepSequence]) -> tuple[list[Plan], l
                 f"policy {type(machine.policy).__name__} broke its contract: it "
                 f"planned {asked} where {limit} was the limit"
             )
-    return plans, views
-
-
-def _draft(machine: Machine, rows: Sequence[StepSequence], plans: Sequence[Plan]) -> list[Draft]:
-    """Ask each drafter once, for all rows that are planned for it."""
-    drafts = [Draft()] * len(rows)
-    asked: dict[str, list[int]] = {}
-    tapped = machine.tapped(rows)
-    for i, plan in enumerate(plans):
-        if plan.budget.max_nodes > 0 and plan.budget.max_depth > 0:
-            asked.setdefault(plan.drafter, []).append(i)
-    for name, indices in asked.items():
-        wanted = [_draft_row(machine, rows[i], name, plans[i].budget, tapped) for i in indices]
-        try:
-            answers = machine.drafters[name].propose(wanted)
-        except LogitsError as error:
-            raise LogitsError(f"drafter {name}, pass {machine.steps}: {error}") from error
-        for i, row, draft in zip(indices, wanted, answers, strict=True):
-            if fault := row.fault(draft):
-                raise OutpaceError(f"drafter {name!r} broke its contract: a draft of {fault}")
-            if draft.view is not None and machine.drafters[name].traits.lossless:
-                raise OutpaceError(f"drafter {name!r} broke its contract: a view for verification")
-            if draft.resume is None:
-                machine.cache.drop(rows[i].slot)  # what the drafter tried there
-            drafts[i] = draft
-    return drafts
-
-
-def _draft_row(
-    machine: Machine, row: StepSequence, name: str, budget: Budget, tapped: frozenset[str]
-) -> DraftRow[Any]:
-    member = row.members[name]
-    # What another drafter reads is computed from the bottom up, so nothing may be resumed.
-    lease = Lease(machine.cache, row.slot, resumes=tapped <= {name})
-    return DraftRow(
-        member.state,
-        row.tokens,
-        budget,
-        row.coins(Stream.DRAFT),
-        row.warp,
-        Drawn.CHOSEN if row.warp.greedy else member.verifier.draws,
-        lease,
-        chain=member.verifier.chains_only or TREE not in machine.target.can,
-    )
-
-
-def _previews(
-    machine: Machine, rows: Sequence[StepSequence], least_B: Sequence[float | None]
-) -> list[dict[str, Sequence[float]]]:
-    """What every drafter would propose to every row, of those that can tell."""
-    previews: list[dict[str, Sequence[float]]] = [{} for _ in rows]
-    able: dict[str, list[int]] = {}
-    tapped = machine.tapped(rows)
-    for i, (row, least) in enumerate(zip(rows, least_B, strict=True)):
-        for name in () if least is None else row.members:
-            if machine.drafters[name].traits.previews:
-                able.setdefault(name, []).append(i)
-    for name, indices in able.items():
-        budgets = [within(rows[i].members[name].budget, rows[i].room(), least_B[i] or 0.0) for i in indices]
-        pairs = zip(indices, budgets, strict=True)
-        asked = [_draft_row(machine, rows[i], name, budget, tapped) for i, budget in pairs]
-        answers = machine.drafters[name].preview(asked)
-        for i, answer in zip(indices, answers, strict=True):
-            previews[i][name] = answer
-    return previews
+    return plans, views, made_B
 
 
 def _judge(machine: Machine, parts: Sequence[_Part], scored: Scored) -> dict[int, Verdict]:
@@ -422,20 +257,9 @@ def _report(
         return
     records = []
     for i, outcome in outcomes.items():
-        part, seen = parts[i], _evidence(outcome, False)
-        records.append(
-            RowRecord(
-                part.row.number,
-                seen.drafter,
-                seen.drafted,
-                seen.accepted,
-                outcome.verdict.emitted,
-                seen.depth,
-                seen.censored,
-                part.plan.choice,
-                part.num_uncached,
-            )
-        )
+        part, seen, emitted = parts[i], _evidence(outcome, False), outcome.verdict.emitted
+        counts = seen.drafted, seen.accepted, emitted, seen.depth, seen.censored
+        records.append(RowRecord(part.row.number, seen.drafter, *counts, part.plan.choice, part.num_uncached))
     record = StepRecord(
         machine.steps - 1,
         tuple(records),

@@ -80,6 +80,8 @@ class _Text:
     policy: Any
     view: PolicyRow | None = None
     """What the policy saw in the last call."""
+    made: dict[str, Draft] = field(default_factory=dict)
+    """Drafter -> what it proposed before the policy planned."""
     drafter: str = "none"
     draft: Draft = field(default_factory=Draft)
     away: int = 0
@@ -228,10 +230,14 @@ class Proposer:
         for text in texts:
             room = max(0, min(self._most, self._target.max_positions - len(text.tokens)))
             limit, least = Budget(room, room), self._policy.asks(text.policy, load)
-            told = {
-                name: member.drafter.preview([self._row(text, name, within(limit, limit, least))])[0]
+            text.made = {
+                name: member.drafter.propose([self._row(text, name, within(limit, limit, least))])[0]
                 for name, member in self._members.items()
                 if least is not None and self._policy.reads_previews
+            }
+            told = {
+                name: self._members[name].drafter.promise(text.states[name], one)
+                for name, one in text.made.items()
             }
             budgets = dict.fromkeys(self._members, Budget(self._most, self._most))
             text.view = PolicyRow(text.policy, budgets, limit, self._coins(text, Stream.POLICY), told)
@@ -239,8 +245,10 @@ class Proposer:
         for text, plan in zip(texts, plans, strict=True):
             text.drafter, text.draft = plan.drafter, Draft()
             if plan.budget.max_nodes > 0:
+                drafter, made = self._members[plan.drafter].drafter, text.made.get(plan.drafter)
                 asked = self._row(text, plan.drafter, plan.budget)
-                text.draft = self._members[plan.drafter].drafter.propose([asked])[0]
+                cut = None if made is None else drafter.cut(asked.state, made, plan.budget)
+                text.draft = drafter.propose([asked])[0] if cut is None else cut
 
     def _row(self, text: _Text, name: str, budget: Budget) -> DraftRow[Any]:
         coins = self._coins(text, Stream.DRAFT)

@@ -37,26 +37,27 @@ MAY_IMPORT = {
     "tree": "errors files types coins sampling cache.base",
     "models.base": "errors clock types cache.base",
     "drafters.base": "clock types tree models.base",
-    "drafters.wrapping": "clock tree drafters.base",
+    "drafters.wrapping": "clock types drafters.base",
     "verifiers.base": "errors types coins",
     "policies.tuning": "",
     "policies.costs": "types policies.tuning",
     "policies.base": "types coins policies.costs",
     # The step knows contracts and no implementation, so methods may stand on it.
-    "step": "errors clock types coins sampling tree cache.base models.base drafters.base verifiers.base"
+    "machine": "errors types coins sampling tree cache.base models.base drafters.base verifiers.base"
     " policies.base",
+    "step": "errors clock types coins sampling machine policies.base",
     # The implementations. A policy sees numbers only; a verifier sees laws and coins only.
     "cache": "errors tree cache.base",
     "models": "kernels errors files config types coins tree cache cache.base models.base",
     # Folders of trained drafters, whoever wrote them: no method is known there.
     "drafters.trained": "errors files config types models models.base",
     # A cascade calls the step; what is made of other drafters finds them through the registry.
-    "drafters": "errors config files registry clock rows types coins sampling tree step cache cache.base"
-    " models models.base drafters.base drafters.trained verifiers.base policies.base",
+    "drafters": "errors config files registry clock rows types coins sampling tree machine step cache"
+    " cache.base models models.base drafters.base drafters.trained verifiers.base policies.base",
     "verifiers": "errors types coins verifiers.base",
     "policies": "types coins policies.base policies.costs policies.tuning",
     # The engine finds methods through the registry and never names one.
-    "engine": "errors config registry params stops types coins sampling tree step cache.base"
+    "engine": "errors config registry params stops types coins sampling tree machine step cache.base"
     " models models.base drafters.base drafters.trained verifiers.base policies.base"
     " policies.costs",
     # What other programs call.
@@ -65,16 +66,16 @@ MAY_IMPORT = {
     " policies.base engine",
     "train": "errors config files registry params rows types cache.base models models.base drafters"
     " drafters.trained engine",
-    "analysis": "kernels errors config files registry params types coins sampling tree step"
+    "analysis": "kernels errors config files registry params types coins sampling tree machine step"
     " cache.base models models.base drafters drafters.base drafters.trained verifiers verifiers.base"
     " policies policies.base policies.costs policies.tuning engine",
     # A room may import everything below it, and no other room.
-    "methods": "errors config files registry params clock rows stops types coins sampling tree step"
+    "methods": "errors config files registry params clock rows stops types coins sampling tree machine step"
     " cache cache.base models models.base drafters drafters.base drafters.wrapping drafters.trained"
     " verifiers.base policies.base engine analysis train",
     "bench": "kernels errors config files registry params types tree models models.base drafters.base engine",
     # Many requests at once, and their way in from the network.
-    "serving": "errors clock config registry params stops types coins sampling tree step cache.base"
+    "serving": "errors clock config registry params stops types coins sampling tree machine step cache.base"
     " models models.base drafters.base drafters.wrapping verifiers.base policies.base engine",
     "server": "errors config registry params sampling models engine serving",
     "llm": "errors files engine server serving",

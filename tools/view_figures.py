@@ -34,10 +34,11 @@ from outpace import Engine
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
 from outpace.files import parse_json, read_text, replaced, write_whole
+from outpace.machine import Machine, Member
 from outpace.params import SamplingParams
 from outpace.policies.fixed import Fixed, FixedConfig
 from outpace.sampling import Warp
-from outpace.step import Machine, Member, step
+from outpace.step import step
 from outpace.types import Budget, Feed, Outcome, StepRecord
 
 METHODS = (

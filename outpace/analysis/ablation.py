@@ -16,11 +16,10 @@ from typing import Any
 from outpace.analysis.judge import Judged
 from outpace.policies.acceptance import Pool
 from outpace.policies.auto import Auto, AutoConfig
-from outpace.policies.base import Policy, PolicyRow
+from outpace.policies.base import Policy
 from outpace.policies.costs import Costs, Passes
-from outpace.policies.offers import Menu, Prices
 from outpace.policies.tuning import TUNING, Tuning
-from outpace.types import Load
+from outpace.types import Budget
 
 WHOLE = "auto"
 """The variant that lacks nothing."""
@@ -66,13 +65,16 @@ class _FullTrees(Auto):
     form = _Full
 
 
-class _OneWidth(Auto):
+class _Widest(Pool):
     """Trees have the nodes of their spec."""
 
-    def _menu(self, row: PolicyRow, name: str, prices: Prices, load: Load) -> Menu:
-        menu = super()._menu(row, name, prices, load)
-        found = [one for one in menu.offers if one.width in (0, row.drafters[name].max_nodes)]
-        return menu.of(found)
+    def asks(self, budget: Budget) -> Sequence[tuple[int, int]]:
+        found = super().asks(budget)
+        return [one for one in found if one[0] == budget.max_nodes] if budget.shape.beam else found
+
+
+class _OneWidth(Auto):
+    form = _Widest
 
 
 def variants(constants: bool = False) -> dict[str, Callable[[], Policy]]:

@@ -33,10 +33,10 @@ from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import ActiveSequence
 from outpace.errors import RequestError
 from outpace.files import parse_json, write_whole
+from outpace.machine import Machine, Member
 from outpace.models.base import TREE
 from outpace.params import SamplingParams
 from outpace.policies.base import Policy, PolicyRow, within
-from outpace.step import Machine, Member
 from outpace.tree.growth import DraftRow
 from outpace.types import NOTHING, Budget, Draft, Drawn, Load, Plan, Shape, Verdict
 
@@ -304,8 +304,7 @@ def _ask(
                 timed(spec, levels, time.perf_counter() - start)
             machine.cache.drop(row.slot)
             if previews is not None and nodes == full:
-                previews.append(tuple(round(p, 3) for p in one.drafter.preview([wanted])[0]))
-                machine.cache.drop(row.slot)
+                previews.append(tuple(round(p, 3) for p in one.drafter.promise(wanted.state, draft)))
         made.setdefault(nodes, []).append((draft, levels))
 
 

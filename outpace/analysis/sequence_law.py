@@ -25,11 +25,12 @@ from outpace.analysis.growths import Doubt
 from outpace.analysis.tables import Context, distance
 from outpace.coins import Coins, Stream
 from outpace.drafters.base import ExpandingDrafter, Request
+from outpace.machine import Machine, Member
 from outpace.models.base import Target
 from outpace.models.tiny import TableTarget
 from outpace.policies.base import Evidence, Policy, PolicyRow, within
 from outpace.sampling import SamplingParams, Warp
-from outpace.step import Machine, Member, prefill, step
+from outpace.step import prefill, step
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import CHAIN, parse_shape, widths
 from outpace.types import (

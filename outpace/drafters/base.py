@@ -18,7 +18,7 @@ from torch import Tensor
 from outpace.clock import PassClock
 from outpace.models.base import Target
 from outpace.tree.growth import Branch, DraftRow, Expand, Level, grow
-from outpace.types import Draft, Outcome, Scored
+from outpace.types import Budget, Draft, Outcome, Scored
 
 S = TypeVar("S")
 
@@ -53,7 +53,7 @@ class Traits:
     samples: bool = False
     """Whether it draws where ``DraftRow.drawn`` asks for that; others always choose."""
     previews: bool = False
-    """Whether ``preview`` tells a policy what ``propose`` would give."""
+    """Whether ``promise`` tells a policy what a draft is worth."""
     uses_target_cache: bool = False
     """Whether it drafts in the slot that a row lends it, and little or nothing without one."""
     resumes: bool = False
@@ -119,16 +119,20 @@ class Drafter(ABC, Generic[S]):
         recorded is the one really drawn from.
         """
 
-    def preview(self, rows: Sequence[DraftRow[S]]) -> list[Sequence[float]]:
-        """What ``propose`` would give, for a policy that picks among drafters.
+    def promise(self, state: S, draft: Draft) -> Sequence[float]:
+        """What a draft of its own promises, for a policy that picks among drafters.
 
-        Only drafters that propose for nearly nothing can tell; they say so in their traits.
+        Only drafters that choose, and propose for nearly nothing, can tell; they say so in their traits.
 
         Returns:
-            Per row, for every guess the chance that it is reached and kept, likeliest first;
-            empty where there is nothing to propose. A smaller ``max_nodes`` drops the last ones.
+            For every guess the chance that it is reached and kept, likeliest first.
         """
-        raise NotImplementedError(f"{type(self).__name__} gives no previews")
+        raise NotImplementedError(f"{type(self).__name__} cannot tell what it promises")
+
+    def cut(self, state: S, draft: Draft, budget: Budget) -> Draft | None:
+        """Its own draft within another budget, without its last guesses if need be; None: ask again."""
+        most = min(budget.max_nodes, budget.max_depth, budget.max_rows)
+        return draft if draft.num_rows <= 1 + most else None
 
     @abstractmethod
     def observe(self, states: Sequence[S], outcomes: Sequence[Outcome]) -> None:

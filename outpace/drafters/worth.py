@@ -27,7 +27,6 @@ from typing import TypeVar
 
 from outpace.curve import assumed
 from outpace.drafters.base import Drafter, Traits
-from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import children
 from outpace.types import ROOT, Budget, Draft, Outcome, Verdict
 
@@ -129,9 +128,17 @@ class Priced(Drafter[S]):
 
     traits = Traits(previews=True)
 
-    def preview(self, rows: Sequence[DraftRow[S]]) -> list[Sequence[float]]:
-        """Cost: that of ``propose``."""
-        return [promise(draft) for draft in self.propose(rows)]
+    def promise(self, state: S, draft: Draft) -> Sequence[float]:
+        return promise(draft)
+
+    def cut(self, state: S, draft: Draft, budget: Budget) -> Draft | None:
+        """The first guesses: no later one is likelier."""
+        most = min(budget.max_nodes, budget.max_depth, budget.max_rows)
+        return (
+            draft
+            if len(draft) <= most
+            else Draft.chosen(draft.token_N[:most], draft.parent_N[:most], memo=draft.memo)
+        )
 
 
 def promise(draft: Draft) -> list[float]:

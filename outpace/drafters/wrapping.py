@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from outpace.clock import Clocks, PassClock
 from outpace.drafters.base import Drafter
-from outpace.tree.growth import DraftRow
+from outpace.types import Budget, Draft
 
 S = TypeVar("S")
 
@@ -51,14 +51,13 @@ class WrappingDrafter(Drafter[S]):
         clocks = [one.clock for one in self.drafters]
         return clocks[0] if len(clocks) == 1 else Clocks(clocks)
 
-    def preview(self, rows: Sequence[DraftRow[S]]) -> list[Sequence[float]]:
-        """Forward to the drafter of each row, once per drafter."""
-        previews: list[Sequence[float]] = [()] * len(rows)
-        for drafter, indices in self.by_drafter([row.state for row in rows]):
-            asked = [replace(rows[i], state=self.inner(rows[i].state)[0][1]) for i in indices]
-            for i, preview in zip(indices, drafter.preview(asked), strict=True):
-                previews[i] = preview
-        return previews
+    def promise(self, state: S, draft: Draft) -> Sequence[float]:
+        drafter, own = self.inner(state)[0]
+        return drafter.promise(own, draft)
+
+    def cut(self, state: S, draft: Draft, budget: Budget) -> Draft | None:
+        drafter, own = self.inner(state)[0]
+        return drafter.cut(own, draft, budget)
 
     def by_drafter(self, states: Sequence[S]) -> list[tuple[Drafter[Any], list[int]]]:
         """Group sequences by the first drafter inside."""

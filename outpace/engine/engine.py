@@ -21,13 +21,13 @@ from outpace.engine.results import Chunk, Result
 from outpace.engine.scheduler import run
 from outpace.engine.sequence import ActiveSequence, Setup
 from outpace.errors import RequestError
+from outpace.machine import Machine, Member
 from outpace.models.base import Target
 from outpace.models.load import load_target
 from outpace.models.prompts import Prompt, as_prompts, as_reference, encode
 from outpace.params import SamplingParams
 from outpace.policies.costs import Costs
 from outpace.sampling import Warp
-from outpace.step import Machine, Member
 from outpace.stops import StopChecker
 from outpace.types import StepRecord
 from outpace.verifiers.base import Verifier

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from outpace.engine.sequence import ActiveSequence
-from outpace.step import Machine, prefill, step
+from outpace.machine import Machine
+from outpace.step import prefill, step
 
 _ALONE = 4
 """Chunks in one pass, while nobody decodes who would be held up by it; and most beside others."""

@@ -1,6 +1,6 @@
 """One request on its way: committed tokens, cache slot, drafter states, counters.
 
-It implements ``outpace.step.StepSequence``; the step reads and advances it, nothing else does.
+It implements ``outpace.machine.StepSequence``; the step reads and advances it, nothing else does.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from outpace.coins import KeyedCoins, Stream
 from outpace.engine.requests import GenerationRequest
 from outpace.engine.results import Chunk, Counters, DrafterCounts, Result
+from outpace.machine import Member
 from outpace.sampling import TokenLogprobs, Warp, logprobs
-from outpace.step import Member
 from outpace.stops import StopChecker
 from outpace.types import NOTHING, Budget, Outcome, Verdict
 from outpace.verifiers.base import Verifier

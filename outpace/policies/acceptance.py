@@ -12,6 +12,7 @@ be like the same level of other trees. Of one text there is too little for that:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from outpace.policies.tuning import TUNING, Tuning
@@ -73,11 +74,13 @@ class Pool:
         self.tuning = tuning
         self.tallies = Tally(), Tally(), Tally()
         """Guesses kept; levels that drafts had, of those asked for; their nodes, over the levels."""
-        self.seen = 0
-        """Grows with every draft."""
         for level, (hits, tries) in enumerate(zip(kept_D, tried_D, strict=True)):
             scale = min(1.0, tuning.text / tries) if tries else 0.0
             self.tallies[0].add((level,), hits * scale, tuning.hope * tries * scale, tuning.text)
+
+    def asks(self, budget: Budget) -> Sequence[tuple[int, int]]:
+        """Nodes and depths to weigh."""
+        return asks(budget)
 
     def ratio(self, kind: Kind = ()) -> float:
         """Guesses kept, over those that were stated."""
@@ -122,7 +125,8 @@ def _whole(number: Any) -> int:
     return number
 
 
-def asks(budget: Budget) -> list[tuple[int, int]]:
+@cache
+def asks(budget: Budget) -> Sequence[tuple[int, int]]:
     """Nodes and depths to weigh. Of a dynamic tree: all its nodes, about a third of them, and so on."""
     most, deepest = budget.max_nodes, budget.max_depth
     if budget.shape.parent_N is not None:

@@ -24,15 +24,14 @@ def pick(
         None where drafting nothing emits most.
     """
     costs, batch = policy.costs, load.batch
-    still = costs.rest(batch)
     rows = batch + load.beside
-    best, found = batch / (costs.passed(rows, load.context, batch) + still), None
+    best, found = batch / costs.passed(rows, load.context, batch), None
     for name, budget in drafters.items():
         level = costs.price(name, batch)
         for nodes, depth in asks(budget):
             chance = min(0.98, chances[name])
             tokens = (1.0 - chance ** (depth + 1)) / (1.0 - chance)
-            seconds = costs.passed(rows + batch * nodes, load.context, batch) + still
+            seconds = costs.passed(rows + batch * nodes, load.context, batch)
             rate = batch * tokens / (seconds + level * depth)
             if rate > best:
                 best, found = rate, (name, nodes, depth)

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from outpace.policies.acceptance import Pool, Ratio
 from outpace.policies.base import Evidence, Policy, PolicyRow
 from outpace.policies.costs import Costs
-from outpace.policies.offers import Menu, Offer, Prices, look_up, menu_of, prices_of
+from outpace.policies.offers import Menu, Offer, Prices, fill, look_up, prices_of
 from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import NOTHING, Budget, Choice, Load, Plan, Price
 
@@ -89,26 +89,25 @@ class Auto(Policy):
         awake = [i for i, row in enumerate(rows) if self.asks(row.state, load) is not None]
         self._tick += 1
         prices = self._priced(len(rows), load)
-        chosen: dict[int, Offer] = {}
-        spare: dict[int, Offer] = {}  # what lookups offer that does not pay
+        told: dict[int, Offer] = {}  # the best of the lookups
         menus: dict[str, dict[int, Menu]] = {}
         for i in awake:
-            row, best = rows[i], None
+            row = rows[i]
             for name in row.drafters if row.limit.max_depth > 0 else ():
-                told = row.previews.get(name)
-                if told:
-                    offer = look_up(name, told, row.limit, self._scale(row.state, name), prices)
-                    if offer is not None and (best is None or offer > best):
-                        best = offer
-                elif told is None and name != NONE and (menu := self._menu(row, name, prices, load)).offers:
-                    menus.setdefault(name, {})[i] = menu
-            if best is not None:
-                (chosen if best.gain > 0.0 else spare)[i] = best
+                preview = row.previews.get(name)
+                if preview:
+                    offer = look_up(name, preview, row.limit, self._scale(row.state, name), prices)
+                    told[i] = max(told.get(i, offer), offer)
+                elif preview is None and row.drafters[name].max_nodes and name != NONE:
+                    menu = self._menu(row, name, prices, load)
+                    if menu.best is not None:
+                        menus.setdefault(name, {})[i] = menu
+        chosen = {i: offer for i, offer in told.items() if offer.gain > 0.0}
         chosen |= self._together(menus, chosen, prices)
         if load.batch > 1:
             chosen = prices.paying(chosen)
         self._wait -= 1.0
-        tried = self._trial(menus, spare, chosen, prices) if self._wait <= 0.0 else None
+        tried = self._trial(menus, told, chosen, prices) if self._wait <= 0.0 else None
         most, self._guesses = self.costs.most(load.batch), sum([offer.nodes for offer in chosen.values()])
         while self._guesses > most:
             self._guesses -= chosen.pop(min(chosen, key=chosen.__getitem__)).nodes
@@ -133,15 +132,17 @@ class Auto(Policy):
         return prices
 
     def _menu(self, row: PolicyRow, name: str, prices: Prices, load: Load) -> Menu:
-        """Offers change where prices do, and where the drafter was asked."""
+        """Offers hold as long as prices do."""
         state, budget = row.state, row.drafters[name]
-        pool, room = self._pool(state, name), min(row.limit.max_depth, budget.max_depth)
+        room = min(row.limit.max_depth, budget.max_depth)
         menu: Menu | None = state.menus.get(name)
-        if menu is None or menu.prices is not prices or menu.seen != pool.seen or menu.room != room:
+        if menu is None or menu.prices is not prices or menu.room != room:
             level = prices.rate * self.costs.price(name)
             read = 0.0 if name in state.here else prices.rate * self.costs.reading(name, load.context)
-            menu = menu_of(name, budget, row.limit, pool, self._here(state, name), prices, level, read)
-            state.menus[name] = menu
+            pool, here = self._pool(state, name), self._here(state, name)
+            state.menus[name] = menu = fill(
+                Menu(prices, room, level, read), name, budget, row.limit, pool, here
+            )
         return menu
 
     def _together(
@@ -150,17 +151,14 @@ class Auto(Policy):
         """The drafter and depth that pay best for all sequences together, beside what is chosen."""
         best, found = 0.0, dict[int, Offer]()
         for name, menu_B in menus.items():
-            if len(menu_B) == 1:
-                ((i, menu),) = menu_B.items()
-                more = menu.gain - (chosen[i].gain if i in chosen else 0.0)
-                if menu.best is not None and more > best:
-                    best, found = more, {i: menu.best}
-                continue
             level = prices.rate * self.costs.price(name, len(menu_B))
-            for depth in sorted({one.depth for menu in menu_B.values() for one in menu.offers}):
+            most = max([len(menu.offers) for menu in menu_B.values()])
+            depths: Sequence[int | None] = range(most) if len(menu_B) > 1 else (None,)
+            for depth in depths:
                 users, total, levels = dict[int, Offer](), 0.0, 0.0
                 for i, menu in menu_B.items():
-                    offer = max([one for one in menu.offers if one.depth <= depth])
+                    offer = menu.best if depth is None else menu.offers[: depth + 1][-1]
+                    assert offer is not None
                     more = offer.gain - (chosen[i].gain if i in chosen else 0.0)
                     if more > 0.0:
                         users[i] = offer
@@ -172,7 +170,7 @@ class Auto(Policy):
     def _trial(
         self,
         menus: Mapping[str, Mapping[int, Menu]],
-        spare: Mapping[int, Offer],
+        told: Mapping[int, Offer],
         chosen: dict[int, Offer],
         prices: Prices,
     ) -> int | None:
@@ -180,23 +178,20 @@ class Auto(Policy):
         used, step = {offer.drafter for offer in chosen.values()}, prices.rate * prices.plain
         guesses = sum([offer.rows for offer in chosen.values()])
         beside = prices.together(guesses)
-        ideas: dict[str, dict[int, list[tuple[float, Offer]]]] = {}
-        for i, offer in spare.items():
+        ideas: dict[str, list[tuple[int, float, float, Offer]]] = {}
+        for i, offer in told.items():
             if i not in chosen:
                 loss = prices.together(guesses + offer.rows) - beside - offer.kept
-                ideas.setdefault(offer.drafter, {})[i] = [(loss, offer)]
+                ideas.setdefault(offer.drafter, []).append((i, loss, 0.0, offer))
         for name, menu_B in menus.items():
-            if name not in used:
-                for i, menu in menu_B.items():
-                    few = menu.offers[:2]
-                    ideas.setdefault(name, {})[i] = [(menu.level * one.levels - one.gain, one) for one in few]
+            for i, menu in menu_B.items() if name not in used else ():
+                loss, offer = min([(menu.level * one.levels - one.gain, one) for one in menu.offers[:2]])
+                ideas.setdefault(name, []).append((i, loss, menu.read, offer))
         for name in sorted(ideas, key=lambda name: self._tried.get(name, 0)):
-            i = list(ideas[name])[self._tick % len(ideas[name])]
-            loss, offer = min(ideas[name][i])
+            i, loss, read, offer = ideas[name][self._tick % len(ideas[name])]
             loss += chosen[i].gain if i in chosen else 0.0
             if loss <= max(1.0, step / 8):  # while a lookup copies well, others wait
                 self._tried[name], chosen[i] = self._tick, offer
-                read = menus[name][i].read if name in menus else 0.0
                 self._wait = (max(0.0, loss) + read) / step / self.tuning.explore
                 return i
         return None
@@ -210,12 +205,11 @@ class Auto(Policy):
             return prices.still[reason]
         own, limit = row.drafters[offer.drafter], row.limit
         nodes, depth = min(offer.nodes, own.max_nodes), min(offer.depth, own.max_depth)
-        asked = Budget(nodes, depth, min(own.max_rows, limit.max_rows), shape=own.shape, stop=own.stop)
-        more = (offer.kept - offer.gain) / prices.rate
-        if offer.levels:
-            level = self.costs.price(offer.drafter)
-            more += level * offer.levels
-            asked = replace(asked, price=Price((prices.rate * level,), prices.row_R))
+        level = self.costs.price(offer.drafter) if offer.levels else 0.0
+        price = Price((prices.rate * level,), prices.row_R) if offer.levels else None
+        fits = min(own.max_rows, limit.max_rows)
+        asked = Budget(nodes, depth, fits, shape=own.shape, stop=own.stop, price=price)
+        more = (offer.kept - offer.gain) / prices.rate + level * offer.levels
         rates[offer.drafter] = (load.batch + offer.kept) / (prices.plain + more)
         return Plan(offer.drafter, asked, Choice(reason, rates))
 
@@ -228,7 +222,6 @@ class Auto(Policy):
 
     def _learn(self, state: State, offer: Offer, seen: Evidence) -> None:
         pool, here = self._pool(state, seen.drafter), state.here.setdefault(seen.drafter, Ratio())
-        pool.seen += 1
         if offer.stated:
             if not seen.censored and seen.depth:
                 here.add(seen.accepted, offer.stated * pool.ratio(), self.tuning.text)

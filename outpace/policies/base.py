@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from outpace.coins import Coins
@@ -26,7 +26,7 @@ class PolicyRow:
     coins: Coins
     """Stream POLICY."""
     previews: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Drafter -> what it would propose now, see ``Drafter.preview``; without those that cannot tell.
+    """Drafter -> what it would propose now, see ``Drafter.promise``; without those that cannot tell.
     Filled for ``plan`` alone, if the policy ``reads_previews``."""
 
 
@@ -101,10 +101,6 @@ def within(budget: Budget, limit: Budget, least: float = 0.0) -> Budget:
     fits = budget.max_nodes <= limit.max_nodes and budget.max_depth <= limit.max_depth
     if fits and budget.max_rows <= limit.max_rows and budget.least >= least:
         return budget
-    return replace(
-        budget,
-        max_nodes=min(budget.max_nodes, limit.max_nodes),
-        max_depth=min(budget.max_depth, limit.max_depth),
-        max_rows=min(budget.max_rows, limit.max_rows),
-        least=max(budget.least, least),
-    )
+    nodes, depth = min(budget.max_nodes, limit.max_nodes), min(budget.max_depth, limit.max_depth)
+    rows, least = min(budget.max_rows, limit.max_rows), max(budget.least, least)
+    return Budget(nodes, depth, rows, budget.shape, budget.stop, budget.estimate, least, budget.price)

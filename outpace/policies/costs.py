@@ -6,9 +6,10 @@
 
 Every cost is a line in two numbers, by least squares that forget (`Line`):
 
-    seconds of a pass   = a * plain  + b * more     of rows without and with guesses, see ``start``
-    seconds of a draft  = a * levels + b * tokens   that the drafter reads first
-    seconds of the rest = a                         judging and committing
+    seconds of a pass  = a * plain  + b * more     of rows without and with guesses, see ``start``
+    seconds of a draft = a * levels + b * tokens   that the drafter reads first
+
+A pass is meant with judging and committing what it scored: guesses make those dearer too.
 
 There is a line for each power of two of sequences; a new one begins like its neighbour. A pass is also
 corrected by what passes of so many guesses took lately, for hardware that has free rows up to a number.
@@ -122,8 +123,8 @@ class Costs:
         self._names: dict[str, str] = {}  # method spec -> the one that it was measured as
         self._supposed: dict[str, float] = {}
         self._drafts: dict[str, dict[int, Line]] = {}
-        # Of steps lately: how many, their tokens, their seconds, and those of judging and committing.
-        self._lately: dict[int, tuple[float, float, float, float]] = {}
+        self._lately: dict[int, tuple[float, float]] = {}
+        """Tokens of steps lately, and their seconds."""
         self.start(curve)
 
     def start(self, curve: CostCurve | None) -> None:
@@ -202,15 +203,10 @@ class Costs:
         """Seconds that a drafter takes to read so many tokens, before its first guess for a text."""
         return self._draft(drafter, 1).b * tokens
 
-    def rest(self, batch: int) -> float:
-        """Seconds of a step that are spent on judging and committing."""
-        found = _nearest(self._lately, batch)
-        return found[3] / found[0] if found else 0.0
-
     def lately(self, batch: int) -> float:
         """Tokens per second of steps of about so many sequences; 0 before the first."""
         found = self._lately.get(_power(batch))
-        return found[1] / found[2] if found else 0.0
+        return found[0] / found[1] if found else 0.0
 
     def watch(self, record: StepRecord) -> None:
         """Take a step in. Prompts teach nothing: their rows have no logits."""
@@ -220,19 +216,11 @@ class Costs:
         power, guesses = _power(count), max(0, record.passed_rows - count)
         passes = self._passes[power] = self._of(count)
         shape_R = self._shape(record.context, count, guesses)
-        passes.learn(shape_R[0], shape_R[guesses] - shape_R[0], guesses, seconds["score"])
-        emitted, spent = sum([len(row.emitted) for row in record.rows]), sum(seconds.values())
-        rest = seconds.get("judge", 0.0) + seconds.get("commit", 0.0)
-        steps, tokens, took, other = self._lately.get(power, (0.0,) * 4)
-        keep = self._tuning.remember
-        if steps:
-            rest = min(rest, self._tuning.stall * other / steps)
-        self._lately[power] = (
-            keep * steps + 1.0,
-            keep * tokens + emitted,
-            keep * took + spent,
-            keep * other + rest,
-        )
+        spent = sum([seconds.get(verb, 0.0) for verb in ("score", "judge", "commit")])
+        passes.learn(shape_R[0], shape_R[guesses] - shape_R[0], guesses, spent)
+        emitted, keep = sum([len(row.emitted) for row in record.rows]), self._tuning.remember
+        tokens, took = self._lately.get(power, (0.0, 0.0))
+        self._lately[power] = keep * tokens + emitted, keep * took + sum(seconds.values())
         asked = [row for row in record.rows if row.drafter != "none"]
         if record.draft_levels:  # those that run no model cost next to nothing
             asked = [row for row in asked if self._supposed.get(row.drafter) != 0.0]

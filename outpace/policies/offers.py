@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from outpace.policies.acceptance import Pool, asks
+from outpace.policies.acceptance import Pool
 from outpace.policies.costs import Costs
 from outpace.types import Budget, Load, Plan
 
@@ -73,26 +73,16 @@ class Menu(NamedTuple):
     """What a drafter that has to be asked offers to one sequence, and what that follows from."""
 
     prices: Prices
-    seen: int
-    """Drafts of it that were seen."""
     room: int
     """Levels that the sequence has room for."""
-    level: float
+    level: float = 0.0
     """Tokens that a level costs, for one sequence."""
-    read: float
+    read: float = 0.0
     """Tokens that the text costs that it has to read first."""
     offers: Sequence[Offer] = ()
+    """The ones that gain most with 1, 2, ... levels at most."""
     best: Offer | None = None
-    """The one that gains most, less its levels."""
-    gain: float = 0.0
-    """Of it, less its levels."""
-
-    def of(self, offers: Sequence[Offer]) -> Menu:
-        """The menu with these offers."""
-        if not offers:
-            return self._replace(offers=offers)
-        gain, best = max([(one.gain - self.level * one.levels, one) for one in offers])
-        return self._replace(offers=offers, best=best, gain=gain)
+    """The one that gains most, less its levels, for one sequence."""
 
 
 def prices_of(costs: Costs, load: Load, own: int, guesses: int) -> Prices:
@@ -104,58 +94,55 @@ def prices_of(costs: Costs, load: Load, own: int, guesses: int) -> Prices:
     """
     batch, rows = load.batch, own + load.beside if load.beside else load.batch
     first, *more = costs.passes(rows, load.context, batch)
-    plain = first + costs.rest(batch)
-    rate = max(batch / plain, costs.lately(batch))
+    rate = max(batch / first, costs.lately(batch))
     row_R = pass_R = tuple(accumulate([rate * (seconds - first) for seconds in (first, *more)], max))
     if batch > 1:
         many = max(batch // 2, guesses)
         one = rate * max(0.0, costs.passed(rows + many, load.context, batch) - first) / many
         row_R = tuple([one * n for n in range(len(pass_R))])
-    return Prices(rate, plain, row_R, pass_R)
+    return Prices(rate, first, row_R, pass_R)
 
 
-def look_up(name: str, told: Sequence[float], limit: Budget, scale: float, prices: Prices) -> Offer | None:
+def look_up(name: str, preview: Sequence[float], limit: Budget, scale: float, prices: Prices) -> Offer:
     """The best draft of a lookup that says what it would propose.
 
     Args:
+        preview: chances of its guesses, one at least.
         scale: what its chances are worth.
     """
-    row_R, best, count = prices.row_R, -math.inf, 0
-    kept = stated = 0.0
-    for n, chance in enumerate(told[: min(limit.max_nodes, limit.max_depth, len(row_R) - 1)], 1):
+    row_R, best, kept, stated = prices.row_R, (-math.inf, 0, 0.0, 0.0), 0.0, 0.0
+    for n, chance in enumerate(preview[: min(limit.max_nodes, limit.max_depth, len(row_R) - 1)], 1):
         kept += min(1.0, chance * scale)
         stated += chance
-        if kept - row_R[n] > best:
-            best, count, most = kept - row_R[n], n, (kept, stated)
-    return Offer(best, name, count, count, most[0], count, 0, 0.0, most[1]) if count else None
+        if kept - row_R[n] > best[0]:
+            best = kept - row_R[n], n, kept, stated
+    gain, count, kept, stated = best
+    return Offer(gain, name, count, count, kept, count, stated=stated)
 
 
-def menu_of(
-    name: str,
-    budget: Budget,
-    limit: Budget,
-    pool: Pool,
-    here: float,
-    prices: Prices,
-    level: float,
-    read: float,
-) -> Menu:
-    """Drafts of a drafter that has to be asked, by nodes and depth. All that is left of an answer pays
-    for what is read first.
+def fill(menu: Menu, name: str, budget: Budget, limit: Budget, pool: Pool, here: float) -> Menu:
+    """The menu with its offers. All that is left of an answer pays for what is read first.
+
+    Args:
+        pool: of the drafter.
+        here: what its chances are worth in this text.
     """
-    tuning, row_R, found, width = pool.tuning, prices.row_R, list[Offer](), -1
-    share = read / max(1, limit.max_depth)
-    for nodes, depth in asks(budget):
-        if nodes > limit.max_nodes or depth > limit.max_depth or nodes >= len(row_R):
+    row_R, hope, best_D, width = menu.prices.row_R, pool.tuning.hope * here, dict[int, Offer](), -1
+    share = menu.read / max(1, limit.max_depth)
+    for nodes, depth in pool.asks(budget):
+        if nodes > limit.max_nodes or depth > menu.room or nodes >= len(row_R):
             continue
         own = nodes if budget.shape.beam else 0
         if own != width:
             width, kept, whole = own, 0.0, 1.0
-            size_D = pool.sizes(width, budget.max_depth) if width else []
-        whole *= min(1.0, tuning.hope * here * pool.ratio((depth - 1, width)))
+            size_D = pool.sizes(width, menu.room) if width else []
+        whole *= min(1.0, hope * pool.ratio((depth - 1, width)))
         kept += whole
         made, levels = size_D[depth - 1] if width else (nodes, depth)
         low = min(int(made), len(row_R) - 2)
         price = row_R[low] + (made - low) * (row_R[low + 1] - row_R[low])
-        found.append(Offer(kept - price - share, name, nodes, depth, kept, made, width, levels))
-    return Menu(prices, pool.seen, min(limit.max_depth, budget.max_depth), level, read).of(found)
+        offer = Offer(kept - price - share, name, nodes, depth, kept, made, width, levels)
+        best_D[depth] = max(offer, best_D.get(depth, offer))
+    offers = tuple(accumulate([best_D[depth] for depth in sorted(best_D)], max))
+    best = max(offers, key=lambda one: one.gain - menu.level * one.levels, default=None)
+    return menu._replace(offers=offers, best=best)

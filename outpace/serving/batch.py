@@ -20,13 +20,13 @@ from outpace.engine.requests import GenerationRequest
 from outpace.engine.results import Counters, DrafterCounts, Result
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import ActiveSequence
+from outpace.machine import Machine
 from outpace.serving.events import Done, Event, Failed, Listener, ServiceStats, Tokens
 from outpace.serving.memory import Memory
 from outpace.serving.per_request_policy import Own, PerRequestPolicy
 from outpace.serving.preemption import restart, resume, suspend
 from outpace.serving.prompt_scores import PromptScores
 from outpace.serving.trace import described
-from outpace.step import Machine
 
 LOG = logging.getLogger("outpace.serving")
 

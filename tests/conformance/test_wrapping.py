@@ -62,10 +62,10 @@ def faults(engine, wrapper):
         patch.undo()
         wrapper.follow()
         if wrapper.traits.previews:
-            asked = [replace(row, tokens=[*text, 7])]
-            own = [replace(asked[0], state=pairs[0][1])]
-            if list(wrapper.preview(asked)[0]) != list(pairs[0][0].preview(own)[0]):
-                out.append("preview")
+            asked, (drafter, own) = replace(row, tokens=[*text, 7]), pairs[0]
+            (draft,) = wrapper.propose([asked])
+            if list(wrapper.promise(state, draft)) != list(drafter.promise(own, draft)):
+                out.append("promise")
         ended = []
         for drafter, _ in pairs:
             end = drafter.end
@@ -103,14 +103,14 @@ def test_a_wrapper_that_forgets_is_found(engine):
     planted = {
         "num_uncached": lambda self, state, tokens: 0,
         "follow": lambda self: None,
-        "preview": lambda self, rows: [(0.5, 0.25, 0.125)] * len(rows),
+        "promise": lambda self, state, draft: (0.5, 0.25, 0.125),
         "end": lambda self, state: None,
     }
     named = {"follow": "traits"}
     graph = engine.method("graph[draft=draft_model[model=tiny layers=1]]").drafter
     for wrapper in (graph, *wrappers(engine)[-2:]):
         for name, wrong in planted.items():
-            if name == "preview" and not wrapper.traits.previews:
+            if name == "promise" and not wrapper.traits.previews:
                 continue
             whole = type(wrapper)
             wrapper.__class__ = type("Planted", (whole,), {name: wrong})
@@ -124,4 +124,4 @@ def test_drafters_that_sample_or_preview_say_so(engine):
         for one in members(engine, spec):
             traits = one.traits
             assert isinstance(traits, Traits)
-            assert traits.previews <= (type(one).preview is not Drafter.preview)
+            assert traits.previews <= (type(one).promise is not Drafter.promise and not traits.samples)

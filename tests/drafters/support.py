@@ -12,13 +12,14 @@ from outpace.analysis.enumeration import EnumeratingCoins, fates
 from outpace.analysis.tables import distance
 from outpace.drafters.base import Drafter, Request
 from outpace.law import VocabMap
+from outpace.machine import Machine, Member
 from outpace.models.layers import Layers
 from outpace.models.program import Programs
 from outpace.models.tiny import TableTarget
 from outpace.params import SamplingParams
 from outpace.policies.fixed import Fixed, FixedConfig
 from outpace.sampling import Warp
-from outpace.step import Machine, Member, prefill, step
+from outpace.step import prefill, step
 from outpace.types import NOTHING, Budget, Draft, Feed, Outcome, Verdict
 from outpace.verifiers.base import Verifier
 from tests.support import off_start

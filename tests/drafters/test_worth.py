@@ -118,3 +118,17 @@ def test_lookups_honour_a_dynamic_tree(drafter):
         return max(len(group.nodes) for group in draft.groups)
 
     assert fan("dynamic") > 1 and fan("chain") == 1
+
+
+def test_a_draft_is_cut_to_what_is_planned():
+    """Its first guesses stay, and it still says whose it is; one that fits stays itself."""
+    drafter = Suffix(SuffixConfig())
+    text = [*range(30), *range(9)]
+    state = drafter.begin(Request(prompt=tuple(text), num_cached=len(text)))
+    (whole,) = drafter.propose([DraftRow(state, text, Budget(12, 12), None, None, Drawn.CHOSEN)])
+    assert len(whole) > 4 and drafter.cut(state, whole, Budget(12, 12)) is whole
+    cut = drafter.cut(state, whole, Budget(9, 4))
+    assert cut.token_N == whole.token_N[:4] == (9, 10, 11, 12) and cut.memo is whole.memo
+    before = state.trust.doubt
+    drafter.observe([state], [Outcome(cut, None, Verdict((0, 1, 2, 3), (9, 10, 11, 12, 7)), (), (), 0)])
+    assert state.trust.doubt < before

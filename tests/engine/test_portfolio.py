@@ -216,3 +216,22 @@ def test_a_member_that_names_a_verifier_has_decided(engine):
     assert engine.verifier(engine.method(WITH_MODEL), None, seeded).name == "coupled"
     with pytest.raises(SpecError, match="coupled judges all drafts of a text or none"):
         engine.method("auto[drafters=suffix[verifier=coupled]]")
+
+
+def test_a_lookup_proposes_once_a_step(engine, monkeypatch):
+    """What it made before the policy planned is what is drafted, whole or cut."""
+    made, propose = [], Suffix.propose
+
+    def listen(self, rows):
+        made.append(propose(self, rows))
+        return made[-1]
+
+    monkeypatch.setattr(Suffix, "propose", listen)
+    steps = []
+    engine.listeners.append(lambda record: steps.append(record))
+    engine.generate(PROMPTS[0], drafter="auto[drafters=suffix]", **SETTINGS)
+    engine.listeners.clear()
+    steps = [step for step in steps if not step.prompt]
+    drafted = [step.rows[0].drafted for step in steps]
+    assert len(made) == len(steps) and sum(drafted) > 0
+    assert all(0 <= count <= len(one) for count, (one,) in zip(drafted, made, strict=True))

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from outpace.policies import offers
+from outpace.policies.acceptance import Pool
 from outpace.policies.auto import NONE, Auto, AutoConfig
 from outpace.policies.base import PolicyRow
 from outpace.policies.tuning import Tuning
@@ -81,7 +81,7 @@ def test_trees_are_as_wide_and_as_deep_as_pays(case):
 
 def test_the_tree_test_can_fail(monkeypatch):
     """Planted bug: every tree has one level."""
-    monkeypatch.setattr(offers, "asks", lambda budget: [(8, 1)])
+    monkeypatch.setattr(Pool, "asks", lambda self, budget: [(8, 1)])
     assert bush_share("a good one") < 0.8
 
 

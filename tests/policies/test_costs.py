@@ -25,7 +25,7 @@ def record(
     uncached=0,
     prompt=False,
     context=0,
-    rest=0.001,
+    rest=0.0,
 ):
     made = [RowRecord(i, drafter, rows, 0, (0,), rows, False, None, uncached) for i in range(batch)]
     seconds = {"plan": 0.0, "draft": draft, "score": score, "judge": rest, "commit": 0.0}
@@ -140,14 +140,15 @@ def test_what_was_measured_is_where_prices_begin():
     assert costs.kept("other") == ((), ())
 
 
-def test_what_a_step_takes_beside_pass_and_draft():
-    assert watched(record(1, rest=0.001), times=30).rest(1) == pytest.approx(0.001)
-    assert Costs().rest(1) == 0.0
+def test_judging_guesses_makes_them_dearer():
+    costs = watched(record(1, 0.010, rest=0.001), record(4, 0.010, rest=0.004), times=30)
+    assert costs.passed(1, 0, 1) == pytest.approx(0.011, rel=0.03)
+    assert costs.passed(4, 0, 1) == pytest.approx(0.014, rel=0.03)
 
 
 def test_what_the_batch_emits_lately_counts_all_of_a_step():
     costs = watched(record(1, 0.008, 0.001, batch=4), times=3)
-    assert costs.lately(4) == pytest.approx(4 / 0.010) and costs.lately(64) == 0.0
+    assert costs.lately(4) == pytest.approx(4 / 0.009) and costs.lately(64) == 0.0
 
 
 def test_prices_of_many_rows_are_those_of_each():

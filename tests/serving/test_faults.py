@@ -26,7 +26,7 @@ SETTINGS = [
 ]
 POINTS = {
     "plan": (PerRequestPolicy, "plan"),
-    "preview": (Suffix, "preview"),
+    "promise": (Suffix, "promise"),
     "draft": (Suffix, "propose"),
     "drop what a drafter tried": (KVCache, "drop"),
     "score": (Decoder, "score"),
@@ -108,7 +108,7 @@ def throws(monkeypatch, owner, name, when):
     return calls
 
 
-BEFORE_COMMIT = {"plan", "preview", "draft", "score", "laws of the batch"}
+BEFORE_COMMIT = {"plan", "promise", "draft", "score", "laws of the batch"}
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
@@ -129,7 +129,7 @@ def test_no_fault_reaches_another_sequence(engine, undisturbed, monkeypatch, poi
             else:
                 assert (one.text, one.ids) == (text, ids), (point, number)
                 assert one.end.result.text == text and one.end.result.tokens == ids
-    assert reached or point == "preview", "the point was never reached"
+    assert reached or point == "promise", "the point was never reached"
 
 
 def test_a_listener_of_the_engine_that_fails_changes_no_text(undisturbed):

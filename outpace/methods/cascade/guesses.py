@@ -10,9 +10,9 @@ import torch
 
 from outpace.coins import Coins, Stream
 from outpace.drafters.ahead import CoinsAhead, WarpAhead
+from outpace.machine import Member
 from outpace.methods.cascade.ahead import Soft
 from outpace.sampling import Warp
-from outpace.step import Member
 from outpace.tree.growth import DraftRow
 from outpace.types import NOTHING, ROOT, Budget, Draft, Drawn, Group, Law, Outcome, Signals, Verdict
 from outpace.verifiers.base import Verifier

@@ -27,12 +27,13 @@ import torch
 
 from outpace.clock import PassClock
 from outpace.drafters.base import Drafter, Request, Traits
+from outpace.machine import Machine
 from outpace.methods.cascade.ahead import Reader
 from outpace.methods.cascade.guesses import BELOW, Guesses, Reading, State
 from outpace.methods.cascade.lenient import Lenient, LenientGreedy
 from outpace.models.base import Target
 from outpace.policies.base import Policy
-from outpace.step import Machine, step
+from outpace.step import step
 from outpace.tree.growth import DraftRow
 from outpace.types import ROOT, Budget, Draft, Drawn, Outcome, Scored, Verdict
 from outpace.verifiers.base import Verifier

@@ -37,7 +37,7 @@ from outpace.errors import SpecError
 from outpace.methods.grammar.spelling import spell
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
-from outpace.types import ROOT, Draft, Drawn, Group, Outcome, Scored, Verdict
+from outpace.types import ROOT, Budget, Draft, Drawn, Group, Outcome, Scored, Verdict
 
 USUAL, DOUBT = 0.9, 10.0
 """Chance of a usual spelling, and the guesses that it counts as before what was kept overrules it."""
@@ -114,9 +114,12 @@ class Grammar(WrappingDrafter[_State]):
     def begin(self, request: Request) -> _State:
         return _State(self.drafter.begin(request))
 
-    def preview(self, rows: Sequence[DraftRow[_State]]) -> list[Sequence[float]]:
-        """Cost: that of ``propose``."""
-        return [sorted(promise(draft), reverse=True) for draft in self.propose(rows)]
+    def promise(self, state: _State, draft: Draft) -> Sequence[float]:
+        return sorted(promise(draft), reverse=True)
+
+    def cut(self, state: _State, draft: Draft, budget: Budget) -> Draft | None:
+        """Whole or not at all: what was proposed last is what it learns from."""
+        return Drafter.cut(self, state, draft, budget)
 
     def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
         runs = [self._run(row) for row in rows]

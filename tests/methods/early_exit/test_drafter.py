@@ -14,6 +14,7 @@ from outpace.coins import KeyedCoins, Stream
 from outpace.drafters import trained
 from outpace.drafters.base import Request, Traits
 from outpace.drafters.shallow import ShallowRows, reordered
+from outpace.machine import Machine, Member
 from outpace.methods.early_exit.adapter_rows import AdapterRows
 from outpace.methods.early_exit.drafter import EarlyExit, EarlyExitConfig
 from outpace.methods.early_exit.exits import Belief, pick
@@ -21,7 +22,7 @@ from outpace.methods.early_exit.objective import EarlyExitObjective, EarlyExitTr
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
-from outpace.step import Machine, Member, step
+from outpace.step import step
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
 from outpace.tree.growth import Branch, DraftRow
