@@ -17,7 +17,7 @@ def ablations(tool, monkeypatch):  # noqa: F811
     loaded.done = []
 
     def alone(stage, asked, *row):
-        loaded.done.append((stage.__name__, *(row or asked.rows)))
+        loaded.done.append((stage.__name__, *row))
         stage(asked, *row)
 
     monkeypatch.setattr(loaded.trained_table, "alone", alone)
@@ -41,12 +41,12 @@ def test_settings_of_a_method_are_compared_with_its_own(ablations, work, tmp_pat
         "`layers=1 loss=tv`",
     ]
     names = ["draft_model", "draft_model layers=1", "draft_model layers=1 loss=tv"]
-    assert ablations.done == [("features", *names), *(("trained", name) for name in names)]
+    assert ablations.done == [("trained", name) for name in names]
     assert ablations.main(["draft_model", *asked, *rows, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["draft_model"]
     assert told["steps"] == 6 and [row["steps"] for row in told["rows"]] == [6, 6, 6]
     assert len({row["losses"][-1][1] for row in told["rows"]}) == 3
-    assert len(ablations.done) == 4
+    assert len(ablations.done) == 3
     # Rows of other steps are other rows.
     assert (
         ablations.main(["draft_model", *given(work, tmp_path), "--steps", "2", "--page-only", "--json"]) == 0

@@ -153,14 +153,9 @@ def missed(asked: Any, study: Study) -> list[str]:
     """Train what is missing of a study; the rows that failed."""
     if any("{" in row for row in study.rows):
         probe(asked)
-    inside, failed, left = within(asked, study), list[str](), dict[str, str]()
-    for row, settings in zip(named(asked, study), study.rows, strict=True):
-        if not trained_table.stage_file(inside, row, "trained").is_file():
-            left[row] = settings
-    for probed in (False, True):  # those that read other layers have features of their own
-        inside.rows = [row for row, settings in left.items() if ("{" in settings) is probed]
-        if inside.rows:
-            trained_table.alone(trained_table.features, inside)
+    inside, failed = within(asked, study), list[str]()
+    rows = named(asked, study)
+    left = [row for row in rows if not trained_table.stage_file(inside, row, "trained").is_file()]
     for row in left:
         plan = {"steps": study.steps, "settings": [*asked.shared, *row.split()[1:]]}
         trained_table.put(trained_table.stage_file(inside, row, "plan"), plan)
@@ -269,7 +264,7 @@ def page(asked: Any, tables: Sequence[tuple[Study, list[Row]]]) -> Iterator[str]
         "*Guesses 1, 2, 3*: held-out acceptance at temperature 0, given that those before were right.",
         "*Chain*: tokens per pass that these give to chains as deep as the method learns.",
         "*Alpha*: the chance that a first guess drawn at temperature 1 is kept.",
-        "*Minutes*: of the processor, with the measurement.",
+        "*Minutes*: of the processor, with the measurement and without features of the target.",
         f"Held-out texts have {counted:,} answer tokens. One standard error of a first guess is "
         f"{error(0.4, counted):.3f} at 0.4. Rows share texts, so their differences are known better.",
         "The steps are few, so this tells how settings begin. Ten times the steps may turn an order around.",
