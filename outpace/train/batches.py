@@ -124,8 +124,8 @@ class Batches:
         self._rows = np.flatnonzero(of_split_S & (self._length_S > store.prompt_S))
         if len(self._rows) == 0:
             raise RequestError(
-                f"{store.folder} holds no sequence of the {split.replace('_', '-')} split whose answer begins "
-                f"before token {limit}; generate more tokens"
+                f"{store.folder} holds no sequence of the {split.replace('_', '-')} split whose answer "
+                f"begins before token {limit}; generate more tokens"
             )
         self.store, self.tokens_per_batch, self.split = store, tokens_per_batch, split
         self.seed, self.taps, self.features = seed, tuple(taps), features
