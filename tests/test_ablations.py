@@ -81,7 +81,7 @@ def test_a_study_of_a_probe_trains_three_rows_and_makes_a_page(
 
 
 @pytest.mark.parametrize(
-    "wrong", (["nonsense"], ["fspad", "--try", "steps=1"], ["fspad", "rates", "--try", "a=1"])
+    "wrong", (["nonsense"], ["fspad", "--try", "steps=1"], ["fspad", "falcon", "--try", "a=1"])
 )
 def test_what_cannot_be_compared_is_said(ablations, work, tmp_path, capsys, wrong):  # noqa: F811
     assert ablations.main([*given(work, tmp_path), *wrong]) == 2

@@ -65,16 +65,9 @@ STUDIES = (
         "The two parts of FSPAD",
         "fspad",
         120,
-        ("sampling=0 partial=false", "partial=false", "sampling=0", ""),
-        "The first row is plain EAGLE. Each part is switched on alone, and then both.",
-    ),
-    Study(
-        "rates",
-        "Learning rate of FSPAD",
-        "fspad",
-        120,
-        ("loop.lr=0.001", "loop.lr=0.0005", "loop.lr=0.0003"),
-        "The rate of the network whose loss is mostly of features.",
+        ("sampling=0 partial=false", "partial=false", "sampling=0", "", "loop.lr=0.001", "loop.lr=0.0003"),
+        "The first row is plain EAGLE. Each part is switched on alone, and then both, at a rate of 0.0005. "
+        "The last rows have both at other rates.",
     ),
     Study(
         "falcon",
@@ -82,13 +75,13 @@ STUDIES = (
         "falcon",
         60,
         ("loop.lr=0.001", "loop.lr=0.0003"),
-        "The same for the network with two LSTM layers.",
+        "Two rates for the network with two LSTM layers.",
     ),
     Study(
         "two_stage",
         "Features chosen by a weak probe",
         "eagle3",
-        120,
+        100,
         ("", "taps={layers}", "two_stage={probe}"),
         "Layers 2, 15 and 27 are the method's own. A linear probe of all layers chose others.",
     ),
@@ -96,9 +89,10 @@ STUDIES = (
         "divergences",
         "What the distributions are compared by",
         "draft_model",
-        80,
-        tuple(f"loss={one}{more}" for more in ("", " on_policy=1") for one in DISTANCES),
-        "Four distances between the distributions, on the target's answers and on the draft model's own.",
+        60,
+        tuple(f"loss={one}{more}" for more in ("", " on_policy=0.5") for one in DISTANCES),
+        "Four distances between the distributions. The first rows learn from the target's answers alone. In "
+        "the others half of the batches have answers that the draft model wrote itself.",
     ),
 )
 
@@ -201,9 +195,13 @@ def found(asked: Any, study: Study) -> list[Row]:
     for row in named(asked, study):
         file = trained_table.stage_file(inside, row, "trained")
         if file.is_file():
-            label = " ".join(row.split()[1:]).replace(f"{asked.out.resolve()}/", "") or "as it is"
-            out.append({"row": label, **json.loads(file.read_text(encoding="utf-8"))})
+            out.append({"row": label(asked, row), **json.loads(file.read_text(encoding="utf-8"))})
     return out
+
+
+def label(asked: Any, row: str) -> str:
+    """A row's settings without the folder of this machine."""
+    return " ".join(row.split()[1:]).replace(f"{asked.out.resolve()}/", "") or "as it is"
 
 
 def cells(row: Row) -> list[str]:
@@ -275,6 +273,10 @@ def page(asked: Any, tables: Sequence[tuple[Study, list[Row]]]) -> Iterator[str]
         yield wrapped(f"`{study.method}`, {study.steps} steps. {study.about}")
         yield ""
         yield from table(rows)
+        names = [label(asked, row) for row in named(asked, study)]
+        if missing := sorted(set(names) - {row["row"] for row in rows}):
+            yield ""
+            yield wrapped(f"Not run: {', '.join(missing)}.")
         if study.brought:
             yield ""
             yield wrapped(study.brought)

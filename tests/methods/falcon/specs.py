@@ -17,8 +17,8 @@ SPECS = {
 
 def make(target, folder, texts):
     # Of the smallest model something is guessed right at the start.
-    write_head(target, folder / "small.falcon", Falcon, FalconTraining(scale=1.0))
-    write_head(target, folder / "small.threes", Falcon, FalconTraining(block=3, scale=1.0))
+    write_head(target, folder / "small.falcon", Falcon, FalconTraining(spread=0.2))
+    write_head(target, folder / "small.threes", Falcon, FalconTraining(block=3, spread=0.2))
 
 
 TRAINED = {"falcon": [{"block": 3, "passes": 2}, {"block": 1, "passes": 3}]}
