@@ -52,18 +52,16 @@ def student_answers(
     device, held = token_BT.device, list[KeyValue]()
     coins = torch.Generator(device=device).manual_seed(seed)
     drawn_BT = batch.answer_BT & (place_BT < batch.length_B[:, None])
-    drawn_BT[:, 0] = False  # nothing foretells the first
-    columns = drawn_BT.any(0).nonzero().squeeze(1).tolist()
-    read, few = 0, target.dtype is torch.bfloat16
-    head_DW = head_DW.to(target.dtype) if few else head_DW
-    # A token reads all weights, and half as many bytes take half the time.
-    with torch.autocast(device.type, target.dtype, enabled=few):
-        for at in range(columns[0], columns[-1] + 1) if columns else ():
-            hidden_BTW = net(embed_VW[token_BT[:, read:at]], place_BT[:, read:at], None, held)
-            read, rows_B = at, drawn_BT[:, at].nonzero().squeeze(1)
-            z_BD = (hidden_BTW[rows_B, -1] @ head_DW.T).float() / temperature
-            picked_B = torch.multinomial(z_BD.softmax(-1), 1, generator=coins).squeeze(1)
-            token_BT[rows_B, at] = picked_B if vocab is None else vocab.to_target_D.to(device)[picked_B]
+    columns = [
+        at for at in drawn_BT.any(0).nonzero().squeeze(1).tolist() if at
+    ]  # nothing foretells the first
+    read = 0
+    for at in range(columns[0], columns[-1] + 1) if columns else ():
+        hidden_BTW = net(embed_VW[token_BT[:, read:at]], place_BT[:, read:at], None, held)
+        read, rows_B = at, drawn_BT[:, at].nonzero().squeeze(1)
+        z_BD = (hidden_BTW[rows_B, -1] @ head_DW.T).float() / temperature
+        picked_B = torch.multinomial(z_BD.softmax(-1), 1, generator=coins).squeeze(1)
+        token_BT[rows_B, at] = picked_B if vocab is None else vocab.to_target_D.to(device)[picked_B]
     return Batch(
         token_BT=token_BT,
         length_B=batch.length_B,
