@@ -52,9 +52,8 @@ def student_answers(
     device, held = token_BT.device, list[KeyValue]()
     coins = torch.Generator(device=device).manual_seed(seed)
     drawn_BT = batch.answer_BT & (place_BT < batch.length_B[:, None])
-    columns = [
-        at for at in drawn_BT.any(0).nonzero().squeeze(1).tolist() if at
-    ]  # nothing foretells the first
+    drawn_BT[:, 0] = False  # nothing foretells the first
+    columns = drawn_BT.any(0).nonzero().squeeze(1).tolist()
     read = 0
     for at in range(columns[0], columns[-1] + 1) if columns else ():
         hidden_BTW = net(embed_VW[token_BT[:, read:at]], place_BT[:, read:at], None, held)
