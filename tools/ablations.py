@@ -262,6 +262,7 @@ def page(asked: Any, tables: Sequence[tuple[Study, list[Row]]]) -> Iterator[str]
         "*Guesses 1, 2, 3*: held-out acceptance at temperature 0, given that those before were right.",
         "*Chain*: tokens per pass that these give to chains as deep as the method learns.",
         "*Alpha*: the chance that a first guess drawn at temperature 1 is kept.",
+        "*Held-out loss*: of rows with the same loss, these can be compared.",
         "*Minutes*: of the processor, with the measurement and without features of the target.",
         f"Held-out texts have {counted:,} answer tokens. One standard error of a first guess is "
         f"{error(0.4, counted):.3f} at 0.4. Rows share texts, so their differences are known better.",
@@ -270,13 +271,14 @@ def page(asked: Any, tables: Sequence[tuple[Study, list[Row]]]) -> Iterator[str]
         yield wrapped(f"- {point}", "  ")
     for study, rows in tables:
         yield f"\n## {study.title}\n"
-        yield wrapped(f"`{study.method}`, {study.steps} steps. {study.about}")
+        epochs = rows[0]["epochs"]
+        yield wrapped(f"`{study.method}`, {study.steps} steps, {epochs:.1f} epochs. {study.about}")
         yield ""
         yield from table(rows)
         names = [label(asked, row) for row in named(asked, study)]
         if missing := sorted(set(names) - {row["row"] for row in rows}):
             yield ""
-            yield wrapped(f"Not run: {', '.join(missing)}.")
+            yield wrapped(f"Not run: {', '.join(f'`{one}`' for one in missing)}.")
         if study.brought:
             yield ""
             yield wrapped(study.brought)
