@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
         studies = chosen(asked)
         failed = [] if asked.page_only else [row for study in studies for row in missed(asked, study)]
         tables = {study.name: (study, found(asked, study)) for study in studies}
-        show(asked, {name: table for name, table in tables.items() if table[1]})
+        show(asked, tables)
         if failed:
             raise OutpaceError(f"not finished: {', '.join(failed)}; the same command goes on with them")
     except OutpaceError as error:
@@ -227,25 +227,26 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 def show(asked: Any, tables: dict[str, tuple[Study, list[Row]]]) -> None:
     """Print the tables, and write the page and its picture if asked for."""
+    done = {name: table for name, table in tables.items() if table[1]}
     if asked.json:
         print(
-            json.dumps({name: {"steps": study.steps, "rows": rows} for name, (study, rows) in tables.items()})
+            json.dumps({name: {"steps": study.steps, "rows": rows} for name, (study, rows) in done.items()})
         )
     else:
-        for name, (study, rows) in tables.items():
+        for name, (study, rows) in done.items():
             print("\n".join([f"{name}: `{study.method}`, {study.steps} steps", "", *table(rows), ""]))
-    if asked.page is None or not tables:
+    if asked.page is None or not done:
         return
     write_whole(asked.page, "\n".join(page(asked, list(tables.values()))) + "\n")
     with tempfile.TemporaryDirectory() as folder:
-        for path in paint({IMAGE: partial(picture, tables=list(tables.values()))}, Path(folder)):
+        for path in paint({IMAGE: partial(picture, tables=list(done.values()))}, Path(folder)):
             place = asked.page.parents[1] / "images" if path.suffix == ".svg" else asked.out
             write_whole(place / path.name, path.read_bytes())
 
 
 def page(asked: Any, tables: Sequence[tuple[Study, list[Row]]]) -> Iterator[str]:
     """The lines of the report."""
-    data = tables[0][1][0]["data"]
+    data = next(rows[0]["data"] for _, rows in tables if rows)
     counted = guesses(asked)
     yield "# Settings of training at equal steps\n"
     yield wrapped(
@@ -271,12 +272,13 @@ def page(asked: Any, tables: Sequence[tuple[Study, list[Row]]]) -> Iterator[str]
         yield wrapped(f"- {point}", "  ")
     for study, rows in tables:
         yield f"\n## {study.title}\n"
-        epochs = rows[0]["epochs"]
-        yield wrapped(f"`{study.method}`, {study.steps} steps, {epochs:.1f} epochs. {study.about}")
-        yield ""
-        yield from table(rows)
+        epochs = "".join(f", {row['epochs']:.1f} epochs" for row in rows[:1])
+        yield wrapped(f"`{study.method}`, {study.steps} steps{epochs}. {study.about}")
+        if rows:
+            yield ""
+            yield from table(rows)
         names = [label(asked, row) for row in named(asked, study)]
-        if missing := sorted(set(names) - {row["row"] for row in rows}):
+        if missing := [name for name in names if name not in {row["row"] for row in rows}]:
             yield ""
             yield wrapped(f"Not run: {', '.join(f'`{one}`' for one in missing)}.")
         if study.brought:
