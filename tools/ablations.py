@@ -280,7 +280,7 @@ def page(asked: Any, tables: Sequence[tuple[Study, list[Row]]]) -> Iterator[str]
         names = [label(asked, row) for row in named(asked, study)]
         if missing := [name for name in names if name not in {row["row"] for row in rows}]:
             yield ""
-            yield wrapped(f"Not run: {', '.join(f'`{one}`' for one in missing)}.")
+            yield wrapped(f"Not run: {', '.join(missing)}.")
         if study.brought:
             yield ""
             yield wrapped(study.brought)
