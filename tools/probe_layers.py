@@ -1,11 +1,11 @@
 """Probe which layers of a target tell a draft head most, for `two_stage` of eagle3 (exploratory).
 
     python tools/probe_layers.py --work DIR --out probe.safetensors --rows 6000
-    python tools/ablations.py eagle3 --work DIR --out DIR --steps 400 \
-        --try taps=L1,L2,L3 --try two_stage=probe.safetensors
+    python tools/ablations.py two_stage --work DIR --out DIR
 
 The first command prints a table of all layers, and writes the layers and the mix that a linear head found
-best. The second one trains heads with equal steps: as they are, with these layers, and with them frozen.
+best. The second one does so, too, and trains heads with equal steps: as they are, with these layers, and with
+layers and mix frozen.
 ``--plot FILE.png`` draws the table.
 """
 

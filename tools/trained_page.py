@@ -44,7 +44,7 @@ def page(asked: Any, rows: Sequence[Row]) -> Iterator[str]:
     """The lines of the report."""
     data, use = rows[0]["trained"]["data"], rows[0]["use"]
     yield "# Trained drafters at equal time\n"
-    yield _text(
+    yield wrapped(
         f"All for {asked.model}, on the same {data['answer_tokens']:,} answer tokens of the target's own, "
         f"with the same {asked.minutes:g} minutes of one thread. A short trial says how many steps these "
         "are. Features of the target were computed once, before, and their time does not count. The command:"
@@ -57,7 +57,7 @@ def page(asked: Any, rows: Sequence[Row]) -> Iterator[str]:
         short = (
             f"**{asked.minutes:g} minutes are short.** Of methods that need longer, the table tells how they "
         )
-        yield _text(
+        yield wrapped(
             f"{short}begin and not where they end. `--minutes {FULL}` compares them with time enough.\n"
         )
         yield ""
@@ -69,7 +69,7 @@ def page(asked: Any, rows: Sequence[Row]) -> Iterator[str]:
         yield _line(row)
     yield ""
     for point in _explained(asked, rows, use):
-        yield _text(f"- {point}", "  ")
+        yield wrapped(f"- {point}", "  ")
     held = [_apart(row) for row in rows]
     wrong = [f"`{row['row']}` ({apart:.2f})" for row, apart in zip(rows, held, strict=True) if apart > CLOSE]
     if wrong:
@@ -111,7 +111,8 @@ def _explained(asked: Any, rows: Sequence[Row], use: dict[str, Any]) -> Iterator
     yield f"No training took more than {most / 1e9:.1f} GB of memory."
 
 
-def _text(text: str, indent: str = "") -> str:
+def wrapped(text: str, indent: str = "") -> str:
+    """Running text as the pages have it."""
     return fill(text, WIDEST, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 

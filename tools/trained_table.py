@@ -42,7 +42,7 @@ from outpace.train.features import FeatureStore
 from outpace.train.loop import LoopConfig, train
 from outpace.train.options import Options, read_options
 from outpace.train.pipeline import Pipeline
-from outpace.train.tokens import TokenStore
+from outpace.train.tokens import TokenSequence, TokenStore
 
 ROWS = (
     *("eagle3", "hydra", "medusa", "glide", "fspad", "falcon", "mtp", "redrafter", "lstm", "mlp_speculator"),
@@ -80,7 +80,9 @@ def main(arguments: list[str] | None = None) -> int:
     asked.given = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the stage, too
     try:
-        left = [row for row in asked.rows if not asked.page_only and not _file(asked, row, "use").is_file()]
+        left = [
+            row for row in asked.rows if not asked.page_only and not stage_file(asked, row, "use").is_file()
+        ]
         if asked.features_only or left:
             alone(features, asked)
         failed = [row for row in left if not asked.features_only and not finished(asked, row)]
@@ -98,7 +100,7 @@ def finished(asked: Any, row: str) -> bool:
     """Do what is missing of a row; whether that went well. What did not is told, and costs no other row."""
     try:
         for stage, work in (("plan", plan), ("trained", trained), ("use", use)):
-            if not _file(asked, row, stage).is_file():
+            if not stage_file(asked, row, stage).is_file():
                 print(f"{row}: {stage}", file=sys.stderr, flush=True)
                 alone(work, asked, row)
     except OutpaceError as error:
@@ -127,9 +129,9 @@ def alone(work: Callable[..., None], *given: Any) -> None:
 def found(asked: Any) -> list[dict[str, Any]]:
     """What is known of the rows that are finished."""
     return [
-        {"row": row, **{stage: _read(_file(asked, row, stage)) for stage in ("plan", "trained", "use")}}
+        {"row": row, **{stage: _read(stage_file(asked, row, stage)) for stage in ("plan", "trained", "use")}}
         for row in asked.rows
-        if _file(asked, row, "use").is_file()
+        if stage_file(asked, row, "use").is_file()
     ]
 
 
@@ -175,16 +177,16 @@ def plan(asked: Any, row: str) -> None:
         "step_seconds": float(spent.mean()),
         "timed": len(spent),
     }
-    _write(_file(asked, row, "plan"), {**told, "settings": [*asked.shared, *row.split()[1:]]})
+    put(stage_file(asked, row, "plan"), {**told, "settings": [*asked.shared, *row.split()[1:]]})
 
 
 def trained(asked: Any, row: str) -> None:
     """Train a row, or go on with it."""
-    steps = _read(_file(asked, row, "plan"))["steps"]
+    steps = _read(stage_file(asked, row, "plan"))["steps"]
     every = max(1, min(50, steps // 4))
     loop = (f"loop.steps={steps}", f"loop.evaluate_every={steps}", f"loop.checkpoint_every={every}")
     pipeline = _pipeline(asked, row, loop)
-    began, losses = time.process_time(), []
+    began, losses, elsewhere = time.process_time(), [], timed(pipeline.features)
 
     def report(progress: Any) -> None:
         losses.append([progress.step, progress.loss])
@@ -195,20 +197,38 @@ def trained(asked: Any, row: str) -> None:
     told = {
         "steps": made.trained.steps,
         "epochs": made.trained.steps / count,
-        "processor_seconds": time.process_time() - began,
+        "processor_seconds": time.process_time() - began - sum(elsewhere),
+        "feature_seconds": sum(elsewhere),
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "weights_bytes": (made.folder / WEIGHTS).stat().st_size,
         "losses": losses,
         "held_out": made.provenance and _read(made.folder / "provenance.json").get("held_out"),
         "data": {key: made.provenance["data"].get(key) for key in DATA},
     }
-    _write(_file(asked, row, "trained"), told)
+    put(stage_file(asked, row, "trained"), told)
+
+
+def timed(features: FeatureStore | None) -> list[float]:
+    """Note how long the target's passes take, of features that were not kept; processor seconds of each."""
+    spent = list[float]()
+    if features is not None:
+        usual = features.ensure
+
+        def ensure(part: Sequence[TokenSequence]) -> Any:
+            began = time.process_time()
+            try:
+                return usual(part)
+            finally:
+                spent.append(time.process_time() - began)
+
+        features.ensure = ensure  # type: ignore[method-assign]
+    return spent
 
 
 def use(asked: Any, row: str) -> None:
     """Measure a row that was trained."""
     pipeline = _pipeline(asked, row, ())
-    _write(_file(asked, row, "use"), trained_use.measured(pipeline, asked.prompts, asked.max_new_tokens))
+    put(stage_file(asked, row, "use"), trained_use.measured(pipeline, asked.prompts, asked.max_new_tokens))
 
 
 def _engine(asked: Any) -> Engine:
@@ -223,7 +243,7 @@ def _options(asked: Any, row: str, more: Sequence[str] = ()) -> Options:
 
 def _pipeline(asked: Any, row: str, more: Sequence[str]) -> Pipeline:
     """A row's training; every row has a work folder of its own, with the tokens of all."""
-    folder = _file(asked, row, "plan").parent
+    folder = stage_file(asked, row, "plan").parent
     work = folder / "work"
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "tokens").is_symlink():
@@ -233,7 +253,8 @@ def _pipeline(asked: Any, row: str, more: Sequence[str]) -> Pipeline:
     return Pipeline(_engine(asked), options, work=work, out=folder / "drafter", resume=there)
 
 
-def _file(asked: Any, row: str, stage: str) -> Path:
+def stage_file(asked: Any, row: str, stage: str) -> Path:
+    """Where a stage of a row leaves its figures."""
     out: Path = asked.out
     return out / re.sub(r"[^\w.=-]+", "-", row) / f"{stage}.json"
 
@@ -242,7 +263,8 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def put(path: Path, content: dict[str, Any]) -> None:
+    """Write figures, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(content, indent=1) + "\n")
 

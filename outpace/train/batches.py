@@ -117,19 +117,19 @@ class Batches:
         if taps and features is None:
             raise RequestError(f"taps {', '.join(taps)} are wanted, but there is nothing to compute them")
         learned = split == "train"
-        self._rows = np.flatnonzero(
-            ~(store.held_out_S | near_duplicates(store)) if learned else store.held_out_S
-        )
+        limit = min(max_length, tokens_per_batch)
+        self._length_S = np.minimum(store.length_S, limit)
+        of_split_S = ~(store.held_out_S | near_duplicates(store)) if learned else store.held_out_S
+        # Where a text is cut before its answer, it would cost as much as others and teach nothing.
+        self._rows = np.flatnonzero(of_split_S & (self._length_S > store.prompt_S))
         if len(self._rows) == 0:
             raise RequestError(
-                f"{store.folder} holds no sequence of the {split.replace('_', '-')} split; "
-                "generate more tokens"
+                f"{store.folder} holds no sequence of the {split.replace('_', '-')} split whose answer "
+                f"begins before token {limit}; generate more tokens"
             )
         self.store, self.tokens_per_batch, self.split = store, tokens_per_batch, split
         self.seed, self.taps, self.features = seed, tuple(taps), features
         self.rank, self.world, self.share, self._most = rank, world, per_step // world, most_tokens
-        limit = min(max_length, tokens_per_batch)
-        self._length_S = np.minimum(store.length_S, limit)
         self._plan = lru_cache(maxsize=2)(self._make_plan)
 
     def count(self, epoch: int) -> int:

@@ -14,7 +14,7 @@ head, X = T + R, Y = Q * R.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -50,22 +50,25 @@ class RiderNet:
         self._order_D = half.T.flatten()
         """Where the cache, whose coordinates turn in neighbouring pairs, has each coordinate."""
 
-    def texts(self, batch: Batch) -> tuple[list[KeyValue], Tensor]:
+    def texts(self, batch: Batch) -> tuple[Mapping[int, KeyValue], Tensor]:
         """Keys and values as ``read`` gives them, and the feature ``hidden.-1``."""
         held, found = self.read(batch, (LAST,))
         return held, found[LAST]
 
     @torch.no_grad()
-    def read(self, batch: Batch, taps: Sequence[str]) -> tuple[list[KeyValue], dict[str, Tensor]]:
-        """Read a batch with the target itself.
+    def read(self, batch: Batch, taps: Sequence[str]) -> tuple[Mapping[int, KeyValue], Mapping[str, Tensor]]:
+        """Read a batch with the target itself, or take what the batch has of it.
 
         Returns:
-            Per layer the keys and values of all tokens, [B, N, T, D], in the target's dtype, and
-            features [B, T, H]. Rows behind the end of a text hold anything finite.
+            By layer that riders run the keys and values of all tokens, [B, N, T, D], in the target's dtype,
+            and features [B, T, H]. Rows behind the end of a text hold anything finite.
 
-        Cost: one pass over the batch. Memory: its keys and values, twice.
+        Cost: one pass over the batch, unless the batch has the ``wanted`` features. Memory: its keys and
+        values, twice.
         """
         target, (size, longest) = self.target, batch.token_BT.shape
+        if set(self.wanted(self.layers, taps)) <= set(batch.feature):
+            return {i: self._unpacked(batch.feature[f"kv.{i}"]) for i in self.layers}, batch.feature
         cache = target.new_cache(longest)
         feeds = [
             Feed.chain(cache.open(), tokens[:length], want=())
@@ -80,16 +83,27 @@ class RiderNet:
                 own_TH = scored.of(i).taps[name]
                 x_BTH[i, : len(own_TH)] = own_TH
             found[name] = x_BTH
-        held: list[KeyValue] = []
-        for layer in range(target.num_layers):
+        held: dict[int, KeyValue] = {}
+        for layer in self.layers:
             k_BNDT = cache.key_store[layer, :size, :, :, :longest]
             v_BNTD = cache.value_store[layer, :size, :, :longest]
             k_BNTD = k_BNDT.index_select(2, self._order_D).transpose(2, 3)
-            held.append((k_BNTD.to(target.dtype), v_BNTD.to(target.dtype, copy=True)))
+            held[layer] = k_BNTD.to(target.dtype), v_BNTD.to(target.dtype, copy=True)
         return held, found
 
+    @staticmethod
+    def wanted(layers: Iterable[int], taps: Sequence[str]) -> tuple[str, ...]:
+        """Features of batches of which ``read`` needs no pass."""
+        return tuple(dict.fromkeys([*taps, *(f"kv.{i}" for i in layers)]))
+
+    def _unpacked(self, kv_BTY: Tensor) -> KeyValue:
+        """Keys and values of a feature ``kv.L``."""
+        size = (*kv_BTY.shape[:2], 2, self.config.num_kv_heads, self.config.head_dim)
+        k_BTND, v_BTND = kv_BTY.to(self.target.dtype).view(size).unbind(2)
+        return k_BTND.index_select(3, self._order_D).transpose(1, 2), v_BTND.transpose(1, 2)
+
     def __call__(
-        self, embed_EKH: Tensor, place_BG: Tensor, text: Sequence[KeyValue], alone: bool = False
+        self, embed_EKH: Tensor, place_BG: Tensor, text: Mapping[int, KeyValue], alone: bool = False
     ) -> Tensor:
         """Normed last states of riders, float32 [B, G, E, K, H].
 
@@ -106,7 +120,7 @@ class RiderNet:
         place_BR = place_BG[..., None, None].expand(shape).flatten(1)
         position_BR = (place_BG[..., None, None] + ahead_K).expand(shape).flatten(1)
         stream_BRH = embed_EKH.expand(*shape[:2], -1, -1, -1).flatten(1, 3).float()
-        longest = text[0][0].shape[2]
+        longest = next(iter(text.values()))[0].shape[2]
         group = self.config.num_heads // self.config.num_kv_heads
         masks = {}
         for window in set(self.config.windows):

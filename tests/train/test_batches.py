@@ -54,6 +54,18 @@ def test_an_epoch_holds_every_sequence_of_its_split_once(store):
     assert 0 < len(contents(held)) < 0.1 * len(store)
 
 
+@pytest.mark.parametrize("settings", ({"max_length": 12}, {"tokens_per_batch": 12}))
+def test_texts_that_are_cut_before_their_answers_are_left_out(store, settings):
+    batches = Batches(store, **{"tokens_per_batch": 400, **settings})
+    whole = {tuple(one.ids.tolist())[:12]: one.prompt for one in store}
+    assert max(whole.values()) > 12
+    read = contents(batches)
+    assert all(bool(batch.answer_BT.any()) for batch in batches)
+    assert {whole[ids] for ids in read} == {prompt for prompt in whole.values() if prompt < 12}
+    with pytest.raises(RequestError, match="answer begins before token 1;"):
+        Batches(store, 400, max_length=1)
+
+
 def test_batches_keep_to_their_size_and_waste_little(store):
     batches = Batches(store, 400)
     padded = real = 0

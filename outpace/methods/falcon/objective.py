@@ -13,8 +13,11 @@ feature and its token, together, in runs along the text. What such a row is aske
 it, so it teaches nothing itself; it helps the rows that see it. The paper lets the share fall from 0.4 to
 0 over the training; here it is one number, so that a step depends on its batch alone.
 
-Paper: Gao et al. 2024 (Falcon), arXiv:2412.12639. Reconstructed: the share of glances; the layer starts as
-the target's last.
+All weights are drawn from a seed. A copy of the target's last layer reads another stream than an LSTM's, and
+answers with activations so large that first steps of Adam are leaps.
+
+Paper: Gao et al. 2024 (Falcon), arXiv:2412.12639. Reconstructed: the share of glances, and how weights are
+drawn.
 
 Shape letters: B sequences, T tokens, A learning rows, k rows of a block, H hidden size, S numbers of an LSTM
 state.
@@ -41,7 +44,7 @@ from outpace.models.families import DecoderConfig
 from outpace.train.ahead import AheadTraining, LayerObjective
 from outpace.train.align import EAGLE, Aligned, next_tokens, places, rows_at
 from outpace.train.batches import Batch, seed_of
-from outpace.train.networks import KeyValue, Layer, plain_shape, take_layer
+from outpace.train.networks import KeyValue, Layer, plain_shape
 from outpace.train.objective import LAST, Step
 
 
@@ -55,24 +58,25 @@ class FalconTraining(AheadTraining):
     """Weight of the features' loss beside that of the distributions."""
     glance: float = 0.2
     """Rows shown their answer, as a share of the rows that miss it; 0 leaves the first look out."""
-    scale: float = 0.05
-    """Of what the layer adds at the start: in the target it adds to a stream of length 20, here to less."""
+    spread: float = 0.02
+    """Standard deviation of the layer's first weights."""
     seed: int = 0
     """Of the first weights."""
 
     def __post_init__(self) -> None:
         AheadTraining.__post_init__(self)
         self.at_least_one(block=self.block, passes=self.passes)
-        if self.regression < 0 or not 0 <= self.glance <= 1:
+        if min(self.regression, self.spread) < 0 or not 0 <= self.glance <= 1:
             raise ValueError(
-                f"regression must be at least 0 and glance in [0, 1], got {self.regression}, {self.glance}"
+                "regression and spread must be at least 0 and glance in [0, 1], "
+                f"got {self.regression}, {self.spread}, {self.glance}"
             )
 
 
 class FalconNet(nn.Module):
     """What is trained; names are those of `outpace.methods.falcon.net`."""
 
-    def __init__(self, config: DecoderConfig, seed: int) -> None:
+    def __init__(self, config: DecoderConfig, spread: float, seed: int) -> None:
         super().__init__()
         hidden = config.hidden_size
         wide = [3 * hidden, *[2 * hidden] * (LSTM_LAYERS - 1)]
@@ -87,6 +91,9 @@ class FalconNet(nn.Module):
                 one.weight.copy_(drawn * hidden**-0.5)
                 one.bias.zero_()
                 one.bias[hidden : 2 * hidden] = 1.0  # it begins with a memory
+            for weight in self.layer.parameters():
+                if weight.dim() == 2:
+                    weight.copy_(spread * torch.randn(weight.shape, generator=coins))
 
     def product(self, number: int, u: Tensor) -> Tensor:
         out: Tensor = self.lstm[number](u)
@@ -115,8 +122,7 @@ class Falcon(LayerObjective):
     def build(cls, config: FalconTraining, target: Target, vocab: VocabMap | None) -> Falcon:
         lent = lender(target, METHOD, TAPS, HEAD)
         shape = plain_shape(lent.config, 1, -1)
-        net = FalconNet(shape, config.seed).to(lent.device)
-        take_layer(net.layer, lent, lent.num_layers - 1, config.scale)
+        net = FalconNet(shape, config.spread, config.seed).to(lent.device)
         return cls(config, lent, vocab, net, shape, config.block * config.passes)
 
     def states(self, batch: Batch, aligned: Aligned) -> list[Tensor]:

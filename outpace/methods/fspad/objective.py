@@ -29,6 +29,7 @@ from outpace.drafters.trained import decoder_to_json, lender
 from outpace.law import VocabMap
 from outpace.methods.fspad.drafter import METHOD
 from outpace.models.base import HEAD, TAPS, Target
+from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.train.ahead import AheadTraining, LayerObjective
 from outpace.train.align import EAGLE, Aligned, next_tokens, places
@@ -38,6 +39,9 @@ from outpace.train.objective import LAST, Step
 
 SMALL = 0.05
 """Scale of what the layer adds at the start: in the target it adds to a stream of length 20."""
+
+LEAST = 0.1
+"""Weights of the target's last norm below this share of their size are not divided by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +115,7 @@ class Fspad(LayerObjective):
         wide = round(config.sampling * lent.hidden_size)
         net = FspadModule(shape, wide, config.partial, config.seed).to(lent.device)
         take_layer(net.layer, lent, lent.num_layers - 1, SMALL)
+        read_features(net.layer, lent)
         return cls(config, lent, vocab, net, shape, config.steps)
 
     def features(self, batch: Batch, aligned: Aligned) -> list[Tensor]:
@@ -151,3 +156,21 @@ class Fspad(LayerObjective):
             "decoder": decoder_to_json(self.shape),
         }
         self.save_tree(folder, {**self.about(METHOD, [LAST]), **kept}, provenance)
+
+
+@torch.no_grad()
+def read_features(layer: Layer, target: Decoder) -> None:
+    """Let a copy of the target's last layer, without its input norm, read features as that reads its stream.
+
+    A feature is behind the target's last norm, so one vector takes its rows from there to the layer's own.
+    Without it values are five times too large, and the output projection learns in leaps.
+    """
+    offset, at = target.config.norm_offset, f"model.layers.{target.num_layers - 1}.input_layernorm"
+    ours, theirs = (
+        target.checkpoint.tensor(f"{name}.weight", torch.float32).to(target.device) + offset
+        for name in (at, "model.norm")
+    )
+    least = LEAST * theirs.square().mean().sqrt()
+    ratio_H = ours / torch.where(theirs.abs() < least, least.copysign(theirs), theirs)
+    for name in ("q", "k", "v"):
+        layer.get_parameter(f"self_attn.{name}_proj.weight").mul_(ratio_H)

@@ -131,26 +131,46 @@ class Streaming(RiderObjective):
         self, config: StreamingTraining, target: Decoder, vocab: VocabMap | None, net: RiderNet
     ) -> None:
         super().__init__(config, target, vocab, net, StreamsNet(config, net), config.streams)
-        self.layer = min(net.layers)
-        self.exit = min(self.layer, max(1, target.num_layers // 5) if config.exit is None else config.exit)
+        self.layer, self.exit = (int(one.removeprefix("hidden.")) for one in self.reads(config, target)[:2])
+
+    @classmethod
+    def taps(cls, config: StreamingTraining, target: Target) -> tuple[str, ...]:
+        layers = cls.layers(config, target)
+        return RiderNet.wanted(layers, cls.reads(config, target))
+
+    @classmethod
+    def layers(cls, config: StreamingTraining, target: Target) -> range:
+        """The upper layers that streams run through.
+
+        Raises:
+            ModelError: the target has not so many above its first.
+        """
+        count = max(1, target.num_layers // 8) if config.layers is None else config.layers
+        if count >= target.num_layers:
+            most = target.num_layers - 1
+            raise ModelError(f"{cls.method}: layers={count}, but {target.name} has {most} above its first")
+        return range(target.num_layers - count, target.num_layers)
+
+    @classmethod
+    def reads(cls, config: StreamingTraining, target: Target) -> tuple[str, str, str]:
+        """Features at which streams enter, behind the early exit, and of the target's distributions."""
+        layer = cls.layers(config, target)[0]
+        early = max(1, target.num_layers // 5) if config.exit is None else config.exit
+        return f"hidden.{layer}", f"hidden.{min(layer, early)}", LAST
 
     @classmethod
     def build(cls, config: StreamingTraining, target: Target, vocab: VocabMap | None) -> Streaming:
         lent = lender(target, cls.method, LAYERS, TAPS, HEAD, EMBEDDINGS)
-        most = lent.num_layers - 1
-        layers = max(1, lent.num_layers // 8) if config.layers is None else config.layers
-        if layers > most:
-            raise ModelError(f"{cls.method}: layers={layers}, but {lent.name} has {most} above its first")
-        return cls(config, lent, vocab, RiderNet(lent, range(most + 1 - layers, most + 1)))
+        return cls(config, lent, vocab, RiderNet(lent, cls.layers(config, target)))
 
     def guesses(self, batch: Batch, aligned: Aligned) -> tuple[list[Tensor], Tensor]:
         """Of the streams, and behind the early exit."""
-        name, early = f"hidden.{self.layer}", f"hidden.{self.exit}"
-        text, found = self.net.read(batch, (*{name, early}, LAST))
-        entering_BGKH = self.module(aligned.rows(found[name]))
+        enters, early, last = self.reads(self.config, self.target)
+        text, found = self.net.read(batch, tuple(dict.fromkeys((enters, early, last))))
+        entering_BGKH = self.module(aligned.rows(found[enters]).float())
         y_BGEKH = self.net(entering_BGKH[:, :, None], aligned.place_BA, text, alone=not self.chained)
-        early_BGH = self.module.exits(aligned.rows(found[early]))
-        return [*y_BGEKH[:, :, 0].unbind(2), early_BGH], found[LAST]
+        early_BGH = self.module.exits(aligned.rows(found[early]).float())
+        return [*y_BGEKH[:, :, 0].unbind(2), early_BGH], found[last]
 
     def named(self) -> Mapping[str, Tensor]:
         return self.module.stored()

@@ -6,6 +6,8 @@ import torch
 from outpace.methods.fspad.objective import Fspad, FspadTraining
 from outpace.models.tiny import tiny
 from outpace.train.align import EAGLE, Aligned
+from outpace.train.features import compute
+from outpace.train.networks import Layer, Turns, plain_shape, take_layer
 from tests.train.texts import written
 
 SWITCHES = [(sampling, partial) for sampling in (0.0, 2.0) for partial in (False, True)]
@@ -30,6 +32,22 @@ def test_with_either_part_training_begins_as_plain_eagle_bit_for_bit(target, bat
     for sampling, partial in SWITCHES:
         states = built(target, sampling=sampling, partial=partial).states(batch, Aligned(batch, EAGLE))
         assert all(torch.equal(one, other) for one, other in zip(states, plain, strict=True))
+
+
+def test_keys_of_features_are_those_that_the_targets_last_layer_has_of_its_stream(target, batch):
+    last = target.num_layers - 1
+    ids = [batch.token_BT[0].tolist()]
+    (found,) = compute(target, ids, [f"hidden.{last + 1}", "hidden.-1"])
+    theirs = Layer(plain_shape(target.config, 1, -1))
+    take_layer(theirs, target, last)
+    ours = built(target).module.layer
+    stream, feature = found[f"hidden.{last + 1}"].float()[None], found["hidden.-1"].float()[None]
+    turn = Turns(target.config.ropes[0], target.device).at(torch.arange(stream.shape[1])[None], 64)
+    with torch.no_grad():
+        wanted = theirs.self_attn.keys(theirs.input_layernorm(stream), turn)
+        given = ours.self_attn.keys(feature, turn)
+    for one, other in zip(given, wanted, strict=True):
+        assert (one - other).abs().max() < 0.05 * other.abs().max()  # features are bfloat16
 
 
 @pytest.mark.parametrize(("sampling", "partial"), SWITCHES)

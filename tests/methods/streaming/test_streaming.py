@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 from outpace import Engine, ModelError
+from outpace.methods.draft_model.on_policy import features
 from outpace.methods.streaming.drafter import Coral, Streaming, StreamingConfig
 from outpace.methods.streaming.files import read_streams
 from outpace.methods.streaming.objective import Coral as CoralObjective
@@ -92,6 +94,23 @@ def test_what_drafts_is_what_was_trained(target, made):
     assert torch.equal(scored.logits_TV, plain_TV)
     got_KH = scored.rider_hidden_RH[start[3] : start[3] + 3]
     torch.testing.assert_close(got_KH, y_BGKH[0, at], atol=2e-3, rtol=2e-3)
+
+
+def test_features_of_a_batch_spare_the_pass_over_its_texts(target, made, monkeypatch):
+    name, trained, _ = made
+    kind, config, _ = KINDS[name]
+    batch, taps = texts(), kind.taps(config, target)
+    assert len([tap for tap in taps if tap.startswith("kv.")]) == len(trained.net.layers)
+    given = features(target, batch.token_BT, batch.length_B.tolist(), taps)
+    kept = replace(batch, feature=given)
+    aligned = trained.chosen(batch)
+    with torch.no_grad():
+        guesses, last_BTH = trained.guesses(batch, aligned)
+        monkeypatch.setattr(target, "score", lambda *_, **more: pytest.fail("no pass is needed"))
+        others, other_BTH = trained.guesses(kept, aligned)
+    for one, other in zip([*guesses, last_BTH], [*others, other_BTH], strict=True):
+        assert (one - other).abs().max() < 0.03 * one.abs().max()  # features are bfloat16
+    assert torch.isfinite(trained.loss(kept).loss)
 
 
 def test_the_law_recorded_is_that_of_the_stream(target, made):
