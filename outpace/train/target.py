@@ -160,6 +160,8 @@ def read_settings(pairs: Sequence[str]) -> tuple[Recipe, LoopConfig]:
     given = read_pairs("a target", pairs, {"": Recipe, "loop": LoopConfig})
     if "minutes" in given["loop"]:
         given["loop"].setdefault("steps", "none")
+    if not hasattr(torch.optim, "Muon"):  # torch before 2.9
+        given["loop"].setdefault("optimizer", "adamw")
     return build(Recipe, given[""], "the recipe"), build(
         LoopConfig, {**LOOP, **given["loop"]}, "the training loop"
     )
