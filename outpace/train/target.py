@@ -3,7 +3,8 @@
 OUT becomes a model folder in the layout of Hugging Face, which every ``--model`` takes, with a tokenizer
 of its own. Training goes on from OUT/training with ``--resume``. Texts are split at
 ``<|endoftext|>`` or else at paragraphs; every 40th piece is kept from training, and the beginnings
-of such pieces are a workload to measure with (OUT/prompts.jsonl).
+of such pieces are a workload to measure with (OUT/prompts.jsonl). Beginnings of pieces that were learned
+are prompts to train drafters on (OUT/beginnings.jsonl).
 
 Recipe and network are in `target_net`. Progress lines say how often the whole model's likeliest token is
 the text's, and after it, exit by exit, how often the exit's is the whole model's; all held out.
@@ -37,8 +38,8 @@ APART = 40
 """Every so many-th piece of text is held out."""
 PIECE = 1500
 """Characters of a piece where a file has no marks."""
-PROMPTS, BEGINNING = 12, 24
-"""Prompts that are measured with, and words of each."""
+PROMPTS, LEARNED, BEGINNING = 24, 400, 24
+"""Prompts to measure with and to train drafters on, at most, and words of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +127,11 @@ def encoded(texts: Sequence[str], tokenizer: tokenizers.Tokenizer) -> Tensor:
     return torch.tensor([id for one in ids for id in one])
 
 
-def write_prompts(texts: Sequence[str], file: Path, seed: int) -> None:
-    """Beginnings of held-out pieces, as a workload."""
+def write_prompts(texts: Sequence[str], file: Path, most: int, seed: int) -> None:
+    """Beginnings of pieces, as a workload."""
     words = [one.split() for one in texts]
     long = [one for one in words if len(one) > 2 * BEGINNING]
-    picked = random.Random(seed).sample(long, min(PROMPTS, len(long)))
+    picked = random.Random(seed).sample(long, min(most, len(long)))
     rows = [
         {"id": str(i), "category": "text", "prompt": " ".join(one[:BEGINNING])}
         for i, one in enumerate(picked)
@@ -196,7 +197,8 @@ def make(
         tokenizer = trained_tokenizer(texts.train, recipe.vocab)
         tokenizer.save(str(out / "tokenizer.json"))
         write_whole(out / "tokenizer_config.json", json.dumps({"eos_token": END}) + "\n")
-        write_prompts(texts.held_out, out / "prompts.jsonl", recipe.seed)
+        write_prompts(texts.held_out, out / "prompts.jsonl", PROMPTS, recipe.seed)
+        write_prompts(texts.train, out / "beginnings.jsonl", LEARNED, recipe.seed)
     own, held = (Windows(encoded(part, tokenizer), recipe) for part in (texts.train, texts.held_out))
     if len(held.ids) < 2 * recipe.length or own.count < 2:
         raise OutpaceError(f"the texts have {len(own.ids) + len(held.ids)} tokens; give more")
@@ -230,6 +232,7 @@ def make(
             "weights": size,
             "texts": [file.name for file in files],
             "tokens": len(own.ids),
+            "exits": recipe.after,
         },
     )
     for path in checkpoint.paths(work):
