@@ -140,7 +140,7 @@ def write_prompts(texts: Sequence[str], file: Path, most: int, seed: int) -> Non
 
 
 LOOP = {
-    "steps": "900",
+    "steps": "750",
     "lr": "0.005",
     "optimizer": "muon",
     "weight_decay": "0.05",

@@ -64,7 +64,7 @@ class Recipe:
     """s: weight of that loss."""
     distill: float = 0.5
     """d: share of an exit's loss that asks for the whole model's distribution."""
-    grow: float = 0.67
+    grow: float = 0.75
     """Share of the training in which the layers behind the last exit are left out."""
     dropout: float = 0.1
     """p_max: chance that a sequence skips the last layer, at the end."""

@@ -190,7 +190,7 @@ def test_what_cannot_be_is_said(tmp_path):
         Recipe(**SMALL, grow=1.0)
     recipe, loop = read_settings(["layers=5", "loop.minutes=7"])
     assert (recipe.layers, loop.steps, loop.minutes, loop.lr) == (5, None, 7, 0.005)
-    assert read_settings([])[1].steps == 900
+    assert read_settings([])[1].steps == 750
     for pairs, error in ((["lairs=5"], UnknownNameError), (["layers"], SpecError)):
         with pytest.raises(error):
             read_settings(pairs)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-_SHARE, _BLEND = 0.4, 0.8
+_SHARE, _BLEND = 0.4, 0.2
 _KEPT, _FIT = 512, 16
 """Guesses remembered, and guesses between two fits."""
 _RANKS = 4
