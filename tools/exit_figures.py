@@ -1,10 +1,10 @@
 """Writes what a model of `outpace train target` is worth: losses of its exits, and speed-ups of its drafters.
 
     outpace bench --model OUT --workload OUT/prompts.jsonl --drafters none,... --repeat 3 --out REPORT
-    python tools/exit_figures.py --model OUT --texts stories.txt --reports REPORT ... --out docs/results/own-layers.md
+    python tools/exit_figures.py --model OUT --texts stories.txt --reports REPORT ... --out PAGE
 
-Losses are those of the pieces that were kept from training: the files are split as the training split them. The
-speed-ups are those of the reports, one per temperature and type; a row is left out of none of them.
+Losses are those of the pieces that were kept from training: the files are split as the training split
+them. The speed-ups are those of the reports, one per temperature and type. No row of them is left out.
 
 Shape letters: T tokens, V vocabulary.
 """
@@ -37,7 +37,7 @@ from outpace.types import Feed
 WINDOW = 256
 """Tokens of a held-out text that are read at once, from nothing."""
 PAPERS = {
-    "early_exit": "up to 2.16 x: LayerSkip, Llama-2-7B tuned on 52 billion tokens, CNN/DM, A100; FREE up to 2.16 x, lossy",
+    "early_exit": "up to 2.16 x: LayerSkip, Llama-2-7B tuned on 52 billion tokens, CNN/DM, A100",
     "s2d": trained_papers.PAPERS["s2d"][0],
     "s3d": trained_papers.PAPERS["s3d"][0],
     "kangaroo": trained_papers.PAPERS["kangaroo"][0],
@@ -135,7 +135,9 @@ def best_of(report: Report) -> dict[str, Report]:
     return best
 
 
-def page(provenance: Report, exits: Sequence[ExitLoss], reports: Sequence[Report], typed: str) -> Iterator[str]:
+def page(
+    provenance: Report, exits: Sequence[ExitLoss], reports: Sequence[Report], typed: str
+) -> Iterator[str]:
     """The lines of the page."""
     yield "# A target that drafts for itself\n"
     held, said = provenance.get("held_out") or {}, reports[0]["provenance"]
@@ -147,27 +149,32 @@ def page(provenance: Report, exits: Sequence[ExitLoss], reports: Sequence[Report
         f"{held.get('seconds', math.nan) / 60:.0f} minutes of one thread, beside other programs. Prompts are "
         f"beginnings of held-out pieces; every answer has {config['max_new_tokens']} tokens."
     )
-    commands = [re.sub(r"--(model|workload) \S*/", r"--\1 ", _command(one["provenance"]["command"])) for one in reports]
+    commands = [
+        re.sub(r"--(model|workload) \S*/", r"--\1 ", _command(one["provenance"]["command"]))
+        for one in reports
+    ]
     yield "```text\n" + "\n".join([typed, *dict.fromkeys(commands)]) + "\n```\n"
     yield "![Speed-up by the tokens of a round](../images/own-layers.svg)\n"
     yield "## What the exits know\n"
     yield told(
-        "Held-out text. *Same* counts the places where the exit's likeliest token is that of the whole model; "
-        "*overlap* is what sampling at temperature 1 keeps of its guesses."
+        "Held-out text. *Same* counts the places where the exit's likeliest token is that of the whole "
+        "model; *overlap* is what sampling at temperature 1 keeps of its guesses."
     )
     yield "| layers | loss | perplexity | same | overlap |\n|---|---|---|---|---|"
     for one in exits:
-        yield f"| {one.layer} | {one.loss:.3f} | {math.exp(one.loss):.1f} | {one.same:.3f} | {one.overlap:.3f} |"
+        shares = f"{one.same:.3f} | {one.overlap:.3f}"
+        yield f"| {one.layer} | {one.loss:.3f} | {math.exp(one.loss):.1f} | {shares} |"
     yield ""
     for report in reports:
         yield from _table(report)
     yield "## Beside the papers\n"
-    yield "| drafter | the paper says | here | a round, in plain steps | drafting: passes, host |\n|---|---|---|---|---|"
+    yield "| drafter | the paper says | here | a round, in plain steps | drafting: passes, host |"
+    yield "|---|---|---|---|---|"
     for name, row in best_of(reports[0]).items():
         passes, host = drafting(row)
         yield (
-            f"| `{row['method']}` | {PAPERS.get(name, '')} | {row['speedup']:.2f} x, {row['mean_emitted']:.2f} "
-            f"per pass | {round_cost(row):.2f} | {passes:.0%}, {host:.0%} |"
+            f"| `{row['method']}` | {PAPERS.get(name, '')} | {row['speedup']:.2f} x, "
+            f"{row['mean_emitted']:.2f} per pass | {round_cost(row):.2f} | {passes:.0%}, {host:.0%} |"
         )
     yield ""
     yield told(f"Measured on {said['cpu']}, {said['threads']} thread(s), {said['date'][:10]}.").rstrip()
@@ -182,11 +189,13 @@ def _table(report: Report) -> Iterator[str]:
     yield f"## Temperature {config['temperature']:g}, {said['dtype']}\n"
     low, high = floor["speedup_interval"] or (floor["speedup"],) * 2
     yield told(
-        f"{plain['sequences']} answers. {plain['looping']:.1%} of the plain tokens repeat a period; {looped} of "
-        f"{plain['units']} prompts lead to a text with more than a fifth of them, and the column *no loops* is "
-        f"without these. Plain decoding against itself: {floor['speedup']:.3f} ({low:.3f} to {high:.3f})."
+        f"{plain['sequences']} answers. {plain['looping']:.1%} of the plain tokens repeat a period; {looped} "
+        f"of {plain['units']} prompts lead to a text with more than a fifth of them, and the column *no "
+        f"loops* is without these. Plain decoding against itself: {floor['speedup']:.3f} ({low:.3f} to "
+        f"{high:.3f})."
     )
-    yield "| drafter | speed-up | no loops | per pass | kept | guesses a pass | equal to plain |\n|---|---|---|---|---|---|---|"
+    yield "| drafter | speed-up | no loops | per pass | kept | guesses a pass | equal to plain |"
+    yield "|---|---|---|---|---|---|---|"
     rows = [row for row in report["rows"] if row["method"] != "none"]
     for row in sorted(rows, key=lambda row: (row["reproducible"], -row["speedup"])):
         calm, span = row["without_loops"] or {}, row["speedup_interval"]
@@ -229,9 +238,9 @@ def picture(figure: Any, reports: Sequence[Report]) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     """Read, compute, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, help="folder that outpace train target wrote")
-    parser.add_argument("--texts", type=Path, nargs="+", required=True, help="the files it was trained on")
-    parser.add_argument("--reports", type=Path, nargs="+", required=True, help="of outpace bench, of this model")
+    parser.add_argument("--model", type=Path, required=True, help="folder of outpace train target")
+    parser.add_argument("--texts", type=Path, nargs="+", required=True, help="files it was trained on")
+    parser.add_argument("--reports", type=Path, nargs="+", required=True, help="of outpace bench")
     parser.add_argument("--plot", type=Path, help="folder for the picture")
     parser.add_argument("--out", type=Path, help="write the page, besides printing it")
     args = parser.parse_args(arguments)

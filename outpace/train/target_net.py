@@ -6,9 +6,10 @@ loss of the whole model and that of one of the exits, in turn:
     p(l) = p_max D(l) S(t),  D(l) = 2^(l / (L - 1)) - 1,  S(t) = 2^t - 1, t from 0 to 1
     loss = (CE(L) + s ((1 - d) CE(e) + d KL(L | e))) / (1 + s)
 
-For the share ``grow`` of the training there are no layers behind the last exit. A step then costs a sixth, and
-the first layers see most of the text. The others come in with zeros where they write, so the whole model begins
-as good as its exit. With ``distill`` (d) an exit learns the whole model's distribution besides the text.
+For the share ``grow`` of the training there are no layers behind the last exit. A step then costs a
+sixth, and the first layers see most of the text. The others come in with zeros where they write, so the
+whole model begins as good as its exit. With ``distill`` (d) an exit learns the whole model's distribution
+besides the text.
 
 Papers: LayerSkip, Elhoushi et al. 2024, arXiv:2404.16710 (l, L, S, D and p_max are its letters;
 dropping is per sequence, as there); layers that come in later: Gong et al. 2019, PMLR 97; learning from the
