@@ -36,6 +36,8 @@ from outpace.train.target_net import END, ExitModel, Numbered, Recipe, end_of
 
 APART = 40
 """Every so many-th piece of text is held out."""
+BARE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""A chat template that leaves text as it is, so that drafters can be trained on answers."""
 PIECE = 1500
 """Characters of a piece where a file has no marks."""
 PROMPTS, LEARNED, BEGINNING = 24, 400, 24
@@ -196,7 +198,8 @@ def make(
     else:
         tokenizer = trained_tokenizer(texts.train, recipe.vocab)
         tokenizer.save(str(out / "tokenizer.json"))
-        write_whole(out / "tokenizer_config.json", json.dumps({"eos_token": END}) + "\n")
+        said = {"eos_token": END, "chat_template": BARE}
+        write_whole(out / "tokenizer_config.json", json.dumps(said) + "\n")
         write_prompts(texts.held_out, out / "prompts.jsonl", PROMPTS, recipe.seed)
         write_prompts(texts.train, out / "beginnings.jsonl", LEARNED, recipe.seed)
     own, held = (Windows(encoded(part, tokenizer), recipe) for part in (texts.train, texts.held_out))

@@ -44,6 +44,8 @@ def test_the_folder_is_a_model_whose_first_layers_draft(made):
     assert not checkpoint.paths(made / "training"), "nothing is left to go on from"
     (prompt, *_) = read_workload(str(made / "prompts.jsonl"))
     ids = engine.encode(prompt.messages[0]["content"])
+    assert engine.encode(list(prompt.messages)) == ids, "its chat template leaves text as it is"
+    assert len(read_workload(str(made / "beginnings.jsonl"))) == 98
     settings = {"max_new_tokens": 24, "ignore_eos": True}
     plain = engine.generate(ids, drafter="none", **settings)
     for spec in ("early_exit[layer=1]", "early_exit[layer=2 tree=2x2]"):
