@@ -4,6 +4,12 @@
 #include "lanes.h"
 #include <float.h>
 
+#if defined(__x86_64__) && defined(__GLIBC__)
+/* As old as the rest of a wheel; newer ones differ in what they do with errors alone. */
+__asm__(".symver exp, exp@GLIBC_2.2.5");
+__asm__(".symver log, log@GLIBC_2.2.5");
+#endif
+
 enum { DOUBLES = LANES / 2, STRETCH = 1024 };
 typedef double dvec __attribute__((vector_size(BYTES), aligned(4), may_alias));
 typedef uint64_t uvec __attribute__((vector_size(BYTES), aligned(4), may_alias));

@@ -41,18 +41,18 @@ static int64_t spread(const Matrix *part, int64_t parts, int64_t rows, int64_t *
 
 /* Bytes that outpace_product wants as `operands`. */
 int64_t outpace_room(const Matrix *part, int64_t parts, int64_t rows) {
-    int64_t at[3];
-    const Matrix *first[3] = {0};
+    int64_t at[OPERANDS];
+    const Matrix *first[OPERANDS] = {0};
     return spread(part, parts, rows, at, first);
 }
 
 static int64_t prepare_pieces(const Product *p) { return pieces_of(p->rows, p->part->inputs); }
 static void prepare_piece(const Product *p, int64_t piece) {
-    int64_t at[3], row, stop;
-    const Matrix *first[3] = {0};
+    int64_t at[OPERANDS], row, stop;
+    const Matrix *first[OPERANDS] = {0};
     spread(p->part, p->parts, p->rows, at, first);
     part_of(p->rows, prepare_pieces(p), piece, &row, &stop);
-    for (int kind = 0; kind < 3; kind++)
+    for (int kind = 0; kind < OPERANDS; kind++)
         if (first[kind])
             product_prepare(first[kind], p->x, p->x_stride, (int)p->x_half, p->rows, row, stop,
                             p->operands + at[kind]);
@@ -67,8 +67,8 @@ static int64_t multiply_pieces(const Product *p) {
     return pieces;
 }
 static void multiply_piece(const Product *p, int64_t piece) {
-    int64_t at[3], column = 0;
-    const Matrix *first[3] = {0};
+    int64_t at[OPERANDS], column = 0;
+    const Matrix *first[OPERANDS] = {0};
     spread(p->part, p->parts, p->rows, at, first);
     for (const Matrix *m = p->part;; column += m++->outputs) {
         const int64_t groups = groups_of(m), size = cut(groups, p->threads);

@@ -215,9 +215,20 @@ INLINE vec least_of(const int kind, const char *block, const char *head, const i
 
    Where the processor sums products of four bytes at once, codes stay bytes, and a row's integers
    are cut into an upper and a lower byte: a sum is 256 times that of the upper ones and that of the
-   lower ones. Such codes count from zero; how far below it they begin enters as a least value. */
+   lower ones. Such codes count from zero; how far below it they begin enters as a least value.
 
-enum { LARGEST = 127 * 256 + 127 }; /* so that the upper byte of a number fits */
+   Codes of 4 bits are stored two to a byte, and such a byte is multiplied as it is. Let p and q be
+   its codes, p + 16 q, and x and y the integers they belong to. With three bytes a, b and c,
+
+       a (p + 16 q) + b 16 p + c q = p x + q y   where   a + 16 b = x,   16 a + c = y.
+
+   For any x and y of -1919 to 1919 there is one such a within eight steps of y / 16: the one that
+   leaves as much as x when both are divided by 16. So three products do the work of four, and
+   integers have 12 bits: they are off by 2^-12 of the largest in their block. */
+
+enum { COUNT = SPAN / LANES };
+typedef int16_t small __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
+enum { LARGEST = 127 * 256 + 127, LARGEST_PAIRED = 1919 }; /* so that all parts fit into bytes */
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 enum { BYTEWISE = 1 };
@@ -225,14 +236,30 @@ INLINE ivec add_four(ivec sum, ivec codes, const char *four) {
     __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const int32_t *)four));
     return sum;
 }
+INLINE __m512i joined(const small *x) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)x[0]), (__m256i)x[1], 1);
+}
 /* Cut the integers of a block into bytes: first all upper ones, of every eight inputs in the order
    0 4 1 5 2 6 3 7, as codes lie, and then the lower ones, which are -128 to 127. */
-INLINE void to_bytes(int16_t *x) {
+INLINE void put_bytes(int16_t *to, const small *x) {
     const __m128i eight = _mm_setr_epi8(1, 9, 3, 11, 5, 13, 7, 15, 0, 8, 2, 10, 4, 12, 6, 14);
     const __m512i half = _mm512_set1_epi16(128), parts = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
-    const __m512i cut = _mm512_xor_si512(_mm512_add_epi16(_mm512_loadu_si512(x), half), half);
+    const __m512i cut = _mm512_xor_si512(_mm512_add_epi16(joined(x), half), half);
     const __m512i apart = _mm512_shuffle_epi8(cut, _mm512_broadcast_i32x4(eight));
-    _mm512_storeu_si512(x, _mm512_permutexvar_epi64(parts, apart));
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi64(parts, apart));
+}
+/* Cut them into a, b and c of 16 pairs each; the pairs are as codes lie. */
+INLINE void put_paired(int16_t *to, const small *x) {
+    const __m128i four = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+    const __m512i parts = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    const __m512i apart = _mm512_shuffle_epi8(joined(x), _mm512_broadcast_i32x4(four));
+    const __m512i both = _mm512_permutexvar_epi64(parts, apart);
+    typedef int16_t words __attribute__((vector_size(32), may_alias));
+    const words first = (words)_mm512_castsi512_si256(both);
+    const words second = (words)_mm512_extracti64x4_epi64(both, 1);
+    const words near = (second >> 4) + 1, a = near + (((first - near + 8) & 15) - 8);
+    const words part[3] = {a, (first - a) >> 4, second - (a << 4)};
+    EACH(i, 3) _mm_storeu_si128((__m128i *)to + i, _mm256_cvtepi16_epi8((__m256i)part[i]));
 }
 #else
 enum { BYTEWISE = 0 };
@@ -240,16 +267,31 @@ INLINE ivec add_four(ivec sum, ivec codes, const char *four) {
     (void)codes, (void)four;
     return sum;
 }
-INLINE void to_bytes(int16_t *x) { (void)x; }
+INLINE void put_bytes(int16_t *to, const small *x) {
+    EACH(i, COUNT) *(small *)(to + i * LANES) = x[i];
+}
+INLINE void put_paired(int16_t *to, const small *x) { put_bytes(to, x); }
 #endif
+
+INLINE int is_paired(const int kind) { return BYTEWISE && is_coded(kind) && code_bits(kind) == 4; }
 
 INLINE int below_zero(const int kind) {
     return kind == Q4_0 ? 8 : kind == Q5_0 ? 16 : kind == Q6_K ? 32 : kind == Q8_0 ? 128 : 0;
 }
 
-/* Codes of a block: a vector has four of each output, of the inputs that `to_bytes` puts together. */
+/* Codes of a block: a vector has four of each output, of the inputs that `put_bytes` puts together; or
+   pairs as a, b and c want them. */
 INLINE void read_codes(const int kind, const char *block, ivec *q) {
     const int more = code_bits(kind) - 4;
+    if (is_paired(kind)) {
+        EACH(part, 4) {
+            q[part] = *(const ivec *)(block + part * 64);
+            if (kind == Q4_0) q[part] ^= (int32_t)0x88888888;
+            q[part + 4] = q[part] << 4 & (int32_t)0xf0f0f0f0;
+            q[part + 8] = q[part] >> 4 & 0x0f0f0f0f;
+        }
+        return;
+    }
     EACH(part, 4) EACH(i, 2) {
         ivec *to = q + 2 * part + i;
         if (kind == Q8_0) {
@@ -257,8 +299,6 @@ INLINE void read_codes(const int kind, const char *block, ivec *q) {
             continue;
         }
         *to = *(const ivec *)(block + part * 64) >> 4 * i & 0x0f0f0f0f;
-        if (kind == Q4_0) *to ^= 0x08080808;
-        if (more == 0) continue;
         const ivec h = *(const ivec *)(block + 256 + (more == 1 ? 0 : part / 2 * 64));
         const int at = (2 * part + i) * more % 8;
         *to |= (at < 4 ? h << (4 - at) : h >> (at - 4)) & (more == 1 ? 0x10101010 : 0x30303030);
@@ -280,6 +320,10 @@ INLINE Whole whole(const void *operands, int64_t blocks, int64_t rows) {
     return (Whole){x, scale, scale + count, {scale + 2 * count, scale + 3 * count}, rows};
 }
 
+#if defined(__AVX512F__)
+INLINE int32_t largest_lane(ivec x) { return _mm512_reduce_max_epi32((__m512i)x); }
+INLINE int32_t sum_lanes(ivec x) { return _mm512_reduce_add_epi32((__m512i)x); }
+#else
 INLINE int32_t largest_lane(ivec x) {
     int32_t lane[LANES], most = 0;
     memcpy(lane, &x, sizeof lane);
@@ -292,12 +336,12 @@ INLINE int32_t sum_lanes(ivec x) {
     for (int i = 0; i < LANES; i++) sum += lane[i];
     return sum;
 }
+#endif
 
-INLINE void prepare_block(const float *from, const Whole *w, int64_t at) {
-    enum { COUNT = SPAN / LANES };
-    typedef int16_t small __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
+INLINE void prepare_block(const float *from, const int paired, const Whole *w, int64_t at) {
     int16_t *to = (int16_t *)w->x + at * SPAN;
     vec x[COUNT];
+    small whole[COUNT];
     ivec most = {0}, count[2] = {{0}, {0}};
     EACH(i, COUNT) {
         x[i] = load(from + i * LANES);
@@ -309,16 +353,18 @@ INLINE void prepare_block(const float *from, const Whole *w, int64_t at) {
     float top;
     memcpy(&top, &bits, sizeof top);
     const int tiny = top < 1e-30f;
-    const vec by = all(tiny ? 0.0f : LARGEST / top);
+    const float largest = paired ? LARGEST_PAIRED : LARGEST;
+    const vec by = all(tiny ? 0.0f : largest / top);
     EACH(i, COUNT) {
         /* The sum with 1.5 * 2^23 ends in the nearest whole number. */
         const ivec one = (ivec)(x[i] * by + 12582912.0f) - 0x4b400000;
-        *(small *)(to + i * LANES) = __builtin_convertvector(one, small);
+        whole[i] = __builtin_convertvector(one, small);
         count[i * 2 / COUNT] += one;
     }
-    to_bytes(to);
+    if (paired) put_paired(to, whole);
+    else put_bytes(to, whole);
     const int32_t half[2] = {sum_lanes(count[0]), sum_lanes(count[1])};
-    const float scale = tiny ? 0 : top / LARGEST + 0 * top; /* NaN where a number is not finite */
+    const float scale = tiny ? 0 : top / largest + 0 * top; /* NaN where a number is not finite */
     ((float *)w->scale)[at] = scale;
     ((float *)w->sum)[at] = scale * (float)(half[0] + half[1]);
     EACH(i, 2) ((float *)w->half[i])[at] = scale * (float)half[i];
@@ -458,7 +504,8 @@ INLINE vec with_block(vec sum, ivec part, vec d, float scale, vec least, float x
 /* Some rows, few enough for registers. */
 INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t blocks, Whole w,
                       int64_t row, float *out) {
-    const int halves = kind == Q6_K ? 2 : 1, each = 8 / halves;
+    const int halves = kind == Q6_K ? 2 : 1, cuts = is_paired(kind) ? 1 : 2;
+    const int each = (is_paired(kind) ? 12 : 8) / halves;
     vec sum[TALL_BYTES];
     EACH(r, tall) sum[r] = (vec){0};
     for (int64_t b = 0; b < blocks; b++) {
@@ -469,12 +516,12 @@ INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t
         /* The processor itself does not look past the end of a page. */
         for (int line = 0; line < block_bytes(kind); line += 64)
             __builtin_prefetch(block + PAGE + line, 0, 0);
-        ivec q[8];
+        ivec q[12];
         read_codes(kind, block, q);
         EACH(half, halves) {
             ivec part[TALL_BYTES];
             EACH(r, tall) part[r] = (ivec){0};
-            EACH(lower, 2) {
+            EACH(lower, cuts) {
                 if (lower) EACH(r, tall) part[r] <<= 8;
                 EACH(n, each) EACH(r, tall) {
                     const int i = half * each + n;
@@ -494,25 +541,28 @@ INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t
 /* Rows enough for tiles; sums are those of `byte_rows`, to the bit. */
 INLINE void tile_rows(const int kind, int tall, const char *panel, int64_t blocks, Whole w,
                       int64_t row, float *out) {
-    const int halves = kind == Q6_K ? 2 : 1, inputs = SPAN / halves;
-    ivec codes[8] __attribute__((aligned(64)));
+    const int paired = is_paired(kind), halves = kind == Q6_K ? 2 : 1;
+    const int bytes = paired ? SPAN / 2 * 3 : SPAN / halves;
+    ivec codes[12] __attribute__((aligned(64)));
     int32_t upper[TILE_ROWS][LANES], lower[TILE_ROWS][LANES];
     memset(out, 0, tall * GROUP * sizeof *out);
-    cut_tiles(tall, inputs);
+    cut_tiles(tall, bytes);
     for (int64_t b = 0; b < blocks; b++) {
         const char *block = panel + block_at(kind, b);
         const char *head = panel + block_at(kind, b / PER * PER) - head_bytes(kind);
         const int64_t at = b * w.rows + row;
         read_codes(kind, block, codes);
         EACH(half, halves) {
-            const char *x = (const char *)(w.x + at * SPAN) + half * inputs;
-            tile_sums(x, x + SPAN, 2 * SPAN, (const char *)(codes + half * inputs / 4), *upper, *lower);
+            const char *x = (const char *)(w.x + at * SPAN) + half * bytes;
+            tile_sums(x, paired ? NULL : x + SPAN, 2 * SPAN, (const char *)(codes + half * bytes / 4), *upper,
+                      *lower);
             const vec d = scale_of(kind, block, head, 0, half);
             vec least = d * (float)-below_zero(kind);
             if (has_least(kind)) least = least_of(kind, block, head, 0);
             const float *sums = (halves == 2 ? w.half[half] : w.sum) + at;
             for (int r = 0; r < tall; r++) {
-                const ivec part = (*(const ivec *)upper[r] << 8) + *(const ivec *)lower[r];
+                ivec part = *(const ivec *)upper[r];
+                if (!paired) part = (part << 8) + *(const ivec *)lower[r];
                 const vec sum = load(out + r * GROUP);
                 store(out + r * GROUP, with_block(sum, part, d, w.scale[at + r], least, sums[r]));
             }
@@ -665,7 +715,10 @@ INLINE void number_piece(const int kind, const Matrix *m, const void *operands, 
 /* ---- What is called ---- */
 
 /* Bytes of the operands of so many rows. Matrices of equal `product_operands` share them. */
-INLINE int product_operands(int64_t kind) { return is_coded(kind) ? 0 : in_halves(kind) ? 1 : 2; }
+enum { OPERANDS = 4 };
+INLINE int product_operands(int64_t kind) {
+    return is_paired(kind) ? 3 : is_coded(kind) ? 0 : in_halves(kind) ? 1 : 2;
+}
 INLINE int64_t product_room(const Matrix *m, int64_t rows) {
     const int64_t bytes = is_coded(m->kind) ? blocks_of(m) * OPERAND
                                             : filled(m->inputs) * (in_halves(m->kind) ? 2 : 4);
@@ -690,7 +743,8 @@ static void product_prepare(const Matrix *m, const void *x, int64_t stride, int 
             else if (count == SPAN) from = (const float *)row + i;
             else memcpy(one, (const float *)row + i, count * sizeof *one);
             if (codes) {
-                prepare_block(from, &w, b * rows + r);
+                if (is_paired(m->kind)) prepare_block(from, 1, &w, b * rows + r);
+                else prepare_block(from, 0, &w, b * rows + r);
                 continue;
             }
             const int64_t even = count == SPAN ? SPAN : filled(count);

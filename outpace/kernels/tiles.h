@@ -63,17 +63,19 @@ static inline void cut_tiles(int rows, int inputs) {
     tile_shape(&shape);
 }
 
-/* Sums of upper and of lower bytes, [rows, 16] each. `stride`: bytes from one row of x to the next. */
+/* Sums of upper and of lower bytes, [rows, 16] each; of upper ones alone where there are no others.
+   `stride`: bytes from one row of x to the next. */
 static inline void tile_sums(const char *upper_x, const char *lower_x, int64_t stride,
                              const char *codes, int32_t *upper, int32_t *lower) {
     tile_load(T_CODES, codes, TILE_LINE);
     tile_load(T_X_UPPER, upper_x, stride);
-    tile_load(T_X_LOWER, lower_x, stride);
     tile_zero(T_UPPER);
-    tile_zero(T_LOWER);
     tile_add(T_UPPER, T_X_UPPER, T_CODES);
-    tile_add(T_LOWER, T_X_LOWER, T_CODES);
     tile_store(T_UPPER, upper, TILE_LINE);
+    if (!lower_x) return;
+    tile_load(T_X_LOWER, lower_x, stride);
+    tile_zero(T_LOWER);
+    tile_add(T_LOWER, T_X_LOWER, T_CODES);
     tile_store(T_LOWER, lower, TILE_LINE);
 }
 

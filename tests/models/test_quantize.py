@@ -55,8 +55,8 @@ def test_a_product_is_that_of_the_rounded_matrix(dtype, kind, outputs):
     assert rounded.product is not None or not works()
     dense = rounded.dense()
     want = x.double() @ dense.double().T + bias.double()
-    # Rows are rounded to 16 bits or to the dtype, over 64 terms of size 1.
-    slack = {torch.float32: 1e-3, torch.bfloat16: 0.15}[dtype]
+    # Rows are rounded to 16 bits, for int4 to 12, or to the dtype, over 64 terms of size 1.
+    slack = 0.15 if dtype is torch.bfloat16 else {"int8": 1e-3, "int4": 1e-2}[kind]
     assert (rounded(x).double() - want).abs().max() < slack
     # No weight moved by more than half a step (int4: a whole one, at the ends of its range).
     groups = weight.float().view(outputs, -1, quantize.BLOCK)
@@ -99,7 +99,7 @@ def test_blocks_that_are_not_full_are_filled_up(kind):
     x, weight, bias = problem(torch.float32, 4, 24, 40)
     rounded = quantize.quantized(weight + 5, bias, kind)
     want = x.double() @ rounded.dense().double().T + bias.double()
-    assert (rounded(x).double() - want).abs().max() < 0.01
+    assert (rounded(x).double() - want).abs().max() < {"int8": 0.01, "int4": 0.1}[kind]
     step = 2 * (weight + 5).abs().max() / 15
     assert ((rounded.dense() - weight - 5).abs() < step).all()
     same = torch.full((16, 64), 0.25)
@@ -184,7 +184,7 @@ def test_the_head_learns_and_unembeds_a_part_of_the_vocabulary(folder, kind):
     feed_V = torch.full((96,), -1)
     feed_V[keep] = torch.arange(3)
     # The same rounded matrix, in another product.
-    close = {"rtol": 1e-3, "atol": 1e-3}
+    close = {"int8": {"rtol": 1e-3, "atol": 1e-3}, "int4": {"rtol": 1e-2, "atol": 1e-2}}[kind]
     torch.testing.assert_close(decoder.head(hidden, VocabMap(keep, feed_V)), whole[:, keep], **close)
     learner = hidden.clone().requires_grad_()
     logits = decoder.head(learner)
