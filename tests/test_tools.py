@@ -179,7 +179,7 @@ def test_losses_of_exits_and_reports_make_one_page(tool, tmp_path):
     assert "/home/ann" not in text and "--model OUT --workload prompts.jsonl" in text
     assert f"| 3 | {wanted:.3f} |" in text
     assert "| `early_exit[layer=1]` | 1.70 | 1.60 | 3.40 | 0.80 | 3.0 | 100% |" in text
-    assert "1.70 x, 3.40 per pass | 2.00 | 20%, 10% |" in text and "1 of 4 prompts" in text
+    assert "1.70 x, 3.40 per pass | 2.00 | 20%, 10% | verifying" in text and "1 of 4 prompts" in text
     (tmp_path / "report.json").write_text("{}")
     with pytest.raises(RequestError, match="is no report of outpace bench"):
         figures.load_report(tmp_path)
