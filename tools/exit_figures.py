@@ -189,8 +189,8 @@ def page(
         yield from _table(report)
     yield "## Beside the papers\n"
     yield told(
-        "*A round* is a draft with its verification, in steps of plain decoding. *Drafting* is its share of the "
-        "time: passes, and the host's work."
+        "*A round* is a draft with its verification, in steps of plain decoding. *Drafting* is its share of "
+        "the time: passes, and the host's work."
     )
     yield "| drafter | the paper says | here | a round | drafting | what holds it back |"
     yield "|---|---|---|---|---|---|"
@@ -203,8 +203,8 @@ def page(
         )
     yield ""
     yield told(
-        f"Measured on {said['cpu']}, threads: {said['threads']}, {said['date'][:10]}, preferred by the system "
-        "before other programs."
+        f"Measured on {said['cpu']}, threads: {said['threads']}, {said['date'][:10]}, preferred by the "
+        "system before other programs."
     ).rstrip()
 
 
