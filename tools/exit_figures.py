@@ -180,8 +180,9 @@ def page(
         yield f"| {one.layer} | {one.loss:.3f} | {math.exp(one.loss):.1f} | {shares} |"
     last, whole = exits[-2:]
     gain = 1 - math.exp(whole.loss - last.loss)
+    yield ""
     yield told(
-        f"\nThe {whole.layer - last.layer} layers behind the last exit lower the perplexity by {gain:.1%}. "
+        f"The {whole.layer - last.layer} layers behind the last exit lower the perplexity by {gain:.1%}. "
         "Where that is little, the speed-up of this exit tells of the machine and not of the recipe: its "
         "guesses are right because the whole model says little else."
     )
@@ -194,7 +195,7 @@ def page(
     )
     yield "| drafter | the paper says | here | a round | drafting | what holds it back |"
     yield "|---|---|---|---|---|---|"
-    for name, row in best_of(reports[0]).items():
+    for name, row in ((name, row) for name, row in best_of(reports[0]).items() if name in PAPERS):
         passes, host = drafting(row)
         yield (
             f"| `{row['method']}` | {PAPERS.get(name, '')} | {row['speedup']:.2f} x, "
@@ -218,7 +219,7 @@ def _table(report: Report) -> Iterator[str]:
     low, high = floor["speedup_interval"] or (floor["speedup"],) * 2
     yield told(
         f"{plain['sequences']} answers. {plain['looping']:.1%} of the plain tokens repeat a period; {looped} "
-        f"of {plain['units']} prompts lead to a text with more than a fifth of them, and the column *no "
+        f"of {plain['units']} prompts lead to a text with more than a fifth of them. The column *no "
         f"loops* is without these. Plain decoding against itself: {floor['speedup']:.3f} ({low:.3f} to "
         f"{high:.3f})."
     )
