@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outpace import Engine
+from outpace.errors import RequestError
 from outpace.methods.eagle3.probe import read
 from outpace.models.tiny import tiny
 from outpace.train.tokens import TokenSequence
+from outpace.types import Feed
 from tests.train.texts import written
 
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -100,6 +102,87 @@ def test_scores_of_the_harness_are_compared_choice_by_choice(tool, capsys, off, 
     loaded = [[one - off for one in row] for row in scores]
     assert check.compare(scores, loaded) == (1 if off or lost else 0)
     assert f"{len(scores)} questions, {3 * len(scores)} choices" in capsys.readouterr().out
+
+
+def test_ablations_print_a_row_each_and_train_nothing_twice(tool, tmp_path, capsys, monkeypatch):
+    ablations = tool("ablations")
+
+    told = {
+        "held_out": {"acceptance": [0.5, 0.25], "emitted": 1.625, "held_out_loss": 3.0, "seconds": 12.4},
+        "measured": {"mean_emitted": 1.5},
+    }
+    for name in ("plain", "noise=0.1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "provenance.json").write_text(json.dumps(told))
+    asked = ["eagle3", "--work", "w", "--out", str(tmp_path), "--steps", "7", "--set", "loop.lr=0.1"]
+    assert ablations.main([*asked, "--try", "noise=0.1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2:] == [
+        "| as it is | 0.50 0.25 | 1.62 | 3.00 | 1.50 | 12 |",
+        "| noise=0.1 | 0.50 0.25 | 1.62 | 3.00 | 1.50 | 12 |",
+    ]
+    commands = []
+
+    def run(command, **more):
+        commands.append(command)
+        (tmp_path / "steps=5-refused=2").mkdir()
+        (tmp_path / "steps=5-refused=2" / "provenance.json").write_text("{}")
+
+    monkeypatch.setattr(ablations.subprocess, "run", run)
+    assert ablations.main([*asked, "--try", "steps=5 refused=2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "| steps=5 refused=2 |  | - | - | - | 0 |"
+    (command,) = commands
+    pairs = [command[i + 1] for i, word in enumerate(command) if word == "--set"]
+    assert pairs == ["loop.steps=7", "loop.lr=0.1", "steps=5", "refused=2"]
+
+
+def test_losses_of_exits_and_reports_make_one_page(tool, tmp_path):
+    figures = tool("exit_figures")
+    target, window = tiny(layers=3), [1, 5, 9, 2, 7]
+    early, whole = figures.losses(target, [1], [window, window])
+    cache = target.new_cache()
+    feed = Feed.chain(cache.open(), window, want=range(4))
+    log_TV = target.score([feed], cache).logits_TV.log_softmax(-1)
+    wanted = -log_TV.gather(1, torch.tensor(window[1:])[:, None]).mean().item()
+    assert whole.loss == pytest.approx(wanted, abs=1e-5)
+    assert (whole.layer, whole.same, whole.overlap) == (3, 1.0, pytest.approx(1.0, abs=1e-5))
+    assert early.layer == 1 and early.overlap < 0.999
+
+    def row(method, **more):
+        calm = {"units": 3, "speedup": 1.6}
+        shares = {"draft_pass": 0.2, "draft_host": 0.1}
+        plain = {"method": method, "reproducible": False, "speedup": 1.0, "speedup_interval": None}
+        counts = {
+            "mean_emitted": 1.0,
+            "acceptance_rate": None,
+            "drafted": 0,
+            "passes": 9,
+            "equal_to_none": 1.0,
+        }
+        looping = {"looping": 0.1, "units": 4, "sequences": 4, "without_loops": calm, "verb_shares": shares}
+        return {**plain, **counts, **looping, **more}
+
+    config = {"max_new_tokens": 8, "temperature": 0.0}
+    command = "outpace bench --model /home/ann/OUT --workload /home/ann/OUT/prompts.jsonl --out r"
+    said = {"cpu": "a processor", "threads": 1, "date": "2026-11-23T1", "dtype": "bfloat16", "config": config}
+    fast = row("early_exit[layer=1]", speedup=1.7, mean_emitted=3.4, acceptance_rate=0.8, drafted=27)
+    report = {
+        "paired": True,
+        "rows": [row("none"), row("early_exit[layer=2]", speedup=1.2), fast],
+        "noise_floor": {"speedup": 1.0, "speedup_interval": [0.99, 1.01]},
+        "provenance": {**said, "command": command},
+    }
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    assert figures.load_report(tmp_path) == report
+    made = {"weights": 19_000_000, "tokens": 5, "texts": ["a.txt"], "steps": 7, "exits": [1]}
+    text = "\n".join(figures.page(made, [early, whole], [report], "outpace train target"))
+    assert "/home/ann" not in text and "--model OUT --workload prompts.jsonl" in text
+    assert f"| 3 | {wanted:.3f} |" in text
+    assert "| `early_exit[layer=1]` | 1.70 | 1.60 | 3.40 | 0.80 | 3.0 | 100% |" in text
+    assert "1.70 x, 3.40 per pass | 2.00 | 20%, 10% | verifying" in text and "1 of 4 prompts" in text
+    (tmp_path / "report.json").write_text("{}")
+    with pytest.raises(RequestError, match="is no report of outpace bench"):
+        figures.load_report(tmp_path)
 
 
 def test_a_probe_of_all_layers_is_a_table_a_picture_and_a_file(tool, tmp_path, capsys, monkeypatch):

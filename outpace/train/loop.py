@@ -284,7 +284,7 @@ class _Run:
             batches = source.since(state.epoch, state.index * self.share)
             while parts := list(itertools.islice(batches, self.share)):
                 epoch, index, _ = parts[-1]
-                done = config.done(state.step, state.seconds)
+                done = self.objective.done = config.done(state.step, state.seconds)
                 loss, count = self.step([batch for _, _, batch in parts], config.rate(done))
                 losses.append(loss)
                 tokens += count

@@ -81,6 +81,8 @@ class Objective(ABC):
     """Frozen keyword-only dataclass: the options of ``outpace train METHOD``."""
     module: nn.Module
     """All that is trained."""
+    done: float = 0.0
+    """Share of the training that is behind; the loop says so before every step."""
     config: Any
     target: Any
     vocab: VocabMap | None

@@ -3,7 +3,8 @@
 OUT becomes a model folder in the layout of Hugging Face, which every ``--model`` takes, with a tokenizer
 of its own. Training goes on from OUT/training with ``--resume``. Texts are split at
 ``<|endoftext|>`` or else at paragraphs; every 40th piece is kept from training, and the beginnings
-of such pieces are a workload to measure with (OUT/prompts.jsonl).
+of such pieces are a workload to measure with (OUT/prompts.jsonl). Beginnings of pieces that were learned
+are prompts to train drafters on (OUT/beginnings.jsonl).
 
 Recipe and network are in `target_net`. Progress lines say how often the whole model's likeliest token is
 the text's, and after it, exit by exit, how often the exit's is the whole model's; all held out.
@@ -35,10 +36,12 @@ from outpace.train.target_net import END, ExitModel, Numbered, Recipe, end_of
 
 APART = 40
 """Every so many-th piece of text is held out."""
+BARE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""A chat template that leaves text as it is, so that drafters can be trained on answers."""
 PIECE = 1500
 """Characters of a piece where a file has no marks."""
-PROMPTS, BEGINNING = 12, 24
-"""Prompts that are measured with, and words of each."""
+PROMPTS, LEARNED, BEGINNING = 24, 400, 24
+"""Prompts to measure with and to train drafters on, at most, and words of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +129,11 @@ def encoded(texts: Sequence[str], tokenizer: tokenizers.Tokenizer) -> Tensor:
     return torch.tensor([id for one in ids for id in one])
 
 
-def write_prompts(texts: Sequence[str], file: Path, seed: int) -> None:
-    """Beginnings of held-out pieces, as a workload."""
+def write_prompts(texts: Sequence[str], file: Path, most: int, seed: int) -> None:
+    """Beginnings of pieces, as a workload."""
     words = [one.split() for one in texts]
     long = [one for one in words if len(one) > 2 * BEGINNING]
-    picked = random.Random(seed).sample(long, min(PROMPTS, len(long)))
+    picked = random.Random(seed).sample(long, min(most, len(long)))
     rows = [
         {"id": str(i), "category": "text", "prompt": " ".join(one[:BEGINNING])}
         for i, one in enumerate(picked)
@@ -139,12 +142,13 @@ def write_prompts(texts: Sequence[str], file: Path, seed: int) -> None:
 
 
 LOOP = {
-    "minutes": "40",
-    "lr": "0.0015",
+    "steps": "750",
+    "lr": "0.005",
+    "optimizer": "muon",
     "weight_decay": "0.05",
-    "evaluate_every": "100",
+    "evaluate_every": "50",
     "evaluate_tokens": "10000",
-    "checkpoint_every": "100",
+    "checkpoint_every": "50",
     "report_every": "20",
 }
 """How it is trained unless told otherwise: a model from nothing learns at a higher rate than a drafter."""
@@ -157,8 +161,10 @@ def read_settings(pairs: Sequence[str]) -> tuple[Recipe, LoopConfig]:
         UnknownNameError, SpecError: as ``outpace train`` refuses settings.
     """
     given = read_pairs("a target", pairs, {"": Recipe, "loop": LoopConfig})
-    if "steps" in given["loop"]:
-        given["loop"].setdefault("minutes", "none")
+    if "minutes" in given["loop"]:
+        given["loop"].setdefault("steps", "none")
+    if not hasattr(torch.optim, "Muon"):  # torch before 2.9
+        given["loop"].setdefault("optimizer", "adamw")
     return build(Recipe, given[""], "the recipe"), build(
         LoopConfig, {**LOOP, **given["loop"]}, "the training loop"
     )
@@ -192,8 +198,10 @@ def make(
     else:
         tokenizer = trained_tokenizer(texts.train, recipe.vocab)
         tokenizer.save(str(out / "tokenizer.json"))
-        write_whole(out / "tokenizer_config.json", json.dumps({"eos_token": END}) + "\n")
-        write_prompts(texts.held_out, out / "prompts.jsonl", recipe.seed)
+        said = {"eos_token": END, "chat_template": BARE}
+        write_whole(out / "tokenizer_config.json", json.dumps(said) + "\n")
+        write_prompts(texts.held_out, out / "prompts.jsonl", PROMPTS, recipe.seed)
+        write_prompts(texts.train, out / "beginnings.jsonl", LEARNED, recipe.seed)
     own, held = (Windows(encoded(part, tokenizer), recipe) for part in (texts.train, texts.held_out))
     if len(held.ids) < 2 * recipe.length or own.count < 2:
         raise OutpaceError(f"the texts have {len(own.ids) + len(held.ids)} tokens; give more")
@@ -205,14 +213,12 @@ def make(
     )
 
     def report(now: Progress) -> None:
-        model.share = now.seconds / max(now.seconds + now.left, 1e-9)
         text = now.line().partition(" | ")[0]
         if now.acceptance:
-            whole, *early = now.acceptance
             each = ", ".join(
-                f"exit {layer} {one:.3f}" for layer, one in zip(recipe.after, early, strict=True)
+                f"exit {layer} {one:.3f}" for layer, one in zip(recipe.after, now.overlap, strict=True)
             )
-            text += f" | text {whole:.3f}; {each}"
+            text += f" | text {now.acceptance[0]:.3f}; {each}; loss {now.held_out_loss:.3f}"
         say(text)
 
     train(
@@ -229,6 +235,7 @@ def make(
             "weights": size,
             "texts": [file.name for file in files],
             "tokens": len(own.ids),
+            "exits": recipe.after,
         },
     )
     for path in checkpoint.paths(work):

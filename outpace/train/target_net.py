@@ -1,14 +1,20 @@
-"""A small Llama in training, with exits that share its norm and head: LayerSkip's recipe.
+"""A small Llama in training, with exits that share its norm and head: LayerSkip's recipe, and two additions.
 
 Layers drop out, the deeper the more often and more often as training goes on. Every step has the
 loss of the whole model and that of one of the exits, in turn:
 
     p(l) = p_max D(l) S(t),  D(l) = 2^(l / (L - 1)) - 1,  S(t) = 2^t - 1, t from 0 to 1
-    loss = (CE(L) + s CE(e)) / (1 + s)
+    loss = (CE(L) + s ((1 - d) CE(e) + d KL(L | e))) / (1 + s)
 
-Paper: LayerSkip, Elhoushi et al. 2024, arXiv:2404.16710 (l, L, S, D and p_max are its letters;
-dropping is per sequence, as there). ``together`` takes the mean loss of all exits in every step, as S2D
-does, arXiv:2407.01955.
+For the share ``grow`` of the training there are no layers behind the last exit. A step then costs a
+sixth, and the first layers see most of the text. The others come in with zeros where they write, so the
+whole model begins as good as its exit. With ``distill`` (d) an exit learns the whole model's distribution
+besides the text.
+
+Papers: LayerSkip, Elhoushi et al. 2024, arXiv:2404.16710 (l, L, S, D and p_max are its letters;
+dropping is per sequence, as there); layers that come in later: Gong et al. 2019, PMLR 97; learning from the
+whole: FREE, arXiv:2310.05424. ``together`` takes the mean loss of all exits in every step, as S2D does,
+arXiv:2407.01955.
 
 Shape letters: B sequences, T tokens, H hidden size, V vocabulary, R rows; of attention, X texts and
 heads, K heads, D their width.
@@ -49,19 +55,23 @@ class Recipe:
     """H; heads are 64 wide."""
     ffn: int = 704
     """Width of the MLPs."""
-    vocab: int = 4096
+    vocab: int = 2048
     """Tokens of a byte-level tokenizer that is trained on the texts."""
     exits: str = "2+3+4"
     """Layers after which a loss is taken."""
-    together: bool = False
+    together: bool = True
     """Take the losses of all exits in every step (sorted fine-tuning), and not one in turn."""
     scale: float = 1.0
     """s: weight of that loss."""
+    distill: float = 0.5
+    """d: share of an exit's loss that asks for the whole model's distribution."""
+    grow: float = 0.75
+    """Share of the training in which the layers behind the last exit are left out."""
     dropout: float = 0.1
     """p_max: chance that a sequence skips the last layer, at the end."""
     length: int = 256
     """Tokens of a sequence."""
-    batch: int = 4
+    batch: int = 8
     """Sequences of a step."""
     seed: int = 0
     """Of the weights, of what is read when, and of what drops out."""
@@ -69,6 +79,9 @@ class Recipe:
     def __post_init__(self) -> None:
         if not all(part.isdecimal() and 0 < int(part) < self.layers for part in self.exits.split("+")):
             raise ValueError(f"exits must be layers 1 to {self.layers - 1}, as in 2+3, got {self.exits!r}")
+        for name in ("distill", "grow", "dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         if self.width < 64 or self.width % 64:
             raise ValueError(f"width must be a multiple of 64, got {self.width}")
 
@@ -115,9 +128,13 @@ class ExitNet(nn.Module):
         with torch.no_grad():
             for name, one in self.named_parameters():
                 if one.dim() == 2:
-                    deep = name.endswith(("o_proj.weight", "down_proj.weight"))
-                    spread = 0.02 / (2 * recipe.layers) ** 0.5 if deep else 0.02
+                    writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+                    late = recipe.grow > 0 and name.startswith(_late(recipe))
+                    there = recipe.after[-1] if recipe.grow > 0 else recipe.layers
+                    spread = 0.02 / (2 * there) ** 0.5 if writes else 0.02
                     one.copy_(spread * torch.randn(one.shape, generator=coins))
+                    if writes and late:
+                        one.zero_()
 
     def forward(self, token_BT: Tensor, after: Sequence[int], keep: Sequence[Tensor]) -> list[Tensor]:
         """Normed states [B, T, H] after some layers, ascending.
@@ -139,6 +156,11 @@ class ExitNet(nn.Module):
             if i + 1 in after:
                 out.append(self.norm(x_BTH))
         return out
+
+
+def _late(recipe: Recipe) -> tuple[str, ...]:
+    """Beginnings of the names of the layers behind the last exit."""
+    return tuple(f"layers.{i}." for i in range(recipe.after[-1], recipe.layers))
 
 
 def _block(layer: Layer, x_BTH: Tensor, turn: Turn) -> Tensor:
@@ -173,8 +195,6 @@ class ExitModel(Objective):
         self.end = end_of(tokenizer)
         self.shape = DecoderConfig.from_hf(recipe.config_json(self.end))
         self.module = ExitNet(recipe, self.shape)
-        self.share = 0.0
-        """Of the training that is behind: t."""
 
     @classmethod
     def taps(cls, config: Any, target: Target) -> tuple[str, ...]:
@@ -184,25 +204,45 @@ class ExitModel(Objective):
     def build(cls, config: Any, target: Target, vocab: VocabMap | None) -> ExitModel:
         raise NotImplementedError("a model of its own has no target")
 
+    @property
+    def grown(self) -> bool:
+        """Whether the layers behind the last exit are there."""
+        return self.done >= self.recipe.grow
+
     def loss(self, batch: Batch) -> Step:
         recipe, token_BT = self.recipe, batch.token_BT
         number = cast(Numbered, batch).number
-        exits = recipe.after if recipe.together else (recipe.after[number % len(recipe.after)],)
-        states = self.module(token_BT[:, :-1], (*exits, recipe.layers), self._kept(number, len(token_BT)))
-        label_R = token_BT[:, 1:].flatten()
-        *early, whole = (
-            head_loss(one.flatten(0, 1), self.module.embed_tokens.weight, "ce", label_R=label_R)
-            for one in states
-        )
-        mean = torch.stack(early).mean()
-        loss = (whole + recipe.scale * mean) / (1 + recipe.scale) / len(label_R)
-        return Step(loss, len(label_R))
+        last = recipe.layers if self.grown else recipe.after[-1]
+        exits = [layer for layer in recipe.after if layer < last]
+        if exits and not recipe.together:
+            exits = [exits[number % len(exits)]]
+        states = self.module(token_BT[:, :-1], (*exits, last), self._kept(number, len(token_BT)))
+        *early, whole = (one.flatten(0, 1) for one in states)
+        head_VH, label_R = self.module.embed_tokens.weight, token_BT[:, 1:].flatten()
+        loss = head_loss(whole, head_VH, "ce", label_R=label_R)
+        if early:
+            share = recipe.distill if self.grown else 0.0
+            with torch.no_grad():
+                p_RV = (whole @ head_VH.T).softmax(-1, dtype=torch.float32) if share else None
+            more = [self._exit_loss(one, label_R, p_RV, share) for one in early]
+            loss = (loss + recipe.scale * torch.stack(more).mean()) / (1 + recipe.scale)
+        return Step(loss / len(label_R), len(label_R))
+
+    def _exit_loss(self, hidden_RH: Tensor, label_R: Tensor, p_RV: Tensor | None, share: float) -> Tensor:
+        """What an exit loses against the text, and against the whole model."""
+        head_VH = self.module.embed_tokens.weight
+        loss = head_loss(hidden_RH, head_VH, "ce", label_R=label_R)
+        if p_RV is None:
+            return loss
+        row_R = torch.arange(len(p_RV))
+        kl = head_loss(hidden_RH, head_VH, "kl", p_ND=p_RV, row_R=row_R)
+        return (1 - share) * loss + share * kl
 
     def _kept(self, number: int, size: int) -> list[Tensor]:
         """Per layer, the sequences of a batch that go through it."""
         recipe = self.recipe
         coins = torch.Generator().manual_seed(recipe.seed * 1_000_003 + number)
-        most = recipe.dropout * (2**self.share - 1)
+        most = recipe.dropout * (2**self.done - 1)
         depths = [2 ** (i / max(1, recipe.layers - 1)) - 1 for i in range(recipe.layers)]
         return [(torch.rand(size, generator=coins) >= most * depth).nonzero().squeeze(1) for depth in depths]
 
@@ -210,14 +250,16 @@ class ExitModel(Objective):
     def evaluate(self, batch: Batch) -> Step:
         recipe, token_BT = self.recipe, batch.token_BT
         everything = [torch.arange(len(token_BT))] * recipe.layers
-        after = (*recipe.after, recipe.layers)
-        *early, whole = self.module(token_BT[:, :-1], after, everything)
+        last = recipe.layers if self.grown else recipe.after[-1]
+        states = self.module(token_BT[:, :-1], sorted({*recipe.after, last}), everything)
+        early, whole = states[: len(recipe.after)], states[-1]
         head_VH = self.module.embed_tokens.weight
         label_R, truth_R = token_BT[:, 1:].flatten(), (whole @ head_VH.T).argmax(-1).flatten()
-        right = [(truth_R == label_R).sum()]
-        right += [((one @ head_VH.T).argmax(-1).flatten() == truth_R).sum() for one in early]
-        counted = torch.full((len(right),), float(len(label_R)))
-        return Step(torch.zeros(()), len(label_R), torch.stack(right).float(), counted)
+        right = (truth_R == label_R).sum()[None].float()
+        same = [((one @ head_VH.T).argmax(-1).flatten() == truth_R).sum() for one in early]
+        # The weights that are kept are those of the best whole model, however its exits do.
+        counted = torch.full((1,), float(len(label_R)))
+        return Step(torch.zeros(()), len(label_R), right, counted, torch.stack(same).float())
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)

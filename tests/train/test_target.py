@@ -13,7 +13,7 @@ from outpace.train.target import Windows, make, read_settings
 from outpace.train.target_net import ExitModel, Recipe
 from outpace.types import Feed
 
-SMALL = {"layers": 3, "width": 64, "ffn": 96, "vocab": 300, "exits": "1+2", "length": 32}
+SMALL = {"layers": 3, "width": 64, "ffn": 96, "vocab": 300, "exits": "1+2", "length": 32, "batch": 4}
 LOOP = {"lr": 5e-3, "evaluate_every": 8, "checkpoint_every": 4, "report_every": 2, "bf16": False}
 
 
@@ -44,6 +44,8 @@ def test_the_folder_is_a_model_whose_first_layers_draft(made):
     assert not checkpoint.paths(made / "training"), "nothing is left to go on from"
     (prompt, *_) = read_workload(str(made / "prompts.jsonl"))
     ids = engine.encode(prompt.messages[0]["content"])
+    assert engine.encode(list(prompt.messages)) == ids, "its chat template leaves text as it is"
+    assert len(read_workload(str(made / "beginnings.jsonl"))) == 98
     settings = {"max_new_tokens": 24, "ignore_eos": True}
     plain = engine.generate(ids, drafter="none", **settings)
     for spec in ("early_exit[layer=1]", "early_exit[layer=2 tree=2x2]"):
@@ -83,9 +85,9 @@ def test_deep_layers_drop_out_more_often_and_more_so_later(made):
         return [1 - len(kept) / 4000 for kept in model._kept(7, 4000)]
 
     assert shares() == [0, 0, 0]
-    model.share = 1.0
+    model.done = 1.0
     assert shares() == pytest.approx([0, 0.4 * (2**0.5 - 1), 0.4], abs=0.03)
-    model.share = 0.5
+    model.done = 0.5
     assert shares()[2] == pytest.approx(0.4 * (2**0.5 - 1), abs=0.03)
     again = [kept.tolist() for kept in model._kept(7, 9)]
     assert again == [kept.tolist() for kept in model._kept(7, 9)], "a step's own coins"
@@ -99,7 +101,7 @@ def test_deep_layers_drop_out_more_often_and_more_so_later(made):
 
 def test_every_exit_has_its_turn(made):
     tokenizer = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
-    model = ExitModel(Recipe(**SMALL), tokenizer)
+    model = ExitModel(Recipe(**SMALL, together=False, grow=0), tokenizer)
     windows = Windows(torch.arange(400) % 300, model.recipe)
     seen, real = [], model.module.forward
     model.module.forward = lambda token_BT, after, keep: seen.append(after) or real(token_BT, after, keep)
@@ -129,18 +131,68 @@ def test_a_stopped_training_goes_on(texts, tmp_path):
 
 def test_all_exits_learn_in_every_step_if_asked(made):
     tokenizer = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
-    model = ExitModel(Recipe(**SMALL, together=True), tokenizer)
+    model = ExitModel(Recipe(**SMALL), tokenizer)
+    model.done = 1.0
     seen, real = [], model.module.forward
     model.module.forward = lambda token_BT, after, keep: seen.append(after) or real(token_BT, after, keep)
     batch = Windows(torch.arange(400) % 300, model.recipe).batch(torch.tensor([0, 50]), 0)
     assert model.loss(batch).loss.item() > 0 and seen == [(1, 2, 3)]
 
 
+def test_layers_behind_the_last_exit_come_in_later_and_change_nothing_at_first(made):
+    tokenizer = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
+    model = ExitModel(Recipe(**SMALL, grow=0.5), tokenizer)
+    batch = Windows(torch.arange(400) % 300, model.recipe).batch(torch.tensor([0, 50]), 0)
+    early, late = (model.module.layers[i].self_attn.o_proj.weight for i in (0, 2))
+
+    def touched():
+        model.module.zero_grad(set_to_none=True)
+        model.loss(batch).loss.backward()
+        return [one.grad is not None and bool(one.grad.any()) for one in (early, late)]
+
+    model.done = 0.4
+    assert touched() == [True, False]
+    before = model.evaluate(batch)
+    assert before.overlap_by_depth[1] == before.tokens, "the last exit is the whole model"
+    model.done = 0.5
+    assert touched() == [True, True]
+    assert torch.equal(model.evaluate(batch).accepted_by_depth, before.accepted_by_depth)
+    assert model.evaluate(batch).overlap_by_depth.tolist() == before.overlap_by_depth.tolist()
+
+
+def test_an_exit_learns_from_the_whole_model_and_not_the_other_way_round(made):
+    tokenizer = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
+    coins = torch.Generator().manual_seed(1)
+    grads = {}
+    for distill in (0.0, 0.5):
+        model = ExitModel(Recipe(**SMALL, grow=0, distill=distill, dropout=0), tokenizer)
+        batch = Windows(torch.arange(400) % 300, model.recipe).batch(torch.tensor([0, 50]), 0)
+        with torch.no_grad():
+            coins.manual_seed(1)
+            for one in model.module.parameters():
+                one.add_(0.1 * torch.randn(one.shape, generator=coins))
+        model.loss(batch).loss.backward()
+        grads[distill] = [layer.mlp.down_proj.weight.grad for layer in model.module.layers]
+        head_VH, label_R = model.module.embed_tokens.weight, batch.token_BT[:, 1:].flatten()
+        with torch.no_grad():
+            states = model.module(batch.token_BT[:, :-1], (1, 2, 3), [torch.arange(2)] * 3)
+            logs = [(one.flatten(0, 1) @ head_VH.T).log_softmax(-1) for one in states]
+        *texts, whole = (-one.gather(1, label_R[:, None]).mean() for one in logs)
+        kls = [(logs[2].exp() * (logs[2] - one)).sum(1).mean() for one in logs[:2]]
+        own = [(1 - distill) * text + distill * kl for text, kl in zip(texts, kls, strict=True)]
+        torch.testing.assert_close(model.loss(batch).loss, (whole + sum(own) / 2) / 2)
+    assert torch.allclose(grads[0.0][2], grads[0.5][2], atol=1e-6), "the last layer feels no exit"
+    assert not torch.allclose(grads[0.0][0], grads[0.5][0], atol=1e-6)
+
+
 def test_what_cannot_be_is_said(tmp_path):
     with pytest.raises(ValueError, match="exits must be layers 1 to 2, as in 2\\+3, got"):
         Recipe(**{**SMALL, "exits": "3"})
-    recipe, loop = read_settings(["layers=5", "loop.steps=7"])
-    assert (recipe.layers, loop.steps, loop.minutes, loop.lr) == (5, 7, None, 0.0015)
+    with pytest.raises(ValueError, match="grow must be at least 0 and below 1, got 1"):
+        Recipe(**SMALL, grow=1.0)
+    recipe, loop = read_settings(["layers=5", "loop.minutes=7"])
+    assert (recipe.layers, loop.steps, loop.minutes, loop.lr) == (5, None, 7, 0.005)
+    assert read_settings([])[1].steps == 750
     for pairs, error in ((["lairs=5"], UnknownNameError), (["layers"], SpecError)):
         with pytest.raises(error):
             read_settings(pairs)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-_SHARE, _BLEND = 0.4, 0.8
+_SHARE, _BLEND = 0.4, 0.2
 _KEPT, _FIT = 512, 16
 """Guesses remembered, and guesses between two fits."""
 _RANKS = 4
@@ -44,12 +44,13 @@ class BetaMixture:
 
     a: tuple[float, float] = (1.0, 2.0)
     b: tuple[float, float] = (2.0, 1.0)
-    weight: tuple[float, float] = (0.5, 0.5)
+    weight: tuple[float, float] = (0.25, 0.75)
+    """An exit names the whole model's likeliest token more often than it gives it probability."""
     seen: list[tuple[float, bool]] = field(default_factory=list)
     fresh: int = 0
     """Guesses since the last fit."""
-    least: float = 0.4
-    """The threshold: 0.4 is that of the prior, by which a guess is as sure as it says."""
+    least: float = 0.18
+    """The threshold; at first that of the prior."""
 
     def copy(self) -> BetaMixture:
         return BetaMixture(self.a, self.b, self.weight, list(self.seen), self.fresh, self.least)

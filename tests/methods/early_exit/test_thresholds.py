@@ -22,10 +22,10 @@ def learned(chance, seed=0):
     return mixture
 
 
-def test_it_begins_with_trust_in_what_an_exit_says():
-    x_S = torch.tensor([0.2, 0.5, 0.9])
-    torch.testing.assert_close(BetaMixture().chance(x_S), x_S.double(), atol=1e-6, rtol=0)
-    assert BetaMixture().least == 0.4
+def test_it_begins_with_more_trust_than_an_exit_has_in_itself():
+    x_S = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)
+    torch.testing.assert_close(BetaMixture().chance(x_S), 3 * x_S / (1 + 2 * x_S), atol=1e-6, rtol=0)
+    assert BetaMixture().chance(torch.tensor([BetaMixture().least])).item() == pytest.approx(0.4, abs=0.01)
 
 
 @pytest.mark.parametrize("edge", [0.3, 0.7])
