@@ -104,38 +104,6 @@ def test_scores_of_the_harness_are_compared_choice_by_choice(tool, capsys, off, 
     assert f"{len(scores)} questions, {3 * len(scores)} choices" in capsys.readouterr().out
 
 
-def test_ablations_print_a_row_each_and_train_nothing_twice(tool, tmp_path, capsys, monkeypatch):
-    ablations = tool("ablations")
-
-    told = {
-        "held_out": {"acceptance": [0.5, 0.25], "emitted": 1.625, "held_out_loss": 3.0, "seconds": 12.4},
-        "measured": {"mean_emitted": 1.5},
-    }
-    for name in ("plain", "noise=0.1"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "provenance.json").write_text(json.dumps(told))
-    asked = ["eagle3", "--work", "w", "--out", str(tmp_path), "--steps", "7", "--set", "loop.lr=0.1"]
-    assert ablations.main([*asked, "--try", "noise=0.1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2:] == [
-        "| as it is | 0.50 0.25 | 1.62 | 3.00 | 1.50 | 12 |",
-        "| noise=0.1 | 0.50 0.25 | 1.62 | 3.00 | 1.50 | 12 |",
-    ]
-    commands = []
-
-    def run(command, **more):
-        commands.append(command)
-        (tmp_path / "steps=5-refused=2").mkdir()
-        (tmp_path / "steps=5-refused=2" / "provenance.json").write_text("{}")
-
-    monkeypatch.setattr(ablations.subprocess, "run", run)
-    assert ablations.main([*asked, "--try", "steps=5 refused=2"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "| steps=5 refused=2 |  | - | - | - | 0 |"
-    (command,) = commands
-    pairs = [command[i + 1] for i, word in enumerate(command) if word == "--set"]
-    assert pairs == ["loop.steps=7", "loop.lr=0.1", "steps=5", "refused=2"]
-
-
 def test_losses_of_exits_and_reports_make_one_page(tool, tmp_path):
     figures = tool("exit_figures")
     target, window = tiny(layers=3), [1, 5, 9, 2, 7]

@@ -54,9 +54,13 @@ class WarpAhead(Warp):
     def __init__(self, base: Warp, chosen: bool) -> None:
         self.params, self.vocab_size = base.params, base.vocab_size
         self.generated = base.generated
-        self.greedy = base.greedy or chosen
+        self.greedy, self.temperature = base.greedy or chosen, None
         self._base = base
         self._path: list[int] = []
+
+    @property
+    def raw(self) -> bool:
+        return False
 
     @property
     def plain(self) -> bool:

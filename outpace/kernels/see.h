@@ -10,7 +10,7 @@ typedef struct {
     int64_t stored, base;    /* storage row of the first one; committed rows of the slot */
     int64_t first;           /* position from which on a layer without a window sees */
     int64_t listed, list, list_layer, list_head, copies, copied; /* as in Chunk */
-    int64_t parents, depths; /* addresses of those of the whole tail; 0: it is a chain */
+    int64_t parents, depths; /* addresses of those of the whole tail; 0: in the order of positions */
 } Look;
 
 /* Note where rows are stored, the first position that they see, up to where positions lie in order,

@@ -60,7 +60,7 @@ class Span:
     base: int
     """Committed length of the slot."""
     parents: Sequence[int]
-    """Of the whole tail, rows of earlier passes and riders included."""
+    """Of the whole tail, rows of earlier passes and riders included; none: rows see up to their depth."""
     depths: Sequence[int]
     chain: bool
     """Whether the tail is one chain, so that storage rows are positions."""

@@ -205,7 +205,7 @@ class View:
         for span in attending:
             cut, stop = -(-len(span.stored) // tall), span.stored.stop + levels
             if not span.chain:
-                stop = span.base + len(span.parents)
+                stop = span.base + len(span.depths)
             listed = 0 if span.view is None else span.view.row_LKN.shape[2]
             chunks += cut
             units += cut * (stop // BLOCK + listed // BLOCK + 2)
@@ -266,7 +266,7 @@ class View:
                 looks.extend(_NO_TREE)
             else:
                 tree = array("q", span.parents), array("q", span.depths)
-                looks.extend(map(_address, tree))
+                looks.extend((_address(tree[0]) if span.parents else 0, _address(tree[1])))
                 self._held.append(tree)
         return looks
 

@@ -35,7 +35,11 @@ class SharedWarp(Warp):
     def __init__(self, base: Warp, common: Shared) -> None:
         self.params, self.vocab_size = base.params, len(common.target_of)
         self.generated, self.greedy = base.generated, base.greedy
-        self._base, self._common = base, common
+        self._base, self._common, self.temperature = base, common, None
+
+    @property
+    def raw(self) -> bool:
+        return False
 
     @property
     def plain(self) -> bool:

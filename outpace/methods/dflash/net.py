@@ -250,8 +250,9 @@ class BlockNet:
         for part in parts if len(x_YH) else ():
             stored = range(part.end, part.end + size)
             # Every row of a block sees what its last row does, or the rows before it.
-            upto = range(size) if self.shape.causal else [size - 1] * size
-            blocks.append(Span(part.slot, start, stored, part.end, (), upto, True))
+            causal = self.shape.causal
+            upto = range(size) if causal else [size - 1] * size
+            blocks.append(Span(part.slot, start, stored, part.end, (), upto, causal))
             start += size
         seen = Seen(cache=cache, spans=spans + blocks, positions=array("q", positions), attending=blocks)
         counts = start, len(x_YH), len(context_TH)

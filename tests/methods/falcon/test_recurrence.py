@@ -12,7 +12,7 @@ LENGTH = 9
 
 @pytest.fixture(scope="module")
 def net():
-    return FalconNet(tiny().config, 0)
+    return FalconNet(tiny().config, 0.02, 0)
 
 
 def one_by_one(net, x_BTI):
