@@ -131,7 +131,7 @@ def test_losses_of_exits_and_reports_make_one_page(tool, tmp_path):
         return {**plain, **counts, **looping, **more}
 
     config = {"max_new_tokens": 8, "temperature": 0.0}
-    command = "outpace bench --model /home/ann/OUT --workload /home/ann/OUT/prompts.jsonl --out r"
+    command = "outpace bench --model /somewhere/OUT --workload /somewhere/OUT/prompts.jsonl --out r"
     said = {"cpu": "a processor", "threads": 1, "date": "2026-11-23T1", "dtype": "bfloat16", "config": config}
     fast = row("early_exit[layer=1]", speedup=1.7, mean_emitted=3.4, acceptance_rate=0.8, drafted=27)
     report = {
@@ -144,7 +144,7 @@ def test_losses_of_exits_and_reports_make_one_page(tool, tmp_path):
     assert figures.load_report(tmp_path) == report
     made = {"weights": 19_000_000, "tokens": 5, "texts": ["a.txt"], "steps": 7, "exits": [1]}
     text = "\n".join(figures.page(made, [early, whole], [report], "outpace train target"))
-    assert "/home/ann" not in text and "--model OUT --workload prompts.jsonl" in text
+    assert "/somewhere" not in text and "--model OUT --workload prompts.jsonl" in text
     assert f"| 3 | {wanted:.3f} |" in text
     assert "| `early_exit[layer=1]` | 1.70 | 1.60 | 3.40 | 0.80 | 3.0 | 100% |" in text
     assert "1.70 x, 3.40 per pass | 2.00 | 20%, 10% | verifying" in text and "1 of 4 prompts" in text

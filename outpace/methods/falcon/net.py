@@ -196,7 +196,7 @@ class FalconNet:
     def _mixed(self, cache: DenseCache, span: Span, query_YW: Tensor) -> Tensor:
         """What one row mixes of the committed text and of the tail above the end of its block."""
         heads, at, seen = self._layer.heads, span.stored.start - span.base, list[int]()
-        if span.chain:
+        if not span.parents or span.chain:
             seen += range(span.base + span.depths[at], span.base - 1, -1)
             at = -1
         while at >= 0:
@@ -217,7 +217,7 @@ def _seeing(span: Span, end: int) -> Span:
     if span.chain:
         depths = list(span.depths)
         depths[own] = depths[last]
-        return replace(span, depths=depths)
+        return replace(span, parents=(), depths=depths, chain=False)
     # The way up begins at the row itself, goes on at its block's last row, and leaves the row out there.
     parents = list(span.parents)
     parents[own + 1] = parents[own]
