@@ -129,9 +129,9 @@ class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
         """Copy the features of what was committed from those of whole passes."""
         if len(state.shown) == 1:
             (taps, at), state.shown = state.shown[0], []
-            state.waiting.append(
-                self.feature(taps if at is None else {name: taps[name][at] for name in taps})
-            )
+            feature = self.feature(taps if at is None else {name: taps[name][at] for name in taps})
+            lent = {one.untyped_storage().data_ptr() for one in taps.values()}
+            state.waiting.append(feature.clone() if feature.untyped_storage().data_ptr() in lent else feature)
         elif state.shown:
             parts = {
                 name: torch.cat([taps[name] if at is None else taps[name][at] for taps, at in state.shown])
