@@ -78,6 +78,7 @@ STUDIES = (
         60,
         ("loop.lr=0.001", "loop.lr=0.0003"),
         "Two rates for the network with two LSTM layers.",
+        "The rates do not differ by more than the error: 60 steps of it are too few for any.",
     ),
     Study(
         "two_stage",
@@ -86,6 +87,9 @@ STUDIES = (
         100,
         ("", "taps={layers}", "two_stage={probe}"),
         "Layers 2, 15 and 27 are the method's own. A linear probe of all layers chose others.",
+        "First guesses are equal within the error; the chosen layers help later guesses and the loss. Frozen "
+        "features of the probe lose 0.02 to 0.03 tokens per pass: what the network makes of layers itself is "
+        "worth more.",
     ),
     Study(
         "divergences",
@@ -95,6 +99,9 @@ STUDIES = (
         tuple(f"loss={one}{more}" for more in ("", " on_policy=0.5") for one in DISTANCES),
         "Four distances between the distributions. The first rows learn from the target's answers alone. In "
         "the others half of the batches have answers that the draft model wrote itself.",
+        "Jensen-Shannon and total variation keep most at temperature 1 (0.21 where forward KL has 0.16), and "
+        "as much as it when greedy. Reverse KL keeps less of greedy guesses. Own answers cost five times the "
+        "time of a step, and bring nothing within so few: the draft model still writes badly.",
     ),
 )
 
