@@ -155,7 +155,7 @@ def _line(row: Row) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _places(row: dict[str, Any]) -> tuple[int, int]:
+def _places(row: Row) -> tuple[int, int]:
     """Tokens at which there was a first guess, in use and held-out."""
     use = row["use"]
     return use["in_use_counted"][0], use["held_out_counted"][0]
