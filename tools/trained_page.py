@@ -70,18 +70,12 @@ def page(asked: Any, rows: Sequence[Row]) -> Iterator[str]:
     yield ""
     for point in _explained(asked, rows, use):
         yield wrapped(f"- {point}", "  ")
-    few = [row for row in rows if _places(row)[0] < 0.8 * _places(row)[1]]
-    held = {row["row"]: _apart(row) for row in rows if row not in few}
-    wrong = [f"`{name}` ({apart:.2f})" for name, apart in held.items() if apart > CLOSE]
+    held = [_apart(row) for row in rows]
+    wrong = [f"`{row['row']}` ({apart:.2f})" for row, apart in zip(rows, held, strict=True) if apart > CLOSE]
     if wrong:
         yield f"\nFirst guesses in use differ from held-out ones by more than {CLOSE:g}: {', '.join(wrong)}."
-    elif held:
-        yield f"\nNo first guess in use differs from the held-out one by more than {max(held.values()):.3f}."
-    if few:
-        places = ", ".join("`{}` {} of {}".format(row["row"], *_places(row)) for row in few)
-        yield wrapped(
-            f"Some leave out what they think unlikely, so their guesses are the surer ones: {places}."
-        )
+    else:
+        yield f"\nNo first guess in use differs from the held-out one by more than {max(held):.3f}."
     yield "\n## Beside the papers\n"
     yield "| drafter | the paper says | here |"
     yield "|---|---|---|"
@@ -153,12 +147,6 @@ def _line(row: Row) -> str:
         "-" if shaped["speedup"] is None else f"{shaped['speedup']:.2f}",
     ]
     return "| " + " | ".join(cells) + " |"
-
-
-def _places(row: Row) -> tuple[int, int]:
-    """Tokens at which there was a first guess, in use and held-out."""
-    use = row["use"]
-    return use["in_use_counted"][0], use["held_out_counted"][0]
 
 
 def _apart(row: Row) -> float:

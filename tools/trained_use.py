@@ -1,9 +1,9 @@
 """What a trained drafter is worth, beside what its training graph says of the same texts.
 
 Held-out: the training graph reads greedy answers of the target, and guesses at every token of them. In use:
-the drafter itself drafts a chain at every token of the same answers, and nothing of it is kept, so that both
-count the same guesses. Then the drafter answers the prompts for good, as a chain and as it comes, in turns
-with plain decoding.
+the drafter itself drafts a chain at every token of the same answers, leaves out no guess, and nothing of it
+is kept, so that both count the same guesses. Then the drafter answers the prompts for good, as a chain and as
+it comes, in turns with plain decoding.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from outpace.bench.records import Case, Settings
 from outpace.bench.runner import Runner
 from outpace.cli.train import drafter_spec
 from outpace.coins import Coins
+from outpace.config import MethodSpec
 from outpace.errors import OutpaceError
 from outpace.params import SamplingParams
+from outpace.registry import load
 from outpace.train.batches import Batch, padded
 from outpace.train.features import compute
 from outpace.train.objective import DEPTHS
@@ -73,7 +75,9 @@ def measured(pipeline: Pipeline, limit: int, new: int) -> dict[str, Any]:
         options = pipeline.options
         spec = options.objective.spec(options.own, link) or drafter_spec(options.method, link, False)
         chain = f"{spec[:-1]} tree=chain tree_size={DEPTHS}]"
-        told = watched(pipeline, chain, prompts, new)
+        drafter = load("drafter", MethodSpec.parse(chain).name)
+        every = f"{chain[:-1]} prune=0]" if "prune" in drafter.Config.__dataclass_fields__ else chain
+        told = watched(pipeline, every, prompts, new)
         cases = [Case(id=str(number), group="all", ids=ids) for number, ids in enumerate(prompts)]
         report = timed(pipeline, ("none", chain, spec), cases, Settings(max_new_tokens=new))
         plain, *rows = report["rows"]
