@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import trained_table
+from pages import filled
 from safetensors import safe_open
-from trained_page import wrapped
 
 from outpace.bench.plots import COLOURS, paint
 from outpace.errors import OutpaceError
@@ -258,7 +258,7 @@ def page(asked: Any, tables: Sequence[tuple[Study, list[Row]]]) -> Iterator[str]
     data = next(rows[0]["data"] for _, rows in tables if rows)
     counted = guesses(asked)
     yield "# Settings of training at equal steps\n"
-    yield wrapped(
+    yield filled(
         f"All for {asked.model}, on the same {data['answer_tokens']:,} answer tokens of the target's own. "
         "Rows of a table have the same steps, the same batches in the same order, and the same draft "
         "vocabulary. Each row is one thread. The command:"
@@ -278,21 +278,21 @@ def page(asked: Any, tables: Sequence[tuple[Study, list[Row]]]) -> Iterator[str]
         f"{error(0.4, counted):.3f} at 0.4. Rows share texts, so their differences are known better.",
         "The steps are few, so this tells how settings begin. Ten times the steps may turn an order around.",
     ):
-        yield wrapped(f"- {point}", "  ")
+        yield filled(f"- {point}", "  ")
     for study, rows in tables:
         yield f"\n## {study.title}\n"
         epochs = "".join(f", {row['epochs']:.1f} epochs" for row in rows[:1])
-        yield wrapped(f"`{study.method}`, {study.steps} steps{epochs}. {study.about}")
+        yield filled(f"`{study.method}`, {study.steps} steps{epochs}. {study.about}")
         if rows:
             yield ""
             yield from table(rows)
         names = [label(asked, row) for row in named(asked, study)]
         if missing := [name for name in names if name not in {row["row"] for row in rows}]:
             yield ""
-            yield wrapped(f"Not run: {', '.join(missing)}.")
+            yield filled(f"Not run: {', '.join(missing)}.")
         if study.brought:
             yield ""
-            yield wrapped(study.brought)
+            yield filled(study.brought)
 
 
 def guesses(asked: Any) -> int:

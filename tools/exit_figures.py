@@ -16,7 +16,6 @@ import json
 import math
 import re
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import trained_papers
-from readme_results import _command
+from pages import publish, told
+from readme_results import command
 
 from outpace import Engine
-from outpace.bench.plots import COLOURS, MARKERS, paint
+from outpace.bench.plots import COLOURS, MARKERS
 from outpace.errors import ModelError, OutpaceError, RequestError
-from outpace.files import parse_json, read_text, write_whole
+from outpace.files import parse_json, read_text
 from outpace.models.base import Target
 from outpace.train.target import Texts
 from outpace.types import Feed
@@ -162,8 +162,7 @@ def page(
         + f" {note}".rstrip()
     )
     commands = [
-        re.sub(r"--(model|workload) \S*/", r"--\1 ", _command(one["provenance"]["command"]))
-        for one in reports
+        re.sub(r"--(model|workload) \S*/", r"--\1 ", command(one["provenance"]["command"])) for one in reports
     ]
     yield "```text\n" + "\n".join([typed, *dict.fromkeys(commands)]) + "\n```\n"
     yield "![Speed-up by the tokens of a round](../images/own-layers.svg)\n"
@@ -237,11 +236,6 @@ def _table(report: Report) -> Iterator[str]:
     yield ""
 
 
-def told(text: str) -> str:
-    """A paragraph."""
-    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False) + "\n"
-
-
 def picture(figure: Any, reports: Sequence[Report]) -> bool:
     """What a round costs by what it brings; lines are equal speed-ups."""
     figure.set_size_inches(6.4, 4.4)
@@ -281,12 +275,8 @@ def main(arguments: list[str] | None = None) -> int:
         target = Engine.load(str(args.model), drafter="none", dtype="bfloat16").target
         exits = losses(target, provenance["exits"], held_out(args.texts, target))
         typed = " ".join(["outpace train target --texts", *(path.name for path in args.texts), "--out OUT"])
-        text = "\n".join(page(provenance, exits, reports, typed, args.note)) + "\n"
-        print(text, end="")
-        if args.out is not None:
-            write_whole(args.out, text)
-        if args.plot is not None:
-            paint({"own-layers": partial(picture, reports=reports)}, args.plot)
+        lines = page(provenance, exits, reports, typed, args.note)
+        publish(lines, args.out, {"own-layers": partial(picture, reports=reports)}, args.plot)
         return 0
     except OutpaceError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -42,10 +42,10 @@ def render(report: dict[str, Any]) -> str:
         head += "The run was stopped early.\n"
     table = ["| | speed-up | mean emitted | least and most of the categories |", "|---|---|---|---|"]
     table += [_line(row) for row in sorted(others, key=lambda row: -(row["speedup"] or 0))]
-    return "\n".join([BEGIN, "", head, *table, "", "```text", _command(said["command"]), "```", "", END])
+    return "\n".join([BEGIN, "", head, *table, "", "```text", command(said["command"]), "```", "", END])
 
 
-def _command(typed: str) -> str:
+def command(typed: str) -> str:
     """The command without the folders of whoever ran it."""
     words = iter(shlex.split(typed))
     return shlex.join(word for word in words if word not in PRIVATE or not next(words))

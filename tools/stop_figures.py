@@ -13,17 +13,18 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pages import publish, told
+
 from outpace import Engine
-from outpace.bench.plots import COLOURS, MARKERS, paint
+from outpace.bench.plots import COLOURS, MARKERS
 from outpace.errors import OutpaceError
-from outpace.files import read_text, write_whole
+from outpace.files import read_text
 from outpace.methods.s2d.sec_drafter import unsure
 from outpace.types import Feed
 
@@ -152,11 +153,6 @@ def page(args: argparse.Namespace, engine: Engine, found: Sequence[Completion]) 
     ).rstrip()
 
 
-def told(text: str) -> str:
-    """A paragraph."""
-    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False) + "\n"
-
-
 def picture(figure: Any, found: Sequence[Completion]) -> bool:
     """Tokens saved by right text kept, one line per rule."""
     figure.set_size_inches(6, 4)
@@ -190,12 +186,7 @@ def main() -> int:
         found = completions(
             engine, args.drafter, list(places(engine, args.texts, args.each, args.tokens)), args.tokens
         )
-        text = "\n".join(page(args, engine, found)) + "\n"
-        print(text, end="")
-        if args.out is not None:
-            write_whole(args.out, text)
-        if args.plot is not None:
-            paint({"stops": partial(picture, found=found)}, args.plot)
+        publish(page(args, engine, found), args.out, {"stops": partial(picture, found=found)}, args.plot)
         return 0
     except OutpaceError as error:
         print(f"error: {error}", file=sys.stderr)

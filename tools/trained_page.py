@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
+from pages import filled
 from trained_papers import PAPERS
 
 from outpace.bench.plots import COLOURS, MARKERS, paint
@@ -18,8 +18,6 @@ from outpace.files import write_whole
 IMAGE = "trained"
 SHOWN = 3
 """Depths in a cell."""
-WIDEST = 118
-"""Columns of running text."""
 CLOSE = 0.05
 """Most that acceptance in use may differ from that of held-out texts without a reason."""
 
@@ -44,7 +42,7 @@ def page(asked: Any, rows: Sequence[Row]) -> Iterator[str]:
     """The lines of the report."""
     data, use = rows[0]["trained"]["data"], rows[0]["use"]
     yield "# Trained drafters at equal time\n"
-    yield wrapped(
+    yield filled(
         f"All for {asked.model}, on the same {data['answer_tokens']:,} answer tokens of the target's own, "
         f"with the same {asked.minutes:g} minutes of one thread. A short trial says how many steps these "
         "are. Features of the target were computed once, before, and their time does not count. The command:"
@@ -57,7 +55,7 @@ def page(asked: Any, rows: Sequence[Row]) -> Iterator[str]:
         short = (
             f"**{asked.minutes:g} minutes are short.** Of methods that need longer, the table tells how they "
         )
-        yield wrapped(
+        yield filled(
             f"{short}begin and not where they end. `--minutes {FULL}` compares them with time enough.\n"
         )
         yield ""
@@ -69,7 +67,7 @@ def page(asked: Any, rows: Sequence[Row]) -> Iterator[str]:
         yield _line(row)
     yield ""
     for point in _explained(asked, rows, use):
-        yield wrapped(f"- {point}", "  ")
+        yield filled(f"- {point}", "  ")
     held = [_apart(row) for row in rows]
     wrong = [f"`{row['row']}` ({apart:.2f})" for row, apart in zip(rows, held, strict=True) if apart > CLOSE]
     if wrong:
@@ -109,11 +107,6 @@ def _explained(asked: Any, rows: Sequence[Row], use: dict[str, Any]) -> Iterator
         yield f"Not run: {', '.join(missing)}."
     most = max(row["trained"]["peak_memory_bytes"] for row in rows)
     yield f"No training took more than {most / 1e9:.1f} GB of memory."
-
-
-def wrapped(text: str, indent: str = "") -> str:
-    """Running text as the pages have it."""
-    return fill(text, WIDEST, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 FULL = 30

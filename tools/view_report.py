@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import textwrap
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from pages import told
 
 from outpace.bench.plots import COLOURS, MARKERS, paint
 from outpace.bench.stats import prompt_interval
@@ -21,7 +22,7 @@ def page(rows: Sequence[Row]) -> Iterator[str]:
     texts, contexts = names(runs, "text"), sorted({row["context"] for row in runs})
     methods = [one for one in names(runs, "method") if one != "none"]
     yield "# Views of long texts\n"
-    yield from told(
+    yield told(
         f"SmolLM2-135M, temperature 0. {len(texts)} texts: {', '.join(texts)}. Three tasks each: going on "
         "with the text, a fact hidden near its beginning, and a question about its passages. One thread; "
         "seconds are of the processor, and every run stands beside a plain one. Intervals resample texts "
@@ -32,7 +33,7 @@ def page(rows: Sequence[Row]) -> Iterator[str]:
     yield "python tools/view_figures.py --keep rows.jsonl --out docs/results/views.md --plot docs/images"
     yield "```\n"
     same = sum(row["same"] for row in runs)
-    yield from told(f"{same} of {len(runs)} texts are those of plain decoding, token by token.")
+    yield told(f"{same} of {len(runs)} texts are those of plain decoding, token by token.")
     yield "![Speed-up and acceptance of views by context](../images/views.svg)\n"
     yield "## Speed-up\n"
     yield "| drafter | " + " | ".join(f"{context} tokens" for context in contexts) + " |"
@@ -46,7 +47,7 @@ def page(rows: Sequence[Row]) -> Iterator[str]:
         where = f"pays from {first} tokens of context on" if first else "pays at none of these contexts"
         yield f"- `{method}` {where}."
     yield "\n## Acceptance\n"
-    yield from told("Share of guesses kept, and tokens per pass of the whole model.")
+    yield told("Share of guesses kept, and tokens per pass of the whole model.")
     yield "| drafter | " + " | ".join(f"{context} tokens" for context in contexts) + " |"
     yield "|---|" + "---|" * len(contexts)
     for method in methods:
@@ -67,7 +68,7 @@ def page(rows: Sequence[Row]) -> Iterator[str]:
         yield f"| `{method}` | " + " | ".join(cells) + " |"
     found = pick([row for row in runs if row["task"] == "fact"], context=contexts[-1], method=methods[0])
     yield ""
-    yield from told(
+    yield told(
         f"The model itself says the hidden fact in {sum(row['found'] for row in found)} of {len(found)} "
         f"texts of {contexts[-1]} tokens."
     )
@@ -82,9 +83,7 @@ def passes(rows: Sequence[Row]) -> Iterator[str]:
         return
     kinds = list(dict.fromkeys(name for row in reversed(some) for name in row["cpu_ms"]))
     yield "## Cost of a pass\n"
-    yield from told(
-        "Milliseconds of the processor, the least of six. *Choosing* is the pass that selects anew."
-    )
+    yield told("Milliseconds of the processor, the least of six. *Choosing* is the pass that selects anew.")
     yield "| rows and what they see | " + " | ".join(f"{row['pass_at']} tokens" for row in some) + " |"
     yield "|---|" + "---|" * len(some)
     for name in kinds:
@@ -99,7 +98,7 @@ def lossy(rows: Sequence[Row]) -> Iterator[str]:
     if not some:
         return
     yield "## Lossy: `token_select[lossy=true]`\n"
-    yield from told("Along the plain text of all tasks: mean KL, share of equal likeliest tokens, speed-up.")
+    yield told("Along the plain text of all tasks: mean KL, share of equal likeliest tokens, speed-up.")
     yield "| context | tokens seen | KL | equal | speed-up |"
     yield "|---|---|---|---|---|"
     for context in sorted({row["context"] for row in some}):
@@ -115,11 +114,6 @@ def drafted(rows: Sequence[Row]) -> list[Row]:
     """Runs of plain decoding, and of drafters that guessed all along."""
     runs = [row for row in rows if "speedup" in row and not row["method"].startswith("lossy")]
     return [row for row in runs if row["method"] == "none" or row["emitted"] > 1.05]
-
-
-def told(text: str) -> Iterator[str]:
-    """A paragraph, and an empty line."""
-    yield textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def names(rows: Sequence[Row], key: str) -> list[Any]:
