@@ -16,7 +16,7 @@ F width of all features side by side, R rows wanted, D draft vocabulary, V vocab
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ class EagleNet:
         self._layer = OneLayer(config, layer, form)
         self._block = self._layer.block
 
-        def linear(name: str) -> Linear:
+        def linear(name: str, form: Form = form) -> Linear:
             bias = tensors.get(f"{name}.bias")
             return form.linear(tensors[f"{name}.weight"], bias)
 
@@ -130,7 +130,10 @@ class EagleNet:
             self._feature_norms = [norm(name) for name in names]
         self._hidden_norm = norm("layers.0.hidden_norm") if shape.fused else None
         self._norm = norm("norm") if shape.fused else None
-        self._own_head = linear("lm_head") if shape.fused else None
+        # Half of what a level reads. In four bits a level costs an eighth less, and the first guess keeps
+        # 0.004 less.
+        head = form if quantize is None else replace(form, quantize="int4")
+        self._own_head = linear("lm_head", head) if shape.fused else None
         self._head: Callable[[Tensor], Tensor] = self._own_head or target.head
         self._embed: Callable[[Sequence[int]], Tensor] = target.embed
         self._vectors: tuple[Linear, float] | None = None
