@@ -79,18 +79,23 @@ class FeatureNet(Protocol):
         """
         ...
 
+    @property
+    def descends(self) -> bool:
+        """Whether several passes run in one call here."""
+        ...
+
     def descend(
-        self, start: Start, picks: Picks, given_BH: Tensor, id_D: Tensor | None
-    ) -> tuple[Found, Tensor] | None:
+        self, start: Start, picks: Picks, given_TF: Tensor, id_D: Tensor | None, first: PassRows | None
+    ) -> tuple[Found, Tensor]:
         """Several passes over one row per sequence, each made from what the one before it gave.
 
         Args:
-            given_BH: outputs of the rows before the first ones.
+            given_TF: outputs of the rows before the first ones; with ``first``, features of the target.
             id_D: target ids of the columns of logits; None: they are the ids.
+            first: rows of a pass that goes before, one of which is wanted per sequence; it is the first level.
 
         Returns:
-            The tokens, and the outputs of all rows [L * B, H], level by level; None where it has to be done
-            pass by pass.
+            The tokens, and the outputs of the rows of every level [L * B, H], level by level.
         """
         ...
 
@@ -152,14 +157,19 @@ class RowDrafter(FeatureDrafter[RowState]):
         self, rows: Sequence[DraftRow[RowState]], branches: Sequence[Branch[RowState]], levels: int
     ) -> Sequence[Level]:
         """Several passes of the head in one call."""
-        picks = picked(rows, branches, levels)
+        picks = picked(rows, branches, levels) if self.net.descends else None
         if picks is None:
             return ()
+        fed = None
+        if branches[0].nodes == (ROOT,):
+            fed, self._outs = PassRows([self._feed_waiting(b) for b in branches], self.cache, 1), []
         start = start_of(self.cache, branches, levels, _starts(branches))
         with self.clock:
-            given_BH = self._given([branch.state.out[branch.parent_N[-1]] for branch in branches])
-            ran = self.net.descend(start, picks, given_BH, self._id_D)
-        found, out_TH = ran or (Found(0), given_BH[:0])
+            if fed is not None:
+                given_TF = torch.cat([part for b in branches for part in b.state.waiting])
+            else:
+                given_TF = self._given([branch.state.out[branch.parent_N[-1]] for branch in branches])
+            found, out_TH = self.net.descend(start, picks, given_TF, self._id_D, fed)
         self.clock.count += found.levels - 1
         note(self.cache, branches, found)
         seen, count = sum(map(len, self._outs)), len(branches)

@@ -256,7 +256,7 @@ class Programs:
             bytes=0,
             head=HEADS,
             out=ATTENDED,
-            logits=LOGITS,
+            logits=buffers.lent[LOGITS].data_ptr(),
             columns=head.outputs,
             heads=self._shape,
             views=buffers.views,

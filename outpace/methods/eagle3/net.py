@@ -239,14 +239,19 @@ class EagleNet:
         with torch.no_grad():
             return out_RH, self._head(out_RH).float()
 
+    @property
+    def descends(self) -> bool:
+        """Whether levels run in one call; see ``FeatureNet``."""
+        ready = all(plan.ready for plan in self._plans.values())
+        return ready and self._vectors is not None and self._own_head is not None
+
     def descend(
-        self, start: Start, picks: Picks, given_BH: Tensor, id_D: Tensor | None
-    ) -> tuple[Found, Tensor] | None:
+        self, start: Start, picks: Picks, given_TF: Tensor, id_D: Tensor | None, first: PassRows | None
+    ) -> tuple[Found, Tensor]:
         """Levels of a chain in one call; see ``FeatureNet``."""
-        plan = self._plans[False]
-        if not plan.ready or self._vectors is None or self._own_head is None:
-            return None
-        return plan.run_levels(start, picks, given_BH, id_D)
+        seen = None if first is None else Seen.of(first, start.cache, start.offset_B)
+        begins = None if first is None or seen is None else (self._plans[True], first, seen)
+        return self._plans[False].run_levels(start, picks, given_TF, id_D, begins)
 
     def _fuse(self, feature_TF: Tensor) -> Tensor:
         """Turn features of the target into what the layer reads, float32 [T, H]."""
