@@ -56,7 +56,7 @@ class FeatureNet(Protocol):
         ...
 
     def feature(self, taps: Mapping[str, Tensor]) -> Tensor:
-        """Features [T, F] of rows of a pass of the target, side by side; a copy."""
+        """Features [T, F] of rows of a pass of the target, side by side."""
         ...
 
     def run(
@@ -130,7 +130,7 @@ class RowDrafter(FeatureDrafter[RowState]):
     def opened(self, slot: int) -> RowState:
         return RowState(slot)
 
-    def feature(self, taps: dict[str, Tensor]) -> Tensor:
+    def feature(self, taps: Mapping[str, Tensor]) -> Tensor:
         return self.net.feature(taps)
 
     def expand(self, branches: Sequence[Branch[RowState]]) -> tuple[Tensor, Tensor | None]:

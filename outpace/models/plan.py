@@ -21,10 +21,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outpace.cache.dense import DenseCache
 from outpace.kernels.compiled import LANES, library
 from outpace.models import operations as kinds
-from outpace.models.attention import HeadShape, Span
+from outpace.models.attention import HeadShape
 from outpace.models.blocks import Block
 from outpace.models.fused import View, fits, tell
 from outpace.models.levels import Found, Level, Picks, Start, run_levels
@@ -34,6 +33,7 @@ from outpace.models.passes import PassRows
 from outpace.models.room import Lasting
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import KINDS, Norm
+from outpace.models.seen import Seen
 
 ALL, WANTED = 0, 1
 """Counts of rows: all of a pass, and those behind ``Plan.pick``."""
@@ -59,40 +59,6 @@ class Rows:
     @property
     def apart(self) -> int:
         return 0 if self.stride == self.width else self.stride
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Seen:
-    """Which rows of a pass attend, and to what."""
-
-    cache: DenseCache
-    """Keys and values; room for all rows is reserved."""
-    spans: Sequence[Span]
-    """All rows of the pass, in order: their keys and values are stored."""
-    positions: array[int]
-    """Of all rows."""
-    attending: Sequence[Span]
-    """Those whose results are wanted."""
-
-    @classmethod
-    def of(cls, rows: PassRows, cache: DenseCache, offsets: Sequence[int]) -> Seen:
-        """What the rows wanted of a pass see, as in a decoder.
-
-        Args:
-            cache: the one that they were made with.
-            offsets: per feed, the position of the first row of its slot.
-        """
-        spans, wanted, positions = rows.spans, rows.wanted, array("q")
-        for span, offset in zip(spans, offsets, strict=True):
-            positions.extend([offset + position for position in span.positions])
-        attending: Sequence[Span] = spans
-        if len(wanted) < len(positions):
-            of = [(span, at) for span in spans for at in range(len(span.stored))]
-            attending = [
-                replace(span, start=span.start + at, stored=span.stored[at : at + 1])
-                for span, at in (of[row] for row in wanted)
-            ]
-        return cls(cache=cache, spans=spans, positions=positions, attending=attending)
 
 
 @dataclass(slots=True, eq=False)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from outpace.errors import ModelError
@@ -42,3 +43,40 @@ def tap(taps: frozenset[str], seen: dict[str, Tensor], name: str, rows: Tensor) 
     """Keep a copy of rows that somebody asked for."""
     if name in taps:
         seen[name] = rows.clone()
+
+
+class SideBySide(Mapping[str, Tensor]):
+    """Features of the same rows in one block of memory [T, F]; each by name is a view of it."""
+
+    def __init__(self, names: tuple[str, ...], whole_TF: Tensor) -> None:
+        self.names, self.whole_TF = names, whole_TF
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.names:
+            raise KeyError(name)
+        width = self.whole_TF.shape[1] // len(self.names)
+        first = self.names.index(name) * width
+        return self.whole_TF[:, first : first + width]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def cut(taps: Mapping[str, Tensor], rows: slice | list[int]) -> Mapping[str, Tensor]:
+    """Some rows of all features; views of them if a slice says which."""
+    if isinstance(taps, SideBySide):
+        return SideBySide(taps.names, taps.whole_TF[rows])
+    return {name: one[rows] for name, one in taps.items()}
+
+
+def beside(taps: Mapping[str, Tensor], names: tuple[str, ...]) -> Tensor:
+    """Features of these names [T, F] in their order: as they are if they lie so, else a copy."""
+    if isinstance(taps, SideBySide) and taps.names == names:
+        return taps.whole_TF
+    return torch.cat([taps[name] for name in names], -1)

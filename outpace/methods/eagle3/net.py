@@ -30,8 +30,10 @@ from outpace.models.families import DecoderConfig
 from outpace.models.levels import Found, Picks, Start
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
-from outpace.models.plan import Plan, Seen
+from outpace.models.plan import Plan
 from outpace.models.rowwise import Norm
+from outpace.models.seen import Seen
+from outpace.models.taps import beside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,8 +190,8 @@ class EagleNet:
         return self._layer.new_cache()
 
     def feature(self, taps: Mapping[str, Tensor]) -> Tensor:
-        """Features [T, F] of rows of a pass of the target, side by side; a copy."""
-        whole_TF = torch.cat([taps[name] for name in self.shape.taps], -1)
+        """Features [T, F] of rows of a pass of the target, side by side."""
+        whole_TF = beside(taps, self.shape.taps)
         return whole_TF if self._plans[True].ready else whole_TF.to(self.dtype)
 
     def run(

@@ -34,7 +34,8 @@ from outpace.models.families import DecoderConfig
 from outpace.models.levels import Picks, Start
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
-from outpace.models.plan import Plan, Seen
+from outpace.models.plan import Plan
+from outpace.models.seen import Seen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
