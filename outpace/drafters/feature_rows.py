@@ -92,7 +92,7 @@ class FeatureNet(Protocol):
         Args:
             given_TF: outputs of the rows before the first ones; with ``first``, features of the target.
             id_D: target ids of the columns of logits; None: they are the ids.
-            first: rows of a pass that goes before, one of which is wanted per sequence; it is the first level.
+            first: rows of a pass that is the first level; one of them is wanted per sequence.
 
         Returns:
             The tokens, and the outputs of the rows of every level [L * B, H], level by level.
@@ -146,7 +146,7 @@ class RowDrafter(FeatureDrafter[RowState]):
         rows = PassRows(feeds, self.cache, 1)
         with self.clock:
             if first:
-                given_TF = torch.cat([part for b in branches for part in b.state.waiting])
+                given_TF = _waiting([b.state for b in branches])
             else:
                 given_TF = self._given([b.state.out[b.parent_N[node]] for b in branches for node in b.nodes])
             out_FH, logits_FD = self.net.run(rows, self.cache, _starts(branches), given_TF, first)
@@ -166,7 +166,7 @@ class RowDrafter(FeatureDrafter[RowState]):
         start = start_of(self.cache, branches, levels, _starts(branches))
         with self.clock:
             if fed is not None:
-                given_TF = torch.cat([part for b in branches for part in b.state.waiting])
+                given_TF = _waiting([b.state for b in branches])
             else:
                 given_TF = self._given([branch.state.out[branch.parent_N[-1]] for branch in branches])
             found, out_TH = self.net.descend(start, picks, given_TF, self._id_D, fed)
@@ -222,6 +222,12 @@ class RowDrafter(FeatureDrafter[RowState]):
     def forget(self, state: RowState) -> None:
         super().forget(state)
         state.row, state.out = {}, {}
+
+
+def _waiting(states: Sequence[RowState]) -> Tensor:
+    """Features of all rows that wait."""
+    parts = [part for state in states for part in state.waiting]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _starts(branches: Sequence[Branch[RowState]]) -> list[int]:

@@ -73,6 +73,8 @@ class _Ready:
     address: ctypes.Array[ctypes.c_void_p]
     rows_C: ctypes.Array[ctypes.c_int64]
     call: Call
+    logits: int = 0
+    """Where those of levels are, which nobody gets."""
     base: int = 0
     """Where the memory is that ``address`` tells of."""
     memory: Tensor = _NOTHING
@@ -283,7 +285,8 @@ class Plan:
         lasting, self._lasting = self._lasting or Lasting(), None
         given = [lasting.rows(counts[rows.count], rows.width) for rows in self._given]
         self._lasting = lasting
-        ready = self._prepared(tuple(counts), lent, given, picked, seen, ids)
+        places = [one.data_ptr() for one in given]
+        ready = self._prepared(tuple(counts), lent, places, picked, seen, ids)
         code.outpace_run(ctypes.byref(ready.call))
         self._keep(ready)
         return given
@@ -292,17 +295,19 @@ class Plan:
         self,
         counts: tuple[int, ...],
         lent: Sequence[Tensor],
-        given: Sequence[Tensor],
+        given: Sequence[int],
         picked: Sequence[int],
         seen: Seen | None,
         ids: Sequence[int],
     ) -> _Ready:
-        """A run that is only to be called, and then to be kept; arguments as of ``run``."""
+        """A run that is only to be called, and then to be kept; arguments as of ``run``, and addresses
+        of what is given.
+        """
         floats = [one.to(torch.float32).contiguous() for one in lent]
         for rows, one in zip(self._lent, floats, strict=True):
             assert one.shape == (counts[rows.count], rows.width), (one.shape, counts, rows)
         ready, told, chosen = self._taken(counts), array("q", ids), array("q", picked)
-        self._lend(ready, floats, given)
+        self._lend(ready, [*(one.data_ptr() for one in floats), *given])
         self._check(ids)
         call, view, held = ready.call, ready.view, None
         call.ids, call.picked = told.buffer_info()[0], chosen.buffer_info()[0]
@@ -340,15 +345,15 @@ class Plan:
         assert self._attended is not None and self._heads is not None and self._rotation is not None
         assert not any(whole in (lent, given) for _, whole, _, _ in self._views)
         self._check(start.id_B)
-        out_TH, logits_BD = torch.empty(picks.levels * rows, given.width), torch.empty(rows, logits.width)
-        later_TH, begins = out_TH, None
+        out_TH, size, begins = torch.empty(picks.levels * rows, given.width), 4 * rows * given.width, None
+        ready, picked = self._taken((rows, rows)), array("q", range(rows))
+        brought, out = given_TF.data_ptr(), out_TH.data_ptr()
         if first is not None:
             plan, fed, seen = first
-            begun = [out_TH[:rows], logits_BD]
-            begins = plan._prepared((len(fed.ids), rows), [given_TF], begun, fed.wanted, seen, fed.ids)
-            given_TF, later_TH = begun[0], out_TH[rows:]
-        ready, picked = self._taken((rows, rows)), array("q", range(rows))
-        self._lend(ready, [given_TF], [later_TH, logits_BD])
+            places, counts = [out, ready.logits], (len(fed.ids), rows)
+            begins = plan._prepared(counts, [given_TF], places, fed.wanted, seen, fed.ids)
+            brought, out = out, out + size
+        self._lend(ready, [brought, out, ready.logits])
         call, view = ready.call, ready.view
         call.picked, call.threads = picked.buffer_info()[0], torch.get_num_threads()
         assert view is not None
@@ -357,10 +362,10 @@ class Plan:
             address=ready.address,
             lent=lent.buffer,
             given=given.buffer,
-            bytes=4 * rows * given.width,
+            bytes=size,
             head=self._attended[0].buffer,
             out=self._attended[1].buffer,
-            logits=logits_BD.data_ptr(),
+            logits=ready.logits,
             columns=logits.width,
             heads=self._heads,
             views=[view],
@@ -374,11 +379,11 @@ class Plan:
             first[0]._keep(begins)
         return found, out_TH[: found.levels * rows]
 
-    def _lend(self, ready: _Ready, lent: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        """Note where rows are that others bring, and those that they get."""
+    def _lend(self, ready: _Ready, places: Sequence[int]) -> None:
+        """Note where rows are that others bring, and then those that they get."""
         at = ready.address
-        for rows, one in zip((*self._lent, *self._given), (*lent, *given), strict=True):
-            at[rows.buffer] = one.data_ptr()
+        for rows, place in zip((*self._lent, *self._given), places, strict=True):
+            at[rows.buffer] = place
         for buffer, whole, column, left_out in self._views:
             skipped = 0 if left_out == NONE else ready.counts[left_out]
             at[buffer] = (at[whole.buffer] or 0) + 4 * (column + skipped * whole.stride)
@@ -396,7 +401,7 @@ class Plan:
         if base != ready.base:
             for buffer, start in ready.places:
                 ready.address[buffer] = base + 4 * start
-            ready.base = base
+            ready.base, ready.logits = base, base + 4 * ready.places[-1][1]
         view, self._view = self._view, None
         if self._heads is not None:
             ready.view = view or View(self._heads, self._window)
@@ -424,6 +429,10 @@ class Plan:
         for buffer, width, count in self._own:
             places.append((buffer, size))
             size += -(-counts[count] * width // LANES) * LANES
+        if self._given:
+            last = self._given[-1]
+            places.append((last.buffer, size))
+            size += -(-counts[last.count] * last.width // LANES) * LANES
         address, rows_C = (ctypes.c_void_p * self._buffers)(), (ctypes.c_int64 * len(counts))(*counts)
         call = Call(
             op=ctypes.addressof(self._listed),

@@ -31,7 +31,7 @@ from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.models.blocks import Form
 from outpace.models.families import DecoderConfig
-from outpace.models.levels import Picks, Start
+from outpace.models.levels import Found, Picks, Start
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
 from outpace.models.plan import Plan
