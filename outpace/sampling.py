@@ -252,7 +252,7 @@ class Warp:
         return self._always or self._too_short(depth)
 
     def _too_short(self, depth: int) -> bool:
-        return len(self._end_K) > 0 and self.generated + depth < self.params.min_tokens
+        return self.generated + depth < self.params.min_tokens and len(self._end_K) > 0
 
     def _scores(
         self, logits_V: Tensor, path: Sequence[int], id_V: Tensor | None

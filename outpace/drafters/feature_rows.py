@@ -126,6 +126,8 @@ class RowDrafter(FeatureDrafter[RowState]):
         self.cache: DenseCache = net.new_cache()
         self._outs: list[Tensor] = []
         """Outputs of the passes of this draft [., H]."""
+        self._ends = [0]
+        """How many rows they are: at first, and up to each."""
 
     def opened(self, slot: int) -> RowState:
         return RowState(slot)
@@ -138,8 +140,8 @@ class RowDrafter(FeatureDrafter[RowState]):
         first = branches[0].nodes == (ROOT,)
         feeds = [self._feed_waiting(b) if first else self._feed_nodes(b) for b in branches]
         if first:
-            self._outs = []
-        seen = sum(map(len, self._outs))
+            self._outs, self._ends = [], [0]
+        seen = self._ends[-1]
         for branch in branches:
             branch.state.out |= {node: seen + i for i, node in enumerate(branch.nodes)}
             seen += len(branch.nodes)
@@ -150,7 +152,7 @@ class RowDrafter(FeatureDrafter[RowState]):
             else:
                 given_TF = self._given([b.state.out[b.parent_N[node]] for b in branches for node in b.nodes])
             out_FH, logits_FD = self.net.run(rows, self.cache, _starts(branches), given_TF, first)
-        self._outs.append(out_FH)
+        self._took(out_FH, seen - self._ends[-1])
         return logits_FD, self._id_D
 
     def descend(
@@ -162,7 +164,8 @@ class RowDrafter(FeatureDrafter[RowState]):
             return ()
         fed = None
         if branches[0].nodes == (ROOT,):
-            fed, self._outs = PassRows([self._feed_waiting(b) for b in branches], self.cache, 1), []
+            fed = PassRows([self._feed_waiting(b) for b in branches], self.cache, 1)
+            self._outs, self._ends = [], [0]
         start = start_of(self.cache, branches, levels, _starts(branches))
         with self.clock:
             if fed is not None:
@@ -172,20 +175,27 @@ class RowDrafter(FeatureDrafter[RowState]):
             found, out_TH = self.net.descend(start, picks, given_TF, self._id_D, fed)
         self.clock.count += found.levels - 1
         note(self.cache, branches, found)
-        seen, count = sum(map(len, self._outs)), len(branches)
+        seen, count = self._ends[-1], len(branches)
         for i, branch in enumerate(branches):
             node = branch.nodes[0]
             branch.state.out |= {node + level: seen + level * count + i for level in range(found.levels)}
-        self._outs.append(out_TH)
+        self._took(out_TH, found.levels * count)
         return levels_of(found, len(rows), self._id_D)
 
     def _given(self, rows: Sequence[int]) -> Tensor:
         """Rows of the outputs of this draft; a copy, or the latest ones as they are."""
-        last = self._outs[-1]
-        if len(self._outs) == 1 and list(rows) == list(range(len(last))):
+        last, (start, end) = self._outs[-1], self._ends[-2:]
+        if list(rows) == list(range(start, end)):
             return last
-        self._outs = [torch.cat(self._outs)]
-        return self._outs[0].index_select(0, torch.tensor(rows, device=self.net.device))
+        if min(rows) < start:
+            last, start = torch.cat(self._outs), 0
+            self._outs, self._ends = [last], [0, end]
+        return last.index_select(0, torch.tensor([row - start for row in rows], device=self.net.device))
+
+    def _took(self, out_TH: Tensor, count: int) -> None:
+        """Take the outputs of a pass."""
+        self._outs.append(out_TH)
+        self._ends.append(self._ends[-1] + count)
 
     def _feed_waiting(self, branch: Branch[RowState]) -> Feed:
         """What the target computed since the last draft, the row of the pending token last."""

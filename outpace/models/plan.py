@@ -303,7 +303,10 @@ class Plan:
         """A run that is only to be called, and then to be kept; arguments as of ``run``, and addresses
         of what is given.
         """
-        floats = [one.to(torch.float32).contiguous() for one in lent]
+        floats = [
+            one if one.dtype is torch.float32 and one.is_contiguous() else one.float().contiguous()
+            for one in lent
+        ]
         for rows, one in zip(self._lent, floats, strict=True):
             assert one.shape == (counts[rows.count], rows.width), (one.shape, counts, rows)
         ready, told, chosen = self._taken(counts), array("q", ids), array("q", picked)
@@ -377,7 +380,7 @@ class Plan:
         self._keep(ready)
         if first is not None and begins is not None:
             first[0]._keep(begins)
-        return found, out_TH[: found.levels * rows]
+        return found, out_TH if found.levels == picks.levels else out_TH[: found.levels * rows]
 
     def _lend(self, ready: _Ready, places: Sequence[int]) -> None:
         """Note where rows are that others bring, and then those that they get."""

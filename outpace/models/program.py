@@ -288,11 +288,11 @@ class Programs:
         """Run the operations of a list on rows of the stream; gives features."""
         seen: Mapping[str, Tensor] = {}
         if listed.taps:
-            width = self._config.hidden_size
-            whole_TF = buffers.lasting.rows(counts[0], len(listed.taps) * width)
-            seen, at = SideBySide(listed.taps, whole_TF), whole_TF.data_ptr()
+            each, width = self._config.hidden_size, self._config.hidden_size * len(listed.taps)
+            piece, first, at = buffers.lasting.place(counts[0] * width)
+            seen = SideBySide(listed.taps, piece, first, counts[0], width)
             for i in range(len(listed.taps)):
-                buffers.address[TAP + i] = at + 4 * i * width
+                buffers.address[TAP + i] = at + 4 * i * each
         rows = (ctypes.c_int64 * 3)(*counts)
         call = _call(buffers, listed, rows, way.picked)
         call.ids = way.ids.buffer_info()[0]

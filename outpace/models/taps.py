@@ -46,17 +46,35 @@ def tap(taps: frozenset[str], seen: dict[str, Tensor], name: str, rows: Tensor) 
 
 
 class SideBySide(Mapping[str, Tensor]):
-    """Features of the same rows in one block of memory [T, F]; each by name is a view of it."""
+    """Features of the same rows side by side in a piece of memory; each by name is a view of it.
 
-    def __init__(self, names: tuple[str, ...], whole_TF: Tensor) -> None:
-        self.names, self.whole_TF = names, whole_TF
+    Args:
+        names: of features of equal width, in their order.
+        piece: its numbers from ``first`` on are theirs, ``width`` for every row.
+    """
+
+    def __init__(self, names: tuple[str, ...], piece: Tensor, first: int, rows: int, width: int) -> None:
+        self.names = names
+        self._piece, self._first, self._rows, self._width = piece, first, rows, width
+
+    @property
+    def whole_TF(self) -> Tensor:
+        """All of them, as they are."""
+        return self._piece.as_strided((self._rows, self._width), (self._width, 1), self._first)
+
+    def cut(self, rows: slice | list[int]) -> SideBySide:
+        """Some rows of all features; of the same memory if they are the first ones."""
+        if isinstance(rows, slice):
+            assert not rows.start and rows.step is None
+            return SideBySide(self.names, self._piece, self._first, min(rows.stop, self._rows), self._width)
+        return SideBySide(self.names, self.whole_TF[rows], 0, len(rows), self._width)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.names:
             raise KeyError(name)
-        width = self.whole_TF.shape[1] // len(self.names)
-        first = self.names.index(name) * width
-        return self.whole_TF[:, first : first + width]
+        width = self._width // len(self.names)
+        first = self._first + self.names.index(name) * width
+        return self._piece.as_strided((self._rows, width), (self._width, 1), first)
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -69,10 +87,8 @@ class SideBySide(Mapping[str, Tensor]):
 
 
 def cut(taps: Mapping[str, Tensor], rows: slice | list[int]) -> Mapping[str, Tensor]:
-    """Some rows of all features; views of them if a slice says which."""
-    if isinstance(taps, SideBySide):
-        return SideBySide(taps.names, taps.whole_TF[rows])
-    return {name: one[rows] for name, one in taps.items()}
+    """Some rows of all features: the first ones, as views, or those of a list."""
+    return taps.cut(rows) if isinstance(taps, SideBySide) else {name: x[rows] for name, x in taps.items()}
 
 
 def beside(taps: Mapping[str, Tensor], names: tuple[str, ...]) -> Tensor:
