@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from outpace.cache.dense import DenseCache
 from outpace.models.attention import Span
@@ -37,9 +38,9 @@ class Seen:
             positions.extend([offset + position for position in span.positions])
         attending: Sequence[Span] = spans
         if len(wanted) < len(positions):
-            of = [(span, at) for span in spans for at in range(len(span.stored))]
-            attending = [
-                replace(span, start=span.start + at, stored=span.stored[at : at + 1])
-                for span, at in (of[row] for row in wanted)
-            ]
+            attending = []
+            for row in wanted:
+                span = spans[bisect_right(spans, row, key=lambda span: span.start) - 1]
+                at, form = row - span.start, (span.base, span.parents, span.depths, span.chain, span.view)
+                attending.append(Span(span.slot, row, span.stored[at : at + 1], *form))
         return cls(cache=cache, spans=spans, positions=positions, attending=attending)

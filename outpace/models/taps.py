@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from outpace.errors import ModelError
 _TAPS = ("hidden", "attn_in", "attn_out")
 
 
-def check_taps(who: str, taps: Iterable[str], layers: range, attends: Sequence[bool]) -> None:
+@lru_cache(256)
+def check_taps(who: str, taps: frozenset[str], layers: range, attends: tuple[bool, ...]) -> None:
     """Refuse names that a pass over some layers cannot give.
 
     Args:
