@@ -88,6 +88,17 @@ def test_a_descent_gives_the_same_drafts(made_of, kind, depths):
             assert law.id_S is same.id_S is None or torch.equal(law.id_S, same.id_S)
 
 
+@pytest.mark.parametrize("kind", ["greedy", "coins", "races"])
+def test_the_number_of_threads_changes_no_bit(kind, monkeypatch):
+    found = []
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        drafts, _, gone = proposed(eagle, *WARPS[kind], (5, 5, 5), True)
+        assert gone
+        found.append([(one.token_N, [law.prob_S.tolist() for law in one.laws]) for one in drafts])
+    assert found[0] == found[1] == found[2]
+
+
 def test_the_first_level_of_features_goes_along():
     _, passes, gone = proposed(eagle, Drawn.CHOSEN, {"temperature": 0}, (5, 5, 5), True)
     assert passes == gone == 10, "two drafts of five levels, all of them in one call each"
