@@ -367,7 +367,7 @@ class Laws:
         draft: Draft,
         best: tuple[Sequence[int], Sequence[float]] | None = None,
     ) -> None:
-        assert len(logits_JV if best is None else best[0]) == len(draft) + 1, (logits_JV.shape, len(draft))
+        assert len(draft) < len(logits_JV if best is None else best[0]), (logits_JV.shape, len(draft))
         self._logits_JV, self._warp, self._draft, self._best = logits_JV, warp, draft, best
         self._law: dict[int, Law] = {}
 
