@@ -47,7 +47,7 @@ MAY_IMPORT = {
     " policies.base",
     "step": "errors clock types coins sampling machine policies.base",
     # The implementations. A policy sees numbers only; a verifier sees laws and coins only.
-    "cache": "errors tree cache.base",
+    "cache": "kernels errors tree cache.base",
     "models": "kernels errors files config types coins tree cache cache.base models.base",
     # Folders of trained drafters, whoever wrote them: no method is known there.
     "drafters.trained": "errors files config types models models.base",

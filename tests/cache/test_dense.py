@@ -41,6 +41,25 @@ def test_keep_moves_a_path_to_the_front_in_its_own_slot_only():
     cache.check_integrity()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_code_moves_rows_as_torch_does(dtype, monkeypatch):
+    def kept():
+        cache = DenseCache(3, heads=2, width=16, dtype=dtype)
+        for slot in (cache.open(), cache.open()):
+            cache.append(slot, range(9), range(-1, 8))
+            cache.keep(slot, range(9))
+        cache.append(1, range(6), [-1, 0, 0, 1, 2, 4])
+        draw = torch.Generator().manual_seed(5)
+        for store in cache.by_row:
+            store.copy_(torch.rand(store.shape, generator=draw))
+        cache.keep(1, [0, 2, 4, 5])
+        return cache.by_row
+
+    ours = kept()
+    monkeypatch.setattr("outpace.cache.dense.move", lambda *given: False)
+    assert all(map(torch.equal, ours, kept()))
+
+
 def test_prune_leaves_some_of_the_tail():
     cache = filled(2, 5)
     #  5 (-1)   6 (5)   7 (5)   8 (6)   9 (7)

@@ -30,8 +30,10 @@ from outpace.models.families import DecoderConfig
 from outpace.models.levels import Found, Picks, Start
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
-from outpace.models.plan import Plan, Seen
+from outpace.models.plan import Plan
 from outpace.models.rowwise import Norm
+from outpace.models.seen import Seen
+from outpace.models.taps import beside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,8 +193,8 @@ class EagleNet:
         return self._layer.new_cache()
 
     def feature(self, taps: Mapping[str, Tensor]) -> Tensor:
-        """Features [T, F] of rows of a pass of the target, side by side; a copy."""
-        whole_TF = torch.cat([taps[name] for name in self.shape.taps], -1)
+        """Features [T, F] of rows of a pass of the target, side by side."""
+        whole_TF = beside(taps, self.shape.taps)
         return whole_TF if self._plans[True].ready else whole_TF.to(self.dtype)
 
     def run(
@@ -242,14 +244,19 @@ class EagleNet:
         with torch.no_grad():
             return out_RH, self._head(out_RH).float()
 
+    @property
+    def descends(self) -> bool:
+        """Whether levels run in one call; see ``FeatureNet``."""
+        ready = all(plan.ready for plan in self._plans.values())
+        return ready and self._vectors is not None and self._own_head is not None
+
     def descend(
-        self, start: Start, picks: Picks, given_BH: Tensor, id_D: Tensor | None
-    ) -> tuple[Found, Tensor] | None:
+        self, start: Start, picks: Picks, given_TF: Tensor, id_D: Tensor | None, first: PassRows | None
+    ) -> tuple[Found, Tensor]:
         """Levels of a chain in one call; see ``FeatureNet``."""
-        plan = self._plans[False]
-        if not plan.ready or self._vectors is None or self._own_head is None:
-            return None
-        return plan.run_levels(start, picks, given_BH, id_D)
+        seen = None if first is None else Seen.of(first, start.cache, start.offset_B)
+        begins = None if first is None or seen is None else (self._plans[True], first, seen)
+        return self._plans[False].run_levels(start, picks, given_TF, id_D, begins)
 
     def _fuse(self, feature_TF: Tensor) -> Tensor:
         """Turn features of the target into what the layer reads, float32 [T, H]."""
