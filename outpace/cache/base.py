@@ -41,6 +41,8 @@ class Slot:
     """Tail index of each tail row's parent; -1: the last committed token."""
     tail_depths: list[int] = field(default_factory=list)
     """Position of a tail row = ``len(ids) + depth``; the first rows have depth 0."""
+    twin: tuple[int, int] = (0, 0)
+    """A slot whose first so many rows hold the same, bit for bit: who reads them there finds them at hand."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,6 +166,7 @@ class KVCache(ABC):
         if not 0 <= length <= len(state.ids):
             raise ValueError(f"cannot truncate {len(state.ids)} committed tokens to {length}")
         del state.ids[length:]
+        state.twin = state.twin[0], min(state.twin[1], length)
         self.drop(slot)
 
     def sync(self, slot: int, tokens: Sequence[int]) -> int:
@@ -192,6 +195,17 @@ class KVCache(ABC):
         for i, part in enumerate(parts):
             self._paste(slot, i * size, part)
         state.ids.extend(ids)
+
+    def fork(self, slot: int, length: int) -> int:
+        """Open a slot with a copy of the first committed rows of another.
+
+        Until the copy is closed, the other may grow, but must neither be closed nor lose these rows.
+        """
+        ids, part = self.ids(slot)[:length], self.copy(slot, 0, length)
+        other = self.open()
+        self.restore(other, ids, [part])
+        self._slots[other].twin = slot, length
+        return other
 
     def relocate(self, slot: int) -> int:
         """Move committed text to the lowest free slot, if that is lower; returns the slot."""
