@@ -25,6 +25,7 @@ from outpace.params import SamplingParams
 from outpace.train.corpus import CorpusPrompt, digest_of
 from outpace.train.crowd import Wanted, answer_each
 from outpace.train.progress import Say, Tick
+from outpace.train.speed import LIKELY, decode_seconds, row_seconds, typical_prompt
 from outpace.train.tokens import TokenSequence, TokenStore
 from outpace.types import StepRecord
 
@@ -201,6 +202,8 @@ class _Work:
         self.began = self.told = self.flushed = time.perf_counter()
 
     def run(self) -> None:
+        if self.kept < self.config.tokens:
+            self.say(Tick("generating", self.kept, self.config.tokens, "tokens", self._likely_rate()))
         while self.kept < self.config.tokens:  # again where answers were shorter than those before
             self._round()
         self._tell()
@@ -246,6 +249,18 @@ class _Work:
         rate = self.emitted / max(self.told - self.began, 1e-9)
         done = self.kept + self.emitted - self.finished  # those under way count as well
         self.say(Tick("generating", min(done, self.config.tokens), self.config.tokens, "tokens", rate))
+
+    def _likely_rate(self) -> float:
+        """Tokens a second to count on, from a few passes and the lengths of the prompts that come."""
+        config, target = self.config, self.engine.target
+        answer = max(1.0, self.kept / self.answers) if self.answers else LIKELY * config.max_new_tokens
+        missing = round((config.tokens - self.kept) / (answer * config.answers))
+        first = self.answers // config.answers % len(self.prompts)
+        coming = [*self.prompts[first:], *self.prompts[:first]][: missing + 1]
+        prompt = typical_prompt(self.engine, coming, config.max_prompt)
+        decode, _ = decode_seconds(target, config.batch, round(prompt + answer / 2))
+        read = prompt * row_seconds(target, frozenset()) / config.answers
+        return answer / (answer * decode / config.batch + read)
 
     def _expected(self, begun: int) -> float:
         """Tokens that there will be when the answers are finished that were begun."""

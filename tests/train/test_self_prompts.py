@@ -6,7 +6,13 @@ import pytest
 
 from outpace import Engine, ModelError, OutpaceError, SamplingParams
 from outpace.train import self_prompts
-from outpace.train.self_prompts import SelfPromptConfig, opening_of, user_turn, write_conversations, write_prompts
+from outpace.train.self_prompts import (
+    SelfPromptConfig,
+    opening_of,
+    user_turn,
+    write_conversations,
+    write_prompts,
+)
 
 
 @pytest.fixture(scope="module")
