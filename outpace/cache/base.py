@@ -87,6 +87,10 @@ class KVCache(ABC):
         """The host side of a slot, to read."""
         return self._slots[slot]
 
+    def twin(self, slot: int) -> tuple[int, int]:
+        """See ``Slot``; no rows where the slot is free."""
+        return self._slots[slot].twin if slot in self._slots else (0, 0)
+
     def length(self, slot: int) -> int:
         """Committed tokens."""
         return len(self._slots[slot].ids)

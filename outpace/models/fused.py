@@ -262,7 +262,7 @@ class View:
                 self._held.append(view)
                 looks.extend((view.rule.start(span.base), view.row_LKN.shape[2]))
                 looks.extend((*_list(view.row_LKN), *_copies(view, cache)))
-            looks.extend(cache.slot(span.slot).twin)
+            looks.extend(cache.twin(span.slot))
             if span.chain:
                 looks.extend(_NO_TREE)
             else:
