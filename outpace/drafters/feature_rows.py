@@ -169,6 +169,10 @@ class RowDrafter(FeatureDrafter[RowState]):
         self._outs.append(out_TH)
         return levels_of(found, len(rows), self._id_D)
 
+    def outputs(self, branches: Sequence[Branch[RowState]]) -> Tensor:
+        """What the passes of this draft gave of the nodes [F, H]."""
+        return self._given([b.state.out[node] for b in branches for node in b.nodes])
+
     def _given(self, rows: Sequence[int]) -> Tensor:
         """Rows of the outputs of this draft; a copy, or the latest ones as they are."""
         last = self._outs[-1]

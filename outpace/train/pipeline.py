@@ -363,6 +363,8 @@ def begin_from(objective: Objective, folder: Path) -> None:
     """
     stored = read_tensors(folder)
     for name, tensor in objective.named().items():
+        if name not in stored and name in objective.fresh:
+            continue
         if name not in stored or stored[name].shape != tensor.shape:
             shape = list(stored[name].shape) if name in stored else "missing"
             raise ModelError(

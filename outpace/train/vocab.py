@@ -75,11 +75,7 @@ def reduced_vocab(counts: NDArray[np.int64], size: int, always: Iterable[int] = 
 
 
 def size_for(
-    counts: NDArray[np.int64],
-    held: NDArray[np.int64],
-    least: int,
-    wanted: float,
-    always: Iterable[int] = (),
+    counts: NDArray[np.int64], held: NDArray[np.int64], least: int, wanted: float, always: Iterable[int] = ()
 ) -> int:
     """The smallest size of a reduced vocabulary, in multiples of ``least``'s eighth, that covers enough.
 

@@ -33,6 +33,9 @@ from outpace.models.passes import PassRows
 from outpace.models.plan import Plan, Seen
 from outpace.models.rowwise import Norm
 
+CONFIDENCE = ("confidence.weight", "confidence.bias")
+"""Tensors of the head that tells how likely a guess is kept."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EagleShape:
@@ -56,6 +59,8 @@ class EagleShape:
     """One norm over all features side by side, before ``fc`` (``norm_before_fc``)."""
     each_norm: bool = False
     """A norm over each feature, before ``fc`` (``fc_norm``)."""
+    confident: bool = False
+    """Whether a head tells how likely a guess is kept."""
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor it reads, by the names of the speculators format."""
@@ -81,6 +86,8 @@ class EagleShape:
             shapes["input_norm.weight"] = (wide * hidden,)
         if self.each_norm:
             shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(wide)}
+        if self.confident:
+            shapes |= dict(zip(CONFIDENCE, ((1, hidden), (1,)), strict=True))
         return shapes
 
 
@@ -132,6 +139,9 @@ class EagleNet:
         self._norm = norm("norm") if shape.fused else None
         self._own_head = linear("lm_head") if shape.fused else None
         self._head: Callable[[Tensor], Tensor] = self._own_head or target.head
+        if shape.confident:
+            weight, bias = CONFIDENCE
+            self._sure_H, self._sure = tensors[weight][0].to(device).float(), float(tensors[bias])
         self._embed: Callable[[Sequence[int]], Tensor] = target.embed
         self._vectors: tuple[Linear, float] | None = None
         """Those of the target and their factor, for compiled code."""
@@ -247,6 +257,13 @@ class EagleNet:
         if not plan.ready or self._vectors is None or self._own_head is None:
             return None
         return plan.run_levels(start, picks, given_BH, id_D)
+
+    def foresee(self, out_RH: Tensor) -> Tensor:
+        """Chance that a guess from each of these outputs is kept, float32 [R] on the CPU."""
+        assert self._norm is not None, "heads without a norm have no confidence head"
+        normed_RH = out_RH if self.shape.output_normed else self._norm(out_RH)
+        # Row by row, whatever rows are beside: a product would round by their number.
+        return ((normed_RH.float() * self._sure_H).sum(-1) + self._sure).sigmoid().cpu()
 
     def _fuse(self, feature_TF: Tensor) -> Tensor:
         """Turn features of the target into what the layer reads, float32 [T, H]."""
