@@ -272,7 +272,9 @@ class _Work:
         """Prompts with the answers wanted of each, until enough were begun; one at least."""
         before = self.answers
         while True:
-            begun, ids, params = len(self.asked), (), []
+            begun = len(self.asked)
+            ids: tuple[int, ...] = ()
+            params: list[SamplingParams] = []
             while (
                 (not params or self.number % self.config.answers)
                 and self.kept < self.config.tokens

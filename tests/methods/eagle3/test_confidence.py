@@ -40,9 +40,15 @@ def trained(target, rows, tmp_path_factory):
     return objective, folder / "head"
 
 
-def test_it_learns_how_often_a_draw_is_kept(target, trained):
+def test_it_learns_how_often_a_draw_is_kept(target, rows, trained):
     """What it says is nearer to the truth than its mean would be, on texts that it has not seen."""
-    objective, _ = trained
+    objective = Eagle3.build(Eagle3Config(confidence=1.0), target, most_used(rows, 200, target))
+    begin_from(objective, trained[1])
+    tuned = torch.optim.Adam(objective.module.confidence.parameters(), lr=0.02)
+    for turn in range(90):  # with guesses that move no more
+        tuned.zero_grad()
+        objective.loss(rows[turn % 3]).loss.backward()
+        tuned.step()
     batch = written(target, 16, seed=99, new=24, taps=TAPS)
     aligned = Aligned(batch, EAGLE)
     with torch.no_grad():
@@ -53,7 +59,7 @@ def test_it_learns_how_often_a_draw_is_kept(target, trained):
         kept_R = torch.minimum(p_RD, q_RD).sum(-1)
         said_R = objective.module.confidence(state_RH).squeeze(-1).sigmoid()
     error, spread = (said_R - kept_R).square().mean(), kept_R.var()
-    assert float(error) < 0.9 * float(spread), (error, spread, said_R.mean(), kept_R.mean())
+    assert float(error) < 0.9 * float(spread), (error, spread)
 
 
 def test_guesses_learn_nothing_from_it(target, rows):
