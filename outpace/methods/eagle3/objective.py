@@ -164,7 +164,8 @@ class Eagle3(Objective):
         kept_C = guesses(some_CH, head_DH, None, p_ND, row_R[::SHARE])[1]
         said_C = self.module.confidence(some_CH).squeeze(-1).float()
         loss = F.binary_cross_entropy_with_logits(said_C, kept_C.clamp(0, 1), reduction="sum")
-        return SHARE * self.config.confidence * loss
+        weighed: Tensor = SHARE * self.config.confidence * loss
+        return weighed
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
