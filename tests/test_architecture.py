@@ -64,7 +64,7 @@ MAY_IMPORT = {
     "hf": "config errors files params engine models",
     "vllm": "errors config registry params types coins sampling tree models models.base drafters.base"
     " policies.base engine",
-    "train": "errors config files registry params rows types cache.base models models.base drafters"
+    "train": "errors config files registry params rows types machine cache.base models models.base drafters"
     " drafters.trained engine",
     "analysis": "kernels errors config files registry params types coins sampling tree machine step"
     " cache.base models models.base drafters drafters.base drafters.trained verifiers verifiers.base"

@@ -182,6 +182,10 @@ class RowDrafter(FeatureDrafter[RowState]):
         self._took(out_TH, found.levels * count)
         return levels_of(found, len(rows), self._id_D)
 
+    def outputs(self, branches: Sequence[Branch[RowState]]) -> Tensor:
+        """What the passes of this draft gave of the nodes [F, H]."""
+        return self._given([b.state.out[node] for b in branches for node in b.nodes])
+
     def _given(self, rows: Sequence[int]) -> Tensor:
         """Rows of the outputs of this draft; a copy, or the latest ones as they are."""
         last, (start, end) = self._outs[-1], self._ends[-2:]

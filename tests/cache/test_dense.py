@@ -161,3 +161,22 @@ def test_rows_that_are_no_path_are_refused(rows):
     with pytest.raises(ValueError, match="no path"):
         cache.keep(slot, rows)
     assert cache.length(slot) == 0
+
+
+def test_a_fork_holds_the_beginning_of_another_slot():
+    cache = filled(2, 70)
+    other = cache.fork(1, 65)
+    assert cache.ids(other) == list(range(65)) and cache.twin(other) == (1, 65)
+    assert held(cache, other) == held(cache, 1)[:65] and cache.length(1) == 70
+    cache.truncate(other, 30)
+    assert cache.twin(other) == (1, 30), "rows behind may now hold other text"
+    cache.truncate(1, 20)
+    assert cache.twin(other) == (1, 20), "those of the other too"
+    third = cache.fork(1, 10)
+    cache.close(1)
+    assert cache.twin(other)[1] == cache.twin(third)[1] == 0, "another text may take the slot"
+    cache.close(third)
+    assert cache.open() == 1
+    cache.close(other)
+    assert cache.twin(other) == (0, 0) and cache.open() == other
+    assert cache.twin(other) == (0, 0)

@@ -35,6 +35,9 @@ from outpace.models.rowwise import Norm
 from outpace.models.seen import Seen
 from outpace.models.taps import beside
 
+CONFIDENCE = ("confidence.weight", "confidence.bias")
+"""Tensors of the head that tells how likely a guess is kept."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EagleShape:
@@ -58,6 +61,8 @@ class EagleShape:
     """One norm over all features side by side, before ``fc`` (``norm_before_fc``)."""
     each_norm: bool = False
     """A norm over each feature, before ``fc`` (``fc_norm``)."""
+    confident: bool = False
+    """Whether a head tells how likely a guess is kept."""
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor it reads, by the names of the speculators format."""
@@ -83,6 +88,8 @@ class EagleShape:
             shapes["input_norm.weight"] = (wide * hidden,)
         if self.each_norm:
             shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(wide)}
+        if self.confident:
+            shapes |= dict(zip(CONFIDENCE, ((1, hidden), (1,)), strict=True))
         return shapes
 
 
@@ -137,6 +144,9 @@ class EagleNet:
         head = form if quantize is None else replace(form, quantize="int4")
         self._own_head = linear("lm_head", head) if shape.fused else None
         self._head: Callable[[Tensor], Tensor] = self._own_head or target.head
+        if shape.confident:
+            weight, bias = CONFIDENCE
+            self._sure_H, self._sure = tensors[weight][0].to(device).float(), float(tensors[bias])
         self._embed: Callable[[Sequence[int]], Tensor] = target.embed
         self._vectors: tuple[Linear, float] | None = None
         """Those of the target and their factor, for compiled code."""
@@ -257,6 +267,13 @@ class EagleNet:
         seen = None if first is None else Seen.of(first, start.cache, start.offset_B)
         begins = None if first is None or seen is None else (self._plans[True], first, seen)
         return self._plans[False].run_levels(start, picks, given_TF, id_D, begins)
+
+    def foresee(self, out_RH: Tensor) -> Tensor:
+        """Chance that a guess from each of these outputs is kept, float32 [R] on the CPU."""
+        assert self._norm is not None, "heads without a norm have no confidence head"
+        normed_RH = out_RH if self.shape.output_normed else self._norm(out_RH)
+        # Row by row, whatever rows are beside: a product would round by their number.
+        return ((normed_RH.float() * self._sure_H).sum(-1) + self._sure).sigmoid().cpu()
 
     def _fuse(self, feature_TF: Tensor) -> Tensor:
         """Turn features of the target into what the layer reads, float32 [T, H]."""
