@@ -28,11 +28,13 @@ from torch import Tensor
 from outpace.config import build, world
 from outpace.errors import OutpaceError
 from outpace.files import write_whole
+from outpace.models.load import load_target
 from outpace.train import checkpoint
 from outpace.train.batches import Batch
 from outpace.train.loop import LoopConfig, Progress, train
 from outpace.train.options import read_pairs
-from outpace.train.target_net import END, ExitModel, Numbered, Recipe, end_of
+from outpace.train.target_net import ExitModel, Numbered, Recipe, end_of
+from outpace.train.target_start import END, start_from
 
 APART = 40
 """Every so many-th piece of text is held out."""
@@ -143,15 +145,15 @@ def write_prompts(texts: Sequence[str], file: Path, most: int, seed: int) -> Non
 
 LOOP = {
     "steps": "750",
-    "lr": "0.005",
-    "optimizer": "muon",
-    "weight_decay": "0.05",
+    "lr": "0.001",
     "evaluate_every": "50",
     "evaluate_tokens": "10000",
     "checkpoint_every": "50",
     "report_every": "20",
 }
-"""How it is trained unless told otherwise: a model from nothing learns at a higher rate than a drafter."""
+"""How it is trained unless told otherwise."""
+FRESH = {"lr": "0.005", "optimizer": "muon", "weight_decay": "0.05"}
+"""And from nothing: such a model learns at a higher rate."""
 
 
 def read_settings(pairs: Sequence[str]) -> tuple[Recipe, LoopConfig]:
@@ -163,11 +165,11 @@ def read_settings(pairs: Sequence[str]) -> tuple[Recipe, LoopConfig]:
     given = read_pairs("a target", pairs, {"": Recipe, "loop": LoopConfig})
     if "minutes" in given["loop"]:
         given["loop"].setdefault("steps", "none")
+    recipe = build(Recipe, given[""], "the recipe")
+    fresh = FRESH if recipe.start == "none" else {}
     if not hasattr(torch.optim, "Muon"):  # torch before 2.9
-        given["loop"].setdefault("optimizer", "adamw")
-    return build(Recipe, given[""], "the recipe"), build(
-        LoopConfig, {**LOOP, **given["loop"]}, "the training loop"
-    )
+        fresh = {**fresh, "optimizer": "adamw"}
+    return recipe, build(LoopConfig, {**LOOP, **fresh, **given["loop"]}, "the training loop")
 
 
 def make(
@@ -193,10 +195,13 @@ def make(
     if checkpoint.latest(work) is not None and not resume:
         raise OutpaceError(f"a training was stopped in {work}; give --resume, or delete it")
     out.mkdir(parents=True, exist_ok=True)
+    start = None
+    if recipe.start != "none":
+        start = start_from(load_target(recipe.start, dtype="float32"), texts.train, recipe.vocab)
     if resume and (out / "tokenizer.json").is_file():
         tokenizer = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
     else:
-        tokenizer = trained_tokenizer(texts.train, recipe.vocab)
+        tokenizer = trained_tokenizer(texts.train, recipe.vocab) if start is None else start.tokenizer
         tokenizer.save(str(out / "tokenizer.json"))
         said = {"eos_token": END, "chat_template": BARE}
         write_whole(out / "tokenizer_config.json", json.dumps(said) + "\n")
@@ -205,7 +210,7 @@ def make(
     own, held = (Windows(encoded(part, tokenizer), recipe) for part in (texts.train, texts.held_out))
     if len(held.ids) < 2 * recipe.length or own.count < 2:
         raise OutpaceError(f"the texts have {len(own.ids) + len(held.ids)} tokens; give more")
-    model = ExitModel(recipe, tokenizer)
+    model = ExitModel(recipe, tokenizer, start)
     size = sum(one.numel() for one in model.module.parameters())
     say(
         f"{size / 1e6:.1f} million weights, {len(own.ids)} tokens to learn, {len(held.ids)} held "
@@ -235,6 +240,7 @@ def make(
             "weights": size,
             "texts": [file.name for file in files],
             "tokens": len(own.ids),
+            "start": recipe.start,
             "exits": recipe.after,
         },
     )
