@@ -1,10 +1,11 @@
-"""A small decoder whose first layers guess well, made from texts: ``outpace train target``.
+"""A decoder whose first layers guess well, made from a model and texts: ``outpace train target``.
 
 OUT becomes a model folder in the layout of Hugging Face, which every ``--model`` takes, with a tokenizer
-of its own. Training goes on from OUT/training with ``--resume``. Texts are split at
-``<|endoftext|>`` or else at paragraphs; every 40th piece is kept from training, and the beginnings
-of such pieces are a workload to measure with (OUT/prompts.jsonl). Beginnings of pieces that were learned
-are prompts to train drafters on (OUT/beginnings.jsonl).
+of its own: the model's, cut to the texts (`target_start`), or one trained on them. Its config.json names
+the exits, which are then the defaults of drafters. Training goes on from OUT/training with ``--resume``.
+Texts are split at ``<|endoftext|>`` or else at paragraphs; every 40th piece is kept from training, and
+the beginnings of such pieces are a workload to measure with (OUT/prompts.jsonl). Beginnings of pieces
+that were learned are prompts to train drafters on (OUT/beginnings.jsonl).
 
 Recipe and network are in `target_net`. Progress lines say how often the whole model's likeliest token is
 the text's, and after it, exit by exit, how often the exit's is the whole model's; all held out.
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from outpace.config import build, world
-from outpace.errors import OutpaceError
+from outpace.errors import OutpaceError, SpecError
 from outpace.files import write_whole
 from outpace.models.load import load_target
 from outpace.train import checkpoint
@@ -166,6 +167,8 @@ def read_settings(pairs: Sequence[str]) -> tuple[Recipe, LoopConfig]:
     if "minutes" in given["loop"]:
         given["loop"].setdefault("steps", "none")
     recipe = build(Recipe, given[""], "the recipe")
+    if recipe.start != "none" and (wrong := {"layers", "width", "ffn", "grow"} & given[""].keys()):
+        raise SpecError(f"{min(wrong)} is of a model from nothing; give start=none too")
     fresh = FRESH if recipe.start == "none" else {}
     if not hasattr(torch.optim, "Muon"):  # torch before 2.9
         fresh = {**fresh, "optimizer": "adamw"}

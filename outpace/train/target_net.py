@@ -1,15 +1,15 @@
-"""A small Llama in training, with exits that share its norm and head: LayerSkip's recipe, and two additions.
+"""A decoder in training, with exits that share its norm and head: LayerSkip's recipe, and some additions.
 
-Layers drop out, the deeper the more often and more often as training goes on. Every step has the
-loss of the whole model and that of one of the exits, in turn:
+Layers drop out, the deeper the more often; from nothing, also more often as training goes on:
 
-    p(l) = p_max D(l) S(t),  D(l) = 2^(l / (L - 1)) - 1,  S(t) = 2^t - 1, t from 0 to 1
-    loss = (CE(L) + s ((1 - d) CE(e) + d KL(L | e))) / (1 + s)
+    p(l) = p_max D(l) S(t),  D(l) = 2^(l / (L - 1)) - 1,  S(t) = 1, or from nothing 2^t - 1, t from 0 to 1
+    loss = (CE(L) + s mean_e((1 - d) CE(e) + d KL(L | e))) / (1 + s)
 
-For the share ``grow`` of the training there are no layers behind the last exit. A step then costs a
-sixth, and the first layers see most of the text. The others come in with zeros where they write, so the
-whole model begins as good as its exit. With ``distill`` (d) an exit learns the whole model's distribution
-besides the text.
+One step in ``whole`` is such a step. The others end at an exit, and cost what its layers cost: CE(e). With
+``distill`` (d) an exit learns the whole model's distribution besides the text.
+
+From nothing, there are no layers behind the last exit for the share ``grow`` of the training. They come in
+with zeros where they write, so the whole model begins as good as its exit.
 
 Papers: LayerSkip, Elhoushi et al. 2024, arXiv:2404.16710 (l, L, S, D and p_max are its letters;
 dropping is per sequence, as there); layers that come in later: Gong et al. 2019, PMLR 97; learning from the
@@ -38,15 +38,13 @@ from outpace.files import replaced, write_whole
 from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.models.families import DecoderConfig
+from outpace.models.weights import EXITS
 from outpace.train.batches import Batch
 from outpace.train.llama import hf_config
 from outpace.train.losses import head_loss
 from outpace.train.networks import Layer, Norm, Turn, Turns
 from outpace.train.objective import Objective, Step
 from outpace.train.target_start import END, Start
-
-EXITS = "early_exit_layers"
-"""Key of a config.json: the layers after which a model was trained to be left."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,9 +209,7 @@ class ExitModel(Objective):
     Config = Recipe
     module: ExitNet
 
-    def __init__(
-        self, recipe: Recipe, tokenizer: tokenizers.Tokenizer, start: Start | None = None
-    ) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: tokenizers.Tokenizer, start: Start | None = None) -> None:
         self.recipe, self.tokenizer, self.started = recipe, tokenizer, start is not None
         self.end = end_of(tokenizer)
         self.shape = recipe.shape if start is None else start.shape

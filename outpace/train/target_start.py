@@ -63,7 +63,7 @@ def start_from(target: Target, texts: Sequence[str], vocab: int) -> Start:
     )
     if plain != theirs or tokenizer is None:
         raise ModelError(
-            f"{target.name} is no plain decoder whose head is its embedding; give such a one as start, or none"
+            f"{target.name} is no plain decoder whose head is its embedding; give such a start, or none"
         )
     eos = next(iter(sorted(tokenizer.eos_ids)), None)
     backend, row_V = cut(tokenizer.backend, texts, vocab, eos)
