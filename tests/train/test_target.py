@@ -1,12 +1,19 @@
 """A model with trained exits, made from texts: its recipe, its files, its second start."""
 
+import json
+
 import pytest
 import tokenizers
 import torch
 
-from outpace import Engine, OutpaceError
+from outpace import Engine, ModelError, OutpaceError
 from outpace.bench.formats import read_workload
 from outpace.errors import SpecError, UnknownNameError
+from outpace.methods.early_exit.drafter import EarlyExit, EarlyExitConfig
+from outpace.methods.early_exit.objective import EarlyExitObjective, EarlyExitTraining
+from outpace.methods.layer_skip.drafter import LayerSkip, LayerSkipConfig
+from outpace.methods.layer_skip.skip_sets import SkipSet
+from outpace.methods.s2d.objective import S2dTraining
 from outpace.models.load import load_target
 from outpace.train import checkpoint
 from outpace.train.loop import LoopConfig
@@ -250,3 +257,28 @@ def test_a_tokenizer_is_cut_to_the_texts(made, texts):
     (text,) = pieces.train[:1]
     assert small.decode(small.encode(text).ids) == text, "what is gone is spelled in pieces"
     assert whole.token_to_id("<|endoftext|>") is not None
+
+
+def test_drafters_know_the_exits_of_a_made_model(made, tmp_path):
+    target = load_target(str(made), dtype="float32")
+    assert EarlyExit.load(EarlyExitConfig(), target).layers == (1, 2)
+    assert EarlyExit.load(EarlyExitConfig(layer=1), target).layers == (1,), "what is given goes first"
+    skip = LayerSkip.load(LayerSkipConfig(), target)
+    assert skip.found and skip.skip == SkipSet.read("2")
+    assert LayerSkip.load(LayerSkipConfig(skip="1"), target).skip == SkipSet.read("1")
+    assert S2dTraining().layers(target) == (1, 2)
+    assert EarlyExitObjective.exit_layer(EarlyExitTraining(), target) == 1
+    part = target.variant(layers=range(2))
+    assert EarlyExit.load(EarlyExitConfig(), part).layers == (1,), "a part has no exit behind itself"
+    plain = load_target("tiny")
+    assert EarlyExit.load(EarlyExitConfig(), plain).layers == (1,)
+    assert not LayerSkip.load(LayerSkipConfig(), plain).found
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(made / name)
+    said = json.loads((made / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**said, "early_exit_layers": [2, 1, 9]}))
+    assert load_target(str(tmp_path)).checkpoint.exits == (1, 2), "those that the model has"
+    for wrong in ("3", [0], [True], {"1": 2}):
+        (tmp_path / "config.json").write_text(json.dumps({**said, "early_exit_layers": wrong}))
+        with pytest.raises(ModelError, match="'early_exit_layers' must be a list of positive whole numbers"):
+            load_target(str(tmp_path))
