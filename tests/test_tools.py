@@ -147,7 +147,9 @@ def test_losses_of_exits_and_reports_make_one_page(tool, tmp_path):
     assert "/somewhere" not in text and "--model OUT --workload prompts.jsonl" in text
     assert f"| 3 | {wanted:.3f} |" in text
     assert "| `early_exit[layer=1]` | 1.70 | 1.60 | 3.40 | 0.80 | 3.0 | 100% |" in text
-    assert "1.70 x, 3.40 per pass | 2.00 | 20%, 10% | verifying" in text and "1 of 4 prompts" in text
+    assert "1.70 x, 3.40 per pass | 2.00 | 20%, 10% |" in text and "1 of 4 prompts" in text
+    assert "| `early_exit[layer=1]` | 3.0 | 2.00 | 0.89 | 0.54 | 0.89 |" in text
+    assert figures.chance_of(2.5, 1.0) is None and figures.chance_of(1.5, 1.0) == pytest.approx(0.5, abs=1e-3)
     (tmp_path / "report.json").write_text("{}")
     with pytest.raises(RequestError, match="is no report of outpace bench"):
         figures.load_report(tmp_path)
