@@ -145,9 +145,9 @@ def write_prompts(texts: Sequence[str], file: Path, most: int, seed: int) -> Non
 
 
 LOOP = {
-    "steps": "750",
-    "lr": "0.001",
-    "evaluate_every": "50",
+    "steps": "600",
+    "lr": "0.0008",
+    "evaluate_every": "150",
     "evaluate_tokens": "10000",
     "checkpoint_every": "50",
     "report_every": "20",

@@ -77,7 +77,7 @@ class Recipe:
     """p_max: chance that a sequence skips the last layer, at the end."""
     length: int = 256
     """Tokens of a sequence."""
-    batch: int = 8
+    batch: int = 4
     """Sequences of a step."""
     seed: int = 0
     """Of the weights, of what is read when, and of what drops out."""
