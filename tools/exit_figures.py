@@ -222,7 +222,7 @@ def page(
     yield f"## What {ASKED:g} x takes\n"
     yield told(
         "A round that costs R plain steps has to bring S R tokens to be S times as fast. *Needed* is how "
-        f"likely each guess of a chain as long as these has to be right for {ASKED:g} x, and for 1 x; *here* "
+        f"likely each guess of a chain as long as these has to be right for {ASKED:g} x, and for 1 x. *Here* "
         "is the chance that gives the tokens per pass measured."
     )
     yield f"| drafter | guesses a pass | a round | needed for {ASKED:g} x | for 1 x | here |"
