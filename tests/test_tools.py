@@ -147,7 +147,9 @@ def test_losses_of_exits_and_reports_make_one_page(tool, tmp_path):
     assert "/somewhere" not in text and "--model OUT --workload prompts.jsonl" in text
     assert f"| 3 | {wanted:.3f} |" in text
     assert "| `early_exit[layer=1]` | 1.70 | 1.60 | 3.40 | 0.80 | 3.0 | 100% |" in text
-    assert "1.70 x, 3.40 per pass | 2.00 | 20%, 10% | verifying" in text and "1 of 4 prompts" in text
+    assert "1.70 x, 3.40 per pass | 2.00 | 20%, 10% |" in text and "1 of 4 prompts" in text
+    assert "| `early_exit[layer=1]` | 3.0 | 2.00 | 0.89 | 0.54 | 0.89 |" in text
+    assert figures.chance_of(2.5, 1.0) is None and figures.chance_of(1.5, 1.0) == pytest.approx(0.5, abs=1e-3)
     (tmp_path / "report.json").write_text("{}")
     with pytest.raises(RequestError, match="is no report of outpace bench"):
         figures.load_report(tmp_path)
@@ -220,6 +222,12 @@ def test_a_view_pays_from_the_context_on_above_which_it_always_does(tool, tmp_pa
     assert "40 of 40 texts are those of plain decoding" not in text and "80 of 80 texts" in text
     assert "| full, 1 rows | 12.0 |" in text and "| 4096 | 512 | 0.0100 | 0.900 |" in text
     assert "says the hidden fact in 2 of 5" in text
+    assert "What it tells of the truth" not in text
+    score = {**rows[0], "method": "score 512", "context": 4096, "truth": 2.0, "truth_seen": 2.5}
+    text = "\n".join(
+        report.page([*rows, {**score, "task": "continue"}, {**score, "task": "fact", "truth": 1}])
+    )
+    assert "| 4096 | 512 | 2.00 | 2.50 | 1.00 | 2.50 |" in text and "80 of 80 texts" in text
     pytest.importorskip("matplotlib")
     assert {path.name for path in report.paint_views(rows, tmp_path)} == {"views.png", "views.svg"}
 
@@ -252,3 +260,18 @@ def test_views_are_measured_beside_plain_decoding(tool, monkeypatch):
     assert [feed.token_J for feeds in fed for feed in feeds] == [(9, 9)]
     whole = bench.lossy(140, [*prompt[:200], 9, 9, 9], base["tokens"])
     assert whole["kl"] > 0 and 0 <= whole["agree"] <= 1
+    asked, following, count = views.true(engine, prompt, "continue", 6)
+    assert (asked, following, count) == (prompt[:-6], prompt[-6:], 6)
+    bench.read(asked[:-1])
+    told = bench.lossy(140, asked, following, 2)
+    cache = engine.target.new_cache()
+    feed = Feed.chain(cache.open(), prompt[:-1], want=range(len(prompt) - 1))
+    log_TV = engine.target.score([feed], cache).logits_TV.log_softmax(-1)
+    wanted = [-log_TV[i - 1, prompt[i]].item() for i in (298, 299)]
+    assert told["truth"] == pytest.approx(sum(wanted) / 2, abs=1e-4) != told["truth_seen"]
+    asked, following, count = views.true(engine, prompt, "fact", 6)
+    assert (
+        asked == prompt
+        and engine.target.tokenizer.decode(following).endswith(views.NUMBER)
+        and count < len(following)
+    )

@@ -55,6 +55,8 @@ FACT, ASKED, NUMBER = (
     "What is the secret number of the lighthouse?",
     "48213",
 )
+SAID = "The secret number of the lighthouse is "
+"""How an answer to it begins."""
 HIDDEN, TAIL = 300, 64
 """Tokens of the text before the fact, and room for a question behind it."""
 
@@ -154,8 +156,14 @@ class Bench:
             "accepted": sum(row.kept) / max(1, sum(r.rows[0].drafted for r in records)),
         }
 
-    def lossy(self, budget: int, prompt: Sequence[int], text: Sequence[int]) -> dict[str, float]:
-        """KL of a lossy view along a text, and the seconds of its tokens against those of the target."""
+    def lossy(
+        self, budget: int, prompt: Sequence[int], text: Sequence[int], judged: int | None = None
+    ) -> dict[str, float]:
+        """KL of a lossy view along a text, and the seconds of its tokens against those of the target.
+
+        Args:
+            judged: so many last tokens of the text are to be told; what both lose on each, in nats.
+        """
         self.cache.truncate(self.slot, len(prompt) - 1)
         spec = f"token_select[budget={budget} lossy=true]"
         drafter = self.engine.method(spec).preferred.drafter
@@ -163,7 +171,8 @@ class Bench:
         self.cache.restore(other, self.cache.ids(self.slot), [self.cache.copy(self.slot, 0, len(prompt) - 1)])
         looks = drafter.begin(Request(prompt=tuple(prompt))).seeing
         divergence, agree, spent = [], 0, [0.0, 0.0]
-        for token in [prompt[-1], *text[:-1]]:
+        told: list[tuple[float, float]] = []
+        for token, following in zip([prompt[-1], *text[:-1]], text, strict=True):
             logits = []
             for i, slot in enumerate((self.slot, other)):
                 view = looks.look(self.cache.length(slot)) if i else None
@@ -175,8 +184,12 @@ class Bench:
             full_V, part_V = logits
             divergence.append(float((full_V.exp() * (full_V - part_V)).sum()))
             agree += int(full_V.argmax() == part_V.argmax())
+            told.append((-float(full_V[following]), -float(part_V[following])))
         self.cache.close(other)
+        full, part = zip(*told[-(judged or len(told)) :], strict=True)
         return {
+            "truth": statistics.fmean(full),
+            "truth_seen": statistics.fmean(part),
             "kl": statistics.mean(divergence),
             "kl_median": statistics.median(divergence),
             "agree": agree / len(divergence),
@@ -223,6 +236,16 @@ def prompts(engine: Engine, text: Text, context: int) -> dict[str, list[int]]:
     return {"continue": whole, "fact": asked(ASKED), "question": asked(text.question)}
 
 
+def true(engine: Engine, prompt: list[int], task: str, most: int) -> tuple[list[int], list[int], int]:
+    """A prompt, what is true behind it, and how many last tokens of that are to be told."""
+    tokenizer = engine.target.tokenizer
+    assert tokenizer is not None
+    if task == "continue":
+        return prompt[:-most], prompt[-most:], most
+    said, number = tokenizer.encode(SAID), tokenizer.encode(NUMBER)
+    return prompt, [*said, *number], len(number)
+
+
 def costs(bench: Bench, context: int) -> dict[str, float]:
     """Milliseconds of the processor for a pass: least of some, over text that is there already."""
     feeds = {f"full, {n} rows": (n, None) for n in (1, 2, 3, 4)}
@@ -263,6 +286,7 @@ class Rows:
 def measure(engine: Engine, args: argparse.Namespace, rows: Rows) -> None:
     """Add rows until all are there, or the time is over."""
     began, bench = time.monotonic(), Bench(engine, args.tokens)
+    got: dict[str, Any]
     contexts = sorted(args.contexts, reverse=True)
     for text in sources(engine, args.texts, contexts[0]):
         wanted = [
@@ -272,7 +296,9 @@ def measure(engine: Engine, args: argparse.Namespace, rows: Rows) -> None:
             for spec in (
                 *args.methods,
                 *(f"lossy {budget}" for budget in LOSSY if max(4096, 3 * budget) <= context),
+                *(f"score {budget}" for budget in LOSSY if max(4096, 3 * budget) <= context),
             )
+            if not (spec.startswith("score") and task == "question")
         ]
         wanted = [
             (context, task, spec)
@@ -291,10 +317,16 @@ def measure(engine: Engine, args: argparse.Namespace, rows: Rows) -> None:
                 bench.read(text.ids[: context - TAIL])
                 rows.add({"pass_at": context, "cpu_ms": costs(bench, context - TAIL)})
             prompt = prompts(engine, text, context)[task]
+            if spec.startswith("score"):
+                prompt, following, judged = true(engine, prompt, task, args.tokens)
+                bench.read(prompt[:-1])
+                got = bench.lossy(int(spec.split()[1]), prompt, following, judged)
+                rows.add({"text": text.name, "context": context, "task": task, "method": spec, **got})
+                continue
             bench.read(prompt[:-1])
             base = bench.run("none", prompt)
             if spec.startswith("lossy"):
-                got: dict[str, Any] = bench.lossy(int(spec.split()[1]), prompt, base["tokens"])
+                got = bench.lossy(int(spec.split()[1]), prompt, base["tokens"])
             else:
                 got = bench.run(spec, prompt)
                 got["same"] = got.pop("tokens") == base["tokens"]

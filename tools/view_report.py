@@ -74,6 +74,7 @@ def page(rows: Sequence[Row]) -> Iterator[str]:
     )
     yield from passes(rows)
     yield from lossy(rows)
+    yield from scores(rows)
 
 
 def passes(rows: Sequence[Row]) -> Iterator[str]:
@@ -110,9 +111,30 @@ def lossy(rows: Sequence[Row]) -> Iterator[str]:
                 yield f"| {context} | {seen} | {cells} |"
 
 
+def scores(rows: Sequence[Row]) -> Iterator[str]:
+    """What a view in the place of the whole text makes of things that are true."""
+    some = [row for row in rows if str(row.get("method", "")).startswith("score")]
+    if not some:
+        return
+    yield "\n### What it tells of the truth\n"
+    yield told(
+        "Nats per token of what is true. *Continue*: the file's own next tokens. *Fact*: the hidden number, "
+        "after the beginning of the right answer. *Full* is the target that sees all."
+    )
+    tasks = names(some, "task")
+    yield "| context | tokens seen | " + " | ".join(f"{task}: full | view" for task in tasks) + " |"
+    yield "|---|---|" + "---|" * (2 * len(tasks))
+    for context in sorted({row["context"] for row in some}):
+        for method in sorted(names(some, "method"), key=lambda one: int(one.split()[1])):
+            groups = [pick(some, context=context, method=method, task=task) for task in tasks]
+            if all(groups):
+                cells = [f"{mean(own, 'truth'):.2f} | {mean(own, 'truth_seen'):.2f}" for own in groups]
+                yield f"| {context} | {method.split()[1]} | " + " | ".join(cells) + " |"
+
+
 def drafted(rows: Sequence[Row]) -> list[Row]:
     """Runs of plain decoding, and of drafters that guessed all along."""
-    runs = [row for row in rows if "speedup" in row and not row["method"].startswith("lossy")]
+    runs = [row for row in rows if "speedup" in row and not row["method"].startswith(("lossy", "score"))]
     return [row for row in runs if row["method"] == "none" or row["emitted"] > 1.05]
 
 

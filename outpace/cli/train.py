@@ -36,7 +36,7 @@ Examples:
 
   outpace train draft_model --set layers=4 --set pipeline.vocab=16384 --set data.greedy=0.3
 
-  outpace train target --texts stories.txt --set layers=24 --set loop.minutes=40 --out exits
+  outpace train target --texts stories.txt --set loop.minutes=40 --out exits
 """
 
 
@@ -92,7 +92,7 @@ def train(
     are kept, the method is trained on them, and the drafter is measured on prompts that were kept
     apart. Whatever is stopped goes on where it was.
 
-    With target as METHOD, a small decoder is made from texts, whose first layers draft well for it.
+    With target as METHOD, a model is trained on texts so that its first layers draft well for it.
     """
     if method == "target":
         _train_target(texts or (), out, settings or (), resume)

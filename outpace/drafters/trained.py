@@ -131,6 +131,12 @@ def likeness(target: Target) -> Likeness | None:
     return mine
 
 
+def trained_exits(target: Target) -> tuple[int, ...]:
+    """Layers after which the target was trained to be left, as its config.json says; ascending."""
+    exits = getattr(getattr(target, "checkpoint", None), "exits", ())
+    return tuple(one for one in exits if one < target.num_layers)
+
+
 def unlike(said: Mapping[str, Any], target: Target, source: str) -> str | None:
     """Say why the target that a config.json records is another model, whatever its digest; None: it is not.
 

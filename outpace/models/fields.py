@@ -46,6 +46,13 @@ class Fields:
             raise self._bad(key, f"at most {most}", value)
         return value
 
+    def counts(self, key: str) -> list[int]:
+        """Give a list of whole numbers of at least 1; an empty one where there is none."""
+        value = self.get(key) or []
+        if not isinstance(value, list) or not all(type(one) is int and one > 0 for one in value):
+            raise self._bad(key, "a list of positive whole numbers", value)
+        return value
+
     def number(self, key: str, otherwise: float | None = None, *, zero: bool = False) -> float:
         """Give a number above 0, or also 0 itself."""
         value = self.get(key, otherwise)

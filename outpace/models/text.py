@@ -90,6 +90,11 @@ class Tokenizer:
         self._alphabet, self._drops_first_space = _decoding(backend)
         self._bytes: dict[int, bytes] = {}
 
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """Of the ``tokenizers`` library; read only."""
+        return self._backend
+
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
         """Read tokenizer.json and what lies beside it in a model folder.

@@ -13,13 +13,15 @@ from torch import Tensor
 from outpace.errors import ModelError, shown
 from outpace.files import parse_json
 from outpace.models.families import DecoderConfig, GenerationDefaults
-from outpace.models.fields import brief, read_json
+from outpace.models.fields import Fields, brief, read_json
 from outpace.models.likeness import Likeness
 from outpace.models.places import Place, RowFile, read_bytes, read_plain
 from outpace.models.text import Tokenizer
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Element types of safetensors files that can be read."""
+EXITS = "early_exit_layers"
+"""Key of a config.json, written by ``outpace train target``: layers after which a model may be left."""
 
 
 class Checkpoint(ABC):
@@ -35,6 +37,8 @@ class Checkpoint(ABC):
     """The files that hold the weights."""
     places: Mapping[str, Place]
     """Every tensor's place."""
+    exits: tuple[int, ...] = ()
+    """Layers after which it was trained to be left, ascending."""
 
     @abstractmethod
     def tokenizer(self) -> Tokenizer:
@@ -142,6 +146,8 @@ class SafetensorsCheckpoint(Checkpoint):
         self.folder, self.name = folder, name or folder.resolve().name
         config = read_json(folder / "config.json")
         self.config = DecoderConfig.from_hf(config)
+        said = Fields(str(folder / "config.json"), {}, config).counts(EXITS)
+        self.exits = tuple(sorted({one for one in said if one < self.config.num_layers}))
         self.files, self.places = find_tensors(folder)
         self._check_shapes()
         for tensor in self.config.tensor_shapes():

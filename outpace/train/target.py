@@ -1,10 +1,11 @@
-"""A small decoder whose first layers guess well, made from texts: ``outpace train target``.
+"""A decoder whose first layers guess well, made from a model and texts: ``outpace train target``.
 
 OUT becomes a model folder in the layout of Hugging Face, which every ``--model`` takes, with a tokenizer
-of its own. Training goes on from OUT/training with ``--resume``. Texts are split at
-``<|endoftext|>`` or else at paragraphs; every 40th piece is kept from training, and the beginnings
-of such pieces are a workload to measure with (OUT/prompts.jsonl). Beginnings of pieces that were learned
-are prompts to train drafters on (OUT/beginnings.jsonl).
+of its own: the model's, cut to the texts (`target_start`), or one trained on them. Its config.json names
+the exits, which are then the defaults of drafters. Training goes on from OUT/training with ``--resume``.
+Texts are split at ``<|endoftext|>`` or else at paragraphs; every 40th piece is kept from training, and
+the beginnings of such pieces are a workload to measure with (OUT/prompts.jsonl). Beginnings of pieces
+that were learned are prompts to train drafters on (OUT/beginnings.jsonl).
 
 Recipe and network are in `target_net`. Progress lines say how often the whole model's likeliest token is
 the text's, and after it, exit by exit, how often the exit's is the whole model's; all held out.
@@ -26,13 +27,15 @@ import torch
 from torch import Tensor
 
 from outpace.config import build, world
-from outpace.errors import OutpaceError
+from outpace.errors import OutpaceError, SpecError
 from outpace.files import write_whole
+from outpace.models.load import load_target
 from outpace.train import checkpoint
 from outpace.train.batches import Batch
 from outpace.train.loop import LoopConfig, Progress, train
 from outpace.train.options import read_pairs
-from outpace.train.target_net import END, ExitModel, Numbered, Recipe, end_of
+from outpace.train.target_net import ExitModel, Numbered, Recipe, end_of
+from outpace.train.target_start import END, start_from
 
 APART = 40
 """Every so many-th piece of text is held out."""
@@ -142,16 +145,16 @@ def write_prompts(texts: Sequence[str], file: Path, most: int, seed: int) -> Non
 
 
 LOOP = {
-    "steps": "750",
-    "lr": "0.005",
-    "optimizer": "muon",
-    "weight_decay": "0.05",
-    "evaluate_every": "50",
+    "steps": "600",
+    "lr": "0.0008",
+    "evaluate_every": "150",
     "evaluate_tokens": "10000",
     "checkpoint_every": "50",
     "report_every": "20",
 }
-"""How it is trained unless told otherwise: a model from nothing learns at a higher rate than a drafter."""
+"""How it is trained unless told otherwise."""
+FRESH = {"lr": "0.005", "optimizer": "muon", "weight_decay": "0.05"}
+"""And from nothing: such a model learns at a higher rate."""
 
 
 def read_settings(pairs: Sequence[str]) -> tuple[Recipe, LoopConfig]:
@@ -163,11 +166,13 @@ def read_settings(pairs: Sequence[str]) -> tuple[Recipe, LoopConfig]:
     given = read_pairs("a target", pairs, {"": Recipe, "loop": LoopConfig})
     if "minutes" in given["loop"]:
         given["loop"].setdefault("steps", "none")
+    recipe = build(Recipe, given[""], "the recipe")
+    if recipe.start != "none" and (wrong := {"layers", "width", "ffn", "grow"} & given[""].keys()):
+        raise SpecError(f"{min(wrong)} is of a model from nothing; give start=none too")
+    fresh = FRESH if recipe.start == "none" else {}
     if not hasattr(torch.optim, "Muon"):  # torch before 2.9
-        given["loop"].setdefault("optimizer", "adamw")
-    return build(Recipe, given[""], "the recipe"), build(
-        LoopConfig, {**LOOP, **given["loop"]}, "the training loop"
-    )
+        fresh = {**fresh, "optimizer": "adamw"}
+    return recipe, build(LoopConfig, {**LOOP, **fresh, **given["loop"]}, "the training loop")
 
 
 def make(
@@ -193,10 +198,13 @@ def make(
     if checkpoint.latest(work) is not None and not resume:
         raise OutpaceError(f"a training was stopped in {work}; give --resume, or delete it")
     out.mkdir(parents=True, exist_ok=True)
+    start = None
+    if recipe.start != "none":
+        start = start_from(load_target(recipe.start, dtype="float32"), texts.train, recipe.vocab)
     if resume and (out / "tokenizer.json").is_file():
         tokenizer = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
     else:
-        tokenizer = trained_tokenizer(texts.train, recipe.vocab)
+        tokenizer = trained_tokenizer(texts.train, recipe.vocab) if start is None else start.tokenizer
         tokenizer.save(str(out / "tokenizer.json"))
         said = {"eos_token": END, "chat_template": BARE}
         write_whole(out / "tokenizer_config.json", json.dumps(said) + "\n")
@@ -205,7 +213,7 @@ def make(
     own, held = (Windows(encoded(part, tokenizer), recipe) for part in (texts.train, texts.held_out))
     if len(held.ids) < 2 * recipe.length or own.count < 2:
         raise OutpaceError(f"the texts have {len(own.ids) + len(held.ids)} tokens; give more")
-    model = ExitModel(recipe, tokenizer)
+    model = ExitModel(recipe, tokenizer, start)
     size = sum(one.numel() for one in model.module.parameters())
     say(
         f"{size / 1e6:.1f} million weights, {len(own.ids)} tokens to learn, {len(held.ids)} held "
@@ -235,6 +243,7 @@ def make(
             "weights": size,
             "texts": [file.name for file in files],
             "tokens": len(own.ids),
+            "start": recipe.start,
             "exits": recipe.after,
         },
     )

@@ -1,15 +1,15 @@
-"""A small Llama in training, with exits that share its norm and head: LayerSkip's recipe, and two additions.
+"""A decoder in training, with exits that share its norm and head: LayerSkip's recipe, and some additions.
 
-Layers drop out, the deeper the more often and more often as training goes on. Every step has the
-loss of the whole model and that of one of the exits, in turn:
+Layers drop out, the deeper the more often; from nothing, also more often as training goes on:
 
-    p(l) = p_max D(l) S(t),  D(l) = 2^(l / (L - 1)) - 1,  S(t) = 2^t - 1, t from 0 to 1
-    loss = (CE(L) + s ((1 - d) CE(e) + d KL(L | e))) / (1 + s)
+    p(l) = p_max D(l) S(t),  D(l) = 2^(l / (L - 1)) - 1,  S(t) = 1, or from nothing 2^t - 1, t from 0 to 1
+    loss = (CE(L) + s mean_e((1 - d) CE(e) + d KL(L | e))) / (1 + s)
 
-For the share ``grow`` of the training there are no layers behind the last exit. A step then costs a
-sixth, and the first layers see most of the text. The others come in with zeros where they write, so the
-whole model begins as good as its exit. With ``distill`` (d) an exit learns the whole model's distribution
-besides the text.
+One step in ``whole`` is such a step. The others end at an exit, and cost what its layers cost: CE(e). With
+``distill`` (d) an exit learns the whole model's distribution besides the text.
+
+From nothing, there are no layers behind the last exit for the share ``grow`` of the training. They come in
+with zeros where they write, so the whole model begins as good as its exit.
 
 Papers: LayerSkip, Elhoushi et al. 2024, arXiv:2404.16710 (l, L, S, D and p_max are its letters;
 dropping is per sequence, as there); layers that come in later: Gong et al. 2019, PMLR 97; learning from the
@@ -33,22 +33,26 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from outpace.errors import ModelError
 from outpace.files import replaced, write_whole
 from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.models.families import DecoderConfig
+from outpace.models.weights import EXITS
 from outpace.train.batches import Batch
+from outpace.train.llama import hf_config
 from outpace.train.losses import head_loss
 from outpace.train.networks import Layer, Norm, Turn, Turns
 from outpace.train.objective import Objective, Step
-
-END = "<|endoftext|>"
+from outpace.train.target_start import END, Start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """What is made."""
 
+    start: str = "smollm2-135m"
+    """Model that training goes on from; ``none``: from nothing, with ``layers``, ``width`` and ``ffn``."""
     layers: int = 24
     """L."""
     width: int = 256
@@ -56,29 +60,33 @@ class Recipe:
     ffn: int = 704
     """Width of the MLPs."""
     vocab: int = 2048
-    """Tokens of a byte-level tokenizer that is trained on the texts."""
-    exits: str = "2+3+4"
+    """Tokens: so many of the model's that the texts use most, or those of a tokenizer trained on them."""
+    exits: str = "3+6"
     """Layers after which a loss is taken."""
-    together: bool = True
-    """Take the losses of all exits in every step (sorted fine-tuning), and not one in turn."""
+    whole: int = 4
+    """One step in so many goes through all layers; the others end at an exit."""
+    together: bool = False
+    """Let these others take the losses of all exits (sorted fine-tuning), and not of one in turn."""
     scale: float = 1.0
     """s: weight of that loss."""
     distill: float = 0.5
     """d: share of an exit's loss that asks for the whole model's distribution."""
     grow: float = 0.75
-    """Share of the training in which the layers behind the last exit are left out."""
+    """Share of a training from nothing in which the layers behind the last exit are left out."""
     dropout: float = 0.1
     """p_max: chance that a sequence skips the last layer, at the end."""
     length: int = 256
     """Tokens of a sequence."""
-    batch: int = 8
+    batch: int = 4
     """Sequences of a step."""
     seed: int = 0
     """Of the weights, of what is read when, and of what drops out."""
 
     def __post_init__(self) -> None:
-        if not all(part.isdecimal() and 0 < int(part) < self.layers for part in self.exits.split("+")):
-            raise ValueError(f"exits must be layers 1 to {self.layers - 1}, as in 2+3, got {self.exits!r}")
+        if not all(part.isdecimal() and int(part) for part in self.exits.split("+")):
+            raise ValueError(f"exits must be numbers of layers, as in 3+6, got {self.exits!r}")
+        if self.whole < 1:
+            raise ValueError(f"whole must be at least 1, got {self.whole}")
         for name in ("distill", "grow", "dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
@@ -90,10 +98,10 @@ class Recipe:
         """The exits, ascending."""
         return tuple(sorted({int(part) for part in self.exits.split("+")}))
 
-    def config_json(self, end: int) -> dict[str, Any]:
-        """The config.json of a Llama."""
-        return {
-            "architectures": ["LlamaForCausalLM"],
+    @property
+    def shape(self) -> DecoderConfig:
+        """The decoder, where training begins with nothing."""
+        said = {
             "model_type": "llama",
             "hidden_size": self.width,
             "intermediate_size": self.ffn,
@@ -109,21 +117,28 @@ class Recipe:
             "tie_word_embeddings": True,
             "attention_bias": False,
             "mlp_bias": False,
-            "bos_token_id": end,
-            "eos_token_id": end,
-            "torch_dtype": "bfloat16",
         }
+        return DecoderConfig.from_hf(said)
 
 
 class ExitNet(nn.Module):
     """A Llama in training; names below ``model.`` are those of its file."""
 
-    def __init__(self, recipe: Recipe, shape: DecoderConfig) -> None:
+    def __init__(self, recipe: Recipe, shape: DecoderConfig, start: Start | None = None) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(recipe.vocab, recipe.width)
-        self.layers = nn.ModuleList(Layer(shape, i) for i in range(recipe.layers))
-        self.norm = Norm(recipe.width, shape)
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape, i) for i in range(shape.num_layers))
+        self.norm = Norm(shape.hidden_size, shape)
         self._turns = Turns(shape.ropes[0], torch.device("cpu"))
+        if start is None:
+            self._draw(recipe)
+            return
+        with torch.no_grad():
+            for name, one in self.named_parameters():
+                one.copy_(start.tensor(f"model.{name}"))
+
+    def _draw(self, recipe: Recipe) -> None:
+        """Begin with nothing."""
         coins = torch.Generator().manual_seed(recipe.seed)
         with torch.no_grad():
             for name, one in self.named_parameters():
@@ -167,13 +182,13 @@ def _block(layer: Layer, x_BTH: Tensor, turn: Turn) -> Tensor:
     """One layer over whole texts, by a kernel that knows of no gaps."""
     attn, u_BTH = layer.self_attn, layer.input_layernorm(x_BTH)
     k_BKTD, v_BKTD = attn.keys(u_BTH, turn)
-    q_BKTD = attn.queries(u_BTH, turn).flatten(1, 2)
+    q_BKGTD = attn.queries(u_BTH, turn)
     # On a CPU plain products are twice as fast here as the fused kernel and its gradient.
-    size = q_BKTD.shape[2]
-    later_TT = q_BKTD.new_full((size, size), -torch.inf).triu(1)
-    score_XTT = q_BKTD.flatten(0, 1) @ k_BKTD.flatten(0, 1).transpose(1, 2) + later_TT
-    mixed_XTD = score_XTT.softmax(-1, dtype=score_XTT.dtype) @ v_BKTD.flatten(0, 1)
-    mixed_BTH = mixed_XTD.view(q_BKTD.shape).transpose(1, 2).flatten(2)
+    count, size = q_BKGTD.shape[2:4]
+    later_TT = q_BKGTD.new_full((size, size), -torch.inf).triu(1).repeat(count, 1)
+    score_XRT = q_BKGTD.flatten(2, 3).flatten(0, 1) @ k_BKTD.flatten(0, 1).transpose(1, 2) + later_TT
+    mixed_XRD = score_XRT.softmax(-1, dtype=score_XRT.dtype) @ v_BKTD.flatten(0, 1)
+    mixed_BTH = mixed_XRD.view(q_BKGTD.shape).permute(0, 3, 1, 2, 4).flatten(2)
     return layer.after(x_BTH, attn.o_proj(mixed_BTH))
 
 
@@ -185,16 +200,22 @@ class Numbered(Batch):
 
 
 class ExitModel(Objective):
-    """The model in training, as the training loop sees a method."""
+    """The model in training, as the training loop sees a method.
+
+    Args:
+        start: what it begins with; None: nothing, and ``tokenizer`` is its own.
+    """
 
     Config = Recipe
     module: ExitNet
 
-    def __init__(self, recipe: Recipe, tokenizer: tokenizers.Tokenizer) -> None:
-        self.recipe, self.tokenizer = recipe, tokenizer
+    def __init__(self, recipe: Recipe, tokenizer: tokenizers.Tokenizer, start: Start | None = None) -> None:
+        self.recipe, self.tokenizer, self.started = recipe, tokenizer, start is not None
         self.end = end_of(tokenizer)
-        self.shape = DecoderConfig.from_hf(recipe.config_json(self.end))
-        self.module = ExitNet(recipe, self.shape)
+        self.shape = recipe.shape if start is None else start.shape
+        if recipe.after[-1] >= self.shape.num_layers:
+            raise ModelError(f"exits={recipe.exits}, but there are {self.shape.num_layers} layers")
+        self.module = ExitNet(recipe, self.shape, start)
 
     @classmethod
     def taps(cls, config: Any, target: Target) -> tuple[str, ...]:
@@ -207,25 +228,30 @@ class ExitModel(Objective):
     @property
     def grown(self) -> bool:
         """Whether the layers behind the last exit are there."""
-        return self.done >= self.recipe.grow
+        return self.started or self.done >= self.recipe.grow
 
     def loss(self, batch: Batch) -> Step:
         recipe, token_BT = self.recipe, batch.token_BT
         number = cast(Numbered, batch).number
-        last = recipe.layers if self.grown else recipe.after[-1]
-        exits = [layer for layer in recipe.after if layer < last]
-        if exits and not recipe.together:
-            exits = [exits[number % len(exits)]]
-        states = self.module(token_BT[:, :-1], (*exits, last), self._kept(number, len(token_BT)))
-        *early, whole = (one.flatten(0, 1) for one in states)
+        deep, exits = self.grown and number % recipe.whole == 0, recipe.after
+        if not (deep or recipe.together):
+            turn = number - number // recipe.whole if self.grown else number
+            exits = (exits[turn % len(exits)],)
+        after = (*exits, self.shape.num_layers) if deep else exits
+        early = [
+            one.flatten(0, 1)
+            for one in self.module(token_BT[:, :-1], after, self._kept(number, len(token_BT)))
+        ]
         head_VH, label_R = self.module.embed_tokens.weight, token_BT[:, 1:].flatten()
-        loss = head_loss(whole, head_VH, "ce", label_R=label_R)
-        if early:
-            share = recipe.distill if self.grown else 0.0
+        p_RV, share = None, recipe.distill if deep else 0.0
+        whole = early.pop() if deep else None
+        if whole is not None and share:
             with torch.no_grad():
-                p_RV = (whole @ head_VH.T).softmax(-1, dtype=torch.float32) if share else None
-            more = [self._exit_loss(one, label_R, p_RV, share) for one in early]
-            loss = (loss + recipe.scale * torch.stack(more).mean()) / (1 + recipe.scale)
+                p_RV = (whole @ head_VH.T).softmax(-1, dtype=torch.float32)
+        loss = torch.stack([self._exit_loss(one, label_R, p_RV, share) for one in early]).mean()
+        if whole is not None:
+            loss = head_loss(whole, head_VH, "ce", label_R=label_R) + recipe.scale * loss
+            loss = loss / (1 + recipe.scale)
         return Step(loss / len(label_R), len(label_R))
 
     def _exit_loss(self, hidden_RH: Tensor, label_R: Tensor, p_RV: Tensor | None, share: float) -> Tensor:
@@ -242,15 +268,16 @@ class ExitModel(Objective):
         """Per layer, the sequences of a batch that go through it."""
         recipe = self.recipe
         coins = torch.Generator().manual_seed(recipe.seed * 1_000_003 + number)
-        most = recipe.dropout * (2**self.done - 1)
-        depths = [2 ** (i / max(1, recipe.layers - 1)) - 1 for i in range(recipe.layers)]
+        most = recipe.dropout * (1.0 if self.started else 2**self.done - 1)
+        last = self.shape.num_layers - 1
+        depths = [2 ** (i / max(1, last)) - 1 for i in range(last + 1)]
         return [(torch.rand(size, generator=coins) >= most * depth).nonzero().squeeze(1) for depth in depths]
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
         recipe, token_BT = self.recipe, batch.token_BT
-        everything = [torch.arange(len(token_BT))] * recipe.layers
-        last = recipe.layers if self.grown else recipe.after[-1]
+        everything = [torch.arange(len(token_BT))] * self.shape.num_layers
+        last = self.shape.num_layers if self.grown else recipe.after[-1]
         states = self.module(token_BT[:, :-1], sorted({*recipe.after, last}), everything)
         early, whole = states[: len(recipe.after)], states[-1]
         head_VH = self.module.embed_tokens.weight
@@ -270,10 +297,12 @@ class ExitModel(Objective):
         with replaced(folder / "model.safetensors") as fresh:
             save_file(tensors, fresh, metadata={"format": "pt"})
         generation = {"eos_token_id": self.end, "do_sample": False}
+        config = hf_config(self.shape) | {"bos_token_id": self.end, "eos_token_id": self.end}
+        config |= {EXITS: list(self.recipe.after)}
         for name, content in (
             ("provenance.json", provenance),
             ("generation_config.json", generation),
-            ("config.json", self.recipe.config_json(self.end)),
+            ("config.json", config),
         ):
             write_whole(folder / name, json.dumps(dict(content), indent=1) + "\n")
 

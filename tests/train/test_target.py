@@ -1,19 +1,31 @@
 """A model with trained exits, made from texts: its recipe, its files, its second start."""
 
+import json
+
 import pytest
 import tokenizers
 import torch
 
-from outpace import Engine, OutpaceError
+from outpace import Engine, ModelError, OutpaceError
 from outpace.bench.formats import read_workload
 from outpace.errors import SpecError, UnknownNameError
+from outpace.methods.early_exit.drafter import EarlyExit, EarlyExitConfig
+from outpace.methods.early_exit.objective import EarlyExitObjective, EarlyExitTraining
+from outpace.methods.layer_skip.drafter import LayerSkip, LayerSkipConfig
+from outpace.methods.layer_skip.skip_sets import SkipSet
+from outpace.methods.s2d.objective import S2dTraining
+from outpace.models.load import load_target
 from outpace.train import checkpoint
 from outpace.train.loop import LoopConfig
-from outpace.train.target import Windows, make, read_settings
+from outpace.train.target import Texts, Windows, make, read_settings
 from outpace.train.target_net import ExitModel, Recipe
+from outpace.train.target_start import cut, start_from
 from outpace.types import Feed
 
-SMALL = {"layers": 3, "width": 64, "ffn": 96, "vocab": 300, "exits": "1+2", "length": 32, "batch": 4}
+SMALL = {"start": "none", "layers": 3, "width": 64, "ffn": 96, "vocab": 300, "exits": "1+2"} | {
+    "length": 32,
+    "batch": 4,
+}
 LOOP = {"lr": 5e-3, "evaluate_every": 8, "checkpoint_every": 4, "report_every": 2, "bf16": False}
 
 
@@ -101,13 +113,13 @@ def test_deep_layers_drop_out_more_often_and_more_so_later(made):
 
 def test_every_exit_has_its_turn(made):
     tokenizer = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
-    model = ExitModel(Recipe(**SMALL, together=False, grow=0), tokenizer)
+    model = ExitModel(Recipe(**SMALL, whole=3, grow=0), tokenizer)
     windows = Windows(torch.arange(400) % 300, model.recipe)
     seen, real = [], model.module.forward
     model.module.forward = lambda token_BT, after, keep: seen.append(after) or real(token_BT, after, keep)
-    for number in range(3):
+    for number in range(6):
         model.loss(windows.batch(torch.tensor([0, 50]), number))
-    assert seen == [(1, 3), (2, 3), (1, 3)]
+    assert seen == [(1, 2, 3), (2,), (1,), (1, 2, 3), (2,), (1,)]
 
 
 def test_a_stopped_training_goes_on(texts, tmp_path):
@@ -131,12 +143,14 @@ def test_a_stopped_training_goes_on(texts, tmp_path):
 
 def test_all_exits_learn_in_every_step_if_asked(made):
     tokenizer = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
-    model = ExitModel(Recipe(**SMALL), tokenizer)
+    model = ExitModel(Recipe(**SMALL, together=True), tokenizer)
     model.done = 1.0
     seen, real = [], model.module.forward
     model.module.forward = lambda token_BT, after, keep: seen.append(after) or real(token_BT, after, keep)
-    batch = Windows(torch.arange(400) % 300, model.recipe).batch(torch.tensor([0, 50]), 0)
-    assert model.loss(batch).loss.item() > 0 and seen == [(1, 2, 3)]
+    windows = Windows(torch.arange(400) % 300, model.recipe)
+    for number in range(2):
+        model.loss(windows.batch(torch.tensor([0, 50]), number))
+    assert seen == [(1, 2, 3), (1, 2)]
 
 
 def test_layers_behind_the_last_exit_come_in_later_and_change_nothing_at_first(made):
@@ -186,16 +200,85 @@ def test_an_exit_learns_from_the_whole_model_and_not_the_other_way_round(made):
 
 
 def test_what_cannot_be_is_said(tmp_path):
-    with pytest.raises(ValueError, match="exits must be layers 1 to 2, as in 2\\+3, got"):
-        Recipe(**{**SMALL, "exits": "3"})
+    with pytest.raises(ValueError, match="exits must be numbers of layers, as in 3\\+6, got"):
+        Recipe(**{**SMALL, "exits": "two"})
     with pytest.raises(ValueError, match="grow must be at least 0 and below 1, got 1"):
         Recipe(**SMALL, grow=1.0)
-    recipe, loop = read_settings(["layers=5", "loop.minutes=7"])
-    assert (recipe.layers, loop.steps, loop.minutes, loop.lr) == (5, None, 7, 0.005)
-    assert read_settings([])[1].steps == 750
+    with pytest.raises(SpecError, match="layers is of a model from nothing"):
+        read_settings(["layers=5"])
+    recipe, loop = read_settings(["start=none", "layers=8", "loop.minutes=7"])
+    assert (recipe.layers, loop.steps, loop.minutes, loop.lr) == (8, None, 7, 0.005)
+    assert read_settings([])[1].lr < loop.lr
     for pairs, error in ((["lairs=5"], UnknownNameError), (["layers"], SpecError)):
         with pytest.raises(error):
             read_settings(pairs)
     (tmp_path / "short.txt").write_text("A few words.")
     with pytest.raises(OutpaceError, match="give more"):
         make(tmp_path / "out", recipe, [tmp_path / "short.txt"], loop, resume=False, say=str)
+
+
+@pytest.fixture(scope="module")
+def continued(made, texts, tmp_path_factory):
+    out = tmp_path_factory.mktemp("continued") / "model"
+    recipe = Recipe(start=str(made), vocab=290, exits="1+2", length=32, batch=4, whole=2)
+    make(out, recipe, [texts], LoopConfig(steps=6, **LOOP), resume=False, say=str)
+    return out
+
+
+def test_training_goes_on_from_a_model(continued, made, texts):
+    """Layers are those of the model, rows of the embedding go with their tokens, and exits are defaults."""
+    pieces = Texts()
+    pieces.read(texts)
+    theirs = load_target(str(made), dtype="float32")
+    start = start_from(theirs, pieces.train, 290)
+    model = ExitModel(Recipe(start=str(made), exits="1+2"), start.tokenizer, start)
+    whole = {name: theirs.checkpoint.tensor(f"model.{name}") for name, _ in model.module.named_parameters()}
+    for name, one in model.module.named_parameters():
+        other = whole[name][start.row_V] if name == "embed_tokens.weight" else whole[name]
+        assert torch.equal(one, other.float())
+    engine = Engine.load(str(continued), drafter="none", dtype="float32")
+    assert engine.target.num_layers == theirs.num_layers and engine.target.vocab_size == 290
+    settings = {"max_new_tokens": 24, "ignore_eos": True}
+    plain = engine.generate("Once Ann saw", drafter="none", **settings)
+    fast = engine.generate("Once Ann saw", drafter="early_exit", **settings)
+    assert fast.tokens == plain.tokens and fast.counters.drafted > 0
+
+
+def test_a_tokenizer_is_cut_to_the_texts(made, texts):
+    pieces = Texts()
+    pieces.read(texts)
+    backend = load_target(str(made)).tokenizer.backend
+    whole, row_V = cut(backend, pieces.train, backend.get_vocab_size(), 0)
+    for one in pieces.train[:5]:
+        ids = [int(row_V[id]) for id in whole.encode(one).ids]
+        assert ids == backend.encode(one, add_special_tokens=False).ids
+    small, some_V = cut(backend, pieces.train, len(row_V) - 10, 0)
+    assert len(some_V) <= len(row_V) - 10 and set(some_V.tolist()) < set(row_V.tolist())
+    (text,) = pieces.train[:1]
+    assert small.decode(small.encode(text).ids) == text, "what is gone is spelled in pieces"
+    assert whole.token_to_id("<|endoftext|>") is not None
+
+
+def test_drafters_know_the_exits_of_a_made_model(made, tmp_path):
+    target = load_target(str(made), dtype="float32")
+    assert EarlyExit.load(EarlyExitConfig(), target).layers == (1, 2)
+    assert EarlyExit.load(EarlyExitConfig(layer=1), target).layers == (1,), "what is given goes first"
+    skip = LayerSkip.load(LayerSkipConfig(), target)
+    assert skip.found and skip.skip == SkipSet.read("2")
+    assert LayerSkip.load(LayerSkipConfig(skip="1"), target).skip == SkipSet.read("1")
+    assert S2dTraining().layers(target) == (1, 2)
+    assert EarlyExitObjective.exit_layer(EarlyExitTraining(), target) == 1
+    part = target.variant(layers=range(2))
+    assert EarlyExit.load(EarlyExitConfig(), part).layers == (1,), "a part has no exit behind itself"
+    plain = load_target("tiny")
+    assert EarlyExit.load(EarlyExitConfig(), plain).layers == (1,)
+    assert not LayerSkip.load(LayerSkipConfig(), plain).found
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(made / name)
+    said = json.loads((made / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**said, "early_exit_layers": [2, 1, 9]}))
+    assert load_target(str(tmp_path)).checkpoint.exits == (1, 2), "those that the model has"
+    for wrong in ("3", [0], [True], {"1": 2}):
+        (tmp_path / "config.json").write_text(json.dumps({**said, "early_exit_layers": wrong}))
+        with pytest.raises(ModelError, match="'early_exit_layers' must be a list of positive whole numbers"):
+            load_target(str(tmp_path))

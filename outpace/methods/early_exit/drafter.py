@@ -32,7 +32,7 @@ from torch import Tensor
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request, Traits
 from outpace.drafters.shallow import Doubt, ShallowRows
-from outpace.drafters.trained import candidates, find
+from outpace.drafters.trained import candidates, find, trained_exits
 from outpace.errors import ModelError
 from outpace.methods.early_exit.exit_head import ExitHead, ExitState
 from outpace.methods.early_exit.exits import Belief, pick
@@ -45,7 +45,8 @@ from outpace.types import NOTHING, ROOT, Draft, Outcome
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EarlyExitConfig:
     layer: int | None = None
-    """Layers that draft. Without it: those of a trained exit, or the first third."""
+    """Layers that draft. Without it: those of a trained exit, the exits that the target was trained with, or
+    the first third."""
     exits: str | None = None
     """Several numbers of layers, such as ``6+10+14``: each sequence learns which one pays."""
     model: str | None = None
@@ -128,7 +129,8 @@ class EarlyExit(ExpandingDrafter[ExitState]):
             head = ExitHead(found[0], target, config.quantize) if found else None
         if head is not None:
             return cls(target, [head.layer], head, config.threshold)
-        layers = config.layers or (config.layer or max(1, target.num_layers // 3),)
+        layers = config.layers or ((config.layer,) if config.layer else trained_exits(target))
+        layers = layers or (max(1, target.num_layers // 3),)
         if layers[-1] >= target.num_layers:
             raise ModelError(
                 f"early_exit: {layers[-1]} layers of {target.num_layers} are not the first few; "

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from outpace.drafters.trained import decoder_to_json, head_rows, lender
+from outpace.drafters.trained import decoder_to_json, head_rows, lender, trained_exits
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.models.base import HEAD, LAYERS, TAPS, Target
@@ -44,7 +44,8 @@ DOUBT = 0.5
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KangarooTraining(LossTraining):
     exit_layer: int | None = None
-    """Layers of the target that draft; a fifth of them by default."""
+    """Layers of the target that draft. Without it the first exit that it was trained with, or a fifth of
+    them."""
 
 
 class AdapterNet(nn.Module):
@@ -138,7 +139,8 @@ class KangarooObjective(Objective):
             ModelError: none, or all of them.
         """
         layers = target.num_layers
-        layer = max(1, layers // 5) if config.exit_layer is None else config.exit_layer
+        trained = trained_exits(target) or (max(1, layers // 5),)
+        layer = trained[0] if config.exit_layer is None else config.exit_layer
         if not 0 < layer < layers:
             raise ModelError(
                 f"{cls.method}: exit_layer={layer}, but {target.name} has {layers} layers; leave "

@@ -37,9 +37,10 @@ from outpace.cache.base import Lease
 from outpace.config import data_folder
 from outpace.drafters.base import Request, Traits
 from outpace.drafters.shallow import ShallowRows, SlotDrafter, SlotState, rows_of
+from outpace.drafters.trained import trained_exits
 from outpace.errors import ModelError
 from outpace.methods.layer_skip.search import Search
-from outpace.methods.layer_skip.skip_sets import SkipSet, Trial, even, recall, remember
+from outpace.methods.layer_skip.skip_sets import SkipSet, Trial, behind, even, recall, remember
 from outpace.models.base import LAYERS, TAPS, Target
 from outpace.tree.growth import Branch, DraftRow
 from outpace.types import Draft
@@ -52,7 +53,7 @@ _JUDGED, _MOST = 48, 192
 class LayerSkipConfig:
     skip: str | None = None
     """Left out, counted from 0: ``4+a7+m9`` is layer 4, the attention of 7 and the MLP of 9. Without
-    it a set is found."""
+    it all behind the last exit that the target was trained with; else a set is found."""
     find: str = "search"
     """How: ``search`` tries sets on a text, ``cosine`` compares hidden states."""
     share: float = 0.4
@@ -113,7 +114,8 @@ class LayerSkip(SlotDrafter[SkipState]):
             ModelError: layers that the target does not have, or all of them.
         """
         if config.skip is None:
-            return cls(config, target, recall(cls.file(config, target), target.num_layers))
+            skip = recall(cls.file(config, target), target.num_layers)
+            return cls(config, target, skip or behind(trained_exits(target), target.num_layers))
         skip = SkipSet.read(config.skip)
         if skip is None or not skip.fits(target.num_layers):
             raise ModelError(

@@ -99,6 +99,12 @@ def even(layers: int, count: int) -> SkipSet:
     return SkipSet(chosen, chosen)
 
 
+def behind(exits: Sequence[int], layers: int) -> SkipSet | None:
+    """All layers behind the last exit; None: there is none."""
+    rest = frozenset(range(max(exits, default=layers), layers))
+    return SkipSet(rest, rest) if rest else None
+
+
 def choices(layers: int) -> list[SkipSet]:
     """Sub-layers that may be left out, one by one: attentions, then MLPs."""
     middle = range(1, layers - 1)

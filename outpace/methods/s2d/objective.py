@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outpace.drafters.trained import head_rows, lender
+from outpace.drafters.trained import head_rows, lender, trained_exits
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.methods.s2d.files import BINS, METHOD
@@ -51,7 +51,8 @@ PRIOR = 4.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class S2dTraining(LossTraining):
     exits: str | None = None
-    """Numbers of layers, such as ``6+12+18``; without it a fifth, two fifths and three fifths of them."""
+    """Numbers of layers, such as ``6+12+18``; without it the exits that the target was trained with, or a
+    fifth, two fifths and three fifths of its layers."""
 
     def __post_init__(self) -> None:
         LossTraining.__post_init__(self)
@@ -65,6 +66,8 @@ class S2dTraining(LossTraining):
             ModelError: layers that the target does not have.
         """
         most = target.num_layers - 1
+        if self.exits is None and (trained := trained_exits(target)):
+            return trained
         if self.exits is None:
             return tuple(sorted({min(most, max(1, target.num_layers * i // 5)) for i in (1, 2, 3)}))
         layers = tuple(sorted({int(part) for part in self.exits.split("+")}))
