@@ -404,7 +404,7 @@ def _cut(steps: Sequence[Step]) -> list[tuple[int, int, list[Step]]]:
     return found
 
 
-def _overheads(steps: Sequence[Step]) -> dict[str, float]:
+def _overheads(steps: Sequence[Step]) -> dict[str, Any]:
     """Milliseconds of a step outside of passes and drafts."""
     after = [1e3 * (step.verbs["judge"] + step.verbs["commit"]) for step in steps]
     plain = [ms for ms, step in zip(after, steps, strict=True) if not step.drafted]
