@@ -252,7 +252,7 @@ class Warp:
         return self._always or self._too_short(depth)
 
     def _too_short(self, depth: int) -> bool:
-        return len(self._end_K) > 0 and self.generated + depth < self.params.min_tokens
+        return self.generated + depth < self.params.min_tokens and len(self._end_K) > 0
 
     def _scores(
         self, logits_V: Tensor, path: Sequence[int], id_V: Tensor | None
@@ -367,7 +367,7 @@ class Laws:
         draft: Draft,
         best: tuple[Sequence[int], Sequence[float]] | None = None,
     ) -> None:
-        assert logits_JV.shape[0] == len(draft) + 1, (logits_JV.shape, len(draft))
+        assert len(draft) < len(logits_JV if best is None else best[0]), (logits_JV.shape, len(draft))
         self._logits_JV, self._warp, self._draft, self._best = logits_JV, warp, draft, best
         self._law: dict[int, Law] = {}
 

@@ -41,7 +41,7 @@ def step(machine: Machine, rows: Sequence[StepSequence]) -> list[Outcome]:
     Effects: appends at least one token to every row; ``cache.length == len(row.tokens) - 1``
     holds before and after. A row whose own part breaks, from its verdict to its commit, fails alone.
     """
-    clock = _clock(machine)
+    clock = StepClock(machine.target.clock, [one.clock for one in machine.drafters.values()])
     plans, views, made_B = _plan(machine, rows)
     clock.lap("plan")
     uncached_B = [
@@ -72,7 +72,7 @@ def prefill(
     Returns:
         One outcome per row, ``forced``; ``emitted`` is empty while the prompt goes on.
     """
-    clock = _clock(machine)
+    clock = StepClock(machine.target.clock, [one.clock for one in machine.drafters.values()])
     parts = []
     for i, row in enumerate(rows):
         start = machine.cache.length(row.slot)
@@ -232,10 +232,6 @@ def _learn(machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Outc
     had = {i: view for i in outcomes if (view := parts[i].view) is not None}
     if had:
         machine.policy.learn([*had.values()], [_evidence(outcomes[i], parts[i].row.warp.ruled) for i in had])
-
-
-def _clock(machine: Machine) -> StepClock:
-    return StepClock(machine.target.clock, [one.clock for one in machine.drafters.values()])
 
 
 def _context(rows: Sequence[StepSequence]) -> int:

@@ -47,7 +47,7 @@ MAY_IMPORT = {
     " policies.base",
     "step": "errors clock types coins sampling machine policies.base",
     # The implementations. A policy sees numbers only; a verifier sees laws and coins only.
-    "cache": "errors tree cache.base",
+    "cache": "kernels errors tree cache.base",
     "models": "kernels errors files config types coins tree cache cache.base models.base",
     # Folders of trained drafters, whoever wrote them: no method is known there.
     "drafters.trained": "errors files config types models models.base",
@@ -64,7 +64,7 @@ MAY_IMPORT = {
     "hf": "config errors files params engine models",
     "vllm": "errors config registry params types coins sampling tree models models.base drafters.base"
     " policies.base engine",
-    "train": "errors config files registry params rows types cache.base models models.base drafters"
+    "train": "errors config files registry params rows types machine cache.base models models.base drafters"
     " drafters.trained engine",
     "analysis": "kernels errors config files registry params types coins sampling tree machine step"
     " cache.base models models.base drafters drafters.base drafters.trained verifiers verifiers.base"

@@ -18,6 +18,7 @@ from itertools import pairwise
 
 from outpace import Engine, SamplingParams
 from outpace.kernels.compiled import library
+from outpace.types import StepRecord
 
 PROMPT = "Question: Tell me about the history of the city of Paris in some detail.\nAnswer:"
 TOKENS, ROUNDS = 96, 4
@@ -41,13 +42,22 @@ def main(methods: list[str]) -> None:
     for method in methods:
         engine = Engine.load("smollm2-135m", drafter=method)
         marks: list[tuple[float, float]] = []
-        engine.listeners.append(lambda record, marks=marks: marks.append((time.perf_counter(), inside[0])))
+        guesses: list[int] = []
+
+        def watch(record: StepRecord, marks: list = marks, guesses: list = guesses) -> None:
+            marks.append((time.perf_counter(), inside[0]))
+            guesses.append(sum(row.drafted for row in record.rows))
+
+        engine.listeners.append(watch)
         steps: list[tuple[float, float]] = []
         for turn in range(ROUNDS):
             marks.clear()
             engine.generate(PROMPT, SamplingParams(temperature=0, max_new_tokens=TOKENS, ignore_eos=True))
             if turn:
                 steps += [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(marks)]
+        if method != "none" and not any(guesses):
+            print(f"{method}: no guess was made, so this is no measurement of it")
+            continue
         host = sorted(1e3 * (whole - within) for whole, within in steps)
         middle, few = statistics.median(host), host[len(host) // 10]
         step = 1e3 * statistics.median(whole for whole, _ in steps)

@@ -56,6 +56,8 @@ class Device:
     """Standard deviation of the logarithm of seconds."""
     stalls: float = 0.0
     """Share of steps that stall, for ten passes."""
+    cold: int = 0
+    """Steps at the start that take up to ten times as long."""
 
     def passed(self, rows: int, batch: int) -> float:
         """Milliseconds of a pass."""
@@ -248,6 +250,8 @@ class Replay:
             milliseconds *= math.exp(self._random.gauss(0.0, self.device.noise))
         if self.device.stalls and self._random.random() < self.device.stalls:
             milliseconds += 10.0 * self.device.pass_R[0]
+        if self.steps < self.device.cold:
+            milliseconds *= self._random.uniform(1.0, 10.0)
         return milliseconds
 
     def _row(self, one: _Sequence, load: Load) -> tuple[PolicyRow, int]:

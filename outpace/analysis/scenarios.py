@@ -1,7 +1,8 @@
 """Scenarios in which policies are judged: devices, batches, and requests made of recorded texts.
 
 The devices are examples of kinds of machines, not measurements of one: a CPU whose rows are dear, one
-whose first rows are free, matrix units, an accelerator whose cost is flat, and a CPU that stalls.
+whose first rows are free, matrix units, an accelerator whose cost is flat, a CPU that stalls, and one that
+starts slowly.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from outpace.analysis.replay import Device, Walk, turning, whole
 
 CPU = Device(
     name="cpu",
-    rows_R=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-    pass_R=(6.2, 7.2, 9.7, 15.5, 26.5, 51.0, 100.0, 200.0, 400.0),
-    levels={"head": (2.4, 0.3), "model": (1.5, 0.3)},
+    rows_R=(1, 2, 4, 8, 16, 64, 256),
+    pass_R=(4.6, 5.0, 6.5, 8.8, 15.8, 62.0, 250.0),
+    levels={"head": (1.0, 0.2), "model": (1.5, 0.3)},
     unread=0.02,
 )
 SLOW_CPU = Device(
@@ -45,6 +46,7 @@ GPU = Device(
     unread=0.0005,
 )
 NOISY = replace(CPU, name="noisy cpu", noise=0.25, stalls=0.02)
+COLD = replace(CPU, name="cold cpu", cold=8)
 NO_BATCH = Device(
     name="rows one by one",
     rows_R=(1, 2, 64),
@@ -86,7 +88,7 @@ def scenarios(texts: Sequence[Text], seed: int = 0) -> list[Scenario]:
         rest = [walk for walk in mixed if walk.parts[0][0].kind != kind]
         found.append(Scenario(name=f"cpu, fresh, {kind}", device=CPU, walks=walks[:1], batch=_one))
         found.append(Scenario(name=f"cpu, {kind}", device=CPU, walks=walks, batch=_one, before=rest))
-    for device in (CPU, SLOW_CPU, MATRIX, GPU, NOISY, NO_BATCH):
+    for device in (CPU, SLOW_CPU, MATRIX, GPU, NOISY, COLD, NO_BATCH):
         found.append(Scenario(name=f"{device.name}, 1", device=device, walks=mixed, batch=_one))
     for device, size in (
         (CPU, 4),

@@ -41,6 +41,8 @@ class Slot:
     """Tail index of each tail row's parent; -1: the last committed token."""
     tail_depths: list[int] = field(default_factory=list)
     """Position of a tail row = ``len(ids) + depth``; the first rows have depth 0."""
+    twin: tuple[int, int] = (0, 0)
+    """A slot whose first so many rows hold the same, bit for bit: who reads them there finds them at hand."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,11 +81,16 @@ class KVCache(ABC):
 
     def close(self, slot: int) -> None:
         """Give a slot back; its contents are lost."""
+        self._part(slot, 0)
         del self._slots[slot]
 
     def slot(self, slot: int) -> Slot:
         """The host side of a slot, to read."""
         return self._slots[slot]
+
+    def twin(self, slot: int) -> tuple[int, int]:
+        """See ``Slot``; no rows where the slot is free."""
+        return self._slots[slot].twin if slot in self._slots else (0, 0)
 
     def length(self, slot: int) -> int:
         """Committed tokens."""
@@ -164,6 +171,8 @@ class KVCache(ABC):
         if not 0 <= length <= len(state.ids):
             raise ValueError(f"cannot truncate {len(state.ids)} committed tokens to {length}")
         del state.ids[length:]
+        state.twin = state.twin[0], min(state.twin[1], length)
+        self._part(slot, length)
         self.drop(slot)
 
     def sync(self, slot: int, tokens: Sequence[int]) -> int:
@@ -192,6 +201,20 @@ class KVCache(ABC):
         for i, part in enumerate(parts):
             self._paste(slot, i * size, part)
         state.ids.extend(ids)
+
+    def fork(self, slot: int, length: int) -> int:
+        """Open a slot with a copy of the first committed rows of another."""
+        ids, part = self.ids(slot)[:length], self.copy(slot, 0, length)
+        other = self.open()
+        self.restore(other, ids, [part])
+        self._slots[other].twin = slot, length
+        return other
+
+    def _part(self, slot: int, length: int) -> None:
+        """Copies share no rows with a slot from ``length`` on."""
+        for one in self._slots.values():
+            if one.twin[1] and one.twin[0] == slot:
+                one.twin = slot, min(one.twin[1], length)
 
     def relocate(self, slot: int) -> int:
         """Move committed text to the lowest free slot, if that is lower; returns the slot."""

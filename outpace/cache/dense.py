@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from outpace.cache.base import PAGE, KVCache
+from outpace.kernels.moves import move
 
 _LARGE = 1 << 20
 """Bytes from which on memory is asked for in whole pages of the system."""
@@ -178,7 +179,7 @@ class DenseCache(KVCache):
         self.value_store[:, slot, :, start : start + values.shape[-2]] = values
 
     def _move(self, slot: int, rows: Sequence[int], start: int) -> None:
-        for store in self.by_row:
+        for store in () if move(self.key_store, self.value_store, slot, rows, start) else self.by_row:
             own = store[:, slot]
             own[:, start : start + len(rows)] = own[:, torch.tensor(rows, device=own.device)]
 

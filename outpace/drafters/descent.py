@@ -14,7 +14,7 @@ from outpace.cache.dense import DenseCache
 from outpace.coins import KeyedCoins
 from outpace.models.levels import Found, Picks, Start
 from outpace.tree.growth import Branch, DraftRow, Level
-from outpace.types import Drawn, Law
+from outpace.types import ROOT, Drawn, Law
 
 
 def picked(rows: Sequence[DraftRow[Any]], branches: Sequence[Branch[Any]], levels: int) -> Picks | None:
@@ -53,6 +53,7 @@ def start_of(
     Args:
         offset_B: positions of the first rows of the slots.
     """
+    begins = branches[0].nodes == (ROOT,)
     slot_B = [branch.state.slot for branch in branches]
     row_B = [cache.scratch(slot, levels).start for slot in slot_B]
     return Start(
@@ -60,20 +61,29 @@ def start_of(
         slot_B=slot_B,
         row_B=row_B,
         position_B=[row + offset for row, offset in zip(row_B, offset_B, strict=True)],
-        id_B=[branch.token_N[branch.nodes[0]] for branch in branches],
+        id_B=[] if begins else [branch.token_N[branch.nodes[0]] for branch in branches],
+        offset_B=offset_B,
     )
 
 
 def note(cache: DenseCache, branches: Sequence[Branch[Any]], found: Found) -> None:
-    """Number the rows of levels as those of passes are, and put them into the tails of their slots."""
+    """Number the rows of levels as those of passes are, and put them into the tails of their slots.
+
+    A first level below the pending token is a pass of its own, whose rows are there already.
+    """
     count, levels = len(branches), found.levels
     for i, branch in enumerate(branches):
         state, node = branch.state, branch.nodes[0]
-        tokens = [branch.token_N[node], *found.token_LB[i : levels * count : count]]
-        at = len(state.row) - 1 + state.lead
-        parents = [state.row[branch.parent_N[node]], *range(at, at + levels)]
-        cache.append(state.slot, tokens[:levels], parents[:levels])
-        state.row |= {node + level: at + level for level in range(levels)}
+        tokens = found.token_LB[i : levels * count : count]
+        if node == ROOT:
+            node, before = 0, state.row[ROOT]
+            if not levels:
+                cache.drop(state.slot)
+        else:
+            tokens, before = [branch.token_N[node], *tokens], state.row[branch.parent_N[node]]
+        at, rows = len(state.row) - 1 + state.lead, len(tokens) - 1
+        cache.append(state.slot, tokens[:rows], [before, *range(at, at + rows - 1)][:rows])
+        state.row |= {node + row: at + row for row in range(rows)}
 
 
 def levels_of(found: Found, count: int, id_D: Tensor | None) -> list[Level]:

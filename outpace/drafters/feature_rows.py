@@ -56,7 +56,7 @@ class FeatureNet(Protocol):
         ...
 
     def feature(self, taps: Mapping[str, Tensor]) -> Tensor:
-        """Features [T, F] of rows of a pass of the target, side by side; a copy."""
+        """Features [T, F] of rows of a pass of the target, side by side."""
         ...
 
     def run(
@@ -79,18 +79,23 @@ class FeatureNet(Protocol):
         """
         ...
 
+    @property
+    def descends(self) -> bool:
+        """Whether several passes run in one call here."""
+        ...
+
     def descend(
-        self, start: Start, picks: Picks, given_BH: Tensor, id_D: Tensor | None
-    ) -> tuple[Found, Tensor] | None:
+        self, start: Start, picks: Picks, given_TF: Tensor, id_D: Tensor | None, first: PassRows | None
+    ) -> tuple[Found, Tensor]:
         """Several passes over one row per sequence, each made from what the one before it gave.
 
         Args:
-            given_BH: outputs of the rows before the first ones.
+            given_TF: outputs of the rows before the first ones; with ``first``, features of the target.
             id_D: target ids of the columns of logits; None: they are the ids.
+            first: rows of a pass that is the first level; one of them is wanted per sequence.
 
         Returns:
-            The tokens, and the outputs of all rows [L * B, H], level by level; None where it has to be done
-            pass by pass.
+            The tokens, and the outputs of the rows of every level [L * B, H], level by level.
         """
         ...
 
@@ -121,11 +126,13 @@ class RowDrafter(FeatureDrafter[RowState]):
         self.cache: DenseCache = net.new_cache()
         self._outs: list[Tensor] = []
         """Outputs of the passes of this draft [., H]."""
+        self._ends = [0]
+        """How many rows they are: at first, and up to each."""
 
     def opened(self, slot: int) -> RowState:
         return RowState(slot)
 
-    def feature(self, taps: dict[str, Tensor]) -> Tensor:
+    def feature(self, taps: Mapping[str, Tensor]) -> Tensor:
         return self.net.feature(taps)
 
     def expand(self, branches: Sequence[Branch[RowState]]) -> tuple[Tensor, Tensor | None]:
@@ -133,49 +140,66 @@ class RowDrafter(FeatureDrafter[RowState]):
         first = branches[0].nodes == (ROOT,)
         feeds = [self._feed_waiting(b) if first else self._feed_nodes(b) for b in branches]
         if first:
-            self._outs = []
-        seen = sum(map(len, self._outs))
+            self._outs, self._ends = [], [0]
+        seen = self._ends[-1]
         for branch in branches:
             branch.state.out |= {node: seen + i for i, node in enumerate(branch.nodes)}
             seen += len(branch.nodes)
         rows = PassRows(feeds, self.cache, 1)
         with self.clock:
             if first:
-                given_TF = torch.cat([part for b in branches for part in b.state.waiting])
+                given_TF = _waiting([b.state for b in branches])
             else:
                 given_TF = self._given([b.state.out[b.parent_N[node]] for b in branches for node in b.nodes])
             out_FH, logits_FD = self.net.run(rows, self.cache, _starts(branches), given_TF, first)
-        self._outs.append(out_FH)
+        self._took(out_FH, seen - self._ends[-1])
         return logits_FD, self._id_D
 
     def descend(
         self, rows: Sequence[DraftRow[RowState]], branches: Sequence[Branch[RowState]], levels: int
     ) -> Sequence[Level]:
         """Several passes of the head in one call."""
-        picks = picked(rows, branches, levels)
+        picks = picked(rows, branches, levels) if self.net.descends else None
         if picks is None:
             return ()
+        fed = None
+        if branches[0].nodes == (ROOT,):
+            fed = PassRows([self._feed_waiting(b) for b in branches], self.cache, 1)
+            self._outs, self._ends = [], [0]
         start = start_of(self.cache, branches, levels, _starts(branches))
         with self.clock:
-            given_BH = self._given([branch.state.out[branch.parent_N[-1]] for branch in branches])
-            ran = self.net.descend(start, picks, given_BH, self._id_D)
-        found, out_TH = ran or (Found(0), given_BH[:0])
+            if fed is not None:
+                given_TF = _waiting([b.state for b in branches])
+            else:
+                given_TF = self._given([branch.state.out[branch.parent_N[-1]] for branch in branches])
+            found, out_TH = self.net.descend(start, picks, given_TF, self._id_D, fed)
         self.clock.count += found.levels - 1
         note(self.cache, branches, found)
-        seen, count = sum(map(len, self._outs)), len(branches)
+        seen, count = self._ends[-1], len(branches)
         for i, branch in enumerate(branches):
             node = branch.nodes[0]
             branch.state.out |= {node + level: seen + level * count + i for level in range(found.levels)}
-        self._outs.append(out_TH)
+        self._took(out_TH, found.levels * count)
         return levels_of(found, len(rows), self._id_D)
+
+    def outputs(self, branches: Sequence[Branch[RowState]]) -> Tensor:
+        """What the passes of this draft gave of the nodes [F, H]."""
+        return self._given([b.state.out[node] for b in branches for node in b.nodes])
 
     def _given(self, rows: Sequence[int]) -> Tensor:
         """Rows of the outputs of this draft; a copy, or the latest ones as they are."""
-        last = self._outs[-1]
-        if len(self._outs) == 1 and list(rows) == list(range(len(last))):
+        last, (start, end) = self._outs[-1], self._ends[-2:]
+        if list(rows) == list(range(start, end)):
             return last
-        self._outs = [torch.cat(self._outs)]
-        return self._outs[0].index_select(0, torch.tensor(rows, device=self.net.device))
+        if min(rows) < start:
+            last, start = torch.cat(self._outs), 0
+            self._outs, self._ends = [last], [0, end]
+        return last.index_select(0, torch.tensor([row - start for row in rows], device=self.net.device))
+
+    def _took(self, out_TH: Tensor, count: int) -> None:
+        """Take the outputs of a pass."""
+        self._outs.append(out_TH)
+        self._ends.append(self._ends[-1] + count)
 
     def _feed_waiting(self, branch: Branch[RowState]) -> Feed:
         """What the target computed since the last draft, the row of the pending token last."""
@@ -212,6 +236,12 @@ class RowDrafter(FeatureDrafter[RowState]):
     def forget(self, state: RowState) -> None:
         super().forget(state)
         state.row, state.out = {}, {}
+
+
+def _waiting(states: Sequence[RowState]) -> Tensor:
+    """Features of all rows that wait."""
+    parts = [part for state in states for part in state.waiting]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _starts(branches: Sequence[Branch[RowState]]) -> list[int]:

@@ -9,7 +9,7 @@ Shape letters: F width of all features side by side.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from outpace.cache.base import KVCache
 from outpace.drafters.base import ExpandingDrafter, Request
+from outpace.models.taps import cut
 from outpace.tree.growth import DraftRow
 from outpace.types import NOTHING, Draft, Outcome
 
@@ -44,7 +45,7 @@ class Followed:
     """Position of the first row of the slot; None: no features were seen yet."""
     waiting: list[Tensor] = field(default_factory=list)
     """Features [., F] of rows that are not in the cache for good; the last row's is among them."""
-    shown: list[tuple[dict[str, Tensor], slice | list[int] | None]] = field(default_factory=list)
+    shown: list[tuple[Mapping[str, Tensor], slice | list[int] | None]] = field(default_factory=list)
     """Features of passes, and which rows of them were committed: they wait behind the others."""
     ids: list[int] = field(default_factory=list)
     """The tokens at whose rows all of them were computed."""
@@ -71,8 +72,8 @@ class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
         """State of a new sequence."""
 
     @abstractmethod
-    def feature(self, taps: dict[str, Tensor]) -> Tensor:
-        """Features [., F] of rows of passes of the target, side by side; a copy."""
+    def feature(self, taps: Mapping[str, Tensor]) -> Tensor:
+        """Features [., F] of rows of passes of the target, side by side; perhaps the same memory."""
 
     @abstractmethod
     def read(self, states: Sequence[S]) -> None:
@@ -105,15 +106,17 @@ class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
                 self.keep(state)
             self.forget(state)
             scored = outcome.scored
-            seen = scored.taps.keys() >= wanted
+            seen = all(name in scored.taps for name in wanted)
             if not seen or self.end_of(state) != outcome.start:
                 self.restart(state)
             if seen and outcome.fed:
                 state.start = outcome.start if state.start is None else state.start
                 state.ids += outcome.fed
-                state.shown.append((dict(scored.taps), _rows(outcome)))
+                state.shown.append((scored.taps, _rows(outcome)))
                 if not scored.lasting or len(state.shown) >= _PIECES:
                     self.settle(state)
+                if not scored.lasting:
+                    state.waiting[-1] = state.waiting[-1].clone()
             if len(state.ids) > self.most_waiting:
                 self.settle(state)
                 long.append(state)
@@ -126,19 +129,14 @@ class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
         state.waiting, state.ids = [], []
 
     def settle(self, state: S) -> None:
-        """Copy the features of what was committed from those of whole passes."""
-        if len(state.shown) == 1:
-            (taps, at), state.shown = state.shown[0], []
-            feature = self.feature(taps if at is None else {name: taps[name][at] for name in taps})
-            lent = {one.untyped_storage().data_ptr() for one in taps.values()}
-            state.waiting.append(feature.clone() if feature.untyped_storage().data_ptr() in lent else feature)
-        elif state.shown:
-            parts = {
-                name: torch.cat([taps[name] if at is None else taps[name][at] for taps, at in state.shown])
-                for name in self.traits.taps
-            }
-            state.waiting.append(self.feature(parts))
-            state.shown = []
+        """Take the features of what was committed from those of whole passes."""
+        shown = [taps if at is None else cut(taps, at) for taps, at in state.shown]
+        state.shown = []
+        if len(shown) == 1:
+            state.waiting.append(self.feature(shown[0]))
+        elif shown:
+            names = self.traits.taps
+            state.waiting.append(self.feature({n: torch.cat([one[n] for one in shown]) for n in names}))
 
     def num_uncached(self, state: S, tokens: Sequence[int]) -> int:
         """Those whose features wait."""

@@ -122,7 +122,8 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
         self, rows: Sequence[DraftRow[ModelState]], branches: Sequence[Branch[ModelState]], levels: int
     ) -> Sequence[Level]:
         """Several passes of the draft model in one call, where it is a decoder whose passes are compiled."""
-        picks, model, cache = picked(rows, branches, levels), self.model, self.cache
+        model, cache = self.model, self.cache
+        picks = None if branches[0].nodes == (ROOT,) else picked(rows, branches, levels)
         if picks is None or not isinstance(model, Decoder) or not isinstance(cache, DenseCache):
             return ()
         start = start_of(cache, branches, levels, [0] * len(branches))

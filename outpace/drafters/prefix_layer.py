@@ -23,7 +23,7 @@ from outpace.models.base import Target
 from outpace.models.blocks import Form
 from outpace.models.families import DecoderConfig
 from outpace.models.passes import PassRows
-from outpace.models.plan import Seen
+from outpace.models.seen import Seen
 from outpace.types import Feed
 
 _WAITING = 256

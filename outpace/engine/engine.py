@@ -350,7 +350,7 @@ class Engine:
     def running(
         self, request: GenerationRequest, slot: int, method: Method, verifier: Verifier
     ) -> ActiveSequence:
-        """A sequence whose slot may hold a prefix of its prompt alrequest."""
+        """A sequence whose slot may hold a prefix of its prompt already."""
         self._count += 1
         request = replace(request, num_cached=self.cache.length(slot))
         ids, params = request.prompt, request.params

@@ -34,7 +34,6 @@ from outpace.verifiers.base import Verifier
 LONGEST = 48
 """Most guesses of a lookup that takes part unasked: a copy that goes on pays for so many."""
 
-
 LONG = 4096
 """Positions of models whose texts may be so long that drafters for long texts take part."""
 

@@ -41,7 +41,7 @@ class Scheduler:
         self.machine = machine
         self.active: list[ActiveSequence] = []
         """Sequences that are not finished, in the order in which they joined."""
-        self._turn_to_read = True
+        self._turn_to_read, self._mode = True, torch.inference_mode()
         self._emitted = 1.0
         """Tokens per sequence that the last step brought."""
 
@@ -115,7 +115,7 @@ class Scheduler:
 
     def _run(self, rows: list[ActiveSequence]) -> list[ActiveSequence]:
         before = sum(row.new_tokens for row in rows)
-        with torch.inference_mode():
+        with self._mode:
             step(self.machine, rows)
         self._emitted = (sum(row.new_tokens for row in rows) - before) / len(rows)
         return self._left(rows)

@@ -54,6 +54,7 @@ typedef struct {
     int64_t slot, row, rows, first, blocks, part, listed;
     int64_t list, list_layer, list_head; /* address of int32, and steps from list to list */
     int64_t copies, copied; /* addresses, or 0: listed blocks side by side, and which are there */
+    int64_t twin, same;     /* a slot whose first `same` rows are as those of `slot`: others read it too */
 } Chunk;
 
 /* Which rows of a slot a list shall name: see choose.h. */
@@ -280,8 +281,9 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
     const int64_t low = block < lists ? 0 : (c->first + block - lists) * BLOCK;
     const int64_t at = c->part + (block * p->kv + head) * M;
     int64_t C = p->capacity, listed = 0;
-    Row key = past(keys, c->slot * p->key_stride + head * D * C + low, half);
-    Row value = past(values, c->slot * p->value_stride + (head * C + low) * D, half);
+    const int64_t slot = block >= lists && low + BLOCK <= c->same ? c->twin : c->slot;
+    Row key = past(keys, slot * p->key_stride + head * D * C + low, half);
+    Row value = past(values, slot * p->value_stride + (head * C + low) * D, half);
     char own_keys[4 * WIDEST * BLOCK] __attribute__((aligned(64)));
     char own_values[4 * WIDEST * BLOCK] __attribute__((aligned(64)));
     if (block < lists) {

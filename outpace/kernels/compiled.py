@@ -36,6 +36,7 @@ _ARGUMENTS = {
     "outpace_run": "a",
     "outpace_levels": "a",
     "outpace_see": "aaiaiii",
+    "outpace_move": "a",
     "outpace_attend": "aiaaiii",
     "outpace_norm": "aaafaiiiiii",
     "outpace_gate": "aaiiiii",

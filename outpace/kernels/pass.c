@@ -6,6 +6,7 @@
 #include "attend.h"
 #include "choose.h"
 #include "draws.c"
+#include "move.h"
 #include "products.c"
 #include "rowwise.h"
 #include "team.h"

@@ -9,7 +9,7 @@ typedef struct {
     int64_t slot, row, rows; /* the first row, and how many there are */
     int64_t stored, base;    /* storage row of the first one; committed rows of the slot */
     int64_t first;           /* position from which on a layer without a window sees */
-    int64_t listed, list, list_layer, list_head, copies, copied; /* as in Chunk */
+    int64_t listed, list, list_layer, list_head, copies, copied, twin, same; /* as in Chunk */
     int64_t parents, depths; /* addresses of those of the whole tail; 0: in the order of positions */
 } Look;
 
@@ -51,7 +51,7 @@ static void cut_rows(Pass *p, const Look *l, int64_t tall) {
         for (int64_t i = 0; i < blocks; i++) unit[2 * i] = p->chunks, unit[2 * i + 1] = i;
         ((Chunk *)p->chunk)[p->chunks++] =
             (Chunk){l->slot, row, rows, first, blocks, p->parts, l->listed,
-                    l->list, l->list_layer, l->list_head, l->copies, l->copied};
+                    l->list, l->list_layer, l->list_head, l->copies, l->copied, l->twin, l->same};
         p->units += blocks;
         p->parts += blocks * rows * p->kv * p->group;
     }

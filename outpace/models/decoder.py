@@ -82,6 +82,7 @@ class Decoder(Target):
         self.checkpoint = checkpoint
         """What it was read from: tensors one at a time, by Hugging Face name."""
         self._blocks, self._ends, self._turns = blocks, ends, turns
+        self._attends = tuple(block.attends for block in blocks)
         self._shape = HeadShape(
             config.num_kv_heads,
             config.num_heads // config.num_kv_heads,
@@ -295,8 +296,7 @@ class Decoder(Target):
         if not isinstance(cache, DenseCache) or cache.layers != self.num_layers:
             raise ModelError(f"this cache was not made by {self.name}; use its new_cache()")
         resumed = [feed.resume.layer for feed in feeds if feed.resume is not None]
-        attends = [block.attends for block in self._blocks]
-        check_taps(self.name, taps, range(max(resumed, default=0), depth), attends)
+        check_taps(self.name, taps, range(max(resumed, default=0), depth), self._attends)
         rows = PassRows(feeds, cache, depth)
         with self.clock:
             return self._pass(rows, cache, depth, taps)

@@ -34,7 +34,7 @@ from outpace.models.views import Choice, KVView
 
 BLOCK = 128
 """Positions of a unit of work."""
-_CHUNK, _CHOICE, _LOOK = 12, 18, 14
+_CHUNK, _CHOICE, _LOOK = 14, 18, 16
 """Numbers of a ``Chunk`` and of a ``Choice`` of attend.h, and of a ``Look`` of see.h."""
 _NO_VIEW, _NO_TREE = (0,) * 7, (0,) * 2
 """Of those of a ``Look``."""
@@ -262,6 +262,7 @@ class View:
                 self._held.append(view)
                 looks.extend((view.rule.start(span.base), view.row_LKN.shape[2]))
                 looks.extend((*_list(view.row_LKN), *_copies(view, cache)))
+            looks.extend(cache.twin(span.slot))
             if span.chain:
                 looks.extend(_NO_TREE)
             else:

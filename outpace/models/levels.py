@@ -28,7 +28,7 @@ from outpace.models.rope import Rotation
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Start:
-    """The rows of the first level."""
+    """The rows of the first level; of the second, where the first one is a pass of its own."""
 
     cache: DenseCache
     """Keys and values; room for the rows of all levels is reserved."""
@@ -37,6 +37,9 @@ class Start:
     """Storage rows."""
     position_B: Sequence[int]
     id_B: Sequence[int]
+    """None where the level before picks them."""
+    offset_B: Sequence[int]
+    """Positions of the first rows of the slots."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -81,6 +84,7 @@ class Level:
     out: int
     """Buffers of queries, keys and values, and of what attention gives."""
     logits: int
+    """Address."""
     columns: int
     """Numbers of a row of logits."""
     heads: HeadShape
@@ -89,15 +93,18 @@ class Level:
     windows: Sequence[int | None]
     turns: Sequence[Rotation]
     """Rotary tables, likewise."""
+    first: Call | None = None
+    """Of the first level, which gives what the second one finds; None: the same."""
 
 
 class _Levels(ctypes.Structure):
     """``Levels`` of levels.h."""
 
     _fields_ = [
-        ("program", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("program", "first")),
         *((name, ctypes.c_int64) for name in "passes rows levels lent given bytes".split()),
-        *((name, ctypes.c_int64) for name in "logits width stride races".split()),
+        ("logits", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in "width stride races".split()),
         *(
             (name, ctypes.c_void_p)
             for name in "window look position column temperature coin key found prob law".split()
@@ -132,6 +139,7 @@ def run_levels(level: Level, start: Start, picks: Picks, id_D: Tensor | None, wi
     call.ids = ids.buffer_info()[0]
     whole = _Levels(
         program=ctypes.addressof(call),
+        first=None if level.first is None else ctypes.addressof(level.first),
         passes=len(told),
         rows=rows,
         levels=levels,

@@ -21,10 +21,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outpace.cache.dense import DenseCache
 from outpace.kernels.compiled import LANES, library
 from outpace.models import operations as kinds
-from outpace.models.attention import HeadShape, Span
+from outpace.models.attention import HeadShape
 from outpace.models.blocks import Block
 from outpace.models.fused import View, fits, tell
 from outpace.models.levels import Found, Level, Picks, Start, run_levels
@@ -34,6 +33,7 @@ from outpace.models.passes import PassRows
 from outpace.models.room import Lasting
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import KINDS, Norm
+from outpace.models.seen import Seen
 
 ALL, WANTED = 0, 1
 """Counts of rows: all of a pass, and those behind ``Plan.pick``."""
@@ -61,38 +61,26 @@ class Rows:
         return 0 if self.stride == self.width else self.stride
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Seen:
-    """Which rows of a pass attend, and to what."""
+@dataclass(slots=True, eq=False)
+class _Ready:
+    """A call that runs over so many rows, and what is kept for it."""
 
-    cache: DenseCache
-    """Keys and values; room for all rows is reserved."""
-    spans: Sequence[Span]
-    """All rows of the pass, in order: their keys and values are stored."""
-    positions: array[int]
-    """Of all rows."""
-    attending: Sequence[Span]
-    """Those whose results are wanted."""
-
-    @classmethod
-    def of(cls, rows: PassRows, cache: DenseCache, offsets: Sequence[int]) -> Seen:
-        """What the rows wanted of a pass see, as in a decoder.
-
-        Args:
-            cache: the one that they were made with.
-            offsets: per feed, the position of the first row of its slot.
-        """
-        spans, wanted, positions = rows.spans, rows.wanted, array("q")
-        for span, offset in zip(spans, offsets, strict=True):
-            positions.extend([offset + position for position in span.positions])
-        attending: Sequence[Span] = spans
-        if len(wanted) < len(positions):
-            of = [(span, at) for span in spans for at in range(len(span.stored))]
-            attending = [
-                replace(span, start=span.start + at, stored=span.stored[at : at + 1])
-                for span, at in (of[row] for row in wanted)
-            ]
-        return cls(cache=cache, spans=spans, positions=positions, attending=attending)
+    counts: tuple[int, ...]
+    size: int
+    """Numbers of memory in all."""
+    places: Sequence[tuple[int, int]]
+    """Buffers, and where in memory they begin."""
+    address: ctypes.Array[ctypes.c_void_p]
+    rows_C: ctypes.Array[ctypes.c_int64]
+    call: Call
+    logits: int = 0
+    """Where those of levels are, which nobody gets."""
+    base: int = 0
+    """Where the memory is that ``address`` tells of."""
+    memory: Tensor = _NOTHING
+    view: View | None = None
+    held: object = ()
+    """What else the call reads."""
 
 
 class Plan:
@@ -122,7 +110,7 @@ class Plan:
         self._attended: tuple[Rows, Rows] | None = None
         self._ids = 0
         """How many ids have vectors."""
-        self._layouts: dict[tuple[int, ...], tuple[int, list[tuple[int, int]]]] = {}
+        self._known: dict[tuple[int, ...], _Ready] = {}
         self._kept = _NOTHING
         self._view: View | None = None
         self._lasting: Lasting | None = None
@@ -294,140 +282,165 @@ class Plan:
         """
         code = library()
         assert code is not None and self.ready
-        held = [one.to(torch.float32).contiguous() for one in lent]
-        for rows, one in zip(self._lent, held, strict=True):
-            assert one.shape == (counts[rows.count], rows.width), (one.shape, counts, rows)
         lasting, self._lasting = self._lasting or Lasting(), None
         given = [lasting.rows(counts[rows.count], rows.width) for rows in self._given]
         self._lasting = lasting
-        memory, at = self._placed(counts, held, given)
-        self._check(ids)
-        address = (ctypes.c_void_p * len(at))(*at)
-        told = array("q", ids)
-        chosen, rows_C = array("q", picked), (ctypes.c_int64 * len(counts))(*counts)
-        call = self._call(address, rows_C, chosen)
-        call.ids = told.buffer_info()[0]
-        if seen is None:
-            code.outpace_run(ctypes.byref(call))
-        else:
-            self._attending(code, call, seen, at)
-        self._keep(memory)
+        places = [one.data_ptr() for one in given]
+        ready = self._prepared(tuple(counts), lent, places, picked, seen, ids)
+        code.outpace_run(ctypes.byref(ready.call))
+        self._keep(ready)
         return given
 
+    def _prepared(
+        self,
+        counts: tuple[int, ...],
+        lent: Sequence[Tensor],
+        given: Sequence[int],
+        picked: Sequence[int],
+        seen: Seen | None,
+        ids: Sequence[int],
+    ) -> _Ready:
+        """A run that is only to be called, and then to be kept; arguments as of ``run``, and addresses
+        of what is given.
+        """
+        floats = [
+            one if one.dtype is torch.float32 and one.is_contiguous() else one.float().contiguous()
+            for one in lent
+        ]
+        for rows, one in zip(self._lent, floats, strict=True):
+            assert one.shape == (counts[rows.count], rows.width), (one.shape, counts, rows)
+        ready, told, chosen = self._taken(counts), array("q", ids), array("q", picked)
+        self._lend(ready, [*(one.data_ptr() for one in floats), *given])
+        self._check(ids)
+        call, view, held = ready.call, ready.view, None
+        call.ids, call.picked = told.buffer_info()[0], chosen.buffer_info()[0]
+        call.threads = torch.get_num_threads()
+        if seen is not None:
+            heads, rotation = self._heads, self._rotation
+            assert self._attended is not None and view is not None and heads and rotation
+            head, out = (ready.address[rows.buffer] or 0 for rows in self._attended)
+            view.look(seen.cache, seen.spans, head, out, seen.attending)
+            last = max(seen.positions)
+            held = tell(call, heads, seen.cache, [view.told], [rotation], seen.positions, last)
+        ready.held = floats, told, chosen, held
+        return ready
+
     def run_levels(
-        self, start: Start, picks: Picks, given_BH: Tensor, id_D: Tensor | None
+        self,
+        start: Start,
+        picks: Picks,
+        given_TF: Tensor,
+        id_D: Tensor | None,
+        first: tuple[Plan, PassRows, Seen] | None = None,
     ) -> tuple[Found, Tensor]:
         """Run levels of a chain, each on one row per sequence.
 
         Args:
-            given_BH: what the first level is lent. What it gives first is lent to the next one, and what it
+            given_TF: what the first level is lent. What it gives first is lent to the next one, and what it
                 gives last are logits.
             id_D: tokens of the columns of logits; None: their places.
+            first: the plan of the first level, where it is another, and its rows.
 
         Returns:
             The tokens found, and what was given first [L * B, H], level by level.
         """
-        rows, width = given_BH.shape
-        lent, (given, logits) = self._lent[0], self._given
+        rows, lent, (given, logits) = len(start.slot_B), self._lent[0], self._given
         assert self._attended is not None and self._heads is not None and self._rotation is not None
         assert not any(whole in (lent, given) for _, whole, _, _ in self._views)
         self._check(start.id_B)
-        out_TH, logits_BD = torch.empty(picks.levels * rows, width), torch.empty(rows, logits.width)
-        memory, at = self._placed((rows, rows), [given_BH], [out_TH, logits_BD])
-        view, self._view = self._view or View(self._heads, self._window), None
-        address = (ctypes.c_void_p * len(at))(*at)
-        picked, rows_C = array("q", range(rows)), (ctypes.c_int64 * 2)(rows, rows)
+        out_TH, size, begins = torch.empty(picks.levels * rows, given.width), 4 * rows * given.width, None
+        ready, picked = self._taken((rows, rows)), array("q", range(rows))
+        brought, out = given_TF.data_ptr(), out_TH.data_ptr()
+        if first is not None:
+            plan, fed, seen = first
+            places, counts = [out, ready.logits], (len(fed.ids), rows)
+            begins = plan._prepared(counts, [given_TF], places, fed.wanted, seen, fed.ids)
+            brought, out = out, out + size
+        self._lend(ready, [brought, out, ready.logits])
+        call, view = ready.call, ready.view
+        call.picked, call.threads = picked.buffer_info()[0], torch.get_num_threads()
+        assert view is not None
         level = Level(
-            call=self._call(address, rows_C, picked),
-            address=address,
+            call=call,
+            address=ready.address,
             lent=lent.buffer,
             given=given.buffer,
-            bytes=4 * rows * width,
+            bytes=size,
             head=self._attended[0].buffer,
             out=self._attended[1].buffer,
-            logits=logits.buffer,
+            logits=ready.logits,
             columns=logits.width,
             heads=self._heads,
             views=[view],
             windows=[self._window],
             turns=[self._rotation],
+            first=None if begins is None else begins.call,
         )
         found = run_levels(level, start, picks, id_D, logits.width)
-        self._keep(memory)
-        self._view = view
-        return found, out_TH[: found.levels * rows]
+        self._keep(ready)
+        if first is not None and begins is not None:
+            first[0]._keep(begins)
+        return found, out_TH if found.levels == picks.levels else out_TH[: found.levels * rows]
 
-    def _placed(
-        self, counts: Sequence[int], lent: Sequence[Tensor], given: Sequence[Tensor]
-    ) -> tuple[Tensor, list[int]]:
-        """Memory for a run, and the address of every buffer."""
-        size, layout = self._layout(tuple(counts))
-        memory = self._memory(size)
-        at, base = [0] * self._buffers, memory.data_ptr()
-        for buffer, start in layout:
-            at[buffer] = base + 4 * start
-        for rows, one in zip((*self._lent, *self._given), (*lent, *given), strict=True):
-            at[rows.buffer] = one.data_ptr()
+    def _lend(self, ready: _Ready, places: Sequence[int]) -> None:
+        """Note where rows are that others bring, and then those that they get."""
+        at = ready.address
+        for rows, place in zip((*self._lent, *self._given), places, strict=True):
+            at[rows.buffer] = place
         for buffer, whole, column, left_out in self._views:
-            skipped = 0 if left_out == NONE else counts[left_out]
-            at[buffer] = at[whole.buffer] + 4 * (column + skipped * whole.stride)
-        return memory, at
-
-    def _call(
-        self, address: ctypes.Array[ctypes.c_void_p], rows_C: ctypes.Array[ctypes.c_int64], picked: array[int]
-    ) -> Call:
-        """All of a call but what its rows are; it refers to these."""
-        if self._listed is None:
-            self._listed = (Op * len(self._ops))(*self._ops)
-        return Call(
-            op=ctypes.addressof(self._listed),
-            ops=len(self._listed),
-            buffer=ctypes.addressof(address),
-            rows=ctypes.addressof(rows_C),
-            picked=picked.buffer_info()[0],
-            threads=torch.get_num_threads(),
-        )
+            skipped = 0 if left_out == NONE else ready.counts[left_out]
+            at[buffer] = (at[whole.buffer] or 0) + 4 * (column + skipped * whole.stride)
 
     def _check(self, ids: Sequence[int]) -> None:
         if self._ids and ids and not 0 <= min(ids) <= max(ids) < self._ids:
             raise IndexError(f"ids are 0 to {self._ids - 1}, got {min(ids)} to {max(ids)}")
 
-    def _attending(self, code: ctypes.CDLL, call: Call, seen: Seen, at: Sequence[int]) -> None:
-        """Run a list with attention in it."""
-        heads, rotation = self._heads, self._rotation
-        assert self._attended is not None and heads is not None and rotation is not None
-        head, out = (at[rows.buffer] for rows in self._attended)
-        view, self._view = self._view or View(heads, self._window), None
-        view.look(seen.cache, seen.spans, head, out, seen.attending)
-        last = max(seen.positions)
-        held = tell(call, heads, seen.cache, [view.told], [rotation], seen.positions, last)
-        code.outpace_run(ctypes.byref(call))
-        del held
-        self._view = view
-
-    def _keep(self, memory: Tensor) -> None:
-        self._kept = memory if len(memory) <= _KEPT else self._kept
-
-    def _memory(self, size: int) -> Tensor:
-        """Take what is kept, if it is enough: a run in another thread meanwhile finds nothing."""
+    def _taken(self, counts: tuple[int, ...]) -> _Ready:
+        """What is kept for a run over so many rows: one in another thread meanwhile finds nothing."""
+        ready = self._known.pop(counts, None) or self._made(counts)
         memory, self._kept = self._kept, _NOTHING
-        return memory if len(memory) >= size else torch.empty(size)
+        ready.memory = memory if len(memory) >= ready.size else torch.empty(ready.size)
+        base = ready.memory.data_ptr()
+        if base != ready.base:
+            for buffer, start in ready.places:
+                ready.address[buffer] = base + 4 * start
+            ready.base, ready.logits = base, base + 4 * ready.places[-1][1]
+        view, self._view = self._view, None
+        if self._heads is not None:
+            ready.view = view or View(self._heads, self._window)
+        return ready
 
-    def _layout(self, counts: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]]:
-        """Numbers of memory in all, and where the buffers begin."""
-        known = self._layouts.get(counts)
-        if known is None:
-            code = library()
-            assert code is not None
-            room = 0
-            for op in self._ops:
-                if op.kind == kinds.PRODUCT:
-                    room = max(room, code.outpace_room(op.part, op.parts, counts[op.rows]))
-            places, size = [(_OPERANDS, 0)], -(-room // (4 * LANES)) * LANES
-            for buffer, width, count in self._own:
-                places.append((buffer, size))
-                size += -(-counts[count] * width // LANES) * LANES
-            if len(self._layouts) >= _LAYOUTS:
-                self._layouts.clear()
-            known = self._layouts[counts] = size, places
-        return known
+    def _keep(self, ready: _Ready) -> None:
+        """Take back what a run had."""
+        self._kept = ready.memory if len(ready.memory) <= _KEPT else self._kept
+        self._view, ready.view, ready.memory, ready.held = ready.view, None, _NOTHING, ()
+        if len(self._known) >= _LAYOUTS:
+            self._known.clear()
+        self._known[ready.counts] = ready
+
+    def _made(self, counts: tuple[int, ...]) -> _Ready:
+        """Say where the buffers begin, and make a call that refers to them."""
+        code = library()
+        assert code is not None
+        if self._listed is None:
+            self._listed = (Op * len(self._ops))(*self._ops)
+        room = 0
+        for op in self._ops:
+            if op.kind == kinds.PRODUCT:
+                room = max(room, code.outpace_room(op.part, op.parts, counts[op.rows]))
+        places, size = [(_OPERANDS, 0)], -(-room // (4 * LANES)) * LANES
+        for buffer, width, count in self._own:
+            places.append((buffer, size))
+            size += -(-counts[count] * width // LANES) * LANES
+        if self._given:
+            last = self._given[-1]
+            places.append((last.buffer, size))
+            size += -(-counts[last.count] * last.width // LANES) * LANES
+        address, rows_C = (ctypes.c_void_p * self._buffers)(), (ctypes.c_int64 * len(counts))(*counts)
+        call = Call(
+            op=ctypes.addressof(self._listed),
+            ops=len(self._listed),
+            buffer=ctypes.addressof(address),
+            rows=ctypes.addressof(rows_C),
+        )
+        return _Ready(counts, size, places, address, rows_C, call)

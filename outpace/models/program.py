@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -68,7 +68,7 @@ from outpace.models.passes import PassRows
 from outpace.models.room import Room
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import KINDS, Norm
-from outpace.models.taps import spread
+from outpace.models.taps import SideBySide, spread
 
 _ALL, _SOME, _HEADED = range(3)
 """Counts of rows: of the pass, of those whose results are wanted, of those with logits."""
@@ -85,7 +85,7 @@ class _List:
 class Results:
     """What a pass gives, all of it memory of its own but for the logits."""
 
-    taps: dict[str, Tensor]
+    taps: Mapping[str, Tensor]
     """Of all rows."""
     last_TH: Tensor | None
     """Normed, of the rows picked; None may be had where no riders are."""
@@ -102,8 +102,6 @@ class _Way:
     taps: frozenset[str]
     picked: array[int]
     ids: array[int]
-    seen: dict[str, Tensor]
-    """Features found so far."""
 
 
 class Programs:
@@ -177,8 +175,7 @@ class Programs:
         embed: Callable[[Sequence[int]], Tensor],
         logits_TV: Tensor,
     ) -> Results:
-        seen: dict[str, Tensor] = {}
-        way = _Way(cache, taps, array("q", [*rows.wanted, *rows.riders]), array("q", rows.ids), seen)
+        way = _Way(cache, taps, array("q", [*rows.wanted, *rows.riders]), array("q", rows.ids))
         counts = len(rows.ids), len(way.picked), len(logits_TV)
         buffers = self._taken(counts[0])
         found = (ctypes.c_double * (2 * counts[2]))()
@@ -193,18 +190,19 @@ class Programs:
             for start, embed_RH in rows.embeds:
                 stream_TH[start : start + len(embed_RH)] = embed_RH
         if rows.levels:
-            self._joining(buffers, rows, depth, counts, way)
+            seen = self._joining(buffers, rows, depth, counts, way)
         else:
             listed = self._list(range(depth), embedded, True, taps)
-            self._some(buffers, listed, rows.spans, counts, way)
+            seen = self._some(buffers, listed, rows.spans, counts, way)
         last_TH = buffers.lent[LAST][: counts[1]].clone() if rows.riders else None
         self._free.append(buffers)
         return Results(seen, last_TH, logits_TV, ([int(one) for one in found[::2]], found[1::2]))
 
     def _joining(
         self, buffers: Buffers, rows: PassRows, depth: int, counts: tuple[int, int, int], way: _Way
-    ) -> None:
-        """Run a pass whose rows do not all begin at the first layer."""
+    ) -> Mapping[str, Tensor]:
+        """Run a pass whose rows do not all begin at the first layer; gives its features."""
+        seen: dict[str, Tensor] = {}
         stream_TH = buffers.lent[STREAM]
         whole_TH = stream_TH[: counts[0]]
         borders = [0, *rows.levels, depth]
@@ -218,19 +216,19 @@ class Programs:
             if few:
                 buffers.lend(STREAM, whole_TH[index])
             listed = self._list(range(begin, end), False, False, way.taps)
-            self._some(buffers, listed, spans, (len(running), 0, 0), way)
+            found = self._some(buffers, listed, spans, (len(running), 0, 0), way)
             if few:
                 whole_TH[index] = buffers.lent[STREAM]
                 buffers.lend(STREAM, stream_TH)
-                for name in listed.taps:
-                    way.seen[name] = spread(way.seen[name], index, counts[0])
+            seen |= {name: spread(one, index, counts[0]) if few else one for name, one in found.items()}
         for other, layer, spans, running in rows.apart():
             own_TH = whole_TH[running]
             other.run_rows(own_TH, range(layer, depth), spans, way.cache)
             whole_TH[running] = own_TH
         if f"hidden.{depth}" in way.taps:
-            way.seen[f"hidden.{depth}"] = whole_TH.clone()
-        self._some(buffers, self._list(range(depth, depth), False, True, way.taps), [], counts, way)
+            seen[f"hidden.{depth}"] = whole_TH.clone()
+        last = self._some(buffers, self._list(range(depth, depth), False, True, way.taps), [], counts, way)
+        return {**seen, **last}
 
     @property
     def embeds(self) -> bool:
@@ -256,7 +254,7 @@ class Programs:
             bytes=0,
             head=HEADS,
             out=ATTENDED,
-            logits=LOGITS,
+            logits=buffers.lent[LOGITS].data_ptr(),
             columns=head.outputs,
             heads=self._shape,
             views=buffers.views,
@@ -279,18 +277,22 @@ class Programs:
         buffers = self._taken(len(x_TH))
         stream_TH = buffers.lent[STREAM]
         buffers.lend(STREAM, x_TH)
-        way = _Way(cache, frozenset(), array("q"), array("q"), {})
+        way = _Way(cache, frozenset(), array("q"), array("q"))
         self._some(buffers, self._list(layers, False, False, way.taps), spans, (len(x_TH), 0, 0), way)
         buffers.lend(STREAM, stream_TH)
         self._free.append(buffers)
 
     def _some(
         self, buffers: Buffers, listed: _List, spans: Sequence[Span], counts: tuple[int, int, int], way: _Way
-    ) -> None:
-        """Run the operations of a list on rows of the stream."""
-        for i, name in enumerate(listed.taps):
-            way.seen[name] = buffers.lasting.rows(counts[0], self._config.hidden_size)
-            buffers.lend(TAP + i, way.seen[name])
+    ) -> Mapping[str, Tensor]:
+        """Run the operations of a list on rows of the stream; gives features."""
+        seen: Mapping[str, Tensor] = {}
+        if listed.taps:
+            each, width = self._config.hidden_size, self._config.hidden_size * len(listed.taps)
+            piece, first, at = buffers.lasting.place(counts[0] * width)
+            seen = SideBySide(listed.taps, piece, first, counts[0], width)
+            for i in range(len(listed.taps)):
+                buffers.address[TAP + i] = at + 4 * i * each
         rows = (ctypes.c_int64 * 3)(*counts)
         call = _call(buffers, listed, rows, way.picked)
         call.ids = way.ids.buffer_info()[0]
@@ -306,6 +308,7 @@ class Programs:
             held = tell(call, shape, cache, told, self._turns, positions, max(positions))
         self._run(ctypes.byref(call))
         del held
+        return seen
 
     def _list(self, layers: range, begins: bool, ends: bool, taps: frozenset[str]) -> _List:
         """The operations of some layers, of the embedding before and of what follows them."""
@@ -382,6 +385,9 @@ class _Lister:
                 self._norm(ends.norm, PICKED, LAST, rows=_SOME)
             self._product(ends.head, LAST, LOGITS, rows=_HEADED)
             self._op(BEST, rows=_HEADED, from_=LOGITS, to=FOUND, width=ends.head.outputs)
+        for op in self._ops:
+            op.to_stride = hidden * len(self._taps) if op.to >= TAP else 0
+            op.from_stride = hidden * len(self._taps) if op.from_ >= TAP else 0
         return _List((Op * len(self._ops))(*self._ops), tuple(self._taps))
 
     def _attention(self, block: Block, layer: int) -> None:

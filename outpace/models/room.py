@@ -52,13 +52,18 @@ class Lasting:
     """
 
     def __init__(self) -> None:
-        self._piece, self._used = torch.empty(0), 0
+        self._piece, self._address, self._size, self._used = torch.empty(0), 0, 0, 0
 
     def rows(self, count: int, width: int) -> Tensor:
         """Memory for float32 [count, width], to be written."""
-        size = count * width
-        if self._used + size > len(self._piece):
+        piece, first, _ = self.place(count * width)
+        return piece.as_strided((count, width), (width, 1), first)
+
+    def place(self, size: int) -> tuple[Tensor, int, int]:
+        """Memory for so many numbers of float32: a piece, the first of them there, and its address."""
+        if self._used + size > self._size:
             with torch.inference_mode(False):
                 self._piece, self._used = torch.empty(max(_PIECE, size)), 0
+            self._address, self._size = self._piece.data_ptr(), len(self._piece)
         first, self._used = self._used, self._used + size
-        return self._piece.as_strided((count, width), (width, 1), first)
+        return self._piece, first, self._address + 4 * first

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from outpace.errors import ModelError
@@ -11,7 +13,8 @@ from outpace.errors import ModelError
 _TAPS = ("hidden", "attn_in", "attn_out")
 
 
-def check_taps(who: str, taps: Iterable[str], layers: range, attends: Sequence[bool]) -> None:
+@lru_cache(256)
+def check_taps(who: str, taps: frozenset[str], layers: range, attends: tuple[bool, ...]) -> None:
     """Refuse names that a pass over some layers cannot give.
 
     Args:
@@ -42,3 +45,56 @@ def tap(taps: frozenset[str], seen: dict[str, Tensor], name: str, rows: Tensor) 
     """Keep a copy of rows that somebody asked for."""
     if name in taps:
         seen[name] = rows.clone()
+
+
+class SideBySide(Mapping[str, Tensor]):
+    """Features of the same rows side by side in a piece of memory; each by name is a view of it.
+
+    Args:
+        names: of features of equal width, in their order.
+        piece: its numbers from ``first`` on are theirs, ``width`` for every row.
+    """
+
+    def __init__(self, names: tuple[str, ...], piece: Tensor, first: int, rows: int, width: int) -> None:
+        self.names = names
+        self._piece, self._first, self._rows, self._width = piece, first, rows, width
+
+    @property
+    def whole_TF(self) -> Tensor:
+        """All of them, as they are."""
+        return self._piece.as_strided((self._rows, self._width), (self._width, 1), self._first)
+
+    def cut(self, rows: slice | list[int]) -> SideBySide:
+        """Some rows of all features; of the same memory if they are the first ones."""
+        if isinstance(rows, slice):
+            assert not rows.start and rows.step is None
+            return SideBySide(self.names, self._piece, self._first, min(rows.stop, self._rows), self._width)
+        return SideBySide(self.names, self.whole_TF[rows], 0, len(rows), self._width)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.names:
+            raise KeyError(name)
+        width = self._width // len(self.names)
+        first = self._first + self.names.index(name) * width
+        return self._piece.as_strided((self._rows, width), (self._width, 1), first)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def cut(taps: Mapping[str, Tensor], rows: slice | list[int]) -> Mapping[str, Tensor]:
+    """Some rows of all features: the first ones, as views, or those of a list."""
+    return taps.cut(rows) if isinstance(taps, SideBySide) else {name: x[rows] for name, x in taps.items()}
+
+
+def beside(taps: Mapping[str, Tensor], names: tuple[str, ...]) -> Tensor:
+    """Features of these names [T, F] in their order: as they are if they lie so, else a copy."""
+    if isinstance(taps, SideBySide) and taps.names == names:
+        return taps.whole_TF
+    return torch.cat([taps[name] for name in names], -1)

@@ -9,23 +9,17 @@ Shape letters: B sequences, T tokens, H hidden size.
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from outpace.models.base import Target
 from outpace.train.batches import Batch
 from outpace.train.features import passes, width_of
 from outpace.train.pipeline import Pipeline
+from outpace.train.speed import LIKELY, decode_seconds, row_seconds, seconds_of, typical_prompt
 from outpace.train.vocab import reduced_vocab
-from outpace.types import Feed, VocabMap
-
-_FULL = 0.6
-"""Length of an answer as a share of the longest allowed, where none is known."""
-_SAMPLE = 64  # prompts whose lengths are looked at
+from outpace.types import VocabMap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,15 +68,15 @@ def estimate(pipeline: Pipeline, measured_tokens: int = 0) -> Estimate:
     if store is not None and known:
         answer, prompt = done / len(store), float(store.prompt_S.mean())
     else:
-        lengths = [len(pipeline.engine.encode(p.messages)) for p in pipeline.prompts[:_SAMPLE]]
-        fitting = [n for n in lengths if n <= data.max_prompt] or [data.max_prompt]
-        answer, prompt = _FULL * data.max_new_tokens, sum(fitting) / len(fitting)
+        answer = LIKELY * data.max_new_tokens
+        begun = round(data.tokens / (answer * data.answers))
+        prompt = typical_prompt(pipeline.engine, pipeline.prompts[:begun], data.max_prompt)
     wanted = max(data.tokens, done) if pipeline.prompts else done
     answers = max(1, round(wanted / max(answer, 1.0)))
     tokens = round(wanted + answers * prompt)
-    decode, cache_bytes = _decode(target, data.batch, round(prompt + answer / 2))
-    alone, _ = _decode(target, 1, round(prompt + answer / 2))
-    per_row = _row_seconds(target, passes(pipeline.taps))
+    decode, cache_bytes = decode_seconds(target, data.batch, round(prompt + answer / 2))
+    alone, _ = decode_seconds(target, 1, round(prompt + answer / 2))
+    per_row = row_seconds(target, passes(pipeline.taps))
     missing = (wanted - done) / max(answer, 1.0)  # answers still to be made
     step_seconds, parameters = _step(pipeline)
     batches = max(1, round(tokens / options.pipeline.tokens_per_batch))
@@ -107,40 +101,12 @@ def estimate(pipeline: Pipeline, measured_tokens: int = 0) -> Estimate:
         disk_bytes=max(0, room - there) + 4 * tokens + 3 * 12 * parameters,
         memory_bytes=_peak_memory() + cache_bytes * rows * data.batch,
         steps=steps,
-        generate_seconds=missing * (answer * decode / data.batch + prompt * per_row),
+        generate_seconds=missing * (answer * decode / data.batch + prompt * per_row / data.answers),
         feature_seconds=computed * per_row if pipeline.taps else 0.0,
         train_seconds=train_seconds,
         # Both warm up, and a drafter that is not trained yet may be no faster.
         measure_seconds=2 * measured_tokens * alone,
     )
-
-
-def _decode(target: Target, batch: int, context: int) -> tuple[float, int]:
-    """Seconds of a pass over ``batch`` sequences so long, and cache bytes per token of one."""
-    context = max(1, min(context, target.max_positions - 2))
-    cache = target.new_cache(capacity=context + 1)
-    slots = [cache.open() for _ in range(batch)]
-    for slot in slots:  # keys that nobody computed: what they hold is no matter for the time
-        cache.append(slot, [0] * context, range(-1, context - 1))
-        cache.keep(slot, range(context))
-
-    def one() -> None:
-        target.score([Feed.chain(slot, [0]) for slot in slots], cache)
-        for slot in slots:
-            cache.drop(slot)
-
-    return _seconds(one), cache.nbytes // (batch * (context + 1))
-
-
-def _row_seconds(target: Target, taps: frozenset[str]) -> float:
-    """Seconds per token of a pass as capturing makes them."""
-    length = max(1, min(256, target.max_positions - 1))
-
-    def one() -> None:
-        cache = target.new_cache(capacity=length)
-        target.score([Feed.chain(cache.open(), [0] * length, want=()) for _ in range(4)], cache, taps=taps)
-
-    return _seconds(one) / (4 * length)
 
 
 def _step(pipeline: Pipeline) -> tuple[float, int]:
@@ -176,15 +142,7 @@ def _step(pipeline: Pipeline) -> tuple[float, int]:
         loss.backward()  # type: ignore[no-untyped-call]
 
     learned = [p for p in objective.module.parameters() if p.requires_grad]
-    return _seconds(one), sum(p.numel() for p in learned)
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    """The second of two runs: the first one sets things up."""
-    work()
-    began = time.perf_counter()
-    work()
-    return max(time.perf_counter() - began, 1e-9)
+    return seconds_of(one), sum(p.numel() for p in learned)
 
 
 def _peak_memory() -> int:

@@ -317,9 +317,28 @@ class FeatureStore:
 def folder_for(tokens: Path, taps: Sequence[str]) -> Path:
     """Where the features so named of a token store lie, perhaps among others."""
     for manifest in sorted((tokens / "features").glob("*/manifest.json")):
-        if set(taps) <= set(manifest.parent.name.split("+")):
+        if set(taps) <= set(_taps_of(manifest.parent.name)):
             return manifest.parent
-    return tokens / "features" / "+".join(sorted(taps))
+    return tokens / "features" / _name_of(taps)
+
+
+def _name_of(taps: Sequence[str]) -> str:
+    """A folder's name: the taps, layers of keys and values in runs, since names of files are short."""
+    layers = sorted(int(tap.removeprefix(_KV)) for tap in taps if tap.startswith(_KV))
+    firsts = [i for i in layers if i - 1 not in layers]
+    lasts = [i for i in layers if i + 1 not in layers]
+    runs = [f"{_KV}{a}" + f"-{b}" * (a < b) for a, b in zip(firsts, lasts, strict=True)]
+    return "+".join([*sorted(passes(taps)), *runs])
+
+
+def _taps_of(name: str) -> Iterator[str]:
+    """The taps that a folder's name tells."""
+    for part in name.split("+"):
+        first, dash, last = part.removeprefix(_KV).partition("-")
+        if part.startswith(_KV) and dash and first.isdecimal() and last.isdecimal():
+            yield from (f"{_KV}{i}" for i in range(int(first), int(last) + 1))
+        else:
+            yield part
 
 
 def size_text(size: float) -> str:

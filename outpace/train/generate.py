@@ -23,7 +23,9 @@ from outpace.engine.engine import Engine
 from outpace.errors import RequestError
 from outpace.params import SamplingParams
 from outpace.train.corpus import CorpusPrompt, digest_of
+from outpace.train.crowd import Wanted, answer_each
 from outpace.train.progress import Say, Tick
+from outpace.train.speed import LIKELY, decode_seconds, row_seconds, typical_prompt
 from outpace.train.tokens import TokenSequence, TokenStore
 from outpace.types import StepRecord
 
@@ -31,6 +33,7 @@ PLAN = 1 << 40
 """Numbers of the second work in a store begin here, those of the third at twice that."""
 LOOP_TOKENS, LOOP_PERIOD = 64, 32
 """An answer loops if its last so many tokens repeat a period of at most so many."""
+_LOOK_EVERY = 16  # tokens
 _SAY_EVERY = 10.0  # seconds
 
 
@@ -48,6 +51,8 @@ class GenerateConfig:
     """Longest answer."""
     max_prompt: int = 3072
     """Longer prompts are left out, tokens."""
+    answers: int = 4
+    """Answers to a prompt one after another: it is read once for all of them."""
     batch: int = 64
     """Answers under way at a time."""
     seed: int = 0
@@ -58,7 +63,7 @@ class GenerateConfig:
     """... or so many seconds: what a killed process loses at most."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "max_new_tokens", "max_prompt", "batch", "shard_tokens"):
+        for name in ("tokens", "max_new_tokens", "max_prompt", "answers", "batch", "shard_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.greedy <= 1:
@@ -70,7 +75,7 @@ class GenerateConfig:
         """What decides about the answers, for the manifest."""
         return {
             name: getattr(self, name)
-            for name in ("greedy", "coolest", "hottest", "max_new_tokens", "max_prompt", "seed")
+            for name in ("answers", "greedy", "coolest", "hottest", "max_new_tokens", "max_prompt", "seed")
         }
 
 
@@ -84,17 +89,24 @@ class Ask:
 
 
 def ask_of(number: int, prompts: int, config: GenerateConfig) -> Ask:
-    """What a number stands for: prompts go round, and each round gives a prompt other coins.
+    """What a number stands for: prompts go round, a few answers each, and each answer has other coins.
 
-    In every round another ``greedy`` of the prompts is answered greedily, until each was once.
+    Of a prompt's first ``1 / greedy`` answers one is greedy, and none of the later ones.
     """
-    turn, prompt = divmod(number, prompts)
+    group, turn = divmod(number, config.answers)
+    turn += group // prompts * config.answers
+    prompt = group % prompts
     of_prompt = _uniform(config.seed, "greedy", prompt)
     if turn * config.greedy <= of_prompt < (turn + 1) * config.greedy:
         return Ask(number, prompt, 0.0, 0)
     heat = _uniform(config.seed, "heat", number)
     temperature = config.coolest + heat * (config.hottest - config.coolest)
     return Ask(number, prompt, round(temperature, 3), int(_uniform(config.seed, "coins", number) * 2**48))
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether an answer has begun to repeat itself; looked at every few tokens, for that takes time."""
+    return len(tokens) % _LOOK_EVERY == 0 and without_loop(tokens) < len(tokens)
 
 
 def without_loop(tokens: Sequence[int]) -> int:
@@ -184,22 +196,22 @@ class _Work:
         self.emitted = self.finished = 0  # tokens of this process: made, and made in done answers
         self.waiting: list[TokenSequence] = []
         self.cut = {"looped_answers": 0, "loop_tokens_cut": 0}
-        self.asked: list[tuple[Ask, tuple[int, ...]]] = []  # in the order of Engine.map
+        self.asked: list[tuple[Ask, tuple[int, ...]]] = []  # in the order of their beginning
         self.answers, self.number, self.skipped = len(store), 0, 0
         self.done = set(store.number_S.tolist())
         self.began = self.told = self.flushed = time.perf_counter()
 
     def run(self) -> None:
+        if self.kept < self.config.tokens:
+            self.say(Tick("generating", self.kept, self.config.tokens, "tokens", self._likely_rate()))
         while self.kept < self.config.tokens:  # again where answers were shorter than those before
             self._round()
         self._tell()
 
     def _round(self) -> None:
         first = len(self.asked)
-        for index, result in self.engine.map(
-            self._prompts(first), self._params(), batch=self.config.batch, drafter="none"
-        ):
-            ask, ids = self.asked[first + index]
+        for index, result in answer_each(self.engine, self._wanted(first), self.config.batch):
+            ask, ids = self.asked[index]
             self.answers += 1
             length = without_loop(result.tokens)
             self.finished += len(result.tokens)
@@ -238,48 +250,71 @@ class _Work:
         done = self.kept + self.emitted - self.finished  # those under way count as well
         self.say(Tick("generating", min(done, self.config.tokens), self.config.tokens, "tokens", rate))
 
+    def _likely_rate(self) -> float:
+        """Tokens a second to count on, from a few passes and the lengths of the prompts that come."""
+        config, target = self.config, self.engine.target
+        answer = max(1.0, self.kept / self.answers) if self.answers else LIKELY * config.max_new_tokens
+        missing = round((config.tokens - self.kept) / (answer * config.answers))
+        first = self.answers // config.answers % len(self.prompts)
+        coming = [*self.prompts[first:], *self.prompts[:first]][: missing + 1]
+        prompt = typical_prompt(self.engine, coming, config.max_prompt)
+        decode, _ = decode_seconds(target, config.batch, round(prompt + answer / 2))
+        read = prompt * row_seconds(target, frozenset()) / config.answers
+        return answer / (answer * decode / config.batch + read)
+
     def _expected(self, begun: int) -> float:
         """Tokens that there will be when the answers are finished that were begun."""
         # The first that are finished are the short ones, so a few long ones are put to them.
         usual = (self.kept + 4 * self.config.max_new_tokens) / (self.answers + 4)
         return self.kept + max(begun * usual, self.emitted - self.finished)
 
-    def _prompts(self, first: int) -> Iterator[tuple[int, ...]]:
-        """Token ids of the prompts wanted, until enough answers were begun; one at least."""
+    def _wanted(self, first: int) -> Iterator[Wanted]:
+        """Prompts with the answers wanted of each, until enough were begun; one at least."""
         before = self.answers
-        while (
-            self.kept < self.config.tokens
-            and self._expected(len(self.asked) - first - (self.answers - before)) < self.config.tokens
-        ):
-            ask = ask_of(self.number, len(self.prompts), self.config)
-            self.number += 1
-            if self.first + ask.number in self.done:
-                continue
-            ids = self.engine.encode(self.prompts[ask.prompt].messages)
-            if len(ids) > self.config.max_prompt:
-                self.skipped += 1
-                if self.skipped > len(self.prompts):
-                    raise RequestError(
-                        f"no prompt has at most {self.config.max_prompt} tokens; raise max_prompt"
-                    )
-                continue
-            self.skipped = 0
-            self.asked.append((ask, ids))
-            yield ids
-
-    def _params(self) -> Iterator[SamplingParams]:
-        """Settings of the prompt that was taken last. Neutral where a model has its own wishes."""
         while True:
-            ask, _ = self.asked[-1]
-            yield SamplingParams(
-                temperature=ask.temperature,
-                top_k=0,
-                top_p=1.0,
-                min_p=0.0,
-                repetition_penalty=1.0,
-                max_new_tokens=self.config.max_new_tokens,
-                seed=ask.seed,
-            )
+            begun = len(self.asked)
+            ids: tuple[int, ...] = ()
+            params: list[SamplingParams] = []
+            while (
+                (not params or self.number % self.config.answers)
+                and self.kept < self.config.tokens
+                and self._expected(len(self.asked) - first - (self.answers - before)) < self.config.tokens
+            ):
+                ask = ask_of(self.number, len(self.prompts), self.config)
+                self.number += 1
+                if self.first + ask.number in self.done:
+                    continue
+                ids = ids or self.engine.encode(self.prompts[ask.prompt].messages)
+                if len(ids) > self.config.max_prompt:
+                    self._skip(ask)
+                    ids = ()
+                    continue
+                self.asked.append((ask, ids))
+                params.append(self._params(ask))
+            if not params:
+                return
+            self.skipped = 0
+            yield Wanted(ids, params, begun)
+
+    def _skip(self, ask: Ask) -> None:
+        """Leave out all answers to a prompt that is too long."""
+        self.number = (ask.number // self.config.answers + 1) * self.config.answers
+        self.skipped += 1
+        if self.skipped > len(self.prompts):
+            raise RequestError(f"no prompt has at most {self.config.max_prompt} tokens; raise max_prompt")
+
+    def _params(self, ask: Ask) -> SamplingParams:
+        """Settings of an answer. Neutral where a model has its own wishes."""
+        return SamplingParams(
+            temperature=ask.temperature,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            max_new_tokens=self.config.max_new_tokens,
+            stop_when=loops,
+            seed=ask.seed,
+        )
 
 
 def _uniform(seed: int, what: str, number: int) -> float:

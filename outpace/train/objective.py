@@ -81,6 +81,8 @@ class Objective(ABC):
     """Frozen keyword-only dataclass: the options of ``outpace train METHOD``."""
     module: nn.Module
     """All that is trained."""
+    fresh: ClassVar[Sequence[str]] = ()
+    """Tensors that a drafter to start from may lack: they start as usual."""
     done: float = 0.0
     """Share of the training that is behind; the loop says so before every step."""
     config: Any
@@ -175,10 +177,15 @@ class Objective(ABC):
                     label_R=label_BA[keep_BA],
                     weight_R=weight_R,
                 )
+                + self.beside(state_BAH[keep_BA], head_DH, p_ND, row_R)
             )
             counts.append(len(row_R) if weight_R is None else float(weight_R.sum()))
         tokens = max(1, counts[0])
         return Step(weighted(losses, weight_J) / tokens, round(tokens))
+
+    def beside(self, state_RH: Tensor, head_DH: Tensor, p_ND: Tensor | None, row_R: Tensor) -> Tensor | float:
+        """A loss beside that of the guesses of a depth, summed over its rows."""
+        return 0.0
 
     @torch.no_grad()
     def _behind_refused(self, state_BAH: Tensor, aligned: Aligned, ahead: int, head_DH: Tensor) -> Tensor:

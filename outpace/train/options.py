@@ -25,6 +25,8 @@ from outpace.train.objective import Objective
 class PipelineConfig:
     vocab: int | None = 8192
     """Size of the draft vocabulary; none: the target's whole."""
+    coverage: float = 0.0
+    """Share of the held-out answers' tokens that it must hold: a smaller vocabulary grows until it does."""
     tokens_per_batch: int = 2048
     """Most tokens of a training batch, padding included."""
     max_length: int = 1024
@@ -40,6 +42,8 @@ class PipelineConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.feature_gb < 0:
             raise ValueError(f"feature_gb must be at least 0, got {self.feature_gb}")
+        if not 0 <= self.coverage <= 1:
+            raise ValueError(f"coverage must be in [0, 1], got {self.coverage}")
         if self.epochs <= 0:
             raise ValueError(f"epochs must be above 0, got {self.epochs}")
         if self.vocab is not None and self.vocab < 1:

@@ -48,7 +48,7 @@ from outpace.train.options import Options
 from outpace.train.progress import Say
 from outpace.train.repeats import near_duplicates
 from outpace.train.tokens import TokenStore
-from outpace.train.vocab import always_kept, count_tokens, coverage, reduced_vocab
+from outpace.train.vocab import always_kept, count_tokens, coverage, reduced_vocab, size_for
 from outpace.types import VocabMap
 
 
@@ -203,8 +203,11 @@ class Pipeline:
         size = self.options.pipeline.vocab
         if size is None or size >= self.target.vocab_size:
             return None
-        counts = count_tokens(self.store, self.target.vocab_size)
-        return reduced_vocab(counts, size, always_kept(self.target))
+        counts, kept = count_tokens(self.store, self.target.vocab_size), always_kept(self.target)
+        if wanted := self.options.pipeline.coverage:
+            held = count_tokens(self.store, self.target.vocab_size, held_out=True)
+            size = size_for(counts, held, size, wanted, kept)
+        return reduced_vocab(counts, size, kept)
 
     def batches(self, split: Split) -> Batches:
         """Batches of this process, as training reads them."""
@@ -360,6 +363,8 @@ def begin_from(objective: Objective, folder: Path) -> None:
     """
     stored = read_tensors(folder)
     for name, tensor in objective.named().items():
+        if name not in stored and name in objective.fresh:
+            continue
         if name not in stored or stored[name].shape != tensor.shape:
             shape = list(stored[name].shape) if name in stored else "missing"
             raise ModelError(

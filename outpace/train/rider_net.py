@@ -32,13 +32,13 @@ class RiderNet:
 
     Args:
         target: lends its weights, which are copied once in its dtype. Products are of that dtype.
-        layers: those that riders run, ascending; None: all.
+        layers: those that riders run, ascending.
     """
 
-    def __init__(self, target: Decoder, layers: Sequence[int] | None = None) -> None:
+    def __init__(self, target: Decoder, layers: Sequence[int]) -> None:
         self.target, self.config = target, target.config
         config, device = target.config, target.device
-        self.layers = {i: Layer(config, i) for i in layers or range(config.num_layers)}
+        self.layers = {i: Layer(config, i) for i in layers}
         self.norm = Norm(config.hidden_size, config)
         for i, layer in self.layers.items():
             _take(layer, target, f"model.layers.{i}.")

@@ -91,8 +91,13 @@ class RiderObjective(Objective):
         self.depths, self.ranks = depths, Ranks(depths)
 
     @classmethod
+    @abstractmethod
+    def layers(cls, config: Any, target: Target) -> Sequence[int]:
+        """Layers of the target that riders run through."""
+
+    @classmethod
     def taps(cls, config: Any, target: Target) -> tuple[str, ...]:
-        return ()  # the texts are read again in every step
+        return RiderNet.wanted(cls.layers(config, target), (LAST,))
 
     @abstractmethod
     def guesses(self, batch: Batch, aligned: Aligned) -> tuple[list[Tensor], Tensor]:

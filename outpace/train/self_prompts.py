@@ -28,6 +28,22 @@ _GOES_ON = 3  # one prompt in so many becomes a conversation
 _FEWEST = 8  # characters; shorter ones ask nothing
 _HOPELESS = 4  # rounds that give nothing new
 _TURNS = 1 << 30  # seeds of second turns lie so far behind those of prompts
+_OPENED = 4  # one prompt in so many begins with words that are given
+OPENINGS = (
+    "Write a Python function that",
+    "Comment",
+    "Was ist",
+    "Fix this code:\n\n```python\n",
+    "Escribe",
+    "Scrivi",
+    "What does this code do?\n\n```js\n",
+    "Traduis en anglais :",
+    "Schreibe",
+    "Write an SQL query that",
+    "Por que",
+    "Hoe",
+)
+"""Beginnings in several languages and about code: left alone, a model hardly ever writes these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +67,17 @@ class SelfPromptConfig:
             raise ValueError(f"temperature must be above 0, got {self.temperature}")
 
 
-def user_turn(engine: Engine, before: Sequence[Message] = ()) -> tuple[tuple[int, ...], str]:
+def opening_of(number: int) -> str:
+    """The words that a prompt begins with; mostly none."""
+    turn, rest = divmod(number, _OPENED)
+    return "" if rest else OPENINGS[turn % len(OPENINGS)]
+
+
+def user_turn(engine: Engine, before: Sequence[Message] = (), said: str = "") -> tuple[tuple[int, ...], str]:
     """The beginning of a user's turn after these messages, and the text that ends one.
+
+    Args:
+        said: what the user has said of it already.
 
     Raises:
         RequestError: the target has no tokenizer or no chat template.
@@ -68,7 +93,7 @@ def user_turn(engine: Engine, before: Sequence[Message] = ()) -> tuple[tuple[int
             f"the chat template of {engine.target.name} shows no end of a user's "
             "turn; give files with --prompts"
         )
-    return tuple(tokenizer.encode(opening, special=False)), after.strip().split("\n")[0]
+    return tuple(tokenizer.encode(opening + said, special=False)), after.strip().split("\n")[0]
 
 
 def write_prompts(engine: Engine, path: Path, config: SelfPromptConfig, *, say: Say = print) -> int:
@@ -91,15 +116,18 @@ def write_prompts(engine: Engine, path: Path, config: SelfPromptConfig, *, say: 
 
     Effects: writes the file whole every few hundred prompts.
     """
-    prefix, end = user_turn(engine)
+    end = user_turn(engine)[1]
     rows = dict(_rows(path, "prompt"))
     kept = set(rows.values())
     number = _next_round(rows)
     began, first, idle = time.perf_counter(), len(rows), 0
     while len(rows) < config.count:
         before = len(rows)
-        for i, text in sorted(_written(engine, [prefix] * _ROUND, config, number, end)):
-            if len(text) >= _FEWEST and text not in kept:
+        said = [opening_of(number + i) for i in range(_ROUND)]
+        begun = {one: user_turn(engine, said=one)[0] for one in set(said)}
+        for i, more in sorted(_written(engine, [begun[one] for one in said], config, number, end)):
+            text = said[i] + more if said[i] else more.strip()
+            if len(more) >= _FEWEST and text not in kept:
                 rows[number + i] = text
                 kept.add(text)
         number += _ROUND
@@ -144,15 +172,15 @@ def write_conversations(
         ]
         starts = [engine.encode(messages) for _, messages in told]
         answered = [
-            (told[i][0], [*told[i][1], {"role": "assistant", "content": text}])
+            (told[i][0], [*told[i][1], {"role": "assistant", "content": text.strip()}])
             for i, text in sorted(_written(engine, starts, config, number))
-            if text and not _special(engine, text)
+            if text.strip() and not _special(engine, text)
         ]
         starts = [user_turn(engine, messages)[0] for _, messages in answered]
         end = user_turn(engine)[1]
         for i, text in sorted(_written(engine, starts, config, number + _TURNS, end)):
-            if len(text) >= _FEWEST:
-                rows[answered[i][0]] = [*answered[i][1], {"role": "user", "content": text}]
+            if len(text.strip()) >= _FEWEST:
+                rows[answered[i][0]] = [*answered[i][1], {"role": "user", "content": text.strip()}]
         _write(path, "messages", rows)
         rate = (len(rows) - first) / (time.perf_counter() - began)
         say(Tick("conversations", len(rows), max(len(rows), len(asked)), "conversations", rate))
@@ -188,7 +216,7 @@ def _written(
     )
     for index, result in engine.map(iter(prompts), params, batch=config.batch, drafter="none"):
         if result.finish_reason == "stop":
-            yield index, result.text.strip()
+            yield index, result.text.rstrip()
 
 
 def _next_round(rows: Mapping[int, Any]) -> int:

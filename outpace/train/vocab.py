@@ -74,6 +74,25 @@ def reduced_vocab(counts: NDArray[np.int64], size: int, always: Iterable[int] = 
     return VocabMap(to_target_D, feed_V)
 
 
+def size_for(
+    counts: NDArray[np.int64], held: NDArray[np.int64], least: int, wanted: float, always: Iterable[int] = ()
+) -> int:
+    """The smallest size of a reduced vocabulary, in multiples of ``least``'s eighth, that covers enough.
+
+    Args:
+        counts: as for ``reduced_vocab``.
+        held: of the tokens to be covered, [V].
+        wanted: the share of them that it must hold.
+
+    Returns:
+        ``least`` or more, V at most: then the vocabulary holds all.
+    """
+    size, step = least, max(1, least // 8)
+    while size < len(counts) and coverage(held, reduced_vocab(counts, size, always)) < wanted:
+        size += step
+    return min(size, len(counts))
+
+
 def coverage(counts: NDArray[np.int64], vocab: VocabMap) -> float:
     """Share of the counted tokens that the vocabulary holds; 1.0 if none was counted."""
     total = int(counts.sum())

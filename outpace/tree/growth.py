@@ -233,7 +233,7 @@ def grow(
         estimate: see ``ExpandingDrafter.estimate``; called after ``expand`` where a budget asks.
         foresee: see ``ExpandingDrafter.foresee``; stop rules are then asked between it and the draw.
         scale: of the drafter's levels.
-        descend: see ``ExpandingDrafter.descend``; asked from the second level on.
+        descend: see ``ExpandingDrafter.descend``.
 
     Returns:
         Drafts whose groups are CHOSEN at temperature 0 and otherwise drawn as asked; with each,
@@ -248,7 +248,7 @@ def grow(
         if not growing:
             return [tree.finish() for tree in trees]
         branches = [Branch(t.row.state, t.row.tokens, tuple(t.open), t.tokens, t.parents) for t in growing]
-        if depth and descend is not None and (done := _descend(growing, branches, descend, depth)):
+        if descend is not None and (done := _descend(growing, branches, descend, depth)):
             depth += done
             continue
         logits_FD, id_D = expand(branches)

@@ -41,6 +41,25 @@ def test_keep_moves_a_path_to_the_front_in_its_own_slot_only():
     cache.check_integrity()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_code_moves_rows_as_torch_does(dtype, monkeypatch):
+    def kept():
+        cache = DenseCache(3, heads=2, width=16, dtype=dtype)
+        for slot in (cache.open(), cache.open()):
+            cache.append(slot, range(9), range(-1, 8))
+            cache.keep(slot, range(9))
+        cache.append(1, range(6), [-1, 0, 0, 1, 2, 4])
+        draw = torch.Generator().manual_seed(5)
+        for store in cache.by_row:
+            store.copy_(torch.rand(store.shape, generator=draw))
+        cache.keep(1, [0, 2, 4, 5])
+        return cache.by_row
+
+    ours = kept()
+    monkeypatch.setattr("outpace.cache.dense.move", lambda *given: False)
+    assert all(map(torch.equal, ours, kept()))
+
+
 def test_prune_leaves_some_of_the_tail():
     cache = filled(2, 5)
     #  5 (-1)   6 (5)   7 (5)   8 (6)   9 (7)
@@ -142,3 +161,22 @@ def test_rows_that_are_no_path_are_refused(rows):
     with pytest.raises(ValueError, match="no path"):
         cache.keep(slot, rows)
     assert cache.length(slot) == 0
+
+
+def test_a_fork_holds_the_beginning_of_another_slot():
+    cache = filled(2, 70)
+    other = cache.fork(1, 65)
+    assert cache.ids(other) == list(range(65)) and cache.twin(other) == (1, 65)
+    assert held(cache, other) == held(cache, 1)[:65] and cache.length(1) == 70
+    cache.truncate(other, 30)
+    assert cache.twin(other) == (1, 30), "rows behind may now hold other text"
+    cache.truncate(1, 20)
+    assert cache.twin(other) == (1, 20), "those of the other too"
+    third = cache.fork(1, 10)
+    cache.close(1)
+    assert cache.twin(other)[1] == cache.twin(third)[1] == 0, "another text may take the slot"
+    cache.close(third)
+    assert cache.open() == 1
+    cache.close(other)
+    assert cache.twin(other) == (0, 0) and cache.open() == other
+    assert cache.twin(other) == (0, 0)

@@ -32,7 +32,7 @@ class Poisoner:
             stale.fill_(torch.nan)
             self.count += 1
         self.before[id(target)] = [*given.values(), *taps.values()]
-        return replace(found, **given, taps=taps)
+        return replace(found, **given, taps=taps, lasting=False)
 
 
 @pytest.fixture(scope="module")

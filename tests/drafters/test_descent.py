@@ -74,15 +74,31 @@ def proposed(made_of, drawn, settings, depths, descends):
 
 @pytest.mark.parametrize("made_of", [eagle, second])
 @pytest.mark.parametrize("kind", WARPS)
-@pytest.mark.parametrize("depths", [(5, 5, 5), (6, 3, 1), (1, 2, 2)])
+@pytest.mark.parametrize("depths", [(5, 5, 5), (6, 3, 1), (2, 2, 4), (1, 2, 2)])
 def test_a_descent_gives_the_same_drafts(made_of, kind, depths):
     drawn, settings = WARPS[kind]
     ours, count, gone = proposed(made_of, drawn, settings, depths, True)
     theirs, expected, none = proposed(made_of, drawn, settings, depths, False)
-    assert (gone > 0) == (kind not in ("truncated", "penalized") and depths[1] > 2) and none == 0
+    assert (gone > 0) == (kind not in ("truncated", "penalized") and depths != (1, 2, 2)) and none == 0
     assert count == expected
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine.token_N, mine.parent_N, mine.groups) == (other.token_N, other.parent_N, other.groups)
         for law, same in zip(mine.laws, other.laws, strict=True):
             assert torch.equal(law.prob_S, same.prob_S)
             assert law.id_S is same.id_S is None or torch.equal(law.id_S, same.id_S)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "coins", "races"])
+def test_the_number_of_threads_changes_no_bit(kind, monkeypatch):
+    found = []
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        drafts, _, gone = proposed(eagle, *WARPS[kind], (5, 5, 5), True)
+        assert gone
+        found.append([(one.token_N, [law.prob_S.tolist() for law in one.laws]) for one in drafts])
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_first_level_of_features_goes_along():
+    _, passes, gone = proposed(eagle, Drawn.CHOSEN, {"temperature": 0}, (5, 5, 5), True)
+    assert passes == gone == 10, "two drafts of five levels, all of them in one call each"

@@ -140,6 +140,27 @@ def test_a_row_gets_the_same_bits_whatever_is_beside_it(dtype):
 
 
 @needs_code
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("same", [100, 128, 300])
+def test_rows_that_two_slots_share_are_read_from_one(dtype, same):
+    """Whole blocks of them: what stands in the own slot there is not looked at, and all else is."""
+    shape, parents = heads(*GROUPED), [-1, 0, 0, 1, 2, 4]
+    outs = []
+    for twins in (False, True):
+        cache = cache_of(shape, 2, kept=dtype)
+        slots = [cache.open(), cache.open()]
+        for store in cache.by_row:
+            store[:, 1, :same] = store[:, 0, :same]
+            if twins:
+                store[:, 1, : same // 128 * 128] = torch.nan
+        cache.slot(slots[1]).twin = (0, same if twins else 0)
+        attend = FusedAttention(cache, [span(1, 0, 301, parents)], 6, shape, frozenset({None}), dtype)
+        fill(attend)
+        outs.append(attend(0, None)[:6].clone())
+    assert torch.equal(*outs) and bool(torch.isfinite(outs[0]).all())
+
+
+@needs_code
 def test_equal_bits_say_something():
     """Keys in another order have the same softmax, up to rounding."""
     shape = heads(*GROUPED)

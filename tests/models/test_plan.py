@@ -10,10 +10,11 @@ from torch.nn import functional as F
 from outpace.cache.dense import DenseCache
 from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.packed import Linear
-from outpace.models.plan import ALL, WANTED, Plan, Seen
+from outpace.models.plan import ALL, WANTED, Plan
 from outpace.models.products import works
 from outpace.models.rope import Rope, Rotation
 from outpace.models.rowwise import Norm, gated
+from outpace.models.seen import Seen
 from outpace.models.tiny import tiny
 
 WIDE, NARROW = 64, 48

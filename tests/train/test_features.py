@@ -181,6 +181,13 @@ def test_features_that_another_method_kept_are_used(target, tmp_path, monkeypatc
     assert narrow.of([replace(sequences()[0])])[0]["hidden.1"].shape == (5, 64)
 
 
-def test_sizes_in_words():
+def test_sizes_and_folders_in_words(tmp_path):
     assert [size_text(n) for n in (999, 1500, 2.5e6, 14.2e9)] == ["999 bytes", "1.5 kB", "2.5 MB", "14.2 GB"]
     assert folder_for(Path("a"), ("b", "a")).as_posix() == "a/features/a+b"
+    layers = [*range(9), 12, 13, *range(40, 90)]
+    long = folder_for(tmp_path, ["hidden.-1", *(f"kv.{i}" for i in layers)])
+    assert long.name == "hidden.-1+kv.0-8+kv.12-13+kv.40-89", "names of files are short"
+    long.mkdir(parents=True)
+    (long / "manifest.json").touch()
+    assert folder_for(tmp_path, ["kv.8", "hidden.-1", "kv.41"]) == long
+    assert folder_for(tmp_path, ["kv.9"]) != long

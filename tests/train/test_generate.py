@@ -10,7 +10,7 @@ import pytest
 from outpace import Engine, ModelError, RequestError
 from outpace.train import generate
 from outpace.train.corpus import CorpusPrompt
-from outpace.train.generate import PLAN, GenerateConfig, ask_of, generate_answers, without_loop
+from outpace.train.generate import PLAN, GenerateConfig, ask_of, generate_answers, loops, without_loop
 from outpace.train.progress import Tick
 from outpace.train.tokens import TokenStore
 from tests.support import until
@@ -153,7 +153,7 @@ def test_a_killed_process_loses_no_shard(tmp_path, engine):
 
 
 def test_the_same_prompt_gets_other_coins_each_round():
-    config = GenerateConfig(greedy=0.5)
+    config = GenerateConfig(greedy=0.5, answers=1)
     asks = [ask_of(n, 40, config) for n in range(200)]
     assert len({(a.prompt, a.seed) for a in asks if a.temperature}) == 160
     greedy = [a.prompt for a in asks if a.temperature == 0]
@@ -161,7 +161,17 @@ def test_the_same_prompt_gets_other_coins_each_round():
     assert 10 < len([a for a in asks[:40] if a.temperature == 0]) < 30
     assert all(0.7 <= a.temperature <= 1.0 for a in asks if a.temperature)
     assert not [a for n in range(99) if (a := ask_of(n, 9, GenerateConfig(greedy=0.0))).seed == 0]
-    assert all(ask_of(n, 9, GenerateConfig(greedy=1.0)).temperature == 0 for n in range(9))
+    assert all(ask_of(n, 9, GenerateConfig(greedy=1.0, answers=1)).temperature == 0 for n in range(9))
+
+
+def test_answers_to_a_prompt_come_together():
+    """It is read once for all of them; one of each prompt's first two is greedy, and no other."""
+    asks = [ask_of(n, 10, GenerateConfig(greedy=0.5, answers=4)) for n in range(80)]
+    assert [a.prompt for a in asks[:8]] == [0] * 4 + [1] * 4 and asks[40].prompt == 0
+    for group in range(10):
+        own = [a.temperature for a in asks if a.prompt == group]
+        assert len(own) == 8 and own[:2].count(0.0) == own.count(0.0) == 1
+    assert len({(a.prompt, a.seed) for a in asks if a.temperature}) == 70
 
 
 @pytest.mark.parametrize(
@@ -183,12 +193,40 @@ def test_a_loop_is_cut_where_it_only_repeats(tokens, kept):
 
 
 def test_loops_are_cut_and_counted(monkeypatch, engine, tmp_path):
-    monkeypatch.setattr(generate, "LOOP_TOKENS", 4)
-    monkeypatch.setattr(generate, "LOOP_PERIOD", 2)
+    monkeypatch.setattr(generate, "LOOP_TOKENS", 2)
+    monkeypatch.setattr(generate, "LOOP_PERIOD", 1)
+    monkeypatch.setattr(generate, "_LOOK_EVERY", 1)
     store = generate_answers(engine, PROMPTS, tmp_path, SMALL, say=quiet)
     counts = store.manifest["counts"]
     assert counts["looped_answers"] > 0 and counts["loop_tokens_cut"] >= counts["looped_answers"]
     assert store.answer_tokens == counts["answer_tokens"] >= SMALL.tokens
+
+
+def test_an_answer_that_loops_ends_early(monkeypatch, engine):
+    """Nobody waits for the rest of what is cut anyway."""
+    monkeypatch.setattr(generate, "LOOP_TOKENS", 8)
+    monkeypatch.setattr(generate, "LOOP_PERIOD", 1)
+    monkeypatch.setattr(generate, "_LOOK_EVERY", 1)
+    long = {"drafter": "none", "temperature": 0, "max_new_tokens": 200}
+    whole = engine.generate(PROMPTS[0].messages, **long).tokens
+    ended = engine.generate(PROMPTS[0].messages, stop_when=loops, **long).tokens
+    assert len(set(ended[-8:])) == 1 and ended == whole[: len(ended)] and len(ended) < len(whole)
+    assert without_loop(ended) == len(ended) - 7
+
+
+def test_a_prompt_is_read_once_for_all_of_its_answers(engine, tmp_path):
+    """Answers that copied their prompt are those that read it themselves, and no slot is lost."""
+    read = []
+    engine.listeners.append(lambda record: read.append(record.passed_rows if record.prompt else 0))
+    config = replace(SMALL, tokens=100, answers=4, max_new_tokens=8)
+    store = generate_answers(engine, PROMPTS, tmp_path, config, say=quiet)
+    engine.listeners.pop()
+    prompts = {ask_of(one.number, 7, config).prompt: one.prompt for one in store}
+    whole = sum(one.prompt for one in store)
+    assert sum(prompts.values()) < sum(read) < whole / 2
+    assert sum(read) <= sum(prompts.values()) + 2 * len(store)
+    assert engine.cache.open() == 0
+    engine.cache.close(0)
 
 
 def test_progress_is_told(engine, tmp_path, monkeypatch):

@@ -1,11 +1,18 @@
 import json
 import types
+from collections import Counter
 
 import pytest
 
 from outpace import Engine, ModelError, OutpaceError, SamplingParams
 from outpace.train import self_prompts
-from outpace.train.self_prompts import SelfPromptConfig, user_turn, write_conversations, write_prompts
+from outpace.train.self_prompts import (
+    SelfPromptConfig,
+    opening_of,
+    user_turn,
+    write_conversations,
+    write_prompts,
+)
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +29,10 @@ def small(monkeypatch):
 @pytest.fixture
 def ending(engine, monkeypatch):
     """A tiny model hardly ever ends a turn: a letter that it likes does it instead."""
-    prefix, _ = user_turn(engine)
-    monkeypatch.setattr(self_prompts, "user_turn", lambda engine: (prefix, "e"))
-    return prefix
+    turn = user_turn
+    monkeypatch.setattr(self_prompts, "user_turn", lambda *given, **said: (turn(*given, **said)[0], "e"))
+    monkeypatch.setattr(self_prompts, "OPENINGS", ("Was ist", "Show"))
+    return lambda number: turn(engine, said=opening_of(number))[0]
 
 
 def quiet(tick):
@@ -48,9 +56,11 @@ def test_the_number_alone_says_a_prompt(engine, ending, tmp_path):
     made = rows(tmp_path / "p.jsonl")
     assert found == len(made) >= 6 and [r["number"] for r in made] == sorted(r["number"] for r in made)
     assert len({r["prompt"] for r in made}) == len(made)
-    for row in made[:3]:
+    assert {opening_of(row["number"]) for row in made} > {""}, "some begin with words that are given"
+    for row in made:
+        opening = opening_of(row["number"])
         alone = engine.generate(
-            ending,
+            ending(row["number"]),
             SamplingParams(
                 temperature=0.8,
                 seed=row["number"],
@@ -62,8 +72,13 @@ def test_the_number_alone_says_a_prompt(engine, ending, tmp_path):
                 repetition_penalty=1.0,
             ),
         )
-        assert alone.finish_reason == "stop" and alone.text.strip() == row["prompt"]
-        assert "e" not in row["prompt"]
+        assert alone.finish_reason == "stop" and (opening + alone.text.rstrip()).strip() == row["prompt"]
+        assert "e" not in row["prompt"][len(opening) :]
+
+
+def test_beginnings_are_of_code_and_of_several_languages():
+    said = Counter(map(opening_of, range(480)))
+    assert said.pop("") == 360 and set(said) == set(self_prompts.OPENINGS) and set(said.values()) == {10}
 
 
 def test_a_file_is_gone_on_with(engine, ending, tmp_path):
@@ -84,7 +99,11 @@ def test_one_prompt_in_three_goes_on_as_a_conversation(engine, ending, tmp_path,
     stopping = lambda **given: SamplingParams(**{**given, "stop": ("e",)})  # noqa: E731
     monkeypatch.setattr(self_prompts, "SamplingParams", stopping)
     begins = []
-    turn = lambda engine, before=(): (begins.append(before), (user_turn(engine, before)[0], "e"))[1]  # noqa: E731
+
+    def turn(engine, before=(), said=""):
+        begins.append(before)
+        return user_turn(engine, before, said)[0], "e"
+
     monkeypatch.setattr(self_prompts, "user_turn", turn)
     config = SelfPromptConfig(count=40, max_new_tokens=40, batch=4)
     prompts, path = tmp_path / "p.jsonl", tmp_path / "c.jsonl"

@@ -5,7 +5,7 @@ import torch
 from outpace import RequestError
 from outpace.models.tiny import TableTarget, tiny
 from outpace.train.tokens import TokenSequence, TokenStore, held_out
-from outpace.train.vocab import always_kept, count_tokens, coverage, reduced_vocab
+from outpace.train.vocab import always_kept, count_tokens, coverage, reduced_vocab, size_for
 
 
 def test_the_most_frequent_tokens_are_kept_in_order_of_their_ids():
@@ -23,6 +23,13 @@ def test_coverage_is_the_share_of_what_was_said():
     counts = np.array([0, 5, 1, 9, 1, 0, 4])
     assert coverage(counts, reduced_vocab(counts, 2)) == 14 / 20
     assert coverage(np.zeros(7, np.int64), reduced_vocab(counts, 2)) == 1.0
+
+
+def test_a_vocabulary_grows_until_it_covers_enough():
+    counts, held = np.arange(100)[::-1].copy(), np.ones(100, np.int64)
+    assert size_for(counts, held, 40, 0.3) == 40, "what is there already is not cut"
+    assert size_for(counts, held, 40, 0.62) == 65, "40 and five eighths of 40"
+    assert size_for(counts, held, 40, 1.0) == size_for(counts, held, 3, 1.0) == 100
 
 
 def test_no_room_is_an_error():

@@ -24,7 +24,7 @@ H hidden size, D draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -91,7 +91,7 @@ class Dflash(BlockDrafter[Followed], FeatureDrafter[Followed]):
     def opened(self, slot: int) -> Followed:
         return Followed(slot)
 
-    def feature(self, taps: dict[str, Tensor]) -> Tensor:
+    def feature(self, taps: Mapping[str, Tensor]) -> Tensor:
         return self.net.feature(taps)
 
     def fitted(self, row: DraftRow[Followed]) -> DraftRow[Followed]:

@@ -42,9 +42,10 @@ from outpace.models.base import Target
 from outpace.models.blocks import Form, read_block
 from outpace.models.families import DecoderConfig
 from outpace.models.memory import MemoryCheckpoint
-from outpace.models.plan import WANTED, Plan, Seen
+from outpace.models.plan import WANTED, Plan
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import Norm, gated
+from outpace.models.seen import Seen
 
 EPS = 1e-6
 """Added to mean squares by ``unit``."""

@@ -17,18 +17,26 @@ Papers: Li et al. 2024, arXiv:2401.15077 and arXiv:2406.16858; Li et al. 2025, a
 
 from __future__ import annotations
 
-from outpace.drafters.feature_rows import RowDrafter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from outpace.drafters.feature_rows import RowDrafter, RowState
 from outpace.drafters.features import TrainedConfig
 from outpace.drafters.trained import rounding
 from outpace.methods.eagle3.files import find_head, read_head
 from outpace.methods.eagle3.net import EagleNet
 from outpace.models.base import Target
+from outpace.tree.growth import Branch
 
 
 class Eagle3(RowDrafter):
     """Drafts with an EAGLE head."""
 
     Config = TrainedConfig
+    net: EagleNet
 
     @classmethod
     def load(cls, config: TrainedConfig, target: Target) -> Eagle3:
@@ -37,4 +45,13 @@ class Eagle3(RowDrafter):
         rounded = rounding(config.quantize, target)
         net = EagleNet(head.shape, head.tensors, target, head.embed_VH, head.id_D, quantize=rounded)
         id_D = None if head.id_D is None else head.id_D.to(target.device)
-        return cls(net, id_D, head.temper_D)
+        drafter = cls(net, id_D, head.temper_D)
+        drafter.traits = replace(drafter.traits, foresees=head.shape.confident)
+        return drafter
+
+    def foresee(self, branches: Sequence[Branch[RowState]]) -> Tensor:
+        """What the confidence head says of draws below the nodes that were just expanded (SpecDec++)."""
+        with self.clock, torch.no_grad():
+            chance_F = self.net.foresee(self.outputs(branches))
+        self.clock.count -= 1  # part of the level, and no pass of its own
+        return chance_F

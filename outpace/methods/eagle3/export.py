@@ -22,6 +22,7 @@ from torch import Tensor
 from outpace.drafters.speculators import layer_numbers, maps, verifier_name, written
 from outpace.errors import ModelError
 from outpace.methods.eagle3.files import Head, default_taps, read_head
+from outpace.methods.eagle3.net import CONFIDENCE
 from outpace.models.base import Target
 from outpace.train.llama import DTYPE, class_of, hf_config, write
 
@@ -53,7 +54,7 @@ def export(source: Path, form: str, out: Path, target: Target, verifier: str | N
 
 def _head_tensors(head: Head, target: Target) -> dict[str, Tensor]:
     """All tensors of a head by the names of speculators, the vocabulary's maps with them."""
-    tensors = {name: one.to(DTYPE) for name, one in head.tensors.items()}
+    tensors = {name: one.to(DTYPE) for name, one in head.tensors.items() if name not in CONFIDENCE}
     if head.embed_VH is not None:
         tensors["embed_tokens.weight"] = head.embed_VH.to(DTYPE)
     return tensors | maps(head.id_D, target)

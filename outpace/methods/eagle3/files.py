@@ -129,6 +129,7 @@ def _own(said: Mapping[str, Any], folder: Path) -> EagleShape:
         taps=tuple(said["taps"]),
         draft_vocab=int(said["draft_vocab_size"]),
         each_norm=bool(said.get("each_norm")),
+        confident=bool(said.get("confident")),
     )
 
 

@@ -16,7 +16,7 @@ F width of all features side by side, R rows wanted, D draft vocabulary, V vocab
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,8 +30,13 @@ from outpace.models.families import DecoderConfig
 from outpace.models.levels import Found, Picks, Start
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
-from outpace.models.plan import Plan, Seen
+from outpace.models.plan import Plan
 from outpace.models.rowwise import Norm
+from outpace.models.seen import Seen
+from outpace.models.taps import beside
+
+CONFIDENCE = ("confidence.weight", "confidence.bias")
+"""Tensors of the head that tells how likely a guess is kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +61,8 @@ class EagleShape:
     """One norm over all features side by side, before ``fc`` (``norm_before_fc``)."""
     each_norm: bool = False
     """A norm over each feature, before ``fc`` (``fc_norm``)."""
+    confident: bool = False
+    """Whether a head tells how likely a guess is kept."""
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor it reads, by the names of the speculators format."""
@@ -81,6 +88,8 @@ class EagleShape:
             shapes["input_norm.weight"] = (wide * hidden,)
         if self.each_norm:
             shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(wide)}
+        if self.confident:
+            shapes |= dict(zip(CONFIDENCE, ((1, hidden), (1,)), strict=True))
         return shapes
 
 
@@ -115,7 +124,7 @@ class EagleNet:
         self._layer = OneLayer(config, layer, form)
         self._block = self._layer.block
 
-        def linear(name: str) -> Linear:
+        def linear(name: str, form: Form = form) -> Linear:
             bias = tensors.get(f"{name}.bias")
             return form.linear(tensors[f"{name}.weight"], bias)
 
@@ -130,8 +139,14 @@ class EagleNet:
             self._feature_norms = [norm(name) for name in names]
         self._hidden_norm = norm("layers.0.hidden_norm") if shape.fused else None
         self._norm = norm("norm") if shape.fused else None
-        self._own_head = linear("lm_head") if shape.fused else None
+        # Half of what a level reads. In four bits a level costs an eighth less, and the first guess keeps
+        # 0.004 less.
+        head = form if quantize is None else replace(form, quantize="int4")
+        self._own_head = linear("lm_head", head) if shape.fused else None
         self._head: Callable[[Tensor], Tensor] = self._own_head or target.head
+        if shape.confident:
+            weight, bias = CONFIDENCE
+            self._sure_H, self._sure = tensors[weight][0].to(device).float(), float(tensors[bias])
         self._embed: Callable[[Sequence[int]], Tensor] = target.embed
         self._vectors: tuple[Linear, float] | None = None
         """Those of the target and their factor, for compiled code."""
@@ -188,8 +203,8 @@ class EagleNet:
         return self._layer.new_cache()
 
     def feature(self, taps: Mapping[str, Tensor]) -> Tensor:
-        """Features [T, F] of rows of a pass of the target, side by side; a copy."""
-        whole_TF = torch.cat([taps[name] for name in self.shape.taps], -1)
+        """Features [T, F] of rows of a pass of the target, side by side."""
+        whole_TF = beside(taps, self.shape.taps)
         return whole_TF if self._plans[True].ready else whole_TF.to(self.dtype)
 
     def run(
@@ -239,14 +254,26 @@ class EagleNet:
         with torch.no_grad():
             return out_RH, self._head(out_RH).float()
 
+    @property
+    def descends(self) -> bool:
+        """Whether levels run in one call; see ``FeatureNet``."""
+        ready = all(plan.ready for plan in self._plans.values())
+        return ready and self._vectors is not None and self._own_head is not None
+
     def descend(
-        self, start: Start, picks: Picks, given_BH: Tensor, id_D: Tensor | None
-    ) -> tuple[Found, Tensor] | None:
+        self, start: Start, picks: Picks, given_TF: Tensor, id_D: Tensor | None, first: PassRows | None
+    ) -> tuple[Found, Tensor]:
         """Levels of a chain in one call; see ``FeatureNet``."""
-        plan = self._plans[False]
-        if not plan.ready or self._vectors is None or self._own_head is None:
-            return None
-        return plan.run_levels(start, picks, given_BH, id_D)
+        seen = None if first is None else Seen.of(first, start.cache, start.offset_B)
+        begins = None if first is None or seen is None else (self._plans[True], first, seen)
+        return self._plans[False].run_levels(start, picks, given_TF, id_D, begins)
+
+    def foresee(self, out_RH: Tensor) -> Tensor:
+        """Chance that a guess from each of these outputs is kept, float32 [R] on the CPU."""
+        assert self._norm is not None, "heads without a norm have no confidence head"
+        normed_RH = out_RH if self.shape.output_normed else self._norm(out_RH)
+        # Row by row, whatever rows are beside: a product would round by their number.
+        return ((normed_RH.float() * self._sure_H).sum(-1) + self._sure).sigmoid().cpu()
 
     def _fuse(self, feature_TF: Tensor) -> Tensor:
         """Turn features of the target into what the layer reads, float32 [T, H]."""

@@ -25,10 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from outpace.drafters.trained import decoder_to_json, lender
 from outpace.errors import ModelError
 from outpace.law import VocabMap
+from outpace.methods.eagle3.net import CONFIDENCE
 from outpace.methods.eagle3.probe import read as read_probe
 from outpace.methods.eagle3.training_net import Eagle3Net, freeze, take
 from outpace.models.base import HEAD, TAPS, Target
@@ -39,9 +41,12 @@ from outpace.train.align import EAGLE, Aligned, next_tokens, places
 from outpace.train.batches import Batch, noisy
 from outpace.train.losses import depth_weights
 from outpace.train.networks import Embed, KeyValue, Turns, plain_shape
-from outpace.train.objective import DEPTHS, LAST, Objective, Step, write_drafter
+from outpace.train.objective import DEPTHS, LAST, Objective, Step, guesses, write_drafter
 from outpace.train.ranks import Ranks, judge_ranks
 from outpace.train.temper import Tempering
+
+SHARE = 4
+"""One row of so many teaches the confidence head, which has few weights: each costs a row of the head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +57,8 @@ class Eagle3Config(AheadTraining):
     """Weight of rows behind a token that the head would not have guessed, where drafts begin in use."""
     noise: float = 0.0
     """Largest noise on the features while training, in their root mean squares."""
+    confidence: float = 0.0
+    """Weight of a head that tells how likely a guess is kept, for ``policy=specdecpp``; 0: no such head."""
     layer: int | None = None
     """The layer of the target to start from; the last by default."""
     start: str = "last"
@@ -69,6 +76,11 @@ class Eagle3Config(AheadTraining):
             raise ValueError(
                 f"refused must be above 0 and noise at least 0, got {self.refused} and {self.noise}"
             )
+        if self.confidence < 0 or (self.confidence and self.loss == "ce"):
+            raise ValueError(
+                f"confidence must be at least 0, and needs a loss that reads distributions, got "
+                f"{self.confidence} with {self.loss}"
+            )
         if self.two_stage and self.taps:
             raise ValueError("two_stage brings its layers; leave taps out")
         if self.start not in ("last", "mean"):
@@ -77,6 +89,7 @@ class Eagle3Config(AheadTraining):
 
 class Eagle3(Objective):
     Config = Eagle3Config
+    fresh = CONFIDENCE
     module: Eagle3Net
 
     def __init__(
@@ -108,7 +121,7 @@ class Eagle3(Objective):
         shape = plain_shape(lent.config, 1, layer)
         taps = _tap_layers(config, target)
         rows = lent.vocab_size if vocab is None else len(vocab.to_target_D)
-        net = Eagle3Net(shape, len(taps), rows, each_norm=bool(config.two_stage)).to(lent.device)
+        net = Eagle3Net(shape, len(taps), rows, bool(config.two_stage), config.confidence > 0).to(lent.device)
         take(net, lent, layer, config.start, len(taps), vocab)
         if config.two_stage:
             freeze(net, read_probe(Path(config.two_stage), target)[1])
@@ -143,6 +156,17 @@ class Eagle3(Objective):
         head_DH = self.module.lm_head.weight
         return self.learn(states, batch, aligned, EAGLE, head_DH, self._weights, config.refused)
 
+    def beside(self, state_RH: Tensor, head_DH: Tensor, p_ND: Tensor | None, row_R: Tensor) -> Tensor | float:
+        """The loss of the confidence head, from a share of the rows; guesses learn nothing from it."""
+        if not self.config.confidence or p_ND is None:
+            return 0.0
+        some_CH = state_RH[::SHARE].detach()
+        kept_C = guesses(some_CH, head_DH, None, p_ND, row_R[::SHARE])[1]
+        said_C = self.module.confidence(some_CH).squeeze(-1).float()
+        loss = F.binary_cross_entropy_with_logits(said_C, kept_C.clamp(0, 1), reduction="sum")
+        weighed: Tensor = SHARE * self.config.confidence * loss
+        return weighed
+
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
         aligned = Aligned(batch, EAGLE)
@@ -155,6 +179,7 @@ class Eagle3(Objective):
             **self.about("eagle3", self._fused),
             "decoder": decoder_to_json(self.shape),
             **({"each_norm": True} if self.module.fc_norm else {}),
+            **({"confident": True} if self.config.confidence else {}),
             "temper": self.temper.found(),
         }
         write_drafter(folder, config, self.named(), self.vocab, provenance)

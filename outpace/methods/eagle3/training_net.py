@@ -38,9 +38,17 @@ class Eagle3Net(nn.Module):
         features: how many are fused.
         rows: of its head.
         each_norm: norm every feature before they are fused.
+        confident: have a head that tells how likely a guess is kept; it starts at one half.
     """
 
-    def __init__(self, config: DecoderConfig, features: int, rows: int, each_norm: bool = False) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        features: int,
+        rows: int,
+        each_norm: bool = False,
+        confident: bool = False,
+    ) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.fc = nn.Linear(features * hidden, hidden, bias=False)
@@ -48,6 +56,10 @@ class Eagle3Net(nn.Module):
         self.layers = nn.ModuleList([EagleLayer(config)])
         self.norm = Norm(hidden, config)
         self.lm_head = nn.Linear(hidden, rows, bias=False)
+        if confident:
+            self.confidence = nn.Linear(hidden, 1)
+            nn.init.zeros_(self.confidence.weight)
+            nn.init.zeros_(self.confidence.bias)
 
     @property
     def layer(self) -> EagleLayer:

@@ -33,9 +33,10 @@ from outpace.models.few_rows import attend_few, few_is_best
 from outpace.models.fused import attention
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
-from outpace.models.plan import Plan, Seen
+from outpace.models.plan import Plan
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import Norm, gated
+from outpace.models.seen import Seen
 
 _LAYER = "model.layers.0."
 

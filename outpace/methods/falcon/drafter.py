@@ -20,7 +20,7 @@ draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,7 +90,7 @@ class Falcon(BlockDrafter[_State], FeatureDrafter[_State]):
     def opened(self, slot: int) -> _State:
         return _State(slot, lstm_S=self.net.start)
 
-    def feature(self, taps: dict[str, Tensor]) -> Tensor:
+    def feature(self, taps: Mapping[str, Tensor]) -> Tensor:
         return taps[LAST].float()
 
     def fitted(self, row: DraftRow[_State]) -> DraftRow[_State]:

@@ -31,8 +31,8 @@ from outpace.models.base import Target
 from outpace.models.blocks import Form
 from outpace.models.families import DecoderConfig
 from outpace.models.passes import PassRows
-from outpace.models.plan import Seen
 from outpace.models.rowwise import gated
+from outpace.models.seen import Seen
 
 LSTM_LAYERS = 2
 

@@ -31,10 +31,11 @@ from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.models.blocks import Form
 from outpace.models.families import DecoderConfig
-from outpace.models.levels import Picks, Start
+from outpace.models.levels import Found, Picks, Start
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
-from outpace.models.plan import Plan, Seen
+from outpace.models.plan import Plan
+from outpace.models.seen import Seen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,8 +144,15 @@ class FspadNet:
                 return a_RH, a_RH
             return a_RH, self._target.head(read_RH, self._vocab).float()
 
-    def descend(self, start: Start, picks: Picks, given_BH: Tensor, id_D: Tensor | None) -> None:
-        """Nothing: its embedding and its head are the target's, which no plan has."""
+    @property
+    def descends(self) -> bool:
+        """Never: its embedding and its head are the target's, which no plan has."""
+        return False
+
+    def descend(
+        self, start: Start, picks: Picks, given_TF: Tensor, id_D: Tensor | None, first: PassRows | None
+    ) -> tuple[Found, Tensor]:
+        raise NotImplementedError("fspad goes level by level")
 
     def _by_torch(
         self, rows: PassRows, cache: DenseCache, offsets: Sequence[int], f_TH: Tensor, embed_TH: Tensor

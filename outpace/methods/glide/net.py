@@ -34,8 +34,9 @@ from outpace.models.base import Target
 from outpace.models.blocks import Form, paired
 from outpace.models.families import DecoderConfig
 from outpace.models.passes import PassRows
-from outpace.models.plan import Plan, Seen
+from outpace.models.plan import Plan
 from outpace.models.rowwise import Norm, gated
+from outpace.models.seen import Seen
 from outpace.models.views import KeyValues
 from outpace.types import Feed, Scored
 

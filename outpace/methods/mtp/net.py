@@ -27,8 +27,9 @@ from outpace.models.base import Target
 from outpace.models.blocks import Form
 from outpace.models.families import DecoderConfig
 from outpace.models.passes import PassRows
-from outpace.models.plan import Plan, Seen
+from outpace.models.plan import Plan
 from outpace.models.rowwise import Norm
+from outpace.models.seen import Seen
 
 CHAINED, PARALLEL = "chained", "parallel"
 RAW, NORMED = "raw", "normed"

@@ -64,11 +64,15 @@ class Ppd(RiderObjective):
     module: PromptsNet
 
     @classmethod
+    def layers(cls, config: PpdTraining, target: Target) -> range:
+        return range(target.num_layers)
+
+    @classmethod
     def build(cls, config: PpdTraining, target: Target, vocab: VocabMap | None) -> Ppd:
         lent = lender(target, METHOD, TAPS, EMBEDDINGS)
         start_KEH = mean_embeddings(lent, vocab, config.seed, config.riders, config.ensemble)
         net = PromptsNet(start_KEH).to(lent.device)
-        return cls(config, lent, vocab, RiderNet(lent), net, config.riders)
+        return cls(config, lent, vocab, RiderNet(lent, cls.layers(config, target)), net, config.riders)
 
     def guesses(self, batch: Batch, aligned: Aligned) -> tuple[list[Tensor], Tensor]:
         text, last_BTH = self.net.texts(batch)

@@ -90,11 +90,14 @@ class S3d(RiderObjective):
     module: MasksNet
 
     @classmethod
+    def layers(cls, config: S3dTraining, target: Target) -> list[int]:
+        return [i for i in range(target.num_layers) if i not in range(*config.gap(target))]
+
+    @classmethod
     def build(cls, config: S3dTraining, target: Target, vocab: VocabMap | None) -> S3d:
         lent = lender(target, METHOD, LAYERS, TAPS, HEAD, EMBEDDINGS)
-        kept = [i for i in range(target.num_layers) if i not in range(*config.gap(target))]
         net = MasksNet(mean_embeddings(lent, vocab, config.seed, config.masks)).to(lent.device)
-        return cls(config, lent, vocab, RiderNet(lent, kept), net, config.masks + 1)
+        return cls(config, lent, vocab, RiderNet(lent, cls.layers(config, target)), net, config.masks + 1)
 
     def guesses(self, batch: Batch, aligned: Aligned) -> tuple[list[Tensor], Tensor]:
         text, last_BTH = self.net.texts(batch)

@@ -31,7 +31,7 @@ def test_drafts_are_the_guesses_that_training_counts(trained):
     """Guess for guess: the first of every draft, and the second where the first was right."""
     objective, folder, batch = trained
     engine = Engine(objective.target, drafter="none")
-    spec = f"eagle3[model={folder} tree_size=3]"
+    spec = f"eagle3[model={folder} tree_size=3 quantize=none]"
     drafter, drafts = engine.method(spec).drafter, []
     real = drafter.propose
 

@@ -213,7 +213,7 @@ def test_rounded_weights_give_nearly_the_same_laws(target):
         logits.append(chain_logits(drafter, begun(drafter, target, TEXT), TEXT, [4, 8]))
         assert (drafter.net._own_head.nbytes < drafter.net._own_head.plain_nbytes()) is bool(quantize)
     apart = (logits[0].softmax(-1) - logits[1].softmax(-1)).abs().sum(-1) / 2
-    assert 0 < float(apart.max()) < 0.03
+    assert 0 < float(apart.max()) < 0.06, "its head has four bits"
 
 
 def test_vectors_are_read_from_the_targets_head_where_it_holds_them():

@@ -315,7 +315,10 @@ def test_from_prompts_to_prompt_tokens_that_draft(tmp_path):
     )
     lines = []
     made = pipeline.run(report=lines.append)
-    assert len(lines[-1].acceptance) == 2 and pipeline.features is None, "it reads none"
+    assert len(lines[-1].acceptance) == 2 and pipeline.features is not None
+    kept = list((tmp_path / "tokens" / "features").iterdir())
+    layers = engine.target.num_layers
+    assert [one.name for one in kept] == [f"hidden.-1+kv.0-{layers - 1}"], "keys and values are made once"
     config = json.loads((made.folder / "config.json").read_text())
     assert len(config["acceptance"]) == 2 and config["draft_vocab_size"] == 64
     settings = {"max_new_tokens": 12, "ignore_eos": True}
