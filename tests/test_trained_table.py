@@ -20,7 +20,7 @@ ROWS = ("draft_model layers=1", "hydra heads=2", "streaming layers=1 streams=2")
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     place = tmp_path_factory.mktemp("work")
-    settings = ["data.batch=32", "data.max_new_tokens=16"]
+    settings = ["data.batch=32", "data.max_new_tokens=16", "data.answers=1"]
     options = read_options("draft_model", settings, 1500)
     engine = Engine.load("tiny", drafter="none")
     Pipeline(engine, options, prompts=PROMPTS, work=place, out=place / "out", say=lambda tick: None).data()

@@ -3,6 +3,7 @@
 import pytest
 
 SMALL = [
+    "start=none",
     "layers=3",
     "width=64",
     "ffn=96",

@@ -196,6 +196,7 @@ def made(request, tmp_path_factory):
         "data.batch=32",
         "data.max_new_tokens=24",
         "data.greedy=1.0",
+        "data.answers=1",
     ]
     pipeline = Pipeline(
         Engine.load("tiny", dtype="float32", drafter="none"),
