@@ -321,12 +321,15 @@ def look_back(
     context = min(len(request.prompt) + len(answer) // 2, engine.target.max_positions - rows[-1])
     curve = measure(engine.target, rows=rows, contexts=(max(1, context),), batches=(1,), repeat=_REPEAT)
     tick("comparing", 1)
+    look, step, judge = _overheads(steps)
     device = Device(
         name="here",
         rows_R=curve.rows_R,
         pass_R=rising([1e3 * seconds for seconds in curve.seconds_CR[0]]),
         levels={name: (median(found), 0.0) for name, found in took.items()},
-        **_overheads(steps),
+        look=look,
+        step=step,
+        judge=judge,
     )
     found = compare(Priced(drafters, len(answer) - 1, device), steps, _texts(engine, answer))
     tick("comparing", 1)
@@ -404,17 +407,14 @@ def _cut(steps: Sequence[Step]) -> list[tuple[int, int, list[Step]]]:
     return found
 
 
-def _overheads(steps: Sequence[Step]) -> dict[str, Any]:
-    """Milliseconds of a step outside of passes and drafts."""
+def _overheads(steps: Sequence[Step]) -> tuple[float, float, float]:
+    """Milliseconds outside of passes and drafts: of planning, of the rest of a step, of a draft besides."""
     after = [1e3 * (step.verbs["judge"] + step.verbs["commit"]) for step in steps]
     plain = [ms for ms, step in zip(after, steps, strict=True) if not step.drafted]
     drafted = [ms for ms, step in zip(after, steps, strict=True) if step.drafted]
     usual = median(plain or after)
-    return {
-        "look": median(1e3 * step.verbs["plan"] for step in steps),
-        "step": usual,
-        "judge": max(0.0, median(drafted or [usual]) - usual),
-    }
+    look = median(1e3 * step.verbs["plan"] for step in steps)
+    return look, usual, max(0.0, median(drafted or [usual]) - usual)
 
 
 def _texts(engine: Engine, answer: Sequence[int]) -> Callable[[int, int], str]:

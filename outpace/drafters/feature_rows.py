@@ -147,10 +147,7 @@ class RowDrafter(FeatureDrafter[RowState]):
             seen += len(branch.nodes)
         rows = PassRows(feeds, self.cache, 1)
         with self.clock:
-            if first:
-                given_TF = _waiting([b.state for b in branches])
-            else:
-                given_TF = self._given([b.state.out[b.parent_N[node]] for b in branches for node in b.nodes])
+            given_TF = self._before(branches)
             out_FH, logits_FD = self.net.run(rows, self.cache, _starts(branches), given_TF, first)
         self._took(out_FH, seen - self._ends[-1])
         return logits_FD, self._id_D
@@ -168,11 +165,7 @@ class RowDrafter(FeatureDrafter[RowState]):
             self._outs, self._ends = [], [0]
         start = start_of(self.cache, branches, levels, _starts(branches))
         with self.clock:
-            if fed is not None:
-                given_TF = _waiting([b.state for b in branches])
-            else:
-                given_TF = self._given([branch.state.out[branch.parent_N[-1]] for branch in branches])
-            found, out_TH = self.net.descend(start, picks, given_TF, self._id_D, fed)
+            found, out_TH = self.net.descend(start, picks, self._before(branches), self._id_D, fed)
         self.clock.count += found.levels - 1
         note(self.cache, branches, found)
         seen, count = self._ends[-1], len(branches)
@@ -185,6 +178,13 @@ class RowDrafter(FeatureDrafter[RowState]):
     def outputs(self, branches: Sequence[Branch[RowState]]) -> Tensor:
         """What the passes of this draft gave of the nodes [F, H]."""
         return self._given([b.state.out[node] for b in branches for node in b.nodes])
+
+    def _before(self, branches: Sequence[Branch[RowState]]) -> Tensor:
+        """What the rows of these nodes are made from: features that wait, or outputs of their parents."""
+        if branches[0].nodes == (ROOT,):
+            parts = [part for b in branches for part in b.state.waiting]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._given([b.state.out[b.parent_N[node]] for b in branches for node in b.nodes])
 
     def _given(self, rows: Sequence[int]) -> Tensor:
         """Rows of the outputs of this draft; a copy, or the latest ones as they are."""
@@ -236,12 +236,6 @@ class RowDrafter(FeatureDrafter[RowState]):
     def forget(self, state: RowState) -> None:
         super().forget(state)
         state.row, state.out = {}, {}
-
-
-def _waiting(states: Sequence[RowState]) -> Tensor:
-    """Features of all rows that wait."""
-    parts = [part for state in states for part in state.waiting]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _starts(branches: Sequence[Branch[RowState]]) -> list[int]:

@@ -18,7 +18,7 @@ Papers: Li et al. 2024, arXiv:2401.15077 and arXiv:2406.16858; Li et al. 2025, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,14 +32,21 @@ from outpace.models.base import Target
 from outpace.tree.growth import Branch
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EagleConfig(TrainedConfig):
+    quantize: str | None = "int8"
+    """Round its weights, where compiled code multiplies them: int8 has four bits for the head alone, int4
+    for all; none keeps them."""
+
+
 class Eagle3(RowDrafter):
     """Drafts with an EAGLE head."""
 
-    Config = TrainedConfig
+    Config = EagleConfig
     net: EagleNet
 
     @classmethod
-    def load(cls, config: TrainedConfig, target: Target) -> Eagle3:
+    def load(cls, config: EagleConfig, target: Target) -> Eagle3:
         """Read the head and borrow the target's embedding."""
         head = read_head(find_head(target, config.model), target)
         rounded = rounding(config.quantize, target)
