@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outpace.clock import PassClock
 from outpace.models.base import Target
+from outpace.tree.dynamic import Dynamic
 from outpace.tree.growth import Branch, DraftRow, Expand, Level, grow
 from outpace.types import Budget, Draft, Outcome, Scored
 
@@ -213,6 +214,17 @@ class ExpandingDrafter(Drafter[S]):
         """
         return ()
 
+    def spread(self, trees: Sequence[Dynamic], branches: Sequence[Branch[S]]) -> Sequence[Draft] | None:
+        """Grow dynamic trees whole, as ``expand`` and their own rule would, in one call.
+
+        Args:
+            branches: as of ``expand``; the root alone of each tree.
+
+        Returns:
+            A draft per tree; None where it cannot, and has done nothing.
+        """
+        return None
+
     def estimate(self, branches: Sequence[Branch[S]]) -> Tensor:
         """How likely the nodes that were just expanded are accepted, given all above them.
 
@@ -241,8 +253,8 @@ class ExpandingDrafter(Drafter[S]):
         traits, alone = self.traits, self.between is None
         told = self.estimate if traits.estimates and alone else None
         ahead = self.foresee if traits.foresees and alone else None
-        descend = self.descend if alone else None
-        grown = grow(rows, self.between or self.expand, told, ahead, traits, descend)
+        at_once = (self.descend, self.spread) if alone else (None, None)
+        grown = grow(rows, self.between or self.expand, told, ahead, traits, *at_once)
         for row, (draft, numbers) in zip(rows, grown, strict=True):
             if numbers is not None:
                 self.renumber(row.state, numbers)

@@ -27,13 +27,15 @@ from torch import Tensor
 
 from outpace.cache.dense import DenseCache
 from outpace.drafters.base import Traits
+from outpace.drafters.branching import drafts_of, ruled
 from outpace.drafters.descent import levels_of, note, picked, start_of
 from outpace.drafters.features import FeatureDrafter, Followed
 from outpace.models.base import HEAD, TAPS
-from outpace.models.levels import Found, Picks, Start
+from outpace.models.levels import Answer, Asked, Start
 from outpace.models.passes import PassRows
+from outpace.tree.dynamic import Dynamic
 from outpace.tree.growth import Branch, DraftRow, Level
-from outpace.types import ROOT, Feed
+from outpace.types import ROOT, Draft, Feed
 
 _WAITING = 2048
 """Most rows of a sequence that wait for its next draft; more go through the head at once. In a full
@@ -85,9 +87,9 @@ class FeatureNet(Protocol):
         ...
 
     def descend(
-        self, start: Start, picks: Picks, given_TF: Tensor, id_D: Tensor | None, first: PassRows | None
-    ) -> tuple[Found, Tensor]:
-        """Several passes over one row per sequence, each made from what the one before it gave.
+        self, start: Start, asked: Asked[Answer], given_TF: Tensor, id_D: Tensor | None, first: PassRows | None
+    ) -> tuple[Answer, Tensor]:
+        """Several passes, whose rows are made from what those of the one before gave.
 
         Args:
             given_TF: outputs of the rows before the first ones; with ``first``, features of the target.
@@ -95,7 +97,7 @@ class FeatureNet(Protocol):
             first: rows of a pass that is the first level; one of them is wanted per sequence.
 
         Returns:
-            The tokens, and the outputs of the rows of every level [L * B, H], level by level.
+            What was found, and the outputs of the rows of all levels [., H]; there may be room for more.
         """
         ...
 
@@ -172,8 +174,23 @@ class RowDrafter(FeatureDrafter[RowState]):
         for i, branch in enumerate(branches):
             node = branch.nodes[0]
             branch.state.out |= {node + level: seen + level * count + i for level in range(found.levels)}
-        self._took(out_TH, found.levels * count)
+        self._took(out_TH[: found.levels * count], found.levels * count)
         return levels_of(found, len(rows), self._id_D)
+
+    def spread(
+        self, trees: Sequence[Dynamic], branches: Sequence[Branch[RowState]]
+    ) -> Sequence[Draft] | None:
+        """All passes of the head in one call, where the rule of the trees is compiled too."""
+        asked = ruled(trees) if self.net.descends else None
+        if asked is None:
+            return None
+        fed = PassRows([self._feed_waiting(b) for b in branches], self.cache, 1)
+        self._outs, self._ends = [], [0]
+        start = start_of(self.cache, branches, asked.seats, _starts(branches))
+        with self.clock:
+            found, _ = self.net.descend(start, asked, self._before(branches), self._id_D, fed)
+        self.clock.count += found.levels - 1
+        return drafts_of(found)
 
     def outputs(self, branches: Sequence[Branch[RowState]]) -> Tensor:
         """What the passes of this draft gave of the nodes [F, H]."""

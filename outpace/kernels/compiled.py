@@ -35,6 +35,7 @@ _ARGUMENTS = {
     "outpace_threads": "",
     "outpace_run": "a",
     "outpace_levels": "a",
+    "outpace_trees": "a",
     "outpace_see": "aaiaiii",
     "outpace_move": "a",
     "outpace_attend": "aiaaiii",

@@ -14,6 +14,7 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +43,24 @@ class Start:
     """Positions of the first rows of the slots."""
 
 
+Answer = TypeVar("Answer", covariant=True)
+
+
+class Asked(Protocol[Answer]):
+    """What levels are run for."""
+
+    @property
+    def levels(self) -> int: ...
+    @property
+    def rows(self) -> int:
+        """Most rows of a level."""
+        ...
+
+    def run(self, level: Level, start: Start, id_D: Tensor | None, width: int) -> Answer:
+        """Run levels, with tokens and the number of columns of logits."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Picks:
     """How a token is picked from each row of logits."""
@@ -53,6 +72,15 @@ class Picks:
     """Of draws, level by level."""
     key_LB: Sequence[int] | None = None
     """Draws are races with these keys, and there are no coins."""
+
+    @property
+    def rows(self) -> int:
+        """Of a level."""
+        return len(self.temperature_B)
+
+    def run(self, level: Level, start: Start, id_D: Tensor | None, width: int) -> Found:
+        """See ``run_levels``."""
+        return run_levels(level, start, self, id_D, width)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

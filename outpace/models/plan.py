@@ -26,7 +26,7 @@ from outpace.models import operations as kinds
 from outpace.models.attention import HeadShape
 from outpace.models.blocks import Block
 from outpace.models.fused import View, fits, tell
-from outpace.models.levels import Found, Level, Picks, Start, run_levels
+from outpace.models.levels import Answer, Asked, Level, Start
 from outpace.models.operations import NONE, Call, Op
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
@@ -328,12 +328,12 @@ class Plan:
     def run_levels(
         self,
         start: Start,
-        picks: Picks,
+        asked: Asked[Answer],
         given_TF: Tensor,
         id_D: Tensor | None,
         first: tuple[Plan, PassRows, Seen] | None = None,
-    ) -> tuple[Found, Tensor]:
-        """Run levels of a chain, each on one row per sequence.
+    ) -> tuple[Answer, Tensor]:
+        """Run levels, each on what rows of the one before gave.
 
         Args:
             given_TF: what the first level is lent. What it gives first is lent to the next one, and what it
@@ -342,18 +342,18 @@ class Plan:
             first: the plan of the first level, where it is another, and its rows.
 
         Returns:
-            The tokens found, and what was given first [L * B, H], level by level.
+            What was found, and what was given first [., H], level by level.
         """
-        rows, lent, (given, logits) = len(start.slot_B), self._lent[0], self._given
+        rows, lent, (given, logits) = asked.rows, self._lent[0], self._given
         assert self._attended is not None and self._heads is not None and self._rotation is not None
         assert not any(whole in (lent, given) for _, whole, _, _ in self._views)
         self._check(start.id_B)
-        out_TH, size, begins = torch.empty(picks.levels * rows, given.width), 4 * rows * given.width, None
+        out_TH, size, begins = torch.empty(asked.levels * rows, given.width), 4 * rows * given.width, None
         ready, picked = self._taken((rows, rows)), array("q", range(rows))
         brought, out = given_TF.data_ptr(), out_TH.data_ptr()
         if first is not None:
             plan, fed, seen = first
-            places, counts = [out, ready.logits], (len(fed.ids), rows)
+            places, counts = [out, ready.logits], (len(fed.ids), len(fed.wanted))
             begins = plan._prepared(counts, [given_TF], places, fed.wanted, seen, fed.ids)
             brought, out = out, out + size
         self._lend(ready, [brought, out, ready.logits])
@@ -376,11 +376,11 @@ class Plan:
             turns=[self._rotation],
             first=None if begins is None else begins.call,
         )
-        found = run_levels(level, start, picks, id_D, logits.width)
+        found = asked.run(level, start, id_D, logits.width)
         self._keep(ready)
         if first is not None and begins is not None:
             first[0]._keep(begins)
-        return found, out_TH if found.levels == picks.levels else out_TH[: found.levels * rows]
+        return found, out_TH
 
     def _lend(self, ready: _Ready, places: Sequence[int]) -> None:
         """Note where rows are that others bring, and then those that they get."""

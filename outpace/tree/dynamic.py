@@ -24,7 +24,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import accumulate
+from operator import add
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -74,11 +76,11 @@ class Dynamic:
         self._value: list[float] = []
         self._groups: list[Group] = []
         self._laws: list[Law] = []
-        self._chosen = row.drawn is Drawn.CHOSEN
+        self.chosen = row.drawn is Drawn.CHOSEN
         self._budget = row.budget
-        self._least = row.budget.shape.least / max(1, row.budget.max_nodes)
-        self._price = row.budget.price or Price.assumed(scale.level_D)
-        self._pays = self._least > 0.0
+        self.least = row.budget.shape.least / max(1, row.budget.max_nodes)
+        self.price = row.budget.price or Price.assumed(scale.level_D)
+        self.pays = self.least > 0.0
         """Whether levels and rows are weighed; a threshold of 0 fills the tree."""
 
     def may_grow(self, depth: int) -> bool:
@@ -88,9 +90,8 @@ class Dynamic:
     def level(self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths, depth: int) -> None:
         """Draw below the open nodes, whose logits these are, and say which are open next."""
         last, opened = depth + 1 == self._budget.max_depth, list(self.open)
-        if self._chosen:
-            temper_D = self._scale.temper_D
-            temper = temper_D[min(depth, len(temper_D) - 1)] if temper_D and self.row.warp.greedy else 1.0
+        if self.chosen:
+            temper = self.temper(depth)
             fresh = self._choose(logits_FD if temper == 1.0 else logits_FD / temper, id_D, paths)
             alive = {node for node, _ in self._best()}
             fresh = [node for node in fresh if node in alive]
@@ -98,11 +99,16 @@ class Dynamic:
             fresh = self._sample(logits_FD, id_D, paths, last)
         else:
             fresh = self._sample_at_once(logits_FD, id_D, paths, depth)
-        room = len(self.tokens) < self._budget.max_nodes or self._chosen
-        fresh = [node for node in fresh if room and self._value[node] > self._least]
+        room = len(self.tokens) < self._budget.max_nodes or self.chosen
+        fresh = [node for node in fresh if room and self._value[node] > self.least]
         fresh = sorted(fresh + self._beside(opened), key=lambda node: -self._promise(node))
         fresh = fresh[: self._budget.shape.beam or MOST]
         self.open = sorted(fresh) if self._opens(fresh, depth + 1) else []
+
+    def temper(self, depth: int) -> float:
+        """What the logits of a level are divided by before guesses are chosen."""
+        temper_D = self._scale.temper_D
+        return temper_D[min(depth, len(temper_D) - 1)] if temper_D and self.row.warp.greedy else 1.0
 
     def _beside(self, opened: Sequence[int]) -> list[int]:
         """Nodes below those just expanded that were there before."""
@@ -114,33 +120,33 @@ class Dynamic:
 
     def _opens(self, fresh: Sequence[int], depth: int) -> bool:
         """Whether the level below these nodes, likeliest first, should bring more than it costs."""
-        if not self._pays or not fresh:
+        if not self.pays or not fresh:
             return bool(fresh)
         # The likeliest children of this level, over what was opened for them: the next should do as well.
         best: dict[int, float] = {}
         for node in fresh:
             parent = self.parents[node]
             best[parent] = max(best.get(parent, 0.0), self._value[node])
-        kept = sum(best.values()) / sum(self._worth(parent) for parent in best)
+        kept = reduce(add, best.values()) / reduce(add, map(self._worth, best))  # rounded as written
         more = [kept * self._promise(node) for node in fresh]
-        if self._chosen:  # what is likelier takes the place of what is not
+        if self.chosen:  # what is likelier takes the place of what is not
             gain = self._gain([*self._value, *more]) - self._gain(self._value)
         else:
             rows = len(self.tokens)
-            gain = sum(max(0.0, value - self._price.row(rows + i)) for i, value in enumerate(more))
-        return gain > self._price.level(depth)
+            gain = sum(max(0.0, value - self.price.row(rows + i)) for i, value in enumerate(more))
+        return gain > self.price.level(depth)
 
     def _gain(self, value_N: Sequence[float]) -> float:
         """What the best nodes bring over the price of their rows."""
         ranked = sorted(value_N, reverse=True)[: self._budget.max_nodes]
-        return sum(max(0.0, value - self._price.row(i)) for i, value in enumerate(ranked))
+        return reduce(add, [max(0.0, value - self.price.row(i)) for i, value in enumerate(ranked)], 0.0)
 
     def finish(self) -> tuple[Draft, list[int] | None]:
         """The draft, and for each of its nodes the number it had while the tree grew.
 
         None where all nodes stayed and kept their numbers.
         """
-        if not self._chosen:
+        if not self.chosen:
             return (
                 Draft(tuple(self.tokens), tuple(self.parents), tuple(self._groups), tuple(self._laws)),
                 None,
@@ -159,7 +165,7 @@ class Dynamic:
         """
         ranked = sorted(enumerate(self._value), key=lambda pair: (-pair[1], pair[0]))
         most = min(len(ranked), self._budget.max_nodes)
-        while self._pays and most and ranked[most - 1][1] < self._price.row(most - 1):
+        while self.pays and most and ranked[most - 1][1] < self.price.row(most - 1):
             most -= 1
         return ranked[:most]
 
@@ -171,7 +177,7 @@ class Dynamic:
         for node, picked, probs in zip(self.open, tokens_Fk, probs_Fk, strict=True):
             value = self._worth(node)
             for token, prob in zip(picked, probs, strict=True):
-                if value * prob > self._least or not self.tokens:
+                if value * prob > self.least or not self.tokens:
                     fresh.append(self._add(node, token, prob, value * prob))
         return fresh
 
@@ -197,7 +203,7 @@ class Dynamic:
             law_left = rest[node]
             left = self._budget.max_nodes - len(self.tokens)
             wanted = 0 if last else sum(self._below(child, worth) for child in fresh)
-            if left <= wanted or (worth <= self._least and self.tokens):
+            if left <= wanted or (worth <= self.least and self.tokens):
                 break
             heapq.heappop(slots)
             picks = drawn[node]
@@ -230,7 +236,7 @@ class Dynamic:
 
     def _fan(self, law: Law, worth: float, left: int) -> int:
         """How many siblings are expected to be worth their rows."""
-        least = max(self._least, LEAST / self._budget.max_nodes)
+        least = max(self.least, LEAST / self._budget.max_nodes)
         most = min(MOST, left)
         if self.row.drawn is Drawn.IID:
             refused = 1.0 - float(law.prob_S.square().sum())  # by the drafter's distribution, of a draw
@@ -248,9 +254,9 @@ class Dynamic:
 
     def _dear(self, worth: float, law: Law) -> bool:
         """Whether a draw is worth less than its row: it is kept about as likely as its law is sure."""
-        if not self._pays or not self.tokens:
+        if not self.pays or not self.tokens:
             return False
-        price = self._price.row(len(self.tokens))
+        price = self.price.row(len(self.tokens))
         return price > 0.0 and worth * float(law.prob_S.max()) <= price
 
     def _left(self, node: int, law: Law) -> Law | None:

@@ -86,6 +86,7 @@ Estimate = Callable[[Sequence[Branch[Any]]], Tensor]
 Level = tuple[Sequence[int], Sequence[float], "Sequence[Law | None]"]
 """A guess per sequence, their probabilities, and the distributions of those that were drawn."""
 Descend = Callable[[Sequence[DraftRow[Any]], Sequence[Branch[Any]], int], Sequence[Level]]
+Spread = Callable[[Sequence[Dynamic], Sequence[Branch[Any]]], "Sequence[Draft] | None"]
 
 
 class Growing(Protocol):
@@ -224,6 +225,7 @@ def grow(
     foresee: Estimate | None = None,
     scale: Scale = _PLAIN,
     descend: Descend | None = None,
+    spread: Spread | None = None,
 ) -> list[tuple[Draft, Sequence[int] | None]]:
     """Grow one draft per row.
 
@@ -234,6 +236,7 @@ def grow(
         foresee: see ``ExpandingDrafter.foresee``; stop rules are then asked between it and the draw.
         scale: of the drafter's levels.
         descend: see ``ExpandingDrafter.descend``.
+        spread: see ``ExpandingDrafter.spread``; asked at the first level.
 
     Returns:
         Drafts whose groups are CHOSEN at temperature 0 and otherwise drawn as asked; with each,
@@ -248,6 +251,12 @@ def grow(
         if not growing:
             return [tree.finish() for tree in trees]
         branches = [Branch(t.row.state, t.row.tokens, tuple(t.open), t.tokens, t.parents) for t in growing]
+        trees_only = [tree for tree in growing if isinstance(tree, Dynamic)]
+        if spread is not None and not depth and len(trees_only) == len(growing):
+            made = spread(trees_only, branches)
+            if made is not None:
+                drafts = dict(zip(map(id, growing), made, strict=True))
+                return [(drafts[id(t)], None) if id(t) in drafts else t.finish() for t in trees]
         if descend is not None and (done := _descend(growing, branches, descend, depth)):
             depth += done
             continue

@@ -27,7 +27,7 @@ from outpace.models.base import Target
 from outpace.models.blocks import Form
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
-from outpace.models.levels import Found, Picks, Start
+from outpace.models.levels import Answer, Asked, Start
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
 from outpace.models.plan import Plan
@@ -261,12 +261,12 @@ class EagleNet:
         return ready and self._vectors is not None and self._own_head is not None
 
     def descend(
-        self, start: Start, picks: Picks, given_TF: Tensor, id_D: Tensor | None, first: PassRows | None
-    ) -> tuple[Found, Tensor]:
-        """Levels of a chain in one call; see ``FeatureNet``."""
+        self, start: Start, asked: Asked[Answer], given_TF: Tensor, id_D: Tensor | None, first: PassRows | None
+    ) -> tuple[Answer, Tensor]:
+        """Levels of chains or trees in one call; see ``FeatureNet``."""
         seen = None if first is None else Seen.of(first, start.cache, start.offset_B)
         begins = None if first is None or seen is None else (self._plans[True], first, seen)
-        return self._plans[False].run_levels(start, picks, given_TF, id_D, begins)
+        return self._plans[False].run_levels(start, asked, given_TF, id_D, begins)
 
     def foresee(self, out_RH: Tensor) -> Tensor:
         """Chance that a guess from each of these outputs is kept, float32 [R] on the CPU."""

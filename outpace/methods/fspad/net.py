@@ -31,7 +31,7 @@ from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.models.blocks import Form
 from outpace.models.families import DecoderConfig
-from outpace.models.levels import Found, Picks, Start
+from outpace.models.levels import Answer, Asked, Start
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
 from outpace.models.plan import Plan
@@ -150,8 +150,8 @@ class FspadNet:
         return False
 
     def descend(
-        self, start: Start, picks: Picks, given_TF: Tensor, id_D: Tensor | None, first: PassRows | None
-    ) -> tuple[Found, Tensor]:
+        self, start: Start, asked: Asked[Answer], given_TF: Tensor, id_D: Tensor | None, first: PassRows | None
+    ) -> tuple[Answer, Tensor]:
         raise NotImplementedError("fspad goes level by level")
 
     def _by_torch(

@@ -99,7 +99,7 @@ class Union(Dynamic):
 
     def __init__(self, row: Any, scale: Scale, planted: Planted) -> None:
         super().__init__(row, draw, scale)
-        self._pays = True
+        self.pays = True
         self._planted = planted.first(row.budget.max_nodes)
         self._own: list[float] = []
         self._below_N: dict[int, list[int]] = {}
@@ -111,7 +111,7 @@ class Union(Dynamic):
             self._below_N.setdefault(parent, []).append(node)
 
     def finish(self) -> tuple[Draft, list[int] | None]:
-        if self._chosen:
+        if self.chosen:
             return super().finish()
         # Behind the draws of the same parent: those are judged first.
         chosen = [Group(parent, Drawn.CHOSEN, tuple(nodes)) for parent, nodes in self._below_N.items()]

@@ -1,0 +1,181 @@
+/* Trees of guesses, all of their levels in one call.
+
+   The first level runs a program on what waits. Every further one runs another on the nodes that were
+   opened, each made from what the row of its parent gave. Between two levels trees grow by the rule of
+   tree/dynamic.py for chosen guesses, with the same sums in the same order. */
+
+#pragma once
+
+#include "see.h"
+
+/* One tree. branching.py has the same list. */
+typedef struct {
+    int64_t nodes, depth, beam, fan; /* at most: nodes, levels, nodes opened at a level, children */
+    int64_t pays;                    /* whether nodes and levels are weighed */
+    double least;                    /* what the value of a guess has to be above */
+    const double *row, *level;       /* prices, of every node and of every level */
+    const double *temper;            /* what the logits of every level are divided by */
+    int64_t lead, offset;            /* rows of the slot's tail at first; position of the slot's row 0 */
+    double *value;                   /* of every candidate: the chance to be reached and kept */
+    int64_t *token, *parent;         /* in the end those of the nodes that stay */
+    int64_t *seat, *out;             /* of expanded ones: row in the tail, and among what rows gave */
+    int64_t *best;                   /* the most valuable candidates, best first, of equal ones the first */
+    int64_t *open;                   /* nodes that are expanded next, ascending */
+    int64_t count, ranked, opens;    /* candidates, and how many of these lists are filled */
+} Tree;
+
+typedef struct {
+    Program *program;
+    const Program *first; /* of the first level: one row per tree is wanted */
+    int64_t passes, trees;
+    int64_t lent, given, bytes; /* buffers of what a level reads and gives, and bytes of a row of it */
+    char *gathered, *gave;      /* the rows that a level reads; what all levels gave */
+    float *logits;              /* of every level */
+    int64_t width;
+    int64_t tall;          /* rows that see together */
+    const int64_t *window; /* of each pass; 0: none */
+    Look *look;            /* of each tree; their tails have room */
+    int64_t *position, *id;
+    const int64_t *column; /* tokens of the columns; NULL: their places */
+    Tree *tree;
+} Trees;
+
+/* A product that is rounded, and not fused with the sum that it enters. */
+static __attribute__((noinline)) double times(double a, double b) { return a * b; }
+
+INLINE double worth(const Tree *g, int64_t node) { return node < 0 ? 1 : g->value[node]; }
+
+static void add_candidate(Tree *g, int64_t parent, int64_t token, double value) {
+    const int64_t node = g->count++;
+    g->value[node] = value, g->token[node] = token, g->parent[node] = parent;
+    int64_t at = g->ranked;
+    if (at < g->nodes) g->ranked++;
+    else if (value <= g->value[g->best[--at]]) return;
+    for (; at > 0 && g->value[g->best[at - 1]] < value; at--) g->best[at] = g->best[at - 1];
+    g->best[at] = node;
+}
+
+/* How many of the best are worth their rows. */
+static int64_t staying(const Tree *g) {
+    int64_t most = g->ranked;
+    while (g->pays && most && g->value[g->best[most - 1]] < g->row[most - 1]) most--;
+    return most;
+}
+
+/* What the best nodes bring over the price of their rows, if more, best first, come beside them. */
+static double gain(const Tree *g, const double *more, int64_t count) {
+    double total = 0;
+    for (int64_t i = 0, own = 0, other = 0; i < g->nodes && own + other < g->ranked + count; i++) {
+        const double mine = own < g->ranked ? g->value[g->best[own]] : -INFINITY;
+        const int theirs = other < count && more[other] > mine;
+        const double left = (theirs ? more[other] : mine) - g->row[i];
+        total += left > 0 ? left : 0;
+        other += theirs, own += !theirs;
+    }
+    return total;
+}
+
+/* Whether a level below these nodes, likeliest first, should bring more than it costs. */
+static int opens(const Tree *g, const int64_t *fresh, int64_t count, int64_t depth) {
+    if (!g->pays || !count) return count > 0;
+    double above = 0, below = 0, more[count];
+    for (int64_t i = 0; i < count; i++) {
+        int64_t j = 0;
+        while (g->parent[fresh[j]] != g->parent[fresh[i]]) j++;
+        if (j == i) below += g->value[fresh[i]], above += worth(g, g->parent[fresh[i]]);
+    }
+    const double kept = below / above;
+    for (int64_t i = 0; i < count; i++) more[i] = times(kept, g->value[fresh[i]]);
+    return gain(g, more, count) - gain(g, NULL, 0) > g->level[depth];
+}
+
+/* Hang the likeliest tokens below the open nodes, whose logits these are, and open the next ones. */
+static void grow_tree(const Trees *t, Tree *g, float *x, int64_t depth) {
+    const int64_t fan = g->fan, last = g->count, temper = g->temper[depth] != 1;
+    int64_t token[g->opens * fan], fresh[g->beam], count = 0;
+    float prob[g->opens * fan];
+    for (int64_t i = 0; temper && i < g->opens * t->width; i++) x[i] /= (float)g->temper[depth];
+    outpace_rank(x, t->column, g->opens, t->width, fan, token, prob);
+    for (int64_t i = 0; i < g->opens; i++)
+        for (int64_t n = i * fan; n < (i + 1) * fan && token[n] >= 0; n++) {
+            const double value = times(worth(g, g->open[i]), prob[n]);
+            if (value > g->least || !g->count) add_candidate(g, g->open[i], token[n], value);
+        }
+    const int64_t stay = staying(g);
+    for (int64_t i = 0; i < stay && count < g->beam; i++)
+        if (g->best[i] >= last && g->value[g->best[i]] > g->least) fresh[count++] = g->best[i];
+    g->opens = 0;
+    if (depth + 1 == g->depth || !opens(g, fresh, count, depth + 1)) return;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t at = g->opens++;
+        for (; at > 0 && g->open[at - 1] > fresh[i]; at--) g->open[at] = g->open[at - 1];
+        g->open[at] = fresh[i];
+    }
+}
+
+/* Seat the open nodes of a tree in its tail and in the pass; gives the rows of the pass up to them. */
+static int64_t seat_nodes(const Trees *t, int64_t which, int64_t rows, int64_t outs, int64_t *tail) {
+    Tree *g = t->tree + which;
+    Look *l = t->look + which;
+    int64_t *parents = (int64_t *)tail[1], *depths = (int64_t *)tail[2];
+    l->row = rows, l->rows = g->opens, l->stored = l->base + tail[0];
+    for (int64_t i = 0; i < g->opens; i++, rows++) {
+        const int64_t node = g->open[i], above = g->parent[node], seat = tail[0]++;
+        const int64_t parent = above < 0 ? g->lead - 1 : g->seat[above];
+        g->seat[node] = seat, g->out[node] = outs + rows;
+        parents[seat] = parent, depths[seat] = depths[parent] + 1;
+        if (parent != seat - 1) l->parents = tail[1], l->depths = tail[2]; /* no chain any more */
+        t->id[rows] = g->token[node], t->position[rows] = g->offset + l->base + depths[seat];
+        memcpy(t->gathered + rows * t->bytes, t->gave + (above < 0 ? which : g->out[above]) * t->bytes,
+               t->bytes);
+    }
+    return rows;
+}
+
+/* Leave the nodes that stay, in the order in which they came. */
+static void cut_tree(Tree *g) {
+    const int64_t stay = staying(g), last = g->count;
+    for (int64_t i = 0; i < last; i++) g->seat[i] = -1;
+    for (int64_t i = 0; i < stay; i++) g->seat[g->best[i]] = 0;
+    g->count = 0;
+    for (int64_t i = 0; i < last; i++) {
+        if (g->seat[i] < 0) continue;
+        const int64_t parent = g->parent[i];
+        g->token[g->count] = g->token[i], g->parent[g->count] = parent < 0 ? -1 : g->seat[parent];
+        g->seat[i] = g->count++;
+    }
+}
+
+/* Grow trees until none goes on; gives how many levels were run. */
+int64_t outpace_trees(const Trees *t) {
+    Program *p = t->program;
+    char **buffer = (char **)p->buffer;
+    int64_t *counts = (int64_t *)p->rows, most = counts[0], level = 0, tail[t->trees][3];
+    for (int64_t i = 0; i < t->trees; i++) {
+        Look *l = t->look + i;
+        tail[i][0] = t->tree[i].lead, tail[i][1] = l->parents, tail[i][2] = l->depths;
+        l->parents = l->depths = 0;
+        t->tree[i].open[0] = -1, t->tree[i].opens = 1;
+    }
+    p->ids = t->id;
+    for (int64_t outs = 0, rows = t->trees; rows; level++) {
+        if (level) {
+            buffer[t->lent] = t->gathered, buffer[t->given] = t->gave + outs * t->bytes;
+            counts[0] = counts[1] = rows;
+            for (int64_t i = 0; i < t->passes; i++)
+                outpace_see((Pass *)p->pass[i], t->look, t->trees, t->look, t->trees, t->window[i], t->tall);
+        }
+        outpace_run(level ? p : t->first);
+        outs += rows, rows = 0;
+        float *x = t->logits;
+        for (int64_t i = 0; i < t->trees; i++) {
+            const int64_t opened = t->tree[i].opens;
+            if (opened) grow_tree(t, t->tree + i, x, level);
+            x += opened * t->width;
+            rows = seat_nodes(t, i, rows, outs, tail[i]);
+        }
+    }
+    counts[0] = counts[1] = most;
+    for (int64_t i = 0; i < t->trees; i++) cut_tree(t->tree + i);
+    return level;
+}

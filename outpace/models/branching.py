@@ -1,0 +1,197 @@
+"""Trees of guesses, all of their levels in one call of compiled code: see trees.h.
+
+`outpace.models.levels` does the same for chains. Here a level has as many rows as nodes were opened, and
+a rule opens them: that of `outpace.tree.dynamic` for chosen guesses.
+
+Shape letters: B sequences, N nodes, L levels, D columns of logits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from outpace.kernels.compiled import library
+from outpace.models.attention import Span
+from outpace.models.fused import tell
+from outpace.models.levels import Level, Start
+
+_QUERIES = 24
+"""Query rows that read keys together, as in a pass of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rule:
+    """By what one tree grows."""
+
+    nodes: int
+    levels: int
+    beam: int
+    """Most nodes of a level that are expanded."""
+    fan: int
+    """Most children of a node."""
+    pays: bool
+    """Whether nodes and levels are weighed against their prices."""
+    least: float
+    """A guess counts if the chance to reach and keep it is above."""
+    row_N: array[float]
+    """Price of each node."""
+    level_L: array[float]
+    """Price of each level."""
+    temper_L: array[float]
+    """What the logits of each level are divided by first."""
+
+    @property
+    def most(self) -> int:
+        """Candidates that there can be."""
+        return self.fan * (1 + (self.levels - 1) * self.beam)
+
+
+@dataclass(frozen=True)
+class Branching:
+    """What is asked for: a tree per sequence."""
+
+    rule_B: Sequence[Rule]
+
+    @cached_property
+    def levels(self) -> int:
+        return max(rule.levels for rule in self.rule_B)
+
+    @cached_property
+    def seats(self) -> int:
+        """Most rows of a slot behind those of the first level."""
+        return max((rule.levels - 1) * rule.beam for rule in self.rule_B)
+
+    @cached_property
+    def rows(self) -> int:
+        """Most rows of a level."""
+        return max(len(self.rule_B), sum(rule.beam for rule in self.rule_B))
+
+    def run(self, level: Level, start: Start, id_D: Tensor | None, width: int) -> Trees:
+        return run_trees(level, start, self, id_D, width)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trees:
+    """The nodes that are worth their rows, in the order in which they were found."""
+
+    levels: int
+    """Passes that it took."""
+    token_BN: Sequence[Sequence[int]]
+    parent_BN: Sequence[Sequence[int]]
+
+
+class _Tree(ctypes.Structure):
+    """``Tree`` of trees.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in "nodes depth beam fan pays".split()),
+        ("least", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in "row level temper".split()),
+        *((name, ctypes.c_int64) for name in "lead offset".split()),
+        *((name, ctypes.c_void_p) for name in "value token parent seat out best open".split()),
+        *((name, ctypes.c_int64) for name in "count ranked opens".split()),
+    ]
+
+
+class _Trees(ctypes.Structure):
+    """``Trees`` of trees.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("program", "first")),
+        *((name, ctypes.c_int64) for name in "passes trees lent given bytes".split()),
+        *((name, ctypes.c_void_p) for name in "gathered gave logits".split()),
+        *((name, ctypes.c_int64) for name in "width tall".split()),
+        *((name, ctypes.c_void_p) for name in "window look position id column tree".split()),
+    ]
+
+
+def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None, width: int) -> Trees:
+    """Grow trees below pending tokens, whose rows the first level has.
+
+    Args:
+        id_D: tokens of the columns of logits; None: their places.
+        width: how many columns there are.
+    """
+    code, call, rules, cache = library(), level.call, asked.rule_B, start.cache
+    assert code is not None and level.first is not None and level.columns == width
+    assert id_D is None or id_D.is_contiguous()
+    spans, lead_B, last, first = list[Span](), list[int](), 0, 0
+    for slot, row, rule, offset in zip(start.slot_B, start.row_B, rules, start.offset_B, strict=True):
+        base, lead = cache.length(slot), row - cache.length(slot)
+        lead_B.append(lead)
+        last = max(last, offset + row + rule.levels - 2)
+        room = [0] * (rule.beam * (rule.levels - 1))
+        parents, depths = [*range(-1, lead - 1), *room], [*range(lead), *room]
+        spans.append(Span(slot, first, range(row, row + rule.beam), base, parents, depths, False))
+        first += rule.beam
+    head, out = level.address[level.head] or 0, level.address[level.out] or 0
+    for view in level.views:
+        view.look(cache, spans, head, out, levels=asked.levels)
+    told, position = [view.told for view in level.views], array("q", bytes(8 * asked.rows))
+    held = tell(call, level.heads, cache, told, level.turns, position, last)
+    memory = [_memory(rule) for rule in rules]
+    trees = (_Tree * len(rules))(*map(_tree, rules, lead_B, start.offset_B, memory))
+    ids, window = array("q", position), array("q", [one or 0 for one in level.windows])
+    each = level.bytes // asked.rows
+    gathered = torch.empty(level.bytes // 4)
+    whole = _Trees(
+        program=ctypes.addressof(call),
+        first=ctypes.addressof(level.first),
+        passes=len(told),
+        trees=len(rules),
+        lent=level.lent,
+        given=level.given,
+        bytes=each,
+        gathered=gathered.data_ptr(),
+        gave=level.address[level.lent],
+        logits=level.logits,
+        width=width,
+        tall=max(1, _QUERIES // level.heads.group),
+        window=window.buffer_info()[0],
+        look=level.views[0].looks.buffer_info()[0],
+        position=position.buffer_info()[0],
+        id=ids.buffer_info()[0],
+        column=None if id_D is None else id_D.data_ptr(),
+        tree=ctypes.addressof(trees),
+    )
+    levels = code.outpace_trees(ctypes.byref(whole))
+    del held
+    found = [(numbers[: one.count], numbers[rule.most : rule.most + one.count])
+             for one, rule, (numbers, _) in zip(trees, rules, memory, strict=True)]
+    return Trees(levels, *zip(*found, strict=True))
+
+
+def _memory(rule: Rule) -> tuple[array[int], array[float]]:
+    """Room for candidates: tokens, parents, seats, places, then lists of nodes; and values."""
+    return array("q", bytes(8 * (4 * rule.most + rule.nodes + rule.beam))), array("d", bytes(8 * rule.most))
+
+
+def _tree(rule: Rule, lead: int, offset: int, memory: tuple[array[int], array[float]]) -> _Tree:
+    at, most = memory[0].buffer_info()[0], 8 * rule.most
+    return _Tree(
+        nodes=rule.nodes,
+        depth=rule.levels,
+        beam=rule.beam,
+        fan=rule.fan,
+        pays=rule.pays,
+        least=rule.least,
+        row=rule.row_N.buffer_info()[0],
+        level=rule.level_L.buffer_info()[0],
+        temper=rule.temper_L.buffer_info()[0],
+        lead=lead,
+        offset=offset,
+        value=memory[1].buffer_info()[0],
+        token=at,
+        parent=at + most,
+        seat=at + 2 * most,
+        out=at + 3 * most,
+        best=at + 4 * most,
+        open=at + 4 * most + 8 * rule.nodes,
+    )
