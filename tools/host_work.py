@@ -37,8 +37,8 @@ def main(methods: list[str]) -> None:
     code, inside = library(), [0.0]
     if code is None:
         sys.exit("passes are not compiled here")
-    for name in ("outpace_run", "outpace_levels", "outpace_product", "outpace_norm", "outpace_gate"):
-        setattr(code, name, partial(timed, getattr(code, name), inside))
+    for name in "run levels trees product norm gate".split():
+        setattr(code, f"outpace_{name}", partial(timed, getattr(code, f"outpace_{name}"), inside))
     for method in methods:
         engine = Engine.load("smollm2-135m", drafter=method)
         marks: list[tuple[float, float]] = []

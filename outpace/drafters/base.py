@@ -17,8 +17,7 @@ from torch import Tensor
 
 from outpace.clock import PassClock
 from outpace.models.base import Target
-from outpace.tree.dynamic import Dynamic
-from outpace.tree.growth import Branch, DraftRow, Expand, Level, grow
+from outpace.tree.growth import Branch, DraftRow, Expand, Growing, Level, grow
 from outpace.types import Budget, Draft, Outcome, Scored
 
 S = TypeVar("S")
@@ -214,7 +213,7 @@ class ExpandingDrafter(Drafter[S]):
         """
         return ()
 
-    def spread(self, trees: Sequence[Dynamic], branches: Sequence[Branch[S]]) -> Sequence[Draft] | None:
+    def spread(self, trees: Sequence[Growing], branches: Sequence[Branch[S]]) -> Sequence[Draft] | None:
         """Grow dynamic trees whole, as ``expand`` and their own rule would, in one call.
 
         Args:

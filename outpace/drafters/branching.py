@@ -8,22 +8,23 @@ from functools import lru_cache
 
 from outpace.models.branching import Branching, Rule, Trees
 from outpace.tree.dynamic import MOST, Dynamic
+from outpace.tree.growth import Growing
 from outpace.types import Draft, Price
 
 
-def ruled(trees: Sequence[Dynamic]) -> Branching | None:
+def ruled(trees: Sequence[Growing]) -> Branching | None:
     """Say by what rules trees grow.
 
     Returns:
         None where some tree needs more than a softmax, or has more to begin with.
     """
-    return Branching([_rule(tree) for tree in trees]) if all(map(_is_plain, trees)) else None
+    plain = [tree for tree in trees if type(tree) is Dynamic and _is_plain(tree)]
+    return Branching([_rule(tree) for tree in plain]) if len(plain) == len(trees) else None
 
 
 def _is_plain(tree: Dynamic) -> bool:
     budget = tree.row.budget
-    alone = type(tree) is Dynamic and tree.chosen and not tree.tokens
-    return alone and tree.row.warp.raw and budget.stop is None and not budget.estimate
+    return tree.chosen and tree.row.warp.raw and budget.stop is None and not budget.estimate
 
 
 def _rule(tree: Dynamic) -> Rule:
@@ -51,6 +52,5 @@ def _prices(price: Price, nodes: int, levels: int) -> tuple[array[float], array[
 def drafts_of(found: Trees) -> list[Draft]:
     """The drafts that were found."""
     return [
-        Draft.chosen(tokens, parents)
-        for tokens, parents in zip(found.token_BN, found.parent_BN, strict=True)
+        Draft.chosen(tokens, parents) for tokens, parents in zip(found.token_BN, found.parent_BN, strict=True)
     ]

@@ -33,8 +33,7 @@ from outpace.drafters.features import FeatureDrafter, Followed
 from outpace.models.base import HEAD, TAPS
 from outpace.models.levels import Answer, Asked, Start
 from outpace.models.passes import PassRows
-from outpace.tree.dynamic import Dynamic
-from outpace.tree.growth import Branch, DraftRow, Level
+from outpace.tree.growth import Branch, DraftRow, Growing, Level
 from outpace.types import ROOT, Draft, Feed
 
 _WAITING = 2048
@@ -87,7 +86,12 @@ class FeatureNet(Protocol):
         ...
 
     def descend(
-        self, start: Start, asked: Asked[Answer], given_TF: Tensor, id_D: Tensor | None, first: PassRows | None
+        self,
+        start: Start,
+        asked: Asked[Answer],
+        given_TF: Tensor,
+        id_D: Tensor | None,
+        first: PassRows | None,
     ) -> tuple[Answer, Tensor]:
         """Several passes, whose rows are made from what those of the one before gave.
 
@@ -178,7 +182,7 @@ class RowDrafter(FeatureDrafter[RowState]):
         return levels_of(found, len(rows), self._id_D)
 
     def spread(
-        self, trees: Sequence[Dynamic], branches: Sequence[Branch[RowState]]
+        self, trees: Sequence[Growing], branches: Sequence[Branch[RowState]]
     ) -> Sequence[Draft] | None:
         """All passes of the head in one call, where the rule of the trees is compiled too."""
         asked = ruled(trees) if self.net.descends else None

@@ -163,8 +163,10 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
     )
     levels = code.outpace_trees(ctypes.byref(whole))
     del held
-    found = [(numbers[: one.count], numbers[rule.most : rule.most + one.count])
-             for one, rule, (numbers, _) in zip(trees, rules, memory, strict=True)]
+    found = [
+        (numbers[: one.count], numbers[rule.most : rule.most + one.count])
+        for one, rule, (numbers, _) in zip(trees, rules, memory, strict=True)
+    ]
     return Trees(levels, *zip(*found, strict=True))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
@@ -52,7 +53,8 @@ class SideBySide(Mapping[str, Tensor]):
 
     Args:
         names: of features of equal width, in their order.
-        piece: its numbers from ``first`` on are theirs, ``width`` for every row.
+        piece: of float32 on a CPU. Its numbers from ``first`` on are theirs, ``width`` for every row; or
+            the rows themselves.
     """
 
     def __init__(self, names: tuple[str, ...], piece: Tensor, first: int, rows: int, width: int) -> None:
@@ -62,6 +64,8 @@ class SideBySide(Mapping[str, Tensor]):
     @property
     def whole_TF(self) -> Tensor:
         """All of them, as they are."""
+        if self._piece.dim() == 2:
+            return self._piece
         return self._piece.as_strided((self._rows, self._width), (self._width, 1), self._first)
 
     def cut(self, rows: slice | list[int]) -> SideBySide:
@@ -69,7 +73,12 @@ class SideBySide(Mapping[str, Tensor]):
         if isinstance(rows, slice):
             assert not rows.start and rows.step is None
             return SideBySide(self.names, self._piece, self._first, min(rows.stop, self._rows), self._width)
-        return SideBySide(self.names, self.whole_TF[rows], 0, len(rows), self._width)
+        each, some_RF = 4 * self._width, torch.empty(len(rows), self._width)
+        to, at = some_RF.data_ptr(), self._piece.data_ptr() + 4 * self._first
+        for i, row in enumerate(rows):  # indexing takes three times as long after a pass
+            assert 0 <= row < self._rows
+            ctypes.memmove(to + i * each, at + row * each, each)
+        return SideBySide(self.names, some_RF, 0, len(rows), self._width)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.names:

@@ -86,7 +86,6 @@ Estimate = Callable[[Sequence[Branch[Any]]], Tensor]
 Level = tuple[Sequence[int], Sequence[float], "Sequence[Law | None]"]
 """A guess per sequence, their probabilities, and the distributions of those that were drawn."""
 Descend = Callable[[Sequence[DraftRow[Any]], Sequence[Branch[Any]], int], Sequence[Level]]
-Spread = Callable[[Sequence[Dynamic], Sequence[Branch[Any]]], "Sequence[Draft] | None"]
 
 
 class Growing(Protocol):
@@ -114,6 +113,9 @@ class Growing(Protocol):
     def finish(self) -> tuple[Draft, Sequence[int] | None]:
         """The draft, and what its nodes were called in ``Branch``, if that changed."""
         ...
+
+
+Spread = Callable[[Sequence[Growing], Sequence[Branch[Any]]], "Sequence[Draft] | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,12 +253,9 @@ def grow(
         if not growing:
             return [tree.finish() for tree in trees]
         branches = [Branch(t.row.state, t.row.tokens, tuple(t.open), t.tokens, t.parents) for t in growing]
-        trees_only = [tree for tree in growing if isinstance(tree, Dynamic)]
-        if spread is not None and not depth and len(trees_only) == len(growing):
-            made = spread(trees_only, branches)
-            if made is not None:
-                drafts = dict(zip(map(id, growing), made, strict=True))
-                return [(drafts[id(t)], None) if id(t) in drafts else t.finish() for t in trees]
+        if spread is not None and not depth and (made := spread(growing, branches)) is not None:
+            whole = dict(zip(map(id, growing), made, strict=True))
+            return [(whole[id(t)], None) if id(t) in whole else t.finish() for t in trees]
         if descend is not None and (done := _descend(growing, branches, descend, depth)):
             depth += done
             continue

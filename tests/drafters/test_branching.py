@@ -4,15 +4,12 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
 from outpace.models.products import works
 from outpace.params import SamplingParams
-from outpace.policies.confidence import Threshold
 from outpace.sampling import Warp
-from outpace.tree import dynamic
 from outpace.tree.growth import DraftRow
 from outpace.types import NOTHING, Budget, Drawn, Price, Shape
 from tests.methods.eagle3.test_drafter import made, show, tied
@@ -49,9 +46,11 @@ def drafted(budgets, spreads, monkeypatch, settings=None, sharp=1.0, temper=(), 
         for state, text, budget in zip(states, TEXTS, budgets, strict=False)
     ]
     drafts = [drafter.propose(rows) for _ in range(2)]
-    assert [told(one) for one in drafts[0]] == [told(one) for one in drafts[1]], "a draft leaves nothing behind"
+    assert [told(one) for one in drafts[0]] == [told(one) for one in drafts[1]], (
+        "a draft leaves nothing behind"
+    )
     # What was a guess is dropped, and the text goes on.
-    for state, text in zip(states, TEXTS, strict=True):
+    for state in states:
         drafter.forget(state)
         assert drafter.cache.slot(state.slot).tail_ids == []
     return drafts[0], drafter.clock.count, sum(done)

@@ -261,7 +261,12 @@ class EagleNet:
         return ready and self._vectors is not None and self._own_head is not None
 
     def descend(
-        self, start: Start, asked: Asked[Answer], given_TF: Tensor, id_D: Tensor | None, first: PassRows | None
+        self,
+        start: Start,
+        asked: Asked[Answer],
+        given_TF: Tensor,
+        id_D: Tensor | None,
+        first: PassRows | None,
     ) -> tuple[Answer, Tensor]:
         """Levels of chains or trees in one call; see ``FeatureNet``."""
         seen = None if first is None else Seen.of(first, start.cache, start.offset_B)

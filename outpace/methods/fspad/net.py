@@ -150,7 +150,12 @@ class FspadNet:
         return False
 
     def descend(
-        self, start: Start, asked: Asked[Answer], given_TF: Tensor, id_D: Tensor | None, first: PassRows | None
+        self,
+        start: Start,
+        asked: Asked[Answer],
+        given_TF: Tensor,
+        id_D: Tensor | None,
+        first: PassRows | None,
     ) -> tuple[Answer, Tensor]:
         raise NotImplementedError("fspad goes level by level")
 
