@@ -214,14 +214,7 @@ class ExpandingDrafter(Drafter[S]):
         return ()
 
     def spread(self, trees: Sequence[Growing], branches: Sequence[Branch[S]]) -> Sequence[Draft] | None:
-        """Grow dynamic trees whole, as ``expand`` and their own rule would, in one call.
-
-        Args:
-            branches: as of ``expand``; the root alone of each tree.
-
-        Returns:
-            A draft per tree; None where it cannot, and has done nothing.
-        """
+        """Grow trees whole, as ``expand`` and their own rule would; None where it cannot."""
         return None
 
     def estimate(self, branches: Sequence[Branch[S]]) -> Tensor:

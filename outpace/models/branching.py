@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from outpace.kernels.compiled import library
 from outpace.models.attention import Span
 from outpace.models.fused import tell
 from outpace.models.levels import Level, Start
+from outpace.models.room import Piece
 
 _QUERIES = 24
 """Query rows that read keys together, as in a pass of its own."""
@@ -140,7 +140,7 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
     trees = (_Tree * len(rules))(*map(_tree, rules, lead_B, start.offset_B, memory))
     ids, window = array("q", position), array("q", [one or 0 for one in level.windows])
     each = level.bytes // asked.rows
-    gathered = torch.empty(level.bytes // 4)
+    gathered = Piece(level.bytes // 4)
     whole = _Trees(
         program=ctypes.addressof(call),
         first=ctypes.addressof(level.first),
@@ -149,7 +149,7 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
         lent=level.lent,
         given=level.given,
         bytes=each,
-        gathered=gathered.data_ptr(),
+        gathered=gathered.address,
         gave=level.address[level.lent],
         logits=level.logits,
         width=width,

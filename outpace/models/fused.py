@@ -29,6 +29,7 @@ from outpace.cache.dense import DenseCache
 from outpace.kernels.compiled import DTYPES, LANES, library
 from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.operations import Call
+from outpace.models.room import Piece
 from outpace.models.rope import Rotation
 from outpace.models.views import Choice, KVView
 
@@ -166,7 +167,7 @@ class View:
             scale=shape.scale / math.log(2),
         )
         self.looks = array("q")
-        self._noted, self._choice, self._part = array("q"), array("q"), torch.empty(0)
+        self._noted, self._choice, self._part = array("q"), array("q"), Piece(0)
         self._held: list[object] = []
 
     def look(
@@ -236,9 +237,9 @@ class View:
             code.outpace_see(ctypes.addressof(told), *all_rows, *some_rows, self._window or 0, tall)
             parts = told.parts
         room = parts * (shape.width + 2)  # and the largest and the sum of each
-        if not room <= len(self._part) <= room + _KEPT:
-            self._part = torch.empty(room)
-        part = self._part.data_ptr()
+        if not room <= self._part.size <= room + _KEPT:
+            self._part = Piece(room)
+        part = self._part.address
         told.part, told.tops = part, part + 4 * parts * shape.width
 
     def _choices(self, cache: DenseCache, attending: Sequence[Span]) -> None:

@@ -30,7 +30,7 @@ from outpace.models.levels import Answer, Asked, Level, Start
 from outpace.models.operations import NONE, Call, Op
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
-from outpace.models.room import Lasting
+from outpace.models.room import Lasting, Piece
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import KINDS, Norm
 from outpace.models.seen import Seen
@@ -42,7 +42,7 @@ _OPERANDS = 0
 _KEPT = 1 << 22
 """Most numbers of memory that are kept from one run to the next."""
 _LAYOUTS = 256
-_NOTHING = torch.empty(0)
+_NOTHING = Piece(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class _Ready:
     """Where those of levels are, which nobody gets."""
     base: int = 0
     """Where the memory is that ``address`` tells of."""
-    memory: Tensor = _NOTHING
+    memory: Piece = _NOTHING
     view: View | None = None
     held: object = ()
     """What else the call reads."""
@@ -399,8 +399,8 @@ class Plan:
         """What is kept for a run over so many rows: one in another thread meanwhile finds nothing."""
         ready = self._known.pop(counts, None) or self._made(counts)
         memory, self._kept = self._kept, _NOTHING
-        ready.memory = memory if len(memory) >= ready.size else torch.empty(ready.size)
-        base = ready.memory.data_ptr()
+        ready.memory = memory if memory.size >= ready.size else Piece(ready.size)
+        base = ready.memory.address
         if base != ready.base:
             for buffer, start in ready.places:
                 ready.address[buffer] = base + 4 * start
@@ -412,7 +412,7 @@ class Plan:
 
     def _keep(self, ready: _Ready) -> None:
         """Take back what a run had."""
-        self._kept = ready.memory if len(ready.memory) <= _KEPT else self._kept
+        self._kept = ready.memory if ready.memory.size <= _KEPT else self._kept
         self._view, ready.view, ready.memory, ready.held = ready.view, None, _NOTHING, ()
         if len(self._known) >= _LAYOUTS:
             self._known.clear()

@@ -161,10 +161,10 @@ class Programs:
         """
         logits_TV = self._room.rows(headed, self._ends.head.outputs)
         if not (rows.riders or rows.levels):
-            return self._whole(rows, cache, depth, taps, embed, logits_TV)
+            return self._whole(rows, cache, depth, taps, embed, logits_TV, headed)
         # What is found of these is ordinary also where inference mode is on, as features are.
         with torch.inference_mode(False), torch.no_grad():
-            return self._whole(rows, cache, depth, taps, embed, logits_TV)
+            return self._whole(rows, cache, depth, taps, embed, logits_TV, headed)
 
     def _whole(
         self,
@@ -174,9 +174,10 @@ class Programs:
         taps: frozenset[str],
         embed: Callable[[Sequence[int]], Tensor],
         logits_TV: Tensor,
+        headed: int,
     ) -> Results:
         way = _Way(cache, taps, array("q", [*rows.wanted, *rows.riders]), array("q", rows.ids))
-        counts = len(rows.ids), len(way.picked), len(logits_TV)
+        counts = len(rows.ids), len(way.picked), headed
         buffers = self._taken(counts[0])
         found = (ctypes.c_double * (2 * counts[2]))()
         buffers.lend(LOGITS, logits_TV)

@@ -168,6 +168,7 @@ class Rotation:
     def __init__(self, rope: Rope, device: torch.device) -> None:
         self._rope = rope
         self._table_PE = torch.empty(0, rope.dim // 2, dtype=torch.complex64, device=device)
+        self._length = 0
 
     def at(self, positions: Sequence[int]) -> Tensor:
         """Give complex [T, 1, E], the factors of the rows at ``positions``."""
@@ -177,8 +178,8 @@ class Rotation:
 
     def table(self, length: int) -> Tensor:
         """Give complex [P, E], the factors of the positions below ``length``, and of more."""
-        if length > len(self._table_PE):
-            self._grow(max(length, 512, len(self._table_PE) * 3 // 2))
+        if length > self._length:
+            self._grow(max(length, 512, self._length * 3 // 2))
         return self._table_PE
 
     def _grow(self, length: int) -> None:
@@ -189,3 +190,4 @@ class Rotation:
             angle_PE = position_P1 * frequency
             table_PE = torch.complex(angle_PE.cos() * factor, angle_PE.sin() * factor)
             self._table_PE = torch.cat([self._table_PE, table_PE.to(self._table_PE.device)])
+        self._length = len(self._table_PE)

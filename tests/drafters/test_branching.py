@@ -4,34 +4,45 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
+from outpace.methods.eagle3.drafter import Eagle3
+from outpace.methods.eagle3.net import EagleNet
 from outpace.models.products import works
 from outpace.params import SamplingParams
+from outpace.policies.confidence import Threshold
 from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
 from outpace.types import NOTHING, Budget, Drawn, Price, Shape
-from tests.methods.eagle3.test_drafter import made, show, tied
+from tests.methods.eagle3.oracle import random_tensors, shape_for
+from tests.methods.eagle3.test_drafter import every, show, tied
 
 TEXTS = [[5, 9, 11, 40, 7, 150, 5, 9], [40, 41, 42], [77, 8, 9, 10, 11], [3, 5], [60, 61, 62, 63] * 40]
+WIDE = Budget(13, 6, shape=Shape(beam=4, least=0.05))
 pytestmark = pytest.mark.skipif(not works("cpu"), reason="nothing is compiled here")
 
 
-def drafted(budgets, spreads, monkeypatch, settings=None, sharp=1.0, temper=(), drawn=Drawn.CHOSEN, seed=0):
-    """Drafts, numbers of all candidates' rule as Python saw them, passes, and how often one call did it."""
+def drafted(budgets, spreads, settings=None, temper=(), drawn=Drawn.CHOSEN, ties=False, texts=TEXTS):
+    """Drafts, the passes of the head, and how many proposals were one call."""
     target = tied()
-    drafter, _ = made(target, quantize="int8")
-    drafter.traits = replace(drafter.traits, temper_D=(sharp, *temper))
-    states = [drafter.begin(Request(prompt=tuple(text))) for text in TEXTS]
-    for state, text in zip(states, TEXTS, strict=True):
+    ids = every(target)
+    shape = shape_for(target, draft_vocab=len(ids))
+    tensors = random_tensors(shape)
+    if ties:  # every guess has a twin that is as likely
+        tensors["lm_head.weight"][1::2] = tensors["lm_head.weight"][:-1:2]
+    net = EagleNet(shape, tensors, target, id_D=ids, quantize="int8")
+    drafter = Eagle3(net, ids, temper_D=temper)
+    states = [drafter.begin(Request(prompt=tuple(text))) for text in texts]
+    for state, text in zip(states, texts, strict=True):
         show(drafter, state, target, text[:-1])
-    done, spread, settings = [], drafter.spread, settings or {"temperature": 0}
+    done, spread = [], drafter.spread
 
     def counting(*given):
-        made_B = spread(*given) if spreads else None
-        done.append(made_B is not None)
-        return made_B
+        found = spread(*given) if spreads else None
+        done.append(found is not None)
+        return found
 
     drafter.spread = counting
     rows = [
@@ -39,17 +50,14 @@ def drafted(budgets, spreads, monkeypatch, settings=None, sharp=1.0, temper=(), 
             state,
             text,
             budget,
-            KeyedCoins(seed, len(text) - 1, Stream.DRAFT),
-            Warp(SamplingParams(**settings), text, frozenset({2}), target.vocab_size),
+            KeyedCoins(3, len(text) - 1, Stream.DRAFT),
+            Warp(SamplingParams(**settings or {"temperature": 0}), text, frozenset({2}), target.vocab_size),
             drawn,
         )
-        for state, text, budget in zip(states, TEXTS, budgets, strict=False)
+        for state, text, budget in zip(states, texts, budgets, strict=False)
     ]
-    drafts = [drafter.propose(rows) for _ in range(2)]
-    assert [told(one) for one in drafts[0]] == [told(one) for one in drafts[1]], (
-        "a draft leaves nothing behind"
-    )
-    # What was a guess is dropped, and the text goes on.
+    drafts = [[told(one) for one in drafter.propose(rows)] for _ in range(2)]
+    assert drafts[0] == drafts[1], "a draft leaves nothing behind"
     for state in states:
         drafter.forget(state)
         assert drafter.cache.slot(state.slot).tail_ids == []
@@ -60,21 +68,20 @@ def told(draft):
     return draft.token_N, draft.parent_N, draft.groups
 
 
-def prices(random_one, nodes):
-    """None, free, dear in one way or the other, or some of all."""
-    kind = random_one.choice(["none", "free", "rows", "levels", "both"])
+def prices(chance, nodes):
+    """As assumed, free, or dear in one way or in both."""
+    kind = chance.choice(["none", "free", "rows", "levels", "both"])
     if kind == "none":
         return None
     rows = [0.0]
-    for _ in range(random_one.randint(1, nodes + 2)):
-        rows.append(rows[-1] + (random_one.random() * 0.02 if kind in ("rows", "both") else 0.0))
+    for _ in range(chance.randint(1, nodes + 2)):
+        rows.append(rows[-1] + (chance.random() * 0.02 if kind in ("rows", "both") else 0.0))
     dear = 0.05 if kind in ("levels", "both") else 0.0
-    levels = tuple(random_one.random() * dear for _ in range(random_one.randint(1, 4)))
-    return Price(levels, tuple(rows))
+    return Price(tuple(chance.random() * dear for _ in range(chance.randint(1, 4))), tuple(rows))
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_one_call_grows_the_same_trees(seed, monkeypatch):
+@pytest.mark.parametrize("seed", range(60))
+def test_one_call_grows_the_same_trees(seed):
     chance, budgets = random.Random(seed), []
     for _ in range(chance.randint(1, 5)):
         nodes, depth = chance.choice([1, 2, 5, 8, 13, 40]), chance.randint(1, 9)
@@ -83,11 +90,50 @@ def test_one_call_grows_the_same_trees(seed, monkeypatch):
     if chance.random() < 0.3:
         budgets.insert(chance.randrange(len(budgets)), NOTHING)
     budgets = budgets[: len(TEXTS)]
-    given = {"sharp": chance.choice([0.02, 0.05, 0.3, 1.0]), "temper": (0.04, 0.7)[: chance.randint(0, 2)]}
-    settings = {"temperature": chance.choice([0, 0.8])}
-    ours, count, whole = drafted(budgets, True, monkeypatch, settings, **given)
-    theirs, expected, none = drafted(budgets, False, monkeypatch, settings, **given)
+    given = {
+        "settings": {"temperature": chance.choice([0, 0.8])},
+        "temper": ((), (0.02,), (0.05, 0.3), (1.0, 0.04, 0.7))[seed % 4],
+        "ties": chance.random() < 0.4,
+    }
+    ours, count, whole = drafted(budgets, True, **given)
+    theirs, expected, none = drafted(budgets, False, **given)
     assert none == 0 and whole == (2 if any(one.max_nodes for one in budgets) else 0)
-    assert [told(one) for one in ours] == [told(one) for one in theirs]
-    assert count == expected, "as many levels"
-    assert [len(one) > 0 for one in ours] == [one.max_nodes > 0 for one in budgets]
+    assert ours == theirs and count == expected
+    assert [len(one[0]) > 0 for one in ours] == [one.max_nodes > 0 for one in budgets]
+
+
+def test_trees_of_the_test_differ():
+    trees, *_ = drafted([WIDE] * 5, True, temper=(0.3, 0.05))
+    sizes = [len(tokens) for tokens, _, _ in trees]
+    branches = [len(set(parents)) < len(parents) for _, parents, _ in trees]
+    assert max(sizes) > 5 and any(branches) and len({tokens for tokens, _, _ in trees}) == 5, trees
+
+
+def test_a_tree_is_the_same_beside_others_and_on_any_number_of_threads(monkeypatch):
+    budgets = [WIDE, replace(WIDE, max_depth=3), replace(WIDE, max_nodes=40), WIDE, WIDE]
+    found = []
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.append(drafted(budgets, True, temper=(0.3, 0.05))[0])
+    assert found[0] == found[1] == found[2]
+    for budget, text, tree in zip(budgets, TEXTS, found[0], strict=True):
+        assert drafted([budget], True, temper=(0.3, 0.05), texts=[text])[0] == [tree]
+
+
+@pytest.mark.parametrize(
+    ("why", "given"),
+    [
+        ("drawn", {"drawn": Drawn.DISTINCT, "settings": {"temperature": 0.8}}),
+        ("penalized", {"settings": {"temperature": 0, "repetition_penalty": 1.3}}),
+        ("too short", {"settings": {"temperature": 0, "min_tokens": 2}}),
+        ("stops", {"budgets": [replace(WIDE, stop=Threshold(0.2))]}),
+        ("estimated", {"budgets": [WIDE, replace(WIDE, estimate=True)]}),
+        ("template", {"budgets": [WIDE, Budget(2, 1, shape=Shape(parent_N=(-1, -1)))]}),
+    ],
+)
+def test_what_needs_more_goes_level_by_level(why, given, monkeypatch):
+    if why == "estimated":
+        monkeypatch.setattr(Eagle3, "estimate", lambda self, branches: torch.ones(1))
+    given = {"budgets": [WIDE] * 3, "temper": (0.3,), **given}
+    trees, _, whole = drafted(spreads=True, **given)
+    assert whole == 0 and all(tokens for tokens, _, _ in trees)
