@@ -108,9 +108,11 @@ class Auto(Policy):
             chosen = prices.paying(chosen)
         self._wait -= 1.0
         tried = self._trial(menus, told, chosen, prices) if self._wait <= 0.0 else None
-        most, self._guesses = self.costs.most(load.batch), sum([offer.nodes for offer in chosen.values()])
-        while self._guesses > most:
+        self._guesses = sum([offer.nodes for offer in chosen.values()])
+        while self._guesses > prices.most:
             self._guesses -= chosen.pop(min(chosen, key=chosen.__getitem__)).nodes
+        if tried is not None or 2 * self._guesses > prices.most:
+            self._prices.clear()  # the step tells something new
         longest = min(self.tuning.quiet, load.batch.bit_length() - 1)
         for i in awake:
             rows[i].state.quiet = 0 if i in chosen else min(rows[i].state.quiet + 1, longest)
@@ -137,7 +139,7 @@ class Auto(Policy):
         room = min(row.limit.max_depth, budget.max_depth)
         menu: Menu | None = state.menus.get(name)
         if menu is None or menu.prices is not prices or menu.room != room:
-            level = prices.rate * self.costs.price(name)
+            level = prices.level(name)
             read = 0.0 if name in state.here else prices.rate * self.costs.reading(name, load.context)
             pool, here = self._pool(state, name), self._here(state, name)
             state.menus[name] = menu = fill(
@@ -151,7 +153,7 @@ class Auto(Policy):
         """The drafter and depth that pay best for all sequences together, beside what is chosen."""
         best, found = 0.0, dict[int, Offer]()
         for name, menu_B in menus.items():
-            level = prices.rate * self.costs.price(name, len(menu_B))
+            level = prices.level(name, len(menu_B))
             most = max([len(menu.offers) for menu in menu_B.values()])
             depths: Sequence[int | None] = range(most) if len(menu_B) > 1 else (None,)
             for depth in depths:
@@ -205,11 +207,11 @@ class Auto(Policy):
             return prices.still[reason]
         own, limit = row.drafters[offer.drafter], row.limit
         nodes, depth = min(offer.nodes, own.max_nodes), min(offer.depth, own.max_depth)
-        level = self.costs.price(offer.drafter) if offer.levels else 0.0
-        price = Price((prices.rate * level,), prices.row_R) if offer.levels else None
+        level = prices.level(offer.drafter) if offer.levels else 0.0
+        price = Price((level,), prices.row_R) if offer.levels else None
         fits = min(own.max_rows, limit.max_rows)
         asked = Budget(nodes, depth, fits, shape=own.shape, stop=own.stop, price=price)
-        more = (offer.kept - offer.gain) / prices.rate + level * offer.levels
+        more = (offer.kept - offer.gain + level * offer.levels) / prices.rate
         rates[offer.drafter] = (load.batch + offer.kept) / (prices.plain + more)
         return Plan(offer.drafter, asked, Choice(reason, rates))
 

@@ -50,8 +50,20 @@ class Prices:
     """For one sequence, that of a batch by its share."""
     pass_R: tuple[float, ...]
     """For all sequences together. The first rows more may cost as much as several."""
+    costs: Costs
+    most: int
+    """Guesses of a pass whose cost is foreseen."""
     still: dict[str, Plan] = field(default_factory=dict)
     """Reason -> the plan that drafts nothing."""
+    levels: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def level(self, drafter: str, sequences: int = 1) -> float:
+        """What a level of so many sequences together costs."""
+        found = self.levels.get((drafter, sequences))
+        if found is None:
+            found = self.rate * self.costs.price(drafter, sequences)
+            self.levels[drafter, sequences] = found
+        return found
 
     def together(self, guesses: float) -> float:
         """What so many guesses of all sequences cost."""
@@ -93,14 +105,15 @@ def prices_of(costs: Costs, load: Load, own: int, guesses: int) -> Prices:
         guesses: of the last step.
     """
     batch, rows = load.batch, own + load.beside if load.beside else load.batch
-    first, *more = costs.passes(rows, load.context, batch)
+    most, longest = costs.most(batch), costs.tuning.most
+    first, *more = costs.passes(rows, load.context, batch, min(most, longest))
     rate = max(batch / first, costs.lately(batch))
     row_R = pass_R = tuple(accumulate([rate * (seconds - first) for seconds in (first, *more)], max))
     if batch > 1:
         many = max(batch // 2, guesses)
         one = rate * max(0.0, costs.passed(rows + many, load.context, batch) - first) / many
         row_R = tuple([one * n for n in range(len(pass_R))])
-    return Prices(rate, first, row_R, pass_R)
+    return Prices(rate, first, row_R, pass_R, costs, most)
 
 
 def look_up(name: str, preview: Sequence[float], limit: Budget, scale: float, prices: Prices) -> Offer:
