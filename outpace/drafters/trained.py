@@ -209,6 +209,15 @@ def read_measured(folder: Path) -> Mapping[str, Any] | None:
     return measured if isinstance(measured, dict) else None
 
 
+def read_acceptance(folder: Path) -> tuple[float, ...]:
+    """Share of guesses about held-out text that were right at depth 1, 2, ... below right ones, from a drafter's
+    provenance; empty if nobody measured it."""
+    held_out = _read_provenance(folder).get("held_out")
+    found = held_out.get("acceptance") if isinstance(held_out, dict) else None
+    fits = isinstance(found, list) and all(isinstance(x, int | float) and 0.0 <= x <= 1.0 for x in found)
+    return tuple(found) if fits else ()
+
+
 def _read_provenance(folder: Path) -> Mapping[str, Any]:
     """How a drafter was made; empty if that is not known or cannot be read."""
     try:

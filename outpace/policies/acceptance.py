@@ -18,8 +18,10 @@ from typing import Any
 from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import Budget
 
-Kind = tuple[int, ...]
-"""Of a guess: its level, and the width of its tree. Each part narrows it down; () are all."""
+Kind = tuple[str | int, ...]
+"""What is counted: KEPT guesses, by level and width of a tree; likewise the levels that it HAS, of those asked
+for; NODES of a tree, over its levels, by width. Each part narrows it down."""
+KEPT, HAS, NODES = "kept", "has", "nodes"
 
 
 class Ratio:
@@ -42,24 +44,6 @@ class Ratio:
             self.expected *= most / total
 
 
-class Tally(dict[Kind, Ratio]):
-    """A ratio for each kind of thing, and for all wider kinds."""
-
-    def ratio(self, kind: Kind, doubt: float) -> float:
-        """Above 1 where more was kept than expected; that of the wider kind while nothing was seen."""
-        value = 1.0
-        for end in range(len(kind) + 1):
-            one = self.get(kind[:end])
-            if one is not None:
-                value = (one.kept + doubt * value) / (one.expected + doubt)
-        return value
-
-    def add(self, kind: Kind, kept: float, expected: float, most: float) -> None:
-        """Take in what was kept of such a thing."""
-        for end in range(len(kind) + 1):
-            self.setdefault(kind[:end], Ratio()).add(kept, expected, most)
-
-
 class Pool:
     """What is known of a drafter over all texts.
 
@@ -72,30 +56,34 @@ class Pool:
         self, tuning: Tuning = TUNING, kept_D: Sequence[float] = (), tried_D: Sequence[float] = ()
     ) -> None:
         self.tuning = tuning
-        self.tallies = Tally(), Tally(), Tally()
-        """Guesses kept; levels that drafts had, of those asked for; their nodes, over the levels."""
+        self.tally: dict[Kind, Ratio] = {}
         for level, (hits, tries) in enumerate(zip(kept_D, tried_D, strict=True)):
             scale = min(1.0, tuning.text / tries) if tries else 0.0
-            self.tallies[0].add((level,), hits * scale, tuning.hope * tries * scale, tuning.text)
+            self.add(hits * scale, tuning.hope * tries * scale, KEPT, level)
 
     def asks(self, budget: Budget) -> Sequence[tuple[int, int]]:
         """Nodes and depths to weigh."""
         return asks(budget)
 
-    def ratio(self, kind: Kind = ()) -> float:
-        """Guesses kept, over those that were stated."""
-        return self.tallies[0].ratio(kind, self.tuning.doubt)
+    def ratio(self, *kind: str | int) -> float:
+        """Above 1 where more was kept than expected; that of the wider kind while nothing was seen."""
+        value, doubt = 1.0, self.tuning.doubt
+        for end in range(1, len(kind) + 1):
+            one = self.tally.get(kind[:end])
+            if one is not None:
+                value = (one.kept + doubt * value) / (one.expected + doubt)
+        return value
 
-    def add(self, kept: float, stated: float, kind: Kind = ()) -> None:
+    def add(self, kept: float, expected: float, *kind: str | int) -> None:
         """Take in what was kept of such guesses."""
-        self.tallies[0].add(kind, kept, stated, self.tuning.pool)
+        for end in range(1, len(kind) + 1):
+            self.tally.setdefault(kind[:end], Ratio()).add(kept, expected, self.tuning.pool)
 
     def sizes(self, width: int, depth: int) -> list[tuple[float, float]]:
         """Nodes and levels of trees cut at depth 1, 2, ...: a drafter may stop earlier by itself."""
-        (_, levels, nodes), doubt = self.tallies, self.tuning.doubt
-        each, reached, total, found = nodes.ratio((width,), doubt), 1.0, 0.0, []
+        each, reached, total, found = self.ratio(NODES, width), 1.0, 0.0, []
         for level in range(depth):
-            reached *= levels.ratio((level, width), doubt) if level else 1.0
+            reached *= self.ratio(HAS, level, width) if level else 1.0
             total += reached
             found.append((min(float(width), total * each), total))
         return found
@@ -103,26 +91,22 @@ class Pool:
     def grew(self, width: int, depth: int, nodes: int, levels: int) -> None:
         """Take in how large a tree became that might have had ``depth`` levels."""
         for level in range(min(depth, levels + 1)):
-            self.tallies[1].add((level, width), level < levels, 1.0, self.tuning.pool)
-        self.tallies[2].add((width,), nodes, levels, self.tuning.pool)
+            self.add(level < levels, 1.0, HAS, level, width)
+        self.add(nodes, levels, NODES, width)
 
     def to_json(self) -> list[Any]:
         """Plain data, for ``from_json``."""
-        return [[[[*kind], x.kept, x.expected] for kind, x in one.items()] for one in self.tallies]
+        return [[[*kind], one.kept, one.expected] for kind, one in self.tally.items()]
 
     @classmethod
     def from_json(cls, data: Any, tuning: Tuning = TUNING) -> Pool:
         """Read what ``to_json`` gave; ValueError, TypeError or KeyError if it is something else."""
         pool = cls(tuning)
-        for one, lines in zip(pool.tallies, data, strict=True):
-            one.update({tuple(map(_whole, kind)): Ratio(*pair) for kind, *pair in lines})
+        for (what, *rest), kept, expected in data:
+            if what not in (KEPT, HAS, NODES) or not all(type(part) is int for part in rest):
+                raise TypeError(f"need a kind of guess, got {[what, *rest]}")
+            pool.tally[what, *rest] = Ratio(kept, expected)
         return pool
-
-
-def _whole(number: Any) -> int:
-    if not isinstance(number, int):
-        raise TypeError(f"need whole numbers, got {number!r}")
-    return number
 
 
 @cache

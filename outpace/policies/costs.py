@@ -114,7 +114,6 @@ class Costs:
         self._names: dict[str, str] = {}  # method spec -> the one that it was measured as
         self._supposed: dict[str, float] = {}
         self._drafts: dict[str, dict[int, Line]] = {}
-        self._lately: dict[int, tuple[float, float]] = {}  # tokens of steps lately, and their seconds
         self.start(curve)
 
     def start(self, curve: CostCurve | None) -> None:
@@ -191,12 +190,6 @@ class Costs:
         self._settle()
         return self._draft(drafter, 1).b * tokens
 
-    def lately(self, batch: int) -> float:
-        """Tokens per second of steps of about so many sequences; 0 before the first."""
-        self._settle()
-        tokens, seconds = self._lately.get(_power(batch), (0.0, 1.0))
-        return tokens / seconds
-
     def watch(self, record: StepRecord) -> None:
         """Put a step by. Prompts teach nothing: their rows have no logits."""
         if not record.prompt and record.rows:
@@ -222,9 +215,6 @@ class Costs:
         shape_R = self._shape(record.context, count, guesses)
         spent = sum([seconds.get(verb, 0.0) for verb in ("score", "judge", "commit")])
         passes.took(shape_R[0], shape_R[guesses] - shape_R[0], guesses, spent)
-        emitted, keep = sum([len(row.emitted) for row in record.rows]), self.tuning.remember
-        tokens, took = self._lately.get(power, (0.0, 0.0))
-        self._lately[power] = keep * tokens + emitted, keep * took + sum(seconds.values())
         asked = [row for row in record.rows if row.drafter != "none"]
         if record.draft_levels:  # those that run no model cost next to nothing
             asked = [row for row in asked if self._supposed.get(row.drafter) != 0.0]

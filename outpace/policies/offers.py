@@ -11,9 +11,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from outpace.policies.acceptance import Pool
+from outpace.policies.acceptance import KEPT, Pool
+from outpace.policies.base import PolicyRow
 from outpace.policies.costs import Costs
-from outpace.types import Budget, Load, Plan
+from outpace.types import NOTHING, Budget, Choice, Load, Plan, Price
+
+
+NONE = "none"
 
 
 class Offer(NamedTuple):
@@ -72,13 +76,31 @@ class Prices:
 
     def paying(self, offer_B: Mapping[int, Offer]) -> dict[int, Offer]:
         """Of what was offered to sequences, best first, as many as gain most together."""
-        found, best, guesses, kept = dict[int, Offer](), 0.0, 0.0, 0.0
+        found, best, guesses, kept, nodes = dict[int, Offer](), 0.0, 0.0, 0.0, 0
         order = sorted(offer_B, key=offer_B.__getitem__, reverse=True)
         for n, i in enumerate(order, 1):
             guesses, kept = guesses + offer_B[i].rows, kept + offer_B[i].kept
-            if kept - self.together(guesses) > best:
+            nodes += offer_B[i].nodes
+            if nodes <= self.most and kept - self.together(guesses) > best:
                 best, found = kept - self.together(guesses), {j: offer_B[j] for j in order[:n]}
         return found
+
+    def plan(self, row: PolicyRow, offer: Offer | None, reason: str) -> Plan:
+        """Put an offer into a plan, and say why."""
+        none = self.rate
+        if offer is None:
+            return self.still.setdefault(reason, Plan(NONE, NOTHING, Choice(reason, {NONE: none})))
+        own, limit, level = row.drafters[offer.drafter], row.limit, 0.0
+        nodes, depth = min(offer.nodes, own.max_nodes), min(offer.depth, own.max_depth)
+        price = None
+        if offer.levels:
+            level = self.level(offer.drafter)
+            price = Price((level,), self.row_R)
+        fits = min(own.max_rows, limit.max_rows)
+        asked = Budget(nodes, depth, fits, shape=own.shape, stop=own.stop, price=price)
+        seconds = self.plain + (offer.kept - offer.gain + level * offer.levels) / self.rate
+        rates = {NONE: none, offer.drafter: (none * self.plain + offer.kept) / seconds}
+        return Plan(offer.drafter, asked, Choice(reason, rates))
 
 
 class Menu(NamedTuple):
@@ -107,7 +129,7 @@ def prices_of(costs: Costs, load: Load, own: int, guesses: int) -> Prices:
     batch, rows = load.batch, own + load.beside if load.beside else load.batch
     most, longest = costs.most(batch), costs.tuning.most
     first, *more = costs.passes(rows, load.context, batch, min(most, longest))
-    rate = max(batch / first, costs.lately(batch))
+    rate = batch / first
     row_R = pass_R = tuple(accumulate([rate * (seconds - first) for seconds in (first, *more)], max))
     if batch > 1:
         many = max(batch // 2, guesses)
@@ -149,7 +171,7 @@ def fill(menu: Menu, name: str, budget: Budget, limit: Budget, pool: Pool, here:
         if own != width:
             width, kept, whole = own, 0.0, 1.0
             size_D = pool.sizes(width, menu.room) if width else []
-        whole *= min(1.0, hope * pool.ratio((depth - 1, width)))
+        whole *= min(1.0, hope * pool.ratio(KEPT, depth - 1, width))
         kept += whole
         made, levels = size_D[depth - 1] if width else (nodes, depth)
         low = min(int(made), len(row_R) - 2)
