@@ -36,6 +36,13 @@ _OFF: Mapping[str, tuple[str, Any]] = {
 """Constant -> what it serves, and its value without that."""
 
 
+class _OwnRate(Costs):
+    """The throughput to beat is that of plain decoding."""
+
+    def lately(self, batch: int) -> float:
+        return 0.0
+
+
 class _Straight(Passes):
     """A line says it all."""
 
@@ -88,6 +95,7 @@ def variants(constants: bool = False) -> dict[str, Callable[[], Policy]]:
         return found
     for name, (told, value) in _OFF.items():
         found[told] = partial(_made, Auto, Costs, replace(TUNING, **{name: value}))
+    found["throughput lately"] = partial(_made, Auto, _OwnRate, TUNING)
     found["passes corrected by number of guesses"] = partial(_made, Auto, _Lines, TUNING)
     found["size of trees that stop by themselves"] = partial(_made, _FullTrees, Costs, TUNING)
     found["narrower trees"] = partial(_made, _OneWidth, Costs, TUNING)

@@ -210,8 +210,9 @@ def read_measured(folder: Path) -> Mapping[str, Any] | None:
 
 
 def read_acceptance(folder: Path) -> tuple[float, ...]:
-    """Share of guesses about held-out text that were right at depth 1, 2, ... below right ones, from a drafter's
-    provenance; empty if nobody measured it."""
+    """Share of guesses about held-out text that were right at depth 1, 2, ... below right ones; empty if
+    nobody measured it.
+    """
     held_out = _read_provenance(folder).get("held_out")
     found = held_out.get("acceptance") if isinstance(held_out, dict) else None
     fits = isinstance(found, list) and all(isinstance(x, int | float) and 0.0 <= x <= 1.0 for x in found)

@@ -5,22 +5,21 @@ was kept is compared with what was stated, over all texts and over the text at h
 
     chance = stated * (kept + w) / (stated + w) of all texts * (kept + w) / (expected + w) of this one
 
-Over all texts each level of a tree of each width counts by itself; one of which little is known is taken to
-be like the same level of other trees. Of one text there is too little for that: one factor serves a drafter.
+Over all texts each level of a tree of each width counts by itself, and at first like the same level of other
+trees. Of one text there is too little for that: one factor serves a drafter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
+from outpace.policies.arms import asks
 from outpace.policies.tuning import TUNING, Tuning
-from outpace.types import Budget
 
 Kind = tuple[str | int, ...]
-"""What is counted: KEPT guesses, by level and width of a tree; likewise the levels that it HAS, of those asked
-for; NODES of a tree, over its levels, by width. Each part narrows it down."""
+"""What is counted: KEPT guesses, by level and width of a tree; likewise the levels that it HAS, of those
+asked for; NODES of a tree, over its levels, by width. Each part narrows it down."""
 KEPT, HAS, NODES = "kept", "has", "nodes"
 
 
@@ -36,34 +35,24 @@ class Ratio:
 
     def add(self, kept: float, expected: float, most: float) -> None:
         """Take in what was kept; of all that was seen at most so much stays."""
-        self.kept += kept
-        self.expected += expected
-        total = max(self.kept, self.expected)
-        if total > most:
-            self.kept *= most / total
-            self.expected *= most / total
+        kept, expected = self.kept + kept, self.expected + expected
+        share = min(1.0, most / max(kept, expected, 1e-9))
+        self.kept, self.expected = share * kept, share * expected
 
 
 class Pool:
-    """What is known of a drafter over all texts.
-
-    Args:
-        kept_D: what was measured beforehand: by level, drafts that were kept there,
-        tried_D: and those that were tried. They count no more than one text does.
+    """What is known of a drafter over all texts. What was measured beforehand counts no more than one text
+    does: by level, drafts that were kept there, of those that were tried.
     """
 
-    def __init__(
-        self, tuning: Tuning = TUNING, kept_D: Sequence[float] = (), tried_D: Sequence[float] = ()
-    ) -> None:
+    def __init__(self, tuning: Tuning = TUNING, kept_D: Sequence[float] = (), tried_D: Sequence[float] = ()):
         self.tuning = tuning
         self.tally: dict[Kind, Ratio] = {}
         for level, (hits, tries) in enumerate(zip(kept_D, tried_D, strict=True)):
             scale = min(1.0, tuning.text / tries) if tries else 0.0
             self.add(hits * scale, tuning.hope * tries * scale, KEPT, level)
 
-    def asks(self, budget: Budget) -> Sequence[tuple[int, int]]:
-        """Nodes and depths to weigh."""
-        return asks(budget)
+    asks = staticmethod(asks)  # nodes and depths to weigh
 
     def ratio(self, *kind: str | int) -> float:
         """Above 1 where more was kept than expected; that of the wider kind while nothing was seen."""
@@ -105,24 +94,5 @@ class Pool:
         for (what, *rest), kept, expected in data:
             if what not in (KEPT, HAS, NODES) or not all(type(part) is int for part in rest):
                 raise TypeError(f"need a kind of guess, got {[what, *rest]}")
-            pool.tally[what, *rest] = Ratio(kept, expected)
+            pool.tally[(what, *rest)] = Ratio(kept, expected)
         return pool
-
-
-@cache
-def asks(budget: Budget) -> Sequence[tuple[int, int]]:
-    """Nodes and depths to weigh. Of a dynamic tree: all its nodes, about a third of them, and so on."""
-    most, deepest = budget.max_nodes, budget.max_depth
-    if budget.shape.parent_N is not None:
-        depth_N: list[int] = []
-        for parent in budget.shape.parent_N[:most]:
-            depth_N.append(1 if parent < 0 else depth_N[parent] + 1)
-        levels = range(1, min(deepest, max(depth_N, default=0)) + 1)
-        return [(sum(d <= n for d in depth_N), n) for n in levels]
-    if not budget.shape.beam:
-        return [(n, n) for n in range(1, min(most, deepest) + 1)]
-    found, nodes = [], most
-    while nodes > 0:
-        found += [(nodes, depth) for depth in range(1, min(nodes, deepest) + 1)]
-        nodes = (nodes + 2) // 3 if nodes > 1 else 0
-    return found

@@ -2,12 +2,9 @@
 
     gain = E[tokens kept] - throughput * E[seconds more]
 
-``throughput`` is that of plain decoding, in tokens per second. A draft with a positive gain raises it, so
-`none` is what remains where no gain is positive.
-
-A level of a drafter is paid for once by all sequences that use it. So drafters with levels are weighed for
-all sequences together: the depth is chosen at which the sum of the gains, less the levels, is largest.
-
+``throughput`` is what the batch emits lately, in tokens per second, and at least that of plain decoding.
+A draft with a positive gain raises it, so `none` is what remains where no gain is positive. A level of a
+drafter is paid for once by all sequences that use it, so drafters with levels are weighed for all together.
 A drafter that is not asked teaches nothing. It is tried for one sequence when the last trial lies so far
 back that trials lose no more than their share of the time.
 
@@ -28,6 +25,7 @@ from outpace.policies.costs import Costs
 from outpace.policies.offers import NONE, Menu, Offer, Prices, fill, look_up, prices_of
 from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import Load, Plan
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoConfig:
@@ -82,7 +80,8 @@ class Auto(Policy):
         awake = [i for i, row in enumerate(rows) if not self._tick % (1 << row.state.quiet)]
         self._tick += 1
         prices = self._priced(len(rows), load)
-        told: dict[int, Offer] = {}  # the best of the lookups
+        chosen: dict[int, Offer] = {}
+        told: dict[str, dict[int, Menu]] = {}  # by lookups
         menus: dict[str, dict[int, Menu]] = {}
         for i in awake:
             row = rows[i]
@@ -91,17 +90,21 @@ class Auto(Policy):
                 if preview:
                     scale = self._pool(row.state, name).ratio(KEPT) * self._here(row.state, name)
                     offer = look_up(name, preview, row.limit, scale, prices)
-                    told[i] = max(told.get(i, offer), offer)
+                    told.setdefault(name, {})[i] = Menu(prices, 0, offers=(offer,))
+                    if offer.gain > 0.0 and (i not in chosen or offer > chosen[i]):
+                        chosen[i] = offer
                 elif preview is None and budget.max_nodes and name != NONE:
                     menu = self._menu(row, name, prices, load)
                     if menu.best is not None:
                         menus.setdefault(name, {})[i] = menu
-        chosen = {i: offer for i, offer in told.items() if offer.gain > 0.0}
         chosen |= self._together(menus, chosen, prices)
         if load.batch > 1:
             chosen = prices.paying(chosen)
         self._wait -= 1.0
-        tried = self._trial(menus, told, chosen, prices) if self._wait <= 0.0 else None
+        tried = None
+        if self._wait <= 0.0:
+            left = {name: {i: menu_B[i] for i in menu_B if i not in chosen} for name, menu_B in told.items()}
+            tried = self._trial({**left, **menus}, chosen, prices)
         self._guesses = sum([offer.nodes for offer in chosen.values()])
         if tried is not None or 2 * self._guesses > prices.most:
             self._prices.clear()  # the step tells something new
@@ -159,31 +162,18 @@ class Auto(Policy):
         return found
 
     def _trial(
-        self,
-        menus: Mapping[str, Mapping[int, Menu]],
-        told: Mapping[int, Offer],
-        chosen: dict[int, Offer],
-        prices: Prices,
+        self, menus: Mapping[str, Mapping[int, Menu]], chosen: dict[int, Offer], prices: Prices
     ) -> int | None:
         """Have the drafter that was idle longest tried for one sequence."""
         used, step = {offer.drafter for offer in chosen.values()}, prices.rate * prices.plain
-        guesses = sum([offer.rows for offer in chosen.values()])
-        beside = prices.together(guesses)
-        ideas: dict[str, list[tuple[int, float, float, Offer]]] = {}
-        for i, offer in told.items():
-            if i not in chosen:
-                loss = prices.together(guesses + offer.rows) - beside - offer.kept
-                ideas.setdefault(offer.drafter, []).append((i, loss, 0.0, offer))
-        for name, menu_B in menus.items():
-            for i, menu in menu_B.items() if name not in used else ():
-                loss, offer = min([(menu.level * one.levels - one.gain, one) for one in menu.offers[:2]])
-                ideas.setdefault(name, []).append((i, loss, menu.read, offer))
-        for name in sorted(ideas, key=lambda name: self._tried.get(name, 0)):
-            i, loss, read, offer = ideas[name][self._tick % len(ideas[name])]
+        idle = [name for name in menus if menus[name] and name not in used]
+        for name in sorted(idle, key=lambda name: self._tried.get(name, 0)):
+            i, menu = list(menus[name].items())[self._tick % len(menus[name])]
+            loss, offer = min([(menu.level * one.levels - one.gain, one) for one in menu.offers[:2]])
             loss += chosen[i].gain if i in chosen else 0.0
             if loss <= max(1.0, step / 8):  # while a lookup copies well, others wait
                 self._tried[name], chosen[i] = self._tick, offer
-                self._wait = (max(0.0, loss) + read) / step / self.tuning.explore
+                self._wait = (max(0.0, loss) + menu.read) / step / self.tuning.explore
                 return i
         return None
 

@@ -1,20 +1,14 @@
 """What steps cost here and now, in seconds: read by policies, learned from steps.
 
-    costs = Costs(curve)                   a measured curve, or none
-    engine.listeners.append(costs.watch)   the engine does this for policies that read costs
-    costs.passed(rows=12, context=300, batch=1)
-
-Every cost is a line in two numbers, by least squares that forget (`Line`):
+Every cost is a line in two numbers, by least squares that forget:
 
     seconds of a pass  = a * plain  + b * more     of rows without and with guesses, see ``start``
     seconds of a draft = a * levels + b * tokens   that the drafter reads first
 
-A pass is meant with judging and committing what it scored: guesses make those dearer too.
-
-There is a line for each power of two of sequences; a new one begins like its neighbour. A pass is also
-corrected by what passes of so many guesses took lately, for hardware that has free rows up to a number.
-Nothing of this outlives the process: prices that were learned on a busy machine cost no later answer.
-Steps are put by, and learned from together when a cost is next read: a step itself pays next to nothing.
+A pass is meant with judging and committing what it scored. There is a line for each power of two of
+sequences; a new one begins like its neighbour. Passes are also corrected by what those of so many guesses
+took lately, for hardware that has free rows up to a number. Nothing of this outlives the process: prices
+that were learned on a busy machine cost no later answer. Steps wait, and are learned from when a cost is read.
 """
 
 from __future__ import annotations
@@ -32,10 +26,9 @@ T = TypeVar("T")
 
 
 class Line:
-    """y = a * u + b * v. While v does not vary, b keeps its ratio to a.
+    """y = a * u + b * v, at first with these a and b / a. While v does not vary, b keeps its ratio to a.
 
-    Args:
-        a: before anything is seen; None: the first step says it. Likewise b / a, the ``ratio``.
+    Where a is None the first step says it.
     """
 
     def __init__(self, a: float | None, ratio: float, tuning: Tuning = TUNING) -> None:
@@ -44,25 +37,20 @@ class Line:
         self.b = ratio * self.a
         self.seen, self._high = 0, False
         self._uu = 0.0 if a is None else 1.0
-        self._uy = self._uu * self.a
-        self._uv = self._vv = self._vy = 0.0
+        self._uy, self._uv, self._vv, self._vy = self._uu * self.a, 0.0, 0.0, 0.0
 
     def learn(self, u: float, v: float, y: float, over: float = 1.0) -> float:
-        """Take in that a step took ``y``, where ``over`` times the line's value was expected.
-
-        One that stalls counts as a slow one; two in a row are no stall. Returns what it counts as.
+        """Take in that a step took ``y``, where ``over`` times the line's value was expected. One that stalls
+        counts as a slow one; two in a row are no stall. Returns what it counts as.
         """
         most = self._tuning.stall * self.of(u, v) * over
-        stalled = self.seen > 2 and y > most
-        if stalled and not self._high:
-            y = most
-        self._high = stalled and not self._high
+        self._high = self.seen > 2 and y > most and not self._high
+        y = most if self._high else y
         self.seen += 1
         keep, tie = self._tuning.remember, self.b / self.a
-        self._uu = keep * self._uu + u * u
-        self._uv = keep * self._uv + u * v
-        self._vv = keep * self._vv + v * v
-        self._uy, self._vy = keep * self._uy + u * y, keep * self._vy + v * y
+        self._uu, self._uv = keep * self._uu + u * u, keep * self._uv + u * v
+        self._vv, self._vy = keep * self._vv + v * v, keep * self._vy + v * y
+        self._uy = keep * self._uy + u * y
         one = min(1.0, self._vv) or 1.0  # observation that says: b = tie * a
         uu, uv, vv = self._uu + one * tie * tie, self._uv - one * tie, self._vv + one
         det = uu * vv - uv * uv
@@ -114,17 +102,19 @@ class Costs:
         self._names: dict[str, str] = {}  # method spec -> the one that it was measured as
         self._supposed: dict[str, float] = {}
         self._drafts: dict[str, dict[int, Line]] = {}
+        self._lately: dict[int, tuple[float, float]] = {}  # tokens of steps lately, and their seconds
+        self._fill: Callable[[], object] | None
+        self._seen: list[StepRecord]
+        self._table: dict[tuple[int, int], list[float]]
+        self._passes: dict[int, Passes]
         self.start(curve)
 
     def start(self, curve: CostCurve | None) -> None:
         """Take a curve, in whose passes passes are then measured, and forget what steps taught about
         them. Without one, ``plain`` is 1 and ``more`` the guesses. Drafts keep their prices.
         """
-        self._fill: Callable[[], object] | None = None
-        self._curve = curve
-        self._seen: list[StepRecord] = []
-        self._table: dict[tuple[int, int], list[float]] = {}
-        self._passes: dict[int, Passes] = {}
+        self._curve, self._fill = curve, None
+        self._seen, self._table, self._passes = [], {}, {}
 
     def later(self, fill: Callable[[], object]) -> None:
         """Have ``fill`` called when costs are first read, as from a file, unless ``start`` comes before."""
@@ -145,8 +135,7 @@ class Costs:
     def kept(self, drafter: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Drafts that kept a token at depth 1, 2, ..., and those that were tried there; measured before."""
         self._settle()
-        known = self._find(drafter)
-        return ((), ()) if known is None else (known.kept_D, known.tried_D)
+        return (known.kept_D, known.tried_D) if (known := self._find(drafter)) else ((), ())
 
     def _find(self, drafter: str) -> KnownDrafter | None:
         return self._known.get(drafter) or self._known.get(self._names.get(drafter, drafter))
@@ -158,11 +147,7 @@ class Costs:
         return self._curve is not None or bool(self._passes)
 
     def passes(self, rows: int, context: int, batch: int, more: int = 0) -> list[float]:
-        """Seconds of a pass over ``rows``, of all sequences together, and over 1, 2, ... rows ``more``.
-
-        Args:
-            context: committed tokens of each sequence.
-        """
+        """Seconds of a pass over ``rows``, of all sequences together, and over 1, 2, ... rows ``more``."""
         self._settle()
         first, last, found = rows - batch, rows - batch + more, self._of(batch)
         shape_R = self._shape(context, batch, last)
@@ -176,8 +161,7 @@ class Costs:
     def most(self, batch: int) -> int:
         """Guesses of a pass whose cost is foreseen: by a curve all, else twice of what was tried."""
         self._settle()
-        found = self._passes.get(_power(batch))
-        tried = found.most if found else 0
+        tried = found.most if (found := self._passes.get(_power(batch))) else 0
         return 1 << 20 if self._curve is not None else max(self.tuning.first, batch // 4, 2 * tried)
 
     def price(self, drafter: str, sequences: int = 1) -> float:
@@ -189,6 +173,12 @@ class Costs:
         """Seconds that a drafter takes to read so many tokens, before its first guess for a text."""
         self._settle()
         return self._draft(drafter, 1).b * tokens
+
+    def lately(self, batch: int) -> float:
+        """Tokens per second of steps of about so many sequences; 0 before the first."""
+        self._settle()
+        tokens, seconds = self._lately.get(_power(batch), (0.0, 1.0))
+        return tokens / seconds
 
     def watch(self, record: StepRecord) -> None:
         """Put a step by. Prompts teach nothing: their rows have no logits."""
@@ -210,11 +200,14 @@ class Costs:
         seconds, count = record.seconds, len(record.rows)
         if seconds.get("score", 0.0) <= 0.0:
             return
-        power, guesses = _power(count), max(0, record.passed_rows - count)
-        passes = self._passes[power] = self._of(count)
+        guesses = max(0, record.passed_rows - count)
+        passes = self._passes[_power(count)] = self._of(count)
         shape_R = self._shape(record.context, count, guesses)
         spent = sum([seconds.get(verb, 0.0) for verb in ("score", "judge", "commit")])
         passes.took(shape_R[0], shape_R[guesses] - shape_R[0], guesses, spent)
+        emitted, keep = sum([len(row.emitted) for row in record.rows]), self.tuning.remember
+        tokens, took = self._lately.get(_power(count), (0.0, 0.0))
+        self._lately[_power(count)] = keep * tokens + emitted, keep * took + sum(seconds.values())
         asked = [row for row in record.rows if row.drafter != "none"]
         if record.draft_levels:  # those that run no model cost next to nothing
             asked = [row for row in asked if self._supposed.get(row.drafter) != 0.0]
@@ -223,18 +216,19 @@ class Costs:
 
     def _learn_draft(self, rows: Sequence[RowRecord], levels: int, spent: float) -> None:
         """Learn the price of the one drafter of a step."""
-        name, power = rows[0].drafter, _power(len(rows))
-        line, lines = self._draft(name, len(rows)), self._drafts.setdefault(name, {})
-        units, tokens = float(levels or len(rows)), float(sum([row.num_uncached for row in rows]))
+        name, count = rows[0].drafter, len(rows)
+        line, lines = self._draft(name, count), self._drafts.setdefault(name, {})
+        units, tokens = float(levels or count), float(sum([row.num_uncached for row in rows]))
         if not lines and self._find(name) is None:
             # The first draft warms up; a price that forbids a second one would stay.
             spent = min(spent, self.tuning.stall * line.of(units, tokens))
-        lines.setdefault(power, Line(line.a, line.b / line.a, self.tuning)).learn(units, tokens, spent)
+        lines.setdefault(_power(count), Line(line.a, line.b / line.a, self.tuning)).learn(
+            units, tokens, spent
+        )
 
     def _draft(self, name: str, sequences: int) -> Line:
         """The line of a drafter for so many sequences: the nearest, or what is supposed."""
-        found = _nearest(self._drafts.get(name, {}), sequences)
-        if found is not None:
+        if found := _nearest(self._drafts.get(name, {}), sequences):
             return found
         known, plain = self._find(name), self.passed(1, 0, 1)
         level = (known.level or known.call) if known else 0.0
@@ -243,9 +237,9 @@ class Costs:
 
     def _of(self, batch: int) -> Passes:
         """Passes over about so many sequences; at first like the nearest."""
-        found, near = self._passes.get(_power(batch)), _nearest(self._passes, batch)
-        if found is not None:
+        if found := self._passes.get(_power(batch)):
             return found
+        near = _nearest(self._passes, batch)
         if near is None:
             return self.form(None, self.tuning.part if self._curve is None else 1.0, batch, self.tuning)
         a, b = near.a, near.b

@@ -56,8 +56,9 @@ class DraftRow(Generic[S]):
         # No draft is deeper than it has nodes.
         depth = nodes if nodes <= most.max_depth else max(draft.depth_N)
         if nodes > most.max_nodes or depth > most.max_depth or rows > most.max_rows:
+            deepest = max(draft.depth_N, default=0)
             return (
-                f"{nodes} nodes, {max(draft.depth_N, default=0)} levels and {rows} rows, where {most.max_nodes}, "
+                f"{nodes} nodes, {deepest} levels and {rows} rows, where {most.max_nodes}, "
                 f"{most.max_depth} and {most.max_rows} were granted"
             )
         if self.chain and not is_chain(draft.parent_N):

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from outpace.policies.acceptance import Pool
+from outpace.policies.acceptance import KEPT, Pool
 from outpace.policies.auto import NONE, Auto, AutoConfig
 from outpace.policies.base import PolicyRow
 from outpace.policies.tuning import Tuning
@@ -211,9 +211,10 @@ def test_what_was_learned_can_be_handed_on():
         # A sequence may be thought better than most, once; nobody knows that before the first draft.
         assert (sum(one.depth for one in steps) <= 3) == taught
     for broken in (
-        {"greedy": {"m": {}}},
-        {"greedy": {"m": [[[[float("inf")], 1, 2]], [], []]}},
-        {"greedy": {"m": [[[[0], -1, 2]], [], []]}},
+        {"greedy": {"m": 3}},
+        {"greedy": {"m": [[["kept", float("inf")], 1, 2]]}},
+        {"greedy": {"m": [[["kept", 0], -1, 2]]}},
+        {"greedy": {"m": [[["other"], 1, 2]]}},
         {"greedy": 1},
         [],
     ):
@@ -226,14 +227,14 @@ def test_what_a_key_taught_serves_that_key_alone():
     policy = Auto(AutoConfig())
     for key, greedy in (("", True), ("a", True), ("", False)):
         state = policy.begin(key, greedy)
-        policy._pool(state, "m").add(0.0, 100.0)
-    assert policy.begin("a", True).pools["m"].ratio() < 0.1
+        policy._pool(state, "m").add(0.0, 100.0, KEPT)
+    assert policy.begin("a", True).pools["m"].ratio(KEPT) < 0.1
     assert not policy.begin("b", True).pools and not policy.begin("a", False).pools
     assert policy.learned().keys() == {"greedy", "drawn"}, "what has a key is not kept"
     again = Auto(AutoConfig())
     again.recall(policy.learned())
-    assert again._pool(again.begin(), "m").ratio() < 0.1
-    assert again._pool(again.begin("b"), "m").ratio() == 1.0
+    assert again._pool(again.begin(), "m").ratio(KEPT) < 0.1
+    assert again._pool(again.begin("b"), "m").ratio(KEPT) == 1.0
     for number in range(200):
         policy.begin(str(number))
     assert len(policy._pools) <= Tuning().most
