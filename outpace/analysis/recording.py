@@ -29,7 +29,7 @@ from outpace.coins import Stream
 from outpace.curve import KnownDrafter
 from outpace.engine.engine import Engine
 from outpace.engine.method import SingleMethod
-from outpace.engine.portfolio import trained
+from outpace.engine.portfolio import taught
 from outpace.engine.requests import GenerationRequest
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import ActiveSequence
@@ -255,7 +255,7 @@ def _one(
                     )
                     for nodes, drafts in made[spec].items()
                 },
-                trained(spec, engine.target),
+                taught(spec, engine.target),
             )
             for spec, one in methods.items()
         },

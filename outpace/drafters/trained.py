@@ -215,8 +215,8 @@ def read_acceptance(folder: Path) -> tuple[float, ...]:
     """
     held_out = _read_provenance(folder).get("held_out")
     found = held_out.get("acceptance") if isinstance(held_out, dict) else None
-    fits = isinstance(found, list) and all(isinstance(x, int | float) and 0.0 <= x <= 1.0 for x in found)
-    return tuple(found) if fits else ()
+    each = found if isinstance(found, list) else []
+    return tuple(each) if all(isinstance(x, int | float) and 0.0 <= x <= 1.0 for x in each) else ()
 
 
 def _read_provenance(folder: Path) -> Mapping[str, Any]:

@@ -146,7 +146,7 @@ class Portfolio(Method):
         for name in made:
             if registry.entry("drafter", MethodSpec.parse(name).name).family == "lookup":
                 self._costs.suppose(name, 0.0)
-            elif not self._costs.kept(name)[0] and (known := trained(name, self._target)):
+            elif not self._costs.kept(name)[0] and (known := taught(name, self._target)):
                 self._costs.know({name: known})
         return made or self._loaded([MethodSpec("none")])
 
@@ -188,7 +188,7 @@ def _measured_speed(method: str, target: Target) -> float:
     return -1.0
 
 
-def trained(name: str, target: Target) -> KnownDrafter | None:
+def taught(name: str, target: Target) -> KnownDrafter | None:
     """What the training of a drafter found of its guesses, as half as much as one text tells."""
     for folder in candidates(name, target):
         if not (found := read_acceptance(folder)):

@@ -16,6 +16,7 @@ from typing import Any
 
 from outpace.policies.arms import asks
 from outpace.policies.tuning import TUNING, Tuning
+from outpace.types import Budget
 
 Kind = tuple[str | int, ...]
 """What is counted: KEPT guesses, by level and width of a tree; likewise the levels that it HAS, of those
@@ -52,7 +53,9 @@ class Pool:
             scale = min(1.0, tuning.text / tries) if tries else 0.0
             self.add(hits * scale, tuning.hope * tries * scale, KEPT, level)
 
-    asks = staticmethod(asks)  # nodes and depths to weigh
+    def asks(self, budget: Budget) -> Sequence[tuple[int, int]]:
+        """Nodes and depths to weigh."""
+        return asks(budget)
 
     def ratio(self, *kind: str | int) -> float:
         """Above 1 where more was kept than expected; that of the wider kind while nothing was seen."""
