@@ -2,11 +2,12 @@ from dataclasses import replace
 
 import pytest
 
+from outpace.drafters.trained import read_acceptance
 from outpace.policies.acceptance import KEPT, Pool
 from outpace.policies.auto import NONE, Auto, AutoConfig
 from outpace.policies.base import PolicyRow
 from outpace.policies.tuning import Tuning
-from outpace.types import NOTHING, Load
+from outpace.types import NOTHING, KnownDrafter, Load
 from tests.policies.simulator import CURVE, PASS, ROOMY, Bush, Fake, Simulator, best_bush, best_fixed, rate
 
 
@@ -250,3 +251,26 @@ def test_a_draft_stays_within_the_limit_of_its_sequence():
     limit = type(ROOMY)(2, 2)
     row = PolicyRow(policy.begin(), {"a": Fake([0.9]).budget}, limit, None, {"a": [0.9] * 9})
     assert policy.plan([row], Load(1, 64))[0].budget.max_nodes == 2
+
+
+def test_what_training_found_is_where_a_drafter_begins(tmp_path):
+    """A drafter that training found to be poor is tried with one guess; nobody asks it for many."""
+    (tmp_path / "provenance.json").write_text('{"held_out": {"acceptance": [0.1, 0.2]}}')
+    assert read_acceptance(tmp_path) == (0.1, 0.2)
+    for broken in (
+        '{"held_out": {"acceptance": [2.0]}}',
+        '{"held_out": 3}',
+        '{"held_out": {"acceptance": 1}}',
+        "x",
+    ):
+        (tmp_path / "provenance.json").write_text(broken)
+        assert read_acceptance(tmp_path) == ()
+    depths = []
+    for known in (True, False):
+        policy = Auto(AutoConfig())
+        if known:
+            count = Tuning().text / 2
+            told = KnownDrafter(call=0.0, level=0.0, kept_D=(0.1 * count,), tried_D=(count,))
+            policy.costs.know({"m": told})
+        depths.append(Simulator(policy, {"m": Fake([0.1], 0.003)}, know=False).run(1)[0].depth)
+    assert depths[0] < depths[1]
