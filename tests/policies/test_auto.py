@@ -254,7 +254,7 @@ def test_a_draft_stays_within_the_limit_of_its_sequence():
 
 
 def test_what_training_found_is_where_a_drafter_begins(tmp_path):
-    """A drafter that training found to be poor is tried with one guess; nobody asks it for many."""
+    """What was found poor is asked less often than what nobody knows, what was found good for more."""
     (tmp_path / "provenance.json").write_text('{"held_out": {"acceptance": [0.1, 0.2]}}')
     assert read_acceptance(tmp_path) == (0.1, 0.2)
     for broken in (
@@ -265,12 +265,13 @@ def test_what_training_found_is_where_a_drafter_begins(tmp_path):
     ):
         (tmp_path / "provenance.json").write_text(broken)
         assert read_acceptance(tmp_path) == ()
-    depths = []
-    for known in (True, False):
+    first, drafts = {}, {}
+    for share in (0.05, None, 0.9):
         policy = Auto(AutoConfig())
-        if known:
+        if share is not None:
             count = Tuning().text / 2
-            told = KnownDrafter(call=0.0, level=0.0, kept_D=(0.1 * count,), tried_D=(count,))
+            told = KnownDrafter(call=0.0, level=0.0, kept_D=(share * count,), tried_D=(count,))
             policy.costs.know({"m": told})
-        depths.append(Simulator(policy, {"m": Fake([0.1], 0.003)}, know=False).run(1)[0].depth)
-    assert depths[0] < depths[1]
+        steps = Simulator(policy, {"m": Fake([0.1], 0.003)}, know=False).run(12)
+        first[share], drafts[share] = steps[0].depth, sum(one.depth > 0 for one in steps)
+    assert first[0.9] > first[None] and drafts[0.05] < drafts[None]
