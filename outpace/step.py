@@ -128,10 +128,9 @@ def _pass(machine: Machine, parts: Sequence[_Part], scored: Scored, clock: StepC
     clock.lap("judge")
     outcomes = _commit(machine, parts, scored, verdicts)
     _observe(machine, parts, outcomes)
-    evidence = {i: _evidence(one, parts[i].row.warp.ruled) for i, one in outcomes.items()}
-    _learn(machine, parts, evidence)
+    _learn(machine, parts, outcomes)
     clock.lap("commit")
-    _report(machine, parts, outcomes, evidence, clock)
+    _report(machine, parts, outcomes, clock)
     return list(outcomes.values())
 
 
@@ -228,11 +227,11 @@ def _observe(machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Ou
         machine.drafters[name].observe(states, [outcomes[i] for i in indices])
 
 
-def _learn(machine: Machine, parts: Sequence[_Part], evidence: Mapping[int, Evidence]) -> None:
+def _learn(machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Outcome]) -> None:
     """Tell the policy what became of its plans."""
-    had = {i: view for i in evidence if (view := parts[i].view) is not None}
+    had = {i: view for i in outcomes if (view := parts[i].view) is not None}
     if had:
-        machine.policy.learn([*had.values()], [evidence[i] for i in had])
+        machine.policy.learn([*had.values()], [_evidence(outcomes[i], parts[i].row.warp.ruled) for i in had])
 
 
 def _context(rows: Sequence[StepSequence]) -> int:
@@ -240,17 +239,13 @@ def _context(rows: Sequence[StepSequence]) -> int:
 
 
 def _evidence(outcome: Outcome, ruled: bool) -> Evidence:
-    depth, verdict = max(outcome.draft.depth_N, default=0) if outcome.draft else 0, outcome.verdict
+    depth, verdict = max(outcome.draft.depth_N, default=0), outcome.verdict
     kept, censored = len(verdict.kept), verdict.censored
     return Evidence(outcome.drafter, len(outcome.draft), depth, kept, censored, ruled)
 
 
 def _report(
-    machine: Machine,
-    parts: Sequence[_Part],
-    outcomes: Mapping[int, Outcome],
-    evidence: Mapping[int, Evidence],
-    clock: StepClock,
+    machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Outcome], clock: StepClock
 ) -> None:
     """Hand listeners the step as numbers."""
     machine.steps += 1
@@ -258,7 +253,7 @@ def _report(
         return
     records = []
     for i, outcome in outcomes.items():
-        part, seen, emitted = parts[i], evidence[i], outcome.verdict.emitted
+        part, seen, emitted = parts[i], _evidence(outcome, False), outcome.verdict.emitted
         counts = seen.drafted, seen.accepted, emitted, seen.depth, seen.censored
         records.append(RowRecord(part.row.number, seen.drafter, *counts, part.plan.choice, part.num_uncached))
     record = StepRecord(

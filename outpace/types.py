@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -144,9 +144,6 @@ class Draft(Rooted):
     def __post_init__(self) -> None:
         if len(self.token_N) != len(self.parent_N):
             raise ValueError(f"{len(self.token_N)} tokens but {len(self.parent_N)} parents")
-        parent_N, groups = _chain(len(self.token_N))
-        if self.parent_N is parent_N and self.groups is groups:
-            return
         for node, parent in enumerate(self.parent_N):
             if not ROOT <= parent < node:
                 raise ValueError(f"parents must come before children, got {self.parent_N}")
@@ -157,10 +154,9 @@ class Draft(Rooted):
             if (group.law is None) != (group.drawn is Drawn.CHOSEN):
                 verb = "must" if group.law is None else "must not"
                 raise ValueError(f"a group drawn {group.drawn.value!r} {verb} name its distribution")
-            for node in group.nodes:
-                if self.parent_N[node] != group.parent:
-                    raise ValueError(f"group of {group.parent} holds another's child: {group.nodes}")
-                seen.add(node)
+            if any(self.parent_N[node] != group.parent for node in group.nodes):
+                raise ValueError(f"group of {group.parent} holds another's child: {group.nodes}")
+            seen.update(group.nodes)
         if len(seen) != len(self.token_N):
             raise ValueError(f"{len(self.token_N)} nodes but groups name {len(seen)} of them")
 
@@ -174,14 +170,12 @@ class Draft(Rooted):
         Args:
             parents: ROOT or an earlier node each; None makes a chain.
         """
-        parent_N, groups = _chain(len(tokens))
-        if parents is not None and tuple(parents) != parent_N:
-            children: dict[int, list[int]] = {}
-            for node, parent in enumerate(parents):
-                children.setdefault(parent, []).append(node)
-            groups = tuple(Group(p, Drawn.CHOSEN, tuple(c)) for p, c in children.items())
-            parent_N = tuple(parents)
-        return cls(tuple(tokens), parent_N, groups, memo=memo)
+        up = range(-1, len(tokens) - 1) if parents is None else parents
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(up):
+            children.setdefault(parent, []).append(node)
+        groups = tuple(Group(p, Drawn.CHOSEN, tuple(c)) for p, c in children.items())
+        return cls(tuple(tokens), tuple(up), groups, memo=memo)
 
     @property
     def num_rows(self) -> int:
@@ -214,13 +208,6 @@ class Draft(Rooted):
         for group in self.groups:
             table.setdefault(group.parent, []).append(group)
         return {parent: tuple(groups) for parent, groups in table.items()}
-
-
-@lru_cache(256)
-def _chain(count: int) -> tuple[tuple[int, ...], tuple[Group, ...]]:
-    """Parents and groups of a chain of so many guesses that were chosen: the same objects every time."""
-    groups = tuple(Group(node - 1, Drawn.CHOSEN, (node,)) for node in range(count))
-    return tuple(range(ROOT, count + ROOT)), groups
 
 
 @dataclass(frozen=True, slots=True)

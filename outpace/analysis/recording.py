@@ -27,9 +27,9 @@ import torch
 from outpace.cache.base import Lease
 from outpace.coins import Stream
 from outpace.curve import KnownDrafter
+from outpace.drafters.trained import taught
 from outpace.engine.engine import Engine
 from outpace.engine.method import SingleMethod
-from outpace.engine.portfolio import taught
 from outpace.engine.requests import GenerationRequest
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import ActiveSequence
@@ -39,6 +39,7 @@ from outpace.machine import Machine, Member
 from outpace.models.base import TREE
 from outpace.params import SamplingParams
 from outpace.policies.base import Policy, PolicyRow, within
+from outpace.policies.tuning import TUNING
 from outpace.tree.growth import DraftRow
 from outpace.types import NOTHING, Budget, Draft, Drawn, Load, Plan, Shape, Verdict
 
@@ -255,7 +256,7 @@ def _one(
                     )
                     for nodes, drafts in made[spec].items()
                 },
-                taught(spec, engine.target),
+                taught(spec, engine.target, TUNING.text / 2).get(spec),
             )
             for spec, one in methods.items()
         },

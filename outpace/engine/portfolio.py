@@ -22,15 +22,13 @@ from functools import cached_property
 
 from outpace import registry
 from outpace.config import MethodSpec, build, split_specs
-from outpace.curve import KnownDrafter
 from outpace.drafters.base import Traits
-from outpace.drafters.trained import CONFIG, candidates, home, read_acceptance, read_measured
+from outpace.drafters.trained import CONFIG, candidates, home, read_measured, taught
 from outpace.engine.method import Method, SingleMethod, make
 from outpace.errors import OutpaceError, SpecError
 from outpace.models.base import VIEWS, Target
 from outpace.policies.base import Policy
 from outpace.policies.costs import Costs
-from outpace.policies.tuning import TUNING
 from outpace.verifiers.base import Verifier
 
 LONGEST = 48
@@ -146,8 +144,8 @@ class Portfolio(Method):
         for name in made:
             if registry.entry("drafter", MethodSpec.parse(name).name).family == "lookup":
                 self._costs.suppose(name, 0.0)
-            elif not self._costs.kept(name)[0] and (known := taught(name, self._target)):
-                self._costs.know({name: known})
+            elif not self._costs.kept(name)[0]:
+                self._costs.know(taught(name, self._target, self._costs.tuning.text / 2))
         return made or self._loaded([MethodSpec("none")])
 
     def _loaded(self, specs: Iterable[MethodSpec]) -> dict[str, SingleMethod]:
@@ -186,18 +184,6 @@ def _measured_speed(method: str, target: Target) -> float:
         speed = (read_measured(folder) or {}).get("speedup")
         return speed if isinstance(speed, int | float) and 0.0 < speed < math.inf else 0.0
     return -1.0
-
-
-def taught(name: str, target: Target) -> KnownDrafter | None:
-    """What the training of a drafter found of its guesses, as half as much as one text tells."""
-    for folder in candidates(name, target):
-        if not (found := read_acceptance(folder)):
-            return None
-        count = TUNING.text / 2
-        return KnownDrafter(
-            call=0.0, level=0.0, kept_D=tuple(count * x for x in found), tried_D=(count,) * len(found)
-        )
-    return None
 
 
 def _tells(name: str) -> bool:

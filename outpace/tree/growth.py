@@ -52,13 +52,11 @@ class DraftRow(Generic[S]):
 
     def fault(self, draft: Draft) -> str | None:
         """Say what a draft has that was not asked for."""
-        most, nodes, rows = self.budget, len(draft), draft.num_rows - 1
-        # No draft is deeper than it has nodes.
-        depth = nodes if nodes <= most.max_depth else max(draft.depth_N)
+        most, depth = self.budget, max(draft.depth_N, default=0)
+        nodes, rows = len(draft), draft.num_rows - 1
         if nodes > most.max_nodes or depth > most.max_depth or rows > most.max_rows:
-            deepest = max(draft.depth_N, default=0)
             return (
-                f"{nodes} nodes, {deepest} levels and {rows} rows, where {most.max_nodes}, "
+                f"{nodes} nodes, {depth} levels and {rows} rows, where {most.max_nodes}, "
                 f"{most.max_depth} and {most.max_rows} were granted"
             )
         if self.chain and not is_chain(draft.parent_N):
