@@ -97,5 +97,5 @@ class Pool:
         for (what, *rest), kept, expected in data:
             if what not in (KEPT, HAS, NODES) or not all(type(part) is int for part in rest):
                 raise TypeError(f"need a kind of guess, got {[what, *rest]}")
-            pool.tally[(what, *rest)] = Ratio(kept, expected)
+            pool.tally |= {(what, *rest): Ratio(kept, expected)}
         return pool
