@@ -63,6 +63,8 @@ def told(policy: Policy, text: Text) -> Policy:
     for name, one in text.drafters.items():
         if one.previews_P is not None:
             policy.costs.suppose(name, 0.0)
+        if one.known is not None:
+            policy.costs.know({name: one.known})
     return policy
 
 

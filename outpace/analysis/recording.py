@@ -18,7 +18,7 @@ import gzip
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ import torch
 
 from outpace.cache.base import Lease
 from outpace.coins import Stream
+from outpace.curve import KnownDrafter
+from outpace.drafters.trained import taught
 from outpace.engine.engine import Engine
 from outpace.engine.method import SingleMethod
 from outpace.engine.requests import GenerationRequest
@@ -37,6 +39,7 @@ from outpace.machine import Machine, Member
 from outpace.models.base import TREE
 from outpace.params import SamplingParams
 from outpace.policies.base import Policy, PolicyRow, within
+from outpace.policies.tuning import TUNING
 from outpace.tree.growth import DraftRow
 from outpace.types import NOTHING, Budget, Draft, Drawn, Load, Plan, Shape, Verdict
 
@@ -70,6 +73,8 @@ class Recorded:
     """Chances that it told beforehand; None if it tells none."""
     guesses: Mapping[int, tuple[Guess, ...]]
     """Most nodes asked for -> the draft at every position."""
+    known: KnownDrafter | None = None
+    """What an engine tells `auto` of it beforehand."""
 
     def draft(self, position: int, asked: Budget) -> tuple[int, int, int, int]:
         """Nodes, depth, accepted tokens and levels of a draft within a budget."""
@@ -251,6 +256,7 @@ def _one(
                     )
                     for nodes, drafts in made[spec].items()
                 },
+                taught(spec, engine.target, TUNING.text / 2).get(spec),
             )
             for spec, one in methods.items()
         },
@@ -345,6 +351,7 @@ def _packed(text: Text) -> dict[str, Any]:
             "depth": one.budget.max_depth,
             "beam": one.budget.shape.beam,
             "passes": one.passes,
+            "known": None if one.known is None else asdict(one.known),
             "previews": one.previews_P,
             "guesses": {
                 str(nodes): [[*guess.nodes_D, guess.accepted, guess.levels] for guess in guesses]
@@ -366,6 +373,7 @@ def _unpacked(data: Mapping[str, Any]) -> Text:
                 int(nodes): tuple(Guess(tuple(line[:-2]), *line[-2:]) for line in lines)
                 for nodes, lines in one["guesses"].items()
             },
+            KnownDrafter.from_json(one["known"]) if one.get("known") else None,
         )
         for spec, one in data["drafters"].items()
     }

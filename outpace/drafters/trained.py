@@ -35,6 +35,7 @@ from outpace.models.fields import MOST, Fields, brief, read_json
 from outpace.models.likeness import Likeness
 from outpace.models.products import works
 from outpace.models.quantize import check_kind
+from outpace.types import KnownDrafter
 
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "provenance.json"
 """Files of a drafter folder."""
@@ -207,6 +208,25 @@ def read_measured(folder: Path) -> Mapping[str, Any] | None:
     """What was measured of a drafter when it was made, from its provenance; None if nothing was."""
     measured = _read_provenance(folder).get("measured")
     return measured if isinstance(measured, dict) else None
+
+
+def read_acceptance(folder: Path) -> tuple[float, ...]:
+    """Share of guesses about held-out text that were right at depth 1, 2, ... below right ones; empty if
+    nobody measured it.
+    """
+    held_out = _read_provenance(folder).get("held_out")
+    found = held_out.get("acceptance") if isinstance(held_out, dict) else None
+    each = found if isinstance(found, list) else []
+    return tuple(each) if all(isinstance(x, int | float) and 0.0 <= x <= 1.0 for x in each) else ()
+
+
+def taught(method: str, target: Target, count: float) -> dict[str, KnownDrafter]:
+    """What the training of a drafter found of its guesses, as if there had been so many of each depth."""
+    for folder in candidates(method, target):
+        found = read_acceptance(folder)
+        kept_D, tried_D = tuple(count * x for x in found), (count,) * len(found)
+        return {method: KnownDrafter(call=0.0, level=0.0, kept_D=kept_D, tried_D=tried_D)} if found else {}
+    return {}
 
 
 def _read_provenance(folder: Path) -> Mapping[str, Any]:

@@ -201,12 +201,16 @@ def _chain(after: After[N], start: N, budget: Budget, owner: int | None) -> Draf
     least, expected, worth, reached = max(LEAST, budget.least), 1.0, 1.0, 1.0
     tokens, own, length, node = list[int](), list[float](), 0, start
     for count in range(1, min(budget.max_nodes, budget.max_rows, budget.max_depth) + 1):
-        token, chance, node = next(iter(after(node)), (-1, 0.0, node))
-        reached *= min(chance, 1.0)
+        found = next(iter(after(node)), None)
+        if found is None:
+            break
+        token, chance, node = found
+        chance = min(chance, 1.0)
+        reached *= chance
         if reached < least:
             break
         tokens.append(token)
-        own.append(min(chance, 1.0))
+        own.append(chance)
         expected += reached
         now = expected / assumed(1 + count)
         if now >= worth:

@@ -23,7 +23,7 @@ from functools import cached_property
 from outpace import registry
 from outpace.config import MethodSpec, build, split_specs
 from outpace.drafters.base import Traits
-from outpace.drafters.trained import CONFIG, candidates, home, read_measured
+from outpace.drafters.trained import CONFIG, candidates, home, read_measured, taught
 from outpace.engine.method import Method, SingleMethod, make
 from outpace.errors import OutpaceError, SpecError
 from outpace.models.base import VIEWS, Target
@@ -144,6 +144,8 @@ class Portfolio(Method):
         for name in made:
             if registry.entry("drafter", MethodSpec.parse(name).name).family == "lookup":
                 self._costs.suppose(name, 0.0)
+            elif not self._costs.kept(name)[0]:
+                self._costs.know(taught(name, self._target, self._costs.tuning.text / 2))
         return made or self._loaded([MethodSpec("none")])
 
     def _loaded(self, specs: Iterable[MethodSpec]) -> dict[str, SingleMethod]:

@@ -5,21 +5,23 @@ was kept is compared with what was stated, over all texts and over the text at h
 
     chance = stated * (kept + w) / (stated + w) of all texts * (kept + w) / (expected + w) of this one
 
-Over all texts each level of a tree of each width counts by itself; one of which little is known is taken to
-be like the same level of other trees. Of one text there is too little for that: one factor serves a drafter.
+Over all texts each level of a tree of each width counts by itself, and at first like the same level of other
+trees. Of one text there is too little for that: one factor serves a drafter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
+from outpace.policies.arms import asks
 from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import Budget
 
-Kind = tuple[int, ...]
-"""Of a guess: its level, and the width of its tree. Each part narrows it down; () are all."""
+Kind = tuple[str | int, ...]
+"""What is counted: KEPT guesses, by level and width of a tree; likewise the levels that it HAS, of those
+asked for; NODES of a tree, over its levels, by width. Each part narrows it down."""
+KEPT, HAS, NODES = "kept", "has", "nodes"
 
 
 class Ratio:
@@ -34,68 +36,46 @@ class Ratio:
 
     def add(self, kept: float, expected: float, most: float) -> None:
         """Take in what was kept; of all that was seen at most so much stays."""
-        self.kept += kept
-        self.expected += expected
-        total = max(self.kept, self.expected)
-        if total > most:
-            self.kept *= most / total
-            self.expected *= most / total
-
-
-class Tally(dict[Kind, Ratio]):
-    """A ratio for each kind of thing, and for all wider kinds."""
-
-    def ratio(self, kind: Kind, doubt: float) -> float:
-        """Above 1 where more was kept than expected; that of the wider kind while nothing was seen."""
-        value = 1.0
-        for end in range(len(kind) + 1):
-            one = self.get(kind[:end])
-            if one is not None:
-                value = (one.kept + doubt * value) / (one.expected + doubt)
-        return value
-
-    def add(self, kind: Kind, kept: float, expected: float, most: float) -> None:
-        """Take in what was kept of such a thing."""
-        for end in range(len(kind) + 1):
-            self.setdefault(kind[:end], Ratio()).add(kept, expected, most)
+        kept, expected = self.kept + kept, self.expected + expected
+        share = min(1.0, most / max(kept, expected, 1e-9))
+        self.kept, self.expected = share * kept, share * expected
 
 
 class Pool:
-    """What is known of a drafter over all texts.
-
-    Args:
-        kept_D: what was measured beforehand: by level, drafts that were kept there,
-        tried_D: and those that were tried. They count no more than one text does.
+    """What is known of a drafter over all texts. What was measured beforehand counts no more than one text
+    does: by level, drafts that were kept there, of those that were tried.
     """
 
-    def __init__(
-        self, tuning: Tuning = TUNING, kept_D: Sequence[float] = (), tried_D: Sequence[float] = ()
-    ) -> None:
+    def __init__(self, tuning: Tuning = TUNING, kept_D: Sequence[float] = (), tried_D: Sequence[float] = ()):
         self.tuning = tuning
-        self.tallies = Tally(), Tally(), Tally()
-        """Guesses kept; levels that drafts had, of those asked for; their nodes, over the levels."""
+        self.tally: dict[Kind, Ratio] = {}
         for level, (hits, tries) in enumerate(zip(kept_D, tried_D, strict=True)):
             scale = min(1.0, tuning.text / tries) if tries else 0.0
-            self.tallies[0].add((level,), hits * scale, tuning.hope * tries * scale, tuning.text)
+            self.add(hits * scale, tuning.hope * tries * scale, KEPT, level)
 
     def asks(self, budget: Budget) -> Sequence[tuple[int, int]]:
         """Nodes and depths to weigh."""
         return asks(budget)
 
-    def ratio(self, kind: Kind = ()) -> float:
-        """Guesses kept, over those that were stated."""
-        return self.tallies[0].ratio(kind, self.tuning.doubt)
+    def ratio(self, *kind: str | int) -> float:
+        """Above 1 where more was kept than expected; that of the wider kind while nothing was seen."""
+        value, doubt = 1.0, self.tuning.doubt
+        for end in range(1, len(kind) + 1):
+            one = self.tally.get(kind[:end])
+            if one is not None:
+                value = (one.kept + doubt * value) / (one.expected + doubt)
+        return value
 
-    def add(self, kept: float, stated: float, kind: Kind = ()) -> None:
+    def add(self, kept: float, expected: float, *kind: str | int) -> None:
         """Take in what was kept of such guesses."""
-        self.tallies[0].add(kind, kept, stated, self.tuning.pool)
+        for end in range(1, len(kind) + 1):
+            self.tally.setdefault(kind[:end], Ratio()).add(kept, expected, self.tuning.pool)
 
     def sizes(self, width: int, depth: int) -> list[tuple[float, float]]:
         """Nodes and levels of trees cut at depth 1, 2, ...: a drafter may stop earlier by itself."""
-        (_, levels, nodes), doubt = self.tallies, self.tuning.doubt
-        each, reached, total, found = nodes.ratio((width,), doubt), 1.0, 0.0, []
+        each, reached, total, found = self.ratio(NODES, width), 1.0, 0.0, []
         for level in range(depth):
-            reached *= levels.ratio((level, width), doubt) if level else 1.0
+            reached *= self.ratio(HAS, level, width) if level else 1.0
             total += reached
             found.append((min(float(width), total * each), total))
         return found
@@ -103,42 +83,19 @@ class Pool:
     def grew(self, width: int, depth: int, nodes: int, levels: int) -> None:
         """Take in how large a tree became that might have had ``depth`` levels."""
         for level in range(min(depth, levels + 1)):
-            self.tallies[1].add((level, width), level < levels, 1.0, self.tuning.pool)
-        self.tallies[2].add((width,), nodes, levels, self.tuning.pool)
+            self.add(level < levels, 1.0, HAS, level, width)
+        self.add(nodes, levels, NODES, width)
 
     def to_json(self) -> list[Any]:
         """Plain data, for ``from_json``."""
-        return [[[[*kind], x.kept, x.expected] for kind, x in one.items()] for one in self.tallies]
+        return [[[*kind], one.kept, one.expected] for kind, one in self.tally.items()]
 
     @classmethod
     def from_json(cls, data: Any, tuning: Tuning = TUNING) -> Pool:
         """Read what ``to_json`` gave; ValueError, TypeError or KeyError if it is something else."""
         pool = cls(tuning)
-        for one, lines in zip(pool.tallies, data, strict=True):
-            one.update({tuple(map(_whole, kind)): Ratio(*pair) for kind, *pair in lines})
+        for (what, *rest), kept, expected in data:
+            if what not in (KEPT, HAS, NODES) or not all(type(part) is int for part in rest):
+                raise TypeError(f"need a kind of guess, got {[what, *rest]}")
+            pool.tally |= {(what, *rest): Ratio(kept, expected)}
         return pool
-
-
-def _whole(number: Any) -> int:
-    if not isinstance(number, int):
-        raise TypeError(f"need whole numbers, got {number!r}")
-    return number
-
-
-@cache
-def asks(budget: Budget) -> Sequence[tuple[int, int]]:
-    """Nodes and depths to weigh. Of a dynamic tree: all its nodes, about a third of them, and so on."""
-    most, deepest = budget.max_nodes, budget.max_depth
-    if budget.shape.parent_N is not None:
-        depth_N: list[int] = []
-        for parent in budget.shape.parent_N[:most]:
-            depth_N.append(1 if parent < 0 else depth_N[parent] + 1)
-        levels = range(1, min(deepest, max(depth_N, default=0)) + 1)
-        return [(sum(d <= n for d in depth_N), n) for n in levels]
-    if not budget.shape.beam:
-        return [(n, n) for n in range(1, min(most, deepest) + 1)]
-    found, nodes = [], most
-    while nodes > 0:
-        found += [(nodes, depth) for depth in range(1, min(nodes, deepest) + 1)]
-        nodes = (nodes + 2) // 3 if nodes > 1 else 0
-    return found

@@ -3,11 +3,8 @@
     gain = E[tokens kept] - throughput * E[seconds more]
 
 ``throughput`` is what the batch emits lately, in tokens per second, and at least that of plain decoding.
-A draft with a positive gain raises it, so `none` is what remains where no gain is positive.
-
-A level of a drafter is paid for once by all sequences that use it. So drafters with levels are weighed for
-all sequences together: the depth is chosen at which the sum of the gains, less the levels, is largest.
-
+A draft with a positive gain raises it, so `none` is what remains where no gain is positive. A level of a
+drafter is paid for once by all sequences that use it, so drafters with levels are weighed for all together.
 A drafter that is not asked teaches nothing. It is tried for one sequence when the last trial lies so far
 back that trials lose no more than their share of the time.
 
@@ -22,16 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outpace.policies.acceptance import Pool, Ratio
+from outpace.policies.acceptance import KEPT, Pool, Ratio
 from outpace.policies.base import Evidence, Policy, PolicyRow
 from outpace.policies.costs import Costs
-from outpace.policies.offers import Menu, Offer, Prices, fill, look_up, prices_of
+from outpace.policies.offers import NONE, Menu, Offer, Prices, fill, look_up, prices_of
 from outpace.policies.tuning import TUNING, Tuning
-from outpace.types import NOTHING, Budget, Choice, Load, Plan, Price
-
-NONE = "none"
-
-Kind = tuple[str, bool]  # whose a sequence is, and whether it is greedy
+from outpace.types import Load, Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +36,6 @@ class AutoConfig:
 class State:
     """What is known of one sequence."""
 
-    kind: Kind
     pools: dict[str, Pool]
     """Drafter -> what texts of its kind taught."""
     here: dict[str, Ratio] = field(default_factory=dict)
@@ -66,8 +58,7 @@ class Auto(Policy):
     def __init__(self, config: Any, tuning: Tuning = TUNING) -> None:
         super().__init__(config)
         self.tuning, self.costs = tuning, Costs(tuning=tuning)
-        self._pools: dict[Kind, dict[str, Pool]] = {}
-        self._recalled: dict[Kind, dict[str, Pool]] = {}
+        self._pools: dict[tuple[str, bool], dict[str, Pool]] = {}  # by key, and whether it is greedy
         self._tick = self._guesses = 0  # steps, and guesses of the last one
         self._wait = 0.0  # steps until an idle drafter may be tried
         self._tried: dict[str, int] = {}
@@ -78,7 +69,7 @@ class Auto(Policy):
         pools = self._pools[key, greedy] = self._pools.pop((key, greedy), {})
         if len(self._pools) > self.tuning.most:
             del self._pools[next(iter(self._pools))]
-        return State((key, greedy), pools)
+        return State(pools)
 
     def asks(self, state: State, load: Load) -> float | None:
         """No previews for a sequence that is left out of this step."""
@@ -86,31 +77,37 @@ class Auto(Policy):
 
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
         """Cost: some ten microseconds per sequence that is looked at, one for each other."""
-        awake = [i for i, row in enumerate(rows) if self.asks(row.state, load) is not None]
+        awake = [i for i, row in enumerate(rows) if not self._tick % (1 << row.state.quiet)]
         self._tick += 1
         prices = self._priced(len(rows), load)
-        told: dict[int, Offer] = {}  # the best of the lookups
+        chosen: dict[int, Offer] = {}
+        told: dict[str, dict[int, Menu]] = {}  # by lookups
         menus: dict[str, dict[int, Menu]] = {}
         for i in awake:
             row = rows[i]
-            for name in row.drafters if row.limit.max_depth > 0 else ():
+            for name, budget in row.drafters.items() if row.limit.max_depth > 0 else ():
                 preview = row.previews.get(name)
                 if preview:
-                    offer = look_up(name, preview, row.limit, self._scale(row.state, name), prices)
-                    told[i] = max(told.get(i, offer), offer)
-                elif preview is None and row.drafters[name].max_nodes and name != NONE:
+                    scale = self._pool(row.state, name).ratio(KEPT) * self._here(row.state, name)
+                    offer = look_up(name, preview, row.limit, scale, prices)
+                    told.setdefault(name, {})[i] = Menu(prices, 0, offers=(offer,))
+                    if offer.gain > 0.0 and (i not in chosen or offer > chosen[i]):
+                        chosen[i] = offer
+                elif preview is None and budget.max_nodes and name != NONE:
                     menu = self._menu(row, name, prices, load)
                     if menu.best is not None:
                         menus.setdefault(name, {})[i] = menu
-        chosen = {i: offer for i, offer in told.items() if offer.gain > 0.0}
         chosen |= self._together(menus, chosen, prices)
         if load.batch > 1:
             chosen = prices.paying(chosen)
         self._wait -= 1.0
-        tried = self._trial(menus, told, chosen, prices) if self._wait <= 0.0 else None
-        most, self._guesses = self.costs.most(load.batch), sum([offer.nodes for offer in chosen.values()])
-        while self._guesses > most:
-            self._guesses -= chosen.pop(min(chosen, key=chosen.__getitem__)).nodes
+        tried = None
+        if self._wait <= 0.0:
+            left = {name: {i: menu_B[i] for i in menu_B if i not in chosen} for name, menu_B in told.items()}
+            tried = self._trial({**left, **menus}, chosen, prices)
+        self._guesses = sum([offer.nodes for offer in chosen.values()])
+        if tried is not None or 2 * self._guesses > prices.most:
+            self._prices.clear()  # the step tells something new
         longest = min(self.tuning.quiet, load.batch.bit_length() - 1)
         for i in awake:
             rows[i].state.quiet = 0 if i in chosen else min(rows[i].state.quiet + 1, longest)
@@ -118,7 +115,7 @@ class Auto(Policy):
         for i, row in enumerate(rows):
             row.state.asked = chosen.get(i)
             reason = "probe" if i == tried else "best" if i in awake else "pause"
-            plans.append(self._plan(row, row.state.asked, reason, prices, load))
+            plans.append(prices.plan(row, row.state.asked, reason))
         return plans
 
     def _priced(self, own: int, load: Load) -> Prices:
@@ -137,12 +134,10 @@ class Auto(Policy):
         room = min(row.limit.max_depth, budget.max_depth)
         menu: Menu | None = state.menus.get(name)
         if menu is None or menu.prices is not prices or menu.room != room:
-            level = prices.rate * self.costs.price(name)
             read = 0.0 if name in state.here else prices.rate * self.costs.reading(name, load.context)
+            menu = Menu(prices, room, prices.level(name), read)
             pool, here = self._pool(state, name), self._here(state, name)
-            state.menus[name] = menu = fill(
-                Menu(prices, room, level, read), name, budget, row.limit, pool, here
-            )
+            state.menus[name] = menu = fill(menu, name, budget, row.limit, pool, here)
         return menu
 
     def _together(
@@ -151,10 +146,9 @@ class Auto(Policy):
         """The drafter and depth that pay best for all sequences together, beside what is chosen."""
         best, found = 0.0, dict[int, Offer]()
         for name, menu_B in menus.items():
-            level = prices.rate * self.costs.price(name, len(menu_B))
+            level = prices.level(name, len(menu_B))
             most = max([len(menu.offers) for menu in menu_B.values()])
-            depths: Sequence[int | None] = range(most) if len(menu_B) > 1 else (None,)
-            for depth in depths:
+            for depth in range(most) if len(menu_B) > 1 else (None,):
                 users, total, levels = dict[int, Offer](), 0.0, 0.0
                 for i, menu in menu_B.items():
                     offer = menu.best if depth is None else menu.offers[: depth + 1][-1]
@@ -168,50 +162,20 @@ class Auto(Policy):
         return found
 
     def _trial(
-        self,
-        menus: Mapping[str, Mapping[int, Menu]],
-        told: Mapping[int, Offer],
-        chosen: dict[int, Offer],
-        prices: Prices,
+        self, menus: Mapping[str, Mapping[int, Menu]], chosen: dict[int, Offer], prices: Prices
     ) -> int | None:
         """Have the drafter that was idle longest tried for one sequence."""
         used, step = {offer.drafter for offer in chosen.values()}, prices.rate * prices.plain
-        guesses = sum([offer.rows for offer in chosen.values()])
-        beside = prices.together(guesses)
-        ideas: dict[str, list[tuple[int, float, float, Offer]]] = {}
-        for i, offer in told.items():
-            if i not in chosen:
-                loss = prices.together(guesses + offer.rows) - beside - offer.kept
-                ideas.setdefault(offer.drafter, []).append((i, loss, 0.0, offer))
-        for name, menu_B in menus.items():
-            for i, menu in menu_B.items() if name not in used else ():
-                loss, offer = min([(menu.level * one.levels - one.gain, one) for one in menu.offers[:2]])
-                ideas.setdefault(name, []).append((i, loss, menu.read, offer))
-        for name in sorted(ideas, key=lambda name: self._tried.get(name, 0)):
-            i, loss, read, offer = ideas[name][self._tick % len(ideas[name])]
+        idle = [name for name in menus if menus[name] and name not in used]
+        for name in sorted(idle, key=lambda name: self._tried.get(name, 0)):
+            i, menu = list(menus[name].items())[self._tick % len(menus[name])]
+            loss, offer = min([(menu.level * one.levels - one.gain, one) for one in menu.offers[:2]])
             loss += chosen[i].gain if i in chosen else 0.0
             if loss <= max(1.0, step / 8):  # while a lookup copies well, others wait
                 self._tried[name], chosen[i] = self._tick, offer
-                self._wait = (max(0.0, loss) + read) / step / self.tuning.explore
+                self._wait = (max(0.0, loss) + menu.read) / step / self.tuning.explore
                 return i
         return None
-
-    def _plan(self, row: PolicyRow, offer: Offer | None, reason: str, prices: Prices, load: Load) -> Plan:
-        """Put an offer into a plan, and say why."""
-        rates = {NONE: load.batch / prices.plain}
-        if offer is None:
-            if reason not in prices.still:
-                prices.still[reason] = Plan(NONE, NOTHING, Choice(reason, rates))
-            return prices.still[reason]
-        own, limit = row.drafters[offer.drafter], row.limit
-        nodes, depth = min(offer.nodes, own.max_nodes), min(offer.depth, own.max_depth)
-        level = self.costs.price(offer.drafter) if offer.levels else 0.0
-        price = Price((prices.rate * level,), prices.row_R) if offer.levels else None
-        fits = min(own.max_rows, limit.max_rows)
-        asked = Budget(nodes, depth, fits, shape=own.shape, stop=own.stop, price=price)
-        more = (offer.kept - offer.gain) / prices.rate + level * offer.levels
-        rates[offer.drafter] = (load.batch + offer.kept) / (prices.plain + more)
-        return Plan(offer.drafter, asked, Choice(reason, rates))
 
     def learn(self, rows: Sequence[PolicyRow], evidence: Sequence[Evidence]) -> None:
         """Take in what was kept of the drafts."""
@@ -222,21 +186,21 @@ class Auto(Policy):
 
     def _learn(self, state: State, offer: Offer, seen: Evidence) -> None:
         pool, here = self._pool(state, seen.drafter), state.here.setdefault(seen.drafter, Ratio())
+        told: list[tuple[float, float, tuple[str | int, ...]]] = []  # kept, stated, of which kind
         if offer.stated:
             if not seen.censored and seen.depth:
-                here.add(seen.accepted, offer.stated * pool.ratio(), self.tuning.text)
-                if not seen.ruled:
-                    pool.add(seen.accepted, offer.stated)
-            return
-        if offer.width:
-            pool.grew(offer.width, offer.depth, seen.drafted, seen.depth)
-        # Silence where a level was asked for is a level that was not kept.
-        refused = not seen.censored and seen.accepted < offer.depth
-        for level in range(seen.accepted + refused):
-            kept, kind = float(level < seen.accepted), (level, offer.width)
-            here.add(kept, self.tuning.hope * pool.ratio(kind), self.tuning.text)
+                told.append((seen.accepted, offer.stated, (KEPT,)))
+        else:
+            if offer.width:
+                pool.grew(offer.width, offer.depth, seen.drafted, seen.depth)
+            # Silence where a level was asked for is a level that was not kept.
+            refused = not seen.censored and seen.accepted < offer.depth
+            for level in range(seen.accepted + refused):
+                told.append((level < seen.accepted, self.tuning.hope, (KEPT, level, offer.width)))
+        for kept, stated, kind in told:
+            here.add(kept, stated * pool.ratio(*kind), self.tuning.text)
             if not seen.ruled:
-                pool.add(kept, self.tuning.hope, kind)
+                pool.add(kept, stated, *kind)
 
     def learned(self) -> dict[str, Any]:
         """What is known of drafters over all texts without a key; numbers alone, and no text."""
@@ -250,21 +214,17 @@ class Auto(Policy):
         """Begin with what ``learned`` gave, for drafters that were not asked yet; ignore what is broken."""
         for kind in ("greedy", "drawn") if isinstance(learned, dict) else ():
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError):
-                pools = {name: Pool.from_json(one, self.tuning) for name, one in learned[kind].items()}
-                self._recalled["", kind == "greedy"] = pools
+                found = {name: Pool.from_json(one, self.tuning) for name, one in learned[kind].items()}
+                pools = self._pools.setdefault(("", kind == "greedy"), {})
+                pools |= {**found, **pools}
 
     def _pool(self, state: State, name: str) -> Pool:
         pool = state.pools.get(name)
         if pool is None:
-            kept = self.costs.kept(name)  # which reads what was learned before
-            recalled = self._recalled.get(state.kind, {})
-            pool = state.pools[name] = recalled.get(name) or self.form(self.tuning, *kept)
+            kept = self.costs.kept(name)  # which recalls what was learned before
+            pool = state.pools.setdefault(name, self.form(self.tuning, *kept))
         return pool
 
     def _here(self, state: State, name: str) -> float:
         one, doubt = state.here.get(name), self.tuning.doubt
         return 1.0 if one is None else (one.kept + doubt) / (one.expected + doubt)
-
-    def _scale(self, state: State, name: str) -> float:
-        """What the stated chances of a lookup are worth."""
-        return self._pool(state, name).ratio() * self._here(state, name)

@@ -1,21 +1,14 @@
 """What steps cost here and now, in seconds: read by policies, learned from steps.
 
-    costs = Costs(curve)                   a measured curve, or none
-    engine.listeners.append(costs.watch)   the engine does this for policies that read costs
-    costs.passed(rows=12, context=300, batch=1)
-
-Every cost is a line in two numbers, by least squares that forget (`Line`):
+Every cost is a line in two numbers, by least squares that forget:
 
     seconds of a pass  = a * plain  + b * more     of rows without and with guesses, see ``start``
     seconds of a draft = a * levels + b * tokens   that the drafter reads first
 
-A pass is meant with judging and committing what it scored: guesses make those dearer too.
-
-There is a line for each power of two of sequences; a new one begins like its neighbour. A pass is also
-corrected by what passes of so many guesses took lately, for hardware that has free rows up to a number.
-Nothing of this outlives the process: prices that were learned on a busy machine cost no later answer.
-
-Shape letters: R guesses of a pass, from 0.
+A pass is meant with judging and committing what it scored. There is a line for each power of two of
+sequences; a new one begins like its neighbour. Passes are also corrected by what those of so many guesses
+took lately, for hardware that has free rows up to a number. Nothing of this outlives the process: prices
+that were learned on a busy machine cost no later answer. Steps wait until a cost is read.
 """
 
 from __future__ import annotations
@@ -33,13 +26,10 @@ T = TypeVar("T")
 
 
 class Line:
-    """y = a * u + b * v. While v does not vary, b keeps its ratio to a.
+    """y = a * u + b * v, at first with these a and b / a. While v does not vary, b keeps its ratio to a.
 
-    Args:
-        a: before anything is seen; None: the first step says it. Likewise b / a, the ``ratio``.
+    Where a is None the first step says it.
     """
-
-    __slots__ = ("_high", "_tuning", "_uu", "_uv", "_uy", "_vv", "_vy", "a", "b", "seen")
 
     def __init__(self, a: float | None, ratio: float, tuning: Tuning = TUNING) -> None:
         self._tuning = tuning
@@ -47,25 +37,20 @@ class Line:
         self.b = ratio * self.a
         self.seen, self._high = 0, False
         self._uu = 0.0 if a is None else 1.0
-        self._uy = self._uu * self.a
-        self._uv = self._vv = self._vy = 0.0
+        self._uy, self._uv, self._vv, self._vy = self._uu * self.a, 0.0, 0.0, 0.0
 
-    def learn(self, u: float, v: float, y: float, expected: float | None = None) -> float:
-        """Take in that a step took ``y``, where so much was ``expected``: None, the line's value.
-
-        One that stalls counts as a slow one; two in a row are no stall. Returns what it counts as.
+    def learn(self, u: float, v: float, y: float, over: float = 1.0) -> float:
+        """Take in that a step took ``y``, where ``over`` times the line's value was expected. One that stalls
+        counts as a slow one; two in a row are no stall. Returns what it counts as.
         """
-        most = self._tuning.stall * (self.of(u, v) if expected is None else expected)
-        stalled = self.seen > 2 and y > most
-        if stalled and not self._high:
-            y = most
-        self._high = stalled and not self._high
+        most = self._tuning.stall * self.of(u, v) * over
+        self._high = self.seen > 2 and y > most and not self._high
+        y = most if self._high else y
         self.seen += 1
         keep, tie = self._tuning.remember, self.b / self.a
-        self._uu = keep * self._uu + u * u
-        self._uv = keep * self._uv + u * v
-        self._vv = keep * self._vv + v * v
-        self._uy, self._vy = keep * self._uy + u * y, keep * self._vy + v * y
+        self._uu, self._uv = keep * self._uu + u * u, keep * self._uv + u * v
+        self._vv, self._vy = keep * self._vv + v * v, keep * self._vy + v * y
+        self._uy = keep * self._uy + u * y
         one = min(1.0, self._vv) or 1.0  # observation that says: b = tie * a
         uu, uv, vv = self._uu + one * tie * tie, self._uv - one * tie, self._vv + one
         det = uu * vv - uv * uv
@@ -78,32 +63,26 @@ class Line:
         return self.a * u + self.b * v
 
 
-class Passes:
+class Passes(Line):
     """Seconds of passes over about so many sequences: a line, and by bins of guesses what it misses."""
 
-    __slots__ = ("_off", "_tick", "_tuning", "line", "most", "size")
-
-    def __init__(self, line: Line, size: int, tuning: Tuning) -> None:
-        self.line, self.size, self._tuning = line, size, tuning
-        self.most = self._tick = 0  # guesses of the largest pass; passes
+    def __init__(self, a: float | None, ratio: float, size: int, tuning: Tuning) -> None:
+        super().__init__(a, ratio, tuning)
+        self.size, self.most = size, 0  # sequences; guesses of the largest pass
         self._off: dict[int, tuple[float, float, int]] = {}  # bin -> weight, over the line's, last seen
 
-    def learn(self, plain: float, more: float, guesses: int, seconds: float) -> None:
+    def took(self, plain: float, more: float, guesses: int, seconds: float) -> None:
         """Take in a pass."""
-        seconds = self.line.learn(plain, more, seconds, self.line.of(plain, more) * self.over(guesses))
-        self._tick += 1
+        over = self.learn(plain, more, seconds, self.over(guesses)) / self.of(plain, more)
         self.most = max(self.most, guesses)
         weight, mean, last = self._off.get(_bin(guesses), (0.0, 1.0, 0))
-        weight = 1.0 + weight * self._tuning.remember ** (self._tick - last)
-        mean += (seconds / self.line.of(plain, more) - mean) / weight
-        self._off[_bin(guesses)] = weight, mean, self._tick
+        weight = 1.0 + weight * self._tuning.remember ** (self.seen - last)
+        self._off[_bin(guesses)] = weight, mean + (over - mean) / weight, self.seen
 
     def over(self, guesses: int) -> float:
         """What passes with about so many guesses take, over the line's value."""
-        if _bin(guesses) not in self._off:
-            return 1.0
-        weight, mean, last = self._off[_bin(guesses)]
-        weight *= self._tuning.remember ** (self._tick - last)
+        weight, mean, last = self._off.get(_bin(guesses), (0.0, 1.0, 0))
+        weight *= self._tuning.remember ** (self.seen - last)
         return 1.0 + (mean - 1.0) * weight / (weight + 1.0)
 
 
@@ -118,32 +97,28 @@ class Costs:
     form = Passes
 
     def __init__(self, curve: CostCurve | None = None, tuning: Tuning = TUNING) -> None:
-        self._tuning = tuning
+        self.tuning = tuning
         self._known: dict[str, KnownDrafter] = {}
         self._names: dict[str, str] = {}  # method spec -> the one that it was measured as
         self._supposed: dict[str, float] = {}
         self._drafts: dict[str, dict[int, Line]] = {}
-        self._lately: dict[int, tuple[float, float]] = {}
-        """Tokens of steps lately, and their seconds."""
+        self._lately: dict[int, tuple[float, float]] = {}  # tokens of steps lately, and their seconds
+        self._fill: Callable[[], object] | None
+        self._seen: list[StepRecord]
+        self._table: dict[tuple[int, int], list[float]]
+        self._passes: dict[int, Passes]
         self.start(curve)
 
     def start(self, curve: CostCurve | None) -> None:
         """Take a curve, in whose passes passes are then measured, and forget what steps taught about
         them. Without one, ``plain`` is 1 and ``more`` the guesses. Drafts keep their prices.
         """
-        self._fill: Callable[[], object] | None = None
-        self._curve = curve
-        self._table: dict[tuple[int, int], list[float]] = {}
-        self._passes: dict[int, Passes] = {}
+        self._curve, self._fill = curve, None
+        self._seen, self._table, self._passes = [], {}, {}
 
     def later(self, fill: Callable[[], object]) -> None:
         """Have ``fill`` called when costs are first read, as from a file, unless ``start`` comes before."""
         self._fill = fill
-
-    def _begin(self) -> None:
-        if self._fill is not None:
-            fill, self._fill = self._fill, None
-            fill()
 
     def know(self, drafters: Mapping[str, KnownDrafter]) -> None:
         """Begin with what was measured of drafters; what steps taught already stays."""
@@ -159,9 +134,8 @@ class Costs:
 
     def kept(self, drafter: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Drafts that kept a token at depth 1, 2, ..., and those that were tried there; measured before."""
-        self._begin()
-        known = self._find(drafter)
-        return ((), ()) if known is None else (known.kept_D, known.tried_D)
+        self._settle()
+        return (known.kept_D, known.tried_D) if (known := self._find(drafter)) else ((), ())
 
     def _find(self, drafter: str) -> KnownDrafter | None:
         return self._known.get(drafter) or self._known.get(self._names.get(drafter, drafter))
@@ -169,102 +143,112 @@ class Costs:
     @property
     def known(self) -> bool:
         """Whether costs are seconds, by a curve or a watched step; else only their ratios count."""
-        self._begin()
+        self._settle()
         return self._curve is not None or bool(self._passes)
 
-    def passes(self, rows: int, context: int, batch: int) -> list[float]:
-        """Seconds of a pass over ``rows``, of all sequences together, and of passes over 1, 2, ... rows
-        more: as many as are foreseen. ``context``: committed tokens of each sequence.
-        """
-        first, last = rows - batch, rows - batch + min(self._tuning.most, self.most(batch))
-        shape_R, found = self._shape(context, batch, last), self._of(batch)
-        plain, line = shape_R[0], found.line
-        return [line.of(plain, shape_R[n] - plain) * found.over(n) for n in range(first, last + 1)]
+    def passes(self, rows: int, context: int, batch: int, more: int = 0) -> list[float]:
+        """Seconds of a pass over ``rows``, of all sequences together, and over 1, 2, ... rows ``more``."""
+        self._settle()
+        first, last, found = rows - batch, rows - batch + more, self._of(batch)
+        shape_R = self._shape(context, batch, last)
+        plain = shape_R[0]
+        return [found.of(plain, shape_R[n] - plain) * found.over(n) for n in range(first, last + 1)]
 
     def passed(self, rows: int, context: int, batch: int) -> float:
-        """Seconds of a pass; arguments as of ``passes``."""
-        guesses, found = rows - batch, self._of(batch)
-        shape_R = self._shape(context, batch, guesses)
-        return found.line.of(shape_R[0], shape_R[guesses] - shape_R[0]) * found.over(guesses)
+        """Seconds of one pass."""
+        return self.passes(rows, context, batch)[0]
 
     def most(self, batch: int) -> int:
         """Guesses of a pass whose cost is foreseen: by a curve all, else twice of what was tried."""
-        self._begin()
-        if self._curve is not None:
-            return 1 << 20
-        found = self._passes.get(_power(batch))
-        return max(self._tuning.first, batch // 4, 2 * found.most if found else 0)
+        self._settle()
+        tried = found.most if (found := self._passes.get(_power(batch))) else 0
+        return 1 << 20 if self._curve is not None else max(self.tuning.first, batch // 4, 2 * tried)
 
     def price(self, drafter: str, sequences: int = 1) -> float:
         """Seconds of a level of so many sequences together; of a call each, where no model runs."""
+        self._settle()
         return self._draft(drafter, sequences).a
 
     def reading(self, drafter: str, tokens: int) -> float:
         """Seconds that a drafter takes to read so many tokens, before its first guess for a text."""
+        self._settle()
         return self._draft(drafter, 1).b * tokens
 
     def lately(self, batch: int) -> float:
         """Tokens per second of steps of about so many sequences; 0 before the first."""
-        found = self._lately.get(_power(batch))
-        return found[0] / found[1] if found else 0.0
+        self._settle()
+        tokens, seconds = self._lately.get(_power(batch), (0.0, 1.0))
+        return tokens / seconds
 
     def watch(self, record: StepRecord) -> None:
-        """Take a step in. Prompts teach nothing: their rows have no logits."""
+        """Put a step by. Prompts teach nothing: their rows have no logits."""
+        if not record.prompt and record.rows:
+            self._seen.append(record)
+            if len(self._seen) >= self.tuning.most:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Read what is to be read first, and learn from the steps that were put by."""
+        if self._fill is not None or self._seen:
+            (seen, self._seen), (fill, self._fill) = (self._seen, []), (self._fill, None)
+            if fill is not None:
+                fill()
+            for record in seen:
+                self._learn(record)
+
+    def _learn(self, record: StepRecord) -> None:
         seconds, count = record.seconds, len(record.rows)
-        if record.prompt or not count or seconds.get("score", 0.0) <= 0.0:
+        if seconds.get("score", 0.0) <= 0.0:
             return
-        power, guesses = _power(count), max(0, record.passed_rows - count)
-        passes = self._passes[power] = self._of(count)
+        guesses = max(0, record.passed_rows - count)
+        passes = self._passes[_power(count)] = self._of(count)
         shape_R = self._shape(record.context, count, guesses)
         spent = sum([seconds.get(verb, 0.0) for verb in ("score", "judge", "commit")])
-        passes.learn(shape_R[0], shape_R[guesses] - shape_R[0], guesses, spent)
-        emitted, keep = sum([len(row.emitted) for row in record.rows]), self._tuning.remember
-        tokens, took = self._lately.get(power, (0.0, 0.0))
-        self._lately[power] = keep * tokens + emitted, keep * took + sum(seconds.values())
+        passes.took(shape_R[0], shape_R[guesses] - shape_R[0], guesses, spent)
+        emitted, keep = sum([len(row.emitted) for row in record.rows]), self.tuning.remember
+        tokens, took = self._lately.get(_power(count), (0.0, 0.0))
+        self._lately[_power(count)] = keep * tokens + emitted, keep * took + sum(seconds.values())
         asked = [row for row in record.rows if row.drafter != "none"]
         if record.draft_levels:  # those that run no model cost next to nothing
             asked = [row for row in asked if self._supposed.get(row.drafter) != 0.0]
         if len({row.drafter for row in asked}) == 1 and seconds.get("draft", 0.0) > 0.0:
-            self._watch_draft(asked, record.draft_levels, seconds["draft"])
+            self._learn_draft(asked, record.draft_levels, seconds["draft"])
 
-    def _watch_draft(self, rows: Sequence[RowRecord], levels: int, spent: float) -> None:
+    def _learn_draft(self, rows: Sequence[RowRecord], levels: int, spent: float) -> None:
         """Learn the price of the one drafter of a step."""
-        name, power = rows[0].drafter, _power(len(rows))
-        line, lines = self._draft(name, len(rows)), self._drafts.setdefault(name, {})
-        units, tokens = float(levels or len(rows)), float(sum([row.num_uncached for row in rows]))
+        name, count = rows[0].drafter, len(rows)
+        line, lines = self._draft(name, count), self._drafts.setdefault(name, {})
+        units, tokens = float(levels or count), float(sum([row.num_uncached for row in rows]))
         if not lines and self._find(name) is None:
             # The first draft warms up; a price that forbids a second one would stay.
-            spent = min(spent, self._tuning.stall * line.of(units, tokens))
-        lines.setdefault(power, Line(line.a, line.b / line.a, self._tuning)).learn(units, tokens, spent)
+            spent = min(spent, self.tuning.stall * line.of(units, tokens))
+        lines.setdefault(_power(count), Line(line.a, line.b / line.a, self.tuning)).learn(
+            units, tokens, spent
+        )
 
     def _draft(self, name: str, sequences: int) -> Line:
         """The line of a drafter for so many sequences: the nearest, or what is supposed."""
-        self._begin()
-        found = _nearest(self._drafts.get(name, {}), sequences)
-        if found is not None:
+        if found := _nearest(self._drafts.get(name, {}), sequences):
             return found
         known, plain = self._find(name), self.passed(1, 0, 1)
-        supposed = self._supposed.get(name, self._tuning.part * plain)
-        level = supposed if known is None else known.level or known.call
-        return Line(level or 0.005 * plain, 0.0, self._tuning)
+        level = (known.level or known.call) if known else 0.0
+        level = level or self._supposed.get(name, self.tuning.part * plain)
+        return Line(level or 0.005 * plain, 0.0, self.tuning)
 
     def _of(self, batch: int) -> Passes:
         """Passes over about so many sequences; at first like the nearest."""
-        self._begin()
-        found, near = self._passes.get(_power(batch)), _nearest(self._passes, batch)
-        if found is not None:
+        if found := self._passes.get(_power(batch)):
             return found
+        near = _nearest(self._passes, batch)
         if near is None:
-            ratio = self._tuning.part if self._curve is None else 1.0
-            return self.form(Line(None, ratio, self._tuning), batch, self._tuning)
-        a, b = near.line.a, near.line.b
+            return self.form(None, self.tuning.part if self._curve is None else 1.0, batch, self.tuning)
+        a, b = near.a, near.b
         if self._curve is None:
             a = max(b, 0.2 * a, a + b * (batch - near.size))
-        return self.form(Line(a, b / a, self._tuning), batch, self._tuning)
+        return self.form(a, b / a, batch, self.tuning)
 
     def _shape(self, context: int, batch: int, guesses: int) -> Sequence[float]:
         """Passes with 0, 1, 2, ... guesses, by the curve alone; as many at least."""
-        self._begin()
         if self._curve is None:
             return range(1, guesses + 2)
         if len(self._table) > 256:

@@ -2,11 +2,12 @@ from dataclasses import replace
 
 import pytest
 
-from outpace.policies.acceptance import Pool
+from outpace.drafters.trained import read_acceptance
+from outpace.policies.acceptance import KEPT, Pool
 from outpace.policies.auto import NONE, Auto, AutoConfig
 from outpace.policies.base import PolicyRow
 from outpace.policies.tuning import Tuning
-from outpace.types import NOTHING, Load
+from outpace.types import NOTHING, KnownDrafter, Load
 from tests.policies.simulator import CURVE, PASS, ROOMY, Bush, Fake, Simulator, best_bush, best_fixed, rate
 
 
@@ -211,9 +212,10 @@ def test_what_was_learned_can_be_handed_on():
         # A sequence may be thought better than most, once; nobody knows that before the first draft.
         assert (sum(one.depth for one in steps) <= 3) == taught
     for broken in (
-        {"greedy": {"m": {}}},
-        {"greedy": {"m": [[[[float("inf")], 1, 2]], [], []]}},
-        {"greedy": {"m": [[[[0], -1, 2]], [], []]}},
+        {"greedy": {"m": 3}},
+        {"greedy": {"m": [[["kept", float("inf")], 1, 2]]}},
+        {"greedy": {"m": [[["kept", 0], -1, 2]]}},
+        {"greedy": {"m": [[["other"], 1, 2]]}},
         {"greedy": 1},
         [],
     ):
@@ -226,14 +228,14 @@ def test_what_a_key_taught_serves_that_key_alone():
     policy = Auto(AutoConfig())
     for key, greedy in (("", True), ("a", True), ("", False)):
         state = policy.begin(key, greedy)
-        policy._pool(state, "m").add(0.0, 100.0)
-    assert policy.begin("a", True).pools["m"].ratio() < 0.1
+        policy._pool(state, "m").add(0.0, 100.0, KEPT)
+    assert policy.begin("a", True).pools["m"].ratio(KEPT) < 0.1
     assert not policy.begin("b", True).pools and not policy.begin("a", False).pools
     assert policy.learned().keys() == {"greedy", "drawn"}, "what has a key is not kept"
     again = Auto(AutoConfig())
     again.recall(policy.learned())
-    assert again._pool(again.begin(), "m").ratio() < 0.1
-    assert again._pool(again.begin("b"), "m").ratio() == 1.0
+    assert again._pool(again.begin(), "m").ratio(KEPT) < 0.1
+    assert again._pool(again.begin("b"), "m").ratio(KEPT) == 1.0
     for number in range(200):
         policy.begin(str(number))
     assert len(policy._pools) <= Tuning().most
@@ -249,3 +251,27 @@ def test_a_draft_stays_within_the_limit_of_its_sequence():
     limit = type(ROOMY)(2, 2)
     row = PolicyRow(policy.begin(), {"a": Fake([0.9]).budget}, limit, None, {"a": [0.9] * 9})
     assert policy.plan([row], Load(1, 64))[0].budget.max_nodes == 2
+
+
+def test_what_training_found_is_where_a_drafter_begins(tmp_path):
+    """What was found poor is asked less often than what nobody knows, what was found good for more."""
+    (tmp_path / "provenance.json").write_text('{"held_out": {"acceptance": [0.1, 0.2]}}')
+    assert read_acceptance(tmp_path) == (0.1, 0.2)
+    for broken in (
+        '{"held_out": {"acceptance": [2.0]}}',
+        '{"held_out": 3}',
+        '{"held_out": {"acceptance": 1}}',
+        "x",
+    ):
+        (tmp_path / "provenance.json").write_text(broken)
+        assert read_acceptance(tmp_path) == ()
+    first, drafts = {}, {}
+    for share in (0.05, None, 0.9):
+        policy = Auto(AutoConfig())
+        if share is not None:
+            count = Tuning().text / 2
+            told = KnownDrafter(call=0.0, level=0.0, kept_D=(share * count,), tried_D=(count,))
+            policy.costs.know({"m": told})
+        steps = Simulator(policy, {"m": Fake([0.1], 0.003)}, know=False).run(12)
+        first[share], drafts[share] = steps[0].depth, sum(one.depth > 0 for one in steps)
+    assert first[0.9] > first[None] and drafts[0.05] < drafts[None]

@@ -151,11 +151,27 @@ def test_what_the_batch_emits_lately_counts_all_of_a_step():
     assert costs.lately(4) == pytest.approx(4 / 0.009) and costs.lately(64) == 0.0
 
 
+def test_steps_are_learned_from_when_a_cost_is_read_or_many_wait():
+    costs, one = Costs(), record(1, 0.010)
+    for _ in range(TUNING.most - 1):
+        costs.watch(one)
+    assert not costs._passes
+    costs.watch(one)
+    assert costs._passes and not costs._seen
+    costs.watch(record(1, 0.020))
+    assert costs.passed(1, 0, 1) > 0.0101, "reading a cost takes in what waits"
+
+
+def test_a_drafter_of_unknown_price_has_the_usual_one():
+    costs = watched(record(1, 0.010), times=9)
+    costs.know({"m": KnownDrafter(call=0.0, level=0.0, kept_D=(3.0,), tried_D=(5.0,))})
+    assert costs.price("m") == costs.price("other") == pytest.approx(TUNING.part * 0.010)
+
+
 def test_prices_of_many_rows_are_those_of_each():
     costs = watched(record(1, 0.010), record(4, 0.016), curve=CURVE, times=20)
-    many = costs.passes(1, 100, 1)
-    assert many[:9] == pytest.approx([costs.passed(1 + n, 100, 1) for n in range(9)])
-    assert len(many) == TUNING.most + 1
+    many = costs.passes(1, 100, 1, 8)
+    assert many == pytest.approx([costs.passed(1 + n, 100, 1) for n in range(9)])
 
 
 def test_files_are_read_when_costs_are_first_asked_for():

@@ -92,6 +92,15 @@ class SuffixAutomaton:
             found.sort(key=lambda item: (-item[1], -newest[item[2]], item[0]))
         return found
 
+    def likeliest(self, state: int) -> tuple[int, int, int, int] | None:
+        """The first of ``after``, with how often anything followed before its state; None if nothing did."""
+        count, newest, total, best = self.count, self.newest, 0, None
+        for token, at in self.next[state].items():
+            total += count[at]
+            if best is None or (count[at], newest[at], -token) > (count[best[1]], newest[best[1]], -best[0]):
+                best = token, at
+        return None if best is None else (best[0], count[best[1]], total, best[1])
+
     def _state(self, length: int, count: int, newest: int, after: dict[int, int]) -> int:
         self.length.append(length)
         self.count.append(count)

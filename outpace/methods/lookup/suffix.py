@@ -156,13 +156,22 @@ class Suffix(FollowsText[_State]):
         if match < self.config.min_match:
             return Draft()
 
+        def first(node: tuple[int, int]) -> list[tuple[int, float, tuple[int, int]]]:
+            found = text.likeliest(node[0])
+            if found is None:
+                return []
+            token, count, total, then = found
+            return [(token, trust.chance(node[1], count, total), (then, node[1] + 1))]
+
         def after(node: tuple[int, int]) -> Iterator[tuple[int, float, tuple[int, int]]]:
             found = text.after(node[0])
             total = sum([count for _, count, _ in found])
             for token, count, then in found:
                 yield token, trust.chance(node[1], count, total), (then, node[1] + 1)
 
-        return grow(after, (state, match), self._within(row.budget, match), trust.own)
+        budget = self._within(row.budget, match)
+        chain = budget.shape.parent_N is None and not budget.shape.beam
+        return grow(first if chain else after, (state, match), budget, trust.own)
 
     def _from_history(self, row: DraftRow[_State], history: History) -> Draft:
         found = history.find(row.state.text.tokens[-LONGEST:])
