@@ -35,6 +35,7 @@ from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
 from outpace.files import parse_json, read_text, replaced, write_whole
 from outpace.machine import Machine, Member
+from outpace.models.views import Choice
 from outpace.params import SamplingParams
 from outpace.policies.fixed import Fixed, FixedConfig
 from outpace.sampling import Warp
@@ -248,16 +249,21 @@ def true(engine: Engine, prompt: list[int], task: str, most: int) -> tuple[list[
 
 def costs(bench: Bench, context: int) -> dict[str, float]:
     """Milliseconds of the processor for a pass: least of some, over text that is there already."""
-    feeds = {f"full, {n} rows": (n, None) for n in (1, 2, 3, 4)}
+    feeds: dict[str, tuple[int, Choice | None, bool]] = {
+        f"full, {n} rows": (n, None, False) for n in (1, 2, 3, 4)
+    }
     for budget in (256, 512, 1024):
         if budget < context:
             spec = f"token_select[budget={budget}]"
             seeing = bench.engine.method(spec).preferred.drafter.begin(Request(prompt=())).seeing
-            feeds[f"{budget} seen, choosing"] = 1, seeing.choice.view(context, choose=True)
-            feeds[f"{budget} seen"] = 1, seeing.choice.view(context)
+            feeds[f"{budget} seen, choosing"] = 1, seeing.choice, True
+            feeds[f"{budget} seen"] = 1, seeing.choice, False
     least: dict[str, float] = {}
     for _ in range(6):
-        for name, (rows, view) in feeds.items():
+        for name, (rows, choice, anew) in feeds.items():
+            if choice is not None and anew:
+                choice.forget()  # the same token would keep it
+            view = None if choice is None else choice.view(context)
             feed = Feed(bench.slot, (5,) * rows, tuple(range(-1, rows - 1)), view=view)
             began = time.process_time()
             bench.target.score([feed], bench.cache)

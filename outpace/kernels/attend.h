@@ -262,16 +262,22 @@ INLINE void copy_run(const int half, Row from, void *to, int64_t count) {
 
 /* Keys and values of the rows that a list names, at most BLOCK, side by side. Coordinate by
    coordinate and in rising order: so each cache line is fetched once, and ahead. */
+enum { SOON = 8 };
 INLINE void gather(const int half, const int32_t *list, int64_t count, Row key, Row value,
                    int64_t capacity, int64_t width, char *keys, char *values) {
     int64_t run[BLOCK + 1], runs = 0;
     for (int64_t i = 0; i < count; i++)
         if (i == 0 || list[i] != list[i - 1] + 1) run[runs++] = i;
     run[runs] = count;
+    const int64_t row = (half ? 2 : 4) * width;
     for (int64_t d = 0; d < width; d++)
-        for (int64_t i = 0; i < runs; i++)
+        for (int64_t i = 0; i < runs; i++) {
+            __builtin_prefetch(past(key, (d + SOON) * capacity + list[run[i]], half));
+            if (64 * d < (run[i + 1] - run[i]) * row)
+                __builtin_prefetch((const char *)past(value, list[run[i]] * width, half) + 64 * d);
             copy_run(half, past(key, d * capacity + list[run[i]], half),
                      (void *)past(keys, d * BLOCK + run[i], half), run[i + 1] - run[i]);
+        }
     for (int64_t i = 0; i < runs; i++)
         copy_run(half, past(value, list[run[i]] * width, half),
                  (void *)past(values, run[i] * width, half), (run[i + 1] - run[i]) * width);

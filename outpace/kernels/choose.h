@@ -1,12 +1,10 @@
 /* Which committed rows a layer attends to: those whose keys a row's queries score highest.
 
-   VOTE    runs of neighbouring rows, by the sum over all heads of the shares that they would get
-           of the attention; one list for all heads of keys
-   MEAN    runs, by their mean score, summed over the query heads of one head of keys; a list for
-           each head of keys
-   PEAK    runs, by the largest score in each: by the sum of the shares that these would get, over
-           the query heads of one head of keys; a list for each head of keys
+   VOTE    runs of neighbouring rows, by the largest score in each: by the sum of the shares that
+           these would get, over the query heads of one head of keys
+   MEAN    runs, by their mean score, summed over the query heads of one head of keys
 
+   There is a list for each head of keys.
    Scores may be of a few coordinates: those where the queries of a head of keys are largest, by
    the sum of what they are without sign (SparQ, arXiv:2312.04985). Keys lie coordinate by
    coordinate, so the others are not read.
@@ -18,8 +16,8 @@
 
 #include "attend.h"
 
-enum { VOTE, MEAN, PEAK };
-enum { REACH = 512 }; /* positions of a piece of work */
+enum { VOTE, MEAN };
+enum { AHEAD = 192, REACH = 2048 }; /* positions of a piece of work */
 
 /* Name the coordinates where the queries of each head of keys are largest, in rising order. */
 static void name_coordinates(const Pass *p, const Choice *c, const float *query) {
@@ -94,6 +92,9 @@ INLINE void score_span(const Pass *p, const Choice *c, int64_t head, int64_t fro
         else full_q[i] = one;
     }
     for (int64_t i = from / TILE * TILE; i < to; i += TILE) {
+        for (int64_t d = 0; which && d < read; d++)
+            for (int n = 0; n < (half ? 2 : 4) * TILE; n += 64)
+                __builtin_prefetch((const char *)past(key, which[d] * C + i + AHEAD, half) + n, 0, 2);
         for (int64_t m = 0; m < G; m += TALL) {
 #define PRODUCT(tall)                                                                             \
     score(tall, half, past(q, m * read, half), read, past(key, i, half), C, which, out + m * BLOCK, \
@@ -118,9 +119,9 @@ static void score_piece(const Pass *p, int64_t piece, int64_t layer, Row keys) {
     else score_span(p, c, head, from, to, 0, keys);
 }
 
-/* How many scores of a head there are: PEAK leaves one of each run. */
+/* How many scores of a head there are: VOTE leaves one of each run. */
 INLINE int64_t scored(const Choice *c) {
-    return (c->high - c->low) / (c->rule == PEAK ? c->run : 1);
+    return (c->high - c->low) / (c->rule == VOTE ? c->run : 1);
 }
 
 /* Leave the largest of each run. */
@@ -144,7 +145,7 @@ static void top_piece(const Pass *p, int64_t piece, int64_t layer) {
     const int64_t count = scored(c);
     float most = -INFINITY, total = 0, *tops = (float *)c->tops + 2 * head;
     if (!wanted(c, layer) || c->rule == MEAN) return;
-    if (c->rule == PEAK && c->run > 1) leave_peaks(own, count, c->run);
+    if (c->run > 1) leave_peaks(own, count, c->run);
     for (int64_t i = 0; i < count; i++) most = own[i] > most ? own[i] : most;
     int64_t i = 0;
     vec sum = {0};
@@ -185,14 +186,13 @@ static void choose_piece(const Pass *p, int64_t piece, int64_t layer) {
     const int64_t G = p->group, head = piece % p->kv;
     const Choice *c = p->choice + piece / p->kv;
     const int64_t count = scored(c), votes = (c->high - c->low) / c->run;
-    const int64_t first = c->rule == VOTE ? 0 : head * G, heads = c->rule == VOTE ? p->kv * G : G;
-    if (!wanted(c, layer) || (c->rule == VOTE && head > 0)) return;
+    if (!wanted(c, layer)) return;
     float *vote = scores_of(c, p->kv * G + head);
     memset(vote, 0, 4 * count);
-    for (int64_t h = first; h < first + heads; h++) {
+    for (int64_t h = head * G; h < (head + 1) * G; h++) {
         const float *own = scores_of(c, h), *tops = (const float *)c->tops + 2 * h;
         int64_t i = 0;
-        if (c->rule != MEAN) {
+        if (c->rule == VOTE) {
             for (; i + LANES <= count; i += LANES)
                 store(vote + i, load(vote + i) + power(load(own + i) - tops[0]) * (1 / tops[1]));
             for (; i < count; i++) vote[i] += power(all(own[i] - tops[0]))[0] * (1 / tops[1]);

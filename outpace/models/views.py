@@ -11,8 +11,8 @@ list stays. What is here in torch is its oracle. Layers with a sliding window se
 without a view.
 
 Rows may be chosen in the pass itself, by the queries of its first row: runs of neighbouring rows by
-their mean score (chunks of TriForce, arXiv:2404.11912), or tokens by a soft vote of the heads, kept
-while queries point the same way (TokenSelect, arXiv:2411.02886).
+their mean score (chunks of TriForce, arXiv:2404.11912), or by a soft vote of the query heads on their best rows,
+kept while queries point the same way (after TokenSelect, arXiv:2411.02886).
 
 Drafters may read keys and values too, layer by layer (`KeyValues`): a reader sees what is committed, and
 copies nothing.
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from outpace.cache.dense import DenseCache
     from outpace.models.attention import Attention, HeadShape, Span
 
-VOTE, MEAN, PEAK = range(3)
-"""How rows are chosen, as in choose.h: one list for all heads by the sum of their softmaxes, or a list
-for each head of keys, by the mean score or by a softmax of each run's largest score."""
+VOTE, MEAN = range(2)
+"""How rows are chosen, as in choose.h, for each head of keys: by a softmax of each run's largest score, or by
+the mean score."""
 _ALWAYS = 2.0
 
 
@@ -155,7 +155,7 @@ class Choice:
 
     def __init__(self, rule: Rule, layers: int, shape: HeadShape, rotation: Rotation) -> None:
         self.rule, self.rotation = rule, rotation
-        size = (layers, 1 if rule.kind == VOTE else shape.kv, rule.listed)
+        size = (layers, shape.kv, rule.listed)
         if rule.count == 0:
             size = (1, 1, rule.sinks)
         with torch.inference_mode(False):
@@ -278,9 +278,7 @@ def choose(
         query_KGD = query_KGD * (size_KD >= size_KD.topk(rule.read).values[:, -1:])[:, None]
     score_KGC = shape.scale * query_KGD @ keys_KDC[:, :, low:high]
     runs = -1, rule.run
-    if rule.kind == VOTE:
-        vote_KC = score_KGC.softmax(-1).sum((0, 1))[None].unflatten(-1, runs).sum(-1)
-    elif rule.kind == MEAN:
+    if rule.kind == MEAN:
         vote_KC = score_KGC.sum(1).unflatten(-1, runs).sum(-1)
     else:
         vote_KC = score_KGC.unflatten(-1, runs).amax(-1).softmax(-1).sum(1)

@@ -12,7 +12,7 @@ from outpace.models.attention import Attention
 from outpace.models.fused import FusedAttention
 from outpace.models.rope import Rope, Rotation
 from outpace.models.tiny import tiny
-from outpace.models.views import MEAN, PEAK, Choice, Rule
+from outpace.models.views import MEAN, Choice, Rule
 from outpace.types import Feed
 from tests.models.test_fused import cache_of, fill, heads, span
 
@@ -25,9 +25,9 @@ RULES = (
     Rule(sinks=32, window=1, count=64, run=32),
     Rule(sinks=1, window=130, count=7, kind=MEAN, copies=True),
     Rule(sinks=5, window=16, count=150, copies=True),
-    Rule(sinks=32, window=16, count=96, run=32, kind=PEAK, read=16),
-    Rule(sinks=3, window=16, count=60, run=3, kind=PEAK, read=6),
-    Rule(sinks=4, window=16, count=60, kind=PEAK, read=128),
+    Rule(sinks=32, window=16, count=96, run=32, read=16),
+    Rule(sinks=3, window=16, count=60, run=3, read=6),
+    Rule(sinks=4, window=16, count=60, read=128),
     Rule(sinks=4, window=16, count=60, read=8),
 )
 TREES = ([-1], [-1, 0, 1, 2, 3, 4], [-1, 0, 0, 1, 2, 2, 5])
