@@ -244,6 +244,34 @@ def test_training_goes_on_from_a_model(continued, made, texts):
     assert fast.tokens == plain.tokens and fast.counters.drafted > 0
 
 
+@pytest.mark.parametrize("start", ["none", "a model"])
+def test_a_killed_training_goes_on_to_the_same_bits(made, texts, tmp_path, start):
+    """Killed between two checkpoints, in the middle of an epoch, with layers dropping out."""
+    given = (
+        SMALL
+        if start == "none"
+        else {"start": str(made), "vocab": 290, "exits": "1+2", "length": 32, "batch": 4}
+    )
+    recipe, loop = Recipe(**given, whole=2, dropout=0.5), LoopConfig(steps=11, **LOOP)
+
+    def kill(text):
+        if text.startswith("step 6"):
+            raise KeyboardInterrupt
+
+    make(tmp_path / "whole", recipe, [texts], loop, resume=False, say=str)
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "killed", recipe, [texts], loop, resume=False, say=kill)
+    lines = []
+    make(tmp_path / "killed", recipe, [texts], loop, resume=True, say=lines.append)
+    assert [line.split()[1] for line in lines if line.startswith("step")] == ["6", "8", "10", "11"]
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "prompts.jsonl"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    if start != "none":
+        assert (tmp_path / "whole" / "model.safetensors").read_bytes() != (
+            made / "model.safetensors"
+        ).read_bytes()
+
+
 def test_a_tokenizer_is_cut_to_the_texts(made, texts):
     pieces = Texts()
     pieces.read(texts)
