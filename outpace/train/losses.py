@@ -328,6 +328,6 @@ def state_loss(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
     total, last = student[0].new_zeros(()), len(student)
     for goal in reversed(teacher):
         errors = [(one - goal.detach()).float().square().mean() for one in student[: max(1, last)]]
-        last = min(range(len(errors)), key=[float(one) for one in errors].__getitem__)
+        last = min(range(len(errors)), key=[float(one.detach()) for one in errors].__getitem__)
         total = total + errors[last]
     return total / len(teacher)

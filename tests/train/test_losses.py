@@ -172,7 +172,7 @@ def test_deep_states_find_the_closest_shallow_ones_in_order():
     shallow = [torch.full((2, 3), float(value), requires_grad=True) for value in (1, 5, 3, 9)]
     deep = [torch.full((2, 3), float(value), requires_grad=True) for value in (4, 3)]
     loss = losses.state_loss(shallow, deep)
-    assert float(loss) == (0.0 + 1.0) / 2, "3 finds the third, then 4 the second"
+    assert loss.item() == (0.0 + 1.0) / 2, "3 finds the third, then 4 the second"
     loss.backward()
     grads = [None if one.grad is None else float(one.grad.sum()) for one in (*shallow, *deep)]
     assert grads == [None, 1.0, 0.0, None, None, None]
