@@ -34,7 +34,7 @@ class TokenSelectConfig:
     """Last tokens, always seen."""
     run: int = 32
     """Neighbouring tokens that are chosen together; 32 fill a cache line with keys in bfloat16."""
-    read: int = 16
+    read: int = 24
     """Coordinates of a key that choosing reads: those where queries are largest; 0 for all."""
     every: int | None = None
     """Drafts (``lossy``: tokens) from one choice to the next; without it 8, and 1 if lossy. Keys and values
