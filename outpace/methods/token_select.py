@@ -2,8 +2,8 @@
 
 Per head of keys, its query heads vote with the softmax of their scores over the text: so none outvotes
 another because its scores are larger. A run of tokens has the votes of its best one; runs with most votes
-are seen, with the first few tokens and the last. Scores come of the few coordinates where queries are largest.
-A layer keeps its choice while the query points the same way.
+are seen, with the first few tokens and the last. Scores come of the few coordinates where queries are
+largest. A layer keeps its choice while the query points the same way.
 
 With ``lossy=true`` the target itself sees no more than that, in every pass behind the prompt: faster
 for long texts, and no longer the distribution of the model. It has to be allowed.
@@ -37,8 +37,8 @@ class TokenSelectConfig:
     read: int = 24
     """Coordinates of a key that choosing reads: those where queries are largest; 0 for all."""
     every: int | None = None
-    """Drafts (``lossy``: tokens) from one choice to the next; without it 8, and 1 if lossy. Keys and values
-    chosen for several are kept side by side: 23 kB per token of a model with 30 layers and 3 heads of keys."""
+    """Drafts (``lossy``: tokens) from one choice to the next; without it 8, and 1 if lossy. What is chosen
+    for several is kept side by side: 23 kB per token of a model with 30 layers and 3 heads of keys."""
     same: float = 0.9
     """Cosine of the queries from which on a layer keeps its choice."""
     fall: float = 0.5

@@ -11,8 +11,8 @@ list stays. What is here in torch is its oracle. Layers with a sliding window se
 without a view.
 
 Rows may be chosen in the pass itself, by the queries of its first row: runs of neighbouring rows by
-their mean score (chunks of TriForce, arXiv:2404.11912), or by a soft vote of the query heads on their best rows,
-kept while queries point the same way (after TokenSelect, arXiv:2411.02886).
+their mean score (chunks of TriForce, arXiv:2404.11912), or by a soft vote of the query heads on their best
+rows, kept while queries point the same way (after TokenSelect, arXiv:2411.02886).
 
 Drafters may read keys and values too, layer by layer (`KeyValues`): a reader sees what is committed, and
 copies nothing.

@@ -15,7 +15,8 @@ With ``states`` (a) the layer also learns from the target's last states themselv
 from deep layers: a times the mean squared distance of y from them is added. The layers below are frozen, so
 it is one state that learns from one; ``outpace train target`` has all of them.
 
-Papers: FREE, arXiv:2310.05424; EESD, Liu et al. 2024, arXiv:2406.03853 (h^N is h_t; there W is a copy that is trained, too).
+Papers: EESD, Liu et al. 2024, arXiv:2406.03853 (h^N is h_t; there W is a copy that is trained, too);
+FREE, arXiv:2310.05424.
 
 Shape letters: A learning rows, B sequences, H hidden size.
 """
