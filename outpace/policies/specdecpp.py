@@ -19,7 +19,8 @@ threshold is meant for such.
 Pays where some stretches of a text are guessed well and others badly. How long a draft may become
 is the drafter's ``tree_size``: give it one that is seldom reached, such as 20. Needs a draft model
 with a head from ``outpace train acceptance``, or a drafter whose own head foresees its draws (``eagle3``
-trained with ``confidence``, ``dspark``); others are refused. Such a head says a_k before draw k.
+and block drafters trained with ``confidence``, ``dspark``); others are refused. Such a head says a_k
+before draw k.
 
 Paper: Huang et al. 2024 (SpecDec++), arXiv:2405.19715 (``threshold`` is h, ``least`` k_min,
 ``tree_size`` k_max).

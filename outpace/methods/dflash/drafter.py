@@ -12,6 +12,9 @@ A tree is static unless told otherwise. With the weights are stored the accuraci
 the tree takes the likeliest paths; it stands in for ``STOCK``, the tree of a drafter that nobody
 gave another.
 
+A head may tell how likely a draw at depth k is kept if its parent is: c_k = sigmoid(w h_k), h_k of the
+block's row. It knows nothing of the draw, so a policy may close a branch before it (``foresee``).
+
 The network and its arithmetic: `outpace.methods.dflash.net`. Reads what ``outpace train`` made, folders
 of the speculators library, and the checkpoints of the method's authors. Pays wherever it is trained
 for the target; a network for another target is refused.
@@ -19,7 +22,7 @@ for the target; a network for another target is refused.
 Paper: DFlash, arXiv:2602.06036; block drafters: PARD, arXiv:2504.18583.
 
 Shape letters: B sequences, F nodes of a frontier, S rows of a block, Y = B * S, A guesses of a block,
-H hidden size, D draft vocabulary.
+H hidden size, I its width with a Markov head's, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from outpace.drafters.blocks import BlockDrafter
 from outpace.drafters.features import FeatureDrafter, Followed, TrainedConfig
 from outpace.drafters.trained import find, rounding
 from outpace.methods.dflash.files import BlockFile, read_block_drafter
-from outpace.methods.dflash.net import BlockNet, Part
+from outpace.methods.dflash.net import CONFIDENCE, BlockNet, Part
 from outpace.models.base import HEAD, TAPS, Target
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import parse_shape
@@ -76,7 +79,15 @@ class Dflash(BlockDrafter[Followed], FeatureDrafter[Followed]):
         rounded = rounding(quantize, target)
         self.net = BlockNet(file.shape, file.tensors, target, quantize=rounded, embed=file.embed(target))
         self.cache = self.net.new_cache()
-        self.traits = replace(self.traits, taps=frozenset(file.shape.taps), temper_D=file.temper_D)
+        self.traits = replace(
+            self.traits,
+            taps=frozenset(file.shape.taps),
+            temper_D=file.temper_D,
+            foresees=file.shape.confident,
+        )
+        if file.shape.confident:
+            self._sure_I = file.tensors[f"{CONFIDENCE}.weight"][0].to(target.device).float()
+            self._sure = float(file.tensors[f"{CONFIDENCE}.bias"])
         self.id_D = None if file.vocab is None else file.vocab.to_target_D.to(target.device)
         self._head = file.head(target)
         self.block = file.shape.guesses
@@ -119,6 +130,16 @@ class Dflash(BlockDrafter[Followed], FeatureDrafter[Followed]):
             y_BSH = self.net.run(parts, self.cache).view(len(branches), slots, -1)
             self._hidden_BAH = y_BSH[:, slots - self.file.shape.guesses :]
             return self._head(self._hidden_BAH.flatten(0, 1)).view(*self._hidden_BAH.shape[:2], -1)
+
+    def foresee(self, branches: Sequence[Branch[Followed]]) -> Tensor:
+        """C of the draws below the nodes that were just expanded."""
+        joint_FI = self.known(branches).float()
+        # Row by row, whatever rows are beside: a product would round by their number.
+        return (joint_FI * self._sure_I).sum(-1).add_(self._sure).sigmoid_().cpu()
+
+    def known(self, branches: Sequence[Branch[Followed]]) -> Tensor:
+        """What is known of the draws below the nodes that were just expanded, [F, I]."""
+        return self._hidden_BAH[self.places(branches)]
 
     def places(self, branches: Sequence[Branch[Followed]]) -> tuple[list[int], list[int]]:
         """Block and guessing row of every node that was expanded."""

@@ -12,13 +12,12 @@ which knows x_k.
 
 Paper: DSpark, arXiv:2607.05147, with a head over the draft vocabulary alone.
 
-Shape letters: F nodes of a frontier, H hidden size, R rank, D draft vocabulary, V vocabulary.
+Shape letters: F nodes of a frontier, R rank, D draft vocabulary, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -28,7 +27,7 @@ from outpace.drafters.features import Followed
 from outpace.drafters.trained import rounding
 from outpace.methods.dflash.drafter import Dflash
 from outpace.methods.dflash.files import BlockFile
-from outpace.methods.dflash.net import CONFIDENCE, W2
+from outpace.methods.dflash.net import W2
 from outpace.models.base import Target
 from outpace.models.blocks import Form
 from outpace.tree.growth import Branch
@@ -39,29 +38,20 @@ class Dspark(Dflash):
     """Corrects every row of a block by the token above it, and tells how likely a guess is kept."""
 
     method: ClassVar[str] = "dspark"
-    traits = replace(Dflash.traits, foresees=True)
 
     def __init__(self, file: BlockFile, target: Target, quantize: str | None = None) -> None:
         super().__init__(file, target, quantize)
         form = Form(target.dtype, target.device, quantize=rounding(quantize, target))
         self._after_VR = file.after(target.vocab_size).to(target.device, target.dtype)
         self._bias = form.linear(file.tensors[W2])
-        self.traits = replace(self.traits, foresees=file.shape.confident)
-        if file.shape.confident:
-            self._sure_I = file.tensors[f"{CONFIDENCE}.weight"][0].to(target.device).float()
-            self._sure = float(file.tensors[f"{CONFIDENCE}.bias"])
 
     def expand(self, branches: Sequence[Branch[Followed]]) -> tuple[Tensor, Tensor | None]:
         logits_FD, id_D = super().expand(branches)
         with self.clock, torch.no_grad():
             return logits_FD.float() + self._bias(self._above(branches)).float(), id_D
 
-    def foresee(self, branches: Sequence[Branch[Followed]]) -> Tensor:
-        """C of the draws below the nodes that were just expanded."""
-        hidden_FH = self._hidden_BAH[self.places(branches)].float()
-        joint_FI = torch.cat([hidden_FH, self._above(branches).float()], -1)
-        # Row by row, whatever rows are beside: a product would round by their number.
-        return (joint_FI.mul_(self._sure_I).sum(-1) + self._sure).sigmoid().cpu()
+    def known(self, branches: Sequence[Branch[Followed]]) -> Tensor:
+        return torch.cat([super().known(branches), self._above(branches)], -1)
 
     def _above(self, branches: Sequence[Branch[Followed]]) -> Tensor:
         """What follows from the tokens of the nodes, [F, R]."""

@@ -13,7 +13,7 @@ from outpace.drafters.speculators import EMBED, layer_numbers, maps, verifier_na
 from outpace.drafters.trained import head_rows, lender, method_of, read_embedding
 from outpace.errors import ModelError
 from outpace.methods.dflash.files import read_block_drafter
-from outpace.methods.dflash.net import W1
+from outpace.methods.dflash.net import CONFIDENCE, W1
 from outpace.models.base import Target
 from outpace.train.llama import DTYPE, class_of, hf_config, write
 
@@ -43,7 +43,9 @@ def export(source: Path, form: str, out: Path, target: Target, verifier: str | N
         raise ModelError(f"{source}: {form} cannot say {what}")
     more: dict[str, object] = {}
     tensors = {name: one.to(DTYPE) for name, one in file.tensors.items()}
-    if method == "dspark":
+    if method != "dspark":  # its class alone has a confidence head
+        tensors = {name: one for name, one in tensors.items() if not name.startswith(CONFIDENCE)}
+    else:
         tensors[W1] = file.after(target.vocab_size).to(DTYPE)
         more = {
             "markov_rank": shape.rank,

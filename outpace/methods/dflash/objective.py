@@ -9,13 +9,15 @@ being learned in that share of the blocks alone: rows that are not learned cost 
 nor the head. The network is `training_net`; only it is trained, and the unembedding is the target's.
 
 Held-out rows also give what the static tree is made of: how often the i-th likeliest token of
-a row was the target's, where those of the rows before were among their likeliest.
+a row was the target's, where those of the rows before were among their likeliest. A confidence head
+learns the chance that a draw from q is kept, 1 - |p - q|_1 / 2, on a share of the rows.
 
 Papers: DFlash, arXiv:2602.06036 (anchors; its weights exp(-i / 4) are a decay of 0.78); PARD,
 arXiv:2504.18583 (later rows learned more rarely). Labels are the target's distributions, not its text.
 
 Shape letters: B sequences, T tokens, M anchors of a sequence, A guesses of a block, R guesses that learn,
-N distributions, H hidden size, I its width with a Markov head's, F width of all features, D draft vocabulary.
+C those of them from which confidence is learned, N distributions, H hidden size, I its width with a Markov
+head's, F width of all features, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from outpace.drafters.trained import decoder_to_json, head_rows, lender, read_embedding
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.methods.dflash.files import write_shape
-from outpace.methods.dflash.net import BlockShape, unit
+from outpace.methods.dflash.net import CONFIDENCE, BlockShape, unit
 from outpace.methods.dflash.training_net import BlockNet, take
 from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder
@@ -41,11 +44,13 @@ from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch, noisy, seed_of
 from outpace.train.losses import head_loss
 from outpace.train.networks import plain_shape
-from outpace.train.objective import LAST, Objective, Step, draft_ids, target_laws
+from outpace.train.objective import LAST, Objective, Step, draft_ids, guesses, target_laws
 from outpace.train.ranks import Ranks, judge_ranks, write_tree
 from outpace.train.temper import Tempering
 
 ROWS = ("masks", "seeds")
+SHARE = 4
+"""One row of so many teaches the confidence head, which has few weights: each costs a row of the head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +73,8 @@ class DflashTraining(AheadTraining):
     """Largest noise on the features while training, in their root mean squares."""
     mask: int | None = None
     """The token that masks; the last of the vocabulary by default."""
+    confidence: float = 0.0
+    """Weight of the loss of a head that tells how likely a guess is kept, for ``specdecpp``; 0: none."""
 
     def __post_init__(self) -> None:
         AheadTraining.__post_init__(self)
@@ -82,6 +89,8 @@ class DflashTraining(AheadTraining):
             raise ValueError(
                 f"anchors must be in (0, 1] and noise at least 0, got {self.anchors} and {self.noise}"
             )
+        if self.confidence < 0:
+            raise ValueError(f"confidence must be at least 0, got {self.confidence}")
 
 
 class Anchored(Aligned):
@@ -101,6 +110,7 @@ class Anchored(Aligned):
 class DflashObjective(Objective):
     Config = DflashTraining
     method: ClassVar[str] = "dflash"
+    fresh = (f"{CONFIDENCE}.weight", f"{CONFIDENCE}.bias")
     module: BlockNet
 
     def __init__(
@@ -133,6 +143,7 @@ class DflashObjective(Objective):
             mask=mask if masks else None,
             from_anchor=not masks,
             draft_vocab=lent.vocab_size if vocab is None else len(vocab.to_target_D),
+            confident=config.confidence > 0,
         )
         shape = cls.shaped(shape, config)
         net = BlockNet(shape, lent.device, lent.embed([mask])[0].float()).to(lent.device)
@@ -177,36 +188,41 @@ class DflashObjective(Objective):
         return draft_ids(aligned.token(EAGLE + guess), self.vocab)
 
     def loss(self, batch: Batch) -> Step:
-        config, guesses = self.config, range(self.shape.guesses)
+        config, rows = self.config, range(self.shape.guesses)
         self.ranks.clear()
         self.temper.clear()
         aligned, keep_BMA = self.drawn(batch)
         p_ND, row_R = None, None
         if config.loss != "ce" or self.shape.confident:
-            row_BMA = torch.stack([aligned.law(EAGLE + i) for i in guesses], -1)
+            row_BMA = torch.stack([aligned.law(EAGLE + i) for i in rows], -1)
             used_N, row_R = torch.unique(row_BMA[keep_BMA], return_inverse=True)
             last_NH = aligned.laws_of(batch.feature[LAST])[used_N]
             p_ND = target_laws(self.target, self.vocab, last_NH, config.temperature)
-        label_BMA = torch.stack([self._labels(aligned, i) for i in (-1, *guesses)], -1)
+        label_BMA = torch.stack([self._labels(aligned, i) for i in (-1, *rows)], -1)
         tokens = max(1, int(keep_BMA[..., 0].sum()))
         given = noisy(batch, self.shape.taps, config.noise if self.module.training else 0.0)
         y_RH, above_R = self.outputs(given, aligned, keep_BMA), label_BMA[..., :-1][keep_BMA]
         label_R = label_BMA[..., 1:][keep_BMA]
         joint_RI, head_DI = self.joint(y_RH, above_R)
         loss = head_loss(joint_RI, head_DI, config.loss, p_ND=p_ND, row_R=row_R, label_R=label_R)
-        if p_ND is not None and row_R is not None:
+        if self.shape.confident and p_ND is not None and row_R is not None:
             loss = loss + self.aside(joint_RI, head_DI, p_ND, row_R)
         return Step(loss / tokens, tokens)
 
     def aside(self, joint_RI: Tensor, head_DI: Tensor, p_ND: Tensor, row_R: Tensor) -> Tensor:
-        """What else is learned from the same rows: a sum over rows."""
-        return joint_RI.new_zeros(())
+        """The loss of the confidence head, from a share of the rows; guesses learn nothing from it."""
+        some_CI = joint_RI[::SHARE].detach()
+        kept_C = guesses(some_CI, head_DI, None, p_ND, row_R[::SHARE])[1]
+        said_C = self.module.confidence_head["proj"](some_CI).squeeze(-1).float()
+        loss = F.binary_cross_entropy_with_logits(said_C, kept_C.clamp(0, 1), reduction="sum")
+        weighed: Tensor = SHARE * self.config.confidence * loss
+        return weighed
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
-        aligned, guesses = Aligned(batch, EAGLE), self.shape.guesses
-        every_BMA = aligned.real_BA.new_ones(*aligned.real_BA.shape, guesses)
-        above_BMA = torch.stack([self._labels(aligned, i - 1) for i in range(guesses)], -1)
+        aligned, rows = Aligned(batch, EAGLE), self.shape.guesses
+        every_BMA = aligned.real_BA.new_ones(*aligned.real_BA.shape, rows)
+        above_BMA = torch.stack([self._labels(aligned, i - 1) for i in range(rows)], -1)
         joint_RI, head_DI = self.joint(self.outputs(batch, aligned, every_BMA), above_BMA.flatten())
         y_BMAI = joint_RI.view(*every_BMA.shape, -1)
         return judge_ranks(self.ranks, y_BMAI.unbind(2), batch, aligned, self, head_DI, self.temper)
