@@ -278,10 +278,8 @@ def choose(
         query_KGD = query_KGD * (size_KD >= size_KD.topk(rule.read).values[:, -1:])[:, None]
     score_KGC = shape.scale * query_KGD @ keys_KDC[:, :, low:high]
     score_KGCR = score_KGC.view(*score_KGC.shape[:2], -1, rule.run)
-    if rule.kind == MEAN:
-        vote_KC = score_KGCR.sum((1, 3))
-    else:
-        vote_KC = score_KGCR.amax(-1).softmax(-1).sum(1)
+    peak_KGC = score_KGCR.amax(-1)
+    vote_KC = score_KGCR.sum((1, 3)) if rule.kind == MEAN else peak_KGC.softmax(-1).sum(1)
     best_KC = vote_KC.topk(rule.count // rule.run).indices.sort().values
     row_KN = low + (best_KC[..., None] * rule.run + torch.arange(rule.run, device=best_KC.device)).flatten(1)
     choice.row_LKN[layer, :, rule.sinks :] = row_KN.to("cpu", torch.int32)
