@@ -223,11 +223,13 @@ def test_a_view_pays_from_the_context_on_above_which_it_always_does(tool, tmp_pa
     assert "| full, 1 rows | 12.0 |" in text and "| 4096 | 512 | 0.0100 | 0.900 |" in text
     assert "says the hidden fact in 2 of 5" in text
     assert "What it tells of the truth" not in text
-    score = {**rows[0], "method": "score 512", "context": 4096, "truth": 2.0, "truth_seen": 2.5}
+    score = {**rows[0], "method": "score 512", "context": 4096, "truth": 2.0, "truth_seen": 2.5, "kl": 0.5}
+    rule = {**score, "method": "rule every=2", "task": "continue", "agree": 0.9}
     text = "\n".join(
-        report.page([*rows, {**score, "task": "continue"}, {**score, "task": "fact", "truth": 1}])
+        report.page([*rows, {**score, "task": "continue"}, {**score, "task": "fact", "truth": 1}, rule])
     )
-    assert "| 4096 | 512 | 2.00 | 2.50 | 1.00 | 2.50 |" in text and "80 of 80 texts" in text
+    assert "| 4096 | 512 | 2.00 | 2.50 | 0.5000 | 1.00 | 2.50 | 0.5000 |" in text
+    assert "| `every=2` | 0.5000 | 0.900 |" in text and "80 of 80 texts" in text
     pytest.importorskip("matplotlib")
     assert {path.name for path in report.paint_views(rows, tmp_path)} == {"views.png", "views.svg"}
 
@@ -258,12 +260,12 @@ def test_views_are_measured_beside_plain_decoding(tool, monkeypatch):
     )
     bench.read([*prompt[:200], 9, 9])
     assert [feed.token_J for feeds in fed for feed in feeds] == [(9, 9)]
-    whole = bench.lossy(140, [*prompt[:200], 9, 9, 9], base["tokens"])
+    whole = bench.lossy("budget=140 run=1", [*prompt[:200], 9, 9, 9], base["tokens"])
     assert whole["kl"] > 0 and 0 <= whole["agree"] <= 1
     asked, following, count = views.true(engine, prompt, "continue", 6)
     assert (asked, following, count) == (prompt[:-6], prompt[-6:], 6)
     bench.read(asked[:-1])
-    told = bench.lossy(140, asked, following, 2)
+    told = bench.lossy("budget=140 run=1", asked, following, 2)
     cache = engine.target.new_cache()
     feed = Feed.chain(cache.open(), prompt[:-1], want=range(len(prompt) - 1))
     log_TV = engine.target.score([feed], cache).logits_TV.log_softmax(-1)

@@ -115,6 +115,16 @@ STUDIES = (
         "as much as it when greedy. Reverse KL keeps less of greedy guesses. Own answers cost five times the "
         "time of a step, and bring nothing within so few: the draft model still writes badly.",
     ),
+    Study(
+        "states",
+        "States of the last layer",
+        "early_exit",
+        120,
+        ("", "states=0.1", "states=0.5", "states=2"),
+        "The squared distance from the target's last states, with four weights (FREE has 0.5).",
+        "It brings nothing: first guesses are the same, and chains differ by 0.002. Losses cannot be "
+        "compared, since each holds its own distance. These rows learned from other 98,565 answer tokens.",
+    ),
 )
 
 

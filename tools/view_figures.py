@@ -35,6 +35,7 @@ from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
 from outpace.files import parse_json, read_text, replaced, write_whole
 from outpace.machine import Machine, Member
+from outpace.models.views import Choice
 from outpace.params import SamplingParams
 from outpace.policies.fixed import Fixed, FixedConfig
 from outpace.sampling import Warp
@@ -50,6 +51,20 @@ METHODS = (
     "triforce[draft=recycling]",
 )
 LOSSY = (512, 1024, 2048)
+RULES = (
+    "read=8",
+    "read=16",
+    "",
+    "read=32",
+    "read=0",
+    "run=64",
+    "run=16",
+    "run=8",
+    "run=1 read=0",
+    "every=2",
+    "every=8",
+)
+"""Other settings of a lossy view of 1024 tokens, on the files' own text at the longest context."""
 FACT, ASKED, NUMBER = (
     " The secret number of the lighthouse is 48213. ",
     "What is the secret number of the lighthouse?",
@@ -157,15 +172,16 @@ class Bench:
         }
 
     def lossy(
-        self, budget: int, prompt: Sequence[int], text: Sequence[int], judged: int | None = None
+        self, settings: str, prompt: Sequence[int], text: Sequence[int], judged: int | None = None
     ) -> dict[str, float]:
         """KL of a lossy view along a text, and the seconds of its tokens against those of the target.
 
         Args:
+            settings: of the view.
             judged: so many last tokens of the text are to be told; what both lose on each, in nats.
         """
         self.cache.truncate(self.slot, len(prompt) - 1)
-        spec = f"token_select[budget={budget} lossy=true]"
+        spec = f"token_select[{settings} lossy=true]"
         drafter = self.engine.method(spec).preferred.drafter
         other = self.cache.open()
         self.cache.restore(other, self.cache.ids(self.slot), [self.cache.copy(self.slot, 0, len(prompt) - 1)])
@@ -248,16 +264,21 @@ def true(engine: Engine, prompt: list[int], task: str, most: int) -> tuple[list[
 
 def costs(bench: Bench, context: int) -> dict[str, float]:
     """Milliseconds of the processor for a pass: least of some, over text that is there already."""
-    feeds = {f"full, {n} rows": (n, None) for n in (1, 2, 3, 4)}
+    feeds: dict[str, tuple[int, Choice | None, bool]] = {
+        f"full, {n} rows": (n, None, False) for n in (1, 2, 3, 4)
+    }
     for budget in (256, 512, 1024):
         if budget < context:
             spec = f"token_select[budget={budget}]"
             seeing = bench.engine.method(spec).preferred.drafter.begin(Request(prompt=())).seeing
-            feeds[f"{budget} seen, choosing"] = 1, seeing.choice.view(context, choose=True)
-            feeds[f"{budget} seen"] = 1, seeing.choice.view(context)
+            feeds[f"{budget} seen, choosing"] = 1, seeing.choice, True
+            feeds[f"{budget} seen"] = 1, seeing.choice, False
     least: dict[str, float] = {}
     for _ in range(6):
-        for name, (rows, view) in feeds.items():
+        for name, (rows, choice, anew) in feeds.items():
+            if choice is not None and anew:
+                choice.forget()  # the same token would keep it
+            view = None if choice is None else choice.view(context)
             feed = Feed(bench.slot, (5,) * rows, tuple(range(-1, rows - 1)), view=view)
             began = time.process_time()
             bench.target.score([feed], bench.cache)
@@ -297,6 +318,11 @@ def measure(engine: Engine, args: argparse.Namespace, rows: Rows) -> None:
                 *args.methods,
                 *(f"lossy {budget}" for budget in LOSSY if max(4096, 3 * budget) <= context),
                 *(f"score {budget}" for budget in LOSSY if max(4096, 3 * budget) <= context),
+                *(
+                    f"rule {one}"
+                    for one in RULES
+                    if (context, task) == (contexts[0], "continue") and context > 4096
+                ),
             )
             if not (spec.startswith("score") and task == "question")
         ]
@@ -317,16 +343,18 @@ def measure(engine: Engine, args: argparse.Namespace, rows: Rows) -> None:
                 bench.read(text.ids[: context - TAIL])
                 rows.add({"pass_at": context, "cpu_ms": costs(bench, context - TAIL)})
             prompt = prompts(engine, text, context)[task]
-            if spec.startswith("score"):
+            kind, _, settings = spec.partition(" ")
+            settings = f"budget=1024 {settings}" if kind == "rule" else f"budget={settings}"
+            if kind in ("score", "rule"):
                 prompt, following, judged = true(engine, prompt, task, args.tokens)
                 bench.read(prompt[:-1])
-                got = bench.lossy(int(spec.split()[1]), prompt, following, judged)
+                got = bench.lossy(settings, prompt, following, judged)
                 rows.add({"text": text.name, "context": context, "task": task, "method": spec, **got})
                 continue
             bench.read(prompt[:-1])
             base = bench.run("none", prompt)
-            if spec.startswith("lossy"):
-                got = bench.lossy(int(spec.split()[1]), prompt, base["tokens"])
+            if kind == "lossy":
+                got = bench.lossy(settings, prompt, base["tokens"])
             else:
                 got = bench.run(spec, prompt)
                 got["same"] = got.pop("tokens") == base["tokens"]

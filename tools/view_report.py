@@ -75,6 +75,7 @@ def page(rows: Sequence[Row]) -> Iterator[str]:
     yield from passes(rows)
     yield from lossy(rows)
     yield from scores(rows)
+    yield from rules(rows)
 
 
 def passes(rows: Sequence[Row]) -> Iterator[str]:
@@ -122,19 +123,42 @@ def scores(rows: Sequence[Row]) -> Iterator[str]:
         "after the beginning of the right answer. *Full* is the target that sees all."
     )
     tasks = names(some, "task")
-    yield "| context | tokens seen | " + " | ".join(f"{task}: full | view" for task in tasks) + " |"
-    yield "|---|---|" + "---|" * (2 * len(tasks))
+    yield "| context | tokens seen | " + " | ".join(f"{task}: full | view | KL" for task in tasks) + " |"
+    yield "|---|---|" + "---|" * (3 * len(tasks))
     for context in sorted({row["context"] for row in some}):
         for method in sorted(names(some, "method"), key=lambda one: int(one.split()[1])):
             groups = [pick(some, context=context, method=method, task=task) for task in tasks]
             if all(groups):
-                cells = [f"{mean(own, 'truth'):.2f} | {mean(own, 'truth_seen'):.2f}" for own in groups]
+                cells = [
+                    f"{mean(own, 'truth'):.2f} | {mean(own, 'truth_seen'):.2f} | {mean(own, 'kl'):.4f}"
+                    for own in groups
+                ]
                 yield f"| {context} | {method.split()[1]} | " + " | ".join(cells) + " |"
+
+
+def rules(rows: Sequence[Row]) -> Iterator[str]:
+    """What other ways of choosing lose and cost."""
+    some = [row for row in rows if str(row.get("method", "")).startswith("rule")]
+    if not some:
+        return
+    yield "\n### Other ways to choose\n"
+    yield told(
+        f"1024 of {some[0]['context']} tokens, the files' own text. *read*: coordinates of keys that are "
+        "read, 0 for all 64; *run*: neighbours chosen together; *every*: tokens from choice to choice."
+    )
+    yield "| settings | KL | equal | speed-up |"
+    yield "|---|---|---|---|"
+    for method in names(some, "method"):
+        own, settings = pick(some, method=method), method.removeprefix("rule ")
+        name = f"`{settings}`" if settings else "**the default**"
+        yield f"| {name} | {mean(own, 'kl'):.4f} | {mean(own, 'agree'):.3f} | {shown(own, 'speedup')} |"
 
 
 def drafted(rows: Sequence[Row]) -> list[Row]:
     """Runs of plain decoding, and of drafters that guessed all along."""
-    runs = [row for row in rows if "speedup" in row and not row["method"].startswith(("lossy", "score"))]
+    runs = [
+        row for row in rows if "speedup" in row and not row["method"].startswith(("lossy", "score", "rule"))
+    ]
     return [row for row in runs if row["method"] == "none" or row["emitted"] > 1.05]
 
 

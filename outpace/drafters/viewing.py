@@ -75,8 +75,8 @@ class ViewState:
 
 _SAVES = 6
 """Texts must be so many times as long as their view: over less, a guess costs nearly as much as a token.
-Measured on SmolLM2-135M (docs/results/views.md): a view of 512 brings 0.85, 0.89 and 1.08 x at 2, 4 and 8
-times, one of 1024 brings 1.05 and 1.24 x at 4 and 8."""
+Measured on SmolLM2-135M (docs/results/views.md): a view of 512 brings 0.92, 1.02 and 1.17 x at 2, 4 and 8
+times, one of 1024 brings 1.10 and 1.34 x at 4 and 8."""
 
 
 class ViewDrafter(ExpandingDrafter[ViewState]):

@@ -70,6 +70,7 @@ typedef struct {
     int64_t anew;    /* int64 [layers]: whether this pass chose anew */
     int64_t least;   /* cosine from which on a choice stays, in millionths */
     int64_t copied, lists; /* int32 [layers, kv, lists]: which blocks were copied; or 0 */
+    int64_t read, which; /* how many coordinates of keys are read, and int32 [kv, read]: those; 0: all */
 } Choice;
 
 /* All that the layers of a pass have in common. fused.py has the same list. */
@@ -147,9 +148,10 @@ INLINE vec larger(vec a, vec b) {
 }
 
 /* Scores of `tall` query rows with TILE neighbouring positions. Meanwhile the values of these
-   positions are asked for, if `values` is given. */
+   positions are asked for, if `values` is given. `which` names the coordinates of keys that there
+   are queries for; without it they are all there. */
 INLINE void score(const int tall, const int half, Row q, int64_t width, Row key, int64_t capacity,
-                  float *out, const char *values) {
+                  const int32_t *which, float *out, const char *values) {
     enum { wide = WIDE };
     const int step = half ? 2 : 1;
     vec sum[TALL][WIDE];
@@ -159,14 +161,16 @@ INLINE void score(const int tall, const int half, Row q, int64_t width, Row key,
             for (int i = 0; i < 4 * TILE; i += 64)
                 __builtin_prefetch(values + d / step * 4 * TILE + i, 0, 2);
         if (half) {
-            const bf16 *even = (const bf16 *)key + d * capacity;
+            const bf16 *even = (const bf16 *)key + (which ? which[d] : d) * capacity;
+            const bf16 *odd = which ? (const bf16 *)key + which[d + 1] * capacity : even + capacity;
             ivec pairs[WIDE];
-            pair_tile(even, even + capacity, pairs);
+            pair_tile(even, odd, pairs);
             EACH_ROW(m)
             EACH_VEC(n) sum[m][n] = dot(sum[m][n], pairs[n], (const bf16 *)q + m * width + d);
         } else {
             vec k[WIDE];
-            EACH_VEC(n) k[n] = load((const float *)key + d * capacity + n * LANES);
+            const float *from = (const float *)key + (which ? which[d] : d) * capacity;
+            EACH_VEC(n) k[n] = load(from + n * LANES);
             EACH_ROW(m) EACH_VEC(n) sum[m][n] += k[n] * ((const float *)q)[m * width + d];
         }
     }
@@ -258,16 +262,22 @@ INLINE void copy_run(const int half, Row from, void *to, int64_t count) {
 
 /* Keys and values of the rows that a list names, at most BLOCK, side by side. Coordinate by
    coordinate and in rising order: so each cache line is fetched once, and ahead. */
+enum { SOON = 8 };
 INLINE void gather(const int half, const int32_t *list, int64_t count, Row key, Row value,
                    int64_t capacity, int64_t width, char *keys, char *values) {
     int64_t run[BLOCK + 1], runs = 0;
     for (int64_t i = 0; i < count; i++)
         if (i == 0 || list[i] != list[i - 1] + 1) run[runs++] = i;
     run[runs] = count;
+    const int64_t row = (half ? 2 : 4) * width;
     for (int64_t d = 0; d < width; d++)
-        for (int64_t i = 0; i < runs; i++)
+        for (int64_t i = 0; i < runs; i++) {
+            __builtin_prefetch(past(key, (d + SOON) * capacity + list[run[i]], half));
+            if (64 * d < (run[i + 1] - run[i]) * row)
+                __builtin_prefetch((const char *)past(value, list[run[i]] * width, half) + 64 * d);
             copy_run(half, past(key, d * capacity + list[run[i]], half),
                      (void *)past(keys, d * BLOCK + run[i], half), run[i + 1] - run[i]);
+        }
     for (int64_t i = 0; i < runs; i++)
         copy_run(half, past(value, list[run[i]] * width, half),
                  (void *)past(values, run[i] * width, half), (run[i + 1] - run[i]) * width);
@@ -327,8 +337,8 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
     for (int64_t i = first; i < last; i += TILE)
         for (int64_t m = 0; m < M; m += TALL) {
 #define PRODUCT(tall)                                                                             \
-    score(tall, half, past(q, m * D, half), D, past(key, i, half), C, full_weight + m * BLOCK + i, \
-          m ? NULL : past(value, i * D, half))
+    score(tall, half, past(q, m * D, half), D, past(key, i, half), C, NULL,                          \
+          full_weight + m * BLOCK + i, m ? NULL : past(value, i * D, half))
             BY_HEIGHT(M - m, PRODUCT)
 #undef PRODUCT
         }

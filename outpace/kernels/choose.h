@@ -1,9 +1,13 @@
 /* Which committed rows a layer attends to: those whose keys a row's queries score highest.
 
-   VOTE    runs of neighbouring rows, by the sum over all heads of the shares that they would get
-           of the attention; one list for all heads of keys
-   MEAN    runs, by their mean score, summed over the query heads of one head of keys; a list for
-           each head of keys
+   VOTE    runs of neighbouring rows, by the largest score in each: by the sum of the shares that
+           these would get, over the query heads of one head of keys
+   MEAN    runs, by their mean score, summed over the query heads of one head of keys
+
+   There is a list for each head of keys.
+   Scores may be of a few coordinates: those where the queries of a head of keys are largest, by
+   the sum of what they are without sign (SparQ, arXiv:2312.04985). Keys lie coordinate by
+   coordinate, so the others are not read.
 
    Rows come out in rising order; of equally good runs the first ones. A layer whose query points
    where the one that chose last did keeps its list. */
@@ -13,7 +17,26 @@
 #include "attend.h"
 
 enum { VOTE, MEAN };
-enum { REACH = 512 }; /* positions of a piece of work */
+enum { AHEAD = 192, REACH = 2048 }; /* positions of a piece of work */
+
+/* Name the coordinates where the queries of each head of keys are largest, in rising order. */
+static void name_coordinates(const Pass *p, const Choice *c, const float *query) {
+    const int64_t G = p->group, D = p->width;
+    for (int64_t head = 0; head < p->kv; head++, query += G * D) {
+        int32_t *which = (int32_t *)c->which + head * c->read;
+        float size[WIDEST];
+        for (int64_t d = 0; d < D; d++) {
+            size[d] = 0;
+            for (int64_t g = 0; g < G; g++) size[d] += fabsf(query[g * D + d]);
+        }
+        for (int64_t d = 0; d < D; d++) {
+            int64_t larger = 0;
+            for (int64_t i = 0; i < D; i++)
+                larger += size[i] > size[d] || (size[i] == size[d] && i < d);
+            if (larger < c->read) *which++ = (int32_t)d;
+        }
+    }
+}
 
 /* Rotate a query back, compare it with the one that chose last, and note whether to choose anew. */
 static void ask(const Pass *p, int64_t piece, int64_t layer) {
@@ -34,6 +57,7 @@ static void ask(const Pass *p, int64_t piece, int64_t layer) {
     *anew = alike < 1e-6f * (float)c->least;
     if (!*anew) return;
     memcpy(known, back, sizeof back);
+    if (c->read) name_coordinates(p, c, query);
     if (c->copied)
         memset((int32_t *)c->copied + layer * p->kv * c->lists, 0, 4 * p->kv * c->lists);
 }
@@ -54,20 +78,27 @@ static int64_t score_pieces(const Pass *p) {
 
 INLINE void score_span(const Pass *p, const Choice *c, int64_t head, int64_t from, int64_t to,
                        const int half, Row keys) {
-    const int64_t G = p->group, D = p->width, C = p->capacity, X = (G + 2) * p->kv;
+    const int64_t G = p->group, C = p->capacity, X = (G + 2) * p->kv;
+    const int64_t D = p->width, read = c->read ? c->read : D;
+    const int32_t *which = c->read ? (const int32_t *)c->which + head * read : NULL;
     const float *query = p->head + (c->row * X + head * G) * D;
     Row key = past(keys, c->slot * p->key_stride + head * D * C, half);
     float full_q[MOST * WIDEST], out[MOST * BLOCK] __attribute__((aligned(64)));
     bf16 half_q[MOST * WIDEST];
     Row q = half ? (Row)half_q : full_q;
-    for (int64_t i = 0; i < G * D; i++) {
-        if (half) half_q[i] = rounded(query[i] * p->scale);
-        else full_q[i] = query[i] * p->scale;
+    for (int64_t i = 0; i < G * read; i++) {
+        const float one = query[which ? i / read * D + which[i % read] : i] * p->scale;
+        if (half) half_q[i] = rounded(one);
+        else full_q[i] = one;
     }
     for (int64_t i = from / TILE * TILE; i < to; i += TILE) {
+        for (int64_t d = 0; which && d < read; d++)
+            for (int n = 0; n < (half ? 2 : 4) * TILE; n += 64)
+                __builtin_prefetch((const char *)past(key, which[d] * C + i + AHEAD, half) + n, 0, 2);
         for (int64_t m = 0; m < G; m += TALL) {
 #define PRODUCT(tall)                                                                             \
-    score(tall, half, past(q, m * D, half), D, past(key, i, half), C, out + m * BLOCK, NULL)
+    score(tall, half, past(q, m * read, half), read, past(key, i, half), C, which, out + m * BLOCK, \
+          NULL)
             BY_HEIGHT(G - m, PRODUCT)
 #undef PRODUCT
         }
@@ -88,13 +119,33 @@ static void score_piece(const Pass *p, int64_t piece, int64_t layer, Row keys) {
     else score_span(p, c, head, from, to, 0, keys);
 }
 
+/* How many scores of a head there are: VOTE leaves one of each run. */
+INLINE int64_t scored(const Choice *c) {
+    return (c->high - c->low) / (c->rule == VOTE ? c->run : 1);
+}
+
+/* Leave the largest of each run. */
+static void leave_peaks(float *own, int64_t runs, int64_t run) {
+    for (int64_t i = 0; i < runs; i++) {
+        const float *from = own + i * run;
+        float most = -INFINITY;
+        int64_t j = 0;
+        vec top = all(most);
+        for (; j + LANES <= run; j += LANES) top = larger(load(from + j), top);
+        for (int n = 0; j && n < LANES; n++) most = top[n] > most ? top[n] : most;
+        for (; j < run; j++) most = from[j] > most ? from[j] : most;
+        own[i] = most;
+    }
+}
+
 static void top_piece(const Pass *p, int64_t piece, int64_t layer) {
     const int64_t H = p->kv * p->group, head = piece % H;
     const Choice *c = p->choice + piece / H;
-    const float *own = scores_of(c, head);
-    const int64_t count = c->high - c->low;
+    float *own = scores_of(c, head);
+    const int64_t count = scored(c);
     float most = -INFINITY, total = 0, *tops = (float *)c->tops + 2 * head;
-    if (!wanted(c, layer) || c->rule != VOTE) return;
+    if (!wanted(c, layer) || c->rule == MEAN) return;
+    if (c->run > 1) leave_peaks(own, count, c->run);
     for (int64_t i = 0; i < count; i++) most = own[i] > most ? own[i] : most;
     int64_t i = 0;
     vec sum = {0};
@@ -134,12 +185,11 @@ static void name_best(const float *vote, int64_t votes, const Choice *c, int32_t
 static void choose_piece(const Pass *p, int64_t piece, int64_t layer) {
     const int64_t G = p->group, head = piece % p->kv;
     const Choice *c = p->choice + piece / p->kv;
-    const int64_t count = c->high - c->low, votes = count / c->run;
-    const int64_t first = c->rule == VOTE ? 0 : head * G, heads = c->rule == VOTE ? p->kv * G : G;
-    if (!wanted(c, layer) || (c->rule == VOTE && head > 0)) return;
+    const int64_t count = scored(c), votes = (c->high - c->low) / c->run;
+    if (!wanted(c, layer)) return;
     float *vote = scores_of(c, p->kv * G + head);
     memset(vote, 0, 4 * count);
-    for (int64_t h = first; h < first + heads; h++) {
+    for (int64_t h = head * G; h < (head + 1) * G; h++) {
         const float *own = scores_of(c, h), *tops = (const float *)c->tops + 2 * h;
         int64_t i = 0;
         if (c->rule == VOTE) {
@@ -150,7 +200,7 @@ static void choose_piece(const Pass *p, int64_t piece, int64_t layer) {
             for (; i < count; i++) vote[i] += own[i];
         }
     }
-    for (int64_t i = 0; c->run > 1 && i < votes; i++) {
+    for (int64_t i = 0; votes < count && i < votes; i++) {
         float sum = 0;
         for (int64_t j = 0; j < c->run; j++) sum += vote[i * c->run + j];
         vote[i] = sum;

@@ -1,13 +1,15 @@
 """The target guesses, seeing the tokens that its own heads vote for; nothing is trained.
 
-Per layer, all heads vote with the softmax of their scores over the text: so no head outvotes another
-because its scores are larger. The tokens with most votes are seen, with the first few and the last.
-A layer keeps its choice while the query points the same way.
+Per head of keys, its query heads vote with the softmax of their scores over the text: so none outvotes
+another because its scores are larger. A run of tokens has the votes of its best one; runs with most votes
+are seen, with the first few tokens and the last. Scores come of the few coordinates where queries are
+largest. A layer keeps its choice while the query points the same way.
 
 With ``lossy=true`` the target itself sees no more than that, in every pass behind the prompt: faster
 for long texts, and no longer the distribution of the model. It has to be allowed.
 
-Source: TokenSelect, arXiv:2411.02886, which selects for every query and is no drafter.
+Sources: TokenSelect, arXiv:2411.02886, which selects for every query and is no drafter; there one choice of
+tokens serves all heads of a layer. Few coordinates: SparQ, arXiv:2312.04985.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ class TokenSelectConfig:
     """First tokens of the text, always seen."""
     window: int = 112
     """Last tokens, always seen."""
-    run: int = 1
+    run: int = 32
     """Neighbouring tokens that are chosen together; 32 fill a cache line with keys in bfloat16."""
-    copies: bool = True
-    """Keep the keys and values chosen side by side: 23 kB per token of a model with 30 layers and 3 heads
-    of keys. Without it they are read where they lie."""
-    every: int = 8
-    """Drafts (``lossy``: tokens) from one choice to the next."""
+    read: int = 24
+    """Coordinates of a key that choosing reads: those where queries are largest; 0 for all."""
+    every: int | None = None
+    """Drafts (``lossy``: tokens) from one choice to the next; without it 8, and 1 if lossy. What is chosen
+    for several is kept side by side: 23 kB per token of a model with 30 layers and 3 heads of keys."""
     same: float = 0.9
     """Cosine of the queries from which on a layer keeps its choice."""
     fall: float = 0.5
@@ -45,11 +47,19 @@ class TokenSelectConfig:
     """The target sees no more either: changes the distribution of the output."""
 
     def __post_init__(self) -> None:
-        if min(self.run, self.every) < 1 or min(self.sinks, self.window - 1, self.count - 1) < 0:
+        if min(self.run, self.stride) < 1 or min(self.sinks, self.window - 1, self.count - 1) < 0:
             raise ValueError(
                 f"budget must be above sinks and window, run and every 1 or more, got budget={self.budget} "
-                f"sinks={self.sinks} window={self.window} run={self.run} every={self.every}"
+                f"sinks={self.sinks} window={self.window} run={self.run} every={self.stride}"
             )
+        if self.read < 0 or self.read % 2:
+            raise ValueError(f"read must be even, 0 or more, got {self.read}")
+
+    @property
+    def stride(self) -> int:
+        if self.every is not None:
+            return self.every
+        return 1 if self.lossy else 8
 
     @property
     def first(self) -> int:
@@ -67,8 +77,9 @@ class TokenSelectConfig:
             count=self.count,
             kind=VOTE,
             run=self.run,
+            read=self.read,
             least=self.same,
-            copies=self.copies,
+            copies=self.stride > 1,
         )
 
 
@@ -78,7 +89,7 @@ class TokenSelect(ViewDrafter):
     Config = TokenSelectConfig
 
     def __init__(self, config: TokenSelectConfig, target: Target) -> None:
-        super().__init__(target, config.rule, config.every, config.fall)
+        super().__init__(target, config.rule, config.stride, config.fall)
         if config.lossy:
             self.traits = replace(
                 self.traits, default_nodes=1, lossless=False, uses_target_cache=False, least_context=0

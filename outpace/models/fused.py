@@ -35,7 +35,7 @@ from outpace.models.views import Choice, KVView
 
 BLOCK = 128
 """Positions of a unit of work."""
-_CHUNK, _CHOICE, _LOOK = 14, 18, 16
+_CHUNK, _CHOICE, _LOOK = 14, 20, 16
 """Numbers of a ``Chunk`` and of a ``Choice`` of attend.h, and of a ``Look`` of see.h."""
 _NO_VIEW, _NO_TREE = (0,) * 7, (0,) * 2
 """Of those of a ``Look``."""
@@ -287,6 +287,9 @@ class View:
         turn = turn_PE.data_ptr() + position * turn_PE.stride(0) * turn_PE.element_size()
         self._choice.extend((choice.query_LX.data_ptr(), turn, choice.anew_L.data_ptr()))
         self._choice.extend((round(1e6 * rule.least), copied, -(-rule.listed // BLOCK)))
+        which = array("i", bytes(4 * shape.kv * rule.read))
+        self._held.append(which)
+        self._choice.extend((rule.read if rule.read < shape.width else 0, _address(which)))
 
 
 def tell(

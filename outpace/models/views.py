@@ -11,8 +11,8 @@ list stays. What is here in torch is its oracle. Layers with a sliding window se
 without a view.
 
 Rows may be chosen in the pass itself, by the queries of its first row: runs of neighbouring rows by
-their mean score (chunks of TriForce, arXiv:2404.11912), or tokens by a soft vote of the heads, kept
-while queries point the same way (TokenSelect, arXiv:2411.02886).
+their mean score (chunks of TriForce, arXiv:2404.11912), or by a soft vote of the query heads on their best
+rows, kept while queries point the same way (after TokenSelect, arXiv:2411.02886).
 
 Drafters may read keys and values too, layer by layer (`KeyValues`): a reader sees what is committed, and
 copies nothing.
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from outpace.models.attention import Attention, HeadShape, Span
 
 VOTE, MEAN = range(2)
-"""How rows are chosen, as in choose.h: one list for all heads by the sum of their softmaxes, or a list
-for each head of keys by the mean score."""
+"""How rows are chosen, as in choose.h, for each head of keys: by a softmax of each run's largest score, or by
+the mean score."""
 _ALWAYS = 2.0
 
 
@@ -56,6 +56,8 @@ class Rule:
     kind: int = VOTE
     run: int = 1
     """Neighbouring rows that are chosen together; divides ``sinks`` and ``count``."""
+    read: int = 0
+    """Coordinates of a key that choosing reads, those where queries are largest; even, 0 for all."""
     least: float = _ALWAYS
     """Cosine of the queries, from which on a layer keeps its choice; above 1 it never does."""
     copies: bool = False
@@ -63,6 +65,8 @@ class Rule:
     coordinate: a token that is read alone costs a cache line per coordinate."""
 
     def __post_init__(self) -> None:
+        if self.read % 2:
+            raise ValueError(f"read must be even, got {self.read}")
         if self.sinks % self.run or self.count % self.run:
             raise ValueError(f"sinks {self.sinks} and count {self.count} must be multiples of {self.run}")
 
@@ -151,7 +155,7 @@ class Choice:
 
     def __init__(self, rule: Rule, layers: int, shape: HeadShape, rotation: Rotation) -> None:
         self.rule, self.rotation = rule, rotation
-        size = (layers, shape.kv if rule.kind == MEAN else 1, rule.listed)
+        size = (layers, shape.kv, rule.listed)
         if rule.count == 0:
             size = (1, 1, rule.sinks)
         with torch.inference_mode(False):
@@ -269,11 +273,13 @@ def choose(
         return
     known_X.copy_(back_X)
     low, high = rule.sinks, rule.start(span.base)
+    if 0 < rule.read < shape.width:
+        size_KD = query_KGD.abs().sum(1)
+        query_KGD = query_KGD * (size_KD >= size_KD.topk(rule.read).values[:, -1:])[:, None]
     score_KGC = shape.scale * query_KGD @ keys_KDC[:, :, low:high]
-    vote_KC = score_KGC.sum(1)
-    if rule.kind == VOTE:
-        vote_KC = score_KGC.softmax(-1).sum((0, 1))[None]
-    vote_KC = vote_KC.view(len(vote_KC), -1, rule.run).sum(-1)
+    score_KGCR = score_KGC.view(*score_KGC.shape[:2], -1, rule.run)
+    peak_KGC = score_KGCR.amax(-1)
+    vote_KC = score_KGCR.sum((1, 3)) if rule.kind == MEAN else peak_KGC.softmax(-1).sum(1)
     best_KC = vote_KC.topk(rule.count // rule.run).indices.sort().values
     row_KN = low + (best_KC[..., None] * rule.run + torch.arange(rule.run, device=best_KC.device)).flatten(1)
     choice.row_LKN[layer, :, rule.sinks :] = row_KN.to("cpu", torch.int32)

@@ -313,3 +313,21 @@ def weighted(loss_J: Sequence[Tensor], weight_J: Sequence[float]) -> Tensor:
 def feature_loss(a_RH: Tensor, b_RH: Tensor) -> Tensor:
     """``smooth_l1`` by one kernel, forward and backward; [R]."""
     return F.smooth_l1_loss(a_RH, b_RH, reduction="none").mean(-1)
+
+
+def state_loss(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
+    """What shallow states lose against deep ones, which get no gradient: mean squared errors, averaged.
+
+    From the last deep layer to the first, each is learned by the closest shallow layer below the one
+    that was taken before; where none is left, by that one again (FREE, arXiv:2310.05424).
+
+    Args:
+        student: states after shallow layers, ascending, of one shape.
+        teacher: states after deep layers, ascending.
+    """
+    total, last = student[0].new_zeros(()), len(student)
+    for goal in reversed(teacher):
+        errors = [(one - goal.detach()).float().square().mean() for one in student[: max(1, last)]]
+        last = min(range(len(errors)), key=[float(one.detach()) for one in errors].__getitem__)
+        total = total + errors[last]
+    return total / len(teacher)

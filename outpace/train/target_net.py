@@ -6,7 +6,9 @@ Layers drop out, the deeper the more often; from nothing, also more often as tra
     loss = (CE(L) + s mean_e((1 - d) CE(e) + d KL(L | e))) / (1 + s)
 
 One step in ``whole`` is such a step. The others end at an exit, and cost what its layers cost: CE(e). With
-``distill`` (d) an exit learns the whole model's distribution besides the text.
+``distill`` (d) an exit learns the whole model's distribution besides the text. With ``states`` (a) the
+layers up to the last exit also learn from as many states of the whole model, evenly spread, in whole steps:
+a times `state_loss` of what the last norm makes of both is added.
 
 From nothing, there are no layers behind the last exit for the share ``grow`` of the training. They come in
 with zeros where they write, so the whole model begins as good as its exit.
@@ -41,7 +43,7 @@ from outpace.models.families import DecoderConfig
 from outpace.models.weights import EXITS
 from outpace.train.batches import Batch
 from outpace.train.llama import hf_config
-from outpace.train.losses import head_loss
+from outpace.train.losses import head_loss, state_loss
 from outpace.train.networks import Layer, Norm, Turn, Turns
 from outpace.train.objective import Objective, Step
 from outpace.train.target_start import END, Start
@@ -71,6 +73,8 @@ class Recipe:
     """s: weight of that loss."""
     distill: float = 0.5
     """d: share of an exit's loss that asks for the whole model's distribution."""
+    states: float = 0.0
+    """Weight of the distance of shallow states from deep ones (FREE has 0.5); 0 has no such loss."""
     grow: float = 0.75
     """Share of a training from nothing in which the layers behind the last exit are left out."""
     dropout: float = 0.1
@@ -90,6 +94,8 @@ class Recipe:
         for name in ("distill", "grow", "dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        if self.states < 0:
+            raise ValueError(f"states must be 0 or more, got {self.states}")
         if self.width < 64 or self.width % 64:
             raise ValueError(f"width must be a multiple of 64, got {self.width}")
 
@@ -237,21 +243,25 @@ class ExitModel(Objective):
         if not (deep or recipe.together):
             turn = number - number // recipe.whole if self.grown else number
             exits = (exits[turn % len(exits)],)
-        after = (*exits, self.shape.num_layers) if deep else exits
-        early = [
-            one.flatten(0, 1)
-            for one in self.module(token_BT[:, :-1], after, self._kept(number, len(token_BT)))
-        ]
+        last, alike = self.shape.num_layers, deep and recipe.states > 0
+        shallow = range(1, recipe.after[-1] + 1) if alike else ()
+        goals = [last * i // len(shallow) for i in shallow]
+        after = tuple(sorted({*exits, *([last] if deep else []), *shallow, *goals}))
+        found = self.module(token_BT[:, :-1], after, self._kept(number, len(token_BT)))
+        state = {layer: one.flatten(0, 1) for layer, one in zip(after, found, strict=True)}
         head_VH, label_R = self.module.embed_tokens.weight, token_BT[:, 1:].flatten()
         p_RV, share = None, recipe.distill if deep else 0.0
-        whole = early.pop() if deep else None
+        whole = state[last] if deep else None
         if whole is not None and share:
             with torch.no_grad():
                 p_RV = (whole @ head_VH.T).softmax(-1, dtype=torch.float32)
-        loss = torch.stack([self._exit_loss(one, label_R, p_RV, share) for one in early]).mean()
+        loss = torch.stack([self._exit_loss(state[one], label_R, p_RV, share) for one in exits]).mean()
         if whole is not None:
             loss = head_loss(whole, head_VH, "ce", label_R=label_R) + recipe.scale * loss
             loss = loss / (1 + recipe.scale)
+        if alike:
+            near = state_loss([state[one] for one in shallow], [state[one] for one in goals])
+            loss = loss + recipe.states * len(label_R) * near
         return Step(loss / len(label_R), len(label_R))
 
     def _exit_loss(self, hidden_RH: Tensor, label_R: Tensor, p_RV: Tensor | None, share: float) -> Tensor:

@@ -25,6 +25,10 @@ RULES = (
     Rule(sinks=32, window=1, count=64, run=32),
     Rule(sinks=1, window=130, count=7, kind=MEAN, copies=True),
     Rule(sinks=5, window=16, count=150, copies=True),
+    Rule(sinks=32, window=16, count=96, run=32, read=16),
+    Rule(sinks=3, window=16, count=60, run=3, read=6),
+    Rule(sinks=4, window=16, count=60, read=128),
+    Rule(sinks=4, window=16, count=60, read=8),
 )
 TREES = ([-1], [-1, 0, 1, 2, 3, 4], [-1, 0, 0, 1, 2, 2, 5])
 

@@ -165,3 +165,16 @@ def test_unknown_losses_are_named():
     assert losses.check("kl") == "kl"
     with pytest.raises(UnknownNameError, match="rkl"):
         losses.check("rkll")
+
+
+def test_deep_states_find_the_closest_shallow_ones_in_order():
+    """From the last one on; each layer below the one before it, or that again where none is left."""
+    shallow = [torch.full((2, 3), float(value), requires_grad=True) for value in (1, 5, 3, 9)]
+    deep = [torch.full((2, 3), float(value), requires_grad=True) for value in (4, 3)]
+    loss = losses.state_loss(shallow, deep)
+    assert loss.item() == (0.0 + 1.0) / 2, "3 finds the third, then 4 the second"
+    loss.backward()
+    grads = [None if one.grad is None else float(one.grad.sum()) for one in (*shallow, *deep)]
+    assert grads == [None, 1.0, 0.0, None, None, None]
+    again = losses.state_loss(shallow, [deep[1], deep[1], deep[1].new_full((2, 3), 1.0)])
+    assert again.item() == pytest.approx((0 + 4 + 4) / 3)

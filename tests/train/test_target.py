@@ -1,6 +1,7 @@
 """A model with trained exits, made from texts: its recipe, its files, its second start."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import tokenizers
@@ -199,11 +200,40 @@ def test_an_exit_learns_from_the_whole_model_and_not_the_other_way_round(made):
     assert not torch.allclose(grads[0.0][0], grads[0.5][0], atol=1e-6)
 
 
+def test_shallow_states_learn_from_deep_ones_and_not_the_other_way_round(made):
+    """With ``states`` layers up to the last exit get more gradient, those behind it get none of it."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
+    batch = Windows(torch.arange(400) % 300, Recipe(**SMALL)).batch(torch.tensor([0, 50]), 0)
+    grads, losses = [], []
+    for states in (0.0, 0.5):
+        model = ExitModel(Recipe(**SMALL, grow=0, dropout=0, states=states), tokenizer)
+        coins = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for one in model.module.parameters():
+                one.add_(0.1 * torch.randn(one.shape, generator=coins))
+        losses.append(model.loss(batch).loss)
+        losses[-1].backward()
+        grads.append([layer.mlp.down_proj.weight.grad for layer in model.module.layers])
+        assert model.loss(replace(batch, number=1)).tokens, "a step of an exit alone has no deep states"
+    with torch.no_grad():
+        one, two, three = model.module(batch.token_BT[:, :-1], (1, 2, 3), [torch.arange(2)] * 3)
+
+    def apart(a, b):
+        return (a - b).square().mean()
+
+    first, second = apart(one, one), min(apart(one, three), apart(two, three))
+    torch.testing.assert_close(losses[1] - losses[0], 0.5 * (first + second) / 2, atol=1e-5, rtol=1e-4)
+    assert torch.allclose(grads[0][2], grads[1][2], atol=1e-6), "what is learned from feels nothing"
+    assert not torch.allclose(grads[0][0], grads[1][0], atol=1e-6)
+
+
 def test_what_cannot_be_is_said(tmp_path):
     with pytest.raises(ValueError, match="exits must be numbers of layers, as in 3\\+6, got"):
         Recipe(**{**SMALL, "exits": "two"})
     with pytest.raises(ValueError, match="grow must be at least 0 and below 1, got 1"):
         Recipe(**SMALL, grow=1.0)
+    with pytest.raises(ValueError, match="states must be 0 or more, got -1"):
+        Recipe(**SMALL, states=-1)
     with pytest.raises(SpecError, match="layers is of a model from nothing"):
         read_settings(["layers=5"])
     recipe, loop = read_settings(["start=none", "layers=8", "loop.minutes=7"])
@@ -242,6 +272,34 @@ def test_training_goes_on_from_a_model(continued, made, texts):
     plain = engine.generate("Once Ann saw", drafter="none", **settings)
     fast = engine.generate("Once Ann saw", drafter="early_exit", **settings)
     assert fast.tokens == plain.tokens and fast.counters.drafted > 0
+
+
+@pytest.mark.parametrize("start", ["none", "a model"])
+def test_a_killed_training_goes_on_to_the_same_bits(made, texts, tmp_path, start):
+    """Killed between two checkpoints, in the middle of an epoch, with layers dropping out."""
+    given = (
+        SMALL
+        if start == "none"
+        else {"start": str(made), "vocab": 290, "exits": "1+2", "length": 32, "batch": 4}
+    )
+    recipe, loop = Recipe(**given, whole=2, dropout=0.5), LoopConfig(steps=11, **LOOP)
+
+    def kill(text):
+        if text.startswith("step 6"):
+            raise KeyboardInterrupt
+
+    make(tmp_path / "whole", recipe, [texts], loop, resume=False, say=str)
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "killed", recipe, [texts], loop, resume=False, say=kill)
+    lines = []
+    make(tmp_path / "killed", recipe, [texts], loop, resume=True, say=lines.append)
+    assert [line.split()[1] for line in lines if line.startswith("step")] == ["6", "8", "10", "11"]
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "prompts.jsonl"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    if start != "none":
+        assert (tmp_path / "whole" / "model.safetensors").read_bytes() != (
+            made / "model.safetensors"
+        ).read_bytes()
 
 
 def test_a_tokenizer_is_cut_to_the_texts(made, texts):

@@ -90,3 +90,30 @@ def test_every_weight_learns_and_is_saved_by_its_name(target, batch, tmp_path):
     assert len(objective.named()) == len(tensors) - 2
     for name, tensor in objective.named().items():
         assert torch.equal(tensor, tensors[name].float()), "a training goes on from what is saved"
+
+
+def test_the_layer_learns_from_the_last_states_too_if_asked(target, batch):
+    """The distance is what is said, over the rows that count, and its gradient ends in the layer."""
+    plain, asked = built(target), built(target, states=0.5)
+    aligned = Aligned(batch, DRAFT_MODEL)
+    with torch.no_grad():
+        y_BAH = asked.outputs(batch, aligned)
+    last_BAH, teaches_BA = aligned.rows(batch.feature["hidden.-1"].float()), aligned.teaches(DRAFT_MODEL)
+    apart = (y_BAH - last_BAH)[teaches_BA].square().mean()
+    before, after = plain.loss(batch), asked.loss(batch)
+    assert apart > 0 and before.tokens == after.tokens
+    torch.testing.assert_close(after.loss - before.loss, 0.5 * apart)
+    (after.loss - before.loss.detach()).backward()
+    before.loss.backward()
+    more = [
+        a.grad - b.grad for a, b in zip(asked.module.parameters(), plain.module.parameters(), strict=True)
+    ]
+    assert all(bool(one.any()) for one in more), "every weight of the layer feels it"
+    wanted = torch.autograd.grad(
+        0.5 * (asked.outputs(batch, aligned) - last_BAH)[teaches_BA].square().mean(),
+        list(asked.module.parameters()),
+    )
+    for one, other in zip(more, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-3)
+    with pytest.raises(ValueError, match="states must be 0 or more, got -1"):
+        EarlyExitTraining(states=-1.0)

@@ -112,7 +112,7 @@ def test_drawing_anew_after_a_refusal_is_caught():
 
 SPECS = (
     "window_self[sinks=2 window=20]",
-    "token_select[budget=24 sinks=2 window=8 every=2]",
+    "token_select[budget=24 sinks=2 window=8 run=2 read=4 every=2]",
     "triforce[budget=48 chunk=4 window=16 every=2]",
     "triforce[budget=48 chunk=4 window=16 draft=recycling]",
 )
@@ -171,7 +171,7 @@ def test_a_view_that_leaks_into_the_full_pass_is_caught(spec, monkeypatch):
 
 
 def test_what_changes_the_text_has_to_be_allowed(engine):
-    spec = "token_select[budget=40 sinks=2 window=16 lossy=true]"
+    spec = "token_select[budget=40 sinks=2 window=16 run=2 lossy=true]"
     with pytest.raises(SpecError, match="say --allow-lossy"):
         engine.method(spec)
     with pytest.raises(SpecError, match="say --allow-lossy"):
@@ -214,6 +214,7 @@ def test_a_choice_is_made_anew_by_stride_and_when_acceptance_falls():
         ("triforce[budget=64 window=64]", "room for two chunks"),
         ("token_select[budget=100]", "budget must be above"),
         ("token_select[run=0]", "run and every 1 or more"),
+        ("token_select[read=3]", "read must be even"),
         ("window_self[window=0]", "window 1 or more"),
     ],
 )
