@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -144,6 +144,8 @@ class Draft(Rooted):
     def __post_init__(self) -> None:
         if len(self.token_N) != len(self.parent_N):
             raise ValueError(f"{len(self.token_N)} tokens but {len(self.parent_N)} parents")
+        if (self.parent_N, self.groups) == _chain(len(self.token_N)):
+            return
         for node, parent in enumerate(self.parent_N):
             if not ROOT <= parent < node:
                 raise ValueError(f"parents must come before children, got {self.parent_N}")
@@ -170,12 +172,13 @@ class Draft(Rooted):
         Args:
             parents: ROOT or an earlier node each; None makes a chain.
         """
-        up = range(-1, len(tokens) - 1) if parents is None else parents
-        children: dict[int, list[int]] = {}
-        for node, parent in enumerate(up):
-            children.setdefault(parent, []).append(node)
-        groups = tuple(Group(p, Drawn.CHOSEN, tuple(c)) for p, c in children.items())
-        return cls(tuple(tokens), tuple(up), groups, memo=memo)
+        parent_N, groups = _chain(len(tokens))
+        if parents is not None and tuple(parents) != parent_N:
+            parent_N, children = tuple(parents), dict[int, list[int]]()
+            for node, parent in enumerate(parents):
+                children.setdefault(parent, []).append(node)
+            groups = tuple(Group(p, Drawn.CHOSEN, tuple(c)) for p, c in children.items())
+        return cls(tuple(tokens), parent_N, groups, memo=memo)
 
     @property
     def num_rows(self) -> int:
@@ -208,6 +211,12 @@ class Draft(Rooted):
         for group in self.groups:
             table.setdefault(group.parent, []).append(group)
         return {parent: tuple(groups) for parent, groups in table.items()}
+
+
+@lru_cache(256)
+def _chain(count: int) -> tuple[tuple[int, ...], tuple[Group, ...]]:
+    """Parents and groups of a chain of so many chosen guesses: the same objects every time."""
+    return tuple(range(-1, count - 1)), tuple(Group(i - 1, Drawn.CHOSEN, (i,)) for i in range(count))
 
 
 @dataclass(frozen=True, slots=True)
