@@ -17,7 +17,7 @@
 #include "attend.h"
 
 enum { VOTE, MEAN };
-enum { AHEAD = 192, REACH = 2048 }; /* positions of a piece of work */
+enum { EARLY = 192, REACH = 2048 }; /* positions of a piece of work */
 
 /* Name the coordinates where the queries of each head of keys are largest, in rising order. */
 static void name_coordinates(const Pass *p, const Choice *c, const float *query) {
@@ -94,7 +94,7 @@ INLINE void score_span(const Pass *p, const Choice *c, int64_t head, int64_t fro
     for (int64_t i = from / TILE * TILE; i < to; i += TILE) {
         for (int64_t d = 0; which && d < read; d++)
             for (int n = 0; n < (half ? 2 : 4) * TILE; n += 64)
-                __builtin_prefetch((const char *)past(key, which[d] * C + i + AHEAD, half) + n, 0, 2);
+                __builtin_prefetch((const char *)past(key, which[d] * C + i + EARLY, half) + n, 0, 2);
         for (int64_t m = 0; m < G; m += TALL) {
 #define PRODUCT(tall)                                                                             \
     score(tall, half, past(q, m * read, half), read, past(key, i, half), C, which, out + m * BLOCK, \

@@ -17,6 +17,17 @@ ROOT = Path(__file__).parents[2]
 needs_code = pytest.mark.skipif(library() is None, reason="C cannot be compiled for this machine")
 
 
+def test_code_is_there_where_it_can_be_compiled():
+    """Else the tests that need it would all be left out, in silence."""
+    if not compiled.may_compile() or not {"avx2", "fma", "f16c"} <= build.features():
+        pytest.skip("other machines may have no code")
+    try:
+        build.compiler()
+    except OSError:
+        pytest.skip("there is no C compiler")
+    assert library() is not None
+
+
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
     """Commands of a compiler that writes nonsense; sources and the cache are in ``tmp_path``."""
