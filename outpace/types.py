@@ -144,7 +144,8 @@ class Draft(Rooted):
     def __post_init__(self) -> None:
         if len(self.token_N) != len(self.parent_N):
             raise ValueError(f"{len(self.token_N)} tokens but {len(self.parent_N)} parents")
-        if (self.parent_N, self.groups) == _chain(len(self.token_N)):
+        drawn = self.groups[0].drawn if self.groups else Drawn.CHOSEN
+        if (self.parent_N, self.groups) == chain(len(self.token_N), drawn):
             return
         for node, parent in enumerate(self.parent_N):
             if not ROOT <= parent < node:
@@ -172,7 +173,7 @@ class Draft(Rooted):
         Args:
             parents: ROOT or an earlier node each; None makes a chain.
         """
-        parent_N, groups = _chain(len(tokens))
+        parent_N, groups = chain(len(tokens), Drawn.CHOSEN)
         if parents is not None and tuple(parents) != parent_N:
             parent_N, children = tuple(parents), dict[int, list[int]]()
             for node, parent in enumerate(parents):
@@ -214,9 +215,11 @@ class Draft(Rooted):
 
 
 @lru_cache(256)
-def _chain(count: int) -> tuple[tuple[int, ...], tuple[Group, ...]]:
-    """Parents and groups of a chain of so many chosen guesses: the same objects every time."""
-    return tuple(range(-1, count - 1)), tuple(Group(i - 1, Drawn.CHOSEN, (i,)) for i in range(count))
+def chain(count: int, drawn: Drawn) -> tuple[tuple[int, ...], tuple[Group, ...]]:
+    """Parents and groups of a chain of so many guesses: the same objects every time."""
+    chosen = drawn is Drawn.CHOSEN
+    groups = [Group(i - 1, drawn, (i,), None if chosen else i) for i in range(count)]
+    return tuple(range(-1, count - 1)), tuple(groups)
 
 
 @dataclass(frozen=True, slots=True)

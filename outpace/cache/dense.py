@@ -61,7 +61,7 @@ class DenseCache(KVCache):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self._capacity = capacity
+        self._capacity, self.layers, self._had = capacity, layers, (0, 0)
         self.key_store = torch.zeros(layers, 0, heads, width, 0, device=device, dtype=dtype)
         """[L, S, K, D, C]. Rows never written are zero, hence finite."""
         self.value_store = torch.zeros(layers, 0, heads, 0, width, device=device, dtype=dtype)
@@ -73,10 +73,6 @@ class DenseCache(KVCache):
     def nbytes(self) -> int:
         """Bytes of keys and values that are allocated."""
         return self.key_store.nbytes + self.value_store.nbytes
-
-    @property
-    def layers(self) -> int:
-        return len(self.key_store)
 
     @property
     def rows(self) -> int:
@@ -133,7 +129,7 @@ class DenseCache(KVCache):
 
     def _reserve(self, slots: int, rows: int) -> None:
         # An empty slot needs no memory: a batch is opened slot by slot, and allocated once.
-        _, had_slots, _, had_rows, _ = self.value_store.shape
+        had_slots, had_rows = self._had
         if rows == 0 or (slots <= had_slots and rows <= had_rows):
             return
         longer, more = max(rows, self._capacity, had_rows * 3 // 2), max(slots, had_slots * 3 // 2)
@@ -142,7 +138,7 @@ class DenseCache(KVCache):
 
     @property
     def room(self) -> tuple[int, int]:
-        return self.value_store.shape[1], self.value_store.shape[3]
+        return self._had
 
     def resize(self, slots: int, rows: int) -> None:
         """Allocate anew and copy what is in use. Rows are rounded up to whole pages, so that
@@ -160,6 +156,7 @@ class DenseCache(KVCache):
         with torch.inference_mode(False):
             self.key_store = _resized(self.key_store, slots, rows, used, 4)
             self.value_store = _resized(self.value_store, slots, rows, used, 3)
+        self._had = slots, rows
 
     @property
     def page_bytes(self) -> int:

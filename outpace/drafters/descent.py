@@ -13,8 +13,8 @@ from torch import Tensor
 from outpace.cache.dense import DenseCache
 from outpace.coins import KeyedCoins
 from outpace.models.levels import Found, Picks, Start
-from outpace.tree.growth import Branch, DraftRow, Level
-from outpace.types import ROOT, Drawn, Law
+from outpace.tree.growth import Branch, DraftRow, Fixed, Growing, Level
+from outpace.types import ROOT, Draft, Drawn, Law, chain
 
 
 def picked(rows: Sequence[DraftRow[Any]], branches: Sequence[Branch[Any]], levels: int) -> Picks | None:
@@ -43,6 +43,26 @@ def picked(rows: Sequence[DraftRow[Any]], branches: Sequence[Branch[Any]], level
         return Picks(levels=levels, temperature_B=temperature_B, key_LB=keys)
     coin_LB = [0.0 if coins is None else coins.uniform(node, 0) for coins, node in nodes_LB] if races else ()
     return Picks(levels=levels, temperature_B=temperature_B, coin_LB=coin_LB)
+
+
+def chained(trees: Sequence[Growing], branches: Sequence[Branch[Any]]) -> Picks | None:
+    """Say how chains are drawn whole; None where some tree is none, or longer than another."""
+    chains = [tree for tree in trees if isinstance(tree, Fixed)]
+    lengths = {tree.straight(0) for tree in chains}
+    if len(chains) < len(trees) or len(lengths) > 1 or not (levels := lengths.pop()):
+        return None
+    return picked([tree.row for tree in chains], branches, levels)
+
+
+def chains_of(found: Found, trees: Sequence[Growing], id_D: Tensor | None) -> list[Draft]:
+    """The drafts that were found, where all levels were run."""
+    count, drafts = len(trees), []
+    drawn = [] if found.law_LBD is None else found.law_LBD.flatten(0, 1).unbind()
+    for i, tree in enumerate(trees):
+        how = tree.row.drawn
+        laws = () if how is Drawn.CHOSEN else tuple([Law(law, id_D) for law in drawn[i::count]])
+        drafts.append(Draft(tuple(found.token_LB[i::count]), *chain(found.levels, how), laws))
+    return drafts
 
 
 def start_of(

@@ -28,11 +28,13 @@ from torch import Tensor
 from outpace.cache.dense import DenseCache
 from outpace.drafters.base import Traits
 from outpace.drafters.branching import drafts_of, ruled
-from outpace.drafters.descent import levels_of, note, picked, start_of
+from outpace.drafters.descent import chained, chains_of, levels_of, note, picked, start_of
 from outpace.drafters.features import FeatureDrafter, Followed
 from outpace.models.base import HEAD, TAPS
 from outpace.models.levels import Answer, Asked, Start
 from outpace.models.passes import PassRows
+from outpace.models.room import Strip
+from outpace.models.taps import side_by_side
 from outpace.tree.growth import Branch, DraftRow, Growing, Level
 from outpace.types import ROOT, Draft, Feed
 
@@ -89,10 +91,10 @@ class FeatureNet(Protocol):
         self,
         start: Start,
         asked: Asked[Answer],
-        given_TF: Tensor,
+        given_TF: Tensor | Strip,
         id_D: Tensor | None,
         first: PassRows | None,
-    ) -> tuple[Answer, Tensor]:
+    ) -> tuple[Answer, Strip]:
         """Several passes, whose rows are made from what those of the one before gave.
 
         Args:
@@ -101,7 +103,8 @@ class FeatureNet(Protocol):
             first: rows of a pass that is the first level; one of them is wanted per sequence.
 
         Returns:
-            What was found, and the outputs of the rows of all levels [., H]; there may be room for more.
+            What was found, and the outputs of the rows of all levels; there may be room for more, and they
+            are valid until the next call.
         """
         ...
 
@@ -171,30 +174,45 @@ class RowDrafter(FeatureDrafter[RowState]):
             self._outs, self._ends = [], [0]
         start = start_of(self.cache, branches, levels, _starts(branches))
         with self.clock:
-            found, out_TH = self.net.descend(start, picks, self._before(branches), self._id_D, fed)
+            found, out = self.net.descend(start, picks, self._before(branches), self._id_D, fed)
         self.clock.count += found.levels - 1
         note(self.cache, branches, found)
         seen, count = self._ends[-1], len(branches)
         for i, branch in enumerate(branches):
             node = branch.nodes[0]
             branch.state.out |= {node + level: seen + level * count + i for level in range(found.levels)}
-        self._took(out_TH[: found.levels * count], found.levels * count)
+        self._took(out.head(found.levels * count).tensor.clone(), found.levels * count)
         return levels_of(found, len(rows), self._id_D)
 
     def spread(
         self, trees: Sequence[Growing], branches: Sequence[Branch[RowState]]
     ) -> Sequence[Draft] | None:
         """All passes of the head in one call, where the rule of the trees is compiled too."""
-        asked = ruled(trees) if self.net.descends else None
-        if asked is None:
+        if not self.net.descends:
             return None
+        picks = chained(trees, branches)
+        rules = ruled(trees) if picks is None else None
+        if picks is not None:
+            chains = self._all_levels(branches, picks)
+            if chains.levels == picks.levels:
+                return chains_of(chains, trees, self._id_D)
+            for branch in branches:
+                self.cache.drop(branch.state.slot)
+        return None if rules is None else drafts_of(self._all_levels(branches, rules))
+
+    def _all_levels(self, branches: Sequence[Branch[RowState]], asked: Asked[Answer]) -> Answer:
+        """Passes from the first one on, in one call."""
         fed = PassRows([self._feed_waiting(b) for b in branches], self.cache, 1)
         self._outs, self._ends = [], [0]
         start = start_of(self.cache, branches, asked.seats, _starts(branches))
+        state, given = branches[0].state, None
+        if len(branches) == 1 and not state.waiting and len(state.shown) == 1:
+            given = side_by_side(*state.shown[0], self.net.taps)
         with self.clock:
-            found, _ = self.net.descend(start, asked, self._before(branches), self._id_D, fed)
+            lent = self._before(branches) if given is None else given
+            found, _ = self.net.descend(start, asked, lent, self._id_D, fed)
         self.clock.count += found.levels - 1
-        return drafts_of(found)
+        return found
 
     def outputs(self, branches: Sequence[Branch[RowState]]) -> Tensor:
         """What the passes of this draft gave of the nodes [F, H]."""
@@ -203,6 +221,8 @@ class RowDrafter(FeatureDrafter[RowState]):
     def _before(self, branches: Sequence[Branch[RowState]]) -> Tensor:
         """What the rows of these nodes are made from: features that wait, or outputs of their parents."""
         if branches[0].nodes == (ROOT,):
+            for branch in branches:
+                self.settle(branch.state)
             parts = [part for b in branches for part in b.state.waiting]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._given([b.state.out[b.parent_N[node]] for b in branches for node in b.nodes])
@@ -225,7 +245,6 @@ class RowDrafter(FeatureDrafter[RowState]):
     def _feed_waiting(self, branch: Branch[RowState]) -> Feed:
         """What the target computed since the last draft, the row of the pending token last."""
         state = branch.state
-        self.settle(state)
         state.lead = len(state.ids)
         state.row = {ROOT: state.lead - 1}
         tokens = (*state.ids[1:], branch.tokens[-1])

@@ -126,7 +126,7 @@ class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
     def keep(self, state: S) -> None:
         """Make rows of true features part of the slot; nothing of them waits any more."""
         self.cache.keep(state.slot, range(state.lead))
-        state.waiting, state.ids = [], []
+        state.waiting, state.shown, state.ids = [], [], []
 
     def settle(self, state: S) -> None:
         """Take the features of what was committed from those of whole passes."""

@@ -68,8 +68,8 @@ class Span:
     """What its rows see of the committed text; None: all of it."""
 
     @property
-    def positions(self) -> list[int]:
-        return [self.base + self.depths[row - self.base] for row in self.stored]
+    def positions(self) -> Sequence[int]:
+        return self.stored if self.chain else [self.base + self.depths[row - self.base] for row in self.stored]
 
     def pieces(self) -> list[Span]:
         """The same rows in spans of at most ``_ROWS``."""

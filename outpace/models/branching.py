@@ -134,8 +134,8 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
     head, out = level.address[level.head] or 0, level.address[level.out] or 0
     for view in level.views:
         view.look(cache, spans, head, out, levels=asked.levels)
-    told, position = [view.told for view in level.views], array("q", bytes(8 * asked.rows))
-    held = tell(call, level.heads, cache, told, level.turns, position, last)
+    position = array("q", bytes(8 * asked.rows))
+    tell(call, level.heads, cache, level.views, level.turns, position, last)
     memory = [_memory(rule) for rule in rules]
     trees = (_Tree * len(rules))(*map(_tree, rules, lead_B, start.offset_B, memory))
     ids, window = array("q", position), array("q", [one or 0 for one in level.windows])
@@ -144,7 +144,7 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
     whole = _Trees(
         program=ctypes.addressof(call),
         first=ctypes.addressof(level.first),
-        passes=len(told),
+        passes=len(level.views),
         trees=len(rules),
         lent=level.lent,
         given=level.given,
@@ -162,7 +162,6 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
         tree=ctypes.addressof(trees),
     )
     levels = code.outpace_trees(ctypes.byref(whole))
-    del held
     found = [
         (numbers[: one.count], numbers[rule.most : rule.most + one.count])
         for one, rule, (numbers, _) in zip(trees, rules, memory, strict=True)

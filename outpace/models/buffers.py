@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -12,12 +13,14 @@ from outpace.kernels.compiled import library
 from outpace.models.attention import HeadShape
 from outpace.models.families import DecoderConfig
 from outpace.models.fused import View
+from outpace.models.operations import Call, Op
 from outpace.models.packed import Linear
 from outpace.models.room import Lasting
 
 STREAM, NORMED, HEADS, ATTENDED, ADDED, WIDE, GATED, PICKED, LAST, LOGITS, OPERANDS, FOUND = range(12)
 TAP = 12
 """Buffers; the first feature wanted has this number."""
+_CALLS = 256
 
 
 class Buffers:
@@ -41,6 +44,8 @@ class Buffers:
         self.most = 0
         """Rows that there is room for."""
         self.lent: dict[int, Tensor] = {}
+        self._found = array("d")
+        self._calls: dict[tuple[int, tuple[int, ...]], tuple[Call, object]] = {}
         self.address = (ctypes.c_void_p * (TAP + 3 * config.num_layers + 2))()
 
     def fit(self, rows: int, linears: Sequence[Linear]) -> None:
@@ -55,6 +60,24 @@ class Buffers:
         products = [one.product.matrices for one in linears if one.product is not None]
         most = max(code.outpace_room(parts, len(parts), self.most) for parts in products)
         self.lend(OPERANDS, torch.zeros(most, dtype=torch.uint8))
+
+    def found(self, rows: int) -> array[float]:
+        """Memory for the best of so many rows of logits: index and value of each."""
+        if len(self._found) < 2 * rows:
+            self._found = array("d", bytes(16 * rows))
+            self.address[FOUND] = self._found.buffer_info()[0]
+        return self._found
+
+    def call(self, ops: ctypes.Array[Op], counts: tuple[int, ...]) -> Call:
+        """A call of operations, which stay, over so many rows: the same every time."""
+        known = self._calls.get((id(ops), counts))
+        if known is None:
+            if len(self._calls) >= _CALLS:
+                self._calls.clear()
+            rows_C, at, size = array("q", counts), ctypes.addressof(ops), len(ops)
+            call = Call(op=at, ops=size, buffer=ctypes.addressof(self.address), rows=rows_C.buffer_info()[0])
+            known = self._calls[id(ops), counts] = call, (ops, rows_C)
+        return known[0]
 
     def lend(self, buffer: int, memory: Tensor) -> None:
         """Use this as a buffer, from now on."""

@@ -21,11 +21,12 @@ import ctypes
 import math
 from array import array
 from collections.abc import Sequence
+from operator import lt
 
 import torch
 from torch import Tensor
 
-from outpace.cache.dense import DenseCache
+from outpace.cache.dense import DenseCache, Layout
 from outpace.kernels.compiled import DTYPES, LANES, library
 from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.operations import Call
@@ -40,8 +41,10 @@ _CHUNK, _CHOICE, _LOOK = 14, 20, 16
 _NO_VIEW, _NO_TREE = (0,) * 7, (0,) * 2
 """Of those of a ``Look``."""
 _MOST, _WIDEST = 32, 256
-_KEPT = 1 << 20
-"""Numbers of memory more than a pass needs, with which it is kept."""
+_KEPT, _SLACK = 1 << 20, 1 << 14
+"""Numbers of memory more than a pass needs, with which it is kept, and with which it is made."""
+_AHEAD = 64
+"""Rows by which texts grow before levels are looked at anew."""
 _ROWS = 24
 """Query rows of a unit that are aimed at: a key that was read serves them all."""
 
@@ -168,6 +171,14 @@ class View:
         )
         self.looks = array("q")
         self._noted, self._choice, self._part = array("q"), array("q"), Piece(0)
+        self._room = 0, 0, 0, 0
+        """Rows, chunks, units and numbers of paths that are noted at most."""
+        self._parts = 0
+        self._layout: Layout | None = None
+        self._levels: tuple[object, ...] = ()
+        """What was looked at for levels."""
+        self._reach: list[int] = []
+        """How far each of their rows may go before that is done again."""
         self._held: list[object] = []
 
     def look(
@@ -191,8 +202,8 @@ class View:
             levels: that the rows, one per span, go down: there is room for all of them, and whoever runs
                 them looks.
         """
-        shape, told = self._shape, self.told
-        self._held, layout = [], cache.layout
+        shape, told, layout = self._shape, self.told, cache.layout
+        self._held, self._levels = [], ()
         tall = 1 if levels else max(1, _ROWS // shape.group)
         attending = spans if attending is None else attending
         self.looks = attends = self._looks(spans, cache)
@@ -210,23 +221,11 @@ class View:
             listed = 0 if span.view is None else span.view.row_LKN.shape[2]
             chunks += cut
             units += cut * (stop // BLOCK + listed // BLOCK + 2)
-        room = 6 * rows + _CHUNK * chunks + 2 * units + paths
-        if not room <= len(self._noted) <= room + _KEPT:
-            self._noted = array("q", bytes(8 * room))
-        told.capacity, told.half = layout.capacity, layout.half
-        told.key_stride, told.value_stride = layout.key_stride, layout.value_stride
+        self._fit(rows, chunks, units, paths)
+        if layout is not self._layout:
+            told.capacity, told.half, self._layout = layout.capacity, layout.half, layout
+            told.key_stride, told.value_stride = layout.key_stride, layout.value_stride
         told.head, told.out = head, out
-        place = _address(self._noted)
-        sight = place + 16 * rows
-        chunk = sight + 32 * rows
-        unit = chunk + 8 * _CHUNK * chunks
-        told.place, told.sight, told.chunk, told.unit, told.path = (
-            place,
-            sight,
-            chunk,
-            unit,
-            unit + 16 * units,
-        )
         self._choices(cache, attending)
         parts = units * shape.queries
         if not levels:
@@ -236,40 +235,67 @@ class View:
             some_rows = _address(attends), len(attends) // _LOOK
             code.outpace_see(ctypes.addressof(told), *all_rows, *some_rows, self._window or 0, tall)
             parts = told.parts
-        room = parts * (shape.width + 2)  # and the largest and the sum of each
-        if not room <= self._part.size <= room + _KEPT:
-            self._part = Piece(room)
-        part = self._part.address
-        told.part, told.tops = part, part + 4 * parts * shape.width
+        if not parts <= self._parts <= parts + _KEPT // shape.width:
+            self._parts = parts + parts // 4
+            self._part = Piece(self._parts * (shape.width + 2))  # and the largest and the sum of each
+            told.part = self._part.address
+            told.tops = self._part.address + 4 * self._parts * shape.width
+
+    def follow(
+        self, cache: DenseCache, slot_B: Sequence[int], row_B: Sequence[int], head: int, out: int, levels: int
+    ) -> None:
+        """Look at rows of chains, one per slot, that go down levels; nearly nothing while texts grow."""
+        known = cache.layout, head, out, len(slot_B)
+        if self._levels != known or any(map(lt, self._reach, [row + levels for row in row_B])):
+            at = zip(slot_B, row_B, strict=True)
+            spans = [Span(slot, i, range(row, row + 1), 0, (), (), True) for i, (slot, row) in enumerate(at)]
+            self.look(cache, spans, head, out, levels=levels + _AHEAD)
+            self._levels, self._reach = known, [row + levels + _AHEAD for row in row_B]
+        for i, slot in enumerate(slot_B):
+            self.looks[_LOOK * i], self.looks[_LOOK * i + 3] = slot, row_B[i]
+            self.looks[_LOOK * i + 12], self.looks[_LOOK * i + 13] = cache.twin(slot)
+
+    def _fit(self, *need: int) -> None:
+        """Have room for so many rows, chunks, units and numbers of paths, and not for far more."""
+        rows, chunks, units, paths = need
+        size = 6 * rows + _CHUNK * chunks + 2 * units + paths
+        if not any(map(lt, self._room, need)) and len(self._noted) <= size + _KEPT:
+            return
+        self._room = rows, chunks, units, paths = tuple(n + min(n // 4, _SLACK) for n in need)  # type: ignore[assignment]
+        self._noted = array("q", bytes(8 * (6 * rows + _CHUNK * chunks + 2 * units + paths)))
+        told, place = self.told, _address(self._noted)
+        sight = place + 16 * rows
+        chunk = sight + 32 * rows
+        unit = chunk + 8 * _CHUNK * chunks
+        told.place, told.sight, told.chunk, told.unit = place, sight, chunk, unit
+        told.path = unit + 16 * units
 
     def _choices(self, cache: DenseCache, attending: Sequence[Span]) -> None:
         """Have spans choose which rows they see, where a view asks for that."""
-        self._choice = array("q")
+        chosen = array("q") if self._choice else self._choice
+        self._choice = chosen
         for span in attending if self._window is None else ():
             if span.view is not None and span.view.choice is not None:
                 self._choose(span, span.view.choice, _copies(span.view, cache)[1])
-        self.told.choices = len(self._choice) // _CHOICE
-        self.told.choice = _address(self._choice)
+        self.told.choices = len(chosen) // _CHOICE
+        self.told.choice = _address(chosen)
 
     def _looks(self, spans: Sequence[Span], cache: DenseCache) -> array[int]:
         """``Look`` of see.h for every span."""
         looks = array("q")
         for span in spans:
             stored, view = span.stored, span.view if self._window is None else None
-            looks.extend((span.slot, span.start, len(stored), stored.start, span.base))
-            if view is None:
-                looks.extend(_NO_VIEW)
-            else:
+            seen, tree = _NO_VIEW, _NO_TREE
+            if view is not None:
                 self._held.append(view)
-                looks.extend((view.rule.start(span.base), view.row_LKN.shape[2]))
-                looks.extend((*_list(view.row_LKN), *_copies(view, cache)))
-            looks.extend(cache.twin(span.slot))
-            if span.chain:
-                looks.extend(_NO_TREE)
-            else:
-                tree = array("q", span.parents), array("q", span.depths)
-                looks.extend((_address(tree[0]) if span.parents else 0, _address(tree[1])))
-                self._held.append(tree)
+                first = view.rule.start(span.base), view.row_LKN.shape[2]
+                seen = (*first, *_list(view.row_LKN), *_copies(view, cache))
+            if not span.chain:
+                held = array("q", span.parents), array("q", span.depths)
+                tree = _address(held[0]) if span.parents else 0, _address(held[1])
+                self._held.append(held)
+            at = span.slot, span.start, len(stored), stored.start, span.base
+            looks.extend((*at, *seen, *cache.twin(span.slot), *tree))
         return looks
 
     def _choose(self, span: Span, choice: Choice, copied: int) -> None:
@@ -296,32 +322,31 @@ def tell(
     call: Call,
     shape: HeadShape,
     cache: DenseCache,
-    seen: Sequence[Told],
+    views: Sequence[View],
     turns: Sequence[Rotation],
     positions: array[int],
     last: int,
-) -> object:
+) -> None:
     """Tell a call what its rows see, and where they stand.
 
     Args:
-        seen: per window, as its operations number them.
+        views: per window, as its operations number them.
         turns: rotary tables, likewise.
-        positions: of all rows.
+        positions: of all rows; keep them until the call has ended.
         last: the highest of them.
-
-    Returns:
-        Memory that the call reads; keep it, and views, until the call has ended.
     """
-    tables = [rotation.table(last + 1) for rotation in turns]
-    told = (ctypes.c_void_p * len(seen))(*map(ctypes.addressof, seen))
-    turn = (ctypes.c_void_p * len(tables))(*(table.data_ptr() for table in tables))
-    call.positions = positions.buffer_info()[0]
-    call.pass_, call.turn = ctypes.addressof(told), ctypes.addressof(turn)
-    layout = cache.layout
+    tables, layout = [rotation.lying(last + 1) for rotation in turns], cache.layout
+    call.positions = _address(positions)
+    known = layout, *views, *[at for _, at in tables]
+    if known == call.known:
+        return
+    told = array("q", [ctypes.addressof(view.told) for view in views])
+    turn = array("q", [at for _, at in tables])
+    call.pass_, call.turn = _address(told), _address(turn)
     call.keys, call.values = layout.keys, layout.values
     call.key_layer, call.value_layer = layout.key_layer, layout.value_layer
     call.heads, call.turned = shape.queries + 2 * shape.kv, shape.queries + shape.kv
-    return seen, tables, told, turn, positions
+    call.known, call.held = known, (tables, told, turn)
 
 
 def _copies(view: KVView, cache: DenseCache) -> tuple[int, int]:

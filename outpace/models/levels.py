@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outpace.cache.dense import DenseCache
 from outpace.kernels.compiled import library
-from outpace.models.attention import HeadShape, Span
+from outpace.models.attention import HeadShape
 from outpace.models.fused import View, tell
 from outpace.models.operations import Call
 from outpace.models.rope import Rotation
@@ -43,7 +43,16 @@ class Start:
     """Positions of the first rows of the slots."""
 
 
-Answer = TypeVar("Answer", covariant=True)
+class Ran(Protocol):
+    """What levels gave."""
+
+    @property
+    def levels(self) -> int:
+        """How many were run."""
+        ...
+
+
+Answer = TypeVar("Answer", bound=Ran, covariant=True)
 
 
 class Asked(Protocol[Answer]):
@@ -54,6 +63,10 @@ class Asked(Protocol[Answer]):
     @property
     def rows(self) -> int:
         """Most rows of a level."""
+        ...
+    @property
+    def seats(self) -> int:
+        """Most rows of a slot behind those of the first level."""
         ...
 
     def run(self, level: Level, start: Start, id_D: Tensor | None, width: int) -> Answer:
@@ -78,6 +91,11 @@ class Picks:
         """Of a level."""
         return len(self.temperature_B)
 
+    @property
+    def seats(self) -> int:
+        """Rows of a slot that it takes."""
+        return self.levels
+
     def run(self, level: Level, start: Start, id_D: Tensor | None, width: int) -> Found:
         """See ``run_levels``."""
         return run_levels(level, start, self, id_D, width)
@@ -95,7 +113,7 @@ class Found:
     """The distributions of those that were drawn; None: nothing was drawn."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Level:
     """A pass over one row per sequence, which is run again and again."""
 
@@ -116,13 +134,15 @@ class Level:
     columns: int
     """Numbers of a row of logits."""
     heads: HeadShape
-    views: Sequence[View]
+    views: list[View]
     """One per window, as its operations number them."""
     windows: Sequence[int | None]
     turns: Sequence[Rotation]
     """Rotary tables, likewise."""
     first: Call | None = None
     """Of the first level, which gives what the second one finds; None: the same."""
+    memory: dict[tuple[int, int], _Memory] = field(default_factory=dict)
+    """By rows and levels."""
 
 
 class _Levels(ctypes.Structure):
@@ -140,6 +160,29 @@ class _Levels(ctypes.Structure):
     ]
 
 
+class _Memory:
+    """What a run of so many levels over so many rows reads and writes, and tells."""
+
+    def __init__(self, level: Level, rows: int, levels: int) -> None:
+        size = rows * levels
+        self.position, self.ids, self.found = (array("q", bytes(8 * n)) for n in (rows, rows, size))
+        self.temperature, self.coin = array("d", bytes(8 * rows)), array("d", bytes(8 * size))
+        self.prob, self.key = array("f", bytes(4 * size)), array("Q", bytes(8 * size))
+        self.window = array("q", [one or 0 for one in level.windows])
+        names = "position window temperature coin key found prob".split()
+        self.whole = _Levels(
+            program=ctypes.addressof(level.call),
+            passes=len(level.views),
+            rows=rows,
+            levels=levels,
+            lent=level.lent,
+            given=level.given,
+            bytes=level.bytes,
+            stride=level.columns,
+            **{name: getattr(self, name).buffer_info()[0] for name in names},
+        )
+
+
 def run_levels(level: Level, start: Start, picks: Picks, id_D: Tensor | None, width: int) -> Found:
     """Run levels, as many as have a token for every sequence.
 
@@ -149,46 +192,30 @@ def run_levels(level: Level, start: Start, picks: Picks, id_D: Tensor | None, wi
     """
     code, call, rows, levels = library(), level.call, len(start.slot_B), picks.levels
     assert code is not None and (id_D is None or id_D.is_contiguous())
-    position = array("q", start.position_B)
-    spans = [
-        Span(slot, i, range(row, row + 1), 0, (), (), True)
-        for i, (slot, row) in enumerate(zip(start.slot_B, start.row_B, strict=True))
-    ]
+    memory = level.memory.get((rows, levels))
+    if memory is None:
+        memory = level.memory[rows, levels] = _Memory(level, rows, levels)
+    whole, position = memory.whole, memory.position
+    position[:] = array("q", start.position_B)
     head, out = level.address[level.head] or 0, level.address[level.out] or 0
     for view in level.views:
-        view.look(start.cache, spans, head, out, levels=levels)
-    last, told = max(position) + levels - 1, [view.told for view in level.views]
-    held = tell(call, level.heads, start.cache, told, level.turns, position, last)
-    ids, found = array("q", start.id_B), array("q", bytes(8 * levels * rows))
-    window = array("q", [one or 0 for one in level.windows])
-    temperature, coin = array("d", picks.temperature_B), array("d", picks.coin_LB)
-    key, prob = array("Q", picks.key_LB or ()), array("f", bytes(4 * levels * rows))
-    law_LBD = torch.empty(levels, rows, width) if any(picks.temperature_B) else None
-    call.ids = ids.buffer_info()[0]
-    whole = _Levels(
-        program=ctypes.addressof(call),
-        first=None if level.first is None else ctypes.addressof(level.first),
-        passes=len(told),
-        rows=rows,
-        levels=levels,
-        lent=level.lent,
-        given=level.given,
-        bytes=level.bytes,
-        logits=level.logits,
-        width=width,
-        stride=level.columns,
-        races=picks.key_LB is not None,
-        window=window.buffer_info()[0],
-        look=level.views[0].looks.buffer_info()[0],
-        position=position.buffer_info()[0],
-        column=None if id_D is None else id_D.data_ptr(),
-        temperature=temperature.buffer_info()[0],
-        coin=coin.buffer_info()[0],
-        key=key.buffer_info()[0],
-        found=found.buffer_info()[0],
-        prob=prob.buffer_info()[0],
-        law=None if law_LBD is None else law_LBD.data_ptr(),
-    )
+        view.follow(start.cache, start.slot_B, start.row_B, head, out, levels)
+    tell(call, level.heads, start.cache, level.views, level.turns, position, max(position) + levels)
+    if start.id_B:
+        memory.ids[:] = array("q", start.id_B)
+    drawn, law_LBD = any(picks.temperature_B), None
+    memory.temperature[:] = array("d", picks.temperature_B)
+    if drawn:
+        law_LBD = torch.empty(levels, rows, width)
+        if picks.key_LB is None:
+            memory.coin[:] = array("d", picks.coin_LB)
+        else:
+            memory.key[:] = array("Q", picks.key_LB)
+    whole.first = None if level.first is None else ctypes.addressof(level.first)
+    whole.logits, whole.width, whole.races = level.logits, width, picks.key_LB is not None
+    whole.look = level.views[0].looks.buffer_info()[0]
+    whole.column = None if id_D is None else id_D.data_ptr()
+    whole.law = None if law_LBD is None else law_LBD.data_ptr()
+    call.ids = memory.ids.buffer_info()[0]
     done = code.outpace_levels(ctypes.byref(whole))
-    del held
-    return Found(done, found, prob, law_LBD)
+    return Found(done, memory.found.tolist(), memory.prob.tolist(), law_LBD)

@@ -37,3 +37,7 @@ class Call(ctypes.Structure):
         ),
         *((name, ctypes.c_int64) for name in "key_layer value_layer threads heads turned".split()),
     ]
+    known: tuple[object, ...] = ()
+    """What ``outpace.models.fused.tell`` has told it."""
+    held: object = ()
+    """Memory of that."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from outpace.models.levels import Answer, Asked, Level, Start
 from outpace.models.operations import NONE, Call, Op
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
-from outpace.models.room import Lasting, Piece
+from outpace.models.room import Lasting, Piece, Strip
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import KINDS, Norm
 from outpace.models.seen import Seen
@@ -79,6 +79,10 @@ class _Ready:
     """Where the memory is that ``address`` tells of."""
     memory: Piece = _NOTHING
     view: View | None = None
+    level: Level | None = None
+    out: Piece = _NOTHING
+    """What levels give first."""
+    picked: array[int] = field(default_factory=lambda: array("q"))
     held: object = ()
     """What else the call reads."""
 
@@ -283,18 +287,17 @@ class Plan:
         code = library()
         assert code is not None and self.ready
         lasting, self._lasting = self._lasting or Lasting(), None
-        given = [lasting.rows(counts[rows.count], rows.width) for rows in self._given]
+        given = [lasting.strip(counts[rows.count], rows.width) for rows in self._given]
         self._lasting = lasting
-        places = [one.data_ptr() for one in given]
-        ready = self._prepared(tuple(counts), lent, places, picked, seen, ids)
+        ready = self._prepared(tuple(counts), lent, [one.address for one in given], picked, seen, ids)
         code.outpace_run(ctypes.byref(ready.call))
         self._keep(ready)
-        return given
+        return [one.tensor for one in given]
 
     def _prepared(
         self,
         counts: tuple[int, ...],
-        lent: Sequence[Tensor],
+        lent: Sequence[Tensor | Strip],
         given: Sequence[int],
         picked: Sequence[int],
         seen: Seen | None,
@@ -303,16 +306,13 @@ class Plan:
         """A run that is only to be called, and then to be kept; arguments as of ``run``, and addresses
         of what is given.
         """
-        floats = [
-            one if one.dtype is torch.float32 and one.is_contiguous() else one.float().contiguous()
-            for one in lent
-        ]
+        floats = [one if isinstance(one, Strip) else _strip(one) for one in lent]
         for rows, one in zip(self._lent, floats, strict=True):
-            assert one.shape == (counts[rows.count], rows.width), (one.shape, counts, rows)
+            assert (one.rows, one.width) == (counts[rows.count], rows.width), (one.rows, one.width, counts, rows)
         ready, told, chosen = self._taken(counts), array("q", ids), array("q", picked)
-        self._lend(ready, [*(one.data_ptr() for one in floats), *given])
+        self._lend(ready, [*(one.address for one in floats), *given])
         self._check(ids)
-        call, view, held = ready.call, ready.view, None
+        call, view = ready.call, ready.view
         call.ids, call.picked = told.buffer_info()[0], chosen.buffer_info()[0]
         call.threads = torch.get_num_threads()
         if seen is not None:
@@ -320,19 +320,18 @@ class Plan:
             assert self._attended is not None and view is not None and heads and rotation
             head, out = (ready.address[rows.buffer] or 0 for rows in self._attended)
             view.look(seen.cache, seen.spans, head, out, seen.attending)
-            last = max(seen.positions)
-            held = tell(call, heads, seen.cache, [view.told], [rotation], seen.positions, last)
-        ready.held = floats, told, chosen, held
+            tell(call, heads, seen.cache, [view], [rotation], seen.positions, max(seen.positions))
+        ready.held = floats, told, chosen, seen
         return ready
 
     def run_levels(
         self,
         start: Start,
         asked: Asked[Answer],
-        given_TF: Tensor,
+        given_TF: Tensor | Strip,
         id_D: Tensor | None,
         first: tuple[Plan, PassRows, Seen] | None = None,
-    ) -> tuple[Answer, Tensor]:
+    ) -> tuple[Answer, Strip]:
         """Run levels, each on what rows of the one before gave.
 
         Args:
@@ -342,30 +341,46 @@ class Plan:
             first: the plan of the first level, where it is another, and its rows.
 
         Returns:
-            What was found, and what was given first [., H], level by level.
+            What was found, and what was given first, level by level: valid until the next call.
         """
-        rows, lent, (given, logits) = asked.rows, self._lent[0], self._given
-        assert self._attended is not None and self._heads is not None and self._rotation is not None
-        assert not any(whole in (lent, given) for _, whole, _, _ in self._views)
+        rows, lent, given, begins = asked.rows, self._lent[0], self._given[0], None
         self._check(start.id_B)
-        out_TH, size, begins = torch.empty(asked.levels * rows, given.width), 4 * rows * given.width, None
-        ready, picked = self._taken((rows, rows)), array("q", range(rows))
-        brought, out = given_TF.data_ptr(), out_TH.data_ptr()
+        ready, size = self._taken((rows, rows)), asked.levels * rows * given.width
+        if ready.out.size < size:
+            ready.out = Piece(size)
+        out = ready.out.address
+        strip = Strip(ready.out.tensor, 0, out, asked.levels * rows, given.width)
+        brought = given_TF if isinstance(given_TF, Strip) else _strip(given_TF)
+        source = brought.address
         if first is not None:
             plan, fed, seen = first
             places, counts = [out, ready.logits], (len(fed.ids), len(fed.wanted))
-            begins = plan._prepared(counts, [given_TF], places, fed.wanted, seen, fed.ids)
-            brought, out = out, out + size
-        self._lend(ready, [brought, out, ready.logits])
-        call, view = ready.call, ready.view
-        call.picked, call.threads = picked.buffer_info()[0], torch.get_num_threads()
-        assert view is not None
-        level = Level(
-            call=call,
+            begins = plan._prepared(counts, [brought], places, fed.wanted, seen, fed.ids)
+            source, out = out, out + 4 * rows * given.width
+        self._lend(ready, [source, out, ready.logits])
+        level = ready.level = ready.level or self._level(ready, rows)
+        assert ready.view is not None
+        level.views[0], level.logits = ready.view, ready.logits
+        level.first = None if begins is None else begins.call
+        level.call.picked, level.call.threads = ready.picked.buffer_info()[0], torch.get_num_threads()
+        found = asked.run(level, start, id_D, level.columns)
+        self._keep(ready)
+        if first is not None and begins is not None:
+            first[0]._keep(begins)
+        return found, strip
+
+    def _level(self, ready: _Ready, rows: int) -> Level:
+        """What runs of levels over so many rows have in common."""
+        lent, (given, logits), view = self._lent[0], self._given, ready.view
+        assert self._attended is not None and self._heads is not None and self._rotation is not None
+        assert not any(whole in (lent, given) for _, whole, _, _ in self._views) and view is not None
+        ready.picked = array("q", range(rows))
+        return Level(
+            call=ready.call,
             address=ready.address,
             lent=lent.buffer,
             given=given.buffer,
-            bytes=size,
+            bytes=4 * rows * given.width,
             head=self._attended[0].buffer,
             out=self._attended[1].buffer,
             logits=ready.logits,
@@ -374,13 +389,7 @@ class Plan:
             views=[view],
             windows=[self._window],
             turns=[self._rotation],
-            first=None if begins is None else begins.call,
         )
-        found = asked.run(level, start, id_D, logits.width)
-        self._keep(ready)
-        if first is not None and begins is not None:
-            first[0]._keep(begins)
-        return found, out_TH
 
     def _lend(self, ready: _Ready, places: Sequence[int]) -> None:
         """Note where rows are that others bring, and then those that they get."""
@@ -444,3 +453,11 @@ class Plan:
             rows=ctypes.addressof(rows_C),
         )
         return _Ready(counts, size, places, address, rows_C, call)
+
+
+def _strip(x_TF: Tensor) -> Strip:
+    """Rows of a tensor, as they are if they are float32 side by side."""
+    if x_TF.dtype is not torch.float32 or not x_TF.is_contiguous():
+        x_TF = x_TF.float().contiguous()
+    rows, width = x_TF.shape
+    return Strip(x_TF, int(x_TF.storage_offset()), x_TF.data_ptr(), rows, width)

@@ -32,7 +32,6 @@ from outpace.models.blocks import Block, Ends
 from outpace.models.buffers import (
     ADDED,
     ATTENDED,
-    FOUND,
     GATED,
     HEADS,
     LAST,
@@ -179,9 +178,8 @@ class Programs:
         way = _Way(cache, taps, array("q", [*rows.wanted, *rows.riders]), array("q", rows.ids))
         counts = len(rows.ids), len(way.picked), headed
         buffers = self._taken(counts[0])
-        found = (ctypes.c_double * (2 * counts[2]))()
         buffers.lend(LOGITS, logits_TV)
-        buffers.address[FOUND] = ctypes.addressof(found)
+        found = buffers.found(counts[2])
         whole = not rows.embeds and not rows.levels
         known = self._vectors.outputs if whole and self._vectors is not None else 0
         embedded = 0 <= min(rows.ids) <= max(rows.ids) < known
@@ -197,7 +195,8 @@ class Programs:
             seen = self._some(buffers, listed, rows.spans, counts, way)
         last_TH = buffers.lent[LAST][: counts[1]].clone() if rows.riders else None
         self._free.append(buffers)
-        return Results(seen, last_TH, logits_TV, ([int(one) for one in found[::2]], found[1::2]))
+        best = [int(one) for one in found[: 2 * headed : 2]], found[1 : 2 * headed : 2].tolist()
+        return Results(seen, last_TH, logits_TV, best)
 
     def _joining(
         self, buffers: Buffers, rows: PassRows, depth: int, counts: tuple[int, int, int], way: _Way
@@ -240,15 +239,14 @@ class Programs:
         """Run passes level by level; see ``run_levels``."""
         rows, head = len(start.slot_B), self._ends.head
         buffers = self._taken(rows)
-        best, rows_C = (ctypes.c_double * (2 * rows))(), (ctypes.c_int64 * 3)(rows, rows, rows)
         buffers.lend(LOGITS, self._room.rows(rows, head.outputs))
-        buffers.address[FOUND] = ctypes.addressof(best)
+        buffers.found(rows)
         listed, picked = (
             self._list(range(len(self._blocks)), True, True, frozenset()),
             array("q", range(rows)),
         )
         level = Level(
-            call=_call(buffers, listed, rows_C, picked),
+            call=_call(buffers, listed, (rows, rows, rows), picked),
             address=buffers.address,
             lent=NONE,
             given=NONE,
@@ -290,25 +288,23 @@ class Programs:
         seen: Mapping[str, Tensor] = {}
         if listed.taps:
             each, width = self._config.hidden_size, self._config.hidden_size * len(listed.taps)
-            piece, first, at = buffers.lasting.place(counts[0] * width)
-            seen = SideBySide(listed.taps, piece, first, counts[0], width)
+            strip = buffers.lasting.strip(counts[0], width)
+            seen = SideBySide(listed.taps, strip)
             for i in range(len(listed.taps)):
-                buffers.address[TAP + i] = at + 4 * i * each
-        rows = (ctypes.c_int64 * 3)(*counts)
-        call = _call(buffers, listed, rows, way.picked)
+                buffers.address[TAP + i] = strip.address + 4 * i * each
+        call = _call(buffers, listed, counts, way.picked)
         call.ids = way.ids.buffer_info()[0]
-        held: object = None
         if spans:
             shape, cache = self._shape, way.cache
             head, out = buffers.address[HEADS], buffers.address[ATTENDED]
             assert head is not None and out is not None
             for view in buffers.views:
                 view.look(cache, spans, head, out)
-            told = [view.told for view in buffers.views]
-            positions = array("q", (position for span in spans for position in span.positions))
-            held = tell(call, shape, cache, told, self._turns, positions, max(positions))
+            positions = array("q")
+            for span in spans:
+                positions.extend(span.positions)
+            tell(call, shape, cache, buffers.views, self._turns, positions, max(positions))
         self._run(ctypes.byref(call))
-        del held
         return seen
 
     def _list(self, layers: range, begins: bool, ends: bool, taps: frozenset[str]) -> _List:
@@ -322,16 +318,11 @@ class Programs:
         return known
 
 
-def _call(buffers: Buffers, listed: _List, rows_C: ctypes.Array[ctypes.c_int64], picked: array[int]) -> Call:
+def _call(buffers: Buffers, listed: _List, counts: tuple[int, int, int], picked: array[int]) -> Call:
     """All of a call but what its rows are; it refers to these."""
-    return Call(
-        op=ctypes.addressof(listed.ops),
-        ops=len(listed.ops),
-        buffer=ctypes.addressof(buffers.address),
-        rows=ctypes.addressof(rows_C),
-        picked=picked.buffer_info()[0],
-        threads=torch.get_num_threads(),
-    )
+    call = buffers.call(listed.ops, counts)
+    call.picked, call.threads = picked.buffer_info()[0], torch.get_num_threads()
+    return call
 
 
 class _Lister:

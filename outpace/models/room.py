@@ -5,6 +5,9 @@ Shape letters: T rows, V vocabulary.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -54,6 +57,36 @@ class Room:
         return self._shown
 
 
+class Strip:
+    """Rows of float32 that lie in a piece of memory, by their address; a tensor only if asked for one."""
+
+    __slots__ = ("_first", "_piece", "address", "rows", "width")
+
+    def __init__(self, piece: Tensor, first: int, address: int, rows: int, width: int) -> None:
+        self._piece, self._first, self.address, self.rows, self.width = piece, first, address, rows, width
+
+    def part(self, first: int, width: int) -> Tensor:
+        """Columns of all rows; a view."""
+        return self._piece.as_strided((self.rows, width), (self.width, 1), self._first + first)
+
+    @property
+    def tensor(self) -> Tensor:
+        """All of it; a view."""
+        return self.part(0, self.width)
+
+    def head(self, rows: int) -> Strip:
+        """The first rows."""
+        return Strip(self._piece, self._first, self.address, min(rows, self.rows), self.width)
+
+    def copy(self, rows: Sequence[int]) -> Strip:
+        """Some rows, in memory of their own. Indexing of torch takes three times as long after a pass."""
+        each, some = 4 * self.width, Piece(len(rows) * self.width)
+        for i, row in enumerate(rows):
+            assert 0 <= row < self.rows
+            ctypes.memmove(some.address + i * each, self.address + row * each, each)
+        return Strip(some.tensor, 0, some.address, len(rows), self.width)
+
+
 _PIECE = 1 << 18
 """Numbers that are taken from the system at a time."""
 
@@ -70,14 +103,14 @@ class Lasting:
 
     def rows(self, count: int, width: int) -> Tensor:
         """Memory for float32 [count, width], to be written."""
-        piece, first, _ = self.place(count * width)
-        return piece.as_strided((count, width), (width, 1), first)
+        return self.strip(count, width).tensor
 
-    def place(self, size: int) -> tuple[Tensor, int, int]:
-        """Memory for so many numbers of float32: a piece, the first of them there, and its address."""
+    def strip(self, count: int, width: int) -> Strip:
+        """The same, as a strip."""
+        size = count * width
         if self._used + size > self._size:
             with torch.inference_mode(False):
                 self._piece, self._used = torch.empty(max(_PIECE, size)), 0
             self._address, self._size = self._piece.data_ptr(), len(self._piece)
         first, self._used = self._used, self._used + size
-        return self._piece, first, self._address + 4 * first
+        return Strip(self._piece, first, self._address + 4 * first, count, width)

@@ -168,6 +168,7 @@ class Rotation:
     def __init__(self, rope: Rope, device: torch.device) -> None:
         self._rope = rope
         self._table_PE = torch.empty(0, rope.dim // 2, dtype=torch.complex64, device=device)
+        self._lying = self._table_PE, 0
         self._length = 0
 
     def at(self, positions: Sequence[int]) -> Tensor:
@@ -178,9 +179,13 @@ class Rotation:
 
     def table(self, length: int) -> Tensor:
         """Give complex [P, E], the factors of the positions below ``length``, and of more."""
+        return self.lying(length)[0]
+
+    def lying(self, length: int) -> tuple[Tensor, int]:
+        """The table and its address; the same object until it grows."""
         if length > self._length:
             self._grow(max(length, 512, self._length * 3 // 2))
-        return self._table_PE
+        return self._lying
 
     def _grow(self, length: int) -> None:
         done = len(self._table_PE)
@@ -190,4 +195,5 @@ class Rotation:
             angle_PE = position_P1 * frequency
             table_PE = torch.complex(angle_PE.cos() * factor, angle_PE.sin() * factor)
             self._table_PE = torch.cat([self._table_PE, table_PE.to(self._table_PE.device)])
+        self._lying = self._table_PE, self._table_PE.data_ptr()
         self._length = len(self._table_PE)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from outpace.errors import ModelError
+from outpace.models.room import Strip
 
 _TAPS = ("hidden", "attn_in", "attn_out")
 
@@ -49,43 +49,27 @@ def tap(taps: frozenset[str], seen: dict[str, Tensor], name: str, rows: Tensor) 
 
 
 class SideBySide(Mapping[str, Tensor]):
-    """Features of the same rows side by side in a piece of memory; each by name is a view of it.
+    """Features of the same rows side by side in memory; each by name is a view of it.
 
     Args:
         names: of features of equal width, in their order.
-        piece: of float32 on a CPU. Its numbers from ``first`` on are theirs, ``width`` for every row; or
-            the rows themselves.
     """
 
-    def __init__(self, names: tuple[str, ...], piece: Tensor, first: int, rows: int, width: int) -> None:
-        self.names = names
-        self._piece, self._first, self._rows, self._width = piece, first, rows, width
-
-    @property
-    def whole_TF(self) -> Tensor:
-        """All of them, as they are."""
-        if self._piece.dim() == 2:
-            return self._piece
-        return self._piece.as_strided((self._rows, self._width), (self._width, 1), self._first)
+    def __init__(self, names: tuple[str, ...], strip: Strip) -> None:
+        self.names, self.strip = names, strip
 
     def cut(self, rows: slice | list[int]) -> SideBySide:
         """Some rows of all features; of the same memory if they are the first ones."""
         if isinstance(rows, slice):
             assert not rows.start and rows.step is None
-            return SideBySide(self.names, self._piece, self._first, min(rows.stop, self._rows), self._width)
-        each, some_RF = 4 * self._width, torch.empty(len(rows), self._width)
-        to, at = some_RF.data_ptr(), self._piece.data_ptr() + 4 * self._first
-        for i, row in enumerate(rows):  # indexing takes three times as long after a pass
-            assert 0 <= row < self._rows
-            ctypes.memmove(to + i * each, at + row * each, each)
-        return SideBySide(self.names, some_RF, 0, len(rows), self._width)
+            return SideBySide(self.names, self.strip.head(rows.stop))
+        return SideBySide(self.names, self.strip.copy(rows))
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.names:
             raise KeyError(name)
-        width = self._width // len(self.names)
-        first = self._first + self.names.index(name) * width
-        return self._piece.as_strided((self._rows, width), (self._width, 1), first)
+        width = self.strip.width // len(self.names)
+        return self.strip.part(self.names.index(name) * width, width)
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -105,5 +89,14 @@ def cut(taps: Mapping[str, Tensor], rows: slice | list[int]) -> Mapping[str, Ten
 def beside(taps: Mapping[str, Tensor], names: tuple[str, ...]) -> Tensor:
     """Features of these names [T, F] in their order: as they are if they lie so, else a copy."""
     if isinstance(taps, SideBySide) and taps.names == names:
-        return taps.whole_TF
+        return taps.strip.tensor
     return torch.cat([taps[name] for name in names], -1)
+
+
+def side_by_side(
+    taps: Mapping[str, Tensor], rows: slice | list[int] | None, names: Sequence[str]
+) -> Strip | None:
+    """Rows of features (None: all) where they lie side by side in this order; None elsewhere."""
+    if not isinstance(taps, SideBySide) or taps.names != names:
+        return None
+    return taps.strip if rows is None else taps.cut(rows).strip

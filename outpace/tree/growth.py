@@ -128,7 +128,7 @@ _PLAIN = _Plain()
 
 
 @dataclass(slots=True, eq=False)
-class _Tree:
+class Fixed:
     """A draft under construction that follows a template, or goes on as a chain, which may have siblings."""
 
     row: DraftRow[Any]
@@ -149,7 +149,7 @@ class _Tree:
     """Tokens of a level of a chain."""
 
     @classmethod
-    def of(cls, row: DraftRow[Any]) -> _Tree:
+    def of(cls, row: DraftRow[Any]) -> Fixed:
         template = row.budget.shape.parent_N
         return cls(row, None if template is None else children(template))
 
@@ -275,7 +275,7 @@ def grow(
 
 def _descend(trees: Sequence[Growing], branches: Sequence[Branch[Any]], descend: Descend, depth: int) -> int:
     """Go down levels of chains in one call of the drafter, and give how many."""
-    chains = [tree for tree in trees if isinstance(tree, _Tree)]
+    chains = [tree for tree in trees if isinstance(tree, Fixed)]
     most = min(tree.straight(depth) for tree in chains) if len(chains) == len(trees) else 0
     levels = descend([tree.row for tree in chains], branches, most) if most > 1 else ()
     for level in levels:
@@ -288,7 +288,7 @@ def _begun(row: DraftRow[Any], scale: Scale) -> Growing:
     if row.grower is not None:
         return row.grower(row, scale)
     shape = row.budget.shape
-    return Dynamic(row, draw, scale) if shape.beam and not shape.siblings else _Tree.of(row)
+    return Dynamic(row, draw, scale) if shape.beam and not shape.siblings else Fixed.of(row)
 
 
 def _estimate(trees: list[Growing], branches: Sequence[Branch[Any]], estimate: Estimate, depth: int) -> None:

@@ -31,6 +31,7 @@ from outpace.models.levels import Answer, Asked, Start
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
 from outpace.models.plan import Plan
+from outpace.models.room import Strip
 from outpace.models.rowwise import Norm
 from outpace.models.seen import Seen
 from outpace.models.taps import beside
@@ -264,10 +265,10 @@ class EagleNet:
         self,
         start: Start,
         asked: Asked[Answer],
-        given_TF: Tensor,
+        given_TF: Tensor | Strip,
         id_D: Tensor | None,
         first: PassRows | None,
-    ) -> tuple[Answer, Tensor]:
+    ) -> tuple[Answer, Strip]:
         """Levels of chains or trees in one call; see ``FeatureNet``."""
         seen = None if first is None else Seen.of(first, start.cache, start.offset_B)
         begins = None if first is None or seen is None else (self._plans[True], first, seen)

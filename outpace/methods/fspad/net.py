@@ -35,6 +35,7 @@ from outpace.models.levels import Answer, Asked, Start
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
 from outpace.models.plan import Plan
+from outpace.models.room import Strip
 from outpace.models.seen import Seen
 
 
@@ -153,10 +154,10 @@ class FspadNet:
         self,
         start: Start,
         asked: Asked[Answer],
-        given_TF: Tensor,
+        given_TF: Tensor | Strip,
         id_D: Tensor | None,
         first: PassRows | None,
-    ) -> tuple[Answer, Tensor]:
+    ) -> tuple[Answer, Strip]:
         raise NotImplementedError("fspad goes level by level")
 
     def _by_torch(
