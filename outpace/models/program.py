@@ -32,6 +32,7 @@ from outpace.models.blocks import Block, Ends
 from outpace.models.buffers import (
     ADDED,
     ATTENDED,
+    FOUND,
     GATED,
     HEADS,
     LAST,
