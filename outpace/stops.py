@@ -46,7 +46,7 @@ class StopChecker:
         """Tokens kept so far."""
         self.reason: FinishReason | None = None
         """Why the text has ended, or None while it goes on."""
-        self._params = params
+        self._params, self._simple = params, not params.stop and params.stop_when is None
         self._ends = params.end_ids(eos_ids)
         self._stream = stream
         self._answer: list[int] = []
@@ -83,6 +83,13 @@ class StopChecker:
         Cost: host only; O(characters x stop strings).
         """
         assert self.reason is None, "the text has ended"
+        params, after = self._params, self.generated + len(tokens)
+        simple = self._simple and doubted is None and self._ends.isdisjoint(tokens)
+        if simple and after < params.max_new_tokens:
+            self.generated = after
+            if self._stream is not None:
+                self._parts.append(self._stream.push(tokens))
+            return len(tokens), None
         for length, token in enumerate(tokens, 1):
             self.generated += 1
             stops = self._may_stop and token in self._ends

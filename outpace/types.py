@@ -144,8 +144,7 @@ class Draft(Rooted):
     def __post_init__(self) -> None:
         if len(self.token_N) != len(self.parent_N):
             raise ValueError(f"{len(self.token_N)} tokens but {len(self.parent_N)} parents")
-        drawn = self.groups[0].drawn if self.groups else Drawn.CHOSEN
-        if (self.parent_N, self.groups) == chain(len(self.token_N), drawn):
+        if self.groups and (self.parent_N, self.groups) == chain(len(self), self.groups[0].drawn):
             return
         for node, parent in enumerate(self.parent_N):
             if not ROOT <= parent < node:
@@ -217,9 +216,8 @@ class Draft(Rooted):
 @lru_cache(256)
 def chain(count: int, drawn: Drawn) -> tuple[tuple[int, ...], tuple[Group, ...]]:
     """Parents and groups of a chain of so many guesses: the same objects every time."""
-    chosen = drawn is Drawn.CHOSEN
-    groups = [Group(i - 1, drawn, (i,), None if chosen else i) for i in range(count)]
-    return tuple(range(-1, count - 1)), tuple(groups)
+    laws = [None] * count if drawn is Drawn.CHOSEN else range(count)
+    return tuple(range(-1, count - 1)), tuple(Group(i - 1, drawn, (i,), law) for i, law in enumerate(laws))
 
 
 @dataclass(frozen=True, slots=True)

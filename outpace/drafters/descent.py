@@ -6,6 +6,7 @@ Shape letters: B sequences, L levels, D draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import add
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +24,8 @@ def picked(rows: Sequence[DraftRow[Any]], branches: Sequence[Branch[Any]], level
     Returns:
         None where a setting of some sequence needs more than a softmax and a coin.
     """
-    temperature_B, coins_B = list[float](), list[KeyedCoins | None]()
+    temperature_B: list[float] = []
+    coins_B: list[KeyedCoins | None] = []
     for row in rows:
         drawn = row.drawn is not Drawn.CHOSEN
         temperature = row.warp.temperature if drawn else 0.0
@@ -73,17 +75,13 @@ def start_of(
     Args:
         offset_B: positions of the first rows of the slots.
     """
-    begins = branches[0].nodes == (ROOT,)
     slot_B = [branch.state.slot for branch in branches]
     row_B = [cache.scratch(slot, levels).start for slot in slot_B]
-    return Start(
-        cache=cache,
-        slot_B=slot_B,
-        row_B=row_B,
-        position_B=[row + offset for row, offset in zip(row_B, offset_B, strict=True)],
-        id_B=[] if begins else [branch.token_N[branch.nodes[0]] for branch in branches],
-        offset_B=offset_B,
-    )
+    position_B = list(map(add, row_B, offset_B))
+    id_B: list[int] = []
+    if branches[0].nodes != (ROOT,):
+        id_B = [branch.token_N[branch.nodes[0]] for branch in branches]
+    return Start(cache, slot_B, row_B, position_B, id_B, offset_B)
 
 
 def note(cache: DenseCache, branches: Sequence[Branch[Any]], found: Found) -> None:

@@ -100,7 +100,7 @@ class FeatureDrafter(ExpandingDrafter[S], Generic[S]):
 
     def observe(self, states: Sequence[S], outcomes: Sequence[Outcome]) -> None:
         """Keep the rows made of true features, and the features of what was committed."""
-        wanted, long = self.traits.taps, list[S]()
+        wanted, long = self.traits.taps, []
         for state, outcome in zip(states, outcomes, strict=True):
             if state.lead:
                 self.keep(state)

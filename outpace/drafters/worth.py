@@ -199,7 +199,9 @@ def grow(after: After[N], start: N, budget: Budget, owner: int | None = None) ->
 def _chain(after: After[N], start: N, budget: Budget, owner: int | None) -> Draft:
     """The likeliest token after the likeliest, as far as that makes the most of a pass."""
     least, expected, worth, reached = max(LEAST, budget.least), 1.0, 1.0, 1.0
-    tokens, own, length, node = list[int](), list[float](), 0, start
+    tokens: list[int] = []
+    own: list[float] = []
+    length, node = 0, start
     for count in range(1, min(budget.max_nodes, budget.max_rows, budget.max_depth) + 1):
         found = next(iter(after(node)), None)
         if found is None:

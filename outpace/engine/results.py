@@ -50,11 +50,6 @@ class DrafterCounts:
     accepted_at: tuple[int, ...] = ()
     """Drafts of which a token was kept at depth 1, 2, ..."""
 
-    @classmethod
-    def of(cls, drafted: int, accepted: int) -> DrafterCounts:
-        """Of one draft."""
-        return cls(drafts=1, drafted=drafted, accepted=accepted, accepted_at=(1,) * accepted)
-
     def __add__(self, other: DrafterCounts) -> DrafterCounts:
         """Both together."""
         at = zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)

@@ -88,7 +88,8 @@ class ActiveSequence:
         self._text = ""
         self._logprobs: list[TokenLogprobs] = []
         self._passes = self._drafted = self._accepted = self._forced = 0
-        self._by_drafter: dict[str, DrafterCounts] = {}
+        self._by_drafter: dict[str, tuple[list[int], list[int]]] = {}
+        """Drafts, guesses and those accepted; passes that kept a token at each depth."""
         self._drafted_at: list[int] = []
         self._accepted_at: list[int] = []
         self._began = time.perf_counter()
@@ -190,15 +191,12 @@ class ActiveSequence:
         self._drafted += len(draft)
         self._accepted += kept
         if len(draft):
-            name = outcome.drafter
-            one = DrafterCounts.of(len(draft), kept)
-            self._by_drafter[name] = self._by_drafter.get(name, DrafterCounts()) + one
+            counts, accepted_at = self._by_drafter.setdefault(outcome.drafter, ([0, 0, 0], []))
+            counts[:] = counts[0] + 1, counts[1] + len(draft), counts[2] + kept
+            _reach(accepted_at, kept)
         # What a stop cut off is neither accepted nor refused.
-        reach = kept if verdict.censored else max(draft.depth_N, default=0)
-        for depths, count in ((self._drafted_at, reach), (self._accepted_at, kept)):
-            depths.extend([0] * (count - len(depths)))
-            for depth in range(count):
-                depths[depth] += 1
+        _reach(self._drafted_at, kept if verdict.censored else max(draft.depth_N, default=0))
+        _reach(self._accepted_at, kept)
 
     def result(self) -> Result:
         """The answer so far; final once ``finished``."""
@@ -224,5 +222,14 @@ class ActiveSequence:
             logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
             queue_seconds=0.0 if self.asked is None else self._began - self.asked,
             cached_tokens=self.num_cached,
-            by_drafter=dict(self._by_drafter),
+            by_drafter={
+                name: DrafterCounts(drafts=one, drafted=drafted, accepted=accepted, accepted_at=tuple(at))
+                for name, ((one, drafted, accepted), at) in self._by_drafter.items()
+            },
         )
+
+
+def _reach(at: list[int], depth: int) -> None:
+    """Count a pass that reached so deep."""
+    at.extend([0] * (depth - len(at)))
+    at[:depth] = [count + 1 for count in at[:depth]]

@@ -69,7 +69,7 @@ class Span:
 
     @property
     def positions(self) -> Sequence[int]:
-        return self.stored if self.chain else [self.base + self.depths[row - self.base] for row in self.stored]
+        return self.stored if self.chain else [self.base + self.depths[i - self.base] for i in self.stored]
 
     def pieces(self) -> list[Span]:
         """The same rows in spans of at most ``_ROWS``."""

@@ -122,7 +122,9 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
     code, call, rules, cache = library(), level.call, asked.rule_B, start.cache
     assert code is not None and level.first is not None and level.columns == width
     assert id_D is None or id_D.is_contiguous()
-    spans, lead_B, last, first = list[Span](), list[int](), 0, 0
+    spans: list[Span] = []
+    lead_B: list[int] = []
+    last = first = 0
     for slot, row, rule, offset in zip(start.slot_B, start.row_B, rules, start.offset_B, strict=True):
         base, lead = cache.length(slot), row - cache.length(slot)
         lead_B.append(lead)

@@ -348,7 +348,7 @@ class Decoder(Target):
             return got
         with torch.inference_mode(False), torch.no_grad():
             features = {name: rows.without_riders(got.taps[name]) for name in taps}
-        return replace(got, taps=features)
+        return got._replace(taps=features)
 
     def _by_torch(
         self, rows: PassRows, cache: DenseCache, depth: int, taps: frozenset[str], headed: int

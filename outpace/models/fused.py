@@ -210,6 +210,7 @@ class View:
         if attending is not spans:
             attends = self._looks(attending, cache)
         rows = paths = chunks = units = 0
+        viewed = bool(self._choice)
         for span in spans:
             rows += len(span.stored)
             if not span.chain:
@@ -218,7 +219,9 @@ class View:
             cut, stop = -(-len(span.stored) // tall), span.stored.stop + levels
             if not span.chain:
                 stop = span.base + len(span.depths)
-            listed = 0 if span.view is None else span.view.row_LKN.shape[2]
+            listed = 0
+            if span.view is not None:
+                listed, viewed = span.view.row_LKN.shape[2], True
             chunks += cut
             units += cut * (stop // BLOCK + listed // BLOCK + 2)
         self._fit(rows, chunks, units, paths)
@@ -226,7 +229,8 @@ class View:
             told.capacity, told.half, self._layout = layout.capacity, layout.half, layout
             told.key_stride, told.value_stride = layout.key_stride, layout.value_stride
         told.head, told.out = head, out
-        self._choices(cache, attending)
+        if viewed:
+            self._choices(cache, attending)
         parts = units * shape.queries
         if not levels:
             code = library()
@@ -272,8 +276,7 @@ class View:
 
     def _choices(self, cache: DenseCache, attending: Sequence[Span]) -> None:
         """Have spans choose which rows they see, where a view asks for that."""
-        chosen = array("q") if self._choice else self._choice
-        self._choice = chosen
+        chosen = self._choice = array("q")
         for span in attending if self._window is None else ():
             if span.view is not None and span.view.choice is not None:
                 self._choose(span, span.view.choice, _copies(span.view, cache)[1])

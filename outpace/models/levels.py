@@ -14,7 +14,7 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ from outpace.models.operations import Call
 from outpace.models.rope import Rotation
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Start:
+class Start(NamedTuple):
     """The rows of the first level; of the second, where the first one is a pass of its own."""
 
     cache: DenseCache
@@ -64,6 +63,7 @@ class Asked(Protocol[Answer]):
     def rows(self) -> int:
         """Most rows of a level."""
         ...
+
     @property
     def seats(self) -> int:
         """Most rows of a slot behind those of the first level."""
@@ -160,6 +160,9 @@ class _Levels(ctypes.Structure):
     ]
 
 
+_NO_IDS: Tensor | None = None
+
+
 class _Memory:
     """What a run of so many levels over so many rows reads and writes, and tells."""
 
@@ -168,7 +171,7 @@ class _Memory:
         self.position, self.ids, self.found = (array("q", bytes(8 * n)) for n in (rows, rows, size))
         self.temperature, self.coin = array("d", bytes(8 * rows)), array("d", bytes(8 * size))
         self.prob, self.key = array("f", bytes(4 * size)), array("Q", bytes(8 * size))
-        self.window = array("q", [one or 0 for one in level.windows])
+        self.window, self.id_D = array("q", [one or 0 for one in level.windows]), _NO_IDS
         names = "position window temperature coin key found prob".split()
         self.whole = _Levels(
             program=ctypes.addressof(level.call),
@@ -191,7 +194,7 @@ def run_levels(level: Level, start: Start, picks: Picks, id_D: Tensor | None, wi
         width: how many columns count, from the first one on.
     """
     code, call, rows, levels = library(), level.call, len(start.slot_B), picks.levels
-    assert code is not None and (id_D is None or id_D.is_contiguous())
+    assert code is not None
     memory = level.memory.get((rows, levels))
     if memory is None:
         memory = level.memory[rows, levels] = _Memory(level, rows, levels)
@@ -214,7 +217,9 @@ def run_levels(level: Level, start: Start, picks: Picks, id_D: Tensor | None, wi
     whole.first = None if level.first is None else ctypes.addressof(level.first)
     whole.logits, whole.width, whole.races = level.logits, width, picks.key_LB is not None
     whole.look = level.views[0].looks.buffer_info()[0]
-    whole.column = None if id_D is None else id_D.data_ptr()
+    if memory.id_D is not id_D:
+        assert id_D is None or id_D.is_contiguous()
+        memory.id_D, whole.column = id_D, None if id_D is None else id_D.data_ptr()
     whole.law = None if law_LBD is None else law_LBD.data_ptr()
     call.ids = memory.ids.buffer_info()[0]
     done = code.outpace_levels(ctypes.byref(whole))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ class PassRows:
     """
 
     def __init__(self, feeds: Sequence[Feed], cache: DenseCache, depth: int) -> None:
-        known = [_covered(feed, cache, depth) for feed in feeds]
+        known = [0 if feed.resume is None else _covered(feed, cache, depth) for feed in feeds]
         for feed in feeds:
             if feed.riders:
                 _check_riders(feed, depth)
@@ -48,14 +47,17 @@ class PassRows:
         """First row, layer, and the residual stream with which the rows enter it."""
         self._known: list[int] = []
         self._ridden: list[Riders | None] = []
+        starts, tap_starts, rider_starts = [0], [0], [0]
         for feed, covered in zip(feeds, known, strict=True):
-            first = len(cache.slot(feed.slot).tail_ids) - covered
+            state = cache.slot(feed.slot)
+            first = len(state.tail_ids) - covered
             cache.append(feed.slot, feed.token_J[covered:], feed.parent_J[covered:])
             start, count = len(self.ids), len(feed.token_J)
             want = range(count) if feed.want is None else feed.want
             self.wanted += [start + row for row in want]
             self.ids += feed.token_J
-            state = cache.slot(feed.slot)
+            starts.append(len(self.wanted))
+            tap_starts.append(len(self.ids) - len(self.riders))
             parents, depths = list(state.tail_parents), list(state.tail_depths)
             if feed.riders is not None:
                 _ride(feed.riders, parents, depths)
@@ -70,18 +72,17 @@ class PassRows:
                 self.resumed.append((start, feed.resume.layer, feed.resume.hidden_KH))
             base = len(state.ids)
             stored = range(base + first, base + first + count)
-            chain = depths == list(range(len(depths))) and parents == list(range(-1, len(depths) - 1))
+            chain = depths == [*range(len(depths))] and parents == [*range(-1, len(depths) - 1)]
             if feed.view is not None:
                 fits(feed.view, base)
             self.spans.append(Span(feed.slot, start, stored, base, parents, depths, chain, feed.view))
             self._known.append(covered)
             self._ridden.append(feed.riders)
-        self.start_B = _starts([feed.wanted for feed in feeds])
-        self.tap_start_B = _starts([len(feed.token_J) for feed in feeds])
-        given = [0 if feed.riders is None else len(feed.riders.node_R) for feed in feeds]
-        self.rider_start_B = _starts(given)
-        self.rider_logits = any(feed.riders and feed.riders.logits for feed in feeds)
-        entering = {riders.layer for riders in self._ridden if riders and riders.layer}
+            rider_starts.append(len(self.riders))
+        self.start_B, self.tap_start_B, self.rider_start_B = map(tuple, (starts, tap_starts, rider_starts))
+        ridden = [riders for riders in self._ridden if riders]
+        self.rider_logits = any([riders.logits for riders in ridden])
+        entering = {riders.layer for riders in ridden if riders.layer}
         self.levels = sorted({layer for _, layer, _ in self.resumed} | entering)
         """Layers at which rows join."""
 
@@ -133,14 +134,9 @@ class PassRows:
         return x_TH[torch.tensor(fed, device=x_TH.device)]
 
 
-def _starts(counts: Sequence[int]) -> tuple[int, ...]:
-    return tuple(accumulate(counts, initial=0))
-
-
 def _covered(feed: Feed, cache: DenseCache, depth: int) -> int:
     """Rows of a feed that an earlier pass ran up to the layer at which they resume."""
-    if feed.resume is None:
-        return 0
+    assert feed.resume is not None
     layer, rows = feed.resume.layer, feed.resume.row_K
     state, count = cache.slot(feed.slot), len(rows)
     held = (tuple(state.tail_ids), tuple(state.tail_parents))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -82,7 +82,6 @@ class _Ready:
     level: Level | None = None
     out: Piece = _NOTHING
     """What levels give first."""
-    picked: array[int] = field(default_factory=lambda: array("q"))
     held: object = ()
     """What else the call reads."""
 
@@ -306,11 +305,11 @@ class Plan:
         """A run that is only to be called, and then to be kept; arguments as of ``run``, and addresses
         of what is given.
         """
-        floats = [one if isinstance(one, Strip) else _strip(one) for one in lent]
+        floats = [Strip.of(one) for one in lent]
         for rows, one in zip(self._lent, floats, strict=True):
-            assert (one.rows, one.width) == (counts[rows.count], rows.width), (one.rows, one.width, counts, rows)
+            assert (one.rows, one.width) == (counts[rows.count], rows.width), (one.rows, one.width, rows)
         ready, told, chosen = self._taken(counts), array("q", ids), array("q", picked)
-        self._lend(ready, [*(one.address for one in floats), *given])
+        self._lend(ready, [*[one.address for one in floats], *given])
         self._check(ids)
         call, view = ready.call, ready.view
         call.ids, call.picked = told.buffer_info()[0], chosen.buffer_info()[0]
@@ -343,15 +342,12 @@ class Plan:
         Returns:
             What was found, and what was given first, level by level: valid until the next call.
         """
-        rows, lent, given, begins = asked.rows, self._lent[0], self._given[0], None
+        rows, given, begins, brought = asked.rows, self._given[0], None, Strip.of(given_TF)
+        ready, picked, count = self._taken((rows, rows)), array("q", range(rows)), asked.levels * rows
         self._check(start.id_B)
-        ready, size = self._taken((rows, rows)), asked.levels * rows * given.width
-        if ready.out.size < size:
-            ready.out = Piece(size)
-        out = ready.out.address
-        strip = Strip(ready.out.tensor, 0, out, asked.levels * rows, given.width)
-        brought = given_TF if isinstance(given_TF, Strip) else _strip(given_TF)
-        source = brought.address
+        if ready.out.size < count * given.width:
+            ready.out = Piece(count * given.width)
+        source, out = brought.address, ready.out.address
         if first is not None:
             plan, fed, seen = first
             places, counts = [out, ready.logits], (len(fed.ids), len(fed.wanted))
@@ -362,19 +358,18 @@ class Plan:
         assert ready.view is not None
         level.views[0], level.logits = ready.view, ready.logits
         level.first = None if begins is None else begins.call
-        level.call.picked, level.call.threads = ready.picked.buffer_info()[0], torch.get_num_threads()
+        level.call.picked, level.call.threads = picked.buffer_info()[0], torch.get_num_threads()
         found = asked.run(level, start, id_D, level.columns)
         self._keep(ready)
         if first is not None and begins is not None:
             first[0]._keep(begins)
-        return found, strip
+        return found, Strip(ready.out.tensor, 0, ready.out.address, count, given.width)
 
     def _level(self, ready: _Ready, rows: int) -> Level:
         """What runs of levels over so many rows have in common."""
         lent, (given, logits), view = self._lent[0], self._given, ready.view
         assert self._attended is not None and self._heads is not None and self._rotation is not None
         assert not any(whole in (lent, given) for _, whole, _, _ in self._views) and view is not None
-        ready.picked = array("q", range(rows))
         return Level(
             call=ready.call,
             address=ready.address,
@@ -453,11 +448,3 @@ class Plan:
             rows=ctypes.addressof(rows_C),
         )
         return _Ready(counts, size, places, address, rows_C, call)
-
-
-def _strip(x_TF: Tensor) -> Strip:
-    """Rows of a tensor, as they are if they are float32 side by side."""
-    if x_TF.dtype is not torch.float32 or not x_TF.is_contiguous():
-        x_TF = x_TF.float().contiguous()
-    rows, width = x_TF.shape
-    return Strip(x_TF, int(x_TF.storage_offset()), x_TF.data_ptr(), rows, width)

@@ -21,6 +21,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,8 +82,7 @@ class _List:
     """Features that they copy, the first one to buffer ``TAP``."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Results:
+class Results(NamedTuple):
     """What a pass gives, all of it memory of its own but for the logits."""
 
     taps: Mapping[str, Tensor]
@@ -94,8 +94,7 @@ class Results:
     """Index and value of the largest of each row of logits."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Way:
+class _Way(NamedTuple):
     """What the operations of a pass read besides buffers."""
 
     cache: DenseCache
@@ -196,7 +195,7 @@ class Programs:
             seen = self._some(buffers, listed, rows.spans, counts, way)
         last_TH = buffers.lent[LAST][: counts[1]].clone() if rows.riders else None
         self._free.append(buffers)
-        best = [int(one) for one in found[: 2 * headed : 2]], found[1 : 2 * headed : 2].tolist()
+        best = list(map(int, found[: 2 * headed : 2])), found[1 : 2 * headed : 2].tolist()
         return Results(seen, last_TH, logits_TV, best)
 
     def _joining(

@@ -65,6 +65,16 @@ class Strip:
     def __init__(self, piece: Tensor, first: int, address: int, rows: int, width: int) -> None:
         self._piece, self._first, self.address, self.rows, self.width = piece, first, address, rows, width
 
+    @classmethod
+    def of(cls, x_TF: Tensor | Strip) -> Strip:
+        """Rows of a tensor, as they are if they are float32 side by side."""
+        if isinstance(x_TF, Strip):
+            return x_TF
+        if x_TF.dtype is not torch.float32 or not x_TF.is_contiguous():
+            x_TF = x_TF.float().contiguous()
+        rows, width = x_TF.shape
+        return cls(x_TF, int(x_TF.storage_offset()), x_TF.data_ptr(), rows, width)
+
     def part(self, first: int, width: int) -> Tensor:
         """Columns of all rows; a view."""
         return self._piece.as_strided((self.rows, width), (self.width, 1), self._first + first)

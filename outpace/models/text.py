@@ -318,7 +318,7 @@ class TextStream:
         A character whose bytes are not all there yet is held back, so pushes and one ``flush``
         concatenate to what ``Tokenizer.decode`` gives for all the tokens.
         """
-        new = b"".join(self._spell(id) for id in ids if id not in self._skipped)
+        new = b"".join([self._spell(id) for id in ids if id not in self._skipped])
         if self._at_start and new:
             self._at_start = False
             new = new.removeprefix(b" ")

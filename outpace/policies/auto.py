@@ -144,12 +144,14 @@ class Auto(Policy):
         self, menus: Mapping[str, Mapping[int, Menu]], chosen: Mapping[int, Offer], prices: Prices
     ) -> dict[int, Offer]:
         """The drafter and depth that pay best for all sequences together, beside what is chosen."""
-        best, found = 0.0, dict[int, Offer]()
+        found: dict[int, Offer] = {}
+        best = 0.0
         for name, menu_B in menus.items():
             level = prices.level(name, len(menu_B))
             most = max([len(menu.offers) for menu in menu_B.values()])
             for depth in range(most) if len(menu_B) > 1 else (None,):
-                users, total, levels = dict[int, Offer](), 0.0, 0.0
+                users: dict[int, Offer] = {}
+                total = levels = 0.0
                 for i, menu in menu_B.items():
                     offer = menu.best if depth is None else menu.offers[: depth + 1][-1]
                     assert offer is not None

@@ -75,7 +75,8 @@ class Prices:
 
     def paying(self, offer_B: Mapping[int, Offer]) -> dict[int, Offer]:
         """Of what was offered to sequences, best first, as many as gain most together."""
-        found, best, guesses, kept, nodes = dict[int, Offer](), 0.0, 0.0, 0.0, 0
+        found: dict[int, Offer] = {}
+        best, guesses, kept, nodes = 0.0, 0.0, 0.0, 0
         order = sorted(offer_B, key=offer_B.__getitem__, reverse=True)
         for n, i in enumerate(order, 1):
             guesses, kept = guesses + offer_B[i].rows, kept + offer_B[i].kept
@@ -148,7 +149,8 @@ def fill(menu: Menu, name: str, budget: Budget, limit: Budget, pool: Pool, here:
     """The menu with its offers, where chances are worth so much ``here``. All that is left of an answer pays
     for what is read first.
     """
-    row_R, hope, best_D, width = menu.prices.row_R, pool.tuning.hope * here, dict[int, Offer](), -1
+    best_D: dict[int, Offer] = {}
+    row_R, hope, width = menu.prices.row_R, pool.tuning.hope * here, -1
     share = menu.read / max(1, limit.max_depth)
     for nodes, depth in pool.asks(budget):
         if nodes > limit.max_nodes or depth > menu.room or nodes >= len(row_R):

@@ -33,7 +33,8 @@ def certain(draft: Draft, laws: TargetLaws, want_laws: bool) -> Verdict | None:
     token = None if want_laws else laws.certain(ROOT)
     if token is None:
         return None
-    kept, emitted, node = list[int](), [token], ROOT
+    kept: list[int] = []
+    emitted, node = [token], ROOT
     for child, parent in enumerate(draft.parent_N):  # children stand behind their parents
         if parent == node and draft.token_N[child] == token:
             token = laws.certain(child)

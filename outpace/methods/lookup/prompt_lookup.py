@@ -104,7 +104,8 @@ class PromptLookup(Priced[_State]):
 
     def _places(self, state: _State) -> list[Place]:
         """Where the suffixes of the text were last followed by something, the longest first."""
-        tokens, most, out = state.tokens, self.config.max_ngram, list[Place]()
+        out: list[Place] = []
+        tokens, most = state.tokens, self.config.max_ngram
         for n in range(most, self.config.min_ngram - 1, -1):
             first = state.ends.get(tuple(tokens[-n:])) if len(tokens) >= n else None
             if first is not None:
