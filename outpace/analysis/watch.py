@@ -50,7 +50,7 @@ def watched(method: Method, outcome: SeenOutcome, level: SeenLevel | None = None
                 start += len(branch.nodes)
             return logits_FD, id_D
 
-        hooks |= {"expand": expanding, "descend": lambda *given: ()}
+        hooks |= {"expand": expanding, "descend": lambda *given: (), "spread": lambda *given: None}
     vars(drafter).update(hooks)
     try:
         yield

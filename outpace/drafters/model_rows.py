@@ -19,11 +19,13 @@ from torch import Tensor
 from outpace.cache.dense import DenseCache
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request
+from outpace.drafters.branching import drafts_of, ruled
 from outpace.drafters.columns import Columns
 from outpace.drafters.descent import levels_of, note, picked, start_of
 from outpace.models.base import Target
 from outpace.models.decoder import Decoder
-from outpace.tree.growth import Branch, DraftRow, Level
+from outpace.models.passes import PassRows
+from outpace.tree.growth import Branch, DraftRow, Growing, Level
 from outpace.types import NOTHING, ROOT, Draft, Feed, Outcome
 
 _LAST = "hidden.-1"
@@ -130,6 +132,30 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
         found = model.descend(start, picks, self._id_D, self._vocab_size)
         note(cache, branches, found)
         return levels_of(found, len(rows), self._id_D)
+
+    def spread(
+        self, trees: Sequence[Growing], branches: Sequence[Branch[ModelState]]
+    ) -> Sequence[Draft] | None:
+        """All passes of the draft model in one call, where it is such a decoder, and the rule is compiled."""
+        model, cache = self.model, self.cache
+        runs = type(self).expand is ModelDrafter.expand and self._head is None
+        programs = model.at_once if runs and isinstance(model, Decoder) else None
+        asked = None if programs is None else ruled(trees)
+        if programs is None or asked is None or not isinstance(cache, DenseCache):
+            return None
+        feeds = self.feeds(branches)
+        if not all(programs.knows(feed.token_J) for feed in feeds):
+            return None
+        fed = PassRows(feeds, cache, model.num_layers)
+        start = start_of(cache, branches, asked.seats, [0] * len(branches))
+        with self.clock:
+            found = programs.spread(fed, start, asked, self._id_D, self._vocab_size)
+        self.clock.count += found.levels - 1
+        for branch, (nodes, tokens, parents) in zip(branches, found.tail_B3R, strict=True):
+            cache.append(branch.state.slot, tokens, parents)
+            rows = enumerate(nodes, branch.state.lead)
+            branch.state.row |= {node: row for row, node in rows if node >= 0}
+        return drafts_of(found)
 
     def feeds(self, branches: Sequence[Branch[ModelState]]) -> list[Feed]:
         """What a level feeds; notes which rows of the slots it will stand in."""

@@ -21,17 +21,19 @@ typedef struct {
     int64_t *seat, *out;             /* of expanded ones: row in the tail, and among what rows gave */
     int64_t *best;                   /* the most valuable candidates, best first, of equal ones the first */
     int64_t *open;                   /* nodes that are expanded next, ascending */
-    int64_t count, ranked, opens;    /* candidates, and how many of these lists are filled */
+    int64_t *seated;                 /* nodes of the tail's rows behind the first ones, and see cut_tree */
+    int64_t count, ranked, opens, seats; /* candidates, and how many of these lists are filled */
 } Tree;
 
 typedef struct {
     Program *program;
     const Program *first; /* of the first level: one row per tree is wanted */
     int64_t passes, trees;
-    int64_t lent, given, bytes; /* buffers of what a level reads and gives, and bytes of a row of it */
+    int64_t counts;             /* of rows, that the program has */
+    int64_t lent, given, bytes; /* buffers of what a level reads and gives, or -1, and bytes of a row of it */
     char *gathered, *gave;      /* the rows that a level reads; what all levels gave */
     float *logits;              /* of every level */
-    int64_t width;
+    int64_t width, stride; /* columns that count, and numbers from row to row */
     int64_t tall;          /* rows that see together */
     const int64_t *window; /* of each pass; 0: none */
     Look *look;            /* of each tree; their tails have room */
@@ -94,8 +96,10 @@ static void grow_tree(const Trees *t, Tree *g, float *x, int64_t depth) {
     const int64_t fan = g->fan, last = g->count, temper = g->temper[depth] != 1;
     int64_t token[g->opens * fan], fresh[g->beam], count = 0;
     float prob[g->opens * fan];
-    for (int64_t i = 0; temper && i < g->opens * t->width; i++) x[i] /= (float)g->temper[depth];
-    outpace_rank(x, t->column, g->opens, t->width, fan, token, prob);
+    for (int64_t i = 0; i < g->opens; i++, x += t->stride) {
+        for (int64_t n = 0; temper && n < t->width; n++) x[n] /= (float)g->temper[depth];
+        outpace_rank(x, t->column, 1, t->width, fan, token + i * fan, prob + i * fan);
+    }
     for (int64_t i = 0; i < g->opens; i++)
         for (int64_t n = i * fan; n < (i + 1) * fan && token[n] >= 0; n++) {
             const double value = times(worth(g, g->open[i]), prob[n]);
@@ -122,19 +126,26 @@ static int64_t seat_nodes(const Trees *t, int64_t which, int64_t rows, int64_t o
     for (int64_t i = 0; i < g->opens; i++, rows++) {
         const int64_t node = g->open[i], above = g->parent[node], seat = tail[0]++;
         const int64_t parent = above < 0 ? g->lead - 1 : g->seat[above];
-        g->seat[node] = seat, g->out[node] = outs + rows;
+        g->seat[node] = seat, g->out[node] = outs + rows, g->seated[g->seats++] = node;
         parents[seat] = parent, depths[seat] = depths[parent] + 1;
         if (parent != seat - 1) l->parents = tail[1], l->depths = tail[2]; /* no chain any more */
         t->id[rows] = g->token[node], t->position[rows] = g->offset + l->base + depths[seat];
-        memcpy(t->gathered + rows * t->bytes, t->gave + (above < 0 ? which : g->out[above]) * t->bytes,
-               t->bytes);
+        if (t->lent >= 0)
+            memcpy(t->gathered + rows * t->bytes, t->gave + (above < 0 ? which : g->out[above]) * t->bytes,
+                   t->bytes);
     }
     return rows;
 }
 
-/* Leave the nodes that stay, in the order in which they came. */
+/* Leave the nodes that stay, in the order in which they came. Of the tail's rows are left the nodes that they
+   are then, or -1, behind these their tokens, and the rows that they hang from. */
 static void cut_tree(Tree *g) {
-    const int64_t stay = staying(g), last = g->count;
+    const int64_t stay = staying(g), last = g->count, room = (g->depth - 1) * g->beam;
+    for (int64_t i = 0; i < g->seats; i++) {
+        const int64_t node = g->seated[i], above = g->parent[node];
+        g->seated[room + i] = g->token[node];
+        g->seated[2 * room + i] = above < 0 ? g->lead - 1 : g->seat[above];
+    }
     for (int64_t i = 0; i < last; i++) g->seat[i] = -1;
     for (int64_t i = 0; i < stay; i++) g->seat[g->best[i]] = 0;
     g->count = 0;
@@ -144,6 +155,7 @@ static void cut_tree(Tree *g) {
         g->token[g->count] = g->token[i], g->parent[g->count] = parent < 0 ? -1 : g->seat[parent];
         g->seat[i] = g->count++;
     }
+    for (int64_t i = 0; i < g->seats; i++) g->seated[i] = g->seat[g->seated[i]];
 }
 
 /* Grow trees until none goes on; gives how many levels were run. */
@@ -160,8 +172,8 @@ int64_t outpace_trees(const Trees *t) {
     p->ids = t->id;
     for (int64_t outs = 0, rows = t->trees; rows; level++) {
         if (level) {
-            buffer[t->lent] = t->gathered, buffer[t->given] = t->gave + outs * t->bytes;
-            counts[0] = counts[1] = rows;
+            if (t->lent >= 0) buffer[t->lent] = t->gathered, buffer[t->given] = t->gave + outs * t->bytes;
+            for (int64_t i = 0; i < t->counts; i++) counts[i] = rows;
             for (int64_t i = 0; i < t->passes; i++)
                 outpace_see((Pass *)p->pass[i], t->look, t->trees, t->look, t->trees, t->window[i], t->tall);
         }
@@ -171,11 +183,11 @@ int64_t outpace_trees(const Trees *t) {
         for (int64_t i = 0; i < t->trees; i++) {
             const int64_t opened = t->tree[i].opens;
             if (opened) grow_tree(t, t->tree + i, x, level);
-            x += opened * t->width;
+            x += opened * t->stride;
             rows = seat_nodes(t, i, rows, outs, tail[i]);
         }
     }
-    counts[0] = counts[1] = most;
+    for (int64_t i = 0; i < t->counts; i++) counts[i] = most;
     for (int64_t i = 0; i < t->trees; i++) cut_tree(t->tree + i);
     return level;
 }

@@ -20,6 +20,7 @@ from outpace.kernels.compiled import library
 from outpace.models.attention import Span
 from outpace.models.fused import tell
 from outpace.models.levels import Level, Start
+from outpace.models.operations import NONE
 from outpace.models.room import Piece
 
 _QUERIES = 24
@@ -50,7 +51,12 @@ class Rule:
     @property
     def most(self) -> int:
         """Candidates that there can be."""
-        return self.fan * (1 + (self.levels - 1) * self.beam)
+        return self.fan * (1 + self.seats)
+
+    @property
+    def seats(self) -> int:
+        """Most rows behind those of the first level."""
+        return (self.levels - 1) * self.beam
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Branching:
     @cached_property
     def seats(self) -> int:
         """Most rows of a slot behind those of the first level."""
-        return max((rule.levels - 1) * rule.beam for rule in self.rule_B)
+        return max(rule.seats for rule in self.rule_B)
 
     @cached_property
     def rows(self) -> int:
@@ -85,6 +91,9 @@ class Trees:
     """Passes that it took."""
     token_BN: Sequence[Sequence[int]]
     parent_BN: Sequence[Sequence[int]]
+    tail_B3R: Sequence[Sequence[Sequence[int]]]
+    """Of the rows behind those of the first level: nodes, or -1 where they do not stay; tokens; and the rows
+    of the tail that they hang from."""
 
 
 class _Tree(ctypes.Structure):
@@ -95,8 +104,8 @@ class _Tree(ctypes.Structure):
         ("least", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in "row level temper".split()),
         *((name, ctypes.c_int64) for name in "lead offset".split()),
-        *((name, ctypes.c_void_p) for name in "value token parent seat out best open".split()),
-        *((name, ctypes.c_int64) for name in "count ranked opens".split()),
+        *((name, ctypes.c_void_p) for name in "value token parent seat out best open seated".split()),
+        *((name, ctypes.c_int64) for name in "count ranked opens seats".split()),
     ]
 
 
@@ -105,9 +114,9 @@ class _Trees(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("program", "first")),
-        *((name, ctypes.c_int64) for name in "passes trees lent given bytes".split()),
+        *((name, ctypes.c_int64) for name in "passes trees counts lent given bytes".split()),
         *((name, ctypes.c_void_p) for name in "gathered gave logits".split()),
-        *((name, ctypes.c_int64) for name in "width tall".split()),
+        *((name, ctypes.c_int64) for name in "width stride tall".split()),
         *((name, ctypes.c_void_p) for name in "window look position id column tree".split()),
     ]
 
@@ -120,7 +129,7 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
         width: how many columns there are.
     """
     code, call, rules, cache = library(), level.call, asked.rule_B, start.cache
-    assert code is not None and level.first is not None and level.columns == width
+    assert code is not None and level.first is not None
     assert id_D is None or id_D.is_contiguous()
     spans: list[Span] = []
     lead_B: list[int] = []
@@ -129,7 +138,7 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
         base, lead = cache.length(slot), row - cache.length(slot)
         lead_B.append(lead)
         last = max(last, offset + row + rule.levels - 2)
-        room = [0] * (rule.beam * (rule.levels - 1))
+        room = [0] * rule.seats
         parents, depths = [*range(-1, lead - 1), *room], [*range(lead), *room]
         spans.append(Span(slot, first, range(row, row + rule.beam), base, parents, depths, False))
         first += rule.beam
@@ -148,13 +157,15 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
         first=ctypes.addressof(level.first),
         passes=len(level.views),
         trees=len(rules),
+        counts=level.counts,
         lent=level.lent,
         given=level.given,
         bytes=each,
         gathered=gathered.address,
-        gave=level.address[level.lent],
+        gave=None if level.lent == NONE else level.address[level.lent],
         logits=level.logits,
         width=width,
+        stride=level.columns,
         tall=max(1, _QUERIES // level.heads.group),
         window=window.buffer_info()[0],
         look=level.views[0].looks.buffer_info()[0],
@@ -164,16 +175,21 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
         tree=ctypes.addressof(trees),
     )
     levels = code.outpace_trees(ctypes.byref(whole))
-    found = [
-        (numbers[: one.count], numbers[rule.most : rule.most + one.count])
-        for one, rule, (numbers, _) in zip(trees, rules, memory, strict=True)
-    ]
+    found = [_found(one, rule, numbers) for one, rule, (numbers, _) in zip(trees, rules, memory, strict=True)]
     return Trees(levels, *zip(*found, strict=True))
 
 
 def _memory(rule: Rule) -> tuple[array[int], array[float]]:
     """Room for candidates: tokens, parents, seats, places, then lists of nodes; and values."""
-    return array("q", bytes(8 * (4 * rule.most + rule.nodes + rule.beam))), array("d", bytes(8 * rule.most))
+    lists = rule.nodes + rule.beam + 3 * rule.seats
+    return array("q", bytes(8 * (4 * rule.most + lists))), array("d", bytes(8 * rule.most))
+
+
+def _found(one: _Tree, rule: Rule, numbers: array[int]) -> tuple[array[int], array[int], list[array[int]]]:
+    """Tokens and parents of the nodes that stay, and the rows of the tail."""
+    most, seats, at = rule.most, rule.seats, 4 * rule.most + rule.nodes + rule.beam
+    tail = [numbers[first : first + one.seats] for first in (at, at + seats, at + 2 * seats)]
+    return numbers[: one.count], numbers[most : most + one.count], tail
 
 
 def _tree(rule: Rule, lead: int, offset: int, memory: tuple[array[int], array[float]]) -> _Tree:
@@ -197,4 +213,5 @@ def _tree(rule: Rule, lead: int, offset: int, memory: tuple[array[int], array[fl
         out=at + 3 * most,
         best=at + 4 * most,
         open=at + 4 * most + 8 * rule.nodes,
+        seated=at + 4 * most + 8 * (rule.nodes + rule.beam),
     )

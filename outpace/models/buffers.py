@@ -39,7 +39,8 @@ class Buffers:
             PICKED: hidden,
             LAST: hidden,
         }
-        self.views = [View(shape, window) for window in windows]
+        self.views, self.below = ([View(shape, window) for window in windows] for _ in range(2))
+        """Of passes, and of levels that follow one in the same call."""
         self.lasting = Lasting()
         self.most = 0
         """Rows that there is room for."""

@@ -311,13 +311,19 @@ class Decoder(Target):
         Returns:
             The tokens of as many passes as could be run in one call: none without compiled code.
         """
-        plain = self.config.logit_softcap is None and self.static is None
-        if not plain or self._programs is None or not self._programs.embeds:
+        programs = self.at_once
+        if programs is None:
             return Found(0)
         with self.clock:
-            found = self._programs.descend(start, picks, id_D, width)
+            found = programs.descend(start, picks, id_D, width)
         self.clock.count += found.levels - 1
         return found
+
+    @property
+    def at_once(self) -> Programs | None:
+        """What runs several passes in one call; None where Python has to look between them."""
+        plain = self.config.logit_softcap is None and self.static is None
+        return self._programs if plain and self._programs is not None and self._programs.embeds else None
 
     def _pass(self, rows: PassRows, cache: DenseCache, depth: int, taps: frozenset[str]) -> Scored:
         fed, picked = len(rows.wanted), len(rows.wanted) + len(rows.riders)

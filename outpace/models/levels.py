@@ -126,6 +126,8 @@ class Level:
     """What a level gives in one buffer, the next one finds in the other; ``NONE``: nothing."""
     bytes: int
     """Of what it gives; levels follow each other in memory."""
+    counts: int
+    """Of rows, that the call has."""
     head: int
     out: int
     """Buffers of queries, keys and values, and of what attention gives."""
@@ -143,6 +145,8 @@ class Level:
     """Of the first level, which gives what the second one finds; None: the same."""
     memory: dict[tuple[int, int], _Memory] = field(default_factory=dict)
     """By rows and levels."""
+    held: object = ()
+    """What the call reads."""
 
 
 class _Levels(ctypes.Structure):

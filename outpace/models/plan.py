@@ -376,6 +376,7 @@ class Plan:
             lent=lent.buffer,
             given=given.buffer,
             bytes=4 * rows * given.width,
+            counts=len(ready.counts),
             head=self._attended[0].buffer,
             out=self._attended[1].buffer,
             logits=ready.logits,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from outpace.cache.dense import DenseCache
 from outpace.kernels.compiled import LANES, library
 from outpace.models.attention import HeadShape, Span
 from outpace.models.blocks import Block, Ends
+from outpace.models.branching import Branching, Trees, run_trees
 from outpace.models.buffers import (
     ADDED,
     ATTENDED,
@@ -237,32 +238,71 @@ class Programs:
 
     def descend(self, start: Start, picks: Picks, id_D: Tensor | None, width: int) -> Found:
         """Run passes level by level; see ``run_levels``."""
-        rows, head = len(start.slot_B), self._ends.head
-        buffers = self._taken(rows)
-        buffers.lend(LOGITS, self._room.rows(rows, head.outputs))
-        buffers.found(rows)
-        listed, picked = (
-            self._list(range(len(self._blocks)), True, True, frozenset()),
-            array("q", range(rows)),
+        buffers, rows = self._at_hand(len(start.slot_B)), len(start.slot_B)
+        found = run_levels(
+            self._level(buffers, rows), start, picks, id_D, min(width, self._ends.head.outputs)
         )
-        level = Level(
-            call=_call(buffers, listed, (rows, rows, rows), picked),
+        self._free.append(buffers)
+        return found
+
+    def spread(self, fed: PassRows, start: Start, asked: Branching, id_D: Tensor | None, width: int) -> Trees:
+        """Run a pass, and levels of trees below its rows that are wanted; see ``run_trees``."""
+        buffers, spans = self._at_hand(max(asked.rows, len(fed.ids))), fed.spans
+        level, positions = self._level(buffers, asked.rows), array("q")
+        picked, ids = array("q", fed.wanted), array("q", fed.ids)
+        listed = self._list(range(len(self._blocks)), True, True, frozenset())
+        level.first = _call(buffers, listed, (len(ids), len(picked), len(picked)), picked)
+        level.first.ids = ids.buffer_info()[0]
+        for view in buffers.views:
+            view.look(start.cache, spans, buffers.address[HEADS] or 0, buffers.address[ATTENDED] or 0)
+        for span in spans:
+            positions.extend(span.positions)
+        tell(level.first, self._shape, start.cache, buffers.views, self._turns, positions, max(positions))
+        found = run_trees(level, start, asked, id_D, min(width, self._ends.head.outputs))
+        self._free.append(buffers)
+        return found
+
+    def knows(self, ids: Iterable[int]) -> bool:
+        """Whether compiled code embeds these."""
+        known = 0 if self._vectors is None else self._vectors.outputs
+        return all(0 <= one < known for one in ids)
+
+    def _at_hand(self, rows: int) -> Buffers:
+        """Memory for levels over at most so many rows."""
+        buffers = self._taken(rows)
+        buffers.lend(LOGITS, self._room.rows(rows, self._ends.head.outputs))
+        buffers.found(rows)
+        return buffers
+
+    def _level(self, buffers: Buffers, rows: int) -> Level:
+        """A pass over so many rows that is run again and again."""
+        listed = self._list(range(len(self._blocks)), True, True, frozenset())
+        picked, counts = array("q", range(rows)), array("q", [rows] * 3)
+        call = Call(
+            op=ctypes.addressof(listed.ops),
+            ops=len(listed.ops),
+            buffer=ctypes.addressof(buffers.address),
+            rows=counts.buffer_info()[0],
+            picked=picked.buffer_info()[0],
+            threads=torch.get_num_threads(),
+        )
+        return Level(
+            call=call,
             address=buffers.address,
             lent=NONE,
             given=NONE,
             bytes=0,
+            counts=len(counts),
             head=HEADS,
             out=ATTENDED,
             logits=buffers.lent[LOGITS].data_ptr(),
-            columns=head.outputs,
+            columns=self._ends.head.outputs,
             heads=self._shape,
-            views=buffers.views,
+            views=buffers.below,
             windows=self._windows,
             turns=self._turns,
+            held=(picked, counts),
         )
-        found = run_levels(level, start, picks, id_D, min(width, head.outputs))
-        self._free.append(buffers)
-        return found
 
     def _taken(self, rows: int) -> Buffers:
         """Memory for a pass; one in another thread meanwhile has its own."""

@@ -45,13 +45,18 @@ def second():
 def proposed(made_of, drawn, settings, depths, descends):
     """Drafts, and how many levels were gone down in one call."""
     drafter, states, size = made_of()
-    gone, descend = [], drafter.descend
+    gone, descend, spread = [], drafter.descend, drafter.spread
 
     def counting(*given):
         gone.append(descend(*given) if descends else ())
         return gone[-1]
 
-    drafter.descend = counting
+    def spreading(*given):
+        found = spread(*given) if descends else None
+        gone.append(range(max(map(len, found))) if found else ())
+        return found
+
+    drafter.descend, drafter.spread = counting, spreading
     rows = [
         DraftRow(
             state,
