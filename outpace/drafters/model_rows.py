@@ -25,6 +25,7 @@ from outpace.drafters.descent import levels_of, note, picked, start_of
 from outpace.models.base import Target
 from outpace.models.decoder import Decoder
 from outpace.models.passes import PassRows
+from outpace.models.program import Programs
 from outpace.tree.growth import Branch, DraftRow, Growing, Level
 from outpace.types import NOTHING, ROOT, Draft, Feed, Outcome
 
@@ -124,29 +125,35 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
         self, rows: Sequence[DraftRow[ModelState]], branches: Sequence[Branch[ModelState]], levels: int
     ) -> Sequence[Level]:
         """Several passes of the draft model in one call, where it is a decoder whose passes are compiled."""
-        model, cache = self.model, self.cache
+        programs, cache = self._programs, self.cache
         picks = None if branches[0].nodes == (ROOT,) else picked(rows, branches, levels)
-        if picks is None or not isinstance(model, Decoder) or not isinstance(cache, DenseCache):
+        if picks is None or programs is None or not isinstance(cache, DenseCache):
             return ()
         start = start_of(cache, branches, levels, [0] * len(branches))
-        found = model.descend(start, picks, self._id_D, self._vocab_size)
+        with self.clock:
+            found = programs.descend(start, picks, self._id_D, self._vocab_size)
+        self.clock.count += found.levels - 1
         note(cache, branches, found)
         return levels_of(found, len(rows), self._id_D)
+
+    @property
+    def _programs(self) -> Programs | None:
+        """What runs several of its passes in one call."""
+        model, own = self.model, type(self).expand is ModelDrafter.expand
+        return model.at_once if own and isinstance(model, Decoder) else None
 
     def spread(
         self, trees: Sequence[Growing], branches: Sequence[Branch[ModelState]]
     ) -> Sequence[Draft] | None:
         """All passes of the draft model in one call, where it is such a decoder, and the rule is compiled."""
-        model, cache = self.model, self.cache
-        runs = type(self).expand is ModelDrafter.expand and self._head is None
-        programs = model.at_once if runs and isinstance(model, Decoder) else None
-        asked = None if programs is None else ruled(trees)
+        programs, cache = self._programs, self.cache
+        asked = None if programs is None or self._head is not None else ruled(trees)
         if programs is None or asked is None or not isinstance(cache, DenseCache):
             return None
         feeds = self.feeds(branches)
         if not all(programs.knows(feed.token_J) for feed in feeds):
             return None
-        fed = PassRows(feeds, cache, model.num_layers)
+        fed = PassRows(feeds, cache, self.model.num_layers)
         start = start_of(cache, branches, asked.seats, [0] * len(branches))
         with self.clock:
             found = programs.spread(fed, start, asked, self._id_D, self._vocab_size)

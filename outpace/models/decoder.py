@@ -31,7 +31,6 @@ from outpace.models.families import DecoderConfig
 from outpace.models.fused import stored
 from outpace.models.graphs import Record, StaticPasses, cuda_recorder
 from outpace.models.layers import Layers
-from outpace.models.levels import Found, Picks, Start
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
 from outpace.models.products import works
@@ -300,24 +299,6 @@ class Decoder(Target):
         rows = PassRows(feeds, cache, depth)
         with self.clock:
             return self._pass(rows, cache, depth, taps)
-
-    def descend(self, start: Start, picks: Picks, id_D: Tensor | None, width: int) -> Found:
-        """Run passes over one row per sequence, each of the tokens picked from the one before it.
-
-        Args:
-            id_D: tokens of the columns of logits; None: their places.
-            width: most columns that count.
-
-        Returns:
-            The tokens of as many passes as could be run in one call: none without compiled code.
-        """
-        programs = self.at_once
-        if programs is None:
-            return Found(0)
-        with self.clock:
-            found = programs.descend(start, picks, id_D, width)
-        self.clock.count += found.levels - 1
-        return found
 
     @property
     def at_once(self) -> Programs | None:

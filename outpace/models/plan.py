@@ -80,8 +80,7 @@ class _Ready:
     memory: Piece = _NOTHING
     view: View | None = None
     level: Level | None = None
-    out: Piece = _NOTHING
-    """What levels give first."""
+    out: Piece = _NOTHING  # what levels give first
     held: object = ()
     """What else the call reads."""
 

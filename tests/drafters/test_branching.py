@@ -8,6 +8,7 @@ import torch
 
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
+from outpace.methods.draft_model.drafter import DraftModel
 from outpace.methods.eagle3.drafter import Eagle3
 from outpace.methods.eagle3.net import EagleNet
 from outpace.models.products import works
@@ -15,7 +16,7 @@ from outpace.params import SamplingParams
 from outpace.policies.confidence import Threshold
 from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
-from outpace.types import NOTHING, Budget, Drawn, Price, Shape
+from outpace.types import NOTHING, Budget, Drawn, Feed, Price, Shape
 from tests.methods.eagle3.oracle import random_tensors, shape_for
 from tests.methods.eagle3.test_drafter import every, show, tied
 
@@ -80,16 +81,65 @@ def prices(chance, nodes):
     return Price(tuple(chance.random() * dear for _ in range(chance.randint(1, 4))), tuple(rows))
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_one_call_grows_the_same_trees(seed):
-    chance, budgets = random.Random(seed), []
+def second(budgets, spreads, knows=10):
+    """Drafts of a draft model, what is in its cache behind them, and its passes."""
+    model = tied()
+    drafter = DraftModel(model, model.vocab_size)
+    states = [drafter.begin(Request(prompt=tuple(text))) for text in TEXTS]
+    for state, text in zip(states, TEXTS, strict=True):  # a part of each text is read already
+        drafter.model.score([Feed.chain(state.slot, text[: min(len(text) - 1, knows)])], drafter.cache)
+        drafter.cache.keep(state.slot, range(min(len(text) - 1, knows)))
+    done, spread = [], drafter.spread
+
+    def counting(*given):
+        found = spread(*given) if spreads else None
+        done.append(found is not None)
+        return found
+
+    drafter.spread = counting
+    warp = Warp(SamplingParams(temperature=0), (), frozenset({2}), model.vocab_size)
+    rows = [
+        DraftRow(state, text, budget, KeyedCoins(3, len(text) - 1, Stream.DRAFT), warp, Drawn.CHOSEN)
+        for state, text, budget in zip(states, TEXTS, budgets, strict=False)
+    ]
+    drafts = [[told(one) for one in drafter.propose(rows)] for _ in range(2)]
+    assert drafts[0] == drafts[1], "a draft leaves nothing behind"
+    behind = []
+    for row in rows:
+        state, slot = row.state, drafter.cache.slot(row.state.slot)
+        stored = len(slot.ids) + len(slot.tail_ids)
+        keys = drafter.cache.key_store[:, state.slot, :, :, :stored].clone()
+        behind.append((slot.tail_ids, slot.tail_parents, slot.tail_depths, state.row, state.lead, keys))
+    return drafts[0], behind, drafter.clock.count, sum(done)
+
+
+def random_budgets(chance):
+    budgets = []
     for _ in range(chance.randint(1, 5)):
         nodes, depth = chance.choice([1, 2, 5, 8, 13, 40]), chance.randint(1, 9)
         shape = Shape(beam=chance.choice([1, 2, 3, 8, 20]), least=chance.choice([0.0, 0.05, 0.5, 1.5]))
         budgets.append(Budget(nodes, depth, shape=shape, price=prices(chance, nodes)))
     if chance.random() < 0.3:
         budgets.insert(chance.randrange(len(budgets)), NOTHING)
-    budgets = budgets[: len(TEXTS)]
+    return budgets[: len(TEXTS)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_draft_model_grows_the_same_trees_in_one_call(seed):
+    chance = random.Random(seed)
+    budgets, knows = random_budgets(chance), chance.choice([0, 2, 10])
+    ours, behind, count, whole = second(budgets, True, knows)
+    theirs, as_behind, expected, none = second(budgets, False, knows)
+    assert none == 0 and whole == (2 if any(one.max_nodes for one in budgets) else 0)
+    assert ours == theirs and count == expected
+    for (*mine, keys), (*others, same) in zip(behind, as_behind, strict=True):
+        assert mine == others and torch.equal(keys, same)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_one_call_grows_the_same_trees(seed):
+    chance = random.Random(seed)
+    budgets = random_budgets(chance)
     given = {
         "settings": {"temperature": chance.choice([0, 0.8])},
         "temper": ((), (0.02,), (0.05, 0.3), (1.0, 0.04, 0.7))[seed % 4],
