@@ -212,10 +212,9 @@ class Engine:
         method = self.method(drafter)
         requests = list(self._requests(prompts, params, settings, chat, reference))
         done: dict[int, Result] = {}
-        for part in self._run(self._open(requests, method, reproducible), method):
-            for row in part:
-                if row.finished:
-                    done[row.index] = row.result()
+        with torch.inference_mode():  # once, and not for every step
+            for part in self._run(self._open(requests, method, reproducible), method):
+                done |= {row.index: row.result() for row in part if row.finished}
         results = [done[index] for index in range(len(requests))]
         return results[0] if single and len(results) == 1 else results
 

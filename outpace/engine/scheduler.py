@@ -16,6 +16,7 @@ Sequences join and leave between passes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 
 import torch
 
@@ -23,6 +24,7 @@ from outpace.engine.sequence import ActiveSequence
 from outpace.machine import Machine
 from outpace.step import prefill, step
 
+_AS_IT_IS = nullcontext()
 _ALONE = 4
 """Chunks in one pass, while nobody decodes who would be held up by it; and most beside others."""
 
@@ -115,7 +117,7 @@ class Scheduler:
 
     def _run(self, rows: list[ActiveSequence]) -> list[ActiveSequence]:
         before = sum(row.new_tokens for row in rows)
-        with self._mode:
+        with _AS_IT_IS if torch.is_inference_mode_enabled() else self._mode:
             step(self.machine, rows)
         self._emitted = (sum(row.new_tokens for row in rows) - before) / len(rows)
         return self._left(rows)
