@@ -24,6 +24,9 @@ from outpace.types import NOTHING, Budget, Draft, Drawn, Outcome, Plan, StepReco
 from outpace.verifiers.base import Verifier
 
 
+_EMPTY = Draft()
+
+
 @dataclass(slots=True, eq=False)
 class Member:
     """A drafter that may be picked for one sequence."""
@@ -140,7 +143,7 @@ def draft(
     made_B: Sequence[Mapping[str, Draft]],
 ) -> list[Draft]:
     """The drafts that were planned: of what ``foresee`` made, else each drafter is asked once."""
-    drafts = [Draft()] * len(rows)
+    drafts = [_EMPTY] * len(rows)
     asked: dict[str, dict[int, Budget]] = {}
     for i, plan in enumerate(plans):
         name, budget = plan.drafter, plan.budget

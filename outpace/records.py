@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +56,12 @@ class StepRecord:
     """Whether the step fed prompts."""
     context: int = 0
     """Longest committed length among the sequences, tokens."""
+
+
+@lru_cache(1024)
+def depths(parent_N: tuple[int, ...]) -> tuple[int, ...]:
+    """Depth of each node of a forest; a child of the root, -1, has depth 1."""
+    depth: list[int] = []
+    for parent in parent_N:
+        depth.append(1 if parent < 0 else depth[parent] + 1)
+    return tuple(depth)

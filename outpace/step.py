@@ -111,7 +111,7 @@ class _Part:
             fed = self.feed.token_J
             return Outcome(self.draft, scored, verdict, fed, tuple(range(len(fed))), self.start, forced=True)
         # The last emitted token becomes the pending one, so its own row is not kept.
-        kept = (0, *(node + 1 for node in verdict.kept[: len(verdict.emitted) - 1]))
+        kept = (0, *[node + 1 for node in verdict.kept[: len(verdict.emitted) - 1]])
         fed = (self.row.tokens[-1], *verdict.emitted[:-1])
         return Outcome(self.draft, scored, verdict, fed, kept, self.start, drafter=self.plan.drafter)
 

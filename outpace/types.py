@@ -26,6 +26,7 @@ from outpace.law import VocabMap as VocabMap
 from outpace.records import Choice as Choice
 from outpace.records import RowRecord as RowRecord
 from outpace.records import StepRecord as StepRecord
+from outpace.records import depths
 
 ROOT = -1
 """The parent of the first guesses: the pending token, which is committed but not yet scored."""
@@ -33,6 +34,8 @@ ROOT = -1
 
 class Drawn(enum.Enum):
     """How the siblings of a group were picked. Correct verification depends on it."""
+
+    __hash__ = object.__hash__  # that of enum is Python
 
     CHOSEN = "chosen"
     """By any rule that does not read the target's coins: lookup, top-k, beam."""
@@ -185,13 +188,10 @@ class Draft(Rooted):
         """Rows of a pass: the pending token, the guesses, and their riders."""
         return 1 + len(self) + (0 if self.riders is None else len(self.riders.node_R))
 
-    @cached_property
+    @property
     def depth_N(self) -> tuple[int, ...]:
         """Depth of each node; a child of the pending token has depth 1."""
-        depth: list[int] = []
-        for parent in self.parent_N:
-            depth.append(1 if parent == ROOT else depth[parent] + 1)
-        return tuple(depth)
+        return depths(self.parent_N)
 
     def path_of(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Nodes that carry the first of some tokens, root first."""
@@ -344,7 +344,7 @@ class Feed:
         return cls(
             slot,
             (pending, *draft.token_N),
-            (-1, *(parent + 1 for parent in draft.parent_N)),
+            (-1, *[parent + 1 for parent in draft.parent_N]),
             riders=draft.riders,
             resume=draft.resume,
             view=draft.view,

@@ -136,7 +136,7 @@ class KVCache(ABC):
                 )
         if list(rows) != list(range(len(rows))):
             self._move(slot, [len(state.ids) + row for row in rows], len(state.ids))
-        state.ids.extend(state.tail_ids[row] for row in rows)
+        state.ids += [state.tail_ids[row] for row in rows]
         self.drop(slot)
 
     def drop(self, slot: int) -> None:
