@@ -66,7 +66,7 @@ def told(drafter, rows, forced=None, mixed=False):
         logits_FD, id_D = drafter.expand(branches)
         start = 0
         for branch in branches:
-            sequence = next(i for i, row in enumerate(rows) if row.state is branch.state)
+            sequence = next(i for i, row in enumerate(rows) if row.tokens is branch.tokens)
             for i, node in enumerate(branch.nodes):
                 path = branch.path_tokens(node)
                 said[sequence, path] = logits_FD[start + i].clone()
@@ -120,7 +120,8 @@ def test_what_follows_a_node_depends_on_its_path_alone(engine, differ, spec):
     for depth in {len(path) for _, path in tree} - {0}:
         of_depth = [one for (i, path), one in tree.items() if i == 0 and len(path) == depth]
         apart = max([apart, *(float((one - of_depth[0]).abs().max()) for one in of_depth)])
-    differ[spec] = apart
+    if not issubclass(kind(spec), BlockDrafter):  # those may say the same below all nodes
+        differ[spec] = apart
 
 
 def test_the_test_above_can_fail(differ):
