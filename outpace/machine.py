@@ -24,9 +24,6 @@ from outpace.types import NOTHING, Budget, Draft, Drawn, Outcome, Plan, StepReco
 from outpace.verifiers.base import Verifier
 
 
-_EMPTY = Draft()
-
-
 @dataclass(slots=True, eq=False)
 class Member:
     """A drafter that may be picked for one sequence."""
@@ -143,7 +140,7 @@ def draft(
     made_B: Sequence[Mapping[str, Draft]],
 ) -> list[Draft]:
     """The drafts that were planned: of what ``foresee`` made, else each drafter is asked once."""
-    drafts = [_EMPTY] * len(rows)
+    drafts: dict[int, Draft] = {}
     asked: dict[str, dict[int, Budget]] = {}
     for i, plan in enumerate(plans):
         name, budget = plan.drafter, plan.budget
@@ -156,9 +153,8 @@ def draft(
         else:
             drafts[i] = cut
     for name, budgets in asked.items():
-        for i, one in _propose(machine, rows, name, budgets).items():
-            drafts[i] = one
-    return drafts
+        drafts |= _propose(machine, rows, name, budgets)
+    return [drafts[i] if i in drafts else Draft() for i in range(len(rows))]
 
 
 def _propose(
