@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outpace.kernels.compiled import library
-from outpace.models import buffers, operations, program
+from outpace.models import buffers, listing, operations
 from outpace.models.decoder import Decoder
 from outpace.models.program import Programs
 from outpace.models.weights import SafetensorsCheckpoint
@@ -150,7 +150,7 @@ def test_a_row_gets_the_same_bits_in_any_company(made):
 
 def broken(kind, nth, **changes):
     """A way to list operations with a fault: the ``nth`` of a kind differs, or is left out."""
-    true = program._Lister._op
+    true = listing.Lister._op
 
     def op(self, listed, **fields):
         count = sum(one.kind == listed for one in self._ops) + getattr(self, "left_out", 0)
@@ -184,7 +184,7 @@ def test_a_fault_in_a_list_is_noticed(made, fault, monkeypatch):
     kind, nth, changes = fault
     name = "qwen3" if kind == operations.TURN else "gemma3" if kind == operations.ATTEND else "llama"
     compiled, plain = made(name)
-    monkeypatch.setattr(program._Lister, "_op", broken(kind, nth, **changes))
+    monkeypatch.setattr(listing.Lister, "_op", broken(kind, nth, **changes))
     with monkeypatch.context() as patch:
         fresh = Programs(compiled.config, compiled._blocks, compiled._ends, compiled._turns, compiled._shape)
         patch.setattr(compiled, "_programs", fresh)
