@@ -115,6 +115,7 @@ def train(
     with contextlib.ExitStack() as stack:
         own: Sequence[str] = ()
         if self_prompts is not None:
+            options.trial(engine.target)  # refuses what cannot be, before the model thinks of prompts
             # What is only estimated leaves nothing behind.
             there = Path(stack.enter_context(tempfile.TemporaryDirectory())) if dry_run else work
             own = _self_prompts(engine, there, min(self_prompts, 64) if dry_run else self_prompts)
