@@ -41,7 +41,8 @@ class Scheduler:
         self.machine = machine
         self.active: list[ActiveSequence] = []
         """Sequences that are not finished, in the order in which they joined."""
-        self._turn_to_read, self._mode = True, torch.inference_mode()
+        self._turn_to_read = True
+        self._mode = torch.inference_mode()
         self._emitted = 1.0
         """Tokens per sequence that the last step brought."""
 
