@@ -156,8 +156,8 @@ class Eagle3(Objective):
     def beside(self, state_RH: Tensor, head_DH: Tensor, p_ND: Tensor | None, row_R: Tensor) -> Tensor | float:
         if not self.config.confidence or p_ND is None:
             return 0.0
-        loss = confidence_loss(self.module.confidence, state_RH, head_DH, p_ND, row_R)
-        return self.config.confidence * loss
+        weight = self.config.confidence
+        return confidence_loss(self.module.confidence, state_RH, head_DH, p_ND, row_R).mul(weight)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:
