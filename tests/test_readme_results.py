@@ -1,6 +1,7 @@
 """The results of the README come from a report."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,14 @@ def test_the_block_goes_into_its_place_twice(tool):
     once = tool.replaced(page, tool.render(REPORT))
     assert once != page
     assert tool.replaced(once, tool.render(REPORT)) == once
+
+
+def test_the_first_lines_say_what_the_table_says():
+    head, table = (ROOT / "README.md").read_text(encoding="utf-8").split("<!-- results", 1)
+    row = re.search(r"`auto` \| ([\d.]+) x \|.*?\| ([\d.]+) \((\w+)\), ([\d.]+) \((\w+)\)", table)
+    assert row is not None
+    mean, least, worst, most, best = row.groups()
+    assert f"{mean} x as fast on average: {least} x on {worst}, {most} x on {best}s" in " ".join(head.split())
 
 
 def test_a_page_without_a_place_is_refused(tool):

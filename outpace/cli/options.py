@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import typing
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field
@@ -29,6 +30,8 @@ T = TypeVar("T")
 
 UNDRAFTED = "neither the first nor the last token of a text is drafted"
 """Why some commands need texts of three tokens."""
+_PER_CORE = 16
+"""Most threads for each core: ten times what is ever of use, and few enough to be started anywhere."""
 
 
 def option(
@@ -160,6 +163,23 @@ def at_least(least: int, name: str, value: int | None, why: str = "") -> None:
         raise RequestError(f"{name} must be at least {least}, got {value}{why and f': {why}'}")
 
 
+def use_threads(count: int | None) -> None:
+    """Compute with so many threads from now on; None leaves what is set.
+
+    Raises:
+        RequestError: far more than there are cores. Where the system grants no more threads, the
+            library that starts them ends the process.
+    """
+    if count is None:
+        return
+    import torch
+
+    most = _PER_CORE * (os.cpu_count() or 1)
+    if count > most:
+        raise RequestError(f"--threads must be at most {most}, {_PER_CORE} per core, got {count}")
+    torch.set_num_threads(count)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
     """Which model, and how it is run."""
@@ -191,12 +211,9 @@ class ModelOptions:
             OutpaceError: whatever of it does not fit, in one line.
         """
         with show.busy(f"loading {self.model}"):
-            import torch
-
             from outpace.engine.engine import Engine
 
-            if self.threads is not None:
-                torch.set_num_threads(self.threads)
+            use_threads(self.threads)
             own = dataclasses.asdict(self) | settings
             given = {key: value for key, value in own.items() if value is not None and key != "threads"}
             return Engine.load(given.pop("model"), **given)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, numbers, option, output
+from outpace.cli.options import AS_JSON, numbers, option, output, use_threads
 from outpace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -213,15 +213,12 @@ def _least(name: str, value: float, most: float) -> float:
 
 def _here(shape: Planned, threads: int | None, model: str, again: bool) -> Calibration:
     """This machine, from passes of a model that is held as the one asked for."""
-    import torch
-
     from outpace.analysis.prediction.calibration import calibrated
     from outpace.analysis.prediction.model import read
     from outpace.models.decoder import Decoder
     from outpace.models.load import load_target
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     rounded = shape.form if shape.form in ("int8", "int4") else None
     dtype = "auto" if shape.form == "stored" else shape.dtype
 

@@ -115,6 +115,7 @@ def train(
     with contextlib.ExitStack() as stack:
         own: Sequence[str] = ()
         if self_prompts is not None:
+            options.trial(engine.target)  # refuses what cannot be, before the model thinks of prompts
             # What is only estimated leaves nothing behind.
             there = Path(stack.enter_context(tempfile.TemporaryDirectory())) if dry_run else work
             own = _self_prompts(engine, there, min(self_prompts, 64) if dry_run else self_prompts)
@@ -169,6 +170,8 @@ def _train_target(texts: Sequence[str], out: Path | None, settings: Sequence[str
     missing = [name for name in texts if not Path(name).is_file()]
     if missing:
         raise RequestError(f"--texts {missing[0]}: there is no such file")
+    if out.exists() and not out.is_dir():
+        raise RequestError(f"--out {out} is a file; name a folder")
     recipe, loop = read_settings(settings)
     make(out, recipe, [Path(name) for name in texts], loop, resume, say=show.note)
     show.write(f"wrote {out}, and a workload to measure it with, {out / 'prompts.jsonl'}\n")

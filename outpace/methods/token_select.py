@@ -54,6 +54,8 @@ class TokenSelectConfig:
             )
         if self.read < 0 or self.read % 2:
             raise ValueError(f"read must be even, 0 or more, got {self.read}")
+        if not 0 <= self.fall <= 1:
+            raise ValueError(f"fall must be in [0, 1], got {self.fall}")
 
     @property
     def stride(self) -> int:

@@ -69,6 +69,8 @@ class TriforceConfig:
                 "guesses, chunk, window and every must be 1 or more, and budget have room for two chunks "
                 f"and the window, got budget={self.budget} chunk={self.chunk} window={self.window}"
             )
+        if not 0 <= self.fall <= 1:
+            raise ValueError(f"fall must be in [0, 1], got {self.fall}")
 
     @property
     def rule(self) -> Rule:

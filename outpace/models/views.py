@@ -24,6 +24,7 @@ listed rows, R rows of a feed, C rows that may be chosen, W rows seen.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -155,17 +156,20 @@ class Choice:
 
     def __init__(self, rule: Rule, layers: int, shape: HeadShape, rotation: Rotation) -> None:
         self.rule, self.rotation = rule, rotation
-        size = (layers, shape.kv, rule.listed)
-        if rule.count == 0:
-            size = (1, 1, rule.sinks)
+        self._lists = (layers, shape.kv) if rule.count else (1, 1)
         with torch.inference_mode(False):
-            self.row_LKN = torch.arange(rule.listed, dtype=torch.int32).repeat(*size[:2], 1)
             self.query_LX = torch.zeros(layers, shape.queries * shape.width)
             self.anew_L = torch.zeros(layers, dtype=torch.int64)
             """Whether the last pass that chose did so in that layer."""
         self._room: list[Tensor] = []
         self.base = -1
         """Committed tokens when it chose last; -1: never."""
+
+    @cached_property
+    def row_LKN(self) -> Tensor:
+        """As in `KVView`; made for the first view, when the text is longer than the list."""
+        with torch.inference_mode(False):
+            return torch.arange(self.rule.listed, dtype=torch.int32).repeat(*self._lists, 1)
 
     def view(self, base: int, choose: bool = False) -> KVView | None:
         """What a feed sees.

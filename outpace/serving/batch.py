@@ -69,6 +69,11 @@ class Answer:
         """What its slot must hold before it can go on, but for the last token of a prompt."""
         return list(self.request.prompt[:-1]) if self.row is None else self.row.tokens[:-1]
 
+    @property
+    def exact(self) -> bool:
+        """Whether the keys of its text are those of the whole text, for others to go on from."""
+        return all(one.drafter.traits.lossless for one in self.method.members.values())
+
     def tell(self, event: Event) -> None:
         """Call its listener, unless that has failed."""
         if self.ticket.deaf:
@@ -272,7 +277,7 @@ class Batch:
         if not row.finished:
             return
         del self.running[row]
-        if row.error is None:
+        if row.error is None and answer.exact:
             self._store(row)
         self._release(row, answer)
         self._count_end(row.finish_reason or "")

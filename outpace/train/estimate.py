@@ -18,8 +18,6 @@ from outpace.train.batches import Batch
 from outpace.train.features import passes, width_of
 from outpace.train.pipeline import Pipeline
 from outpace.train.speed import LIKELY, decode_seconds, row_seconds, seconds_of, typical_prompt
-from outpace.train.vocab import reduced_vocab
-from outpace.types import VocabMap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,11 +110,7 @@ def estimate(pipeline: Pipeline, measured_tokens: int = 0) -> Estimate:
 def _step(pipeline: Pipeline) -> tuple[float, int]:
     """Seconds of a training step on made-up data, and how many parameters are trained."""
     options, target = pipeline.options, pipeline.target
-    size = options.pipeline.vocab
-    vocab: VocabMap | None = None
-    if size is not None and size < target.vocab_size:
-        vocab = reduced_vocab(torch.arange(target.vocab_size).flip(0).numpy(), size)
-    objective = options.objective.build(options.own, target, vocab)
+    objective = options.trial(target)
     length = max(4, min(256, options.pipeline.tokens_per_batch, target.max_positions))
     count = max(1, options.pipeline.tokens_per_batch // length)
     coins = torch.Generator().manual_seed(0)

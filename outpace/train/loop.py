@@ -38,6 +38,12 @@ LOSS_SHARE = 4
 """One in so many of the held-out tokens is read for the loss, too."""
 
 
+_ABOVE_0 = (
+    *("steps", "batches", "minutes", "lr", "clip", "patience"),
+    *("evaluate_every", "evaluate_tokens", "checkpoint_every", "report_every"),
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopConfig:
     steps: int | None = None
@@ -83,10 +89,13 @@ class LoopConfig:
             raise ValueError("say how long to train: steps or minutes")
         if self.optimizer not in optimizers.KINDS:
             raise ValueError(f"optimizer must be {' or '.join(optimizers.KINDS)}, got {self.optimizer!r}")
-        for name in ("steps", "batches", "minutes", "lr", "evaluate_every", "checkpoint_every"):
+        for name in _ABOVE_0:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0, got {value}")
+        for name in ("warmup", "last", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
 
     def done(self, step: int, seconds: float) -> float:
         """Share of the training that is behind, 0 to 1."""

@@ -58,6 +58,8 @@ class LossTraining:
 
     def __post_init__(self) -> None:
         check(self.loss)
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be above 0, got {self.temperature}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature}")
 

@@ -13,12 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from outpace import registry
 from outpace.config import build
 from outpace.errors import SpecError, UnknownNameError
+from outpace.models.base import Target
 from outpace.train.generate import GenerateConfig
 from outpace.train.loop import LoopConfig
 from outpace.train.objective import Objective
+from outpace.train.vocab import reduced_vocab
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +75,17 @@ class Options:
         if not {"steps", "minutes"} & set(given):
             given["steps"] = str(max(1, round(self.pipeline.epochs * batches)))
         return build(LoopConfig, given, "the training loop")
+
+    def trial(self, target: Target) -> Objective:
+        """The objective as training will build it, over a draft vocabulary that no answer has decided yet.
+
+        Raises:
+            ModelError: the target cannot serve it, or a setting does not fit the target.
+        """
+        size, vocab = self.pipeline.vocab, None
+        if size is not None and size < target.vocab_size:
+            vocab = reduced_vocab(np.zeros(target.vocab_size, np.int64), size)
+        return self.objective.build(self.own, target, vocab)
 
     def to_json(self) -> dict[str, Any]:
         """What decides about the weights; the amount of data is told by the data themselves."""

@@ -251,6 +251,8 @@ class Pipeline:
             raise
 
     def _run(self, report: Callable[[Progress], None], measure: Measure | None) -> Made:
+        if self.prompts:
+            self.options.trial(self.target)  # refuses what cannot be, before hours of answers
         self.data()
         source, held_out = self.batches("train"), self.batches("held_out")
         loop = self.options.loop_config(source.count(0) // source.share)

@@ -212,7 +212,10 @@ def make(
         write_prompts(texts.train, out / "beginnings.jsonl", LEARNED, recipe.seed)
     own, held = (Windows(encoded(part, tokenizer), recipe) for part in (texts.train, texts.held_out))
     if len(held.ids) < 2 * recipe.length or own.count < 2:
-        raise OutpaceError(f"the texts have {len(own.ids) + len(held.ids)} tokens; give more")
+        raise OutpaceError(
+            f"the texts have {len(own.ids) + len(held.ids)} tokens; give more, "
+            f"{2 * APART * recipe.length} at least, or a smaller length than {recipe.length}"
+        )
     model = ExitModel(recipe, tokenizer, start)
     size = sum(one.numel() for one in model.module.parameters())
     say(

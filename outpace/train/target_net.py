@@ -89,13 +89,15 @@ class Recipe:
     def __post_init__(self) -> None:
         if not all(part.isdecimal() and int(part) for part in self.exits.split("+")):
             raise ValueError(f"exits must be numbers of layers, as in 3+6, got {self.exits!r}")
-        if self.whole < 1:
-            raise ValueError(f"whole must be at least 1, got {self.whole}")
+        for name in ("layers", "ffn", "vocab", "whole", "length", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("distill", "grow", "dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
-        if self.states < 0:
-            raise ValueError(f"states must be 0 or more, got {self.states}")
+        for name in ("scale", "states"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if self.width < 64 or self.width % 64:
             raise ValueError(f"width must be a multiple of 64, got {self.width}")
 

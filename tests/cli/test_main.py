@@ -245,6 +245,7 @@ def bad_files(tmp_path, monkeypatch):
         (["generate", *TINY, "--logit-bias", "5", "a"], "--logit-bias '5' is not id=x"),
         (["generate", *TINY, "--ban-token-id", "999999999", "a"], "999999999"),
         (["generate", "--threads", "0", "a"], "--threads must be at least 1, got 0"),
+        (["generate", "--model", "tiny", "--threads", "9999999", "a"], "16 per core, got 9999999"),
         (["generate", *TINY, "--raw", "--system", "b", "a"], "--system needs the chat form"),
         (["generate", *TINY, "--raw", "word " * 1000], "more than fit"),
         (["generate", *TINY, "--dtype", "bfloat61", "a"], "did you mean bfloat16"),

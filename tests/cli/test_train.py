@@ -145,6 +145,8 @@ def test_stopped_while_measuring_leaves_the_drafter_in_use(
         (("draft_model", "--tokens", "0"), "--tokens must be at least 1"),
         (("draft_model", "--prompts", "nowhere.jsonl"), "nowhere.jsonl: No such file"),
         (("draft_model", "--set", "x=1"), "unknown setting of draft_model 'x'"),
+        (("draft_model", "--set", "temperature=0"), "temperature must be above 0, got 0"),
+        (("eagle3", "--set", "layer=99", "--self-prompts", "4"), "eagle3: layer=99, but tiny:7 has"),
     ],
 )
 def test_bad_input_is_one_line(outpace, data_folder, arguments, message):
@@ -152,6 +154,13 @@ def test_bad_input_is_one_line(outpace, data_folder, arguments, message):
     assert ran.code == 2 and message in ran.err
     assert len(ran.err.strip().splitlines()) == 1
     assert not data_folder.exists()
+
+
+def test_what_the_target_cannot_do_is_said_before_it_answers(outpace, prompts, data_folder, tmp_path):
+    given = ("--prompts", prompts, "--work", str(tmp_path / "work"))
+    ran = outpace("train", "eagle3", *MODEL, *given, *settings("layer=99"))
+    assert ran.code == 2 and "eagle3: layer=99, but tiny:7 has" in ran.err
+    assert not (tmp_path / "work").exists()
 
 
 def test_help_shows_examples(outpace):

@@ -326,6 +326,20 @@ def test_what_was_read_before_is_copied_within_one_key_only(engine):
     assert empty(engine)
 
 
+def test_what_a_lossy_view_wrote_is_copied_by_nobody():
+    lossy = "token_select[budget=40 sinks=2 window=16 run=2 lossy=true]"
+    engine = Engine.load("tiny", dtype="float32", drafter="none", allow_lossy=True)
+    settings = {**GREEDY, "max_new_tokens": 70}
+    with Service(engine, drafters=("none", lossy)) as service:
+        first = ask(service, LONG[:140], drafter=lossy, **settings).result
+        longer = [*LONG[:140], *first.tokens, 5, 9]
+        found = ask(service, longer, drafter="none", logprobs=1, **GREEDY, max_new_tokens=4).result
+    assert not first.lossless and found.lossless
+    assert found.cached_tokens == 128, "the prompt was read without a view"
+    plain = engine.generate(longer, logprobs=1, **GREEDY, max_new_tokens=4)
+    assert [one.logprob for one in found.logprobs] == pytest.approx([one.logprob for one in plain.logprobs])
+
+
 def test_those_that_come_together_read_their_common_beginning_once(engine):
     with Service(engine, max_batch=8, chunk=64, **PLAIN) as service:
         own = {"max_new_tokens": 3, **GREEDY}

@@ -276,6 +276,9 @@ def test_settings_are_read_by_group():
         ("draft_model", "pipeline.vocab=0", SpecError, "vocab must be at least 1"),
         ("draft_model", "pipeline.epochs=0", SpecError, "epochs must be above 0"),
         ("draft_model", "loop.steps=0", SpecError, "steps must be above 0"),
+        ("draft_model", "loop.report_every=0", SpecError, "report_every must be above 0"),
+        ("draft_model", "loop.warmup=1", SpecError, "warmup must be at least 0 and below 1"),
+        ("draft_model", "temperature=0", SpecError, "temperature must be above 0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(method, pair, error, message):

@@ -234,6 +234,9 @@ def test_what_cannot_be_is_said(tmp_path):
         Recipe(**SMALL, grow=1.0)
     with pytest.raises(ValueError, match="states must be 0 or more, got -1"):
         Recipe(**SMALL, states=-1)
+    for name in ("layers", "ffn", "vocab", "whole", "length", "batch"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            Recipe(**{**SMALL, name: 0})
     with pytest.raises(SpecError, match="layers is of a model from nothing"):
         read_settings(["layers=5"])
     recipe, loop = read_settings(["start=none", "layers=8", "loop.minutes=7"])
@@ -243,7 +246,7 @@ def test_what_cannot_be_is_said(tmp_path):
         with pytest.raises(error):
             read_settings(pairs)
     (tmp_path / "short.txt").write_text("A few words.")
-    with pytest.raises(OutpaceError, match="give more"):
+    with pytest.raises(OutpaceError, match="tokens; give more, 20480 at least, or a smaller length than 256"):
         make(tmp_path / "out", recipe, [tmp_path / "short.txt"], loop, resume=False, say=str)
 
 

@@ -29,7 +29,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from outpace.drafters.trained import decoder_to_json, head_rows, lender, read_embedding
 from outpace.errors import ModelError
@@ -42,15 +41,14 @@ from outpace.models.decoder import Decoder
 from outpace.train.ahead import AheadTraining
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch, noisy, seed_of
+from outpace.train.confidence import confidence_loss
 from outpace.train.losses import head_loss
 from outpace.train.networks import plain_shape
-from outpace.train.objective import LAST, Objective, Step, draft_ids, guesses, target_laws
+from outpace.train.objective import LAST, Objective, Step, draft_ids, target_laws
 from outpace.train.ranks import Ranks, judge_ranks, write_tree
 from outpace.train.temper import Tempering
 
 ROWS = ("masks", "seeds")
-SHARE = 4
-"""One row of so many teaches the confidence head, which has few weights: each costs a row of the head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,17 +204,9 @@ class DflashObjective(Objective):
         joint_RI, head_DI = self.joint(y_RH, above_R)
         loss = head_loss(joint_RI, head_DI, config.loss, p_ND=p_ND, row_R=row_R, label_R=label_R)
         if self.shape.confident and p_ND is not None and row_R is not None:
-            loss = loss + self.aside(joint_RI, head_DI, p_ND, row_R)
+            proj = self.module.confidence_head["proj"]
+            loss = loss + config.confidence * confidence_loss(proj, joint_RI, head_DI, p_ND, row_R)
         return Step(loss / tokens, tokens)
-
-    def aside(self, joint_RI: Tensor, head_DI: Tensor, p_ND: Tensor, row_R: Tensor) -> Tensor:
-        """The loss of the confidence head, from a share of the rows; guesses learn nothing from it."""
-        some_CI = joint_RI[::SHARE].detach()
-        kept_C = guesses(some_CI, head_DI, None, p_ND, row_R[::SHARE])[1]
-        said_C = self.module.confidence_head["proj"](some_CI).squeeze(-1).float()
-        loss = F.binary_cross_entropy_with_logits(said_C, kept_C.clamp(0, 1), reduction="sum")
-        weighed: Tensor = SHARE * self.config.confidence * loss
-        return weighed
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from outpace.drafters.trained import decoder_to_json, lender
 from outpace.errors import ModelError
@@ -39,14 +38,12 @@ from outpace.models.families import DecoderConfig
 from outpace.train.ahead import AheadTraining
 from outpace.train.align import EAGLE, Aligned, next_tokens, places
 from outpace.train.batches import Batch, noisy
+from outpace.train.confidence import confidence_loss
 from outpace.train.losses import depth_weights
 from outpace.train.networks import Embed, KeyValue, Turns, plain_shape
-from outpace.train.objective import DEPTHS, LAST, Objective, Step, guesses, write_drafter
+from outpace.train.objective import DEPTHS, LAST, Objective, Step, write_drafter
 from outpace.train.ranks import Ranks, judge_ranks
 from outpace.train.temper import Tempering
-
-SHARE = 4
-"""One row of so many teaches the confidence head, which has few weights: each costs a row of the head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,15 +154,10 @@ class Eagle3(Objective):
         return self.learn(states, batch, aligned, EAGLE, head_DH, self._weights, config.refused)
 
     def beside(self, state_RH: Tensor, head_DH: Tensor, p_ND: Tensor | None, row_R: Tensor) -> Tensor | float:
-        """The loss of the confidence head, from a share of the rows; guesses learn nothing from it."""
         if not self.config.confidence or p_ND is None:
             return 0.0
-        some_CH = state_RH[::SHARE].detach()
-        kept_C = guesses(some_CH, head_DH, None, p_ND, row_R[::SHARE])[1]
-        said_C = self.module.confidence(some_CH).squeeze(-1).float()
-        loss = F.binary_cross_entropy_with_logits(said_C, kept_C.clamp(0, 1), reduction="sum")
-        weighed: Tensor = SHARE * self.config.confidence * loss
-        return weighed
+        weight = self.config.confidence
+        return confidence_loss(self.module.confidence, state_RH, head_DH, p_ND, row_R).mul(weight)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:

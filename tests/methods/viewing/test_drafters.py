@@ -206,6 +206,12 @@ def test_a_choice_is_made_anew_by_stride_and_when_acceptance_falls():
     assert seeing.look(50).choice is not None
 
 
+def test_a_view_larger_than_any_text_takes_no_memory(engine):
+    plain = engine.generate([5, 9, 11], max_new_tokens=4, drafter="none")
+    for spec in ("token_select[budget=1000000000000]", "window_self[sinks=1000000000000]"):
+        assert engine.generate([5, 9, 11], max_new_tokens=4, drafter=spec).tokens == plain.tokens
+
+
 @pytest.mark.parametrize(
     "spec, says",
     [
@@ -215,6 +221,8 @@ def test_a_choice_is_made_anew_by_stride_and_when_acceptance_falls():
         ("token_select[budget=100]", "budget must be above"),
         ("token_select[run=0]", "run and every 1 or more"),
         ("token_select[read=3]", "read must be even"),
+        ("token_select[fall=7]", "fall must be in"),
+        ("triforce[fall=-1]", "fall must be in"),
         ("window_self[window=0]", "window 1 or more"),
     ],
 )
