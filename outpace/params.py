@@ -12,6 +12,9 @@ from outpace.errors import RequestError
 if TYPE_CHECKING:
     from torch import Tensor
 
+MOST_ANSWERS = 16384
+"""Texts of one prompt, at most; more is a mistake, and would fill the memory."""
+
 
 class Defaults(Protocol):
     """What a model's authors recommend; None where they did not say."""
@@ -264,7 +267,7 @@ _RANGES: dict[str, tuple[bool, str, Callable[[Any], bool]]] = {
     "max_new_tokens": (True, "at least 1", lambda x: x >= 1),
     "min_tokens": (True, "at least 0", lambda x: x >= 0),
     "seed": (True, "in [0, 2**64)", lambda x: 0 <= x < 1 << 64),
-    "n": (True, "at least 1", lambda x: x >= 1),
+    "n": (True, f"between 1 and {MOST_ANSWERS}", lambda x: 1 <= x <= MOST_ANSWERS),
     "logprobs": (True, "at least 0", lambda x: x >= 0),
     "thinking_token_budget": (True, "at least 0", lambda x: x >= 0),
 }

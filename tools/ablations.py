@@ -67,7 +67,7 @@ STUDIES = (
         300,
         (
             *("", "steps=1", "steps=5", "steps=7", "refused=2", "refused=4", "noise=0.1"),
-            *("loop.lr=0.002", "loop.lr=0.0005", "loop.optimizer=muon", "loop.optimizer=muon loop.lr=0.002"),
+            *("loop.lr=0.002", "loop.lr=0.004", "loop.optimizer=muon", "loop.optimizer=muon loop.lr=0.002"),
         ),
         "Levels that the network is trained behind itself (3 unless said), the weight of guesses behind a "
         "refused one, noise on the features, and two optimizers at several rates.",

@@ -15,7 +15,6 @@ from trained_papers import PAPERS
 from outpace.bench.plots import COLOURS, MARKERS, paint
 from outpace.files import write_whole
 
-IMAGE = "trained"
 SHOWN = 3
 """Depths in a cell."""
 CLOSE = 0.05
@@ -25,13 +24,14 @@ Row = dict[str, Any]
 
 
 def write(asked: Any, rows: Sequence[Row]) -> None:
-    """Write the page, its picture, and all figures as JSON beside the drafters."""
+    """Write the page, its picture, and the figures as JSON beside the page, without the curves of losses."""
     rows = sorted(rows, key=lambda row: -row["use"]["default"]["emitted"])
-    write_whole(asked.out / "table.json", json.dumps(rows, indent=1) + "\n")
+    figures = [{**row, "trained": {**row["trained"], "losses": []}} for row in rows]
+    write_whole(asked.page.with_suffix(".json"), json.dumps(figures, indent=1) + "\n")
     write_whole(asked.page, "\n".join(page(asked, rows)) + "\n")
     with tempfile.TemporaryDirectory() as place:
         images = asked.page.parents[1] / "images"
-        for path in paint({IMAGE: partial(picture, rows=rows)}, Path(place)):
+        for path in paint({asked.page.stem: partial(picture, rows=rows)}, Path(place)):
             if path.suffix == ".svg":
                 write_whole(images / path.name, path.read_bytes())
             else:
@@ -49,7 +49,7 @@ def page(asked: Any, rows: Sequence[Row]) -> Iterator[str]:
     )
     yield "\n```text"
     yield "outpace train eagle3 --only-data --prompts FILE::LICENCE ... --texts FILE::LICENCE ... --work WORK"
-    yield f"python tools/trained_table.py {' '.join(_told(asked))} --page docs/results/trained.md"
+    yield f"python tools/trained_table.py {' '.join(_told(asked))} --page docs/results/{asked.page.name}"
     yield "```\n"
     if asked.minutes < FULL:
         short = (
@@ -59,7 +59,8 @@ def page(asked: Any, rows: Sequence[Row]) -> Iterator[str]:
             f"{short}begin and not where they end. `--minutes {FULL}` compares them with time enough.\n"
         )
         yield ""
-    yield f"![Emitted tokens by the cost of drafting, and acceptance in use](../images/{IMAGE}.svg)\n"
+    picture = f"../images/{asked.page.stem}.svg"
+    yield f"![Emitted tokens by the cost of drafting, and acceptance in use]({picture})\n"
     heads = ("drafter", "steps", "epochs", "MB", "held-out", "in use", "chain", "as it comes", "drafting")
     yield "| " + " | ".join([*heads, "a level", "speed-up"]) + " |"
     yield "|---" * (len(heads) + 2) + "|"

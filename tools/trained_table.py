@@ -7,6 +7,7 @@ A row is a method with settings, as in ``--rows eagle3 "eagle3 steps=5"``. Featu
 once, before; their time does not count. A short trial then says what a step of a row takes of the processor,
 and this says how many steps fit into the minutes. So a training goes by steps: what was stopped goes on with
 the same bits, and a busy machine changes nothing. What is finished is not done again.
+Figures lie beside the page, so further rows of the same tokens can be made elsewhere.
 
 Each stage is a process of its own with one thread; see `trained_use.py` for what is measured.
 """
@@ -57,6 +58,7 @@ FEWEST = 3
 """Steps that are timed, at least."""
 DATA = ("answer_tokens", "tokens", "sequences", "digest")
 """What a row says of the tokens."""
+STAGES = ("plan", "trained", "use")
 FEW = 32
 """Texts whose features are computed together."""
 
@@ -99,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
 def finished(asked: Any, row: str) -> bool:
     """Do what is missing of a row; whether that went well. What did not is told, and costs no other row."""
     try:
-        for stage, work in (("plan", plan), ("trained", trained), ("use", use)):
+        for stage, work in zip(STAGES, (plan, trained, use), strict=True):
             if not stage_file(asked, row, stage).is_file():
                 print(f"{row}: {stage}", file=sys.stderr, flush=True)
                 alone(work, asked, row)
@@ -127,12 +129,22 @@ def alone(work: Callable[..., None], *given: Any) -> None:
 
 
 def found(asked: Any) -> list[dict[str, Any]]:
-    """What is known of the rows that are finished."""
-    return [
-        {"row": row, **{stage: _read(stage_file(asked, row, stage)) for stage in ("plan", "trained", "use")}}
+    """What is known of the rows that are finished, those that the page already shows included.
+
+    Raises:
+        OutpaceError: the page shows rows of other tokens or of another time.
+    """
+    rows = {
+        row: {"row": row, **{name: _read(stage_file(asked, row, name)) for name in STAGES}}
         for row in asked.rows
         if stage_file(asked, row, "use").is_file()
-    ]
+    }
+    shown = asked.page.with_suffix(".json")
+    earlier = _read(shown) if shown.is_file() else []
+    every = [*({row["row"]: row for row in earlier} | rows).values()]
+    if len({(row["plan"]["minutes"], row["trained"]["data"]["digest"]) for row in every}) > 1:
+        raise OutpaceError(f"{shown} has rows of other tokens or minutes; remove it, or name another --page")
+    return every
 
 
 def features(asked: Any) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from outpace import registry
 from outpace.cli.options import model_option
 from outpace.config import DEFAULT_DRAFTER, MethodSpec, split_specs
-from outpace.errors import RequestError, SpecError
+from outpace.errors import RequestError, SpecError, UnknownNameError
 
 _NAMED: tuple[registry.Kind, ...] = ("verifier", "policy")
 """Keys of a method spec that name another method."""
@@ -91,7 +92,12 @@ def known(text: str) -> str:
         UnknownNameError: drafter, verifier or policy that nobody has.
     """
     spec = MethodSpec.parse(text)
-    registry.entry("drafter", spec.name)
+    try:
+        registry.entry("drafter", spec.name)
+    except UnknownNameError as error:
+        if Path(text).is_dir():
+            raise SpecError(f"no drafter is called {text!r}; for the folder, write ./{text}") from error
+        raise
     options = dict(spec.options)
     for key in _NAMED:
         if key in options:

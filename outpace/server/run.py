@@ -6,6 +6,7 @@ import asyncio
 import gc
 import ipaddress
 import signal
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,6 +70,7 @@ def serve(
     """
     limits = limits or Limits()
     try:
+        _check_free(host, port)
         hosts = host_names(host, keys, allowed_hosts)
         app = create_app(
             service,
@@ -89,16 +91,34 @@ def serve(
         before = {s: signal.signal(s, _ignore) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             server.run()
-        except SystemExit as error:  # how uvicorn says that it cannot listen
-            raise OutpaceError(
-                f"cannot listen on {host} port {port}; name another --port or --host"
-            ) from error
+        except SystemExit as error:  # how uvicorn says that another program took the port since
+            raise _unusable(host, port) from error
         finally:
             gc.unfreeze()
             for which, handler in before.items():
                 signal.signal(which, handler)
     finally:
         service.close(drain=False)
+
+
+def _check_free(host: str, port: int) -> None:
+    """Listen for a moment, for uvicorn prints a line of its own where it cannot.
+
+    Raises:
+        OutpaceError: as ``serve``.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as found:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+            found.listen()
+    except (OSError, UnicodeError) as error:
+        raise _unusable(host, port) from error
+
+
+def _unusable(host: str, port: int) -> OutpaceError:
+    return OutpaceError(f"cannot listen on {host} port {port}; name another --port or --host")
 
 
 def make_server(app: FastAPI, *, host: str, port: int, limits: Limits, quiet: bool = False) -> uvicorn.Server:

@@ -160,6 +160,13 @@ def commands(group, path=()):
             yield from commands(one, (*path, name))
 
 
+def test_a_folder_named_without_a_slash_is_told_how_to_write_it(outpace, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    ran = outpace("generate", "hello", "-d", "mine")
+    assert ran.code == 2 and "for the folder, write ./mine" in ran.err.splitlines()[-1]
+
+
 def test_the_options_are_as_agreed():
     command = cli.typer.main.get_command(cli.app)
     found = {}
