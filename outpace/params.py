@@ -12,9 +12,6 @@ from outpace.errors import RequestError
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_ANSWERS = 16384
-"""Texts of one prompt, at most; more is a mistake, and would fill the memory."""
-
 
 class Defaults(Protocol):
     """What a model's authors recommend; None where they did not say."""
@@ -134,7 +131,7 @@ class SamplingParams:
     seed: int | None = None
     """Names the coins; None: the engine picks one and reports it."""
     n: int = 1
-    """Texts per prompt."""
+    """Texts per prompt, at most 16384: more would be a slip of the keyboard."""
     logprobs: int | None = None
     """Report log-probabilities, with so many alternatives per token; 0: of the token alone."""
 
@@ -267,7 +264,7 @@ _RANGES: dict[str, tuple[bool, str, Callable[[Any], bool]]] = {
     "max_new_tokens": (True, "at least 1", lambda x: x >= 1),
     "min_tokens": (True, "at least 0", lambda x: x >= 0),
     "seed": (True, "in [0, 2**64)", lambda x: 0 <= x < 1 << 64),
-    "n": (True, f"between 1 and {MOST_ANSWERS}", lambda x: 1 <= x <= MOST_ANSWERS),
+    "n": (True, "between 1 and 16384", lambda x: 1 <= x <= 16384),
     "logprobs": (True, "at least 0", lambda x: x >= 0),
     "thinking_token_budget": (True, "at least 0", lambda x: x >= 0),
 }

@@ -254,7 +254,8 @@ class NarrowGroup:
 
 def _way(span: Span, row: int) -> list[int]:
     """Storage rows of a tail row and its ancestors."""
-    way, at = list[int](), row - span.base
+    at = row - span.base
+    way: list[int] = []
     if span.chain:
         return list(range(span.base, row + 1))
     while at >= 0:

@@ -183,7 +183,8 @@ class Guesses:
 
     def draft(self) -> Draft:
         """The chain, then the rivals below the pending token."""
-        tokens, laws = self.guessed, list[Law]()
+        tokens = self.guessed
+        laws: list[Law] = []
         groups: list[Group] = []
         parents = list(range(ROOT, len(tokens) - 1))
         at = {tokens[0]: 0} if tokens else {}

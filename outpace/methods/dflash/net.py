@@ -243,7 +243,9 @@ class BlockNet:
         positions: Sequence[int],
     ) -> Tensor:
         """The layers in one call."""
-        size, spans, blocks, start = self.shape.slots, list[Span](), list[Span](), 0
+        size, start = self.shape.slots, 0
+        spans: list[Span] = []
+        blocks: list[Span] = []
         for part in parts:
             stored = range(part.first, part.end)
             spans.append(Span(part.slot, start, stored, part.first, (), range(len(stored)), True))

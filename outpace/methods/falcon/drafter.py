@@ -154,9 +154,13 @@ class Falcon(BlockDrafter[_State], FeatureDrafter[_State]):
 
     def _feed_nodes(self, branches: Sequence[Branch[_State]]) -> tuple[list[Feed], Tensor, Tensor]:
         """A block of rows for every node: the tokens down to it, and what stands for their features."""
-        size, feeds, above, paths = self.block, [], list[int](), list[Sequence[int]]()
+        size, feeds = self.block, []
+        above: list[int] = []
+        paths: list[Sequence[int]] = []
         for branch in branches:
-            state, tokens, parents = branch.state, list[int](), list[int]()
+            state = branch.state
+            tokens: list[int] = []
+            parents: list[int] = []
             begin = len(self.cache.slot(state.slot).tail_ids)
             for node in branch.nodes:
                 path = branch.path(node)

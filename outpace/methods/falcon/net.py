@@ -136,7 +136,8 @@ class FalconNet:
             x_TH: from ``read``.
             ends: per row wanted, the row of the pass that ends its block: it sees what that one does.
         """
-        spans, of = list[Span](), list[Span]()
+        spans: list[Span] = []
+        of: list[Span] = []
         for span in rows.spans:
             of += [
                 replace(span, start=span.start + i, stored=span.stored[i : i + 1])
@@ -195,7 +196,8 @@ class FalconNet:
 
     def _mixed(self, cache: DenseCache, span: Span, query_YW: Tensor) -> Tensor:
         """What one row mixes of the committed text and of the tail above the end of its block."""
-        heads, at, seen = self._layer.heads, span.stored.start - span.base, list[int]()
+        heads, at = self._layer.heads, span.stored.start - span.base
+        seen: list[int] = []
         if not span.parents or span.chain:
             seen += range(span.base + span.depths[at], span.base - 1, -1)
             at = -1

@@ -166,7 +166,9 @@ class Mtp(BlockDrafter[State]):
         """
         state, track = branch.state, branch.state.tracks[number]
         assert state.start is not None
-        pending, tokens, given = len(branch.tokens) - 1, list[int](), list[Tensor]()
+        pending = len(branch.tokens) - 1
+        tokens: list[int] = []
+        given: list[Tensor] = []
         parents: list[int] = []
         if ROOT not in track.row:
             track.lead = max(0, pending - track.first)
@@ -178,7 +180,7 @@ class Mtp(BlockDrafter[State]):
                 waiting.append(fresh)
             if track.lead:
                 given.append(torch.cat(waiting)[: track.lead])
-        added = list[int]()
+        added: list[int] = []
         tail = len(self.tracks.caches[number].slot(track.slot).tail_ids) + len(tokens)
         # The module's first rows are of token ``number + 1``: shorter texts have none further up.
         least = number + 1 - (pending - state.start)

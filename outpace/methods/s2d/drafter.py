@@ -119,7 +119,7 @@ class S2d(SlotDrafter[SortedState]):
         """One pass per exit in use; sequences that are unsure go on to the next exit together."""
         count = [len(branch.nodes) for branch in branches]
         feeds = [rows_of(branch).feed(branch) for branch in branches]
-        parts = dict[int, Tensor]()
+        parts: dict[int, Tensor] = {}
         for level in range(len(self.exits.layers)):
             here = [i for i in range(len(branches)) if i not in parts and branches[i].state.level == level]
             if not here:
