@@ -4,11 +4,13 @@ outpace bench --drafters none,auto,suffix,prompt_lookup,eagle3 --peers hf,llamac
 python tools/readme_results.py report/report.json
 python tools/readme_results.py report/report.json --print    print the block, change nothing
 
-The block stands between two comments, so the rest of the page stays as it is.
+The block stands between two comments. The first lines of the page name what `auto` gains; the rest of the page
+stays as it is.
 """
 
 import argparse
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 BEGIN = "<!-- results: written by tools/readme_results.py -->"
 END = "<!-- end of results -->"
+HEADLINE = re.compile(r"[\d.]+ x as fast on average: [\d.]+ x on \w+, [\d.]+ x on \w+")
 PRIVATE = ("--out", "-o", "--peer-python")
 """Options that name folders."""
 
@@ -51,23 +54,30 @@ def command(typed: str) -> str:
     return shlex.join(word for word in words if word not in PRIVATE or not next(words))
 
 
+def _ends(row: dict[str, Any]) -> list[tuple[float, str]]:
+    """The categories with the least and with the largest speed-up; none where none was measured."""
+    found = [(one["speedup"], name) for name, one in row["groups"].items() if one["speedup"] is not None]
+    return [min(found), max(found)] if found else []
+
+
 def _line(row: dict[str, Any]) -> str:
-    found = {name: one["speedup"] for name, one in row["groups"].items() if one["speedup"] is not None}
-    span = ""
-    if found:
-        least, most = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
-        span = f"{found[least]:.2f} ({least}), {found[most]:.2f} ({most})"
+    span = ", ".join(f"{speedup:.2f} ({name})" for speedup, name in _ends(row))
     speed = "" if row["speedup"] is None else f"{row['speedup']:.2f} x"
     emitted = "" if row["mean_emitted"] is None else f"{row['mean_emitted']:.2f}"
     return f"| `{row['method']}` | {speed} | {emitted} | {span} |"
 
 
-def replaced(page: str, block: str) -> str:
-    """The page with the block in its place."""
+def replaced(page: str, report: dict[str, Any]) -> str:
+    """The page with the block in its place, and with what `auto` gains in its first lines."""
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         raise ValueError(f"the page must hold {BEGIN!r} and {END!r} once each")
     before, rest = page.split(BEGIN)
-    return before + block + rest.split(END)[1]
+    for row in report["rows"]:
+        if row["method"] == "auto":
+            (least, worst), (most, best) = _ends(row)
+            gain = f"{row['speedup']:.2f} x as fast on average: {least:.2f} x on {worst}, {most:.2f} x on {best}s"
+            before = HEADLINE.sub(gain, before)
+    return before + render(report) + rest.split(END)[1]
 
 
 def main(arguments: list[str]) -> int:
@@ -78,13 +88,13 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     file = options.report / "report.json" if options.report.is_dir() else options.report
     try:
-        block = render(json.loads(file.read_text(encoding="utf-8")))
-        page = replaced(README.read_text(encoding="utf-8"), block)
+        report = json.loads(file.read_text(encoding="utf-8"))
+        page = replaced(README.read_text(encoding="utf-8"), report)
     except (OSError, ValueError, KeyError) as error:
         print(f"error: {file}: {error}", file=sys.stderr)
         return 1
     if options.show:
-        print(block)
+        print(render(report))
     else:
         README.write_text(page, encoding="utf-8")
         print("wrote README.md")
