@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 BEGIN = "<!-- results: written by tools/readme_results.py -->"
 END = "<!-- end of results -->"
-HEADLINE = re.compile(r"[\d.]+ x as fast on average: [\d.]+ x on \w+, [\d.]+ x on \w+")
+HEADLINE = re.compile(r"[\d.]+ x as fast on average: [\d.]+ x on \w+, [\d.]+ x on \w+?(?=s\b)")
 PRIVATE = ("--out", "-o", "--peer-python")
 """Options that name folders."""
 
@@ -75,8 +75,8 @@ def replaced(page: str, report: dict[str, Any]) -> str:
     for row in report["rows"]:
         if row["method"] == "auto":
             (least, worst), (most, best) = _ends(row)
-            gain = f"{row['speedup']:.2f} x as fast on average: {least:.2f} x on {worst}, {most:.2f} x on {best}s"
-            before = HEADLINE.sub(gain, before)
+            mean = f"{row['speedup']:.2f} x as fast on average"
+            before = HEADLINE.sub(f"{mean}: {least:.2f} x on {worst}, {most:.2f} x on {best}", before)
     return before + render(report) + rest.split(END)[1]
 
 
