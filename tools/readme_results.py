@@ -4,8 +4,8 @@ outpace bench --drafters none,auto,suffix,prompt_lookup,eagle3 --peers hf,llamac
 python tools/readme_results.py report/report.json
 python tools/readme_results.py report/report.json --print    print the block, change nothing
 
-The block stands between two comments. What `auto` gains is also in the first lines of the page. The rest stays
-as it is.
+The block stands between two comments. What `auto` gains is also in the first lines of the page.
+The rest stays as it is.
 """
 
 import argparse
