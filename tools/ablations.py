@@ -71,9 +71,9 @@ STUDIES = (
         ),
         "Levels that the network is trained behind itself (3 unless said), the weight of guesses behind a "
         "refused one, noise on the features, and two optimizers. The rate is 0.0005 unless said.",
-        "The rate matters most: 0.002 brings 0.11 tokens per pass, 0.004 hardly less. One level alone makes the "
-        "first guess better and all later ones useless; five are no better than three within so few steps. Weights "
-        "behind refused guesses and noise change nothing.",
+        "The rate matters most: 0.002 brings 0.11 tokens per pass, 0.004 hardly less. Muon loses at the usual "
+        "rate. One level alone makes the first guess better and all later ones useless. Five are no better than "
+        "three within so few steps. Weights behind refused guesses and noise change nothing.",
     ),
     Study(
         "fspad",
@@ -102,8 +102,8 @@ STUDIES = (
         100,
         ("", "taps={layers}", "two_stage={probe}"),
         "Layers 2, 15 and 27 are the method's own. A linear probe of all layers chose others.",
-        "The chosen layers are worth 0.01, which is within the error. Frozen features of the probe lose 0.04 to "
-        "0.05 tokens per pass: what the network makes of layers itself is worth more.",
+        "The chosen layers are worth 0.01, which is within the error. Frozen features of the probe lose 0.04 "
+        "to 0.05 tokens per pass: what the network makes of layers itself is worth more.",
     ),
     Study(
         "divergences",
