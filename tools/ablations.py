@@ -71,9 +71,9 @@ STUDIES = (
         ),
         "Levels that the network is trained behind itself (3 unless said), the weight of guesses behind a "
         "refused one, noise on the features, and two optimizers. The rate is 0.0005 unless said.",
-        "The rate matters most: 0.002 brings 0.11 tokens per pass, 0.004 hardly less. Muon loses at the usual "
-        "rate. One level alone makes the first guess better and all later ones useless. Five are no better than "
-        "three within so few steps. Weights behind refused guesses and noise change nothing.",
+        "The rate matters most: 0.002 brings 0.11 tokens per pass, 0.004 hardly less. Muon loses at the "
+        "usual rate. One level alone makes the first guess better and all later ones useless. Five are no "
+        "better than three within so few steps. Weights behind refused guesses and noise change nothing.",
     ),
     Study(
         "fspad",
