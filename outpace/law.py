@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outpace.kernels import draws
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Law:
@@ -51,11 +53,16 @@ class Law:
         size = 1 + int(max(id_K.max(), self.id_S.max()))
         return self.dense(size)[id_K]
 
+    def place(self, token: int) -> int:
+        """The entry of a token; -1 outside the support."""
+        if self.id_S is None:
+            return token if token < len(self.prob_S) else -1
+        return draws.place(self.id_S, token)
+
     def prob(self, token: int) -> float:
         """Probability of one token. One host sync."""
-        if self.id_S is None:
-            return float(self.prob_S[token]) if token < len(self.prob_S) else 0.0
-        return float(self.prob_S[self.id_S == token].sum())
+        at = self.place(token)
+        return float(self.prob_S[at]) if at >= 0 else 0.0
 
     def dense(self, size: int) -> Tensor:
         """The distribution as a vector [size]; ``size`` must reach past the largest id of the support."""
@@ -70,12 +77,9 @@ class Law:
 
         Cost: O(support). One host sync.
         """
-        if self.id_S is None:
-            inside = [token for token in tokens if token < len(self.prob_S)]
-            token_K = torch.tensor(inside, dtype=torch.int64, device=self.prob_S.device)
-            return Law.normed(self.prob_S.index_fill(0, token_K, 0.0), None)
-        token_K = torch.tensor(tokens, device=self.prob_S.device)
-        return Law.normed(self.prob_S.masked_fill(torch.isin(self.id_S, token_K), 0.0), self.id_S)
+        places = [at for at in map(self.place, tokens) if at >= 0]
+        prob_S = draws.strike(self.prob_S, places)
+        return None if prob_S is None else Law(prob_S, self.id_S)
 
     @classmethod
     def normed(cls, weight_S: Tensor, id_S: Tensor | None) -> Law | None:

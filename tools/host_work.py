@@ -1,6 +1,7 @@
 """Measure what a step of one sequence takes outside of compiled code: Python, sampling, records.
 
     python tools/host_work.py none prompt_lookup auto
+    python tools/host_work.py none eagle3 --temperature 0.8
 
 Prints per method the median step and the median and the fastest tenth of what is left of steps
 without the calls of compiled code, those of the target and those of drafters. A median counts on a
@@ -9,6 +10,7 @@ quiet machine only.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -32,14 +34,18 @@ def timed(run: Callable[..., int], inside: list[float], *given: object) -> int:
     return result
 
 
-def main(methods: list[str]) -> None:
+def main() -> None:
     """Measure methods, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("methods", nargs="*", default=["none"], help="method specs")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the answers")
+    asked = parser.parse_args()
     code, inside = library(), [0.0]
     if code is None:
         sys.exit("passes are not compiled here")
     for name in "run levels trees product norm gate".split():
         setattr(code, f"outpace_{name}", partial(timed, getattr(code, f"outpace_{name}"), inside))
-    for method in methods:
+    for method in asked.methods:
         engine = Engine.load("smollm2-135m", drafter=method)
         marks: list[tuple[float, float]] = []
         guesses: list[int] = []
@@ -52,7 +58,8 @@ def main(methods: list[str]) -> None:
         steps: list[tuple[float, float]] = []
         for turn in range(ROUNDS):
             marks.clear()
-            engine.generate(PROMPT, SamplingParams(temperature=0, max_new_tokens=TOKENS, ignore_eos=True))
+            params = SamplingParams(temperature=asked.temperature, max_new_tokens=TOKENS, ignore_eos=True)
+            engine.generate(PROMPT, params)
             if turn:
                 steps += [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(marks)]
         if method != "none" and not any(guesses):
@@ -67,4 +74,4 @@ def main(methods: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["none"])
+    main()

@@ -49,6 +49,9 @@ _ARGUMENTS = {
     "outpace_tile": "",
     "outpace_softmax": "aida",
     "outpace_choose": "aid",
+    "outpace_place": "aii",
+    "outpace_strike": "aiaia",
+    "outpace_excess": "aidaaiaa",
     "outpace_race": "aaiiia",
     "outpace_rank": "aaiiiaa",
 }

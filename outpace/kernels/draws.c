@@ -32,6 +32,17 @@ INLINE double sum_of(const float *x, int64_t width) {
     return total;
 }
 
+/* Divide weights by their sum, and give that; 0, and nothing is divided, where they are all 0. */
+INLINE double normed(float *weight, int64_t width) {
+    const double sum = sum_of(weight, width);
+    const float share = (float)(1 / sum);
+    int64_t i = 0;
+    if (!(sum > 0)) return 0;
+    for (; i + LANES <= width; i += LANES) store(weight + i, load(weight + i) * share);
+    for (; i < width; i++) weight[i] *= share;
+    return sum;
+}
+
 /* Write softmax(x / temperature). Gives 0, and writes nothing, where there is none: where the
    largest score is no number of float32. */
 int64_t outpace_softmax(const float *x, int64_t width, double temperature, float *out) {
@@ -45,9 +56,7 @@ int64_t outpace_softmax(const float *x, int64_t width, double temperature, float
         store(rest, power((load(rest) - most) * by));
         memcpy(out + i, rest, 4 * (width - i));
     }
-    const float share = (float)(1 / sum_of(out, width));
-    for (i = 0; i + LANES <= width; i += LANES) store(out + i, load(out + i) * share);
-    for (; i < width; i++) out[i] *= share;
+    normed(out, width);
     return 1;
 }
 
@@ -66,6 +75,45 @@ int64_t outpace_choose(const float *weight, int64_t width, double coin) {
     int64_t last = width - 1; /* rounding went past the last one that may come */
     while (last > 0 && !(weight[last] > 0)) last--;
     return last;
+}
+
+/* The place of a token among `id`; -1 if it is not there. */
+int64_t outpace_place(const int64_t *id, int64_t width, int64_t token) {
+    enum { STEP = 64 };
+    for (int64_t start = 0; start < width; start += STEP) {
+        const int64_t stop = start + STEP < width ? start + STEP : width;
+        int64_t some = 0;
+        for (int64_t i = start; i < stop; i++) some |= id[i] == token;
+        for (int64_t i = start; some && i < stop; i++)
+            if (id[i] == token) return i;
+    }
+    return -1;
+}
+
+/* Write the distribution without the entries at these places. Gives 0 where no other may come. */
+int64_t outpace_strike(const float *prob, int64_t width, const int64_t *at, int64_t count,
+                       float *out) {
+    memcpy(out, prob, 4 * width);
+    for (int64_t n = 0; n < count; n++) out[at[n]] = 0;
+    return normed(out, width) > 0;
+}
+
+/* Write [weight * p - q]_+ as a distribution, and its mass. `id` names the place in p of each entry of q,
+   and NULL their own; places behind p count for nothing. Gives 0 where nothing is left. */
+int64_t outpace_excess(const float *p, int64_t width, double weight, const float *q,
+                       const int64_t *id, int64_t count, float *out, double *mass) {
+    const float by = (float)weight;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) store(out + i, load(p + i) * by);
+    for (; i < width; i++) out[i] = p[i] * by;
+    for (int64_t n = 0; n < count; n++) {
+        const int64_t at = id ? id[n] : n;
+        if (at >= width) continue;
+        const float left = out[at] - q[n];
+        out[at] = left > 0 ? left : 0;
+    }
+    *mass = normed(out, width);
+    return *mass > 0;
 }
 
 /* SplitMix64's finalizer, as in coins.py. */

@@ -12,6 +12,7 @@ Shape letters: V vocabulary, S support of a distribution, R rows.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -53,6 +54,49 @@ def choose(weight_S: Tensor, coin: float) -> int:
     if weight_S[index] == 0:  # an edge hit exactly, or rounding past the last entry
         index = int(weight_S.argmax())
     return index
+
+
+def place(id_S: Tensor, token: int) -> int:
+    """Find a token among distinct ones; -1 if it is not there."""
+    code = library() if id_S.is_cpu and id_S.is_contiguous() else None
+    if code is not None:
+        return int(code.outpace_place(id_S.data_ptr(), len(id_S), token))
+    found = (id_S == token).nonzero()
+    return int(found[0]) if len(found) else -1
+
+
+def strike(prob_S: Tensor, places: Sequence[int]) -> Tensor | None:
+    """Make the distribution without the entries at these places; None where no other may come."""
+    code, count = _code(prob_S), len(places)
+    if code is not None:
+        out_S, at = torch.empty_like(prob_S), (ctypes.c_int64 * count)(*places)
+        some = code.outpace_strike(prob_S.data_ptr(), len(prob_S), at, count, out_S.data_ptr())
+        return out_S if some else None
+    at_K = torch.tensor(places, dtype=torch.int64, device=prob_S.device)
+    out_S = prob_S.index_fill(0, at_K, 0.0)
+    mass = float(out_S.sum())
+    return out_S.div_(mass) if mass > 0 else None
+
+
+def excess(p_V: Tensor, q_S: Tensor, id_S: Tensor | None, weight: float) -> tuple[float, Tensor | None] | None:
+    """Compare ``weight`` times a distribution over a vocabulary with another one.
+
+    Args:
+        id_S: tokens of the other one's entries; None: their places.
+
+    Returns:
+        Mass of [weight * p - q]_+, and its distribution, None where nothing is left. In the place of both
+        None where torch has to do it.
+    """
+    code = _code(p_V)
+    if code is None or _code(q_S) is None or not (id_S is None or id_S.is_contiguous()):
+        return None
+    out_V, mass, ids = torch.empty_like(p_V), ctypes.c_double(), None if id_S is None else id_S.data_ptr()
+    some = code.outpace_excess(
+        *(p_V.data_ptr(), len(p_V), weight),
+        *(q_S.data_ptr(), ids, len(q_S), out_V.data_ptr(), ctypes.byref(mass)),
+    )
+    return mass.value, out_V if some else None
 
 
 def race(prob_S: Tensor, id_S: Tensor | None, key: int, count: int) -> list[int]:

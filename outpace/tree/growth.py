@@ -205,7 +205,7 @@ class Fixed:
                 if fan:
                     law = row.warp.law(logits_FD[i], path, id_D)
                     picked = draw(law, fan, row.drawn, row.coins, node, depth + 1)
-                    probs = law.at(torch.tensor(picked, device=law.prob_S.device)).tolist()
+                    probs = [law.prob(token) for token in picked]
                     grown += self.add(node, picked, probs, law, row.drawn)
         self.open = grown[:1] if table else grown
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outpace.coins import Coins
+from outpace.kernels import draws
 from outpace.types import ROOT, Draft, Drawn, Group, Law, Verdict
 from outpace.verifiers.base import TargetLaws
 
@@ -20,10 +21,6 @@ Pick = Callable[[Law, int], int]
 Attempt = Callable[[Sequence[Group], Law], tuple["int | None", Law]]
 """(groups of a node, target distribution after it) -> the drawn child kept, or None and what is left of
 the distribution."""
-
-_FEW = 64
-"""Supports up to this size are read as Python numbers: two copies instead of four small ops."""
-
 
 def certain(draft: Draft, laws: TargetLaws, want_laws: bool) -> Verdict | None:
     """The one verdict there can be where all distributions are one-hot; None where they may not be.
@@ -135,6 +132,10 @@ def residual(p: Law, q: Law) -> Law:
 
 def excess(p: Law, q: Law, weight: float = 1.0) -> tuple[float, Law | None]:
     """Mass of [weight * p - q]_+, and its distribution; None where nothing is left. Cost: as `residual`."""
+    found = draws.excess(p.prob_S, q.prob_S, q.id_S, weight) if p.id_S is None else None
+    if found is not None:
+        mass, prob_S = found
+        return mass, None if prob_S is None else Law(prob_S)
     p_S = p.prob_S if weight == 1 else p.prob_S * weight
     over_S = (p_S - on_support(p, q)).clamp_min_(0)
     mass = float(over_S.sum())
@@ -153,11 +154,8 @@ def on_support(p: Law, q: Law) -> Tensor:
 
 
 def probs(law: Law, tokens: Sequence[int]) -> dict[int, float]:
-    """Token -> its probability. One host sync, two for a small support."""
-    if len(law.prob_S) <= _FEW:
-        prob_S = law.prob_S.tolist()
-        ids = range(len(prob_S)) if law.id_S is None else law.id_S.tolist()
-        table = dict(zip(ids, prob_S, strict=True))
-        return {token: table.get(token, 0.0) for token in tokens}
+    """Token -> its probability. One host sync."""
+    if law.prob_S.is_cpu:
+        return {token: law.prob(token) for token in tokens}
     token_K = torch.tensor(tokens, device=law.prob_S.device)
     return dict(zip(tokens, law.at(token_K).tolist(), strict=True))

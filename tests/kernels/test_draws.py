@@ -14,7 +14,7 @@ from outpace.params import SamplingParams
 from outpace.sampling import Warp
 
 SIZES = [1, 2, 7, 16, 33, 127, 1000, 1024, 1025, 5003, 49152]
-FUNCTIONS = ("outpace_softmax", "outpace_choose", "outpace_race", "outpace_rank")
+FUNCTIONS = [f"outpace_{name}" for name in "softmax choose race rank place strike excess".split()]
 PLANTED = {
     "a NaN at the end goes unseen": ("lanes.h", "isnan(most) ? most : x[i]", "x[i]"),
     "a NaN in a vector goes unseen": ("lanes.h", "if (odd[n]) most = NAN;", ""),
@@ -22,9 +22,16 @@ PLANTED = {
     "an infinity counts as a score": ("draws.c", "<= FLT_MAX", "<= INFINITY"),
     "temperature is left out": ("draws.c", "(1.4426950408889634 / temperature)", "1.4426950408889634"),
     "the last scores get no weight": ("draws.c", "memcpy(out + i, rest, 4 * (width - i));", ""),
-    "the last weights are not normed": ("draws.c", "for (; i < width; i++) out[i] *= share;", ""),
+    "the last weights are not normed": ("draws.c", "for (; i < width; i++) weight[i] *= share;", ""),
     "the last weights are not summed": ("draws.c", "for (; i < width; i++) total += x[i];", ""),
     "sums in float32": ("draws.c", "double total = 0;\n    for", "float total = 0;\n    for"),
+    "a token in the last block is not found": ("draws.c", "start + STEP < width ? start + STEP : width", "start + STEP"),
+    "a struck entry stays": ("draws.c", "out[at[n]] = 0", "out[at[n]] *= 0.5f"),
+    "what is left is not normed": ("draws.c", "return normed(out, width) > 0;", "return sum_of(out, width) > 0;"),
+    "the weight is left out": ("draws.c", "const float by = (float)weight;", "const float by = 1;"),
+    "a token of another vocabulary is read": ("draws.c", "if (at >= width) continue;", "if (at >= width) break;"),
+    "what q has too much of counts": ("draws.c", "left > 0 ? left : 0", "left > 0 ? left : -left"),
+    "q by place": ("draws.c", "const int64_t at = id ? id[n] : n;", "const int64_t at = n;"),
     "an edge belongs to the entry before": (
         "draws.c",
         "(edge += weight[i]) > coin",
@@ -84,9 +91,8 @@ def rows(size):
 
 def faults(code, with_torch):
     """Where compiled code differs from torch; the first of each kind."""
-    return list(
-        filter(None, (wrong(code, with_torch) for wrong in (_softmax, _refusal, _choose, _race, _rank)))
-    )
+    kinds = (_softmax, _refusal, _choose, _race, _rank, _place, _strike, _excess)
+    return list(filter(None, (wrong(code, with_torch) for wrong in kinds)))
 
 
 def _softmax(code, with_torch):
@@ -169,6 +175,55 @@ def _rank(code, with_torch):
     return None
 
 
+def _place(code, with_torch):
+    for size in SIZES:
+        id_S = torch.randperm(3 * size)[:size]
+        for at in {0, size // 3, size // 2, size - 1}:
+            if code(draws.place, id_S, int(id_S[at])) != at:
+                return f"place {at} of {size}"
+        if code(draws.place, id_S, 3 * size) != -1:
+            return f"a place for a token that is not among {size}"
+    return None
+
+
+def _same(own, true):
+    """Whether two distributions, or their absences, are the same."""
+    if own is None or true is None:
+        return own is true
+    return torch.allclose(own.double(), true.double(), rtol=1e-5, atol=1e-9)
+
+
+def _strike(code, with_torch):
+    for size in SIZES:
+        for prob_S in _weights(size):
+            some = sorted({0, len(prob_S) // 2, len(prob_S) - 1})
+            for places in (some[:1], some, [*range(len(prob_S))]):
+                if not _same(code(draws.strike, prob_S, places), with_torch(draws.strike, prob_S, places)):
+                    return f"strikes of {len(places)} among {size}"
+    return None
+
+
+def _excess(code, with_torch):
+    for size in SIZES:
+        p_V, few = (3 * torch.randn(size)).softmax(0), max(1, size // 3)
+        for width, weight in itertools.product((few, size, size + 5), (1.0, 0.5, 1.5)):
+            near_S = p_V[:width] if width <= size else torch.cat((p_V, torch.full((width - size,), 0.01)))
+            for ids in (None, torch.randperm(width), torch.randperm(2 * width)[:width]):
+                for q_S in ((3 * torch.randn(width)).softmax(0), near_S, 2 * near_S):
+                    at_S = torch.arange(width) if ids is None else ids
+                    true_V = (weight * p_V.double()).index_add(
+                        0, at_S[at_S < size], q_S.double()[at_S < size], alpha=-1.0
+                    )
+                    true_V.clamp_min_(0)
+                    mass, own_V = code(draws.excess, p_V, q_S, ids, weight)
+                    some = float(true_V.sum()) > 1e-6  # less is rounding
+                    if abs(mass - float(true_V.sum())) > 1e-6:
+                        return f"mass of {size} less {width}"
+                    if some and not torch.allclose(own_V.double() * mass, true_V, rtol=1e-4, atol=1e-7):
+                        return f"excess of {size} over {width}"
+    return None
+
+
 @pytest.fixture
 def with_code(monkeypatch):
     """Makes of a library, or None for torch, what calls a function with it."""
@@ -222,6 +277,9 @@ def test_numbers_that_code_does_not_read_go_through_torch(variant, with_code):
         assert torch.equal(call(draws.softmax, other_V, 0.7), (other_V / 0.7).softmax(0))
         assert call(draws.choose, other_V.softmax(0), 0.4) >= 0
         assert len(call(draws.race, other_V.softmax(0), None, 5, 3)) == 3
+        assert call(draws.strike, other_V.softmax(0), [7])[7] == 0
+    prob_V = x_V.softmax(0)
+    assert call(draws.excess, prob_V.double(), prob_V, None, 1.0) is None
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
