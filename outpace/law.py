@@ -43,10 +43,8 @@ class Law:
     def at(self, id_K: Tensor) -> Tensor:
         """Probabilities [K] of the given tokens; 0 outside the support. Mutates nothing."""
         if self.id_S is None:
-            inside = id_K < len(self.prob_S)
-            if bool(inside.all()):
-                return self.prob_S[id_K]
-            return torch.where(inside, self.prob_S[id_K.clamp_max(len(self.prob_S) - 1)], 0.0)
+            last = len(self.prob_S) - 1
+            return torch.where(id_K <= last, self.prob_S[id_K.clamp_max(last)], 0.0)
         if len(id_K) * len(self.id_S) <= 1 << 14:
             hit_KS = id_K[:, None] == self.id_S[None, :]
             return (hit_KS * self.prob_S).sum(1)
@@ -77,8 +75,7 @@ class Law:
 
         Cost: O(support). One host sync.
         """
-        places = [at for at in map(self.place, tokens) if at >= 0]
-        prob_S = draws.strike(self.prob_S, places)
+        prob_S = draws.strike(self.prob_S, [at for at in map(self.place, tokens) if at >= 0])
         return None if prob_S is None else Law(prob_S, self.id_S)
 
     @classmethod

@@ -78,7 +78,9 @@ def strike(prob_S: Tensor, places: Sequence[int]) -> Tensor | None:
     return out_S.div_(mass) if mass > 0 else None
 
 
-def excess(p_V: Tensor, q_S: Tensor, id_S: Tensor | None, weight: float) -> tuple[float, Tensor | None] | None:
+def excess(
+    p_V: Tensor, q_S: Tensor, id_S: Tensor | None, weight: float
+) -> tuple[float, Tensor | None] | None:
     """Compare ``weight`` times a distribution over a vocabulary with another one.
 
     Args:

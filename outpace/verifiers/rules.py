@@ -22,6 +22,7 @@ Attempt = Callable[[Sequence[Group], Law], tuple["int | None", Law]]
 """(groups of a node, target distribution after it) -> the drawn child kept, or None and what is left of
 the distribution."""
 
+
 def certain(draft: Draft, laws: TargetLaws, want_laws: bool) -> Verdict | None:
     """The one verdict there can be where all distributions are one-hot; None where they may not be.
 
@@ -132,12 +133,9 @@ def residual(p: Law, q: Law) -> Law:
 
 def excess(p: Law, q: Law, weight: float = 1.0) -> tuple[float, Law | None]:
     """Mass of [weight * p - q]_+, and its distribution; None where nothing is left. Cost: as `residual`."""
-    found = draws.excess(p.prob_S, q.prob_S, q.id_S, weight) if p.id_S is None else None
-    if found is not None:
-        mass, prob_S = found
-        return mass, None if prob_S is None else Law(prob_S)
-    p_S = p.prob_S if weight == 1 else p.prob_S * weight
-    over_S = (p_S - on_support(p, q)).clamp_min_(0)
+    if p.id_S is None and (found := draws.excess(p.prob_S, q.prob_S, q.id_S, weight)) is not None:
+        return found[0], None if found[1] is None else Law(found[1])
+    over_S = (weight * p.prob_S - on_support(p, q)).clamp_min_(0)
     mass = float(over_S.sum())
     return mass, Law(over_S.div_(mass), p.id_S) if mass > 0 else None
 

@@ -25,11 +25,23 @@ PLANTED = {
     "the last weights are not normed": ("draws.c", "for (; i < width; i++) weight[i] *= share;", ""),
     "the last weights are not summed": ("draws.c", "for (; i < width; i++) total += x[i];", ""),
     "sums in float32": ("draws.c", "double total = 0;\n    for", "float total = 0;\n    for"),
-    "a token in the last block is not found": ("draws.c", "start + STEP < width ? start + STEP : width", "start + STEP"),
+    "a token in the last block is not found": (
+        "draws.c",
+        "start + STEP < width ? start + STEP : width",
+        "start + STEP",
+    ),
     "a struck entry stays": ("draws.c", "out[at[n]] = 0", "out[at[n]] *= 0.5f"),
-    "what is left is not normed": ("draws.c", "return normed(out, width) > 0;", "return sum_of(out, width) > 0;"),
+    "what is left is not normed": (
+        "draws.c",
+        "return normed(out, width) > 0;",
+        "return sum_of(out, width) > 0;",
+    ),
     "the weight is left out": ("draws.c", "const float by = (float)weight;", "const float by = 1;"),
-    "a token of another vocabulary is read": ("draws.c", "if (at >= width) continue;", "if (at >= width) break;"),
+    "a token of another vocabulary is read": (
+        "draws.c",
+        "if (at >= width) continue;",
+        "if (at >= width) break;",
+    ),
     "what q has too much of counts": ("draws.c", "left > 0 ? left : 0", "left > 0 ? left : -left"),
     "q by place": ("draws.c", "const int64_t at = id ? id[n] : n;", "const int64_t at = n;"),
     "an edge belongs to the entry before": (
