@@ -56,14 +56,14 @@ class Ours:
         self.engine.listeners.append(watch)
         try:
             with _peak(self.engine.target.device) as peak:
-                began = time.perf_counter()
+                began = watch.last = time.perf_counter()
                 results = self._answer(unit, settings)
         finally:
             self.engine.listeners.remove(watch)
         return Run(
             tokens=tuple(result.tokens for result in results),
             seconds=watch.last - began,
-            prefill_seconds=watch.first - began,
+            prefill_seconds=watch.last - began - sum(watch.steps),
             counters=tuple(result.counters for result in results),
             verb_seconds=watch.verbs,
             draft_levels=watch.draft_levels,
@@ -109,10 +109,10 @@ class Ours:
 
 
 class Watch:
-    """Listens to the steps of one run: when prefill and decoding ended, and where time went."""
+    """Listens to the steps of one run: when the last one ended, and where the time of decoding went."""
 
     def __init__(self) -> None:
-        self.first = self.last = 0.0
+        self.last = time.perf_counter()
         self.draft_levels = 0
         self.verbs: dict[str, float] = {}
         self.steps: list[float] = []
@@ -125,9 +125,8 @@ class Watch:
     def __call__(self, record: StepRecord) -> None:
         before, self.last = self.last, time.perf_counter()
         if record.prompt:
-            self.first = self.last
             return
-        self.steps.append(self.last - (before or self.last))
+        self.steps.append(self.last - before)
         inside = record.pass_seconds
         draft, score = inside.get("draft", 0.0), inside.get("score", 0.0)
         caught_up = inside.get("commit", 0.0)  # a drafter's model reads what was emitted

@@ -48,7 +48,7 @@ class Run:
     seconds: float
     """From the call to the last token of the last case."""
     prefill_seconds: float
-    """From the call to the first token of the last case to get one; the rest is decoding."""
+    """Of steps that read prompts alone; the rest is decoding. Of a peer: until all cases have a token."""
     counters: tuple[Counters, ...] = ()
     """Per case; empty for a peer that does not tell."""
     verb_seconds: Mapping[str, float] = field(default_factory=dict)

@@ -204,6 +204,13 @@ def test_prefill_is_no_part_of_the_shares(engine):
     assert sum(run.verb_seconds.values()) <= run.decode_seconds < run.seconds / 2
 
 
+def test_decoding_between_parts_of_a_prompt_counts_as_decoding(engine):
+    unit = made(engine, "a b", *(f"{i}" + " long" * 150 for i in range(6)))
+    run = Ours(engine, engine.method("none")).run(unit, Settings(max_new_tokens=24))
+    assert run.counters[0].passes == 23
+    assert 0 < sum(run.verb_seconds.values()) <= run.decode_seconds < run.seconds
+
+
 def prompts(*texts, **more):
     return [
         Prompt(id=f"p{i}", category="x", messages=({"role": "user", "content": text},), **more)
