@@ -247,15 +247,11 @@ def _answer(engine: Engine, spec: str, one: Asked, max_new_tokens: int) -> _Answ
         result = engine.generate(list(one.ids), params, drafter=spec, reference=one.reference)
     finally:
         engine.listeners.remove(listen)
-    seconds = result.seconds - result.prefill_seconds - _stalled(steps)
-    return _Answer(steps, (len(result.tokens) - 1) / seconds if seconds > 0 else 0.0)
-
-
-def _stalled(steps: Sequence[StepRecord]) -> float:
-    """Seconds of the machine's own: what steps took beyond STALL times their median."""
     spent = [sum(step.seconds.values()) for step in steps]
-    most = STALL * median(spent) if spent else 0.0
-    return sum(max(0.0, seconds - most) for seconds in spent)
+    most = STALL * median(spent) if spent else 0.0  # what steps took beyond was the machine's own
+    between = result.seconds - result.prefill_seconds - sum(spent)
+    seconds = sum(min(most, one) for one in spent) + max(0.0, between)
+    return _Answer(steps, (len(result.tokens) - 1) / seconds if steps else 0.0)
 
 
 def learn(

@@ -264,6 +264,7 @@ def _measure(engine: Engine, pipeline: Pipeline, folder: Path) -> dict[str, Any]
     where = ("cpu", "gpu", "threads", "dtype", "date")
     return {
         **{key: row.get(key) for key in keys},
+        **({} if row.get("speedup") else {"reason": "something else used the machine"}),
         "method": _spec(pipeline, None if pipeline.out_is_home else pipeline.out),
         "prompts": len(cases),
         "max_new_tokens": MEASURED_TOKENS,
@@ -354,4 +355,6 @@ def _show_made(made: Made, measured: dict[str, Any]) -> None:
             f"measured on {measured['prompts']} held-out prompts: speed-up "
             f"{measured['speedup']:.2f}, mean emitted {measured['mean_emitted']:.2f}\n"
         )
+    else:
+        show.write(f"speed-up not measured: {measured['reason']}\n")
     show.write(f"wrote {made.folder}\n")

@@ -88,6 +88,23 @@ def learn(steps, depth=4, new=100, previews=False):
     return profile.learn(method(depth, previews), [_Answer(steps, 60.0)], PLAIN, CURVE, 2.0, new)
 
 
+def test_a_stall_behind_the_last_token_leaves_a_rate():
+    """The step's own clock runs on after the answer's has stopped."""
+    steps = [step(0, 0)] * 9 + [step(0, 0, rest=5.0)]
+    seconds = sum(one.seconds["score"] + 0.001 for one in steps)
+    engine = SimpleNamespace(listeners=[])
+
+    def generate(*_, **__):
+        for one in steps:
+            engine.listeners[0](one)
+        return SimpleNamespace(seconds=0.1 + seconds, prefill_seconds=0.1, tokens=[0] * 11)
+
+    engine.generate = generate
+    answer = profile._answer(engine, "none", Asked(ids=(1,)), 11)
+    assert answer.rate == pytest.approx(10 / (9 + profile.STALL) / 0.021, rel=0.01)
+    assert not engine.listeners
+
+
 def test_steps_tell_prices_acceptance_and_the_speedup_to_expect():
     steps = [step(4, 4, levels=4, draft=0.016), step(4, 1, levels=4, draft=0.016)]
     found = learn(steps)

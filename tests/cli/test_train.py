@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from outpace.bench import stats
 from outpace.bench.runner import Runner
 from outpace.cli import train as command
 
@@ -34,6 +35,8 @@ def work(tmp_path_factory):
 def data_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("OUTPACE_DATA", str(tmp_path / "data"))
     monkeypatch.setattr(command, "MEASURED_TOKENS", 12)
+    for doubt in ("disturbed", "impossible"):  # whatever else runs beside
+        monkeypatch.setattr(stats, doubt, lambda *of: False)
     return tmp_path / "data"
 
 
