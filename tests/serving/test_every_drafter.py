@@ -5,7 +5,7 @@ import pytest
 from outpace import Engine
 from outpace.serving.service import Service
 from tests.conformance.test_drafters import METHODS, engine, files, plain
-from tests.serving.test_service import LONG, ask
+from tests.serving.test_service import LONG, ask_at_once
 
 __all__ = ["engine", "files", "plain"]  # fixtures
 
@@ -24,7 +24,7 @@ def test_texts_are_those_of_single_requests(engine, expected, spec):
     """Two that have room for one and a half: one loses its memory, and reads its text anew."""
     own = Engine(engine.target, "none")
     with Service(own, drafters=(spec,), pages=7, stored_pages=0, chunk=24) as service:
-        heard = [ask(service, text, draft_tokens=3, **SETTINGS) for text in TEXTS]
+        heard = ask_at_once(service, TEXTS, draft_tokens=3, **SETTINGS)
         assert [one.result.tokens for one in heard] == expected
         stats = service.stats()
         assert stats.preempted > 0 and service.broken is None

@@ -81,6 +81,12 @@ def ask(service, prompt, key="", heard=None, **settings):
     return heard
 
 
+def ask_at_once(service, prompts, **settings):
+    """Queue all prompts before the service sees the first, however slow this thread is."""
+    with service._wake:
+        return [ask(service, prompt, **settings) for prompt in prompts]
+
+
 def empty(engine):
     engine.cache.check_integrity()
     return not engine.cache._slots
@@ -343,7 +349,7 @@ def test_what_a_lossy_view_wrote_is_copied_by_nobody():
 def test_those_that_come_together_read_their_common_beginning_once(engine):
     with Service(engine, max_batch=8, chunk=64, **PLAIN) as service:
         own = {"max_new_tokens": 3, **GREEDY}
-        heard = [ask(service, [*LONG[:320], i], **own) for i in range(6)]
+        heard = ask_at_once(service, [[*LONG[:320], i] for i in range(6)], **own)
         cached = [one.result.cached_tokens for one in heard]
     assert cached[0] == 0 and min(cached[1:]) >= 256
 
@@ -354,7 +360,7 @@ def test_who_loses_its_memory_goes_on_as_if_nothing_had_happened(engine, drafter
     own = {"max_new_tokens": 72, **settings}
     prompts = [LONG[: 61 + i] for i in range(3)]
     with Service(engine, drafters=(drafter,), pages=7, stored_pages=0) as service:
-        heard = [ask(service, prompt, draft_tokens=3, **own) for prompt in prompts]
+        heard = ask_at_once(service, prompts, draft_tokens=3, **own)
         results = [one.result for one in heard]
         assert service.stats().preempted > 0
         assert service.stats().pages == 7
@@ -397,7 +403,7 @@ def test_drafters_that_read_features_are_shown_them_again(engine, monkeypatch):
     monkeypatch.setattr(PromptLookup, "observe", observes)
     own = {"max_new_tokens": 72, **GREEDY}
     with Service(engine, drafters=("prompt_lookup",), pages=7) as service:
-        heard = [ask(service, LONG[: 61 + i], **own) for i in range(3)]
+        heard = ask_at_once(service, [LONG[: 61 + i] for i in range(3)], **own)
         results = [one.result for one in heard]
         assert service.stats().preempted > 0 and len(kept) > 3
     for i, result in enumerate(results):
