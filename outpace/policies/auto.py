@@ -17,12 +17,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from outpace.policies.acceptance import KEPT, Pool, Ratio
 from outpace.policies.base import Evidence, Policy, PolicyRow
 from outpace.policies.costs import Costs
-from outpace.policies.offers import NONE, Menu, Offer, Prices, fill, look_up, prices_of
+from outpace.policies.offers import NONE, Offer, Prices
 from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import Load, Plan
 
@@ -30,6 +30,20 @@ from outpace.types import Load, Plan
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoConfig:
     """No settings: what depends on machine, model and text is measured."""
+
+
+class Menu(NamedTuple):
+    """What a drafter offers to one sequence, and what that follows from."""
+
+    prices: Prices
+    room: int
+    """Levels that the sequence has room for."""
+    offers: Sequence[Offer]
+    """The ones that gain most with 1, 2, ... levels at most."""
+    read: float = 0.0
+    """Tokens that the text costs that the drafter has to read first."""
+    best: Offer | None = None
+    """The one that gains most, less its levels, for one sequence."""
 
 
 @dataclass(slots=True)
@@ -89,8 +103,8 @@ class Auto(Policy):
                 preview = row.previews.get(name)
                 if preview:
                     scale = self._pool(row.state, name).ratio(KEPT) * self._here(row.state, name)
-                    offer = look_up(name, preview, row.limit, scale, prices)
-                    told.setdefault(name, {})[i] = Menu(prices, 0, offers=(offer,))
+                    offer = prices.look_up(name, preview, row.limit, scale)
+                    told.setdefault(name, {})[i] = Menu(prices, 0, (offer,))
                     if offer.gain > 0.0 and (i not in chosen or offer > chosen[i]):
                         chosen[i] = offer
                 elif preview is None and budget.max_nodes and name != NONE:
@@ -124,7 +138,7 @@ class Auto(Policy):
         if prices is None or until <= self._tick:
             if len(self._prices) > self.tuning.most:
                 self._prices.clear()
-            prices = prices_of(self.costs, load, own, self._guesses)
+            prices = Prices(self.costs, load, own, self._guesses)
             self._prices[key] = self._tick + min(self.tuning.renew, 1 + self._tick // 8), prices
         return prices
 
@@ -135,9 +149,11 @@ class Auto(Policy):
         menu: Menu | None = state.menus.get(name)
         if menu is None or menu.prices is not prices or menu.room != room:
             read = 0.0 if name in state.here else prices.rate * self.costs.reading(name, load.context)
-            menu = Menu(prices, room, prices.level(name), read)
-            pool, here = self._pool(state, name), self._here(state, name)
-            state.menus[name] = menu = fill(menu, name, budget, row.limit, pool, here)
+            here = self._here(state, name)
+            offers = prices.offers(name, budget, row.limit, self._pool(state, name), here, read)
+            level = prices.level(name)
+            best = max(offers, key=lambda one: one.gain - level * one.levels, default=None)
+            state.menus[name] = menu = Menu(prices, room, offers, read, best)
         return menu
 
     def _together(
@@ -171,7 +187,8 @@ class Auto(Policy):
         idle = [name for name in menus if menus[name] and name not in used]
         for name in sorted(idle, key=lambda name: self._tried.get(name, 0)):
             i, menu = list(menus[name].items())[self._tick % len(menus[name])]
-            loss, offer = min([(menu.level * one.levels - one.gain, one) for one in menu.offers[:2]])
+            level = prices.level(name)
+            loss, offer = min([(level * one.levels - one.gain, one) for one in menu.offers[:2]])
             loss += chosen[i].gain if i in chosen else 0.0
             if loss <= max(1.0, step / 8):  # while a lookup copies well, others wait
                 self._tried[name], chosen[i] = self._tick, offer

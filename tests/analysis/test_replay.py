@@ -145,8 +145,9 @@ def test_replay_foresees_what_is_measured():
     engine = Engine.load("tiny", drafter="none", dtype="float32")
     ids = (5, 9, 11, 5, 9, 11, 5, 9)
     texts = recording.record(engine, [("p", "chat", ids)], ["suffix"], max_new_tokens=40)
-    found = judge.reality(engine, [ids], texts, "two_lines")
-    assert 0.3 < found["predicted"] / found["measured"] < 3.0, "a busy machine; on a quiet one 5 %"
+    tries = [judge.reality(engine, [ids], texts, "two_lines") for _ in range(5)]
+    ratio = sorted(one["predicted"] / one["measured"] for one in tries)[2]
+    assert 0.3 < ratio < 3.0, "a busy machine; on a quiet one 5 %"
 
 
 def test_every_part_of_auto_is_left_out_by_name():
