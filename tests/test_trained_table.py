@@ -65,10 +65,17 @@ def test_rows_are_trained_measured_and_shown(tool, work, tmp_path, monkeypatch, 
     elsewhere = [*asked, ROWS[0], "--page-only", "--out", str(tmp_path / "elsewhere")]
     assert table.main(elsewhere) == 0
     assert all(f"| `{row}` |" in page.read_text() for row in ROWS), "rows that were made elsewhere stay"
+    other = figures[ROWS[0]]["trained"]
+    other = {**other, "data": {**other["data"], "digest": "other", "answer_tokens": 7}}
+    page.with_suffix(".json").write_text(json.dumps([{**figures[ROWS[0]], "trained": other}]))
+    assert table.main([*asked, *ROWS, "--page-only"]) == 0
+    text = page.read_text()
+    assert "2 sets of answer tokens" in text and "7 (A) and" in text
+    assert f"| `{ROWS[0]}` | A |" in text and all(f"| `{row}` | B |" in text for row in ROWS)
     kept = [{**figures[ROWS[0]], "plan": {**figures[ROWS[0]]["plan"], "minutes": 3.0}}, figures[ROWS[1]]]
     page.with_suffix(".json").write_text(json.dumps(kept))
     assert table.main(elsewhere) == 2
-    assert "rows of other tokens or minutes" in capsys.readouterr().err
+    assert "rows of other minutes" in capsys.readouterr().err
 
 
 def test_every_trained_drafter_has_a_row_and_a_paper(tool):  # noqa: F811

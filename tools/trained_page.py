@@ -38,14 +38,29 @@ def write(asked: Any, rows: Sequence[Row]) -> None:
                 write_whole(asked.out / path.name, path.read_bytes())
 
 
+def token_sets(rows: Sequence[Row]) -> dict[str, tuple[str, int]]:
+    """Digest of each set of tokens that rows were trained on -> its letter, and its answer tokens."""
+    sets = {_digest(row): row["trained"]["data"]["answer_tokens"] for row in rows}
+    order = sorted(sets, key=sets.__getitem__)
+    return {digest: (letter, sets[digest]) for digest, letter in zip(order, "ABCDEFGH", strict=False)}
+
+
+def _digest(row: Row) -> str:
+    digest: str = row["trained"]["data"]["digest"]
+    return digest
+
+
 def page(asked: Any, rows: Sequence[Row]) -> Iterator[str]:
     """The lines of the report."""
-    data, use = rows[0]["trained"]["data"], rows[0]["use"]
+    sets, use = token_sets(rows), rows[0]["use"]
+    counts = [f"{count:,} ({letter})" if len(sets) > 1 else f"{count:,}" for letter, count in sets.values()]
+    same = f"on {len(sets)} sets of answer tokens" if len(sets) > 1 else "on the same answer tokens"
     yield "# Trained drafters at equal time\n"
     yield filled(
-        f"All for {asked.model}, on the same {data['answer_tokens']:,} answer tokens of the target's own, "
-        f"with the same {asked.minutes:g} minutes of one thread. A short trial says how many steps these "
-        "are. Features of the target were computed once, before, and their time does not count. The command:"
+        f"All for {asked.model}, {same} of the target's own, made by the same command: "
+        f"{' and '.join(counts)}. All have the same {asked.minutes:g} minutes of one thread. A short trial "
+        "says how many steps these are. Features of the target were computed once, before, and their time "
+        "does not count. The command:"
     )
     yield "\n```text"
     yield "outpace train eagle3 --only-data --prompts FILE::LICENCE ... --texts FILE::LICENCE ... --work WORK"
@@ -61,11 +76,13 @@ def page(asked: Any, rows: Sequence[Row]) -> Iterator[str]:
         yield ""
     picture = f"../images/{asked.page.stem}.svg"
     yield f"![Emitted tokens by the cost of drafting, and acceptance in use]({picture})\n"
-    heads = ("drafter", "steps", "epochs", "MB", "held-out", "in use", "chain", "as it comes", "drafting")
+    heads = ["drafter", *["tokens"] * (len(sets) > 1), "steps", "epochs", "MB"]
+    heads += ["held-out", "in use", "chain", "as it comes", "drafting"]
     yield "| " + " | ".join([*heads, "a level", "speed-up"]) + " |"
     yield "|---" * (len(heads) + 2) + "|"
     for row in rows:
-        yield _line(row)
+        letter = f"| {sets[_digest(row)][0]} " if len(sets) > 1 else ""
+        yield f"| `{row['row']}` {letter}{_line(row)}"
     yield ""
     for point in _explained(asked, rows, use):
         yield filled(f"- {point}", "  ")
@@ -78,9 +95,9 @@ def page(asked: Any, rows: Sequence[Row]) -> Iterator[str]:
     yield "\n## Beside the papers\n"
     yield "| drafter | the paper says | here |"
     yield "|---|---|---|"
-    for row in rows:
-        paper, here = PAPERS[row["row"].split()[0]]
-        yield f"| `{row['row']}` | {paper} | {here} |"
+    for name in dict.fromkeys(row["row"] for row in rows):
+        paper, here = PAPERS[name.split()[0]]
+        yield f"| `{name}` | {paper} | {here} |"
 
 
 def _explained(asked: Any, rows: Sequence[Row], use: dict[str, Any]) -> Iterator[str]:
@@ -95,6 +112,11 @@ def _explained(asked: Any, rows: Sequence[Row], use: dict[str, Any]) -> Iterator
         "method's own shape."
     )
     yield f"All rows have {' and '.join(f'`{one}`' for one in asked.shared)}, whatever suits them best."
+    if many := [f"`{row['row']}`" for row in rows if row["trained"]["epochs"] > MANY]:
+        yield (
+            f"{', '.join(many)} read the texts more than {MANY} times: more texts would help them, and more "
+            "minutes would not."
+        )
     yield "*Drafting* and *a level*: what they take, in passes of plain decoding, as it comes."
     yield "*Speed-up*: over plain decoding in the same process, in turns, prompt by prompt, one thread."
     if asked.loaded:
@@ -106,12 +128,20 @@ def _explained(asked: Any, rows: Sequence[Row], use: dict[str, Any]) -> Iterator
     names = {row["row"] for row in rows}
     if missing := [f"`{row}`" for row in asked.rows if row not in names]:
         yield f"Not run: {', '.join(missing)}."
+    for name in sorted(name for name in names if [row["row"] for row in rows].count(name) > 1):
+        steps = [f"{row['plan']['step_seconds']:.2f} s" for row in rows if row["row"] == name]
+        yield (
+            f"`{name}` was trained on each set, to see how far sets and processors differ: in the order of "
+            f"the table, a step took {' and '.join(steps)}."
+        )
     most = max(row["trained"]["peak_memory_bytes"] for row in rows)
     yield f"No training took more than {most / 1e9:.1f} GB of memory."
 
 
 FULL = 30
 """Minutes that would be enough."""
+MANY = 10
+"""Epochs after which drafters know their texts by heart: losses are a third of those of held-out texts."""
 
 
 def _told(asked: Any) -> list[str]:
@@ -128,7 +158,6 @@ def _line(row: Row) -> str:
     plan, trained, use = row["plan"], row["trained"], row["use"]
     shaped = use["default"]
     cells = [
-        f"`{row['row']}`",
         str(plan["steps"]),
         f"{trained['epochs']:.1f}",
         f"{trained['weights_bytes'] / 1e6:.1f}",
@@ -157,6 +186,7 @@ def picture(figure: Any, rows: Sequence[Row]) -> bool:
     _scatter(cost, points, rows)
     most = max(x for x, _ in points) * 1.15
     cost.plot([0, most], [1, 1 + most], color="#999999", lw=1, ls="--")
+    cost.set_ylim(0.95, max(y for _, y in points) * 1.05)
     cost.set_title("below the line drafting costs more than it brings", loc="left", fontsize="medium")
     cost.set_xlabel("drafting, in plain passes per step")
     cost.set_ylabel("tokens per pass, as it comes")
@@ -175,7 +205,7 @@ def picture(figure: Any, rows: Sequence[Row]) -> bool:
 
 
 def _scatter(axes: Any, points: Sequence[tuple[float, float]], rows: Sequence[Row]) -> None:
-    names = sorted(row["row"] for row in rows)
+    names = sorted({row["row"] for row in rows})
     for (x, y), row in zip(points, rows, strict=True):
         number = names.index(row["row"])
         style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number // 3 % len(MARKERS)]}

@@ -3,7 +3,7 @@
 PAPERS = {
     "eagle3": (
         "4.44 x, 6.23 per pass: Llama-3.1-8B, five tasks, T = 0; by others 3.02 x, 5.71: Vicuna-13B, A100",
-        "three unrolled passes make a step dear, so it sees the fewest texts",
+        "three unrolled passes make a step dear, so it sees few texts",
     ),
     "hydra": (
         "2.07 x, 3.26 per pass: Vicuna-7B, Spec-Bench, A100, greedy, trees of 64",

@@ -7,7 +7,8 @@ A row is a method with settings, as in ``--rows eagle3 "eagle3 steps=5"``. Featu
 once, before; their time does not count. A short trial then says what a step of a row takes of the processor,
 and this says how many steps fit into the minutes. So a training goes by steps: what was stopped goes on with
 the same bits, and a busy machine changes nothing. What is finished is not done again.
-Figures lie beside the page, so further rows of the same tokens can be made elsewhere.
+Figures lie beside the page, so further rows can be made elsewhere. Where their tokens are others, the page
+tells both sets apart; train a row on both, to see how far they differ.
 
 Each stage is a process of its own with one thread; see `trained_use.py` for what is measured.
 """
@@ -132,19 +133,18 @@ def found(asked: Any) -> list[dict[str, Any]]:
     """What is known of the rows that are finished, those that the page already shows included.
 
     Raises:
-        OutpaceError: the page shows rows of other tokens or of another time.
+        OutpaceError: the page shows rows of another time.
     """
-    rows = {
-        row: {"row": row, **{name: _read(stage_file(asked, row, name)) for name in STAGES}}
+    rows = [
+        {"row": row, **{name: _read(stage_file(asked, row, name)) for name in STAGES}}
         for row in asked.rows
         if stage_file(asked, row, "use").is_file()
-    }
+    ]
     shown = asked.page.with_suffix(".json")
     earlier = _read(shown) if shown.is_file() else []
-    every = [*({row["row"]: row for row in earlier} | rows).values()]
-    if len({(row["plan"]["minutes"], row["trained"]["data"]["digest"]) for row in every}) > 1:
-        raise OutpaceError(f"{shown} has rows of other tokens or minutes; remove it, or name another --page")
-    return every
+    if len({row["plan"]["minutes"] for row in (*earlier, *rows)}) > 1:
+        raise OutpaceError(f"{shown} has rows of other minutes; remove it, or name another --page")
+    return [*{(row["row"], row["trained"]["data"]["digest"]): row for row in (*earlier, *rows)}.values()]
 
 
 def features(asked: Any) -> None:

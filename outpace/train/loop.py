@@ -26,6 +26,7 @@ from torch import Tensor
 
 from outpace.drafters.trained import CONFIG
 from outpace.errors import OutpaceError
+from outpace.models.blocks import release
 from outpace.models.load import fast_dtype
 from outpace.train import checkpoint, curves, optimizers
 from outpace.train.align import moved
@@ -36,7 +37,9 @@ from outpace.train.objective import Objective, Step
 
 LOSS_SHARE = 4
 """One in so many of the held-out tokens is read for the loss, too."""
-
+RELEASE_EVERY = 10
+"""Steps after which freed memory is handed back. Batches of many lengths leave holes: a block drafter came
+to 5 GB in 200 steps, with this to 4, and was 2 % slower. At every step it is 40 % slower."""
 
 _ABOVE_0 = (
     *("steps", "batches", "minutes", "lr", "clip", "patience"),
@@ -301,6 +304,8 @@ class _Run:
                 state.index = (index + 1) // self.share
                 state.seconds = self.group.same(time.monotonic() - begin)
                 done = config.done(state.step, state.seconds)
+                if state.step % RELEASE_EVERY == 0:
+                    release()
                 ends = done >= 1
                 measures = ends or state.step % config.evaluate_every == 0
                 if measures or state.step % config.report_every == 0:
