@@ -114,8 +114,8 @@ def _explained(asked: Any, rows: Sequence[Row], use: dict[str, Any]) -> Iterator
     yield f"All rows have {' and '.join(f'`{one}`' for one in asked.shared)}, whatever suits them best."
     if many := [f"`{row['row']}`" for row in rows if row["trained"]["epochs"] > MANY]:
         yield (
-            f"{', '.join(many)} read the texts more than {MANY} times: more texts would help them, and more "
-            "minutes would not."
+            f"{', '.join(many)} read the texts more than {MANY} times. More texts may help them more than "
+            "more minutes."
         )
     yield "*Drafting* and *a level*: what they take, in passes of plain decoding, as it comes."
     yield "*Speed-up*: over plain decoding in the same process, in turns, prompt by prompt, one thread."
@@ -141,7 +141,7 @@ def _explained(asked: Any, rows: Sequence[Row], use: dict[str, Any]) -> Iterator
 FULL = 30
 """Minutes that would be enough."""
 MANY = 10
-"""Epochs after which drafters know their texts by heart: losses are a third of those of held-out texts."""
+"""Epochs from which a row is named: four such rows ended at 0.1 to 0.6 of their held-out loss."""
 
 
 def _told(asked: Any) -> list[str]:
@@ -200,7 +200,8 @@ def picture(figure: Any, rows: Sequence[Row]) -> bool:
     close.set_title("first guess", loc="left", fontsize="medium")
     close.set_xlabel("held-out acceptance")
     close.set_ylabel("acceptance in use")
-    figure.legend(*cost.get_legend_handles_labels(), loc="outside right center", fontsize="small")
+    handles = {label: handle for handle, label in zip(*cost.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles, loc="outside right center", fontsize="small")
     return True
 
 

@@ -51,7 +51,6 @@ class Prices:
 
     def __init__(self, costs: Costs, load: Load, own: int, guesses: int) -> None:
         batch, rows = load.batch, own + load.beside if load.beside else load.batch
-        self.costs = costs
         self.most = costs.most(batch)  # guesses of a pass whose cost is foreseen
         self.plain, *more = costs.passes(rows, load.context, batch, min(self.most, costs.tuning.most))
         self.none = none = batch / self.plain  # tokens per second of steps without drafts
