@@ -60,8 +60,6 @@ FEWEST = 3
 DATA = ("answer_tokens", "tokens", "sequences", "digest")
 """What a row says of the tokens."""
 STAGES = ("plan", "trained", "use")
-FEW = 32
-"""Texts whose features are computed together."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -157,11 +155,10 @@ def features(asked: Any) -> None:
     room = round(read_options("eagle3", asked.shared).pipeline.feature_gb * 1e9)
     kept = FeatureStore(engine.target, store.folder, sorted(wanted), room)
     longest = read_options("eagle3", asked.shared).pipeline.max_length
-    texts = [one.beginning(longest) for one in store]
     began = time.process_time()
-    for first in range(0, len(texts), FEW):
-        kept.ensure(texts[first : first + FEW])
-        print(f"features: {min(first + FEW, len(texts))} of {len(texts)} texts", file=sys.stderr, flush=True)
+    kept.fill(
+        [one.beginning(longest) for one in store], lambda told: print(told, file=sys.stderr, flush=True)
+    )
     kept.flush()
     print(f"features: {time.process_time() - began:.0f} s of the processor", file=sys.stderr, flush=True)
 

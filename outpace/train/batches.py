@@ -168,6 +168,11 @@ class Batches:
     def tokens(self) -> int:
         return int(self._length_S[self._rows].sum())
 
+    @property
+    def texts(self) -> list[TokenSequence]:
+        """What an epoch reads, in the order of the store."""
+        return [self.store[row].beginning(int(self._length_S[row])) for row in self._rows.tolist()]
+
     def _folded(self, epoch: int) -> int:
         return 0 if self.split == "held_out" else epoch
 

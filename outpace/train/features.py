@@ -3,8 +3,11 @@
 Besides the taps of a pass, ``kv.L`` is what the target's cache holds of layer L: the token's keys, rotated,
 then its values. It is read as a drafter reads it (KV_READ), once the token is committed.
 
-A pass of the target computes them when a batch first needs them. They stay on disk in bfloat16 while
-they have room there, in shards of about 64 MB; the rest is computed again whenever it is needed:
+A pass of the target computes them when a batch first needs them, or before the first step where training
+reads all of them. They stay on disk in bfloat16 while
+they have room there, in shards of about 64 MB; the rest is computed again whenever it is needed. Texts
+that are asked for together and begin alike, as answers to one prompt do, are computed and kept once up to
+where they part:
 
     features/<taps>/features-00000.safetensors    one [rows, H] tensor per tap
     features/<taps>/manifest.json                 which sequence begins at which row of which shard
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,15 +30,16 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from outpace.cache.base import KVCache
+from outpace.cache.base import PAGE, KVCache, shared_prefix
 from outpace.errors import ModelError, OutpaceError, shorten
 from outpace.files import parse_json, write_whole
 from outpace.models.base import KV_READ, TAPS, Target
 from outpace.train.manifest import SHARD, read_manifest
+from outpace.train.progress import Say, Tick
 from outpace.train.tokens import TokenSequence
 from outpace.types import Feed
 
-VERSION = 1
+VERSION = 2
 _FORM = {
     "target": {"name": str, "digest": str},
     "taps": [str],
@@ -47,6 +52,7 @@ ROWS = 1024
 """Tokens of a pass, about."""
 _SPARE = 1 << 30  # bytes of the disk that features leave free
 _KV = "kv."
+_FEW, _SAY_EVERY = 64, 10.0  # texts computed together, in order; seconds between reports
 
 
 def width_of(target: Target, tap: str) -> int:
@@ -95,44 +101,88 @@ def compute(
     Raises:
         ModelError: no such taps, or features that are not finite.
     """
-    part: list[tuple[int, Sequence[int]]] = []
-    for text in enumerate(texts):
-        if part and sum(len(ids) for _, ids in part) + len(text[1]) > rows:
-            yield from _score(target, part, taps, rows)
-            part = []
-        part.append(text)
-    if part:
-        yield from _score(target, part, taps, rows)
+    likes = alike(texts) if target.new_cache().copies else [(i, 0) for i in range(len(texts))]
+    first = fresh = 0
+    for i, (of, shared) in enumerate(likes):
+        if of == i and i > first and fresh + len(texts[i]) > rows:
+            yield from _score(target, texts, range(first, i), likes, taps, rows)
+            first, fresh = i, 0
+        fresh += len(texts[i]) - shared
+    if texts:
+        yield from _score(target, texts, range(first, len(texts)), likes, taps, rows)
+
+
+def alike(texts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Which text each one follows, and for how many tokens.
+
+    Returns:
+        Index of a text before it, and tokens that they share, fewer than it has; itself and 0 where the
+        text begins like no other.
+    """
+    found: list[tuple[int, int]] = []
+    for i, text in enumerate(texts):
+        of = found[-1][0] if found else 0
+        shared = min(shared_prefix(texts[of], text), len(text) - 1) if found else 0
+        found.append((of, shared) if shared >= PAGE else (i, 0))
+    return found
 
 
 def _score(
-    target: Target, part: Sequence[tuple[int, Sequence[int]]], taps: Sequence[str], rows: int
+    target: Target,
+    texts: Sequence[Sequence[int]],
+    part: range,
+    likes: Sequence[tuple[int, int]],
+    taps: Sequence[str],
+    rows: int,
 ) -> list[dict[str, Tensor]]:
-    """Features of the texts of one pass, or of the passes of one long text."""
-    longest = max(len(ids) for _, ids in part)
-    cache = target.new_cache(capacity=longest)
-    slots = [cache.open() for _ in part]
-    pieces: list[dict[str, list[Tensor]]] = [{tap: [] for tap in taps} for _ in part]
-    for start in range(0, longest, rows):
-        feeds = [
-            Feed.chain(slot, list(ids[start : start + rows]), want=())
-            for slot, (_, ids) in zip(slots, part, strict=True)
-        ]
-        scored = target.score(feeds, cache, taps=passes(taps))
-        for i, (feed, piece) in enumerate(zip(feeds, pieces, strict=True)):
+    """Features of some of the texts: those first that begin like no other."""
+    cache = target.new_cache(capacity=max(len(texts[i]) for i in part))
+    slots = {i: cache.open() for i in part if likes[i][0] == i}
+    found = _read(target, texts, slots, cache, taps, rows)
+    slots = {i: cache.fork(slots[likes[i][0]], likes[i][1]) for i in part if i not in slots}
+    own = _read(target, texts, slots, cache, taps, rows)
+    for i, piece in own.items():
+        of, shared = likes[i]
+        found[i] = {tap: torch.cat([found[of][tap][:shared], piece[tap]]) for tap in taps}
+    return [found[i] for i in part]
+
+
+def _read(
+    target: Target,
+    texts: Sequence[Sequence[int]],
+    slots: Mapping[int, int],
+    cache: KVCache,
+    taps: Sequence[str],
+    rows: int,
+) -> dict[int, dict[str, Tensor]]:
+    """Features of what is left of texts behind what their slots hold, together in passes.
+
+    Args:
+        slots: index of a text -> its slot.
+        rows: tokens of one text that a pass reads, at most.
+    """
+    left = {i: len(texts[i]) - cache.length(slot) for i, slot in slots.items()}
+    pieces: dict[int, dict[str, list[Tensor]]] = {i: {tap: [] for tap in taps} for i in slots}
+    for _ in range(0, max(left.values(), default=0), rows):
+        feeds = {}
+        for i, slot in slots.items():
+            held = cache.length(slot)
+            feeds[i] = Feed.chain(slot, list(texts[i][held : held + rows]), want=())
+        scored = target.score([*feeds.values()], cache, taps=passes(taps))
+        for n, (i, feed) in enumerate(feeds.items()):
             held = cache.length(feed.slot)
             cache.keep(feed.slot, range(len(feed.token_J)))
             part_rows = range(held, cache.length(feed.slot))
             for tap in taps:
-                found_TH = rows_of(target, cache, feed.slot, part_rows, scored.of(i).taps, tap)
+                found_TH = rows_of(target, cache, feed.slot, part_rows, scored.of(n).taps, tap)
                 rows_TH = found_TH.to("cpu", torch.bfloat16, copy=True)
                 if not bool(torch.isfinite(rows_TH).all()):
                     raise ModelError(
-                        f"{target.name} gave features {tap} that are not finite for text {part[i][0]}; "
+                        f"{target.name} gave features {tap} that are not finite for text {i}; "
                         "load it in float32"
                     )
-                piece[tap].append(rows_TH)
-    return [{tap: torch.cat(found) for tap, found in piece.items()} for piece in pieces]
+                pieces[i][tap].append(rows_TH)
+    return {i: {tap: torch.cat(one) for tap, one in piece.items()} for i, piece in pieces.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +191,19 @@ class _Place:
 
     file: str
     start: int
-    """First row."""
+    """First row of its own."""
     length: int
+    """Rows of its own."""
+    of: int
+    """Number of the sequence whose first rows are also those of this one ..."""
+    shared: int
+    """... and how many they are."""
     checksums: tuple[int, ...]
-    """CRC-32 per tap."""
+    """CRC-32 of its own rows, per tap."""
+
+    @property
+    def whole(self) -> int:
+        return self.shared + self.length
 
 
 class FeatureStore:
@@ -181,7 +240,7 @@ class FeatureStore:
         self._places: dict[int, _Place] = {}
         for shard in self._manifest["shards"]:
             self._learn(shard)
-        self._waiting: dict[int, dict[str, Tensor]] = {}  # for their shard to fill
+        self._waiting: dict[int, tuple[list[int], dict[str, Tensor]]] = {}  # for their shard to fill
         self._begins: dict[str, dict[str, int]] = {}
         self._checked: set[tuple[int, str]] = set()
 
@@ -205,7 +264,7 @@ class FeatureStore:
         fresh = self.ensure(part)
         out: list[Mapping[str, Tensor]] = []
         for one in part:
-            found = fresh.get(one.number) or self._waiting.get(one.number)
+            found = fresh.get(one.number) or self._waiting.get(one.number, ((), None))[1]
             length = len(one.ids)
             out.append(
                 {
@@ -225,38 +284,66 @@ class FeatureStore:
         computed = compute(self.target, [one.ids.tolist() for one in missing], self.taps)
         fresh = {one.number: found for one, found in zip(missing, computed, strict=True)}
         # What is on disk for a shorter part of a sequence stays so.
-        self._keep({number: found for number, found in fresh.items() if number not in self._places})
+        self._keep([one for one in missing if one.number not in self._places], fresh)
         return fresh
+
+    def fill(self, texts: Sequence[TokenSequence], say: Say) -> None:
+        """Compute what is missing of texts in their order, in which those follow each other that begin alike,
+        and keep it, as far as there is room.
+
+        Raises:
+            ModelError: features that are not finite.
+        """
+        began = told = time.perf_counter()
+        missing = [one for one in texts if not self._has(one)]
+        for first in range(0, len(missing), _FEW):
+            if not self._fits:
+                return
+            self.ensure(missing[first : first + _FEW])
+            now, done = time.perf_counter(), min(first + _FEW, len(missing))
+            if now - told > _SAY_EVERY or done == len(missing):
+                told = now
+                say(Tick("features", done, len(missing), "texts", done / (now - began)))
+
+    @property
+    def _fits(self) -> bool:
+        return self.nbytes + 2 * SHARD_BYTES <= self.room
 
     def _has(self, one: TokenSequence) -> bool:
         if (waiting := self._waiting.get(one.number)) is not None:
-            return len(waiting[self.taps[0]]) >= len(one.ids)
+            return len(waiting[0]) >= len(one.ids)
         place = self._places.get(one.number)
-        return place is not None and place.length >= len(one.ids)
+        return place is not None and place.whole >= len(one.ids)
 
-    def _keep(self, fresh: Mapping[int, dict[str, Tensor]]) -> None:
-        if self.nbytes + 2 * SHARD_BYTES > self.room:
+    def _keep(self, part: Sequence[TokenSequence], fresh: Mapping[int, dict[str, Tensor]]) -> None:
+        if not self._fits:
             return
-        self._waiting.update(fresh)
-        if sum(_nbytes(found) for found in self._waiting.values()) >= SHARD_BYTES:
+        for one in part:
+            self._waiting[one.number] = one.ids.tolist(), fresh[one.number]
+        if sum(_nbytes(found) for _, found in self._waiting.values()) >= SHARD_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Write what waits for its shard to fill, if the disk has room."""
         held, self._waiting = self._waiting, {}
-        size = sum(_nbytes(found) for found in held.values())
+        numbers, likes = [*held], alike([ids for ids, _ in held.values()])
+        own = [
+            {tap: found[tap][shared:] for tap in self.taps}
+            for (_, found), (_, shared) in zip(held.values(), likes, strict=True)
+        ]
+        size = sum(_nbytes(found) for found in own)
         there = next(path for path in (self.folder, *self.folder.resolve().parents) if path.exists())
         if not held or shutil.disk_usage(there).free < size + _SPARE:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         name = f"features-{len(self._manifest['shards']):05d}.safetensors"
         sequences, start = [], 0
-        for number, found in held.items():
+        for number, found, (of, shared) in zip(numbers, own, likes, strict=True):
             sums = [zlib.crc32(_raw(found[tap])) for tap in self.taps]
             length = len(found[self.taps[0]])
-            sequences.append([number, start, length, *sums])
+            sequences.append([number, start, length, numbers[of], shared, *sums])
             start += length
-        data = save({tap: torch.cat([found[tap] for found in held.values()]) for tap in self.taps})
+        data = save({tap: torch.cat([found[tap] for found in own]) for tap in self.taps})
         write_whole(self.folder / name, data)
         shard = {"file": name, "bytes": len(data), "sequences": sequences}
         self._manifest["shards"].append(shard)
@@ -265,6 +352,14 @@ class FeatureStore:
 
     def _read(self, number: int, length: int, tap: str) -> Tensor:
         """The first rows of a sequence on disk."""
+        place = self._places[number]
+        if length <= place.shared:
+            return self._own(place.of, length, tap)
+        own_TH = self._own(number, length - place.shared, tap)
+        return torch.cat([self._own(place.of, place.shared, tap), own_TH]) if place.shared else own_TH
+
+    def _own(self, number: int, length: int, tap: str) -> Tensor:
+        """The first of the rows that a sequence shares with none before it."""
         place = self._places[number]
         width = width_of(self.target, tap)
         row = 2 * width
@@ -289,8 +384,8 @@ class FeatureStore:
         return torch.frombuffer(data, dtype=torch.bfloat16).view(rows, width)[:length]
 
     def _learn(self, shard: Mapping[str, Any]) -> None:
-        for number, start, length, *sums in shard["sequences"]:
-            self._places[number] = _Place(shard["file"], start, length, tuple(sums))
+        for number, start, length, of, shared, *sums in shard["sequences"]:
+            self._places[number] = _Place(shard["file"], start, length, of, shared, tuple(sums))
 
     def _begin(self, name: str, tap: str) -> int:
         """Where a tap begins in a shard, bytes."""
@@ -355,9 +450,16 @@ def _read_manifest(folder: Path, target: Target) -> dict[str, Any] | None:
         manifest = read_manifest(path, VERSION, _FORM, remedy)
     except FileNotFoundError:
         return None
-    each = 3 + len(manifest["taps"])
+    each = 5 + len(manifest["taps"])
     if any(len(one) != each for shard in manifest["shards"] for one in shard["sequences"]):
         raise OutpaceError(f"{path} is corrupt (a sequence has not {each} numbers); {remedy}")
+    for shard in manifest["shards"]:
+        whole: dict[int, int] = {}  # rows of those that share none
+        for number, _, length, of, shared, *_ in shard["sequences"]:
+            if not (0 <= shared <= whole.get(of, 0) and length > 0):
+                raise OutpaceError(f"{path} is corrupt (sequence {number} follows {of}); {remedy}")
+            if not shared:
+                whole[number] = length
     mine, width = manifest["target"], manifest["hidden_size"]
     if (mine["digest"], width) != (target.digest, target.hidden_size):
         raise ModelError(

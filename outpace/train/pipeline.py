@@ -261,6 +261,8 @@ class Pipeline:
         objective = self.options.objective.build(self.options.own, self.target, self.vocab)
         if self.start is not None:
             begin_from(objective, self.start)
+        if self.features is not None and (loop.steps or 0) >= source.count(0) // source.share:
+            self.features.fill(source.texts, self.say)
         trained = train(
             objective,
             source,

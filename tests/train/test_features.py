@@ -32,6 +32,18 @@ def sequences(lengths=(5, 30, 12, 41, 7), first=0):
     ]
 
 
+def answers(prompt=70, lengths=(20, 0, 12), first=0):
+    """Answers to one prompt after another; the second one ends with its prompt, but for a token."""
+    coins = np.random.default_rng(first)
+    out = []
+    for _ in range(2):
+        begin = coins.integers(3, 90, prompt)
+        for n in lengths:
+            ids = np.concatenate([begin, coins.integers(3, 90, n)]).astype(np.int32)
+            out.append(TokenSequence(number=first + len(out), prompt=prompt, temperature=0.0, ids=ids))
+    return out
+
+
 def kept(target, folder, taps=TAPS, part=None):
     """A store that has the features of some sequences on disk."""
     store = FeatureStore(target, folder, taps, ROOM)
@@ -61,6 +73,25 @@ def test_features_are_those_of_the_sequence_alone(target, rows):
             assert found[tap].dtype == torch.bfloat16 and torch.equal(found[tap], want)
         # Row t of the last state gives the distribution of token t + 1.
         assert torch.equal(target.head(found["hidden.-1"].float()).argmax(-1), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("rows", [1024, 32])
+def test_prompts_are_read_and_kept_once(target, tmp_path, monkeypatch, rows):
+    part, read = answers(), []
+    want = [{tap: alone(target, one.ids, tap)[0] for tap in TAPS} for one in part]
+    usual = target.score
+    monkeypatch.setattr(target, "score", lambda feeds, *a, **k: read.append(feeds) or usual(feeds, *a, **k))
+    for found, wanted in zip(compute(target, [one.ids for one in part], TAPS, rows), want, strict=True):
+        assert all(torch.equal(found[tap], wanted[tap]) for tap in TAPS)
+    # Two prompts with their first answers; of the others a token of the prompt and what differs.
+    assert sum(len(feed.token_J) for feeds in read for feed in feeds) == 2 * (90 + 1 + 12)
+    store = kept(target, tmp_path, part=part)
+    assert store.nbytes < 2 * (90 + 1 + 12) * 2 * 2 * target.hidden_size + 500
+    no_pass(target, monkeypatch)
+    again = FeatureStore(target, tmp_path, TAPS, ROOM)
+    for length in (1000, 75, 70, 3):
+        for found, wanted in zip(again.of([one.beginning(length) for one in part]), want, strict=True):
+            assert all(torch.equal(found[tap], wanted[tap][:length]) for tap in TAPS)
 
 
 def test_what_is_on_disk_is_not_computed_again(target, tmp_path, monkeypatch):
@@ -143,7 +174,10 @@ def test_damage_is_named(target, tmp_path):
     shard.unlink()
     with pytest.raises(OutpaceError, match="it is missing"):
         read()
-    for manifest, reason in (("[", r"manifest.json is corrupt"), ('{"version": 9}', "version 9")):
+    told = json.loads((shard.parent / "manifest.json").read_text())
+    told["shards"][0]["sequences"][1][3:5] = [12, 4]  # which comes after it
+    follows = json.dumps(told), r"sequence 3 follows 12\)"
+    for manifest, reason in (("[", "manifest.json is corrupt"), ('{"version": 9}', "version 9"), follows):
         (shard.parent / "manifest.json").write_text(manifest)
         with pytest.raises(OutpaceError, match=reason):
             read()
