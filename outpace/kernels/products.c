@@ -21,10 +21,17 @@ typedef struct {
     int64_t threads;
 } Product;
 
-/* Groups of a piece: fewer than four are slower to multiply. */
-static int64_t cut(int64_t groups, int64_t threads) {
-    const int64_t piece = groups / (8 * threads) + 3;
-    return piece < 4 ? 4 : piece > 32 ? 32 : piece / 4 * 4;
+/* Groups of a piece. Behind each beginning the processor waits for codes, so a few rows have as few pieces
+   as there are threads; over many rows it computes, and more pieces end together. Numbers are read best
+   by threads that are close to each other, and slower where fewer than four groups stand together. */
+enum { FEWEST = 4, LONG = 128, FEW_ROWS = 64 };
+static int64_t cut(const Matrix *m, int64_t rows, int64_t threads) {
+    const int64_t groups = groups_of(m), numbers = groups / (8 * threads) + 3;
+    if (!is_coded((int)m->kind)) return numbers < FEWEST ? FEWEST : numbers > 32 ? 32 : numbers / 4 * 4;
+    const int64_t longest = (groups + LONG * threads - 1) / (LONG * threads);
+    const int64_t turns = 1 + rows / FEW_ROWS < longest ? longest : 1 + rows / FEW_ROWS;
+    const int64_t piece = (groups + turns * threads - 1) / (turns * threads);
+    return piece < FEWEST ? FEWEST : piece;
 }
 
 /* Where the operands of each kind are; gives the bytes of all. */
@@ -61,7 +68,7 @@ static void prepare_piece(const Product *p, int64_t piece) {
 static int64_t multiply_pieces(const Product *p) {
     int64_t pieces = 0;
     for (int64_t i = 0; p->rows && i < p->parts; i++) {
-        const int64_t groups = groups_of(p->part + i), size = cut(groups, p->threads);
+        const int64_t groups = groups_of(p->part + i), size = cut(p->part + i, p->rows, p->threads);
         pieces += (groups + size - 1) / size;
     }
     return pieces;
@@ -71,7 +78,7 @@ static void multiply_piece(const Product *p, int64_t piece) {
     const Matrix *first[OPERANDS] = {0};
     spread(p->part, p->parts, p->rows, at, first);
     for (const Matrix *m = p->part;; column += m++->outputs) {
-        const int64_t groups = groups_of(m), size = cut(groups, p->threads);
+        const int64_t groups = groups_of(m), size = cut(m, p->rows, p->threads);
         const int64_t here = (groups + size - 1) / size, from = piece * size;
         if (piece < here) {
             product_piece(m, p->operands + at[product_operands(m->kind)], p->rows,

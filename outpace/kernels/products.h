@@ -509,7 +509,9 @@ INLINE void put(const Matrix *m, int64_t group, const float *sums, int64_t count
     }
 }
 
-enum { FEW = 2, TALL_BYTES = 8, PAGE = 1 << 12 };
+/* FETCHED: bytes ahead that are asked for: what memory gives while it takes to answer, and more than a page,
+   for the processor itself does not look past the end of one. */
+enum { FEW = 2, TALL_BYTES = 8, FETCHED = 1 << 13 };
 
 /* The least value where codes count from zero. */
 INLINE vec least_of_bytes(const int kind, const char *block, const char *head, vec d) {
@@ -535,9 +537,8 @@ INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t
         const char *block = panel + block_at(kind, b);
         const char *head = head_of(kind, panel, b);
         const char *x = w.parcel + (b * w.rows + row) * size;
-        /* The processor itself does not look past the end of a page. */
         for (int line = 0; line < block_bytes(kind); line += 64)
-            __builtin_prefetch(block + PAGE + line, 0, 0);
+            __builtin_prefetch(block + FETCHED + line, 0, 0);
         ivec q[12];
         read_codes(kind, block, q);
         EACH(half, halves) {
