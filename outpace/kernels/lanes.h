@@ -98,7 +98,7 @@ INLINE float largest(const float *x, int64_t width) {
 }
 
 /* Rows are worked on in pieces of about GRAIN numbers. */
-enum { GRAIN = 1 << 13 };
+enum { GRAIN = 1 << 11 };
 INLINE int64_t pieces_of(int64_t rows, int64_t width) {
     const int64_t pieces = (rows * width + GRAIN - 1) / GRAIN;
     return pieces < rows ? pieces : rows;
