@@ -197,8 +197,9 @@ class Pipeline:
 
     @cached_property
     def vocab(self) -> VocabMap | None:
-        """The draft vocabulary; None: the target's whole."""
-        if self.start is not None:
+        """The draft vocabulary; None: the target's whole. With a start it is that drafter's, unless so much
+        coverage is asked for."""
+        if self.start is not None and not self.options.pipeline.coverage:
             return vocab_map(read_tensors(self.start), self.target.vocab_size)
         size = self.options.pipeline.vocab
         if size is None or size >= self.target.vocab_size:
@@ -360,14 +361,21 @@ class Pipeline:
 
 @torch.no_grad()
 def begin_from(objective: Objective, folder: Path) -> None:
-    """Overwrite what is trained with the weights of a drafter folder.
+    """Overwrite what is trained with the weights of a drafter folder. Of an unembedding for other tokens the
+    rows of those are taken that both have.
 
     Raises:
         ModelError: it holds other tensors, or of other shapes; the first is named.
     """
-    stored = read_tensors(folder)
+    stored, vocab = read_tensors(folder), objective.vocab
+    held = vocab_map(stored, objective.target.vocab_size)
     for name, tensor in objective.named().items():
         if name not in stored and name in objective.fresh:
+            continue
+        if name == "lm_head.weight" and held is not None and vocab is not None and name in stored:
+            place_D = held.feed_V[vocab.to_target_D.cpu()]
+            both = (place_D >= 0).nonzero()[:, 0]
+            tensor[both.to(tensor.device)] = stored[name][place_D[both]].to(tensor)
             continue
         if name not in stored or stored[name].shape != tensor.shape:
             shape = list(stored[name].shape) if name in stored else "missing"

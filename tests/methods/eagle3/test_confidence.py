@@ -130,3 +130,19 @@ def test_other_programs_get_none_of_it(target, trained, tmp_path):
 def test_a_loss_without_distributions_is_refused():
     with pytest.raises(ValueError, match="needs a loss that reads distributions"):
         Eagle3Config(confidence=1.0, loss="ce")
+
+
+def test_a_new_vocabulary_keeps_the_rows_of_the_old_one(target, rows, trained):
+    """Rows of other tokens stay as the target has them; the vocabulary of the folder's own gives its rows."""
+    older, folder = trained
+    more = Eagle3.build(Eagle3Config(confidence=1.0), target, most_used(rows, 230, target))
+    fresh = more.module.lm_head.weight.detach().clone()
+    begin_from(more, folder)
+    place_D = older.vocab.feed_V[more.vocab.to_target_D]
+    held, new = older.module.lm_head.weight.detach(), more.module.lm_head.weight.detach()
+    assert 0 < int((place_D < 0).sum()) < 60
+    assert torch.equal(new[place_D < 0], fresh[place_D < 0])
+    assert torch.allclose(new[place_D >= 0], held[place_D[place_D >= 0]], atol=2e-2)
+    assert torch.equal(
+        more.module.layer.mlp.down_proj.weight, older.module.layer.mlp.down_proj.weight.bfloat16().float()
+    )
