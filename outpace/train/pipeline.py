@@ -198,7 +198,8 @@ class Pipeline:
     @cached_property
     def vocab(self) -> VocabMap | None:
         """The draft vocabulary; None: the target's whole. With a start it is that drafter's, unless so much
-        coverage is asked for."""
+        coverage is asked for.
+        """
         if self.start is not None and not self.options.pipeline.coverage:
             return vocab_map(read_tensors(self.start), self.target.vocab_size)
         size = self.options.pipeline.vocab
