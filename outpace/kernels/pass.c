@@ -85,7 +85,7 @@ static void turn_rows(const void *context, const void *self, int64_t piece) {
 }
 
 static void gate_rows(const void *context, const void *self, int64_t piece) {
-    ROWS(2 * width) {
+    ROWS(width) {
         const float *from = row_from(p, op, row, 2 * width);
         if (op->index == SILU) gate(from, row_to(p, op, row, width), width, 0, SILU);
         else gate(from, row_to(p, op, row, width), width, 0, GELU_TANH);
@@ -140,6 +140,19 @@ static void multiply_rows(const void *context, const void *self, int64_t piece) 
     multiply_piece(&product, piece);
 }
 
+/* Whether a product makes its operands of rows that an operation writes just before: then the same
+   thread does both, with no hand-over between. */
+static int feeds(const Program *p, const Op *op) {
+    return (op->kind == NORM || op->kind == GATE) && op + 1 < p->op + p->ops && op[1].kind == PRODUCT &&
+           op[1].from == op->to && op[1].rows == op->rows && op[1].part->inputs == op->width;
+}
+static void feed_rows(const void *context, const void *self, int64_t piece) {
+    const Op *op = self;
+    if (op->kind == NORM) norm_rows(context, op, piece);
+    else gate_rows(context, op, piece);
+    prepare_rows(context, op + 1, piece);
+}
+
 #define LAYER                                                                                     \
     const Program *p = context;                                                                   \
     const Op *op = self;                                                                          \
@@ -179,10 +192,14 @@ static void choose_rows(const void *context, const void *self, int64_t piece) {
 /* An operation is up to seven tasks. */
 static Task *plan(const Program *p, const Op *op, Task *task) {
     const int64_t rows = rows_of(p, op), width = op->width;
+    if (feeds(p, op)) {
+        *task++ = (Task){feed_rows, op, pieces_of(rows, width)};
+        return task;
+    }
     switch (op->kind) {
     case NORM: *task++ = (Task){norm_rows, op, pieces_of(rows, width)}; break;
     case TURN: *task++ = (Task){turn_rows, op, pieces_of(rows, p->heads * width)}; break;
-    case GATE: *task++ = (Task){gate_rows, op, pieces_of(rows, 2 * width)}; break;
+    case GATE: *task++ = (Task){gate_rows, op, pieces_of(rows, width)}; break;
     case ADD: *task++ = (Task){add_more, op, pieces_of(rows, width)}; break;
     case BEND: *task++ = (Task){bend_rows, op, pieces_of(rows, width)}; break;
     case COPY:
@@ -191,7 +208,8 @@ static Task *plan(const Program *p, const Op *op, Task *task) {
     case BEST: *task++ = (Task){best_rows, op, pieces_of(rows, width)}; break;
     case PRODUCT: {
         const Product product = product_of(p, op);
-        *task++ = (Task){prepare_rows, op, prepare_pieces(&product)};
+        if (op == p->op || !feeds(p, op - 1))
+            *task++ = (Task){prepare_rows, op, prepare_pieces(&product)};
         *task++ = (Task){multiply_rows, op, multiply_pieces(&product)};
         break;
     }
