@@ -24,7 +24,7 @@ from outpace.kernels.moves import move
 _LARGE = 1 << 20
 """Bytes from which on memory is asked for in whole pages of the system."""
 _ALIASED = 16
-"""Pages, and multiples of them, of which all coordinates of a key would share a few sets of a processor's cache: a
+"""Of so many pages, and multiples, all coordinates of a key would share a few sets of a processor's cache: a
 pass over 1 to 8 rows with 2048 rows allocated takes 1 to 5 % longer than with 2112."""
 _MEMO = 256
 """Views remembered: making 30 of them takes as long as three products."""

@@ -58,6 +58,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _key(kind: str, target: Target, spec: str) -> dict[str, Any]:
     """What a measurement depends on."""
+    code = library() if target.device.type == "cpu" else None
     return {
         "format": _FORMAT,
         "kind": kind,
@@ -66,7 +67,7 @@ def _key(kind: str, target: Target, spec: str) -> dict[str, Any]:
         "dtype": dtype_name(target.dtype),
         "threads": torch.get_num_threads(),
         "machine": machine(target.device),
-        "compiled": target.device.type == "cpu" and library() is not None,
+        "compiled": "" if code is None else Path(code._name).stem,  # which names its state
         "outpace": __version__,
     }
 
