@@ -94,6 +94,25 @@ def test_prompts_are_read_and_kept_once(target, tmp_path, monkeypatch, rows):
             assert all(torch.equal(found[tap], wanted[tap][:length]) for tap in TAPS)
 
 
+def test_all_texts_are_computed_as_far_as_there_is_room(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SHARD_BYTES", 1 << 14)
+    monkeypatch.setattr(module, "_FEW", 3)
+    part, said = [*answers(), *answers(first=10)], []
+    store = FeatureStore(target, tmp_path, TAPS, ROOM)
+    store.fill(part, said.append)
+    store.flush()
+    assert str(said[-1]).startswith("features: 12/12 texts (100.0 %)")
+    no_pass(target, monkeypatch)
+    store.fill(part, said.append)
+    assert len(said) == 1 and len(store) == len(part), "nothing is missing any more"
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "SHARD_BYTES", 1 << 14)
+    monkeypatch.setattr(module, "_FEW", 3)
+    small = FeatureStore(target, tmp_path / "small", TAPS, 3 << 14)
+    small.fill(part, said.append)
+    assert len(said) == 1 and 0 < len(small) < len(part)
+
+
 def test_what_is_on_disk_is_not_computed_again(target, tmp_path, monkeypatch):
     part = sequences()
     want = FeatureStore(target, tmp_path, TAPS, 0).of(part)
